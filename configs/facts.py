@@ -1,0 +1,108 @@
+"""What a model is, without its weights: the facts that router and engine must agree on.
+
+`configs.models.resolve` makes them from a GGUF file or a Hugging Face directory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+
+class Architecture(Enum):
+    """Dense decoder families; the differences between them are fields of ModelFacts."""
+
+    LLAMA = "llama"
+    QWEN2 = "qwen2"
+    QWEN3 = "qwen3"
+
+
+class WeightFormat(Enum):
+    GGUF = "gguf"
+    SAFETENSORS = "safetensors"
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's frequency-dependent stretching of rotary positions ("rope_type": "llama3")."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Shapes and identities. `num_heads * head_dim` may differ from `hidden_size` (Qwen3)."""
+
+    name: str
+    """The name that clients use."""
+    architecture: Architecture
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_model_len: int
+    """Prompt and answer together, in tokens."""
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    attention_bias: bool
+    """q, k and v projections have a bias (Qwen2)."""
+    qk_norm: bool
+    """RMSNorm over each head of q and k (Qwen3)."""
+    eos_token_ids: tuple[int, ...]
+    model_hash: str
+    """sha256 over everything that decides the logits: two workers with equal hashes have equal weights."""
+    weight_format: WeightFormat
+    weight_files: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class TokenizerFacts:
+    """Enough to build the model's tokenizer. Exactly one of the two kinds is set."""
+
+    byte_level_bpe: ByteLevelBpe | None
+    tokenizer_json: Path | None
+    """For models that are not byte-level BPE: read by the `tokenizers` package."""
+    chat_template: str | None
+    """The model's own Jinja template."""
+    special_tokens: dict[str, int]
+    """Text to id of every control token; these are never the result of ordinary text merging and not part of answers."""
+    user_tokens: dict[str, int]
+    """Text to id of tokens that are found whole in text like control tokens, but are shown (Qwen3's `<think>`)."""
+    bos_token: str | None
+    eos_token: str | None
+    unk_token: str | None
+    add_bos: bool
+    """The tokenizer puts BOS in front of a plain prompt."""
+
+
+@dataclass(frozen=True)
+class ByteLevelBpe:
+    """A byte-level BPE vocabulary. Tokens and merges are in GPT-2's printable-byte alphabet."""
+
+    tokens: tuple[str, ...]
+    """By id; includes special tokens at their ids."""
+    merges: tuple[str, ...]
+    """`left right`, most important first."""
+    pattern: str
+    """The regular expression that splits text before merging, in tiktoken's dialect."""
+    ignore_merges: bool
+    """A piece that is in the vocabulary is taken whole (Llama 3)."""
+    nfc: bool
+    """Text is normalised to NFC first (Qwen2)."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A resolved model."""
+
+    facts: ModelFacts
+    tokenizer: TokenizerFacts

@@ -1,0 +1,82 @@
+"""The configuration of a cluster: frozen, validated once, every default runs on a laptop.
+
+Read with `configs.loader.load_config`; unknown keys and impossible values are a ConfigError with the key's path.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(gt=0)]
+Text = Annotated[str, Field(min_length=1)]
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class HttpConfig(_Section):
+    host: Text = "127.0.0.1"
+    port: Annotated[int, Field(ge=1, le=65_535)] = 8000
+    router_replicas: Annotated[int, Field(ge=1, le=64)] = 1
+    max_body_bytes: Positive = 16 * 1024 * 1024
+    admin_key: Text | None = None
+    """Bearer key for /admin. Without one, /admin is served on loopback addresses only."""
+
+
+class PoolConfig(_Section):
+    """One role's workers."""
+
+    workers: Annotated[int, Field(ge=1, le=1024)] = 1
+    tensor_parallel_size: Positive = 1
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Cores per worker; None shares the machine's cores between the workers of both roles."""
+    kv_cache_tokens: Positive = 65_536
+    """Size of one worker's KV pool, in tokens. Memory is touched only when used."""
+    resources: dict[str, Annotated[float, Field(gt=0)]] = {}
+    """What Ray sets aside for one worker, such as {GPU: 1, tandem_decode: 1}."""
+
+
+class PrefillConfig(PoolConfig):
+    max_batch_tokens: Positive = 512
+    """Prompt tokens per step: the chunk. A cancel takes effect after one chunk at the latest."""
+    max_queued_requests: Positive = 1024
+
+
+class DecodeConfig(PoolConfig):
+    max_batch_size: Positive = 64
+    """Sequences per step."""
+
+
+class LimitsConfig(_Section):
+    """Deadlines. A lease is how long a silent peer keeps what it owns."""
+
+    lease_s: Seconds = 10.0
+    heartbeat_s: Seconds = 1.0
+    connect_s: Seconds = 10.0
+    queue_s: Seconds = 60.0
+    """How long a request waits for room before it is refused with 429."""
+    worker_start_s: Seconds = 120.0
+    drain_s: Seconds = 600.0
+    max_waiting_requests: Positive = 1024
+    """Requests one router holds back for want of room; more are refused at once."""
+
+
+class ClusterConfig(_Section):
+    model: Text = "smollm2"
+    """`smollm2`, a GGUF file, a Hugging Face directory or a hub id."""
+    served_model_name: Text | None = None
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto: bfloat16 where the processor multiplies it natively, else float32."""
+    max_model_len: Positive | None = None
+    """Shortens the model's own context."""
+    block_size: Literal[8, 16, 32, 64] = 16
+    """Tokens per KV block."""
+    transport: Literal["gloo"] = "gloo"
+    http: HttpConfig = HttpConfig()
+    prefill: PrefillConfig = PrefillConfig()
+    decode: DecodeConfig = DecodeConfig()
+    limits: LimitsConfig = LimitsConfig()

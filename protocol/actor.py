@@ -1,0 +1,72 @@
+"""The life of a worker actor, the same for both roles.
+
+    __init__ (cheap) ──► start (model loaded, socket listens) ──► run … ──► stop
+                                                                   └── drain: no new work, returns when idle
+
+`cluster` makes these classes Ray actors and awaits `run`: its end is the worker's end. Nothing here knows Ray, so tests run
+the same actors in one process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+from protocol.messages import WorkerRef
+
+
+class Worker(Protocol):
+    """What `prefill_workers` and `decode_workers` build."""
+
+    @property
+    def me(self) -> WorkerRef: ...
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+
+    async def drain(self) -> None:
+        """Take no new work; returns when idle."""
+
+
+class WorkerActor(ABC):
+    """One life of one worker."""
+
+    def __init__(self) -> None:
+        self._worker: Worker | None = None
+        self._stopped = asyncio.Event()
+
+    @abstractmethod
+    async def build(self) -> Worker:
+        """Load the model and listen. Raises ConfigError when the model can't be loaded."""
+
+    async def start(self) -> WorkerRef:
+        self._worker = await self.build()
+        return self._worker.me
+
+    async def run(self) -> None:
+        """Serve until `stop`; raises whatever else ended the worker."""
+        serving = asyncio.create_task(self._started().run())
+        stopping = asyncio.create_task(self._stopped.wait())
+        try:
+            await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+            serving.cancel()
+            await asyncio.wait((serving,))
+        if not serving.cancelled():
+            serving.result()
+
+    async def drain(self) -> None:
+        await self._started().drain()
+
+    async def stop(self) -> None:
+        self._stopped.set()
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    def _started(self) -> Worker:
+        assert self._worker is not None, "start comes first"
+        return self._worker

@@ -1,0 +1,86 @@
+"""Questions and answers over one connection: every question has a deadline, every answer finds its question.
+
+`Caller.run` reads the connection until it is lost; then every open question fails with WorkerLostError at once.
+Messages that answer nothing (token frames, load reports) go to `on_message`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from protocol.errors import UnavailableError, WorkerLostError
+from protocol.messages import Failed
+from protocol.wire import WireClient
+
+log = logging.getLogger(__name__)
+
+
+class Caller:
+    """The asking side of one WireClient, which it owns: `run` closes it on the way out."""
+
+    def __init__(self, client: WireClient, on_message: Callable[[Any], None]) -> None:
+        self._client = client
+        self._on_message = on_message
+        self._open: dict[int, asyncio.Future[Any]] = {}
+        self._ids = itertools.count(1)
+        self._lost: str | None = None
+
+    async def run(self) -> None:
+        """Dispatch until the connection is lost. Never raises on loss: that is told to those who ask."""
+        try:
+            while True:
+                self._dispatch(await self._client.receive())
+        except WorkerLostError as error:
+            log.info("%s", error.message)
+        finally:
+            self.close()
+
+    def send(self, message: Any) -> None:
+        """A message without an answer. Raises WorkerLostError."""
+        self._client.send(message)
+
+    async def ask(self, build: Callable[[int], Any], deadline_s: float) -> Any:
+        """Send `build(call_id)` and return its answer.
+
+        Raises the error of a Failed answer, WorkerLostError, or UnavailableError after `deadline_s`.
+        """
+        if self._lost is not None:
+            raise WorkerLostError(self._lost)
+        call_id = next(self._ids)
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._open[call_id] = answer
+        try:
+            question = build(call_id)
+            self._client.send(question)
+            async with asyncio.timeout(deadline_s):
+                return await answer
+        except TimeoutError:
+            raise UnavailableError(f"no answer to {type(question).__name__} within {deadline_s:g} s") from None
+        finally:
+            del self._open[call_id]
+
+    def close(self) -> None:
+        """Idempotent: closes the connection and fails what is still open."""
+        if self._lost is None:
+            self._lost = "the connection to the worker is lost"
+            self._client.close()
+            for answer in self._open.values():
+                if not answer.done():
+                    answer.set_exception(WorkerLostError(self._lost))
+
+    def _dispatch(self, message: Any) -> None:
+        call_id = getattr(message, "call_id", None)
+        if call_id is None:
+            self._on_message(message)
+            return
+        answer = self._open.get(call_id)
+        if answer is None or answer.done():
+            log.debug("a late %s", type(message).__name__)
+        elif isinstance(message, Failed):
+            answer.set_exception(message.to_error())
+        else:
+            answer.set_result(message)

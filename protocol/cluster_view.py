@@ -1,0 +1,45 @@
+"""What the controller tells routers about the cluster: which workers exist and which take new work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from protocol.messages import Role, WorkerRef
+
+
+class WorkerState(Enum):
+    """STARTING → READY → DRAINING → gone; a worker that dies goes back to STARTING with the next epoch."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """One worker as the controller sees it. `ref` is None until its socket listens."""
+
+    worker_id: str
+    role: Role
+    epoch: int
+    state: WorkerState
+    ref: WorkerRef | None
+    pid: int | None
+    node: str | None
+    restarts: int
+    last_error: str | None
+    """Why the former life ended, for `tandem status`."""
+
+
+@dataclass(frozen=True)
+class ClusterView:
+    """A snapshot; `version` grows with every change."""
+
+    version: int
+    workers: tuple[WorkerInfo, ...]
+
+    def usable(self, role: Role) -> tuple[WorkerRef, ...]:
+        """Workers of this role that take new requests, by worker id."""
+        ready = (w.ref for w in self.workers if w.role is role and w.state is WorkerState.READY and w.ref is not None)
+        return tuple(sorted(ready, key=lambda ref: ref.worker_id))

@@ -1,0 +1,107 @@
+"""A worker's side of the wire: dispatch messages by type, report load, notice peers that are gone.
+
+    peer: connects ──► speaks (any message, at least a Ping each heartbeat) ──► silent for a lease, or unreachable ──► lost
+
+`lost` is called once per peer, whichever way it went; what the peer owned is then the worker's to take back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from protocol.messages import LoadReport, Ping
+from protocol.wire import PeerGone, WireServer
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[bytes, Any], None]
+_REPORT_GAP_S = 0.05
+"""Reports of changes are at least this far apart."""
+
+
+class Endpoint:
+    """Owns the server socket. Handlers run on the loop and must not block."""
+
+    def __init__(
+        self,
+        server: WireServer,
+        handlers: Mapping[type[Any], Handler],
+        report: Callable[[], LoadReport],
+        lost: Callable[[bytes], None],
+        *,
+        lease_s: float,
+        heartbeat_s: float,
+    ) -> None:
+        self._server = server
+        self._handlers = {Ping: lambda peer, message: None, **handlers}
+        self._report = report
+        self._lost = lost
+        self._lease_s = lease_s
+        self._heartbeat_s = heartbeat_s
+        self._changed = asyncio.Event()
+        self._known: set[bytes] = set()
+
+    async def run(self) -> None:
+        """Serve until cancelled; closes the socket."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._dispatch())
+                tasks.create_task(self._send_reports())
+                tasks.create_task(self._watch_peers())
+        finally:
+            self._server.close()
+
+    def send(self, peer: bytes, message: Any) -> None:
+        """Send, or find that the peer is gone and tell `lost`."""
+        try:
+            self._server.send(peer, message)
+        except PeerGone:
+            self._forget(peer)
+
+    def load_changed(self) -> None:
+        """A report is due soon."""
+        self._changed.set()
+
+    def alive(self, peer: bytes) -> bool:
+        """Heard within its lease."""
+        return self._server.silent_for(peer) < self._lease_s
+
+    async def _dispatch(self) -> None:
+        while True:
+            peer, message = await self._server.receive()
+            handler = self._handlers.get(type(message))
+            if handler is None:
+                log.warning("dropped a %s: not for this kind of worker", type(message).__name__)
+                continue
+            self._known.add(peer)
+            handler(peer, message)
+
+    async def _send_reports(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(self._heartbeat_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+            self._changed.clear()
+            report = self._report()
+            for peer in self._server.peers():
+                self.send(peer, report)
+            await asyncio.sleep(_REPORT_GAP_S)
+
+    async def _watch_peers(self) -> None:
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            for peer in list(self._known):
+                if not self.alive(peer):
+                    log.warning("a peer was silent for %g s; taking back what it owned", self._lease_s)
+                    self._forget(peer)
+
+    def _forget(self, peer: bytes) -> None:
+        self._server.forget(peer)
+        if peer in self._known:
+            self._known.discard(peer)
+            self._lost(peer)

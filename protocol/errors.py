@@ -1,0 +1,112 @@
+"""The error tree: every failure that a client, an operator or a peer is told about.
+
+An error carries a stable `code`, an HTTP status, a sentence for people and, where one field is to blame, its name.
+It crosses the wire as `(code, message, param, retry_after_s)` and comes out as the same class on the other side, so
+that a validation error found in a worker reaches the HTTP client as the 4xx that it is.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class TandemError(Exception):
+    """Base of all errors that are answers and not bugs."""
+
+    code: ClassVar[str] = "internal_error"
+    http_status: ClassVar[int] = 500
+    openai_type: ClassVar[str] = "server_error"
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+class InvalidRequestError(TandemError):
+    """The request can't be served as it is; `param` names the field."""
+
+    code = "invalid_request"
+    http_status = 400
+    openai_type = "invalid_request_error"
+
+
+class ContextLengthError(InvalidRequestError):
+    """Prompt and answer together don't fit into the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class NotAllowedError(TandemError):
+    """The caller may not do this (an operator's call without the operator's key)."""
+
+    code = "permission_denied"
+    http_status = 403
+    openai_type = "permission_error"
+
+
+class ModelNotFoundError(TandemError):
+    """The model is not one that this cluster serves."""
+
+    code = "model_not_found"
+    http_status = 404
+    openai_type = "invalid_request_error"
+
+
+class OverloadedError(TandemError):
+    """No room now; `retry_after_s` says when to try again."""
+
+    code = "overloaded"
+    http_status = 429
+    openai_type = "rate_limit_error"
+
+
+class UnavailableError(TandemError):
+    """No worker can take the request, or the one that had it was lost."""
+
+    code = "unavailable"
+    http_status = 503
+    openai_type = "server_error"
+
+
+class WorkerLostError(UnavailableError):
+    """The worker died, stopped answering or started anew under a new epoch."""
+
+    code = "worker_lost"
+
+
+class KvTransferError(UnavailableError):
+    """The KV cache did not arrive whole; nothing was generated from it."""
+
+    code = "kv_transfer_failed"
+
+
+class IncompatiblePeerError(TandemError):
+    """Two workers whose KV caches don't fit together; the message names each difference."""
+
+    code = "incompatible_peer"
+
+
+class ProtocolError(TandemError):
+    """Bytes on one of our sockets that are not a message of ours."""
+
+    code = "protocol_error"
+
+
+class ConfigError(TandemError):
+    """A configuration, model file or flag that can't work; `param` is the key's path. The command exits with 2."""
+
+    code = "config_error"
+
+
+def _tree(cls: type[TandemError]) -> list[type[TandemError]]:
+    return [cls, *(found for child in cls.__subclasses__() for found in _tree(child))]
+
+
+_BY_CODE = {cls.code: cls for cls in _tree(TandemError)}
+
+
+def error_from_code(code: str, message: str, param: str | None, retry_after_s: float | None) -> TandemError:
+    """Rebuild an error that crossed the wire; an unknown code becomes the base class."""
+    return _BY_CODE.get(code, TandemError)(message, param=param, retry_after_s=retry_after_s)

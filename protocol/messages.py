@@ -1,0 +1,345 @@
+"""Every message that crosses a socket of Tandem, in the order of a request's life.
+
+    router ──Reserve──► decode        Reserved | Failed(overloaded)
+    router ──Prefill──► prefill       FirstToken | Failed
+    prefill ─PairOpen─► decode        PairOpened | Failed                 once per pair and epoch
+    prefill ─PushAnnounce─► decode    PushPosted                          once per prefill step, before its KV is sent
+    prefill ─PushCommit─► decode      Committed | Failed                  closes the transfer
+    router ──Attach──► decode         Attached | Failed                   waits for the commit if it must
+    decode ──TokenFrame──► router     one per router and step
+    router ──Release──► decode        idempotent, no answer;  Cancel likewise to prefill
+
+A message with a `call_id` is a question; its answer carries the same `call_id`. Lengths are in tokens, times in seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import Enum
+
+from protocol.codec import message
+from protocol.errors import TandemError, error_from_code
+
+
+class Role(Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class FinishReason(Enum):
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True)
+class WorkerRef:
+    """One life of one worker: a message or transfer that names another epoch belongs to a former life and is refused."""
+
+    worker_id: str
+    epoch: int
+    role: Role
+    address: str
+    """Where its socket listens, as `tcp://host:port`."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose tokens. Defaults are neutral. `temperature` 0 is greedy."""
+
+    seed: int
+    """0 to 2**63 - 1; drawn by the router if the client sent none."""
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 means all."""
+    min_p: float = 0.0
+    min_tokens: int = 0
+    """Tokens before which no stop token may be chosen."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the answer: the model's own (unless the request ignores them) and the client's."""
+    num_logprobs: int | None = None
+    """None: no logprobs. n: the chosen token's and the n likeliest ones' (0 to 20)."""
+    choice: int = 0
+    """Index of the choice in its request: part of the randomness."""
+
+
+@dataclass(frozen=True)
+class TokenProb:
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """log softmax of the raw logits for the chosen token, and the likeliest ones in falling order."""
+
+    chosen: float
+    top: tuple[TokenProb, ...]
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A decode worker's promise of blocks, given to the router, passed on to prefill."""
+
+    ticket_id: int
+    transfer_id: int
+    """Identity of the one transfer that may fill it; never derived from the client's request id."""
+    worker: WorkerRef
+    block_size: int
+    block_table: tuple[int, ...]
+    num_prompt_tokens: int
+
+
+@dataclass(frozen=True)
+class KvLayout:
+    """What must be equal on both sides of a handoff."""
+
+    model_hash: str
+    dtype: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    layout_version: int
+
+    def differences(self, other: KvLayout) -> list[str]:
+        """Sentences such as `dtype: float32 here, bfloat16 there`; empty if the two fit."""
+        pairs = ((field.name, getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
+        return [f"{name}: {mine} here, {theirs} there" for name, mine, theirs in pairs if mine != theirs]
+
+
+# -- any direction ---------------------------------------------------------------------------------------------------
+
+
+@message(1)
+@dataclass(frozen=True)
+class Failed:
+    """The answer to any question that can't be fulfilled."""
+
+    call_id: int
+    code: str
+    message: str
+    param: str | None
+    retry_after_s: float | None
+
+    @classmethod
+    def from_error(cls, call_id: int, error: TandemError) -> Failed:
+        return cls(call_id, error.code, error.message, error.param, error.retry_after_s)
+
+    def to_error(self) -> TandemError:
+        return error_from_code(self.code, self.message, self.param, self.retry_after_s)
+
+
+@message(2)
+@dataclass(frozen=True)
+class Ping:
+    """Sent by every client of a worker once a second: it renews the leases of all that this client owns there."""
+
+
+@message(3)
+@dataclass(frozen=True)
+class LoadReport:
+    """What a worker is doing, sent to every client when it changes (at most every 50 ms) and once a second anyway."""
+
+    worker_id: str
+    epoch: int
+    running: int
+    """Sequences in the current batch."""
+    waiting: int
+    """Requests that are queued (prefill) or hold a ticket without being attached (decode)."""
+    queued_tokens: int
+    """Prompt tokens not yet computed."""
+    free_blocks: int
+    total_blocks: int
+    tickets: int
+    """Tickets not in a final state (decode) or prompts whose KV is held (prefill)."""
+    transfers: int
+    """Transfers in flight."""
+    steps: int
+    busy_s: float
+    """Time spent in the engine since start."""
+    step_age_s: float
+    """How long the current step has been running; 0 when idle."""
+    tokens: int
+    """Prompt tokens computed (prefill) or tokens generated (decode) since start."""
+
+
+# -- router and decode -----------------------------------------------------------------------------------------------
+
+
+@message(10)
+@dataclass(frozen=True)
+class Reserve:
+    call_id: int
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    """Prompt and, on a resumed stream, the tokens that were already emitted."""
+    max_tokens: int
+
+
+@message(11)
+@dataclass(frozen=True)
+class Reserved:
+    call_id: int
+    ticket: Ticket
+
+
+@message(12)
+@dataclass(frozen=True)
+class Attach:
+    call_id: int
+    ticket_id: int
+    first_token: int
+    """Sampled by prefill; its KV is the first that decode computes."""
+    sampling: SamplingParams
+    num_generated: int
+    """Tokens of the answer so far, the first token included; more than 1 on a resumed stream."""
+
+
+@message(13)
+@dataclass(frozen=True)
+class Attached:
+    call_id: int
+
+
+@message(14)
+@dataclass(frozen=True)
+class Release:
+    ticket_id: int
+
+
+@dataclass(frozen=True)
+class StreamOutput:
+    """What one step added to one stream. `error` set means that the stream ends here without a finish reason."""
+
+    ticket_id: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    """Empty unless asked for, else one per token."""
+    finish_reason: FinishReason | None
+    error: Failed | None
+
+
+@message(15)
+@dataclass(frozen=True)
+class TokenFrame:
+    outputs: tuple[StreamOutput, ...]
+
+
+# -- router and prefill ----------------------------------------------------------------------------------------------
+
+
+@message(20)
+@dataclass(frozen=True)
+class Prefill:
+    call_id: int
+    request_id: str
+    ticket: Ticket
+    token_ids: tuple[int, ...]
+    """Prompt and, on a resumed stream, the tokens that were already emitted."""
+    num_generated: int
+    """How many at the end of `token_ids` were emitted before; 0 for a fresh request."""
+    sampling: SamplingParams
+
+
+@message(21)
+@dataclass(frozen=True)
+class FirstToken:
+    """Sent as soon as it is sampled. With a finish reason nothing is handed over and the ticket must be released."""
+
+    call_id: int
+    token_id: int
+    logprobs: TokenLogprobs | None
+    finish_reason: FinishReason | None
+    queue_s: float
+    """From arrival at the worker to the first chunk."""
+    prefill_s: float
+    """From the first chunk to the token."""
+
+
+@message(22)
+@dataclass(frozen=True)
+class Cancel:
+    request_id: str
+
+
+# -- prefill and decode ----------------------------------------------------------------------------------------------
+
+
+@message(30)
+@dataclass(frozen=True)
+class PairOpen:
+    """Asks for a channel. `rendezvous` is the transport's own address material for each transport offered."""
+
+    call_id: int
+    prefill: WorkerRef
+    decode_epoch: int
+    layout: KvLayout
+    transport: str
+    rendezvous: bytes
+
+
+@message(31)
+@dataclass(frozen=True)
+class PairOpened:
+    call_id: int
+    rendezvous: bytes
+
+
+@dataclass(frozen=True)
+class PushSegment:
+    """Tokens [start, start + num_tokens) of one transfer."""
+
+    ticket_id: int
+    transfer_id: int
+    start: int
+    num_tokens: int
+
+
+@message(32)
+@dataclass(frozen=True)
+class PushAnnounce:
+    """The next thing on this pair's wire: these segments, layer by layer. The order of announcements is the order of bytes."""
+
+    call_id: int
+    segments: tuple[PushSegment, ...]
+
+
+@message(33)
+@dataclass(frozen=True)
+class PushPosted:
+    """Receives are posted for all but the refused tickets (cancelled or expired meanwhile); nothing is sent for those."""
+
+    call_id: int
+    refused_ticket_ids: tuple[int, ...]
+
+
+@message(34)
+@dataclass(frozen=True)
+class PushCommit:
+    """Closes a transfer: what was sent, so that decode can check that just this arrived."""
+
+    call_id: int
+    ticket_id: int
+    transfer_id: int
+    num_tokens: int
+    num_layers: int
+    layout: KvLayout
+    fingerprint: bytes
+    """xxh3_128 over the payload digests of this transfer, in order of (push, layer)."""
+
+
+@message(35)
+@dataclass(frozen=True)
+class Committed:
+    call_id: int
+
+
+@message(36)
+@dataclass(frozen=True)
+class TransferAbort:
+    """Prefill gives up on this transfer (cancelled, or failed on its side); no further push will name it."""
+
+    ticket_id: int
+    transfer_id: int

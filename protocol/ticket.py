@@ -1,0 +1,53 @@
+"""The life of a ticket: one request's claim on KV blocks of one decode worker.
+
+    RESERVED ──► RECEIVING ──► COMMITTED ──► ATTACHED ──► RELEASED
+        │            │             │            │
+        └────────────┴─────────────┴────────────┴──► ABORTED | EXPIRED
+
+RESERVED    decode holds blocks for the prompt and the answer; no KV has been sent        (router: Reserve)
+RECEIVING   a prefill worker announced a push; its transfer writes into the blocks        (prefill: PushAnnounce)
+COMMITTED   every token of every layer has arrived and the commit record was checked      (prefill: PushCommit)
+ATTACHED    the sequence is in the decode batch                                           (router: Attach)
+RELEASED    the router gave it back, or the sequence finished: blocks free
+ABORTED     cancelled, or its peer died: blocks free once no transfer writes into them
+EXPIRED     its lease ran out; otherwise like ABORTED
+
+Blocks return to the free list only in a final state *and* with no transfer in flight (quarantine).
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class TicketState(Enum):
+    RESERVED = "reserved"
+    RECEIVING = "receiving"
+    COMMITTED = "committed"
+    ATTACHED = "attached"
+    RELEASED = "released"
+    ABORTED = "aborted"
+    EXPIRED = "expired"
+
+    @property
+    def final(self) -> bool:
+        return self in _FINAL
+
+
+_FINAL = frozenset({TicketState.RELEASED, TicketState.ABORTED, TicketState.EXPIRED})
+_FAILED = frozenset({TicketState.ABORTED, TicketState.EXPIRED})
+
+_NEXT: dict[TicketState, frozenset[TicketState]] = {
+    TicketState.RESERVED: frozenset({TicketState.RECEIVING, TicketState.RELEASED}) | _FAILED,
+    TicketState.RECEIVING: frozenset({TicketState.COMMITTED}) | _FAILED,
+    TicketState.COMMITTED: frozenset({TicketState.ATTACHED, TicketState.RELEASED}) | _FAILED,
+    TicketState.ATTACHED: frozenset({TicketState.RELEASED}) | _FAILED,
+    TicketState.RELEASED: frozenset(),
+    TicketState.ABORTED: frozenset(),
+    TicketState.EXPIRED: frozenset(),
+}
+
+
+def check_transition(old: TicketState, new: TicketState) -> None:
+    """Raise AssertionError if a ticket may not go from `old` to `new`: such a move is a bug of ours, not bad input."""
+    assert new in _NEXT[old], f"a ticket can't go from {old.name} to {new.name}"

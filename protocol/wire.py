@@ -1,0 +1,274 @@
+"""Authenticated message sockets between routers and workers: ZeroMQ below, our messages above.
+
+    client                                   server (a worker)
+      │ hello(version, client nonce) ──────────►│
+      │◄──── challenge(server nonce, proof) ────│   proof = HMAC(secret, "server" + both nonces)
+      │ proof ─────────────────────────────────►│   proof = HMAC(secret, "client" + both nonces)
+      │◄──────────────────────────── welcome ───│   from here on: messages of `protocol.messages`
+
+Both sides prove that they know the cluster secret; a recorded handshake is worthless because the nonces are fresh. What
+an unknown peer sends before its proof is dropped with a log line. A ZeroMQ identity belongs to one TCP connection, so
+an authenticated identity is an authenticated connection; clients never reconnect by themselves, they report the loss.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from protocol.codec import MAX_MESSAGE_BYTES, decode, encode
+from protocol.errors import ProtocolError, WorkerLostError
+
+log = logging.getLogger(__name__)
+
+WIRE_VERSION = b"tandem/1"
+_NONCE_BYTES = 32
+_MAX_UNPROVEN = 1024
+"""Handshakes that may be under way at once."""
+_HANDSHAKE_S = 10.0
+_SEND_QUEUE = 100_000
+
+
+def _prove(secret: bytes, side: bytes, client_nonce: bytes, server_nonce: bytes) -> bytes:
+    return hmac.new(secret, side + client_nonce + server_nonce, hashlib.sha256).digest()
+
+
+class _LoopSocket:
+    """A ZeroMQ socket driven by the running asyncio loop.
+
+    ZeroMQ signals readiness by edge, not by level: after every send the socket must be looked at again, or a message
+    that arrived meanwhile would lie there unnoticed. (pyzmq's own asyncio sockets cost several times more per message.)
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], on_message: Callable[[list[bytes]], None]) -> None:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        socket.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
+        socket.setsockopt(zmq.RCVHWM, _SEND_QUEUE)
+        self.socket = socket
+        self._on_message = on_message
+        self._loop = asyncio.get_running_loop()
+        self._fd = int(socket.getsockopt(zmq.FD))
+        self._closed = False
+        self._loop.add_reader(self._fd, self._drain)
+        self._loop.call_soon(self._drain)
+
+    def send(self, parts: list[bytes]) -> None:
+        """Hand the parts to ZeroMQ's thread; raises zmq.ZMQError instead of blocking."""
+        self.socket.send_multipart(parts, zmq.DONTWAIT)
+        if int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._loop.call_soon(self._drain)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._loop.remove_reader(self._fd)
+            self.socket.close()
+
+    def _drain(self) -> None:
+        while not self._closed:
+            try:
+                parts = self.socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            self._on_message(parts)
+
+
+class PeerGone(Exception):
+    """The connection of this peer is closed."""
+
+
+@dataclass
+class _Peer:
+    client_nonce: bytes
+    server_nonce: bytes
+    proven: bool
+    last_heard: float
+
+
+class WireServer:
+    """A worker's socket. One task calls `receive`; any task of the same loop may `send`."""
+
+    def __init__(self, secret: bytes, host: str) -> None:
+        self._secret = secret
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        port = socket.bind_to_random_port(f"tcp://{host}")
+        self.address = f"tcp://{host}:{port}"
+        self._peers: dict[bytes, _Peer] = {}
+        self._inbox: asyncio.Queue[tuple[bytes, Any]] = asyncio.Queue()
+        self._socket = _LoopSocket(socket, self._arrived)
+
+    async def receive(self) -> tuple[bytes, Any]:
+        """Next message of an authenticated peer, with the peer's identity."""
+        return await self._inbox.get()
+
+    def send(self, identity: bytes, message: Any) -> None:
+        """Queue a message; raises PeerGone if that connection is closed or its queue is full. Never blocks."""
+        self._send_raw(identity, encode(message))
+
+    def peers(self) -> list[bytes]:
+        """Authenticated peers."""
+        return [identity for identity, peer in self._peers.items() if peer.proven]
+
+    def silent_for(self, identity: bytes) -> float:
+        """Seconds since this peer was last heard; infinity if it is unknown."""
+        peer = self._peers.get(identity)
+        return time.monotonic() - peer.last_heard if peer else float("inf")
+
+    def forget(self, identity: bytes) -> None:
+        self._peers.pop(identity, None)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _arrived(self, parts: list[bytes]) -> None:
+        if len(parts) != 2:
+            log.warning("dropped a message of %d parts", len(parts))
+            return
+        identity, body = parts
+        peer = self._peers.get(identity)
+        if peer is None or not peer.proven:
+            self._handshake(identity, peer, body)
+            return
+        peer.last_heard = time.monotonic()
+        try:
+            self._inbox.put_nowait((identity, decode(body)))
+        except ProtocolError as error:
+            log.warning("dropped a message: %s", error)
+
+    def _send_raw(self, identity: bytes, body: bytes) -> None:
+        try:
+            self._socket.send([identity, body])
+        except zmq.ZMQError as error:
+            self.forget(identity)
+            raise PeerGone(str(error)) from None
+
+    def _handshake(self, identity: bytes, peer: _Peer | None, body: bytes) -> None:
+        now = time.monotonic()
+        if peer is None and body.startswith(WIRE_VERSION) and len(body) == len(WIRE_VERSION) + _NONCE_BYTES:
+            self._drop_stale_handshakes(now)
+            fresh = _Peer(body[len(WIRE_VERSION) :], os.urandom(_NONCE_BYTES), False, now)
+            self._peers[identity] = fresh
+            self._answer(identity, fresh.server_nonce + _prove(self._secret, b"server", fresh.client_nonce, fresh.server_nonce))
+            return
+        if peer is not None:
+            expected = _prove(self._secret, b"client", peer.client_nonce, peer.server_nonce)
+            if hmac.compare_digest(expected, body):
+                peer.proven = True
+                peer.last_heard = now
+                self._answer(identity, WIRE_VERSION)
+                return
+            self.forget(identity)
+        log.warning("refused a connection that does not know the cluster secret")
+
+    def _drop_stale_handshakes(self, now: float) -> None:
+        unproven = [(peer.last_heard, identity) for identity, peer in self._peers.items() if not peer.proven]
+        if len(unproven) >= _MAX_UNPROVEN:
+            self.forget(min(unproven)[1])
+        for started, identity in unproven:
+            if now - started > _HANDSHAKE_S:
+                self.forget(identity)
+
+    def _answer(self, identity: bytes, body: bytes) -> None:
+        try:
+            self._send_raw(identity, body)
+        except PeerGone:
+            log.info("a peer went away during its handshake")
+
+
+class WireClient:
+    """A connection to one worker, made by `connect`. Once lost it stays lost; its owner makes a new one."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._inbox: asyncio.Queue[bytes | None] = asyncio.Queue()
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+        self._socket = _LoopSocket(socket, self._arrived)
+        self._monitor = _LoopSocket(monitor, self._monitored)
+        self._lost = False
+
+    @classmethod
+    async def connect(cls, address: str, secret: bytes, deadline_s: float) -> WireClient:
+        """Connect and prove both sides. Raises WorkerLostError when nobody answers, ProtocolError on a wrong secret."""
+        client = cls(address)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await client._authenticate(secret)
+        except TimeoutError:
+            client.close()
+            raise WorkerLostError(f"{address} did not answer within {deadline_s:g} s") from None
+        except BaseException:
+            client.close()
+            raise
+        return client
+
+    def send(self, message: Any) -> None:
+        """Queue a message. Raises WorkerLostError if the connection is gone. Never blocks."""
+        self._send_raw(encode(message))
+
+    async def receive(self) -> Any:
+        """Next message. Raises WorkerLostError when the connection is lost. Bad bytes are logged and dropped."""
+        while True:
+            body = await self._receive_raw()
+            try:
+                return decode(body)
+            except ProtocolError as error:
+                log.warning("dropped a message from %s: %s", self._address, error)
+
+    def close(self) -> None:
+        """Idempotent; a pending `receive` raises WorkerLostError."""
+        if not self._lost:
+            self._lose()
+        self._socket.socket.disable_monitor()
+        self._monitor.close()
+        self._socket.close()
+
+    async def _authenticate(self, secret: bytes) -> None:
+        self._socket.socket.connect(self._address)
+        nonce = os.urandom(_NONCE_BYTES)
+        self._send_raw(WIRE_VERSION + nonce)
+        answer = await self._receive_raw()
+        server_nonce, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
+        if not hmac.compare_digest(proof, _prove(secret, b"server", nonce, server_nonce)):
+            raise ProtocolError(f"{self._address} does not know the cluster secret")
+        self._send_raw(_prove(secret, b"client", nonce, server_nonce))
+        if await self._receive_raw() != WIRE_VERSION:
+            raise ProtocolError(f"{self._address} speaks another version")
+
+    def _arrived(self, parts: list[bytes]) -> None:
+        self._inbox.put_nowait(b"".join(parts))
+
+    def _monitored(self, parts: list[bytes]) -> None:
+        log.debug("%s: connection closed (event %d)", self._address, int.from_bytes(parts[0][:2], "little"))
+        self._lose()
+
+    def _lose(self) -> None:
+        self._lost = True
+        self._inbox.put_nowait(None)
+
+    def _send_raw(self, body: bytes) -> None:
+        if self._lost:
+            raise WorkerLostError(f"the connection to {self._address} is lost")
+        try:
+            self._socket.send([body])
+        except zmq.ZMQError as error:
+            raise WorkerLostError(f"{self._address}: {error}") from None
+
+    async def _receive_raw(self) -> bytes:
+        body = await self._inbox.get()
+        if body is None:
+            self._inbox.put_nowait(None)
+            raise WorkerLostError(f"lost the connection to {self._address}")
+        return body

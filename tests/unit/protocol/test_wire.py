@@ -1,0 +1,162 @@
+"""The authenticated sockets over real TCP: who gets in, who does not, and how a loss is noticed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+import zmq
+
+from protocol.errors import ProtocolError, WorkerLostError
+from protocol.messages import Ping, Release
+from protocol.wire import WIRE_VERSION, PeerGone, WireClient, WireServer
+
+SECRET = b"s" * 32
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(20):
+            await scenario()
+
+    asyncio.run(bounded())
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[WireServer]:
+    server = WireServer(SECRET, "127.0.0.1")
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def test_messages_travel_both_ways_in_order() -> None:
+    async def scenario() -> None:
+        async with serving() as server:
+            client = await WireClient.connect(server.address, SECRET, 5)
+            for number in range(1000):
+                client.send(Release(number))
+            for number in range(1000):
+                peer, message = await server.receive()
+                assert message == Release(number)
+                server.send(peer, message)
+            assert [await client.receive() for _ in range(1000)] == [Release(number) for number in range(1000)]
+            client.close()
+
+    run(scenario)
+
+
+def test_simultaneous_traffic_never_stalls() -> None:
+    """ZeroMQ signals by edge: a send must not swallow the signal of a message that arrived in between."""
+
+    async def scenario() -> None:
+        async with serving() as server:
+            clients = [await WireClient.connect(server.address, SECRET, 5) for _ in range(4)]
+
+            async def echo() -> None:
+                for _ in range(4 * 500):
+                    server.send(*await server.receive())
+
+            async def ping_pong(client: WireClient) -> None:
+                for number in range(500):
+                    client.send(Release(number))
+                    assert await client.receive() == Release(number)
+
+            await asyncio.gather(echo(), *(ping_pong(client) for client in clients))
+            for client in clients:
+                client.close()
+
+    run(scenario)
+
+
+def test_wrong_secret_is_refused_on_both_sides() -> None:
+    async def scenario() -> None:
+        async with serving() as server:
+            with pytest.raises(ProtocolError, match="cluster secret"):
+                await WireClient.connect(server.address, b"wrong" * 8, 5)
+            assert server.peers() == []
+
+    run(scenario)
+
+
+def test_unproven_peer_is_not_heard() -> None:
+    """Raw bytes, a wrong proof and a replayed handshake reach nobody."""
+
+    async def scenario() -> None:
+        async with serving() as server:
+            for bodies in (
+                [b"\x92\x0e\x01"],
+                [os.urandom(64)],
+                [WIRE_VERSION + b"n" * 32, b"p" * 32, b"\x92\x0e\x01"],
+                [b""],
+            ):
+                intruder = zmq.Context.instance().socket(zmq.DEALER)
+                intruder.setsockopt(zmq.LINGER, 0)
+                intruder.connect(server.address)
+                for body in bodies:
+                    intruder.send(body)
+                client = await WireClient.connect(server.address, SECRET, 5)
+                client.send(Release(7))
+                _, message = await server.receive()
+                assert message == Release(7), "only the proven client is heard"
+                client.close()
+                intruder.close()
+
+    run(scenario)
+
+
+def test_garbage_from_a_proven_peer_is_dropped() -> None:
+    async def scenario() -> None:
+        async with serving() as server:
+            client = await WireClient.connect(server.address, SECRET, 5)
+            for garbage in (b"", b"\xc1", os.urandom(1000), b"\x92\x0e\xa1x", b"\x93\x0e\x01\x02"):
+                client._send_raw(garbage)
+            client.send(Ping())
+            assert (await server.receive())[1] == Ping()
+            client.close()
+
+    run(scenario)
+
+
+def test_loss_of_the_server_is_noticed_at_once() -> None:
+    async def scenario() -> None:
+        async with serving() as server:
+            client = await WireClient.connect(server.address, SECRET, 5)
+            waiting = asyncio.ensure_future(client.receive())
+            await asyncio.sleep(0)
+        with pytest.raises(WorkerLostError):
+            await asyncio.wait_for(waiting, 2)
+        with pytest.raises(WorkerLostError):
+            client.send(Ping())
+        client.close()
+
+    run(scenario)
+
+
+def test_loss_of_a_client_is_noticed_when_sending() -> None:
+    async def scenario() -> None:
+        async with serving() as server:
+            client = await WireClient.connect(server.address, SECRET, 5)
+            (peer,) = server.peers()
+            assert server.silent_for(peer) < 5
+            client.close()
+            with pytest.raises(PeerGone):
+                while True:
+                    server.send(peer, Ping())
+                    await asyncio.sleep(0.001)
+            assert server.peers() == []
+            assert server.silent_for(peer) == float("inf")
+
+    run(scenario)
+
+
+def test_nobody_there() -> None:
+    async def scenario() -> None:
+        with pytest.raises(WorkerLostError):
+            await WireClient.connect("tcp://127.0.0.1:1", SECRET, 0.5)
+
+    run(scenario)

@@ -1,0 +1,76 @@
+"""The table of imports in docs/architecture.md, read from the code and enforced."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LEAVES = {"protocol", "configs", "telemetry"}
+ALLOWED: dict[str, set[str]] = {
+    "cluster": {"router", "prefill_workers", "decode_workers", "kv_transfer", "engine", *LEAVES},
+    "router": LEAVES,
+    "prefill_workers": {"engine", "kv_transfer", *LEAVES},
+    "decode_workers": {"engine", "kv_transfer", *LEAVES},
+    "kv_transfer": {"engine.kernels", *LEAVES},
+    "engine": LEAVES,
+    "configs": {"protocol.errors"},
+    "protocol": set(),
+    "telemetry": {"protocol"},
+}
+NO_TORCH = {"router", "configs", "protocol", "telemetry"}
+
+
+def imports(path: Path) -> list[tuple[int, str]]:
+    found: list[tuple[int, str]] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: imports name their package"
+            found.append((node.lineno, node.module or ""))
+    return found
+
+
+def within(module: str, allowed: set[str]) -> bool:
+    return any(module == name or module.startswith(f"{name}.") for name in allowed)
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_imports_follow_the_table(package: str) -> None:
+    files = sorted((ROOT / package).rglob("*.py"))
+    assert files, f"{package} is empty"
+    for path in files:
+        for line, module in imports(path):
+            where = f"{path.relative_to(ROOT)}:{line} imports {module}"
+            if module.split(".")[0] in ALLOWED:
+                assert within(module, ALLOWED[package] | {package}), where
+            if package in NO_TORCH:
+                assert module.split(".")[0] != "torch", where
+            if package != "cluster":
+                assert module.split(".")[0] != "ray", f"{where}: Ray is known to cluster alone"
+
+
+def test_no_pickle() -> None:
+    for package in ALLOWED:
+        for path in (ROOT / package).rglob("*.py"):
+            assert not any(within(module, {"pickle", "cloudpickle", "marshal", "shelve"}) for _, module in imports(path)), path
+
+
+def test_every_package_is_listed_for_installation() -> None:
+    import tomllib
+
+    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    found = {
+        ".".join(path.parent.relative_to(ROOT).parts) for package in ALLOWED for path in (ROOT / package).rglob("__init__.py")
+    }
+    assert listed == found
+
+
+def test_kernels_stand_alone() -> None:
+    """kv_transfer may import engine.kernels, so these must not bring the rest of the engine along."""
+    for path in (ROOT / "engine" / "kernels").rglob("*.py"):
+        for line, module in imports(path):
+            assert not within(module, {"engine"}) or within(module, {"engine.kernels"}), f"{path}:{line} imports {module}"
