@@ -1,0 +1,47 @@
+"""The decode worker as an actor: what it is built from. Its life is `protocol.actor`'s."""
+
+from __future__ import annotations
+
+import asyncio
+
+import torch
+from configs.models import resolve_for
+from engine.model_runner import ModelRunner
+
+from configs.schema import ClusterConfig
+from decode_workers.worker import DecodeWorker
+from kv_transfer.gloo import GlooTransport
+from protocol.actor import WorkerActor
+from protocol.messages import Role, WorkerRef
+from protocol.wire import WireServer
+from telemetry.logging import setup_logging
+
+
+class DecodeActor(WorkerActor):
+    """One life of one decode worker. `host` is the address to listen on, `threads` the cores to compute with."""
+
+    def __init__(self, worker_id: str, epoch: int, config: ClusterConfig, secret: bytes, host: str, threads: int) -> None:
+        super().__init__()
+        self._worker_id = worker_id
+        self._epoch = epoch
+        self._config = config
+        self._secret = secret
+        self._host = host
+        self._threads = threads
+
+    async def build(self) -> DecodeWorker:
+        setup_logging(self._worker_id)
+        torch.set_num_threads(self._threads)
+        runner = await asyncio.to_thread(self._load)
+        server = WireServer(self._secret, self._host)
+        me = WorkerRef(self._worker_id, self._epoch, Role.DECODE, server.address)
+        return DecodeWorker(me, runner, server, GlooTransport(self._host), self._config)
+
+    def _load(self) -> ModelRunner:
+        config = self._config
+        return ModelRunner.load(
+            resolve_for(config).facts,
+            dtype=config.dtype,
+            block_size=config.block_size,
+            num_kv_tokens=config.decode.kv_cache_tokens,
+        )

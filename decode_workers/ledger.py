@@ -1,0 +1,247 @@
+"""The ledger: who owns which KV blocks of this decode worker, and why. Pure Python; the states are `protocol.ticket`.
+
+    reserve ──► RESERVED ──begin_push──► RECEIVING ──commit──► COMMITTED ──attach──► ATTACHED ──release──► RELEASED
+                          any of these ──abort / expire──► ABORTED / EXPIRED
+
+Who moves a ticket: the router (reserve, attach, release), the prefill worker (begin_push, commit, abort), the worker itself
+(end_push, expire, abort when an owner is gone). Every method is safe to call late, twice or for an unknown ticket.
+
+Who frees: `_settle`, when a ticket is final and neither a push nor an engine step writes into its blocks. Until then the
+blocks are quarantined. A ticket leaves the books at that moment and not before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import xxhash
+
+from engine.block_manager import BlockManager
+from protocol.ticket import TicketState, check_transition
+
+
+@dataclass
+class TicketEntry:
+    """One ticket's row in the books."""
+
+    ticket_id: int
+    transfer_id: int
+    owner: bytes
+    """Wire identity of the router that reserved it."""
+    token_ids: tuple[int, ...]
+    """Prompt and earlier answer, whose KV is to arrive."""
+    block_table: list[int]
+    deadline: float
+    """When the present state must have been left, on the worker's clock."""
+    state: TicketState = TicketState.RESERVED
+    received_tokens: int = 0
+    pushes_in_flight: int = 0
+    announced_tokens: int = 0
+    in_step: bool = False
+    """The engine is computing a step that writes into its blocks."""
+    source: bytes | None = None
+    """Wire identity of the prefill worker that fills it."""
+    fingerprint: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
+    """Of what has arrived so far."""
+
+    @property
+    def quarantined(self) -> bool:
+        return self.in_step or self.pushes_in_flight > 0
+
+
+class Ledger:
+    """All tickets of one decode worker.
+
+    `clock` gives monotonic seconds. `on_committed` is called when a ticket may be attached; `on_failed` when one is aborted
+    or expired, so that whoever waits for it can be told; `on_settled` when a ticket's blocks are free again.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        block_size: int,
+        lease_s: float,
+        clock: Callable[[], float],
+        on_committed: Callable[[TicketEntry], None],
+        on_failed: Callable[[TicketEntry], None],
+        on_settled: Callable[[], None],
+    ) -> None:
+        self._blocks = blocks
+        self._block_size = block_size
+        self._lease_s = lease_s
+        self._clock = clock
+        self._on_committed = on_committed
+        self._on_failed = on_failed
+        self._on_settled = on_settled
+        self._entries: dict[int, TicketEntry] = {}
+        self._next_id = 1
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[TicketEntry]:
+        return iter(list(self._entries.values()))
+
+    @property
+    def pushes_in_flight(self) -> int:
+        return sum(entry.pushes_in_flight for entry in self._entries.values())
+
+    def blocks_needed(self, num_tokens: int, max_tokens: int) -> int:
+        """Blocks for a prompt and its answer; the last token of an answer is never fed back, so needs no slot."""
+        return -(-(num_tokens + max_tokens - 1) // self._block_size)
+
+    def reserve(self, owner: bytes, token_ids: tuple[int, ...], max_tokens: int) -> TicketEntry | None:
+        """A new ticket with blocks for prompt and answer, or None when there are not enough free blocks."""
+        block_table = self._blocks.allocate(self.blocks_needed(len(token_ids), max_tokens))
+        if block_table is None:
+            return None
+        # Ticket and transfer ids count separately, so that using one in place of the other is noticed.
+        entry = TicketEntry(self._next_id, self._next_id + (1 << 32), owner, token_ids, block_table, self._deadline())
+        self._next_id += 1
+        self._entries[entry.ticket_id] = entry
+        return entry
+
+    def find(self, ticket_id: int) -> TicketEntry | None:
+        """The entry, or None if it is unknown or in a final state."""
+        entry = self._entries.get(ticket_id)
+        return None if entry is None or entry.state.final else entry
+
+    def begin_push(self, source: bytes, ticket_id: int, transfer_id: int, start: int, num_tokens: int) -> TicketEntry | None:
+        """Open a push of tokens [start, start + num_tokens); None refuses it. Pushes of one transfer come in order."""
+        entry = self._of_transfer(ticket_id, transfer_id)
+        if entry is None or entry.state not in (TicketState.RESERVED, TicketState.RECEIVING):
+            return None
+        if entry.source not in (None, source) or start != entry.announced_tokens or num_tokens < 1:
+            return None
+        if start + num_tokens > len(entry.token_ids):
+            return None
+        if entry.state is TicketState.RESERVED:
+            self._move(entry, TicketState.RECEIVING)
+        entry.source = source
+        entry.announced_tokens += num_tokens
+        entry.pushes_in_flight += 1
+        entry.deadline = self._deadline()
+        return entry
+
+    def end_push(self, ticket_id: int, num_tokens: int, ok: bool) -> None:
+        """A push is terminal. A failed one aborts its ticket; either way it no longer holds the blocks."""
+        entry = self._entries[ticket_id]
+        assert entry.pushes_in_flight > 0, "more pushes ended than began"
+        entry.pushes_in_flight -= 1
+        entry.deadline = self._deadline()
+        if ok:
+            entry.received_tokens += num_tokens
+        elif not entry.state.final:
+            self._fail(entry, TicketState.ABORTED)
+        self._settle(entry)
+
+    def fingerprint(self, ticket_id: int, transfer_id: int) -> bytes | None:
+        """Of what has arrived for this transfer; None if the ticket is gone."""
+        entry = self._of_transfer(ticket_id, transfer_id)
+        return None if entry is None else entry.fingerprint.digest()
+
+    def commit(self, ticket_id: int, transfer_id: int, num_tokens: int) -> bool:
+        """Close a transfer whose fingerprint was checked. False: something is missing or the ticket is gone."""
+        entry = self._of_transfer(ticket_id, transfer_id)
+        if entry is None or entry.state is not TicketState.RECEIVING or entry.pushes_in_flight:
+            return False
+        if not (num_tokens == entry.received_tokens == len(entry.token_ids)):
+            return False
+        self._move(entry, TicketState.COMMITTED)
+        self._on_committed(entry)
+        return True
+
+    def attach(self, ticket_id: int) -> TicketEntry | None:
+        """Hand a committed ticket to the batch; None if it is not committed."""
+        entry = self._entries.get(ticket_id)
+        if entry is None or entry.state is not TicketState.COMMITTED:
+            return None
+        self._move(entry, TicketState.ATTACHED)
+        return entry
+
+    def begin_step(self, ticket_ids: Iterable[int]) -> None:
+        """The engine starts to compute these attached tickets; their blocks stay theirs until `end_step`."""
+        for ticket_id in ticket_ids:
+            entry = self._entries[ticket_id]
+            assert entry.state is TicketState.ATTACHED, "only attached tickets are computed"
+            entry.in_step = True
+
+    def end_step(self, ticket_ids: Iterable[int]) -> None:
+        for ticket_id in ticket_ids:
+            entry = self._entries[ticket_id]
+            entry.in_step = False
+            self._settle(entry)
+
+    def release(self, ticket_id: int) -> None:
+        """The owner needs it no longer. Before the commit this is a cancel."""
+        entry = self.find(ticket_id)
+        if entry is None:
+            return
+        receiving = entry.state is TicketState.RECEIVING
+        self._move(entry, TicketState.ABORTED if receiving else TicketState.RELEASED)
+        self._settle(entry)
+
+    def abort(self, ticket_id: int) -> None:
+        entry = self.find(ticket_id)
+        if entry is not None:
+            self._fail(entry, TicketState.ABORTED)
+            self._settle(entry)
+
+    def abort_transfer(self, ticket_id: int, transfer_id: int) -> None:
+        """The prefill side gives up. A transfer that was committed before is past being aborted."""
+        entry = self._of_transfer(ticket_id, transfer_id)
+        if entry is not None and entry.state in (TicketState.RESERVED, TicketState.RECEIVING):
+            self.abort(ticket_id)
+
+    def peer_lost(self, peer: bytes) -> None:
+        """A router or a prefill worker is gone: drop what it owned, and what it was still filling."""
+        for entry in self:
+            filling = entry.source == peer and entry.state is TicketState.RECEIVING
+            if entry.owner == peer or filling:
+                self.abort(entry.ticket_id)
+
+    def renew(self, owner: bytes) -> None:
+        """The owner is alive, so what it has reserved may wait for prefill. Committed KV has to be attached in time."""
+        for entry in self._entries.values():
+            if entry.owner == owner and entry.state in (TicketState.RESERVED, TicketState.RECEIVING):
+                entry.deadline = self._deadline()
+
+    def expire(self) -> None:
+        """Drop every ticket whose deadline has passed. An attached one has none: it makes progress by itself."""
+        now = self._clock()
+        for entry in self:
+            if now >= entry.deadline and not entry.state.final and entry.state is not TicketState.ATTACHED:
+                self._fail(entry, TicketState.EXPIRED)
+                self._settle(entry)
+
+    def check_integrity(self) -> None:
+        """Assert that every block is either free or owned by exactly one ticket."""
+        self._blocks.check_integrity()
+        owned = [block for entry in self._entries.values() for block in entry.block_table]
+        assert len(owned) == len(set(owned)), "a block has two owners"
+        assert len(owned) + self._blocks.num_free == self._blocks.num_blocks, "a block has leaked"
+        for entry in self._entries.values():
+            assert not entry.state.final or entry.quarantined, "a settled ticket is still in the books"
+
+    def _of_transfer(self, ticket_id: int, transfer_id: int) -> TicketEntry | None:
+        entry = self.find(ticket_id)
+        return entry if entry is not None and entry.transfer_id == transfer_id else None
+
+    def _deadline(self) -> float:
+        return self._clock() + self._lease_s
+
+    def _move(self, entry: TicketEntry, state: TicketState) -> None:
+        check_transition(entry.state, state)
+        entry.state = state
+        entry.deadline = self._deadline()
+
+    def _fail(self, entry: TicketEntry, state: TicketState) -> None:
+        self._move(entry, state)
+        self._on_failed(entry)
+
+    def _settle(self, entry: TicketEntry) -> None:
+        if entry.state.final and not entry.quarantined:
+            del self._entries[entry.ticket_id]
+            self._blocks.free(entry.block_table)
+            self._on_settled()

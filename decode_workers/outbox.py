@@ -1,0 +1,24 @@
+"""Tokens on their way to the routers: one frame per router and step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from protocol.messages import StreamOutput, TokenFrame
+
+
+class Outbox:
+    """Collects what a step produced; `flush` sends it. `send` must not block."""
+
+    def __init__(self, send: Callable[[bytes, Any], None]) -> None:
+        self._send = send
+        self._pending: dict[bytes, list[StreamOutput]] = {}
+
+    def put(self, owner: bytes, output: StreamOutput) -> None:
+        self._pending.setdefault(owner, []).append(output)
+
+    def flush(self) -> None:
+        pending, self._pending = self._pending, {}
+        for owner, outputs in pending.items():
+            self._send(owner, TokenFrame(tuple(outputs)))

@@ -1,0 +1,325 @@
+"""The decode worker's loop: tickets in, batches through the engine, token frames out.
+
+    Reserve ──► ledger ──► pushes (kv_transfer) ──► commit ──► Attach ──► batch ──► frames ──► finished or Release
+
+Everything here runs on one asyncio loop, so the books need no locks; the engine computes in a thread of its own, and each
+prefill worker's transfers in one of theirs. A ticket's blocks are given back by the ledger alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from engine.model_runner import ModelRunner
+from engine.sampler import finish_reason
+
+from configs.schema import ClusterConfig
+from decode_workers.ledger import Ledger, TicketEntry
+from decode_workers.outbox import Outbox
+from decode_workers.scheduler import DecodeScheduler, Stream
+from engine.batch import SampledToken
+from engine.block_manager import BlockManager
+from engine.engine_thread import EngineThread
+from kv_transfer.receiver import ReceivingPair, TransferStats
+from kv_transfer.transport import Transport
+from protocol.endpoint import Endpoint
+from protocol.errors import InvalidRequestError, KvTransferError, OverloadedError, TandemError
+from protocol.messages import (
+    Attach,
+    Attached,
+    Failed,
+    LoadReport,
+    PairOpen,
+    Ping,
+    PushAnnounce,
+    PushCommit,
+    Release,
+    Reserve,
+    Reserved,
+    StreamOutput,
+    Ticket,
+    TransferAbort,
+    WorkerRef,
+)
+from protocol.ticket import TicketState
+from protocol.wire import WireServer
+
+log = logging.getLogger(__name__)
+
+
+class DecodeWorker:
+    """One decode worker without Ray. `run` serves until cancelled."""
+
+    def __init__(
+        self, me: WorkerRef, runner: ModelRunner, server: WireServer, transport: Transport, config: ClusterConfig
+    ) -> None:
+        self.me = me
+        self._limits = config.limits
+        self._engine = EngineThread(runner)
+        self._pool = runner.pool
+        self._layout = runner.layout()
+        self._vocab_size = runner.facts.vocab_size
+        self._transport = transport
+        self._blocks = BlockManager(runner.pool.num_blocks)
+        self.ledger = Ledger(
+            self._blocks,
+            runner.pool.block_size,
+            self._limits.lease_s,
+            time.monotonic,
+            on_committed=self._committed,
+            on_failed=self._failed,
+            on_settled=self._changed,
+        )
+        self._scheduler = DecodeScheduler(config.decode.max_batch_size)
+        self._waiting_attaches: dict[int, Attach] = {}
+        self._pairs: dict[bytes, ReceivingPair] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self.transfer_stats = TransferStats()
+        self._tokens = 0
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._draining = False
+        self._endpoint = Endpoint(
+            server,
+            {
+                Reserve: self._reserve,
+                Attach: self._attach,
+                Release: self._release,
+                Ping: self._ping,
+                PairOpen: self._open_pair,
+                PushAnnounce: self._announce,
+                PushCommit: self._commit,
+                TransferAbort: self._abort_transfer,
+            },
+            self.load,
+            self._peer_lost,
+            lease_s=self._limits.lease_s,
+            heartbeat_s=self._limits.heartbeat_s,
+        )
+        self._outbox = Outbox(self._endpoint.send)
+
+    async def run(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._endpoint.run())
+                tasks.create_task(self._steps())
+                tasks.create_task(self._expire_leases())
+        finally:
+            for peer in list(self._pairs):
+                self._close_pair(peer)
+            await asyncio.gather(*self._closing, return_exceptions=True)
+            self._engine.close()
+
+    async def drain(self) -> None:
+        """Take no new reservations; returns when the last ticket is gone."""
+        self._draining = True
+        self._changed()
+        await self._idle.wait()
+
+    def load(self) -> LoadReport:
+        attached = len(self._scheduler)
+        waiting = sum(not entry.state.final for entry in self.ledger) - attached
+        return LoadReport(
+            worker_id=self.me.worker_id,
+            epoch=self.me.epoch,
+            running=attached,
+            waiting=max(0, waiting),
+            queued_tokens=0,
+            free_blocks=self._blocks.num_free,
+            total_blocks=self._blocks.num_blocks,
+            tickets=len(self.ledger),
+            transfers=self.ledger.pushes_in_flight,
+            steps=self._engine.steps,
+            busy_s=self._engine.busy_s,
+            step_age_s=self._engine.step_age_s,
+            tokens=self._tokens,
+        )
+
+    # -- tickets -----------------------------------------------------------------------------------------------------
+
+    def _reserve(self, router: bytes, message: Reserve) -> None:
+        try:
+            entry = self._try_reserve(router, message)
+        except TandemError as error:
+            self._endpoint.send(router, Failed.from_error(message.call_id, error))
+            return
+        ticket = Ticket(
+            entry.ticket_id,
+            entry.transfer_id,
+            self.me,
+            self._pool.block_size,
+            tuple(entry.block_table),
+            len(entry.token_ids),
+        )
+        self._endpoint.send(router, Reserved(message.call_id, ticket))
+        self._changed()
+
+    def _try_reserve(self, router: bytes, message: Reserve) -> TicketEntry:
+        if not message.prompt_token_ids or message.max_tokens < 1:
+            raise InvalidRequestError("a reservation needs at least one prompt token and one token of answer")
+        needed = self.ledger.blocks_needed(len(message.prompt_token_ids), message.max_tokens)
+        if needed > self._blocks.num_blocks:
+            raise InvalidRequestError(
+                f"prompt and max_tokens take {needed} KV blocks, this worker has {self._blocks.num_blocks} in all",
+                param="max_tokens",
+            )
+        entry = None if self._draining else self.ledger.reserve(router, message.prompt_token_ids, message.max_tokens)
+        if entry is None:
+            raise OverloadedError(f"full: {needed} KV blocks needed, {self._blocks.num_free} free", retry_after_s=1.0)
+        return entry
+
+    def _attach(self, router: bytes, message: Attach) -> None:
+        entry = self.ledger.find(message.ticket_id)
+        problem = None
+        if entry is None or entry.owner != router:
+            problem = "the ticket is gone"
+        elif entry.state is TicketState.ATTACHED or message.ticket_id in self._waiting_attaches:
+            problem = "the ticket is attached already"
+        elif not 0 <= message.first_token < self._vocab_size:
+            problem = f"token id {message.first_token} is outside the vocabulary"
+        elif self._overruns(entry, message):
+            problem = "the answer is longer than the reservation"
+        if problem is not None:
+            self._endpoint.send(router, Failed.from_error(message.call_id, KvTransferError(problem)))
+            return
+        assert entry is not None
+        self._waiting_attaches[message.ticket_id] = message
+        if entry.state is TicketState.COMMITTED:
+            self._committed(entry)
+
+    def _overruns(self, entry: TicketEntry, message: Attach) -> bool:
+        left = message.sampling.max_tokens - message.num_generated
+        return self.ledger.blocks_needed(len(entry.token_ids) + 1, left) > len(entry.block_table)
+
+    def _committed(self, entry: TicketEntry) -> None:
+        """The KV is here and checked; if the router has attached already, the stream starts."""
+        message = self._waiting_attaches.pop(entry.ticket_id, None)
+        if message is None:
+            return
+        self.ledger.attach(entry.ticket_id)
+        self._endpoint.send(entry.owner, Attached(message.call_id))
+        self._scheduler.add(
+            Stream(
+                ticket_id=entry.ticket_id,
+                owner=entry.owner,
+                block_table=entry.block_table,
+                sampling=message.sampling,
+                num_tokens=len(entry.token_ids) + 1,
+                num_generated=message.num_generated,
+                newest_token=message.first_token,
+            )
+        )
+        self._changed()
+
+    def _failed(self, entry: TicketEntry) -> None:
+        """The ledger gave a ticket up; tell whoever waits for it."""
+        error = KvTransferError(f"the ticket is {entry.state.value}")
+        message = self._waiting_attaches.pop(entry.ticket_id, None)
+        if message is not None:
+            self._endpoint.send(entry.owner, Failed.from_error(message.call_id, error))
+        if entry.ticket_id in self._scheduler:
+            self._scheduler.remove(entry.ticket_id)
+            failed = Failed.from_error(0, error)
+            self._outbox.put(entry.owner, StreamOutput(entry.ticket_id, (), (), None, failed))
+
+    def _release(self, router: bytes, message: Release) -> None:
+        entry = self.ledger.find(message.ticket_id)
+        if entry is not None and entry.owner == router:
+            self._scheduler.remove(message.ticket_id)
+            self._waiting_attaches.pop(message.ticket_id, None)
+            self.ledger.release(message.ticket_id)
+
+    def _ping(self, peer: bytes, message: Ping) -> None:
+        self.ledger.renew(peer)
+
+    # -- transfers ---------------------------------------------------------------------------------------------------
+
+    def _open_pair(self, prefill: bytes, message: PairOpen) -> None:
+        self._close_pair(prefill)
+        pair = ReceivingPair(
+            prefill,
+            self.ledger,
+            self._layout,
+            self._pool.layer_slots,
+            lambda answer: self._endpoint.send(prefill, answer),
+            self.transfer_stats,
+        )
+        self._pairs[prefill] = pair
+        pair.open(message, self.me, self._transport, self._limits.lease_s)
+
+    def _announce(self, prefill: bytes, message: PushAnnounce) -> None:
+        pair = self._pairs.get(prefill)
+        if pair is not None:
+            pair.announce(message)
+        else:
+            error = KvTransferError("there is no KV channel to announce on")
+            self._endpoint.send(prefill, Failed.from_error(message.call_id, error))
+
+    def _commit(self, prefill: bytes, message: PushCommit) -> None:
+        pair = self._pairs.get(prefill)
+        if pair is not None:
+            pair.commit(message)
+        else:
+            error = KvTransferError("there is no KV channel to commit on")
+            self._endpoint.send(prefill, Failed.from_error(message.call_id, error))
+
+    def _abort_transfer(self, prefill: bytes, message: TransferAbort) -> None:
+        self.ledger.abort_transfer(message.ticket_id, message.transfer_id)
+
+    def _close_pair(self, prefill: bytes) -> None:
+        pair = self._pairs.pop(prefill, None)
+        if pair is not None:
+            task = asyncio.create_task(pair.close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    def _peer_lost(self, peer: bytes) -> None:
+        self._close_pair(peer)
+        self.ledger.peer_lost(peer)
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    async def _steps(self) -> None:
+        while True:
+            batch = self._scheduler.plan()
+            if not batch:
+                self._outbox.flush()
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            ticket_ids = [stream.ticket_id for stream in batch]
+            self.ledger.begin_step(ticket_ids)
+            step = self._engine.start([stream.chunk() for stream in batch])
+            self._outbox.flush()  # the last step's tokens leave while this one is computed
+            outputs = await step
+            for stream, output in zip(batch, outputs, strict=True):
+                if stream.ticket_id in self._scheduler:
+                    assert output is not None, "every decode chunk samples"
+                    self._emit(stream, output)
+            self.ledger.end_step(ticket_ids)
+
+    def _emit(self, stream: Stream, output: SampledToken) -> None:
+        stream.append(output.token_id)
+        self._tokens += 1
+        finish = finish_reason(stream.sampling, output.token_id, stream.num_generated)
+        logprobs = () if output.logprobs is None else (output.logprobs,)
+        self._outbox.put(stream.owner, StreamOutput(stream.ticket_id, (output.token_id,), logprobs, finish, None))
+        if finish is not None:
+            self._scheduler.remove(stream.ticket_id)
+            self.ledger.release(stream.ticket_id)
+
+    async def _expire_leases(self) -> None:
+        while True:
+            await asyncio.sleep(self._limits.heartbeat_s)
+            self.ledger.expire()
+
+    def _changed(self) -> None:
+        """Something about the load changed: routers hear of it, an idle loop looks again, a drain may be over."""
+        self._endpoint.load_changed()
+        self._wake.set()
+        if len(self.ledger) == 0:
+            self._idle.set()
+        else:
+            self._idle.clear()

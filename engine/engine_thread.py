@@ -1,0 +1,51 @@
+"""The one thread that computes. A worker's asyncio loop plans and talks; this thread runs the model.
+
+torch releases the GIL inside its operators, so messages are answered while a step is computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from engine.batch import Chunk, SampledToken
+from engine.model_runner import ModelRunner
+
+
+class EngineThread:
+    """Runs one step at a time and keeps account of it."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._step_began: float | None = None
+        self.steps = 0
+        self.busy_s = 0.0
+
+    def start(
+        self, chunks: Sequence[Chunk], on_layer: Callable[[int], None] | None = None
+    ) -> asyncio.Future[list[SampledToken | None]]:
+        """Begin a step; the future is its result. The caller awaits it before the next one."""
+        assert self._step_began is None, "one step at a time"
+        self._step_began = time.monotonic()
+        return asyncio.get_running_loop().run_in_executor(self._thread, self._run, chunks, on_layer)
+
+    @property
+    def step_age_s(self) -> float:
+        """How long the current step has been running; 0 when idle."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False)
+
+    def _run(self, chunks: Sequence[Chunk], on_layer: Callable[[int], None] | None) -> list[SampledToken | None]:
+        began = time.monotonic()
+        try:
+            return self._runner.execute(chunks, on_layer)
+        finally:
+            self.busy_s += time.monotonic() - began
+            self.steps += 1
+            self._step_began = None

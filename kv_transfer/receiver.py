@@ -1,0 +1,245 @@
+"""Decode's end of the handoff: one ReceivingPair per prefill worker that is sending.
+
+Announcements, pushes and commits of one prefill worker are handled strictly in the order in which it sent them: one pump
+task and one thread per pair. A commit therefore meets a transfer whose pushes have all ended.
+
+Who owns what: blocks and ticket states belong to the decode worker's ledger (`TransferBooks`); this part only tells it when
+a push begins and ends. A push that began always ends, also when its ticket was cancelled meanwhile: the bytes still arrive
+into the quarantined blocks. When the channel breaks, every push on it ends as failed, and the pair is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import xxhash
+
+from kv_transfer.plan import slot_ids
+from kv_transfer.transport import LayerSlots, ReceiveChannel, Segment, Transport, TransportError
+from protocol.errors import IncompatiblePeerError, KvTransferError, TandemError, WorkerLostError
+from protocol.messages import (
+    Committed,
+    Failed,
+    KvLayout,
+    PairOpen,
+    PairOpened,
+    PushAnnounce,
+    PushCommit,
+    PushPosted,
+    PushSegment,
+    WorkerRef,
+)
+
+log = logging.getLogger(__name__)
+
+
+class Destination(Protocol):
+    """Where a transfer goes, as far as this part needs to know."""
+
+    @property
+    def block_table(self) -> Sequence[int]: ...
+
+    @property
+    def fingerprint(self) -> xxhash.xxh3_128: ...
+
+
+class TransferBooks(Protocol):
+    """The ledger, seen from here (`decode_workers.ledger`)."""
+
+    def begin_push(
+        self, source: bytes, ticket_id: int, transfer_id: int, start: int, num_tokens: int
+    ) -> Destination | None: ...
+
+    def end_push(self, ticket_id: int, num_tokens: int, ok: bool) -> None: ...
+
+    def fingerprint(self, ticket_id: int, transfer_id: int) -> bytes | None: ...
+
+    def commit(self, ticket_id: int, transfer_id: int, num_tokens: int) -> bool: ...
+
+    def abort_transfer(self, ticket_id: int, transfer_id: int) -> None: ...
+
+
+@dataclass
+class TransferStats:
+    """Counts since the worker's start."""
+
+    committed: int = 0
+    failed: int = 0
+    bytes_received: int = 0
+    receive_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Push:
+    segments: tuple[PushSegment, ...]
+    destinations: tuple[Destination, ...]
+
+
+class ReceivingPair:
+    """One prefill worker's channel. Lives until that worker is lost, opens a new pair, or the channel breaks."""
+
+    def __init__(
+        self,
+        source: bytes,
+        books: TransferBooks,
+        layout: KvLayout,
+        slots: LayerSlots,
+        send: Callable[[object], None],
+        stats: TransferStats,
+    ) -> None:
+        self._source = source
+        self._books = books
+        self._layout = layout
+        self._slots = slots
+        self._send = send
+        self._stats = stats
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-receive")
+        self._work: asyncio.Queue[_Push | PushCommit] = asyncio.Queue()
+        self._pump_task: asyncio.Task[None] | None = None
+        self._channel: ReceiveChannel | None = None
+        self._closed = False
+
+    def open(self, message: PairOpen, me: WorkerRef, transport: Transport, lease_s: float) -> None:
+        """Start to connect; the answer goes out when our address is known. Refuses what does not fit."""
+        try:
+            self._check(message, me, transport)
+        except TandemError as error:
+            self._send(Failed.from_error(message.call_id, error))
+            return
+        self._pump_task = asyncio.create_task(self._pump(message, transport, lease_s))
+
+    def announce(self, message: PushAnnounce) -> None:
+        """Begin the pushes that the ledger allows and answer which it refuses."""
+        begun: list[tuple[PushSegment, Destination]] = []
+        refused: list[int] = []
+        for segment in message.segments:
+            destination = None
+            if not self._closed:
+                destination = self._books.begin_push(
+                    self._source, segment.ticket_id, segment.transfer_id, segment.start, segment.num_tokens
+                )
+            if destination is None:
+                refused.append(segment.ticket_id)
+            else:
+                begun.append((segment, destination))
+        if begun:
+            segments, destinations = zip(*begun, strict=True)
+            self._work.put_nowait(_Push(segments, destinations))
+        self._send(PushPosted(message.call_id, tuple(refused)))
+
+    def commit(self, message: PushCommit) -> None:
+        """Checked, in order, after the pushes that came before it."""
+        if self._closed:
+            self._send(Failed.from_error(message.call_id, KvTransferError("the KV channel is closed")))
+        else:
+            self._work.put_nowait(message)
+
+    async def close(self) -> None:
+        """End every push as failed and give the channel back. Idempotent."""
+        self._closed = True
+        if self._pump_task is not None:
+            self._pump_task.cancel()
+            await asyncio.gather(self._pump_task, return_exceptions=True)
+
+    def _check(self, message: PairOpen, me: WorkerRef, transport: Transport) -> None:
+        if message.decode_epoch != me.epoch:
+            raise WorkerLostError(f"{me.worker_id} is in epoch {me.epoch}, not {message.decode_epoch}")
+        if message.transport != transport.name:
+            raise IncompatiblePeerError(f"transport: {transport.name} here, {message.transport} there")
+        if differences := self._layout.differences(message.layout):
+            raise IncompatiblePeerError(f"KV caches differ: {'; '.join(differences)}")
+
+    async def _pump(self, opening: PairOpen, transport: Transport, lease_s: float) -> None:
+        loop = asyncio.get_running_loop()
+
+        def answer(address: bytes) -> None:
+            loop.call_soon_threadsafe(self._send, PairOpened(opening.call_id, address))
+
+        def connect() -> ReceiveChannel:
+            return transport.connect_receiver(opening.rendezvous, answer, self._slots, lease_s)
+
+        try:
+            self._channel = await loop.run_in_executor(self._thread, connect)
+            while True:
+                work = await self._work.get()
+                if isinstance(work, _Push):
+                    await self._receive(work)
+                else:
+                    self._finish(work)
+        except TransportError as error:
+            log.warning("KV channel from %s broke: %s", opening.prefill.worker_id, error)
+        finally:
+            self._closed = True
+            self._fail_queued()
+            # The thread may sit in a receive until the transport's deadline; its blocks stay quarantined until then.
+            await asyncio.to_thread(self._thread.shutdown)
+            if self._channel is not None:
+                self._channel.close()
+
+    async def _receive(self, push: _Push) -> None:
+        receiving = asyncio.get_running_loop().run_in_executor(self._thread, self._receive_layers, push)
+        ok = False
+        try:
+            await asyncio.shield(receiving)
+            ok = True
+        except asyncio.CancelledError:
+            # Only the thread's end makes the blocks safe to reuse, whatever became of this pair.
+            await asyncio.wait((receiving,))
+            receiving.exception()
+            raise
+        finally:
+            for segment in push.segments:
+                self._books.end_push(segment.ticket_id, segment.num_tokens, ok)
+            self._stats.failed += not ok
+
+    def _receive_layers(self, push: _Push) -> None:
+        """In the pair's thread."""
+        assert self._channel is not None
+        began = time.perf_counter()
+        block_size = self._layout.block_size
+        segments = [
+            Segment(slot_ids(destination.block_table, block_size, segment.start, segment.num_tokens))
+            for segment, destination in zip(push.segments, push.destinations, strict=True)
+        ]
+        for layer in range(self._layout.num_layers):
+            digests = self._channel.receive_chunk(layer, segments)
+            for destination, digest in zip(push.destinations, digests, strict=True):
+                destination.fingerprint.update(digest)
+        self._stats.receive_s += time.perf_counter() - began
+
+    def _finish(self, message: PushCommit) -> None:
+        problem = self._problem(message)
+        if problem is None and self._books.commit(message.ticket_id, message.transfer_id, message.num_tokens):
+            self._stats.committed += 1
+            self._send(Committed(message.call_id))
+            return
+        self._books.abort_transfer(message.ticket_id, message.transfer_id)
+        self._stats.failed += 1
+        error = KvTransferError(problem or "the transfer is incomplete or its ticket is gone")
+        log.warning("refused a commit: %s", error.message)
+        self._send(Failed.from_error(message.call_id, error))
+
+    def _problem(self, message: PushCommit) -> str | None:
+        if differences := self._layout.differences(message.layout):
+            return f"KV caches differ: {'; '.join(differences)}"
+        if message.num_layers != self._layout.num_layers:
+            return f"{message.num_layers} of {self._layout.num_layers} layers were sent"
+        arrived = self._books.fingerprint(message.ticket_id, message.transfer_id)
+        if arrived is not None and arrived != message.fingerprint:
+            return "the KV that arrived is not the KV that was sent"
+        return None
+
+    def _fail_queued(self) -> None:
+        while not self._work.empty():
+            work = self._work.get_nowait()
+            if isinstance(work, _Push):
+                for segment in work.segments:
+                    self._books.end_push(segment.ticket_id, segment.num_tokens, ok=False)
+            else:
+                self._send(Failed.from_error(work.call_id, KvTransferError("the KV channel broke")))

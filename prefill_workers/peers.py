@@ -1,0 +1,91 @@
+"""The decode workers that this prefill worker sends to: one SendingPair each, opened on first use."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from configs.schema import LimitsConfig
+from kv_transfer.sender import SendingPair
+from kv_transfer.transport import LayerSlots, Transport
+from protocol.errors import TandemError
+from protocol.messages import KvLayout, WorkerRef
+
+log = logging.getLogger(__name__)
+
+
+class DecodePeers:
+    """Owns the pairs. A broken pair, or one to a former life of a worker, is closed and replaced."""
+
+    def __init__(
+        self, me: WorkerRef, secret: bytes, layout: KvLayout, slots: LayerSlots, transport: Transport, limits: LimitsConfig
+    ) -> None:
+        self._me = me
+        self._secret = secret
+        self._layout = layout
+        self._slots = slots
+        self._transport = transport
+        self._limits = limits
+        self._pairs: dict[WorkerRef, asyncio.Task[SendingPair]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def pair(self, peer: WorkerRef) -> SendingPair:
+        """A working pair to this worker. Raises TandemError; concurrent callers share one attempt."""
+        task = self._pairs.get(peer)
+        if task is None or _is_broken(task):
+            self._retire(peer)
+            for former in [ref for ref in self._pairs if ref.worker_id == peer.worker_id]:
+                self._retire(former)
+            task = self._pairs[peer] = asyncio.create_task(self._open(peer))
+        return await asyncio.shield(task)
+
+    @property
+    def pushes_in_flight(self) -> int:
+        tasks = [task for task in self._pairs.values() if task.done() and not _is_broken(task)]
+        return sum(task.result().pushes_in_flight for task in tasks)
+
+    def retire_broken(self) -> None:
+        """Give back what dead pairs hold, whether or not anybody asks for that peer again."""
+        for peer, task in list(self._pairs.items()):
+            if task.done() and _is_broken(task):
+                self._retire(peer)
+
+    async def close(self) -> None:
+        for peer in list(self._pairs):
+            self._retire(peer)
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    async def _open(self, peer: WorkerRef) -> SendingPair:
+        return await SendingPair.open(
+            self._me,
+            peer,
+            self._secret,
+            self._layout,
+            self._transport,
+            self._slots,
+            connect_s=self._limits.connect_s,
+            lease_s=self._limits.lease_s,
+            heartbeat_s=self._limits.heartbeat_s,
+        )
+
+    def _retire(self, peer: WorkerRef) -> None:
+        opening = self._pairs.pop(peer, None)
+        if opening is not None:
+            task = asyncio.create_task(_close(opening))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+
+def _is_broken(task: asyncio.Task[SendingPair]) -> bool:
+    if not task.done():
+        return False
+    return task.cancelled() or task.exception() is not None or task.result().broken
+
+
+async def _close(opening: asyncio.Task[SendingPair]) -> None:
+    opening.cancel()
+    try:
+        pair = await opening
+    except (TandemError, asyncio.CancelledError):
+        return
+    await pair.close()

@@ -1,0 +1,325 @@
+"""The prefill worker's loop: prompts in, chunks through the engine, KV out to decode, first token to the router.
+
+    Prefill ──► pair open ──► QUEUED ──► COMPUTING: each step pushes its KV layer by layer ──► first token
+                                                                            └──► commit ──► blocks free
+
+Cancel: a queued prompt is dropped at once, a computing one after its chunk, a pushing one after its push. In each case the
+decode side is told, and the blocks come back when no step and no transfer reads them any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.model_runner import ModelRunner
+from engine.sampler import finish_reason
+
+from configs.schema import ClusterConfig
+from engine.batch import Chunk, SampledToken
+from engine.block_manager import BlockManager
+from engine.engine_thread import EngineThread
+from kv_transfer.sender import OutgoingTransfer, PushPart, SendingPair, StepSignal
+from kv_transfer.transport import Transport
+from prefill_workers.peers import DecodePeers
+from prefill_workers.scheduler import PlannedChunk, PrefillScheduler, Prompt
+from protocol.endpoint import Endpoint
+from protocol.errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    KvTransferError,
+    OverloadedError,
+    TandemError,
+    WorkerLostError,
+)
+from protocol.messages import Cancel, Failed, FirstToken, LoadReport, Prefill, WorkerRef
+from protocol.wire import WireServer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Job:
+    """One Prefill message until its KV is handed over."""
+
+    router: bytes
+    message: Prefill
+    prompt: Prompt
+    transfer: OutgoingTransfer
+    arrived: float
+    pair: SendingPair | None = None
+    """None when the answer is one token long: nothing is handed over."""
+    last_push: asyncio.Future[None] | None = None
+    """Pushes of a pair end in order, so this one's end is the end of all."""
+    began: float | None = None
+    answered: bool = False
+    stopped: bool = False
+    """Nothing more is to be computed or sent for it."""
+    in_step: bool = False
+
+
+class PrefillWorker:
+    """One prefill worker without Ray. `run` serves until cancelled."""
+
+    def __init__(
+        self,
+        me: WorkerRef,
+        secret: bytes,
+        runner: ModelRunner,
+        server: WireServer,
+        transport: Transport,
+        config: ClusterConfig,
+    ) -> None:
+        self.me = me
+        self._limits = config.limits
+        self._max_queued = config.prefill.max_queued_requests
+        self._facts = runner.facts
+        self._engine = EngineThread(runner)
+        self._blocks = BlockManager(runner.pool.num_blocks)
+        self._scheduler = PrefillScheduler(self._blocks, runner.pool.block_size, config.prefill.max_batch_tokens)
+        self._peers = DecodePeers(me, secret, runner.layout(), runner.pool.layer_slots, transport, config.limits)
+        self._jobs: dict[Prompt, _Job] = {}
+        self._tokens = 0
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._draining = False
+        self._tasks = asyncio.TaskGroup()
+        self._endpoint = Endpoint(
+            server,
+            {Prefill: self._prefill, Cancel: self._cancel},
+            self.load,
+            self._peer_lost,
+            lease_s=self._limits.lease_s,
+            heartbeat_s=self._limits.heartbeat_s,
+        )
+
+    async def run(self) -> None:
+        try:
+            async with self._tasks as tasks:
+                tasks.create_task(self._endpoint.run())
+                tasks.create_task(self._steps())
+                tasks.create_task(self._retire_broken_pairs())
+        finally:
+            await self._peers.close()
+            self._engine.close()
+
+    async def drain(self) -> None:
+        """Take no new prompts; returns when the last one's KV is handed over."""
+        self._draining = True
+        self._changed()
+        await self._idle.wait()
+
+    def check_integrity(self) -> None:
+        """Assert that every block is free or held by a prompt of ours."""
+        self._blocks.check_integrity()
+        held = sum(len(prompt.block_table) for prompt in self._jobs)
+        assert held + self._blocks.num_free == self._blocks.num_blocks, "a block has leaked"
+
+    def load(self) -> LoadReport:
+        return LoadReport(
+            worker_id=self.me.worker_id,
+            epoch=self.me.epoch,
+            running=sum(job.in_step for job in self._jobs.values()),
+            waiting=self._scheduler.num_waiting,
+            queued_tokens=self._scheduler.queued_tokens,
+            free_blocks=self._blocks.num_free,
+            total_blocks=self._blocks.num_blocks,
+            tickets=len(self._jobs),
+            transfers=self._peers.pushes_in_flight,
+            steps=self._engine.steps,
+            busy_s=self._engine.busy_s,
+            step_age_s=self._engine.step_age_s,
+            tokens=self._tokens,
+        )
+
+    # -- arrival and departure ---------------------------------------------------------------------------------------
+
+    def _prefill(self, router: bytes, message: Prefill) -> None:
+        try:
+            self._check(message)
+        except TandemError as error:
+            self._endpoint.send(router, Failed.from_error(message.call_id, error))
+            return
+        prompt = Prompt(message.token_ids)
+        job = _Job(router, message, prompt, OutgoingTransfer(message.ticket), time.monotonic())
+        self._jobs[prompt] = job
+        self._tasks.create_task(self._admit(job))
+
+    def _check(self, message: Prefill) -> None:
+        num_tokens = len(message.token_ids)
+        if self._draining:
+            raise WorkerLostError(f"{self.me.worker_id} is draining")
+        if len(self._jobs) >= self._max_queued:
+            raise OverloadedError(f"{len(self._jobs)} prompts are waiting already", retry_after_s=1.0)
+        if not message.token_ids:
+            raise InvalidRequestError("the prompt is empty", param="prompt")
+        if num_tokens >= self._facts.max_model_len or not self._scheduler.fits(num_tokens):
+            raise ContextLengthError(f"{num_tokens} prompt tokens don't fit into {self._facts.max_model_len}", param="prompt")
+        if not all(0 <= token_id < self._facts.vocab_size for token_id in message.token_ids):
+            raise InvalidRequestError(f"token ids must lie in [0, {self._facts.vocab_size})", param="prompt")
+        if message.ticket.num_prompt_tokens != num_tokens:
+            raise InvalidRequestError("the ticket was made for a prompt of another length")
+
+    async def _admit(self, job: _Job) -> None:
+        """Make sure of the way to decode before any work is spent."""
+        if job.message.sampling.max_tokens - job.message.num_generated > 1:
+            try:
+                job.pair = await self._peers.pair(job.message.ticket.worker)
+            except TandemError as error:
+                self._fail(job, error)
+                return
+        if not job.stopped:
+            self._scheduler.add(job.prompt)
+            self._changed()
+
+    def _cancel(self, router: bytes, message: Cancel) -> None:
+        for job in list(self._jobs.values()):
+            if job.router == router and job.message.request_id == message.request_id:
+                self._stop(job)
+
+    def _peer_lost(self, router: bytes) -> None:
+        for job in list(self._jobs.values()):
+            if job.router == router:
+                self._stop(job)
+
+    def _fail(self, job: _Job, error: TandemError) -> None:
+        """Tell the router, unless it has its token already: then it hears of the loss from decode."""
+        if not job.answered:
+            job.answered = True
+            self._endpoint.send(job.router, Failed.from_error(job.message.call_id, error))
+        self._stop(job)
+
+    def _stop(self, job: _Job) -> None:
+        """Nothing more is computed or sent for this job. Idempotent."""
+        if job.stopped:
+            return
+        job.stopped = True
+        self._scheduler.drop(job.prompt)
+        if job.pair is not None:
+            job.pair.abort(job.transfer)
+        if not job.in_step:
+            self._part(job)
+
+    def _part(self, job: _Job) -> None:
+        """The engine is done with a stopped job; its blocks follow once its last push has ended."""
+        self._tasks.create_task(self._leave(job))
+
+    async def _leave(self, job: _Job) -> None:
+        if job.last_push is not None:
+            await asyncio.wait((job.last_push,))
+        self._forget(job)
+
+    def _forget(self, job: _Job) -> None:
+        self._scheduler.drop(job.prompt)
+        self._scheduler.release(job.prompt)
+        self._jobs.pop(job.prompt, None)
+        self._changed()
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    async def _steps(self) -> None:
+        while True:
+            self._fail_jobs_of_broken_pairs()
+            plan = self._scheduler.plan()
+            if not plan:
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            signal = StepSignal()
+            jobs = [self._jobs[chunk.prompt] for chunk in plan]
+            self._push(signal, jobs, plan)
+            step = self._engine.start(
+                [_engine_chunk(job, chunk) for job, chunk in zip(jobs, plan, strict=True)], signal.layer_done
+            )
+            self._endpoint.load_changed()
+            outputs = await step
+            for job, chunk, output in zip(jobs, plan, outputs, strict=True):
+                job.in_step = False
+                self._tokens += chunk.num_tokens
+                if job.stopped:
+                    self._part(job)
+                elif output is not None:
+                    self._answer(job, output)
+
+    def _push(self, signal: StepSignal, jobs: Sequence[_Job], plan: Sequence[PlannedChunk]) -> None:
+        """Announce this step's KV to every decode worker that gets some of it."""
+        parts: dict[SendingPair, list[tuple[_Job, PushPart]]] = {}
+        now = time.monotonic()
+        for job, chunk in zip(jobs, plan, strict=True):
+            job.in_step = True
+            job.began = job.began or now
+            if job.pair is not None:
+                part = PushPart(job.transfer, chunk.prompt.block_table, chunk.start, chunk.num_tokens)
+                parts.setdefault(job.pair, []).append((job, part))
+        for pair, items in parts.items():
+            done = pair.push(signal, [part for _, part in items])
+            for job, _ in items:
+                job.last_push = done
+
+    def _answer(self, job: _Job, output: SampledToken) -> None:
+        """The first token goes to the router at once; the rest of the handoff goes on beside the next steps."""
+        message, now = job.message, time.monotonic()
+        assert job.began is not None, "a computed job has begun"
+        finish = finish_reason(message.sampling, output.token_id, message.num_generated + 1)
+        job.answered = True
+        self._endpoint.send(
+            job.router,
+            FirstToken(
+                message.call_id,
+                output.token_id,
+                output.logprobs,
+                finish,
+                queue_s=job.began - job.arrived,
+                prefill_s=now - job.began,
+            ),
+        )
+        if finish is not None:
+            self._stop(job)
+        else:
+            self._tasks.create_task(self._hand_over(job))
+
+    async def _hand_over(self, job: _Job) -> None:
+        """Wait for the last push, commit, and give the blocks back."""
+        assert job.pair is not None
+        assert job.last_push is not None
+        try:
+            await job.last_push
+            await job.pair.commit(job.transfer)
+        except TandemError as error:
+            log.warning("handoff to %s failed: %s", job.pair.peer.worker_id, error.message)
+            self._stop(job)
+        else:
+            if not job.stopped:
+                job.stopped = True
+                self._forget(job)
+
+    def _fail_jobs_of_broken_pairs(self) -> None:
+        for job in list(self._jobs.values()):
+            if job.pair is not None and not job.answered and not job.stopped:
+                if job.pair.broken:
+                    self._fail(job, KvTransferError(f"the KV channel to {job.pair.peer.worker_id} is lost"))
+                elif job.transfer.refused:
+                    self._fail(job, KvTransferError("the decode worker no longer holds the ticket"))
+
+    async def _retire_broken_pairs(self) -> None:
+        while True:
+            await asyncio.sleep(self._limits.heartbeat_s)
+            self._fail_jobs_of_broken_pairs()
+            self._peers.retire_broken()
+
+    def _changed(self) -> None:
+        self._endpoint.load_changed()
+        self._wake.set()
+        if self._jobs:
+            self._idle.clear()
+        else:
+            self._idle.set()
+
+
+def _engine_chunk(job: _Job, chunk: PlannedChunk) -> Chunk:
+    token_ids = job.message.token_ids[chunk.start : chunk.start + chunk.num_tokens]
+    sampling = job.message.sampling if chunk.last else None
+    return Chunk(token_ids, chunk.start, chunk.prompt.block_table, sampling, job.message.num_generated)
