@@ -27,6 +27,7 @@ from protocol.messages import (
     Committed,
     Failed,
     KvLayout,
+    PairClosed,
     PairOpen,
     PairOpened,
     PushAnnounce,
@@ -174,6 +175,7 @@ class ReceivingPair:
                     self._finish(work)
         except TransportError as error:
             log.warning("KV channel from %s broke: %s", opening.prefill.worker_id, error)
+            self._send(PairClosed(str(error)))
         finally:
             self._closed = True
             self._fail_queued()

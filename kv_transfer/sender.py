@@ -27,6 +27,7 @@ from protocol.calls import Caller
 from protocol.errors import KvTransferError, TandemError, UnavailableError
 from protocol.messages import (
     KvLayout,
+    PairClosed,
     PairOpen,
     PairOpened,
     Ping,
@@ -99,7 +100,7 @@ class SendingPair:
         me: WorkerRef,
         peer: WorkerRef,
         layout: KvLayout,
-        caller: Caller,
+        client: WireClient,
         slots: LayerSlots,
         *,
         lease_s: float,
@@ -108,7 +109,7 @@ class SendingPair:
         self.peer = peer
         self._me = me
         self._layout = layout
-        self._caller = caller
+        self._caller = Caller(client, self._told)
         self._slots = slots
         self._lease_s = lease_s
         self._heartbeat_s = heartbeat_s
@@ -135,9 +136,9 @@ class SendingPair:
         heartbeat_s: float,
     ) -> SendingPair:
         """Connect to a decode worker. Raises WorkerLostError, IncompatiblePeerError or KvTransferError."""
-        caller = Caller(await WireClient.connect(peer.address, secret, connect_s), on_message=lambda _: None)
-        pair = cls(me, peer, layout, caller, slots, lease_s=lease_s, heartbeat_s=heartbeat_s)
-        pair._tasks.append(asyncio.create_task(caller.run()))
+        client = await WireClient.connect(peer.address, secret, connect_s)
+        pair = cls(me, peer, layout, client, slots, lease_s=lease_s, heartbeat_s=heartbeat_s)
+        pair._tasks.append(asyncio.create_task(pair._caller.run()))
         try:
             await pair._connect_channel(transport, connect_s)
         except BaseException:
@@ -264,6 +265,12 @@ class SendingPair:
                 part.transfer.fingerprint.update(digest)
         for part in parts:
             part.transfer.sent_tokens += part.num_tokens
+
+    def _told(self, message: object) -> None:
+        """Decode speaks without being asked: load reports, which are for routers, and the end of the channel."""
+        if isinstance(message, PairClosed):
+            log.warning("%s closed the KV channel: %s", self.peer.worker_id, message.reason)
+            self.broken = True
 
     async def _ping(self) -> None:
         while not self.broken:

@@ -343,3 +343,11 @@ class TransferAbort:
 
     ticket_id: int
     transfer_id: int
+
+
+@message(37)
+@dataclass(frozen=True)
+class PairClosed:
+    """Decode's end of the channel is dead; what was on it has failed, and the next push needs a new pair."""
+
+    reason: str

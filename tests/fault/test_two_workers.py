@@ -1,0 +1,240 @@
+"""The handoff end to end in one process: right tokens, and nothing left behind whatever goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import pytest
+
+from configs.schema import ClusterConfig
+from kv_transfer.loopback import Faults
+from protocol.errors import InvalidRequestError, OverloadedError, TandemError
+from protocol.messages import Release, SamplingParams
+
+ROOMY = ClusterConfig.model_validate(
+    {
+        "dtype": "float32",
+        "block_size": 8,
+        "prefill": {"kv_cache_tokens": 8192, "max_batch_tokens": 32},
+        "decode": {"kv_cache_tokens": 8192},
+        "limits": {"lease_s": 1.0, "heartbeat_s": 0.1, "connect_s": 5.0},
+    }
+)
+
+Factory = Callable[..., AbstractAsyncContextManager[Any]]
+Reference = Callable[[list[int], int], list[int]]
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(seed=1, max_tokens=max_tokens, temperature=0.0, stop_token_ids=(0,))
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return [random.Random(f"{seed}-{length}").randrange(1, 101) for _ in range(length)]
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(scenario)
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 31, 32, 33, 100])
+def test_tokens_are_those_of_the_reference(two_workers: Factory, reference: Reference, length: int) -> None:
+    """Around block and chunk borders, through prefill, handoff and decode."""
+
+    async def scenario() -> None:
+        async with two_workers() as workers:
+            router = await workers.router()
+            prompt = prompt_of(length)
+            assert await router.generate(prompt, greedy(12)) == reference(prompt, 12)
+            await workers.until(workers.all_free)
+
+    run(scenario())
+
+
+def test_many_at_once_join_and_leave(two_workers: Factory, reference: Reference) -> None:
+    async def scenario() -> None:
+        async with two_workers() as workers:
+            routers = [await workers.router() for _ in range(2)]
+            cases = [(prompt_of(1 + 5 * n, n), 1 + n % 9) for n in range(16)]
+            answers = await asyncio.gather(
+                *(routers[n % 2].generate(prompt, greedy(count)) for n, (prompt, count) in enumerate(cases))
+            )
+            assert answers == [reference(prompt, count) for prompt, count in cases]
+            await workers.until(workers.all_free)
+
+    run(scenario())
+
+
+def test_seeded_sampling_does_not_depend_on_company(two_workers: Factory) -> None:
+    async def scenario() -> None:
+        async with two_workers() as workers:
+            router = await workers.router()
+            params = [SamplingParams(seed=n, max_tokens=10, temperature=0.8, top_p=0.9) for n in range(8)]
+            alone = [await router.generate(prompt_of(20, n), params[n]) for n in range(8)]
+            together = await asyncio.gather(*(router.generate(prompt_of(20, n), params[n]) for n in range(8)))
+            assert together == alone
+            assert len({tuple(answer) for answer in alone}) > 1, "different seeds say different things"
+
+    run(scenario())
+
+
+def test_full_means_full(two_workers: Factory) -> None:
+    async def scenario() -> None:
+        async with two_workers() as workers:
+            router = await workers.router()
+            tickets = [await router.reserve(prompt_of(400), 101) for _ in range(2)]
+            with pytest.raises(OverloadedError) as refusal:
+                await router.reserve(prompt_of(100), 10)
+            assert refusal.value.retry_after_s is not None
+            with pytest.raises(InvalidRequestError, match="128 in all"):
+                await router.reserve(prompt_of(1000), 100)
+            for ticket in tickets:
+                router.decode.send(Release(ticket.ticket_id))
+            await workers.until(workers.all_free)
+            assert await router.reserve(prompt_of(100), 10)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [Faults(flip_bit_at=1), Faults(truncate_at=0), Faults(swap_halves_at=2), Faults(lose_at=0), Faults(die_at=3)],
+    ids=["flip", "truncate", "swap", "lose", "die"],
+)
+def test_no_token_is_made_from_a_damaged_transfer(two_workers: Factory, reference: Reference, faults: Faults) -> None:
+    async def scenario() -> None:
+        async with two_workers() as workers:
+            router = await workers.router()
+            workers.network.faults = faults
+            with pytest.raises(TandemError):
+                await router.generate(prompt_of(70), greedy(8))
+            await workers.until(workers.all_free)
+            workers.network.faults = Faults()
+            assert await router.generate(prompt_of(70), greedy(8)) == reference(prompt_of(70), 8)
+
+    run(scenario())
+
+
+def test_cancelled_prefills_do_not_hold_up_a_short_request(two_workers: Factory) -> None:
+    """Ten long prompts cancelled at once, then a short one: it waits for the chunk under way and no more."""
+
+    async def scenario() -> None:
+        async with two_workers(ROOMY) as workers:
+            router = await workers.router()
+            tickets = [await router.reserve(prompt_of(500, n), 4) for n in range(10)]
+            pending = [
+                asyncio.create_task(router.compute(ticket, prompt_of(500, n), greedy(4), request_id=str(n)))
+                for n, ticket in enumerate(tickets)
+            ]
+            await workers.until(lambda: workers.prefill.load().tokens > 0)
+            for n, ticket in enumerate(tickets):
+                router.cancel(str(n))
+                router.decode.send(Release(ticket.ticket_id))
+            before = workers.prefill.load().steps
+            short = await router.reserve(prompt_of(5), 2)
+            await router.compute(short, prompt_of(5), greedy(2), request_id="short")
+            assert workers.prefill.load().steps - before <= 3
+            for task in pending:
+                task.cancel()
+            router.decode.send(Release(short.ticket_id))
+            await workers.until(workers.all_free)
+
+    run(scenario())
+
+
+def test_a_router_that_vanishes_leaves_nothing(two_workers: Factory) -> None:
+    """Its tickets, prompts and streams are taken back, in whatever phase they were."""
+
+    async def scenario() -> None:
+        async with two_workers() as workers:
+            router = await workers.router()
+            await router.reserve(prompt_of(40), 10)
+            ticket = await router.reserve(prompt_of(40), 400)
+            first = await router.compute(ticket, prompt_of(40), greedy(400))
+            if first.finish_reason is None:
+                await router.attach(ticket, first, greedy(400))
+            router.prefill.close()
+            router.decode.close()
+            await workers.until(workers.all_free)
+
+    run(scenario())
+
+
+def test_a_silent_router_loses_its_lease(two_workers: Factory) -> None:
+    async def scenario() -> None:
+        async with two_workers() as workers:
+            router = await workers.router(ping=False)
+            await router.reserve(prompt_of(40), 10)
+            assert not workers.all_free()
+            await workers.until(workers.all_free, seconds=5)
+
+    run(scenario())
+
+
+def test_death_of_prefill_gives_decode_its_blocks_back(two_workers: Factory) -> None:
+    async def scenario() -> None:
+        async with two_workers() as workers:
+            router = await workers.router()
+            workers.network.faults = Faults(delay_s=0.05)
+            ticket = await router.reserve(prompt_of(400), 10)
+            computing = asyncio.create_task(router.compute(ticket, prompt_of(400), greedy(10)))
+            await workers.until(lambda: workers.decode.load().transfers > 0)
+            workers.tasks["prefill"].cancel()
+            await asyncio.wait((computing,))
+            await workers.until(lambda: workers.decode.load().tickets == 0)
+            assert workers.decode.load().free_blocks == workers.decode.load().total_blocks
+
+    run(scenario())
+
+
+def test_death_of_decode_gives_prefill_its_blocks_back(two_workers: Factory) -> None:
+    async def scenario() -> None:
+        async with two_workers() as workers:
+            router = await workers.router()
+            workers.network.faults = Faults(delay_s=0.05)
+            ticket = await router.reserve(prompt_of(400), 10)
+            computing = asyncio.create_task(router.compute(ticket, prompt_of(400), greedy(10)))
+            await workers.until(lambda: workers.decode.load().transfers > 0)
+            workers.tasks["decode"].cancel()
+            await asyncio.wait((computing,))
+            await workers.until(lambda: workers.prefill.load().tickets == 0)
+            assert workers.prefill.load().free_blocks == workers.prefill.load().total_blocks
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_cancels_and_faults_leak_nothing(two_workers: Factory, reference: Reference, seed: int) -> None:
+    """Requests that are cut off at a random moment among faults at random payloads; the survivors' tokens are right."""
+
+    async def scenario() -> None:
+        rng = random.Random(seed)
+        async with two_workers() as workers:
+            router = await workers.router()
+            workers.network.faults = Faults(
+                delay_s=0.001,
+                flip_bit_at=rng.randrange(60),
+                truncate_at=rng.randrange(60),
+                die_at=rng.choice([None, rng.randrange(40)]),
+            )
+
+            async def one(number: int) -> None:
+                prompt, count = prompt_of(rng.randrange(1, 120), number), rng.randrange(1, 12)
+                try:
+                    async with asyncio.timeout(rng.choice([None, rng.random() * 0.2])):
+                        answer = await router.generate(prompt, greedy(count), str(number))
+                except TimeoutError:
+                    router.cancel(str(number))
+                except TandemError:
+                    pass
+                else:
+                    assert answer == reference(prompt, count)
+
+            await asyncio.gather(*(one(number) for number in range(8)))
+            await workers.until(workers.all_free)
+
+    run(scenario())
