@@ -1,0 +1,1 @@
+"""The decode phase: tickets for KV, continuous batching, token frames to the routers."""

@@ -36,7 +36,7 @@ class Endpoint:
         heartbeat_s: float,
     ) -> None:
         self._server = server
-        self._handlers = {Ping: lambda peer, message: None, **handlers}
+        self._handlers: dict[type[Any], Handler] = {Ping: lambda peer, message: None, **handlers}
         self._report = report
         self._lost = lost
         self._lease_s = lease_s

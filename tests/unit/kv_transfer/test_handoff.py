@@ -140,8 +140,13 @@ def finished_step() -> StepSignal:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event of its own
             await asyncio.sleep(0.005)
+
+
+async def push_and_commit(pair: SendingPair, push: asyncio.Future[None], transfer: OutgoingTransfer) -> None:
+    await push
+    await pair.commit(transfer)
 
 
 TRANSPORTS: list[Callable[[], Transport]] = [lambda: LoopbackTransport(LoopbackNetwork()), lambda: GlooTransport("127.0.0.1")]
@@ -193,8 +198,7 @@ def test_damage_is_caught_before_the_commit(faults: Faults) -> None:
             transfer = OutgoingTransfer(ticket)
             push = pair.push(finished_step(), [PushPart(transfer, [1, 2], 0, 8)])
             with pytest.raises(TandemError):
-                await push
-                await pair.commit(transfer)
+                await push_and_commit(pair, push, transfer)
             await until(lambda: len(w.decode.ledger) == 0)
             assert w.decode.committed == []
             assert w.decode.failed == [ticket.ticket_id]

@@ -137,6 +137,12 @@ def test_loss_of_the_server_is_noticed_at_once() -> None:
     run(scenario)
 
 
+async def send_for_ever(server: WireServer, peer: bytes) -> None:
+    while True:
+        server.send(peer, Ping())
+        await asyncio.sleep(0.001)
+
+
 def test_loss_of_a_client_is_noticed_when_sending() -> None:
     async def scenario() -> None:
         async with serving() as server:
@@ -145,9 +151,7 @@ def test_loss_of_a_client_is_noticed_when_sending() -> None:
             assert server.silent_for(peer) < 5
             client.close()
             with pytest.raises(PeerGone):
-                while True:
-                    server.send(peer, Ping())
-                    await asyncio.sleep(0.001)
+                await send_for_ever(server, peer)
             assert server.peers() == []
             assert server.silent_for(peer) == float("inf")
 

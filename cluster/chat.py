@@ -1,0 +1,107 @@
+"""A conversation in the terminal, over HTTP: streamed answers, several turns, Ctrl-C stops the answer and not the program."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+
+from cluster.http_client import ApiClient
+from protocol.errors import TandemError
+
+HELP = "/exit leaves, /clear forgets the conversation, /help says this. Ctrl-C stops an answer."
+
+
+@dataclass
+class Conversation:
+    """What was said, as the API takes it. A turn is kept only once it has an answer."""
+
+    model: str
+    system: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def request(self, text: str) -> dict[str, Any]:
+        """The body that asks for the answer to `text`."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": [*system, *self.messages, {"role": "user", "content": text}],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        optional = {"max_tokens": self.max_tokens, "temperature": self.temperature}
+        return body | {name: value for name, value in optional.items() if value is not None}
+
+    def keep(self, text: str, answer: str) -> None:
+        self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+
+
+@dataclass
+class Timing:
+    """Times of one answer, in seconds on the monotonic clock."""
+
+    begun: float
+    first: float | None = None
+    tokens: int = 0
+
+    def summary(self, now: float) -> str:
+        if self.first is None:
+            return "no answer"
+        rate = f", {(self.tokens - 1) / (now - self.first):.1f} tokens/s" if self.tokens > 1 and now > self.first else ""
+        return f"{self.tokens} tokens, first after {(self.first - self.begun) * 1000:.0f} ms{rate}"
+
+
+def answer_pieces(events: Iterator[dict[str, Any]], timing: Timing) -> Iterator[str]:
+    """Text out of a streamed chat completion, as it comes; notes times and the token count on the way."""
+    for event in events:
+        if event.get("usage"):
+            timing.tokens = event["usage"]["completion_tokens"]
+        for choice in event["choices"]:
+            text = choice["delta"].get("content")
+            if text:
+                timing.first = timing.first or time.monotonic()
+                yield text
+
+
+def chat(client: ApiClient, conversation: Conversation, console: Console) -> None:
+    """Read, ask, print, until /exit or the end of input."""
+    console.print(f"[bold]{conversation.model}[/bold]. {HELP}", highlight=False)
+    while True:
+        try:
+            text = console.input("[bold cyan]> [/bold cyan]").strip()
+        except (EOFError, KeyboardInterrupt):
+            console.print()
+            return
+        match text:
+            case "":
+                continue
+            case "/exit" | "/quit":
+                return
+            case "/clear":
+                conversation.messages.clear()
+                console.print("The conversation is forgotten.")
+            case "/help":
+                console.print(HELP, highlight=False)
+            case _:
+                _turn(client, conversation, text, console)
+
+
+def _turn(client: ApiClient, conversation: Conversation, text: str, console: Console) -> None:
+    timing = Timing(time.monotonic())
+    said: list[str] = []
+    try:
+        for piece in answer_pieces(client.stream("/v1/chat/completions", conversation.request(text)), timing):
+            said.append(piece)
+            console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
+    except KeyboardInterrupt:
+        console.print(" [dim](stopped)[/dim]", end="")
+    except TandemError as error:
+        console.print(f"[red]{error.message}[/red]", highlight=False)
+    console.print(f"\n[dim]{timing.summary(time.monotonic())}[/dim]", highlight=False)
+    if said:
+        conversation.keep(text, "".join(said))

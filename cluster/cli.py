@@ -1,0 +1,172 @@
+"""The command `tandem`. Each command imports what it needs when it runs: `tandem status` waits for neither Ray nor torch.
+
+Exit codes: 0 done; 1 a bug, with its traceback; 2 anything that the operator can mend (a flag, a file, a port, a cluster that
+is not there), with one line on stderr that names it; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from protocol.errors import ConfigError, TandemError
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+app = typer.Typer(
+    name="tandem",
+    help="Serve language models with prefill and decode in separate pools of workers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Url = Annotated[str, typer.Option("--url", envvar="TANDEM_URL", help="Where the cluster answers.")]
+AdminKey = Annotated[
+    str | None, typer.Option("--admin-key", envvar="TANDEM_ADMIN_KEY", help="Key for /admin.", show_envvar=True)
+]
+ApiKey = Annotated[str | None, typer.Option("--api-key", envvar="TANDEM_API_KEY", help="Key for /v1.", show_envvar=True)]
+RayAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--address", envvar="RAY_ADDRESS", help="Ray cluster to join (host:port, or auto); otherwise Ray is started here."
+    ),
+]
+
+
+def main() -> None:
+    """Entry point of the command."""
+    try:
+        code = app(standalone_mode=False)
+    except (TandemError, typer.TyperException) as error:
+        print(f"tandem: {_one_line(error)}", file=sys.stderr)  # noqa: T201
+        code = 2
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
+    sys.exit(code)
+
+
+@app.command()
+def serve(
+    config: Annotated[Path | None, typer.Option(help="YAML file; flags go before what it says.")] = None,
+    model: Annotated[str | None, typer.Option(help="smollm2, a GGUF file, a Hugging Face directory or a hub id.")] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="Name of the model in the API.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
+    prefill: Annotated[int | None, typer.Option(help="Number of prefill workers.")] = None,
+    decode: Annotated[int | None, typer.Option(help="Number of decode workers.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Tokens of prompt and answer together.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Tokens per KV block: 8, 16, 32 or 64.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Sequences per decode step.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Prompt tokens per prefill step.")] = None,
+    admin_key: AdminKey = None,
+    address: RayAddress = None,
+) -> None:
+    """Start a cluster and serve it until Ctrl-C."""
+    from cluster.serve_command import serve_until_interrupted
+    from configs.loader import load_config
+
+    flags: dict[str, Any] = {
+        "model": model,
+        "served_model_name": served_model_name,
+        "http.host": host,
+        "http.port": port,
+        "prefill.workers": prefill,
+        "decode.workers": decode,
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "block_size": block_size,
+        "decode.max_batch_size": max_num_seqs,
+        "prefill.max_batch_tokens": max_num_batched_tokens,
+        "http.admin_key": admin_key,
+    }
+    overrides = {key: value for key, value in flags.items() if value is not None}
+    serve_until_interrupted(load_config(config, overrides), address)
+
+
+@app.command()
+def stop(address: RayAddress = None) -> None:
+    """End the cluster on a Ray cluster (a local `tandem serve` ends with Ctrl-C)."""
+    if address is None:
+        raise ConfigError("name the Ray cluster with --address or RAY_ADDRESS", param="address")
+    from cluster.launch import remove_cluster
+    from cluster.ray_session import joined_ray
+
+    with joined_ray(address):
+        found = remove_cluster()
+    typer.echo("stopped" if found else "no Tandem cluster runs there")
+
+
+@app.command()
+def status(
+    as_json: Annotated[bool, typer.Option("--json", help="The API's answer as it is.")] = False,
+    url: Url = DEFAULT_URL,
+    admin_key: AdminKey = None,
+) -> None:
+    """Show the workers: state, load, KV cache."""
+    from cluster.http_client import ApiClient
+    from cluster.status_table import print_status
+
+    answer = ApiClient(url, admin_key).get("/admin/status")
+    if as_json:
+        typer.echo(json.dumps(answer, indent=2))
+    else:
+        print_status(answer)
+
+
+@app.command()
+def scale(
+    sizes: Annotated[list[str], typer.Argument(metavar="ROLE=WORKERS...", help="For example: prefill=2 decode=3")],
+    url: Url = DEFAULT_URL,
+    admin_key: AdminKey = None,
+    wait_s: Annotated[float, typer.Option("--wait", help="Seconds to wait until it is done; 0 returns at once.")] = 600.0,
+) -> None:
+    """Change the number of workers while requests run; running streams finish."""
+    from cluster.http_client import ApiClient
+    from cluster.scale_command import parse_sizes, wait_until_scaled
+
+    wanted = parse_sizes(sizes)
+    client = ApiClient(url, admin_key)
+    client.post("/admin/scale", {role.value: workers for role, workers in wanted.items()})
+    if wait_s > 0:
+        wait_until_scaled(client, wanted, wait_s)
+
+
+@app.command()
+def models() -> None:
+    """List the models that can be served by name, and those in the cache."""
+    from cluster.status_table import print_models
+    from configs.models import list_models
+
+    print_models(list_models())
+
+
+@app.command()
+def chat(
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    model: Annotated[str | None, typer.Option(help="The cluster's own if not given.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 always takes the likeliest token.")] = None,
+) -> None:
+    """Talk to the model in the terminal."""
+    from rich.console import Console
+
+    from cluster.chat import Conversation
+    from cluster.chat import chat as talk
+    from cluster.http_client import ApiClient
+
+    client = ApiClient(url, api_key)
+    name = model or client.get("/v1/models")["data"][0]["id"]
+    talk(client, Conversation(name, system, max_tokens, temperature), Console())
+
+
+def _one_line(error: TandemError | typer.TyperException) -> str:
+    text = error.message if isinstance(error, TandemError) else error.format_message()
+    return " ".join(text.split())

@@ -1,0 +1,96 @@
+"""The controller: a named actor around the supervisor, and the routers' way to it.
+
+One per Ray cluster, detached, without resources of its own, so that it outlives whoever started it. `tandem serve` makes it,
+routers watch it, `tandem stop` and the end of `tandem serve` close it: its workers end with it, and it ends last.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import ray
+from ray.exceptions import RayTaskError
+
+from cluster.ray_errors import original
+from cluster.ray_launcher import NAME_PREFIX, NAMESPACE, RayLauncher
+from cluster.supervisor import Supervisor
+from configs.schema import ClusterConfig
+from protocol.cluster_view import ClusterView
+from protocol.errors import ConfigError
+from protocol.messages import Role
+from telemetry.logging import setup_logging
+
+CONTROLLER = NAME_PREFIX + "controller"
+
+
+class Controller:
+    """The actor's methods; all of them answer at once but `settle`, `watch` and `close`."""
+
+    def __init__(self, config: ClusterConfig, secret: bytes) -> None:
+        setup_logging("controller")
+        self._launcher = RayLauncher(config, secret)
+        self._supervisor = Supervisor(config, self._launcher)
+
+    async def start(self) -> None:
+        self._supervisor.start()
+
+    async def settle(self, deadline_s: float) -> None:
+        """See Supervisor.settle."""
+        await self._supervisor.settle(deadline_s)
+        await self._launcher.keep_spare()
+
+    async def watch(self, known_version: int) -> ClusterView:
+        return await self._supervisor.watch(known_version)
+
+    async def scale(self, role: Role, workers: int) -> None:
+        self._supervisor.scale(role, workers)
+
+    async def close(self) -> None:
+        """End all workers. The caller then kills the actor."""
+        await self._supervisor.close()
+        await self._launcher.close()
+
+
+def start_controller(config: ClusterConfig, secret: bytes, head_resources: dict[str, float]) -> Any:
+    """Handle of a new controller whose pools are starting. Raises ConfigError if this Ray cluster has one already."""
+    options: dict[str, Any] = {
+        "name": CONTROLLER,
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "num_cpus": 0,
+        "resources": head_resources,
+    }
+    try:
+        controller = _actor_class().options(**options).remote(config, secret)
+    except ValueError:
+        raise ConfigError("a Tandem cluster runs on this Ray cluster already; `tandem stop` ends it", param="address") from None
+    controller.start.remote()
+    return controller
+
+
+def _actor_class() -> Any:
+    return ray.remote(Controller)
+
+
+def find_controller() -> Any | None:
+    """Handle of this Ray cluster's controller, or None."""
+    try:
+        return ray.get_actor(CONTROLLER, namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+class RayControllerClient:
+    """router.controller_client.ControllerClient over an actor handle."""
+
+    def __init__(self, controller: Any) -> None:
+        self._controller = controller
+
+    async def watch(self, known_version: int) -> ClusterView:
+        return cast(ClusterView, await self._controller.watch.remote(known_version))
+
+    async def scale(self, role: Role, workers: int) -> None:
+        try:
+            await self._controller.scale.remote(role, workers)
+        except RayTaskError as error:
+            raise original(error) from None

@@ -1,0 +1,82 @@
+"""The command line's way to a running cluster: its HTTP API, errors turned into ours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+
+from protocol.errors import TandemError, UnavailableError, error_from_code
+
+_CONNECT_S = 5.0
+_ANSWER_S = 30.0
+_STREAM_S = 600.0
+
+
+class ApiClient:
+    """One cluster at `url`; `key` is sent as Bearer token. Raises TandemErrors with one sentence, never httpx's own."""
+
+    def __init__(self, url: str, key: str | None) -> None:
+        self._url = url.rstrip("/")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        timeout = httpx.Timeout(_ANSWER_S, connect=_CONNECT_S)
+        try:
+            self._client = httpx.Client(base_url=self._url, headers=headers, timeout=timeout)
+        except (httpx.InvalidURL, ValueError) as error:
+            raise UnavailableError(f"{url} is no URL: {error}") from None
+
+    def get(self, path: str) -> Any:
+        return self._call("GET", path, None)
+
+    def post(self, path: str, body: Any) -> Any:
+        return self._call("POST", path, body)
+
+    def stream(self, path: str, body: Any) -> Iterator[dict[str, Any]]:
+        """The events of a streamed answer, up to `[DONE]`. Closing the iterator ends the request."""
+        try:
+            with self._client.stream("POST", path, json=body, timeout=httpx.Timeout(_STREAM_S, connect=_CONNECT_S)) as answer:
+                if answer.status_code != httpx.codes.OK:
+                    answer.read()
+                    raise _error_in(answer)
+                for line in answer.iter_lines():
+                    data = line.removeprefix("data: ")
+                    if data == "[DONE]":
+                        return
+                    if data != line:
+                        event = json.loads(data)
+                        if "error" in event:
+                            raise _error_from(event["error"])
+                        yield event
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from None
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _call(self, method: str, path: str, body: Any) -> Any:
+        try:
+            answer = self._client.request(method, path, json=body)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise self._unreachable(error) from None
+        if answer.status_code != httpx.codes.OK:
+            raise _error_in(answer)
+        try:
+            return answer.json()
+        except ValueError:
+            raise UnavailableError(f"{self._url} answers, but it is no Tandem cluster") from None
+
+    def _unreachable(self, error: Exception) -> UnavailableError:
+        return UnavailableError(f"no cluster answers at {self._url} ({error}); `tandem serve` starts one, --url names another")
+
+
+def _error_in(answer: httpx.Response) -> TandemError:
+    try:
+        return _error_from(answer.json()["error"])
+    except (ValueError, KeyError, TypeError):
+        return UnavailableError(f"{answer.url} answered {answer.status_code}: {answer.text[:200]}")
+
+
+def _error_from(error: dict[str, Any]) -> TandemError:
+    return error_from_code(str(error.get("code")), str(error["message"]), error.get("param"), None)

@@ -1,0 +1,173 @@
+"""Bring a whole cluster up and take it down again: what `tandem serve` does between its flags and Ctrl-C.
+
+    resolve model ─► check port ─► Ray ─► controller ─► pools start ──────────────► settled ─► reported ─► followed
+                                             └────────► Serve, HAProxy, routers ─────┘                        │
+                                                                    Ctrl-C, SIGTERM or a failure ─► down ◄────┘
+
+Everything that can be found wrong before a process is started is found there. A failure at any step, and the end, leave
+nothing behind: a local Ray instance ends with all its processes; in a Ray cluster that was joined, the workers, the
+controller and the Serve application are removed one by one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import httpx
+
+from cluster.placement import unplaceable
+from cluster.ray_session import check_port_free, joined_ray, local_ray
+from configs.loader import served_context
+from configs.models import resolve_for
+from configs.schema import ClusterConfig
+from protocol.cluster_view import ClusterView
+from protocol.errors import ConfigError, UnavailableError
+
+Report = Callable[[str], None]
+"""Told what is being done, for people."""
+
+_CLOSE_S = 30.0
+_HEALTH_S = 30.0
+_HEALTH_RETRY_S = 0.1
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What kind of Ray the cluster runs on."""
+
+    head_resources: dict[str, float]
+    """What pins an actor to the head node, where routers and the controller belong."""
+    may_grow: bool
+    """Nodes may join later, so a pool that does not fit now is not impossible."""
+    ends_with_us: bool
+    """Ray ends when this process does, and everything on it."""
+
+
+_LOCAL = _Place({}, may_grow=False, ends_with_us=True)
+_JOINED = _Place({"node:__internal_head__": 0.001}, may_grow=True, ends_with_us=False)
+
+
+class RunningCluster:
+    """A cluster that serves; made by `running_cluster`."""
+
+    def __init__(self, controller: Any) -> None:
+        self._controller = controller
+
+    def watch(self, known_version: int) -> ClusterView:
+        """The view when it differs from the known one, or after 10 s. Raises UnavailableError if the controller is gone."""
+        return cast(ClusterView, _ask(self._controller.watch.remote(known_version)))
+
+
+def check_model(config: ClusterConfig) -> str:
+    """The name that clients use. Fetches the model if need be; ConfigError if it can't be served, or not configured so."""
+    facts = resolve_for(config).facts
+    served_context(config, facts)
+    return facts.name
+
+
+@contextmanager
+def running_cluster(config: ClusterConfig, address: str | None, report: Report) -> Iterator[RunningCluster]:
+    """Start everything (the model has been checked), yield once every worker is ready and HTTP answers, then take it down.
+
+    `address` is a Ray cluster to join; None starts a Ray instance of our own. Raises ConfigError for whatever the operator
+    can mend, UnavailableError when the cluster does not get ready in time.
+    """
+    if address is None:
+        check_port_free(config.http.host, config.http.port)
+        report("Ray")
+        with local_ray(), _pools_and_http(config, _LOCAL, report) as cluster:
+            yield cluster
+    else:
+        report(f"Ray cluster at {address}")
+        with joined_ray(address), _pools_and_http(config, _JOINED, report) as cluster:
+            yield cluster
+
+
+def remove_cluster() -> bool:
+    """End the cluster on the Ray cluster that this process has joined; False if there was none."""
+    import ray
+    from ray import serve
+
+    from cluster.controller import find_controller
+    from cluster.serve_app import remove_router
+
+    controller = find_controller()
+    if controller is None:
+        return False
+    closing = controller.close.remote()
+    remove_router()
+    _ask(closing, _CLOSE_S)
+    ray.kill(controller)
+    if not serve.status().applications:
+        serve.shutdown()
+    return True
+
+
+@contextmanager
+def _pools_and_http(config: ClusterConfig, place: _Place, report: Report) -> Iterator[RunningCluster]:
+    from cluster.controller import start_controller
+    from cluster.ray_launcher import node_resources
+    from cluster.serve_app import deploy_router, start_http
+
+    if not place.may_grow and (reason := unplaceable(config, node_resources())) is not None:
+        raise ConfigError(f"impossible pool: {reason}")
+    # Serve sets its own level when it is imported, and says at INFO what the progress line says already.
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    secret = os.urandom(32)
+    controller = start_controller(config, secret, place.head_resources)
+    try:
+        settled = controller.settle.remote(config.limits.worker_start_s)
+        report("workers and router")
+        start_http(config)
+        deploy_router(config, secret, controller, place.head_resources)
+        report("workers")
+        _ask(settled)
+        report("HTTP")
+        _wait_healthy(config)
+        yield RunningCluster(controller)
+    finally:
+        if not place.ends_with_us:
+            remove_cluster()
+
+
+def _ask(reference: Any, timeout_s: float | None = None) -> Any:
+    """An actor's answer. Raises the TandemError that it raised, UnavailableError if it is gone or too slow."""
+    import ray
+    from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+    from cluster.ray_errors import original
+
+    try:
+        return ray.get(reference, timeout=timeout_s)
+    except RayTaskError as error:
+        raise original(error) from None
+    except GetTimeoutError:
+        raise UnavailableError(f"the controller did not answer within {timeout_s:g} s") from None
+    except RayError as error:
+        raise UnavailableError(f"the controller is gone: {str(error).splitlines()[0]}") from None
+
+
+def _wait_healthy(config: ClusterConfig) -> None:
+    """Until /health is 200 through the front door. Raises UnavailableError with the last reason against it."""
+    host = "127.0.0.1" if config.http.host in ("0.0.0.0", "::") else config.http.host
+    url = f"http://{f'[{host}]' if ':' in host else host}:{config.http.port}/health"
+    deadline = time.monotonic() + _HEALTH_S
+    with httpx.Client(timeout=_HEALTH_S, trust_env=False) as client:
+        while True:
+            try:
+                answer = client.get(url)
+                reason = f"{answer.status_code} {answer.text}"
+                if answer.status_code == httpx.codes.OK:
+                    return
+            except httpx.TransportError as error:
+                reason = str(error)
+            if time.monotonic() > deadline:
+                raise UnavailableError(f"{url} is not healthy after {_HEALTH_S:g} s: {reason}")
+            # HAProxy learns of a replica by its own checks and tells nobody, so asking again is the only way to know.
+            time.sleep(_HEALTH_RETRY_S)

@@ -1,0 +1,72 @@
+"""What a worker needs, what the nodes have, and whether the one fits into the other. Pure.
+
+Resources are Ray's: names to amounts, such as {"CPU": 8, "GPU": 1, "tandem_decode": 1}. A worker's placement group has one
+bundle per rank of its tensor-parallel gang, all on one node (STRICT_PACK).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from configs.schema import ClusterConfig, PoolConfig
+from protocol.messages import Role
+
+Resources = Mapping[str, float]
+
+_TOKEN_CPU = 0.001
+"""A placement group needs a bundle that is not empty; a pool that asks for nothing must fit a laptop of any size."""
+
+
+def pool_of(config: ClusterConfig, role: Role) -> PoolConfig:
+    return config.prefill if role is Role.PREFILL else config.decode
+
+
+def bundle_of(pool: PoolConfig) -> dict[str, float]:
+    """What one rank reserves."""
+    return dict(pool.resources) or {"CPU": _TOKEN_CPU}
+
+
+def missing(pool: PoolConfig, nodes: Sequence[Resources]) -> str | None:
+    """Why no node could hold a worker of this pool even if it were empty, or None if one could."""
+    need = {name: amount * pool.tensor_parallel_size for name, amount in bundle_of(pool).items()}
+    if any(_holds(node, need) for node in nodes):
+        return None
+    best = {name: max((node.get(name, 0.0) for node in nodes), default=0.0) for name in need}
+    return f"a worker needs {_listed(need)} on one node; the most that a node of this cluster has is {_listed(best)}"
+
+
+def unplaceable(config: ClusterConfig, nodes: Sequence[Resources]) -> str | None:
+    """Why these pools can't all run on these nodes, or None if they can. First fit, prefill first."""
+    free = [dict(node) for node in nodes]
+    for role in Role:
+        pool = pool_of(config, role)
+        if (reason := missing(pool, nodes)) is not None:
+            return f"{role.value}: {reason}"
+        need = {name: amount * pool.tensor_parallel_size for name, amount in bundle_of(pool).items()}
+        for index in range(pool.workers):
+            node = next((node for node in free if _holds(node, need)), None)
+            if node is None:
+                return f"{role.value}: room for {index} of {pool.workers} workers; each needs {_listed(need)} on one node"
+            for name, amount in need.items():
+                node[name] -= amount
+    return None
+
+
+def threads_per_worker(config: ClusterConfig, role: Role, nodes: Sequence[Resources]) -> int:
+    """Cores that one worker computes with: what the configuration says, or an equal share of all nodes' cores, at least 1
+    and at most one node's."""
+    pool = pool_of(config, role)
+    if pool.threads is not None:
+        return pool.threads
+    cores = [int(node.get("CPU", 0.0)) for node in nodes]
+    share = sum(cores) // (config.prefill.workers + config.decode.workers)
+    return max(1, min(share, max(cores, default=1)))
+
+
+def _holds(node: Resources, need: Resources) -> bool:
+    # Ray counts resources in units of 0.0001; the slack keeps sums of floats from deciding.
+    return all(node.get(name, 0.0) + 1e-9 >= amount for name, amount in need.items())
+
+
+def _listed(resources: Resources) -> str:
+    return "{" + ", ".join(f"{name}: {amount:g}" for name, amount in resources.items()) + "}"

@@ -1,0 +1,41 @@
+"""Failures as Ray reports them, turned into ours: one sentence, no traceback."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from protocol.errors import TandemError, UnavailableError, WorkerLostError
+
+_EXIT_DETAIL = re.compile(r"Worker exit detail: (.+?)(?:\. |\n|$)")
+
+
+async def answer(reference: Any) -> Any:
+    """Await an actor's answer. Raises the TandemError that the actor raised, WorkerLostError if it died or broke."""
+    try:
+        return await reference
+    except RayTaskError as error:
+        raise original(error) from None
+    except RayActorError as error:
+        raise WorkerLostError(_end_of(error)) from None
+    except RayError as error:
+        raise UnavailableError(_first_line(error)) from None
+
+
+def original(error: RayTaskError) -> TandemError:
+    """What an actor's method raised: the TandemError itself, or its like for anything else."""
+    cause = error.cause
+    while isinstance(cause, BaseExceptionGroup):
+        cause = cause.exceptions[0]
+    return cause if isinstance(cause, TandemError) else WorkerLostError(f"{type(cause).__name__}: {_first_line(cause)}")
+
+
+def _end_of(error: RayActorError) -> str:
+    detail = _EXIT_DETAIL.search(str(error))
+    return f"its process ended: {detail.group(1)}" if detail else f"its process ended: {_first_line(error)}"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,167 @@
+"""Worker processes as Ray actors: one placement group per worker id, one detached named actor per life.
+
+A placement group is made with a worker's first life and given back by `release`; the lives in between follow each other in
+it. Actors are detached and carry no restart policy of Ray's: the supervisor alone decides about new lives. Ray's calls that
+create and remove things block, so they run in threads; a creation that was cancelled half-way is ended by `kill`.
+
+On a cluster of one node whose pools reserve nothing (a laptop), one spare process waits with everything imported. It takes
+the place of the next worker that dies, outside of that worker's placement group, which holds next to nothing there; then the
+next spare is made. `keep_spare` begins that, `close` ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any, cast
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.placement import Resources, bundle_of, missing, pool_of, threads_per_worker
+from cluster.ray_errors import answer
+from cluster.supervisor import Process, Started
+from cluster.worker_process import WorkerProcess
+from configs.schema import ClusterConfig
+from protocol.errors import TandemError
+from protocol.messages import Role
+
+log = logging.getLogger(__name__)
+
+NAMESPACE = "tandem"
+NAME_PREFIX = "tandem-"
+"""Of every actor and placement group that belongs to a cluster."""
+
+
+def node_resources() -> list[Resources]:
+    """Total resources of every node that is up."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+class RayLauncher:
+    """Launcher of cluster.supervisor on the Ray cluster that this process belongs to."""
+
+    def __init__(self, config: ClusterConfig, secret: bytes) -> None:
+        self._config = config
+        self._secret = secret
+        self._groups: dict[str, PlacementGroup] = {}
+        self._keeps_spare = False
+        self._spare: asyncio.Task[Any] | None = None
+        self._spares_made = 0
+
+    def process(self, role: Role, worker_id: str, epoch: int) -> Process:
+        return RayProcess(self, role, worker_id, epoch)
+
+    async def create(self, role: Role, worker_id: str, epoch: int) -> Any:
+        """Handle of an actor for this life: the spare one if it is ready, else a new one, perhaps not placed yet."""
+        spare, self._spare = self._spare, None
+        if spare is not None and spare.done() and spare.exception() is None:
+            return spare.result()
+        self._spare = spare
+        return await asyncio.to_thread(self._create_in_group, role, worker_id, epoch)
+
+    async def start_arguments(self, role: Role) -> tuple[ClusterConfig, bytes, int]:
+        """What a process needs to know to become a worker of this role."""
+        nodes = await asyncio.to_thread(node_resources)
+        return self._config, self._secret, threads_per_worker(self._config, role, nodes)
+
+    def started(self) -> None:
+        """A process became a worker: a good time to make the next spare."""
+        if self._keeps_spare and self._spare is None:
+            self._spares_made += 1
+            self._spare = asyncio.get_running_loop().create_task(self._make_spare(f"{NAME_PREFIX}spare-{self._spares_made}"))
+
+    async def keep_spare(self) -> None:
+        """Have a spare process from now on, where one makes sense."""
+        nodes = await asyncio.to_thread(node_resources)
+        self._keeps_spare = len(nodes) == 1 and not any(pool_of(self._config, role).resources for role in Role)
+        self.started()
+
+    async def release(self, worker_id: str) -> None:
+        group = self._groups.pop(worker_id, None)
+        if group is not None:
+            await asyncio.to_thread(remove_placement_group, group)
+
+    async def why_not_started(self, role: Role) -> str:
+        nodes = await asyncio.to_thread(node_resources)
+        reason = missing(pool_of(self._config, role), nodes)
+        return reason or "its resources are taken, or loading takes longer than limits.worker_start_s"
+
+    async def close(self) -> None:
+        """End the spare process. Comes after the last `create`."""
+        self._keeps_spare = False
+        if self._spare is not None:
+            await asyncio.wait([self._spare])
+            if self._spare.exception() is None:
+                await asyncio.to_thread(ray.kill, self._spare.result())
+
+    def _create_in_group(self, role: Role, worker_id: str, epoch: int) -> Any:
+        pool = pool_of(self._config, role)
+        bundle = bundle_of(pool)
+        if worker_id not in self._groups:
+            self._groups[worker_id] = placement_group(
+                [bundle] * pool.tensor_parallel_size, strategy="STRICT_PACK", name=NAME_PREFIX + worker_id, lifetime="detached"
+            )
+        group = PlacementGroupSchedulingStrategy(self._groups[worker_id], placement_group_bundle_index=0)
+        return _new_actor(f"{NAME_PREFIX}{worker_id}-{epoch}", bundle, scheduling_strategy=group)
+
+    async def _make_spare(self, name: str) -> Any:
+        handle = await asyncio.to_thread(_new_actor, name, {})
+        try:
+            await answer(handle.warm_up.remote())
+        except TandemError as failure:
+            log.warning("no spare process: %s", failure.message)
+            await asyncio.to_thread(ray.kill, handle)
+            raise
+        return handle
+
+
+class RayProcess:
+    """Process of cluster.supervisor: one actor, from creation to its end."""
+
+    def __init__(self, launcher: RayLauncher, role: Role, worker_id: str, epoch: int) -> None:
+        self._launcher = launcher
+        self._role = role
+        self._worker_id = worker_id
+        self._epoch = epoch
+        self._creation: asyncio.Task[Any] | None = None
+
+    async def start(self) -> Started:
+        creation = self._launcher.create(self._role, self._worker_id, self._epoch)
+        self._creation = asyncio.get_running_loop().create_task(creation)
+        handle = await asyncio.shield(self._creation)
+        config, secret, threads = await self._launcher.start_arguments(self._role)
+        started = await answer(handle.start.remote(self._role, self._worker_id, self._epoch, config, secret, threads))
+        self._launcher.started()
+        return cast(Started, started)
+
+    async def run(self) -> None:
+        await answer(self._handle().run.remote())
+
+    async def drain(self) -> None:
+        await answer(self._handle().drain.remote())
+
+    async def stop(self) -> None:
+        await answer(self._handle().stop.remote())
+
+    async def kill(self) -> None:
+        if self._creation is None:
+            return
+        await asyncio.wait([self._creation])
+        if self._creation.exception() is None:
+            await asyncio.to_thread(ray.kill, self._handle())
+
+    def _handle(self) -> Any:
+        assert self._creation is not None, "nothing is asked of a process before its start"
+        return self._creation.result()
+
+
+def _new_actor(name: str, bundle: Resources, **placement: Any) -> Any:
+    """Handle of a new actor that reserves the bundle. Blocks for a call to Ray, not until the actor is placed."""
+    named = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+    options: dict[str, Any] = {"num_cpus": 0}
+    options |= {named[resource]: amount for resource, amount in bundle.items() if resource in named}
+    options["resources"] = {resource: amount for resource, amount in bundle.items() if resource not in named}
+    actor_class = ray.remote(WorkerProcess).options(name=name, namespace=NAMESPACE, lifetime="detached", **options, **placement)
+    return actor_class.remote()

@@ -1,0 +1,140 @@
+"""This process's connection to Ray: a local instance of its own, or a Ray cluster that exists.
+
+Local: `local_environment` decides what Ray and Serve's processes inherit, so it must be applied before Ray is imported. The
+instance listens on 127.0.0.1 only, asks for a token that nobody else knows, and dies with this process, however that ends.
+Joined: the cluster's own environment counts (see ray_cluster.yaml); leaving it leaves it running.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from protocol.errors import ConfigError
+
+_OBJECT_STORE_BYTES = 128 * 1024 * 1024
+"""Nothing of ours goes through Ray's object store; near its minimum."""
+
+
+def local_environment(scratch: Path) -> dict[str, str]:
+    """Environment of a local Ray instance. `scratch` is a directory of this user only, for HAProxy's files."""
+    environment = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # A call to Ray after its end must fail instead of starting another instance.
+        "RAY_ENABLE_AUTO_CONNECT": "0",
+        # The switch that makes Ray keep 127.0.0.1 as this node's address; all its servers then listen there only.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+        # Ray lowers the priority of its workers; ours are what this machine is to work on.
+        "RAY_worker_niceness": "0",
+        # Serve's second entry, on a fixed port by default; two clusters on one machine must not meet there.
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(_free_port()),
+    }
+    # The package that brings HAProxy's binary exists for Linux; elsewhere Serve's own proxy does the work, more slowly.
+    if sys.platform == "linux":
+        environment |= {
+            "RAY_SERVE_ENABLE_HA_PROXY": "1",
+            "RAY_SERVE_HAPROXY_BINARY_PATH": str(haproxy_guard()),
+            "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
+            "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(scratch / "haproxy.cfg"),
+            "RAY_SERVE_HAPROXY_SOCKET_PATH": str(scratch / "admin.sock"),
+            "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(scratch),
+            "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(scratch / "server-state"),
+        }
+    return environment
+
+
+def haproxy_guard() -> Path:
+    """The installed `tandem-haproxy` (cluster.haproxy_guard). Raises ConfigError if Tandem is not installed properly."""
+    beside = Path(sys.executable).with_name("tandem-haproxy")
+    found = str(beside) if beside.exists() else shutil.which("tandem-haproxy")
+    if found is None:
+        raise ConfigError("the command tandem-haproxy is not installed; install Tandem with pip (make install)")
+    return Path(found)
+
+
+@contextmanager
+def local_ray() -> Iterator[None]:
+    """A Ray instance of this process's own, on loopback; all its processes are gone at the end."""
+    # In /tmp whatever TMPDIR says: the path of a Unix socket has about 100 bytes, and Serve puts a node id of 56 into it.
+    with tempfile.TemporaryDirectory(prefix="tandem-", dir="/tmp", ignore_cleanup_errors=True) as scratch:
+        os.environ.update(local_environment(Path(scratch)))
+        import ray
+
+        try:
+            with _own_sigterm():
+                ray.init(
+                    address="local",
+                    namespace="tandem",
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    configure_logging=False,
+                    object_store_memory=_OBJECT_STORE_BYTES,
+                    _node_ip_address="127.0.0.1",
+                )
+            yield
+        finally:
+            ray.shutdown()
+
+
+@contextmanager
+def joined_ray(address: str) -> Iterator[None]:
+    """A connection to the Ray cluster at `address` (host:port, or `auto` on one of its nodes). Raises ConfigError."""
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
+    import ray
+    from ray.exceptions import AuthenticationError
+
+    try:
+        with _own_sigterm():
+            ray.init(address=address, namespace="tandem", log_to_driver=False, configure_logging=False)
+    except (ConnectionError, ValueError, RuntimeError, AuthenticationError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"no Ray cluster to join at {address}: {reason}", param="address") from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Keep this process's way of ending on SIGTERM; Ray puts in its own, which prints a stack and skips the clean-up."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+def check_port_free(host: str, port: int) -> None:
+    """Raises ConfigError if nobody could listen at `host`:`port`: the port is taken, or the address is not this machine's."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            probe.listen(1)
+        except (OSError, OverflowError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            raise ConfigError(
+                f"can't listen on {host}:{port}: {reason}; choose another with --port or --host", param="http.port"
+            ) from None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

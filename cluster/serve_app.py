@@ -1,0 +1,66 @@
+"""The router as a Ray Serve application: one deployment, whose replicas are the cluster's HTTP entry.
+
+HAProxy (or Serve's own proxy where there is none) spreads connections over the replicas. Serve starts, replaces and counts
+them; it never queues for them: admission is the router's own (limits.max_waiting_requests), so Serve's limit is out of reach.
+A replica's life: resolve the model, build and start its Router, serve, close the Router when Serve ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+
+from cluster.controller import RayControllerClient
+from configs.models import resolve_for
+from configs.schema import ClusterConfig
+from router.app import create_app
+from router.service import Router
+from telemetry.logging import setup_logging
+
+APPLICATION = "tandem"
+_NEVER_REACHED = 100_000
+"""Requests in one replica; above what HAProxy lets through (RAY_SERVE_HAPROXY_MAXCONN)."""
+
+
+@serve.ingress()
+class RouterReplica:
+    """One replica. Serve builds the ASGI app after the constructor has returned."""
+
+    async def __init__(self, config: ClusterConfig, secret: bytes, controller: Any) -> None:  # type: ignore[misc]  # Serve awaits it
+        setup_logging("router")
+        model = await asyncio.to_thread(resolve_for, config)
+        self._router = Router(config, model, secret, RayControllerClient(controller))
+        await self._router.start()
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return create_app(self._router, echo_request_id=False)
+
+    async def __del__(self) -> None:
+        await self._router.close()
+
+
+def start_http(config: ClusterConfig) -> None:
+    """Start Serve's controller and, on the head node, its entry at http.host and http.port; keeps those that are there."""
+    serve.start(proxy_location="HeadOnly", http_options={"host": config.http.host, "port": config.http.port})
+
+
+def deploy_router(config: ClusterConfig, secret: bytes, controller: Any, head_resources: dict[str, float]) -> None:
+    """Deploy the router and wait until every replica serves. Raises RuntimeError if one can't."""
+    deployment: Any = serve.deployment(
+        name="router",
+        num_replicas=config.http.router_replicas,
+        max_ongoing_requests=_NEVER_REACHED,
+        ray_actor_options={"num_cpus": 0, "resources": head_resources},
+        health_check_period_s=2,
+        health_check_timeout_s=10,
+        graceful_shutdown_timeout_s=10,
+    )
+    serve.run(deployment(RouterReplica).bind(config, secret, controller), name=APPLICATION, route_prefix="/")
+
+
+def remove_router() -> None:
+    """Take the application down; other applications of this Serve stay."""
+    serve.delete(APPLICATION)

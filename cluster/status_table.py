@@ -1,0 +1,39 @@
+"""Tables for `tandem status` and `tandem models`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from configs.models import ListedModel
+
+_COLUMNS = ("worker_id", "epoch", "state", "node", "pid", "running", "waiting", "queued_tokens", "kv_usage", "restarts")
+
+
+def print_status(answer: Mapping[str, Any]) -> None:
+    """One row per worker of a /admin/status answer; below it, why workers are not ready or were restarted."""
+    table = Table(*(name.replace("_", " ").removesuffix(" id") for name in _COLUMNS), box=None, pad_edge=False)
+    for worker in answer["workers"]:
+        table.add_row(*(_cell(name, worker.get(name)) for name in _COLUMNS))
+    console = Console(highlight=False)
+    console.print(table)
+    for worker in answer["workers"]:
+        if worker.get("last_error"):
+            console.print(f"{worker['worker_id']}: {worker['last_error']}", markup=False)
+
+
+def print_models(models: Sequence[ListedModel]) -> None:
+    """One row per model; what is not in the cache is fetched when it is first served."""
+    table = Table("name", "source", "size", "cached at", box=None, pad_edge=False)
+    for model in models:
+        table.add_row(model.name, model.source, f"{model.num_bytes / 1e6:.0f} MB", str(model.path or "-"))
+    Console(highlight=False).print(table)
+
+
+def _cell(name: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.0%}" if name == "kv_usage" else str(value)

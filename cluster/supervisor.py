@@ -1,0 +1,240 @@
+"""Keeps the pools as they should be: starts workers, hears of their end, drains, restarts, and publishes the view.
+
+One task per life of a worker:
+
+    wait for the retry delay ─► start() ─► READY ─► await run() ─► its end is the worker's end
+                                └ within worker_start_s
+
+Whatever ends a life (a crash, a failed start, a drain), its task kills the process before the pool hears of it, so two lives
+of one worker never run side by side. A drain runs in a task of its own beside the life. All decisions are the pool's
+(cluster.pool); how processes come to be is the launcher's (cluster.ray_launcher, or a scripted one in tests). Everything runs
+in one event loop; `close` ends every life and waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from cluster.pool import Action, Drain, Pool, Remove, Start
+from configs.schema import ClusterConfig
+from protocol.cluster_view import ClusterView, WorkerState
+from protocol.errors import ConfigError, TandemError, UnavailableError
+from protocol.messages import Role, WorkerRef
+
+log = logging.getLogger(__name__)
+
+WATCH_S = 10.0
+"""A watcher gets an answer after this long even when nothing changed, so that it can tell silence from death."""
+STOP_S = 10.0
+"""How long an idle worker may take to end by itself before it is killed."""
+
+
+@dataclass(frozen=True)
+class Started:
+    """Where a worker listens and runs."""
+
+    ref: WorkerRef
+    pid: int
+    node: str
+
+
+class Process(Protocol):
+    """One life of one worker. Every method raises TandemError if the process is gone."""
+
+    async def start(self) -> Started: ...
+
+    async def run(self) -> None:
+        """Returns when the worker was stopped; raises when it died."""
+
+    async def drain(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    async def kill(self) -> None:
+        """Idempotent; afterwards nothing of this life runs."""
+
+
+class Launcher(Protocol):
+    """Makes processes, on resources that belong to a worker id over all its lives."""
+
+    def process(self, role: Role, worker_id: str, epoch: int) -> Process:
+        """A process that begins with its `start`; cheap."""
+
+    async def release(self, worker_id: str) -> None:
+        """Give the worker's resources back, once none of its lives needs them. Idempotent."""
+
+    async def why_not_started(self, role: Role) -> str:
+        """What keeps a worker of this role from starting, for people."""
+
+
+class Supervisor:
+    """Owner of both pools. `start` once, `close` once; all else in between."""
+
+    def __init__(self, config: ClusterConfig, launcher: Launcher) -> None:
+        self._config = config
+        self._launcher = launcher
+        self._pools = {role: Pool(role) for role in Role}
+        self._lives: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._processes: dict[tuple[str, int], Process] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._version = 1
+        self._news = asyncio.Event()
+        self._refused: ConfigError | None = None
+
+    def start(self) -> None:
+        """Begin the configured number of workers; returns at once."""
+        self.scale(Role.PREFILL, self._config.prefill.workers)
+        self.scale(Role.DECODE, self._config.decode.workers)
+
+    def scale(self, role: Role, workers: int) -> None:
+        """Want this many workers; returns at once. Raises InvalidRequestError outside 1 to 1024."""
+        self._obey(self._pools[role], self._pools[role].scale(workers))
+        log.info("%s: %d workers wanted", role.value, workers)
+
+    def view(self) -> ClusterView:
+        return ClusterView(self._version, tuple(info for pool in self._pools.values() for info in pool.workers()))
+
+    async def watch(self, known_version: int) -> ClusterView:
+        """The view as soon as its version differs from the known one, or after WATCH_S."""
+        if self._version == known_version:
+            try:
+                async with asyncio.timeout(WATCH_S):
+                    await self._news.wait()
+            except TimeoutError:
+                pass
+        return self.view()
+
+    async def settle(self, deadline_s: float) -> None:
+        """Wait until every wanted worker is READY.
+
+        Raises ConfigError as soon as a worker can't start because of the configuration or the model, UnavailableError
+        naming every worker that is not ready when the deadline passes.
+        """
+        try:
+            async with asyncio.timeout(deadline_s):
+                while not all(pool.settled() for pool in self._pools.values()):
+                    if self._refused is not None:
+                        raise self._refused
+                    await self._news.wait()
+        except TimeoutError:
+            late = [info for info in self.view().workers if info.state is WorkerState.STARTING]
+            reasons = [(info.worker_id, info.last_error or await self._launcher.why_not_started(info.role)) for info in late]
+            listed = "; ".join(f"{worker_id}: {reason}" for worker_id, reason in reasons)
+            raise UnavailableError(f"not all workers started within {deadline_s:g} s: {listed}") from None
+
+    async def close(self) -> None:
+        """End every worker and give back what they hold."""
+        infos = self.view().workers
+        for task in (*self._lives.values(), *self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._lives.values(), *self._tasks, return_exceptions=True)
+        await asyncio.gather(*(self._kill(*life) for life in list(self._processes)))
+        await asyncio.gather(*(self._launcher.release(info.worker_id) for info in infos))
+
+    def _obey(self, pool: Pool, actions: list[Action]) -> None:
+        for action in actions:
+            life = (action.worker_id, action.epoch)
+            match action:
+                case Start(delay_s=delay_s):
+                    task = asyncio.get_running_loop().create_task(self._live(pool, *life, delay_s))
+                    self._lives[life] = task
+                    task.add_done_callback(lambda done, life=life: self._over(life, done))  # type: ignore[misc]
+                case Drain():
+                    self._spawn(self._drain(pool, *life))
+                case Remove():
+                    self._spawn(self._remove(*life))
+        self._version += 1
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def _live(self, pool: Pool, worker_id: str, epoch: int, delay_s: float) -> None:
+        """One life, from its start to its end; then the pool decides what comes next."""
+        former = [task for life, task in self._lives.items() if life[0] == worker_id and life[1] < epoch]
+        if former:
+            await asyncio.wait(former)
+        await asyncio.sleep(delay_s)
+        process = self._processes[worker_id, epoch] = self._launcher.process(pool.role, worker_id, epoch)
+        try:
+            started = await self._start(pool.role, process)
+            self._obey(pool, pool.started(started.ref, started.pid, started.node))
+            log.info("%s epoch %d is ready, process %d on %s", worker_id, epoch, started.pid, started.node)
+            await process.run()
+            error = "its loop ended"
+        except TandemError as failure:
+            error = failure.message
+            self._refused = failure if isinstance(failure, ConfigError) else self._refused
+        except Exception as failure:
+            log.exception("supervising %s epoch %d failed", worker_id, epoch)
+            error = repr(failure)
+        finally:
+            await self._kill(worker_id, epoch)
+        log.info("%s epoch %d ended: %s", worker_id, epoch, error)
+        self._obey(pool, pool.lost(worker_id, epoch, error))
+
+    async def _start(self, role: Role, process: Process) -> Started:
+        start_s = self._config.limits.worker_start_s
+        try:
+            async with asyncio.timeout(start_s):
+                return await process.start()
+        except TimeoutError:
+            reason = await self._launcher.why_not_started(role)
+            raise UnavailableError(f"did not start within {start_s:g} s: {reason}") from None
+
+    async def _kill(self, worker_id: str, epoch: int) -> None:
+        """End a process for certain. A kill that was interrupted is repeated by whoever interrupted it."""
+        process = self._processes.get((worker_id, epoch))
+        if process is not None:
+            await process.kill()
+            self._processes.pop((worker_id, epoch), None)
+
+    async def _drain(self, pool: Pool, worker_id: str, epoch: int) -> None:
+        process = self._processes[worker_id, epoch]
+        try:
+            async with asyncio.timeout(self._config.limits.drain_s):
+                await process.drain()
+        except TimeoutError:
+            log.warning("%s epoch %d still works after %g s of draining: ended", worker_id, epoch, self._config.limits.drain_s)
+        except TandemError as failure:
+            log.warning("%s epoch %d ended while draining: %s", worker_id, epoch, failure.message)
+        self._obey(pool, pool.drained(worker_id, epoch))
+
+    async def _remove(self, worker_id: str, epoch: int) -> None:
+        """The pool has forgotten this life: end it politely, then for certain."""
+        process = self._processes.get((worker_id, epoch))
+        if process is not None:
+            try:
+                async with asyncio.timeout(STOP_S):
+                    await process.stop()
+            except (TimeoutError, TandemError) as failure:
+                log.info("%s epoch %d did not stop by itself: %s", worker_id, epoch, failure)
+        life = self._lives.get((worker_id, epoch))
+        if life is not None:
+            life.cancel()
+            await asyncio.wait([life])
+        await self._kill(worker_id, epoch)
+        if not any(info.worker_id == worker_id for info in self.view().workers):
+            await self._launcher.release(worker_id)
+        log.info("%s epoch %d is gone", worker_id, epoch)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._reap)
+
+    def _reap(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        _report_bug(task)
+
+    def _over(self, life: tuple[str, int], task: asyncio.Task[None]) -> None:
+        del self._lives[life]
+        _report_bug(task)
+
+
+def _report_bug(task: asyncio.Task[None]) -> None:
+    """An exception here is none of the failures that this file handles; it must not pass unseen."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("a supervision task failed", exc_info=error)

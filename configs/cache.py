@@ -1,0 +1,108 @@
+"""The cache folder: `$TANDEM_CACHE`, else `~/.cache/tandem`. Many processes share it.
+
+    models/<distribution>-<version>/   files fetched by name (`configs.packaged`)
+    sha256/<id of a path>.json         checksum of a model file, valid while its size and times stay the same
+
+Files appear whole or not at all: they are written beside their place and renamed. Deleting the folder costs time only.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from configs.fields import model_error
+
+_CHUNK_BYTES = 4 * 1024 * 1024
+_SHOW_PROGRESS_BYTES = 1024**3
+"""Hashing this much takes more than a second or two."""
+
+
+def cache_dir() -> Path:
+    """Where the cache is; it need not exist yet."""
+    return Path(os.environ.get("TANDEM_CACHE") or Path.home() / ".cache" / "tandem").expanduser().absolute()
+
+
+def transfer_progress() -> Progress:
+    """A bar on stderr for work that is counted in bytes; it leaves no trace when done."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+@contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Make the folder and hold it against other processes.
+
+    The wait has no deadline of its own: whoever holds the lock works under one, and the kernel frees the lock of a
+    process that died. Raises ConfigError if the folder can't be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("w")
+    except OSError as error:
+        raise model_error(f"{folder}: can't be written: {error.strerror}; set TANDEM_CACHE to a folder that can") from None
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def file_sha256(path: Path) -> str:
+    """The file's sha256 in hex, from the cache if the file has not changed since. Raises ConfigError if it can't be read."""
+    try:
+        status = path.stat()
+        # The change time can't be set by hand, so a file that was overwritten and given its old times is noticed too.
+        place = str(path.resolve())
+        identity: list[Any] = [place, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+        entry = cache_dir() / "sha256" / f"{hashlib.sha256(os.fsencode(place)).hexdigest()[:32]}.json"
+        digest = _remembered(entry, identity)
+        if digest is None:
+            digest = _hash(path, status.st_size)
+            # A cache that can't be written costs time at the next start and nothing else.
+            with suppress(OSError):
+                _write_whole(entry, json.dumps({"identity": identity, "sha256": digest}).encode())
+    except OSError as error:
+        raise model_error(f"{path}: can't be read: {error.strerror}") from None
+    return digest
+
+
+def _remembered(entry: Path, identity: list[Any]) -> str | None:
+    try:
+        known = json.loads(entry.read_bytes())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(known, dict) or known.get("identity") != identity or not isinstance(known.get("sha256"), str):
+        return None
+    return str(known["sha256"])
+
+
+def _hash(path: Path, num_bytes: int) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file, transfer_progress() as progress:
+        task = progress.add_task(f"Checking {path.name}", total=num_bytes, visible=num_bytes >= _SHOW_PROGRESS_BYTES)
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            progress.advance(task, len(chunk))
+    return digest.hexdigest()
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,123 @@
+"""Checked reading of key-value pairs from a file that somebody else wrote: config.json, GGUF metadata.
+
+Every value is looked at before it is used; what is missing or of the wrong kind is a ConfigError that names file and key.
+A JSON null counts as missing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from protocol.errors import ConfigError
+
+_REQUIRED: Any = object()
+
+
+def model_error(message: str) -> ConfigError:
+    """The error of a model that can't be used, whatever its files are."""
+    return ConfigError(message, param="model")
+
+
+def read_json(path: Path) -> Fields:
+    """The JSON object in a file. Raises ConfigError for anything else."""
+    try:
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise model_error(f"{path}: no such file") from None
+    except OSError as error:
+        raise model_error(f"{path}: can't be read: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise model_error(f"{path}: not valid JSON") from None
+    if not isinstance(values, dict):
+        raise model_error(f"{path}: should hold a JSON object, not a {type(values).__name__}")
+    return Fields(str(path), values)
+
+
+class Fields:
+    """A mapping whose values are read by kind. Each reader takes a default for keys that may be absent."""
+
+    def __init__(self, source: str, values: Mapping[str, Any]) -> None:
+        self._source = source
+        self._values = values
+
+    def __contains__(self, key: str) -> bool:
+        return self._values.get(key) is not None
+
+    def raw(self, key: str) -> Any:
+        """The value as it is; None if absent."""
+        return self._values.get(key)
+
+    def count(self, key: str, default: int = _REQUIRED) -> int:
+        """A positive integer."""
+        value = self._value(key, default)
+        if type(value) is not int or value < 1:
+            raise self.wrong(key, "a positive integer")
+        return value
+
+    def integer(self, key: str, default: int = _REQUIRED) -> int:
+        """An integer that is not negative."""
+        value = self._value(key, default)
+        if type(value) is not int or value < 0:
+            raise self.wrong(key, "an integer from 0 on")
+        return value
+
+    def positive(self, key: str, default: float = _REQUIRED) -> float:
+        """A positive, finite number."""
+        value = self._value(key, default)
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise self.wrong(key, "a positive number")
+        return float(value)
+
+    def text(self, key: str, default: str = _REQUIRED) -> str:
+        value = self._value(key, default)
+        if not isinstance(value, str):
+            raise self.wrong(key, "a string")
+        return value
+
+    def flag(self, key: str, default: bool = _REQUIRED) -> bool:
+        value = self._value(key, default)
+        if not isinstance(value, bool):
+            raise self.wrong(key, "true or false")
+        return value
+
+    def texts(self, key: str, default: tuple[str, ...] = _REQUIRED) -> tuple[str, ...]:
+        value = self._value(key, default)
+        if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+            raise self.wrong(key, "a list of strings")
+        return tuple(value)
+
+    def integers(self, key: str, default: tuple[int, ...] = _REQUIRED) -> tuple[int, ...]:
+        """A list of integers, or a single one, as token ids are given."""
+        value = self._value(key, default)
+        items = value if isinstance(value, list | tuple) else [value]
+        if not all(type(item) is int for item in items):
+            raise self.wrong(key, "an integer or a list of integers")
+        return tuple(items)
+
+    def section(self, key: str) -> Fields:
+        """A nested object; an empty one if absent."""
+        value = self._value(key, {})
+        if not isinstance(value, Mapping):
+            raise self.wrong(key, "an object")
+        return Fields(f"{self._source}: {key}", value)
+
+    def wrong(self, key: str, expected: str) -> ConfigError:
+        """The error for a value that can't be used; `expected` says what would be right."""
+        return model_error(f"{self._source}: {key} should be {expected}, not {_shown(self._values.get(key))}")
+
+    def _value(self, key: str, default: Any) -> Any:
+        value = self._values.get(key)
+        if value is not None:
+            return value
+        if default is _REQUIRED:
+            raise model_error(f"{self._source}: {key} is missing")
+        return default
+
+
+def _shown(value: Any) -> str:
+    shown = json.dumps(value, default=str)
+    return shown if len(shown) <= 80 else f"{shown[:77]}..."

@@ -1,0 +1,183 @@
+"""What a Hugging Face directory says about its model: config.json, generation_config.json and the weight files' headers.
+
+Dense Llama, Qwen2 and Qwen3 only. Whatever in config.json would change the computation and is not implemented is refused
+by name: a model that is served is computed as its authors meant it. Keys and defaults are those of `transformers`,
+version 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from configs.cache import file_sha256
+from configs.facts import Architecture, Model, ModelFacts, RopeScaling, WeightFormat
+from configs.fields import Fields, model_error, read_json
+from configs.hf_tokenizer import read_tokenizer
+from configs.safetensors_file import check_safetensors
+
+CONFIG, GENERATION_CONFIG, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
+WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+_ARCHITECTURES = {
+    "LlamaForCausalLM": Architecture.LLAMA,
+    "Qwen2ForCausalLM": Architecture.QWEN2,
+    "Qwen3ForCausalLM": Architecture.QWEN3,
+}
+_DEFAULT_CONTEXT = {Architecture.LLAMA: 2048, Architecture.QWEN2: 32_768, Architecture.QWEN3: 32_768}
+_DEFAULT_QWEN3_HEAD_DIM = 128
+
+
+def model_from_directory(folder: Path, name: str) -> Model:
+    """The model in a directory; clients call it `name`. Raises ConfigError if Tandem can't serve it."""
+    facts = facts_from_directory(folder, name)
+    tokenizer = read_tokenizer(folder)
+    bpe = tokenizer.byte_level_bpe
+    known = [*tokenizer.special_tokens.values(), *tokenizer.user_tokens.values(), len(bpe.tokens) - 1 if bpe else 0]
+    if max(known) >= facts.vocab_size:
+        raise model_error(f"{folder}: the tokenizer has the id {max(known)}, the model only {facts.vocab_size} tokens")
+    return Model(facts, tokenizer)
+
+
+def facts_from_directory(folder: Path, name: str) -> ModelFacts:
+    """What config.json and the weight files say. Raises ConfigError if Tandem can't serve the model."""
+    config = read_json(folder / CONFIG)
+    architecture = _architecture(config)
+    _refuse_unsupported(config, architecture)
+    weight_files = weight_files_of(folder)
+    for path in weight_files:
+        check_safetensors(path)
+    vocab_size = config.count("vocab_size")
+    head_dim, num_kv_heads = _heads(config, architecture)
+    rope_theta, rope_scaling = _rope(config)
+    return ModelFacts(
+        name=name,
+        architecture=architecture,
+        num_layers=config.count("num_hidden_layers"),
+        hidden_size=config.count("hidden_size"),
+        intermediate_size=config.count("intermediate_size"),
+        num_heads=config.count("num_attention_heads"),
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        vocab_size=vocab_size,
+        max_model_len=config.count("max_position_embeddings", _DEFAULT_CONTEXT[architecture]),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        rms_norm_eps=config.positive("rms_norm_eps", 1e-6),
+        tie_word_embeddings=config.flag("tie_word_embeddings", False),
+        attention_bias=architecture is Architecture.QWEN2,
+        qk_norm=architecture is Architecture.QWEN3,
+        eos_token_ids=_eos_token_ids(folder, config, vocab_size),
+        model_hash=_model_hash(folder, weight_files),
+        weight_format=WeightFormat.SAFETENSORS,
+        weight_files=weight_files,
+    )
+
+
+def weight_files_of(folder: Path) -> tuple[Path, ...]:
+    """The safetensors files of a directory, in a fixed order. Raises ConfigError if one of them is missing."""
+    if (folder / WEIGHTS_INDEX).exists():
+        index = read_json(folder / WEIGHTS_INDEX)
+        names = index.raw("weight_map")
+        if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+            raise index.wrong("weight_map", "an object from tensor to file name")
+        files = tuple(folder / name for name in sorted(set(names.values())))
+        if any(file.parent != folder for file in files):
+            raise index.wrong("weight_map", "names of files beside it")
+    else:
+        files = (folder / WEIGHTS,)
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise model_error(f"{folder}: the weight file {missing[0]} is missing; Tandem reads *.safetensors only")
+    return files
+
+
+def supported_architecture(config: Fields) -> Architecture | None:
+    """The architecture a config.json names, if Tandem has it."""
+    names = config.raw("architectures")
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        return None
+    return _ARCHITECTURES.get(names[0])
+
+
+def _architecture(config: Fields) -> Architecture:
+    architecture = supported_architecture(config)
+    if architecture is None:
+        raise config.wrong("architectures", f"one of {', '.join(_ARCHITECTURES)}")
+    return architecture
+
+
+def _refuse_unsupported(config: Fields, architecture: Architecture) -> None:
+    if "quantization_config" in config:
+        raise config.wrong("quantization_config", "absent: serve the unquantized model or a GGUF file")
+    if config.text("hidden_act", "silu") != "silu":
+        raise config.wrong("hidden_act", "silu")
+    # Both add biases beyond q, k and v, which no released model of these families has.
+    for key in ("attention_bias", "mlp_bias"):
+        if architecture is not Architecture.QWEN2 and config.flag(key, False):
+            raise config.wrong(key, "false")
+    if config.positive("partial_rotary_factor", 1.0) != 1.0:
+        raise config.wrong("partial_rotary_factor", "1")
+    if config.flag("use_sliding_window", False) and "sliding_window" in config:
+        raise config.wrong("use_sliding_window", "false: sliding windows are not supported")
+    if set(config.texts("layer_types", ())) - {"full_attention"}:
+        raise config.wrong("layer_types", "full_attention throughout")
+
+
+def _heads(config: Fields, architecture: Architecture) -> tuple[int, int]:
+    """Size of a head, and number of KV heads."""
+    num_heads = config.count("num_attention_heads")
+    if architecture is Architecture.QWEN3:
+        head_dim = config.count("head_dim", _DEFAULT_QWEN3_HEAD_DIM)
+    else:
+        head_dim = config.count("head_dim", config.count("hidden_size") // num_heads)
+    if head_dim % 2:
+        raise config.wrong("head_dim", "an even number")
+    num_kv_heads = config.count("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise config.wrong("num_key_value_heads", f"a divisor of the {num_heads} heads")
+    return head_dim, num_kv_heads
+
+
+def _rope(config: Fields) -> tuple[float, RopeScaling | None]:
+    """Base of the rotary frequencies, and their scaling."""
+    key = "rope_parameters" if "rope_parameters" in config else "rope_scaling"
+    rope = config.section(key)
+    rope_theta = rope.positive("rope_theta", config.positive("rope_theta", 10_000.0))
+    if rope.positive("partial_rotary_factor", 1.0) != 1.0:
+        raise rope.wrong("partial_rotary_factor", "1")
+    kind_key = "rope_type" if "rope_type" in rope else "type"
+    kind = rope.text(kind_key, "default")
+    if kind == "default":
+        return rope_theta, None
+    if kind != "llama3":
+        raise rope.wrong(kind_key, "default or llama3, the only kinds supported")
+    scaling = RopeScaling(
+        factor=rope.positive("factor"),
+        low_freq_factor=rope.positive("low_freq_factor"),
+        high_freq_factor=rope.positive("high_freq_factor"),
+        original_max_position=rope.count("original_max_position_embeddings"),
+    )
+    if scaling.high_freq_factor <= scaling.low_freq_factor:
+        raise rope.wrong("high_freq_factor", f"more than low_freq_factor ({scaling.low_freq_factor})")
+    return rope_theta, scaling
+
+
+def _eos_token_ids(folder: Path, config: Fields, vocab_size: int) -> tuple[int, ...]:
+    """As `transformers` generates: generation_config.json's, else config.json's."""
+    source = config
+    if (folder / GENERATION_CONFIG).exists():
+        generation = read_json(folder / GENERATION_CONFIG)
+        if "eos_token_id" in generation:
+            source = generation
+    token_ids = source.integers("eos_token_id", ())
+    if not all(0 <= token_id < vocab_size for token_id in token_ids):
+        raise source.wrong("eos_token_id", f"within the vocabulary of {vocab_size}")
+    return tuple(dict.fromkeys(token_ids))
+
+
+def _model_hash(folder: Path, weight_files: tuple[Path, ...]) -> str:
+    """sha256 over the checksums of config.json and of every weight file, in order."""
+    digest = hashlib.sha256()
+    for path in (folder / CONFIG, *weight_files):
+        digest.update(bytes.fromhex(file_sha256(path)))
+    return digest.hexdigest()

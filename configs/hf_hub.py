@@ -1,0 +1,86 @@
+"""Models on the Hugging Face hub, through `huggingface_hub` and its cache.
+
+A snapshot that lies in the cache whole is used without asking the hub, so that a worker restarts without the network and
+all workers of a machine see the same files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from configs.fields import model_error
+from configs.hf_directory import CONFIG, GENERATION_CONFIG, weight_files_of
+from configs.hf_tokenizer import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG
+from protocol.errors import ConfigError
+
+_NEEDED = [CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE]
+_WEIGHTS = ["model*.safetensors", "model.safetensors.index.json"]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    repo_id: str
+    path: Path
+    num_bytes: int
+
+
+def fetch_snapshot(repo_id: str) -> Path:
+    """The directory of a model from the hub, downloaded if need be. Raises ConfigError if it can't be had."""
+    import httpx  # these two take 0.3 s together, which only hub models pay
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    patterns = [*_NEEDED, *_WEIGHTS]
+    try:
+        folder = Path(snapshot_download(repo_id, allow_patterns=patterns, local_files_only=True))
+        if _is_whole(folder):
+            return folder
+    except HFValidationError:
+        raise model_error(f"{repo_id} is no directory and can't be the id of a model on the Hugging Face hub") from None
+    except LocalEntryNotFoundError:
+        pass
+    try:
+        return Path(snapshot_download(repo_id, allow_patterns=patterns))
+    except GatedRepoError:
+        reason = "it is gated: accept its terms on the hub and set HF_TOKEN"
+    except RepositoryNotFoundError:
+        reason = "the hub has no such model, or it is private: check the name and HF_TOKEN"
+    except LocalEntryNotFoundError:
+        reason = "the hub can't be reached and the cache doesn't have it whole: check the network"
+    except (HfHubHTTPError, httpx.HTTPError, OSError) as error:
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}"
+    raise model_error(f"can't fetch {repo_id} from the Hugging Face hub, and no directory has this name: {reason}")
+
+
+def _is_whole(folder: Path) -> bool:
+    if not (folder / CONFIG).exists() or not (folder / TOKENIZER).exists():
+        return False
+    try:
+        weight_files_of(folder)
+    except ConfigError:
+        return False
+    return True
+
+
+def local_snapshots() -> list[Snapshot]:
+    """The newest snapshot of every model in the hub's cache, by name."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repos = scan_cache_dir().repos
+    except CacheNotFound:
+        return []
+    found = []
+    for repo in repos:
+        newest = max(repo.revisions, key=lambda revision: revision.last_modified, default=None)
+        if repo.repo_type == "model" and newest is not None:
+            found.append(Snapshot(repo.repo_id, newest.snapshot_path, repo.size_on_disk))
+    return sorted(found, key=lambda snapshot: snapshot.repo_id)

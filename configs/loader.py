@@ -1,0 +1,157 @@
+"""Reads a cluster's configuration: YAML file, then overrides, then one check of everything.
+
+Whatever is wrong is a ConfigError of one line; its `param` is the path of the first key to blame.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from configs.facts import ModelFacts
+from configs.schema import ClusterConfig
+from protocol.errors import ConfigError
+
+
+def load_config(path: Path | None, overrides: Mapping[str, Any]) -> ClusterConfig:
+    """The configuration in a file (None: all defaults) with `overrides` on top, such as {"decode.workers": 3}.
+
+    Raises ConfigError for a file that can't be read, unknown keys, wrong types and values that can't work.
+    """
+    values = _read_yaml(path) if path is not None else {}
+    for key, value in overrides.items():
+        _override(values, key, value)
+    try:
+        config = ClusterConfig.model_validate(values)
+    except ValidationError as invalid:
+        problems = [(_key(detail), _sentence(detail)) for detail in invalid.errors(include_url=False)]
+    else:
+        problems = _contradictions(config)
+        if not problems:
+            return config
+    first = problems[0][0]
+    source = f"{path}: " if path is not None and first not in overrides else ""
+    raise ConfigError(source + "; ".join(f"{key}: {problem}" for key, problem in problems), param=first)
+
+
+def served_context(config: ClusterConfig, facts: ModelFacts) -> int:
+    """Tokens of prompt and answer that this cluster serves. Raises ConfigError if model or pools can't hold them."""
+    wanted = config.max_model_len or facts.max_model_len
+    if wanted > facts.max_model_len:
+        problem = f"max_model_len: {wanted} is more than the context of {facts.name}: use at most {facts.max_model_len}"
+        raise ConfigError(problem, param="max_model_len")
+    for key, problem in _too_small(config, wanted):
+        raise ConfigError(f"{key}: {problem}; raise it or lower max_model_len", param=key)
+    return wanted
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML that refuses a key given twice, where PyYAML keeps the last one."""
+
+
+def _mapping(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    loader.flatten_mapping(node)
+    keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
+    for index, key in enumerate(keys):
+        if key in keys[:index]:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"the key {key} is there twice", node.value[index][0].start_mark
+            )
+    return loader.construct_mapping(node, deep=True)
+
+
+_StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            values = yaml.load(file, Loader=_StrictLoader)
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be read: {error.strerror}", param="config") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f", line {mark.line + 1}" if mark is not None else ""
+        raise ConfigError(f"{path}{where}: {error.problem or 'not valid YAML'}", param="config") from None
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError):
+        raise ConfigError(f"{path}: not valid YAML", param="config") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: should hold a mapping of keys, not a {type(values).__name__}", param="config")
+    return values
+
+
+def _override(values: dict[str, Any], key: str, value: Any) -> None:
+    *sections, name = key.split(".")
+    for depth, section in enumerate(sections, start=1):
+        # `http:` with nothing below it is an empty section.
+        if values.get(section) is None:
+            values[section] = {}
+        inner = values[section]
+        if not isinstance(inner, dict):
+            path = ".".join(sections[:depth])
+            raise ConfigError(f"{path}: should be a mapping of keys, not {inner!r:.40}", param=path)
+        values = inner
+    values[name] = value
+
+
+def _key(detail: ErrorDetails) -> str:
+    return ".".join(str(part) for part in detail["loc"])
+
+
+def _sentence(detail: ErrorDetails) -> str:
+    if detail["type"] == "extra_forbidden":
+        return f"unknown key{_suggestion(detail['loc'])}"
+    if detail["type"] == "model_type":
+        return f"should be a mapping of keys, not {detail['input']!r:.40}"
+    return f"{detail['msg'].replace('Input ', '').replace('String ', '')}, not {detail['input']!r:.40}"
+
+
+def _suggestion(location: tuple[int | str, ...]) -> str:
+    section: type[BaseModel] = ClusterConfig
+    for part in location[:-1]:
+        nested = section.model_fields[str(part)].annotation
+        assert isinstance(nested, type)
+        assert issubclass(nested, BaseModel), "only sections have keys that can be unknown"
+        section = nested
+    name, known = str(location[-1]), list(section.model_fields)
+    close = difflib.get_close_matches(name, known, n=1)
+    if close:
+        return f"; did you mean {'.'.join([*map(str, location[:-1]), close[0]])}?"
+    return f"; the keys here are {', '.join(known)}"
+
+
+def _contradictions(config: ClusterConfig) -> list[tuple[str, str]]:
+    """Values that are right one by one and impossible together, as (key, sentence)."""
+    found = _too_small(config, config.max_model_len or 1)
+    for role, pool in (("prefill", config.prefill), ("decode", config.decode)):
+        if pool.tensor_parallel_size != 1:
+            found.append((f"{role}.tensor_parallel_size", f"{pool.tensor_parallel_size} is not supported yet; use 1"))
+    limits = config.limits
+    if limits.heartbeat_s * 2 > limits.lease_s:
+        problem = (
+            f"{limits.heartbeat_s} is more than half of limits.lease_s ({limits.lease_s}): one late beat would end a lease"
+        )
+        found.append(("limits.heartbeat_s", problem))
+    return found
+
+
+def _too_small(config: ClusterConfig, num_tokens: int) -> list[tuple[str, str]]:
+    """Pools whose whole blocks can't hold one request of this many tokens."""
+    found = []
+    for role, pool in (("prefill", config.prefill), ("decode", config.decode)):
+        num_blocks = pool.kv_cache_tokens // config.block_size
+        if num_blocks == 0:
+            problem = f"{pool.kv_cache_tokens} is less than one block of {config.block_size}"
+            found.append((f"{role}.kv_cache_tokens", problem))
+        elif num_blocks * config.block_size < num_tokens:
+            problem = f"{pool.kv_cache_tokens} ({num_blocks} blocks) can't hold one request of {num_tokens} tokens"
+            found.append((f"{role}.kv_cache_tokens", problem))
+    return found

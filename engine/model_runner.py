@@ -1,0 +1,99 @@
+"""Runs one rank's model: chunks in, sampled tokens out.
+
+A runner is loaded once and then used from one thread. `execute` stays in torch operators, which let go of the
+interpreter lock, so that an event loop in another thread keeps running beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+
+from configs.facts import ModelFacts
+from engine.batch import Chunk, ForwardBatch, SampledToken
+from engine.kv_pool import LAYOUT_VERSION, KVPool
+from engine.models.decoder import Decoder
+from engine.models.weights import load_weights
+from engine.sampler import SampleRequest, sample
+from protocol.errors import ConfigError
+from protocol.messages import KvLayout
+
+DtypeName = Literal["auto", "float32", "bfloat16"]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_NATIVE_BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16")
+"""Processor features, as `torch.cpu.get_capabilities` names them, that multiply bfloat16 without emulation."""
+
+
+class ModelRunner:
+    """One model with its KV pool."""
+
+    def __init__(self, facts: ModelFacts, decoder: Decoder, pool: KVPool, dtype_name: str) -> None:
+        self.facts = facts
+        self.pool = pool
+        self.dtype_name = dtype_name
+        self._decoder = decoder
+
+    @classmethod
+    def load(cls, facts: ModelFacts, *, dtype: DtypeName, block_size: int, num_kv_tokens: int) -> ModelRunner:
+        """Read the weights and set aside the pool. Raises ConfigError for what can't work."""
+        _check_sizes(facts)
+        dtype_name = resolve_dtype(dtype)
+        pool = KVPool.for_model(facts, num_kv_tokens, block_size, _DTYPES[dtype_name])
+        with torch.inference_mode():
+            decoder = Decoder(facts, load_weights(facts, _DTYPES[dtype_name]))
+        return cls(facts, decoder, pool, dtype_name)
+
+    def layout(self) -> KvLayout:
+        """What another worker's KV must look like to fit into this one's pool."""
+        return KvLayout(
+            model_hash=self.facts.model_hash,
+            dtype=self.dtype_name,
+            num_layers=self.facts.num_layers,
+            num_kv_heads=self.facts.num_kv_heads,
+            head_dim=self.facts.head_dim,
+            block_size=self.pool.block_size,
+            layout_version=LAYOUT_VERSION,
+        )
+
+    def execute(self, chunks: Sequence[Chunk], on_layer: Callable[[int], None] | None = None) -> list[SampledToken | None]:
+        """Compute the chunks' tokens, write their KV, and sample after each chunk that asks for it.
+
+        Returns one entry per chunk, in order; None where nothing was to be sampled. `on_layer(i)` is called from this
+        thread right after layer i's KV of all chunks is in the pool, before the layer's attention.
+        """
+        with torch.inference_mode():
+            batch = ForwardBatch.build(chunks, self.pool.block_size)
+            logits_SV = self._decoder.forward(batch, self.pool, on_layer)
+            results: list[SampledToken | None] = [None] * len(chunks)
+            if logits_SV is not None:
+                requests = [_request(chunks[i]) for i in batch.sampled_chunks]
+                for i, token in zip(batch.sampled_chunks, sample(logits_SV, requests), strict=True):
+                    results[i] = token
+        return results
+
+
+def resolve_dtype(name: DtypeName) -> str:
+    """`auto` is bfloat16 where the processor multiplies it natively, else float32."""
+    if name == "auto":
+        capabilities = torch.cpu.get_capabilities()
+        return "bfloat16" if any(capabilities.get(feature) for feature in _NATIVE_BFLOAT16) else "float32"
+    if name not in _DTYPES:
+        raise ConfigError(f"{name} is not supported; choose one of auto, {', '.join(_DTYPES)}", param="dtype")
+    return name
+
+
+def _request(chunk: Chunk) -> SampleRequest:
+    assert chunk.sampling is not None, "only chunks that sample have logits"
+    return SampleRequest(chunk.sampling, chunk.end, chunk.num_generated)
+
+
+def _check_sizes(facts: ModelFacts) -> None:
+    if facts.num_heads % facts.num_kv_heads:
+        raise ConfigError(
+            f"{facts.name}: {facts.num_heads} heads can't share {facts.num_kv_heads} key/value heads evenly", param="model"
+        )
+    if facts.head_dim % 2:
+        raise ConfigError(f"{facts.name}: a head size of {facts.head_dim} can't be rotated; it must be even", param="model")

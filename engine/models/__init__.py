@@ -1,0 +1,1 @@
+"""The dense decoder and its weights."""

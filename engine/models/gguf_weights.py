@@ -1,0 +1,125 @@
+"""Weights from GGUF files, mapped into memory and dequantized.
+
+The formats that matter for start-up time are unpacked by torch, bit for bit like `gguf.quants` and several times as
+fast; all others by `gguf.quants` itself. Block layouts: ggml's `ggml-common.h`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
+from torch import Tensor
+
+from configs.facts import Architecture
+from configs.gguf_file import GgufTensor, read_gguf_index
+from engine.models.parameters import Part
+from protocol.errors import ConfigError
+
+_ROPE_DIVISORS = "rope_freqs.weight"
+"""Follows from `ModelFacts.rope_scaling`; the decoder computes it."""
+_SLAB_ELEMENTS = 1 << 18
+"""Values unpacked at a time: the intermediate results stay in the processor's cache."""
+_BLOCK = 32
+"""Values that share a scale in Q4_1 and Q8_0."""
+
+
+class GgufWeights:
+    """All tensors of a model's GGUF files, under their own names, which are the canonical ones.
+
+    Llama's q and k rows are stored in the order of interleaved rotation (`permute` in llama.cpp's converter); reading
+    restores the Hugging Face order. The other architectures are stored as they are.
+    """
+
+    def __init__(self, files: tuple[Path, ...], architecture: Architecture) -> None:
+        self._interleaved = architecture is Architecture.LLAMA
+        self._tensors: dict[str, GgufTensor] = {}
+        self._bytes: dict[str, Tensor] = {}
+        for file in files:
+            index = read_gguf_index(file)
+            # Copy-on-write, because torch takes no read-only arrays; nothing writes to it.
+            data = torch.from_numpy(np.memmap(file, dtype=np.uint8, mode="c"))
+            for name, tensor in index.tensors.items():
+                if name == _ROPE_DIVISORS:
+                    continue
+                self._tensors[name] = tensor
+                self._bytes[name] = data[tensor.offset : tensor.offset + tensor.num_bytes]
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tensor.shape for name, tensor in self._tensors.items()}
+
+    def stored_name(self, name: str) -> str:
+        return name
+
+    def read(self, part: Part, out: Tensor) -> None:
+        type_name = self._tensors[part.name].type_name
+        unpack = _UNPACK.get(type_name) or _unpack_with_gguf(part.name, type_name)
+        permuted_heads = part.rope_heads if self._interleaved else None
+        # Rows of one head move within the head, so a slab of whole heads can be put in order by itself.
+        unit = part.shape[0] // permuted_heads if permuted_heads else 1
+        row_values = out[0].numel()
+        slab_rows = max(1, _SLAB_ELEMENTS // (unit * row_values)) * unit if out.dim() > 1 else len(out)
+        row_bytes = self._bytes[part.name].view(len(out), -1) if out.dim() > 1 else self._bytes[part.name].view(1, -1)
+        for start in range(0, len(out), slab_rows):
+            target = out[start : start + slab_rows]
+            raw = row_bytes[start : start + slab_rows].reshape(-1)
+            values = unpack(raw).view(target.shape)
+            if permuted_heads:
+                pairs = values.view(-1, unit // 2, 2, *values.shape[1:])
+                values = pairs.transpose(1, 2).reshape(values.shape)
+            target.copy_(values)
+
+
+def _unpack_float32(raw: Tensor) -> Tensor:
+    return raw.view(torch.float32)
+
+
+def _unpack_float16(raw: Tensor) -> Tensor:
+    return raw.view(torch.float16)
+
+
+def _unpack_bfloat16(raw: Tensor) -> Tensor:
+    return raw.view(torch.bfloat16)
+
+
+def _unpack_q8_0(raw: Tensor) -> Tensor:
+    """Blocks of a float16 scale and 32 int8 values: scale * value."""
+    blocks = raw.view(-1, 2 + _BLOCK)
+    scale = blocks[:, :2].view(torch.float16).float()
+    return blocks[:, 2:].view(torch.int8).float().mul_(scale)
+
+
+def _unpack_q4_1(raw: Tensor) -> Tensor:
+    """Blocks of float16 scale, float16 minimum and 16 bytes, low halves first: scale * value + minimum."""
+    blocks = raw.view(-1, 4 + _BLOCK // 2)
+    scale, minimum = blocks[:, :4].view(torch.float16).float()[:, :, None, None].unbind(1)
+    packed = blocks[:, 4:]
+    values = torch.stack((packed & 15, packed >> 4), dim=1).float()
+    return values.mul_(scale).add_(minimum)
+
+
+_UNPACK: dict[str, Callable[[Tensor], Tensor]] = {
+    "F32": _unpack_float32,
+    "F16": _unpack_float16,
+    "BF16": _unpack_bfloat16,
+    "Q8_0": _unpack_q8_0,
+    "Q4_1": _unpack_q4_1,
+}
+
+
+def _unpack_with_gguf(name: str, type_name: str) -> Callable[[Tensor], Tensor]:
+    ggml_type: Any = GGMLQuantizationType[type_name]
+
+    def unpack(raw: Tensor) -> Tensor:
+        try:
+            return torch.from_numpy(dequantize(raw.numpy(), ggml_type))
+        except NotImplementedError:
+            raise ConfigError(f"tensor {name} has the type {type_name}, which can't be dequantized", param="model") from None
+
+    return unpack

@@ -1,0 +1,25 @@
+"""What a file format has to offer so that weights can be read from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.models.parameters import Part
+
+
+class WeightSource(Protocol):
+    """Stored tensors under canonical names (`engine.models.parameters`); names it can't translate stay as they are."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def stored_name(self, name: str) -> str:
+        """What the tensor is called in the file, for messages."""
+        ...
+
+    def read(self, part: Part, out: Tensor) -> None:
+        """Copy one tensor into `out` (of `part.shape`, any float type), rotary rows in the Hugging Face order."""
+        ...

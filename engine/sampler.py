@@ -1,0 +1,142 @@
+"""From logits to tokens: a pure function of (seed, choice, position of the new token, logits row).
+
+A row is treated alone, so what else is in the batch can't change its token. The order is that of vLLM and transformers:
+stop tokens are masked while `min_tokens` is not reached; logits are divided by the temperature; then top-k, top-p and
+min-p narrow the choice, each seeing what the one before left; then one token is drawn.
+
+The draw is the Gumbel-max trick (Gumbel, 1954; see Maddison et al., "A* Sampling", 2014): the token with the largest
+`logit / temperature + noise` is distributed as softmax. The noise is counter-based (`engine.kernels.noise`), so a draw
+can be repeated anywhere, and it is bounded: a token too far below the best one can't win whatever its noise, and
+is left out before any noise is made, which changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.batch import SampledToken
+from engine.kernels.noise import MAX_NOISE, MIN_NOISE, gumbel, noise_key, noise_words, words_above
+from protocol.messages import FinishReason, SamplingParams, TokenLogprobs, TokenProb
+
+_Row = npt.NDArray[np.float32]
+_Ids = npt.NDArray[np.uint32]
+
+_NOISE_RANGE = MAX_NOISE - MIN_NOISE
+_NEAR_BEST = 3.0
+"""Nats below the best token. Those within are scored first, to bound what the rest must reach."""
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """What a row of logits is sampled for."""
+
+    sampling: SamplingParams
+    position: int
+    """Of the new token in its sequence."""
+    num_generated: int
+    """Tokens of the answer before it."""
+
+    @property
+    def masks_stops(self) -> bool:
+        return self.num_generated < self.sampling.min_tokens and bool(self.sampling.stop_token_ids)
+
+
+def sample(logits_SV: Tensor, requests: Sequence[SampleRequest]) -> list[SampledToken]:
+    """One token per row of the float32 logits. Equal best tokens of a greedy row: the lowest id."""
+    best_S = torch.argmax(logits_SV, dim=-1).tolist()
+    rows_SV: _Row = logits_SV.numpy()
+    return [_sample_row(row, best, request) for row, best, request in zip(rows_SV, best_S, requests, strict=True)]
+
+
+def finish_reason(sampling: SamplingParams, token_id: int, num_generated: int) -> FinishReason | None:
+    """Whether the answer ends with this token. `num_generated` counts it."""
+    if token_id in sampling.stop_token_ids:
+        return FinishReason.STOP
+    if num_generated >= sampling.max_tokens:
+        return FinishReason.LENGTH
+    return None
+
+
+def _sample_row(row_V: _Row, best: int, request: SampleRequest) -> SampledToken:
+    sampling = request.sampling
+    allowed_V = row_V
+    if request.masks_stops:
+        allowed_V = row_V.copy()
+        allowed_V[list(sampling.stop_token_ids)] = -np.inf
+        best = int(allowed_V.argmax())
+    token_id = best if sampling.temperature == 0 else _gumbel_max(*narrow(allowed_V, best, sampling), request)
+    if sampling.num_logprobs is None:
+        return SampledToken(token_id, None)
+    return SampledToken(token_id, _logprobs(row_V, token_id, sampling.num_logprobs))
+
+
+def narrow(logits_V: _Row, best: int, sampling: SamplingParams) -> tuple[_Ids, _Row]:
+    """The tokens that may be drawn, by rising id, and how far their scaled logits lie below the best one's (0 or less).
+
+    Tokens that no noise could make win are left out too; they weigh V * exp(-26) of the best one at most.
+    """
+    with np.errstate(over="ignore"):  # near temperature 0 all but the best lie infinitely far below
+        gaps_V = (logits_V - logits_V[best]) / np.float32(sampling.temperature)
+    hopeful_V = gaps_V >= -_NOISE_RANGE
+    ids, gaps = np.flatnonzero(hopeful_V).astype(np.uint32), gaps_V[hopeful_V]
+    if 0 < sampling.top_k < len(ids):
+        # Tokens as likely as the last one stay, as in vLLM and transformers.
+        kth = np.partition(gaps, -sampling.top_k)[-sampling.top_k]
+        ids, gaps = _keep(gaps >= kth, ids, gaps)
+    if sampling.top_p < 1:
+        ids, gaps = _keep(_top_p(gaps, sampling.top_p), ids, gaps)
+    if sampling.min_p > 0:
+        ids, gaps = _keep(gaps >= math.log(sampling.min_p), ids, gaps)
+    return ids, gaps
+
+
+def _keep(chosen: npt.NDArray[np.bool_], ids: _Ids, gaps: _Row) -> tuple[_Ids, _Row]:
+    return ids[chosen], gaps[chosen]
+
+
+def _top_p(gaps: _Row, top_p: float) -> npt.NDArray[np.bool_]:
+    """The fewest likeliest tokens whose mass reaches `top_p`, at least one; of equally likely ones, lower ids come first."""
+    mass = np.exp(gaps)
+    total = mass.sum(dtype=np.float64)
+    # Tokens below this bound weigh (1 - top_p) of the total at most, all together: they are cut, and need no sorting.
+    bound = min((1 - top_p) * total / len(mass), mass.max())
+    contenders = np.flatnonzero(mass >= bound)
+    falling = contenders[np.argsort(-mass[contenders], kind="stable")]
+    mass_before = np.concatenate(([0.0], np.cumsum(mass[falling], dtype=np.float64)[:-1]))
+    chosen = np.zeros(len(gaps), dtype=np.bool_)
+    chosen[falling[mass_before < top_p * total]] = True
+    chosen[falling[0]] = True
+    return chosen
+
+
+def _gumbel_max(ids: _Ids, gaps: _Row, request: SampleRequest) -> int:
+    """The id with the largest gap + noise; the lowest one if two are equal."""
+    key = noise_key(request.sampling.seed, request.sampling.choice, request.position)
+    words = noise_words(key, ids)
+    near = gaps >= -_NEAR_BEST
+    lead = float((gaps[near] + gumbel(words[near])).max())
+    # A token that is not near the best can only beat `lead` with this much noise: logarithms for the rest are saved.
+    contenders = near | (words < words_above(lead + _NEAR_BEST))
+    scores = gaps[contenders] + gumbel(words[contenders])
+    return int(ids[contenders][scores.argmax()])
+
+
+def _logprobs(row_V: _Row, token_id: int, num_top: int) -> TokenLogprobs:
+    """log softmax of the raw logits; equal ones in order of their ids."""
+    best = float(row_V.max())
+    log_total = best + math.log(np.exp(row_V - np.float32(best)).sum(dtype=np.float64))
+    top: tuple[TokenProb, ...] = ()
+    if num_top:
+        num_top = min(num_top, len(row_V))
+        nth = np.partition(row_V, -num_top)[-num_top]
+        ids = np.flatnonzero(row_V >= nth)
+        ids = ids[np.argsort(-row_V[ids], kind="stable")][:num_top]
+        top = tuple(TokenProb(int(i), float(row_V[i]) - log_total) for i in ids)
+    return TokenLogprobs(float(row_V[token_id]) - log_total, top)

@@ -1,0 +1,213 @@
+"""From a request to a pair of workers with room for it.
+
+    arrive ──► a pair has room ────────────────────────────────► Claim
+       └─► everything is full, or nobody is up: wait in line ──► Claim | 429 | 503
+
+Blocks are reserved at the decode worker before any prefill work is spent. A `Claim` holds what the request has at both
+workers and gives all of it back when it is left, on every way out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Collection
+from types import TracebackType
+
+from configs.schema import ClusterConfig
+from protocol.errors import InvalidRequestError, OverloadedError, TandemError, UnavailableError
+from protocol.messages import FirstToken, Role, SamplingParams, Ticket
+from router.journal import Journal, Tokens
+from router.line import WaitingLine
+from router.links import WorkerLink
+from router.policy import blocks_for, decode_order, prefill_order
+from router.roster import Roster
+from telemetry.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+_RETRY_WHEN_DOWN_S = 5.0
+
+
+class Claim:
+    """A pair of workers and a ticket, for one attempt of one request.
+
+    RESERVED ──► PREFILLED ──► ATTACHED     leaving it releases the ticket, and cancels the prefill unless ATTACHED
+    """
+
+    def __init__(
+        self, attempt_id: str, prefill: WorkerLink, decode: WorkerLink, ticket: Ticket, num_tokens: int, num_blocks: int
+    ) -> None:
+        self.prefill = prefill
+        self.decode = decode
+        self._attempt_id = attempt_id
+        self._ticket = ticket
+        self._num_tokens = num_tokens
+        self._num_blocks = num_blocks
+        self._prefilling = True
+        self._handed_over = False
+        self._stream = decode.open_stream(ticket.ticket_id)
+        prefill.book.give(num_tokens)
+
+    def __enter__(self) -> Claim:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._prefill_done()
+        if not self._handed_over:
+            self.prefill.cancel(self._attempt_id)
+        self.decode.release(self._ticket.ticket_id)
+        self.decode.book.done(self._num_blocks)
+
+    async def first_token(self, journal: Journal) -> FirstToken:
+        """Prefill; fails as soon as either worker is lost, for without its ticket the prefill is worth nothing."""
+        asking = asyncio.ensure_future(
+            self.prefill.prefill(self._attempt_id, self._ticket, journal.token_ids, journal.num_generated, journal.sampling)
+        )
+        try:
+            await asyncio.wait((asking, self.decode.gone), return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():
+                raise self.decode.lost_error()
+            self._prefill_done()
+            return asking.result()
+        finally:
+            if not asking.done():
+                asking.cancel()
+                with contextlib.suppress(asyncio.CancelledError, TandemError):
+                    await asking
+
+    def finished(self) -> None:
+        """The first token was the last: prefill hands nothing over."""
+        self._handed_over = True
+
+    async def attach(self, first_token: int, sampling: SamplingParams, num_generated: int) -> None:
+        """Start the decode; returns when the KV is there and was checked. Raises KvTransferError, WorkerLostError."""
+        await self.decode.attach(self._ticket.ticket_id, first_token, sampling, num_generated)
+        self._handed_over = True
+
+    async def tokens(self) -> Tokens:
+        """What the decode worker made since the last call. Raises what ends the stream without a finish reason."""
+        return await self._stream.take()
+
+    def _prefill_done(self) -> None:
+        if self._prefilling:
+            self._prefilling = False
+            self.prefill.book.done(self._num_tokens)
+
+
+class Admission:
+    """Chooses pairs, reserves, and lets wait whom there is no room for."""
+
+    def __init__(self, config: ClusterConfig, roster: Roster, metrics: Metrics) -> None:
+        self._config = config
+        self._roster = roster
+        self._metrics = metrics
+        self._line = WaitingLine(config.limits.max_waiting_requests)
+
+    async def admit(
+        self, attempt_id: str, journal: Journal, deadline: float, *, resumed: bool, avoid: Collection[str]
+    ) -> Claim:
+        """A pair with room for what is left of the request; the caller leaves the Claim. Workers in `avoid` come last.
+
+        Raises InvalidRequestError when no worker's pool could ever hold it; OverloadedError when too many wait already or
+        no room came until `deadline` (the loop's time); UnavailableError when no worker of a role was up until then.
+        """
+        self.check_possible(len(journal.token_ids), journal.remaining_tokens)
+        if not len(self._line):
+            claim = await self._try(attempt_id, journal, avoid)
+            if claim is not None:
+                return claim
+        self._metrics.waiting_requests.inc()
+        try:
+            async with self._line.turn(deadline, ahead=resumed):
+                while True:
+                    seen = self._roster.changes
+                    claim = await self._try(attempt_id, journal, avoid)
+                    if claim is not None:
+                        return claim
+                    await self._roster.next_change(seen, deadline)
+        except TimeoutError:
+            raise self._refusal() from None
+        finally:
+            self._metrics.waiting_requests.dec()
+
+    def check_possible(self, num_prompt_tokens: int, max_tokens: int, prompt_param: str = "prompt") -> None:
+        """Raise InvalidRequestError if the request is larger than the largest pool of either role.
+
+        `prompt_param` is the field that holds the prompt. Pools have the configuration's size until a worker has reported.
+        """
+        prefill_room, decode_room = (self.pool_tokens(role) for role in (Role.PREFILL, Role.DECODE))
+        if num_prompt_tokens > prefill_room:
+            raise InvalidRequestError(
+                f"the prompt has {num_prompt_tokens} tokens, but the KV pool of a prefill worker holds {prefill_room}",
+                param=prompt_param,
+            )
+        if num_prompt_tokens + max_tokens - 1 > decode_room:  # the last token needs no slot
+            raise InvalidRequestError(
+                f"prompt ({num_prompt_tokens}) and max_tokens ({max_tokens}) need {num_prompt_tokens + max_tokens} tokens, "
+                f"but the KV pool of a decode worker holds {decode_room}",
+                param="max_tokens",
+            )
+
+    def pool_tokens(self, role: Role) -> int:
+        """Tokens that the largest pool of this role holds."""
+        block_size = self._config.block_size
+        reports = (link.report for link in self._roster.ready(role))
+        sizes = [report.total_blocks for report in reports if report is not None]
+        pool = self._config.prefill if role is Role.PREFILL else self._config.decode
+        return (max(sizes) if sizes else pool.kv_cache_tokens // block_size) * block_size
+
+    async def _try(self, attempt_id: str, journal: Journal, avoid: Collection[str]) -> Claim | None:
+        """A claim if some pair has room now. Decode workers are asked in turn, the one with the most room first."""
+        token_ids, max_tokens = journal.token_ids, journal.remaining_tokens
+        # The last token of an answer is never fed back, so it needs no slot.
+        need_blocks = blocks_for(len(token_ids) + max_tokens - 1, self._config.block_size)
+        decodes = {link.ref.worker_id: link for link in self._roster.ready(Role.DECODE)}
+        for worker_id in decode_order((link.load() for link in decodes.values()), need_blocks, avoid):
+            if self._best_prefill(avoid) is None:
+                return None
+            decode = decodes[worker_id]
+            ticket = await self._reserve(decode, attempt_id, token_ids, max_tokens, need_blocks)
+            if ticket is None:
+                continue
+            prefill = self._best_prefill(avoid)
+            if prefill is not None:
+                return Claim(attempt_id, prefill, decode, ticket, len(token_ids), need_blocks)
+            decode.release(ticket.ticket_id)
+            decode.book.done(need_blocks)
+        return None
+
+    async def _reserve(
+        self, decode: WorkerLink, attempt_id: str, token_ids: tuple[int, ...], max_tokens: int, need_blocks: int
+    ) -> Ticket | None:
+        """Blocks at this worker, or None if it is full, leaving or lost."""
+        decode.book.give(need_blocks)
+        try:
+            return await decode.reserve(attempt_id, token_ids, max_tokens)
+        except OverloadedError:
+            decode.book.done(need_blocks)
+            decode.book.refuse(need_blocks)
+            return None
+        except UnavailableError as error:
+            decode.book.done(need_blocks)
+            decode.book.refuse(0)
+            log.info("no reservation: %s", error.message)
+            return None
+        except BaseException:
+            decode.book.done(need_blocks)
+            raise
+
+    def _best_prefill(self, avoid: Collection[str]) -> WorkerLink | None:
+        links = {link.ref.worker_id: link for link in self._roster.ready(Role.PREFILL)}
+        order = prefill_order((link.load() for link in links.values()), avoid)
+        return links[order[0]] if order else None
+
+    def _refusal(self) -> TandemError:
+        waited_s = self._config.limits.queue_s
+        for role in (Role.PREFILL, Role.DECODE):
+            if not self._roster.ready(role):
+                return UnavailableError(
+                    f"no {role.value} worker came up within {waited_s:g} s", retry_after_s=_RETRY_WHEN_DOWN_S
+                )
+        return OverloadedError(f"no room within {waited_s:g} s: all workers are full", retry_after_s=self._line.retry_after_s)

@@ -1,0 +1,158 @@
+"""From tokens to text, for one choice: detokenize, look for stop strings, say when the answer ends.
+
+tokens ─► whole characters ─► text that can no longer become a stop string ─► Delta
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal
+
+from configs.facts import TokenizerFacts
+from protocol.messages import FinishReason, SamplingParams, TokenLogprobs
+from router.journal import Tokens
+from router.text.byte_bpe import byte_alphabet
+from router.text.detokenizer import Detokenizer
+from router.text.stop import StopMatcher
+from router.text.tokenizer import Tokenizer
+
+Finish = Literal["stop", "length"]
+
+_FINISH: dict[FinishReason, Finish] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+
+
+@dataclass(frozen=True)
+class TokenText:
+    """A token as clients see it: `utf8` are its bytes, `text` has U+FFFD for those that are no whole character."""
+
+    text: str
+    utf8: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TextLogprob:
+    token: TokenText
+    logprob: float
+
+
+@dataclass(frozen=True)
+class TextLogprobs:
+    """`TokenLogprobs` in text."""
+
+    chosen: TextLogprob
+    top: tuple[TextLogprob, ...]
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one piece of an answer adds. `text` may be empty while a character or a stop string is still open."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TextLogprobs, ...]
+    finish_reason: Finish | None
+
+
+@dataclass
+class Answer:
+    """A whole answer, for a client that doesn't stream."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TextLogprobs] = field(default_factory=list)
+    finish_reason: Finish | None = None
+
+    @classmethod
+    def of(cls, deltas: Iterable[Delta]) -> Answer:
+        """Put the pieces together."""
+        pieces = list(deltas)
+        return cls(
+            text="".join(piece.text for piece in pieces),
+            token_ids=[token_id for piece in pieces for token_id in piece.token_ids],
+            logprobs=[entry for piece in pieces for entry in piece.logprobs],
+            finish_reason=pieces[-1].finish_reason if pieces else None,
+        )
+
+
+class TokenTexts:
+    """Tokens as text and bytes, for logprobs; remembers the ones that were asked for."""
+
+    def __init__(self, tokenizer: Tokenizer, facts: TokenizerFacts) -> None:
+        self._tokenizer = tokenizer
+        self._spellings = facts.byte_level_bpe.tokens if facts.byte_level_bpe is not None else None
+        self._alphabet = byte_alphabet()
+        self.find = lru_cache(maxsize=65_536)(self._find)
+
+    def describe(self, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]) -> tuple[TextLogprobs, ...]:
+        """Logprobs with their tokens in text; empty if there are none."""
+        return tuple(
+            TextLogprobs(
+                TextLogprob(self.find(token_id), entry.chosen),
+                tuple(TextLogprob(self.find(likely.token_id), likely.logprob) for likely in entry.top),
+            )
+            for token_id, entry in zip(token_ids, logprobs, strict=False)
+        )
+
+    def _find(self, token_id: int) -> TokenText:
+        text = self._tokenizer.decode((token_id,), skip_special=False)
+        if "\ufffd" in text and self._spellings is not None:
+            # Part of a character: its bytes are in the token's spelling only.
+            return TokenText(text, tuple(self._alphabet[letter] for letter in self._spellings[token_id]))
+        return TokenText(text, tuple(text.encode()))
+
+
+class AnswerText:
+    """Makes one answer's text out of its tokens. A result does not depend on how the tokens were cut into pieces."""
+
+    def __init__(self, detokenizer: Detokenizer, texts: TokenTexts, sampling: SamplingParams, stops: tuple[str, ...]) -> None:
+        self._detokenizer = detokenizer
+        self._texts = texts
+        self._stop_token_ids = frozenset(sampling.stop_token_ids)
+        self._min_tokens = sampling.min_tokens
+        self._matcher = StopMatcher(stops) if stops else None
+        self._num_tokens = 0
+
+    def push(self, tokens: Tokens) -> Delta:
+        """The text that these tokens add. After a delta with a finish reason there must be no further call.
+
+        A token that ends the answer is not part of its text, as in vLLM, but counts among its tokens.
+        """
+        token_ids = tokens.token_ids
+        finish = _FINISH[tokens.finish_reason] if tokens.finish_reason is not None else None
+        stopped = finish == "stop" and bool(token_ids) and token_ids[-1] in self._stop_token_ids
+        spoken = token_ids[:-1] if stopped else token_ids
+        if self._matcher is None:
+            text = self._detokenizer.push(spoken)
+            if finish is not None:
+                text += self._detokenizer.flush()
+        else:
+            text, num_used = self._push_until_stop(self._matcher, spoken, finish is not None)
+            if num_used is not None:
+                token_ids, finish = token_ids[:num_used], "stop"
+        return Delta(text, token_ids, self._texts.describe(token_ids, tokens.logprobs), finish)
+
+    def _push_until_stop(self, matcher: StopMatcher, token_ids: tuple[int, ...], last: bool) -> tuple[str, int | None]:
+        """Text up to a stop string, and how many tokens it took to complete one (None: there is none).
+
+        One token at a time, so that tokens after the stop string are not counted even if they came in the same piece.
+        """
+        text = ""
+        for index, token_id in enumerate(token_ids):
+            piece = self._detokenizer.push((token_id,))
+            self._num_tokens += 1
+            if self._num_tokens <= self._min_tokens:
+                text += piece  # as in vLLM, a stop string counts only after min_tokens
+                continue
+            clear, matched = matcher.push(piece)
+            text += clear
+            if matched:
+                return text, index + 1
+        if last:
+            clear, matched = matcher.push(self._detokenizer.flush())
+            text += clear
+            if matched:
+                return text, len(token_ids)
+            text += matcher.flush()
+        return text, None

@@ -1,0 +1,123 @@
+"""From the bytes of a request to a checked body, or an error that names the field and says what would be right.
+
+Every body is a `Body`: strict types ("5" is no number, true is no number), no unknown fields, no NaN or infinity. Fields that
+OpenAI or vLLM know and Tandem doesn't yet are listed in a body's `neutral`: accepted where their value changes nothing,
+refused by name otherwise. Nothing is dropped in silence.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar, Union
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, PydanticCustomError, from_json
+
+from protocol.errors import InvalidRequestError
+
+_UNSUPPORTED = "unsupported_field"
+_SHOWN_CHARS = 40
+
+_B = TypeVar("_B", bound="Body")
+
+Neutral = Mapping[str, tuple[object, ...]]
+"""Fields that are not supported, each with the values besides null at which it means nothing."""
+
+
+class Body(BaseModel):
+    """Base of all request bodies. A null is the same as an absent field. Descriptions complete "`field` must be ..."."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    neutral: ClassVar[Neutral] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_neutral(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        kept = {}
+        for name, value in data.items():
+            known = name in cls.model_fields or name in cls.neutral
+            if known and value is None:
+                continue
+            if name in cls.neutral:
+                if not any(_same(value, neutral) for neutral in cls.neutral[name]):
+                    raise PydanticCustomError(_UNSUPPORTED, "{field}", {"field": name})
+                continue
+            kept[name] = value
+        return kept
+
+
+def parse_body(kind: type[_B], data: bytes) -> _B:
+    """The checked body. Raises InvalidRequestError."""
+    try:
+        values = from_json(data, allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise InvalidRequestError(f"the body must be a JSON object, got {_show(values)}")
+    try:
+        return kind.model_validate(values)
+    except ValidationError as invalid:
+        raise _explain(kind, invalid.errors(include_url=False)) from None
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    """Equal as JSON: 0 and 0.0 are, 0 and false are not."""
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def _explain(kind: type[Body], errors: list[ErrorDetails]) -> InvalidRequestError:
+    unknown = [".".join(map(str, error["loc"])) for error in errors if error["type"] == "extra_forbidden"]
+    if unknown:
+        names = ", ".join(f"`{name}`" for name in unknown)
+        return InvalidRequestError(f"unknown field{'s' if len(unknown) > 1 else ''} {names}", param=unknown[0])
+    # A union reports every branch: the deepest error is the branch that the client meant.
+    of_first_field = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
+    error = max(of_first_field, key=lambda error: _locate(kind, error["loc"])[0].count("."))
+    path, field = _locate(kind, error["loc"])
+    if error["type"] == _UNSUPPORTED:
+        path = ".".join(filter(None, (path, str(error["ctx"]["field"]))))
+        return InvalidRequestError(f"`{path}` is not supported yet with this value; leave it out", param=path)
+    expected = field.description if field is not None and field.description else error["msg"]
+    if error["type"] == "missing":
+        return InvalidRequestError(f"`{path}` is missing; it must be {expected}", param=path)
+    return InvalidRequestError(f"`{path}` must be {expected}; got {_show(error['input'])}", param=path)
+
+
+def _locate(kind: type[Body], loc: tuple[int | str, ...]) -> tuple[str, FieldInfo | None]:
+    """The path of a field as a client would write it, without the names that pydantic gives to a union's branches."""
+    path: list[str] = []
+    field: FieldInfo | None = None
+    bodies: list[type[Body]] = [kind]
+    for part in loc:
+        owner = next((body for body in bodies if part in body.model_fields), None)
+        if isinstance(part, int) and field is not None and _bodies(field.annotation):
+            path.append(str(part))
+        elif owner is not None:
+            path.append(str(part))
+            field = owner.model_fields[str(part)]
+            bodies = _bodies(field.annotation)
+    return ".".join(path), field
+
+
+def _bodies(annotation: Any) -> list[type[Body]]:
+    """The body classes inside an annotation such as `str | list[Part]`."""
+    if isinstance(annotation, type) and issubclass(annotation, Body):
+        return [annotation]
+    if typing.get_origin(annotation) in (list, Union, types.UnionType):
+        return [body for option in typing.get_args(annotation) for body in _bodies(option)]
+    return []
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    text = "true" if value is True else "false" if value is False else "null" if value is None else repr(value)
+    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."

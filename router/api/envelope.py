@@ -1,0 +1,64 @@
+"""What is around every request: its id, and a last answer when something of ours breaks."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from router.api.errors import internal_error_response
+from telemetry.logging import fields
+
+log = logging.getLogger(__name__)
+
+REQUEST_ID_HEADER = b"x-request-id"
+_GOOD_ID = re.compile(rb"[!-~]{1,128}")
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class Envelope:
+    """ASGI middleware. The request's id is the client's `x-request-id` if it sent a printable one of up to 128 characters,
+    else one of ours; it is in `scope["state"]` beside the time of arrival, and in the answer's headers if `echo_request_id`."""
+
+    def __init__(self, app: AsgiApp, echo_request_id: bool) -> None:
+        self._app = app
+        self._echo = echo_request_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _request_id(scope)
+        scope.setdefault("state", {}).update(request_id=request_id.decode(), arrival=time.monotonic())
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                if self._echo:
+                    message["headers"] = [*message.get("headers", ()), (REQUEST_ID_HEADER, request_id)]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            log.exception("a request failed", extra=fields(request=request_id.decode(), path=scope["path"]))
+            if started:
+                raise  # the answer is cut off; the server closes the connection, so that the client notices
+            await internal_error_response()(scope, receive, send_with_id)
+
+
+def _request_id(scope: Scope) -> bytes:
+    for name, value in scope["headers"]:
+        if name == REQUEST_ID_HEADER and _GOOD_ID.fullmatch(value):
+            return bytes(value)
+    return uuid.uuid4().hex.encode()

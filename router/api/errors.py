@@ -1,0 +1,77 @@
+"""Errors as HTTP answers in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import ClassVar
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
+
+from protocol.errors import InvalidRequestError, OverloadedError, TandemError, UnavailableError
+from router.api.shapes import Json
+
+log = logging.getLogger(__name__)
+
+_DEFAULT_RETRY_S = 1.0
+_CLIENT_WENT_AWAY = 499
+"""nginx's status for it; nobody is there to read it."""
+
+
+class BodyTooLargeError(InvalidRequestError):
+    code: ClassVar[str] = "body_too_large"
+    http_status: ClassVar[int] = 413
+
+
+class MediaTypeError(InvalidRequestError):
+    code: ClassVar[str] = "unsupported_media_type"
+    http_status: ClassVar[int] = 415
+
+
+class SlowBodyError(InvalidRequestError):
+    code: ClassVar[str] = "request_timeout"
+    http_status: ClassVar[int] = 408
+
+
+def error_body(error: TandemError) -> Json:
+    return {"error": {"message": error.message, "type": error.openai_type, "param": error.param, "code": error.code}}
+
+
+def error_response(error: TandemError) -> Response:
+    """The answer before the first byte was sent: the error's own status, and when to try again where that helps."""
+    headers = {}
+    if isinstance(error, OverloadedError | UnavailableError):
+        retry_after_s = _DEFAULT_RETRY_S if error.retry_after_s is None else error.retry_after_s
+        headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
+    return JSONResponse(error_body(error), error.http_status, headers)
+
+
+def internal_error_response() -> Response:
+    """For a bug of ours: the log has it, the client gets no inside view."""
+    return error_response(TandemError("internal error; the router's log has the details"))
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Make every error of the app an OpenAI error object, unknown paths and wrong methods included."""
+
+    async def on_tandem_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, TandemError)
+        return error_response(error)
+
+    async def on_http_exception(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        what = {404: f"there is no {request.url.path}", 405: f"{request.method} is not allowed here"}
+        body = {"message": what.get(error.status_code, error.detail), "type": "invalid_request_error", "param": None}
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
+        return JSONResponse({"error": {**body, "code": code}}, error.status_code, error.headers)
+
+    async def on_disconnect(request: Request, error: Exception) -> Response:
+        log.info("a client went away while it sent its request")
+        return Response(status_code=_CLIENT_WENT_AWAY)
+
+    app.add_exception_handler(TandemError, on_tandem_error)
+    app.add_exception_handler(HTTPException, on_http_exception)
+    app.add_exception_handler(ClientDisconnect, on_disconnect)

@@ -1,0 +1,99 @@
+"""What chat and plain completions have in common: sampling, stopping and what to return."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from protocol.errors import InvalidRequestError
+from router.api.body import Body, Neutral
+
+MAX_LOGPROBS = 20
+MAX_STOPS = 16
+MAX_SEED = 2**63 - 1
+
+NOT_YET: dict[str, tuple[object, ...]] = {
+    # OpenAI
+    "n": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "service_tier": ("auto", "default"),
+    "metadata": ({},),
+    "store": (False,),
+    "prompt_cache_key": (),
+    # vLLM and others
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "priority": (0,),
+    "cache_salt": (),
+    "use_beam_search": (False,),
+    "early_stopping": (False,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "prompt_logprobs": (),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "return_tokens_as_token_ids": (False,),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "vllm_xargs": ({},),
+    "kv_transfer_params": (),
+    "request_id": (),
+}
+"""Fields of both endpoints that are not supported yet, with their neutral values."""
+
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+
+
+class StreamOptions(Body):
+    neutral: ClassVar[Neutral] = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
+
+    include_usage: bool = Field(default=False, description="true or false")
+
+
+class SamplingBody(Body):
+    """Fields of both completion endpoints."""
+
+    model: str = Field(min_length=1, description="the name of the served model (see /v1/models)")
+    max_tokens: Count | None = Field(default=None, description="an integer of at least 1")
+    temperature: float = Field(default=1.0, ge=0, le=2, description="a number from 0 to 2")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="a number over 0, up to 1")
+    top_k: int = Field(default=0, ge=-1, le=2**31 - 1, description="an integer of at least 1, or 0 or -1 for all tokens")
+    min_p: float = Field(default=0.0, ge=0, le=1, description="a number from 0 to 1")
+    min_tokens: int = Field(default=0, ge=0, le=2**31 - 1, description="an integer from 0 to max_tokens")
+    seed: int | None = Field(default=None, ge=0, le=MAX_SEED, description="an integer from 0 to 2**63 - 1")
+    stop: str | list[str] = Field(
+        default=[], description=f"a non-empty string or up to {MAX_STOPS} of them, each up to 1024 long"
+    )
+    stop_token_ids: list[int] = Field(default=[], max_length=128, description="a list of up to 128 token ids")
+    ignore_eos: bool = Field(default=False, description="true or false")
+    stream: bool = Field(default=False, description="true or false")
+    stream_options: StreamOptions | None = Field(default=None, description="an object with include_usage")
+    return_token_ids: bool = Field(default=False, description="true or false")
+    user: str | None = Field(default=None, description="a string")
+    safety_identifier: str | None = Field(default=None, description="a string")
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings. Raises InvalidRequestError."""
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if len(stops) > MAX_STOPS or not all(1 <= len(stop) <= 1024 for stop in stops):
+            expected = SamplingBody.model_fields["stop"].description
+            raise InvalidRequestError(f"`stop` must be {expected}; got {len(stops)}", param="stop")
+        return stops
+
+    def check_together(self) -> None:
+        """Raise InvalidRequestError for fields that don't go together."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("`stream_options` is for streamed answers; set `stream` to true", param="stream_options")

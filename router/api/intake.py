@@ -1,0 +1,33 @@
+"""Reads a request's body: the right media type, not too large, not too slow."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.requests import Request
+
+from router.api.errors import BodyTooLargeError, MediaTypeError, SlowBodyError
+
+
+async def read_json_bytes(request: Request, max_bytes: int, deadline_s: float) -> bytes:
+    """The body as it came. Raises MediaTypeError (415), BodyTooLargeError (413) or SlowBodyError (408)."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise MediaTypeError(f"the content type must be application/json; got {media_type or 'none'}")
+    announced = request.headers.get("content-length", "0")
+    if announced.isdecimal() and int(announced) > max_bytes:
+        raise _too_large(max_bytes)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(deadline_s):
+            async for part in request.stream():
+                body += part
+                if len(body) > max_bytes:
+                    raise _too_large(max_bytes)
+    except TimeoutError:
+        raise SlowBodyError(f"the body did not arrive within {deadline_s:g} s") from None
+    return bytes(body)
+
+
+def _too_large(max_bytes: int) -> BodyTooLargeError:
+    return BodyTooLargeError(f"the body is over the limit of {max_bytes} bytes")

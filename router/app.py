@@ -1,0 +1,212 @@
+"""The HTTP endpoints. Thin: each reads a body, lets the router work, and writes the answer in OpenAI's shape.
+
+How to serve it: `create_app(router)` builds a FastAPI app around a started Router. It has no lifespan of its own; whoever owns
+the router calls `await router.start()` before and `await router.close()` after. Under Ray Serve, build it in the replica:
+
+    @serve.deployment(...)
+    @serve.ingress()                                   # no app here: it is built after __init__, in the replica
+    class RouterReplica:
+        async def __init__(self, ...):
+            self._router = Router(config, model, secret, controller)
+            await self._router.start()
+
+        def __serve_build_asgi_app__(self):
+            return create_app(self._router, echo_request_id=False)   # Serve adds X-Request-ID by itself
+
+Keys and the loopback rule of /admin are checked here, on the peer's address, because Serve's proxies listen on every interface.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import time
+import uuid
+from typing import Any, TypeVar
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from protocol.errors import ModelNotFoundError, NotAllowedError
+from protocol.messages import Role
+from router.api.body import Body, parse_body
+from router.api.chat import ChatBody, ChatShape
+from router.api.completions import CompletionBody, CompletionShape
+from router.api.envelope import Envelope
+from router.api.errors import install_error_handlers
+from router.api.intake import read_json_bytes
+from router.api.respond import AnswerResponse
+from router.api.shapes import AnswerInfo, AnswerShape, Json
+from router.api.tools import DetokenizeBody, ScaleBody, TokenizeBody
+from router.prepare import Generation
+from router.service import Router
+from telemetry.ledger import RequestTimes
+
+_B = TypeVar("_B", bound=Body)
+
+_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def create_app(router: Router, *, echo_request_id: bool = True) -> FastAPI:
+    """The app of one started router. `echo_request_id` False leaves the x-request-id header of answers to the server."""
+    # OpenAPI's own pages load scripts from other hosts, so they stay off.
+    app = FastAPI(title="Tandem", docs_url=None, redoc_url=None)
+    install_error_handlers(app)
+    app.add_middleware(Envelope, echo_request_id=echo_request_id)
+    endpoints = _Endpoints(router)
+    routes: list[tuple[str, str, Any, type[Body] | None]] = [
+        ("POST", "/v1/chat/completions", endpoints.chat, ChatBody),
+        ("POST", "/v1/completions", endpoints.complete, CompletionBody),
+        ("GET", "/v1/models", endpoints.models, None),
+        ("GET", "/v1/models/{name:path}", endpoints.model, None),
+        ("POST", "/tokenize", endpoints.tokenize, TokenizeBody),
+        ("POST", "/detokenize", endpoints.detokenize, DetokenizeBody),
+        ("GET", "/health", endpoints.health, None),
+        ("GET", "/metrics", endpoints.metrics, None),
+        ("GET", "/admin/status", endpoints.status, None),
+        ("POST", "/admin/scale", endpoints.scale, ScaleBody),
+    ]
+    for method, path, endpoint, body in routes:
+        app.add_api_route(path, endpoint, methods=[method], response_model=None, openapi_extra=_openapi(body))
+    return app
+
+
+def _openapi(body: type[Body] | None) -> Json | None:
+    if body is None:
+        return None
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": body.model_json_schema()}}}}
+
+
+class _Endpoints:
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    async def chat(self, request: Request) -> Response:
+        body, size = await self._read(request, ChatBody)
+        self._router.check_model(body.model)
+        generation = await self._router.offload(size, self._router.preparer.chat, body)
+        info = self._info("chatcmpl", body, generation)
+        return self._answer(request, generation, body, ChatShape(info), "messages")
+
+    async def complete(self, request: Request) -> Response:
+        body, size = await self._read(request, CompletionBody)
+        self._router.check_model(body.model)
+        generation = await self._router.offload(size, self._router.preparer.completion, body)
+        info = self._info("cmpl", body, generation)
+        return self._answer(request, generation, body, CompletionShape(info), "prompt")
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model_card()]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if not name:
+            raise ModelNotFoundError("give a model's name", param="model")
+        self._router.check_model(name)
+        return JSONResponse(self._model_card())
+
+    async def tokenize(self, request: Request) -> Response:
+        body, size = await self._read(request, TokenizeBody)
+        self._router.check_model(body.model)
+        body.check_together()
+        tokens = await self._router.offload(size, self._tokens, body)
+        return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": self._router.max_model_len})
+
+    async def detokenize(self, request: Request) -> Response:
+        body, size = await self._read(request, DetokenizeBody)
+        self._router.check_model(body.model)
+        return JSONResponse({"prompt": await self._router.offload(size, self._router.preparer.text, body.tokens)})
+
+    async def health(self, request: Request) -> Response:
+        problem = self._router.health_problem()
+        if problem is None:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "unavailable", "reason": problem}, 503, {"retry-after": "1"})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._router.metrics.render(), media_type=_METRICS_TYPE)
+
+    async def status(self, request: Request) -> Response:
+        self._check_operator(request)
+        return JSONResponse(self._router.status())
+
+    async def scale(self, request: Request) -> Response:
+        self._check_operator(request)
+        body, _ = await self._read(request, ScaleBody)
+        body.check_together()
+        wanted = {Role.PREFILL: body.prefill, Role.DECODE: body.decode}
+        for role, workers in wanted.items():
+            if workers is not None:
+                await self._router.scale(role, workers)
+        return JSONResponse({role.value: workers for role, workers in wanted.items() if workers is not None})
+
+    async def _read(self, request: Request, kind: type[_B]) -> tuple[_B, int]:
+        """The checked body and its size in bytes."""
+        limits = self._router.config.limits
+        data = await read_json_bytes(request, self._router.config.http.max_body_bytes, limits.queue_s)
+        return await self._router.offload(len(data), parse_body, kind, data), len(data)
+
+    def _answer(
+        self, request: Request, generation: Generation, body: ChatBody | CompletionBody, shape: AnswerShape, param: str
+    ) -> Response:
+        self._router.check_room(generation, param)
+        state = request.scope["state"]
+        return AnswerResponse(
+            self._router.answer(generation, state["request_id"], RequestTimes(state["arrival"])),
+            shape,
+            stream=body.stream,
+            include_usage=body.include_usage,
+            sparse=not body.return_token_ids and body.num_logprobs is None,
+        )
+
+    def _info(self, prefix: str, body: ChatBody | CompletionBody, generation: Generation) -> AnswerInfo:
+        return AnswerInfo(
+            answer_id=f"{prefix}-{uuid.uuid4().hex}",
+            created=int(time.time()),
+            model=self._router.facts.name,
+            fingerprint=f"fp_{self._router.facts.model_hash[:12]}",
+            prompt_token_ids=generation.prompt_token_ids,
+            logprobs=body.num_logprobs is not None,
+            return_token_ids=body.return_token_ids,
+            include_usage=body.include_usage,
+        )
+
+    def _tokens(self, body: TokenizeBody) -> list[int]:
+        preparer = self._router.preparer
+        if body.messages is not None:
+            return preparer.chat_tokens(body.messages, add_generation_prompt=body.add_generation_prompt)
+        assert body.prompt is not None
+        return preparer.text_tokens(body.prompt, add_special_tokens=body.add_special_tokens)
+
+    def _model_card(self) -> Json:
+        return {
+            "id": self._router.facts.name,
+            "object": "model",
+            "created": self._router.started_at,
+            "owned_by": "tandem",
+            "max_model_len": self._router.max_model_len,
+        }
+
+    def _check_operator(self, request: Request) -> None:
+        """Raise NotAllowedError unless the caller has the operator's key or, where there is none, all is on loopback."""
+        http = self._router.config.http
+        if http.admin_key is not None:
+            scheme, _, given = request.headers.get("authorization", "").partition(" ")
+            # Headers arrive as latin-1; the key may hold any character.
+            right = hmac.compare_digest(given.encode("latin-1"), http.admin_key.encode())
+            if scheme.lower() != "bearer" or not right:
+                raise NotAllowedError("this needs the operator's key: send `Authorization: Bearer <http.admin_key>`")
+        elif not (_is_loopback(http.host) and request.client is not None and _is_loopback(request.client.host)):
+            raise NotAllowedError("without http.admin_key this is only served on loopback addresses; set a key to use it here")
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback

@@ -1,0 +1,45 @@
+"""What the router keeps of each choice until its stream ends: enough to go on with it at any other pair of workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from protocol.messages import FinishReason, SamplingParams, TokenLogprobs
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a stream gained: token ids, their logprobs (empty unless asked for) and, at the end, why it ended."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: FinishReason | None
+
+
+@dataclass
+class Journal:
+    """Sampling is a pure function of seed, choice, position and logits, so prompt and emitted tokens are the whole state."""
+
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    emitted: list[int] = field(default_factory=list)
+
+    def record(self, tokens: Tokens) -> Tokens:
+        """Note tokens *before* they leave the router: what is noted is never asked for again, so nothing is said twice."""
+        self.emitted += tokens.token_ids
+        assert len(self.emitted) <= self.sampling.max_tokens
+        return tokens
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Prompt and answer so far: what prefill computes to go on."""
+        return (*self.prompt_token_ids, *self.emitted) if self.emitted else self.prompt_token_ids
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.emitted)
+
+    @property
+    def remaining_tokens(self) -> int:
+        """At most this many tokens are still to come."""
+        return self.sampling.max_tokens - len(self.emitted)

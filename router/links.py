@@ -1,0 +1,244 @@
+"""One authenticated connection to one life of one worker.
+
+    LIVE ──► LOST      the connection broke, the worker was silent for `lease_s`, made no step for six leases
+                       though it owed us tokens, answered as another life, or the link was closed
+
+A link lives as long as its `run`. When that ends every open question and every stream fails with WorkerLostError at once;
+a new connection is a new link (`router.roster` makes it). Blocks of tickets that the worker granted are given back by
+whoever holds the ticket; an answer that comes after its asker went away is given back here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from configs.schema import LimitsConfig
+from protocol.calls import Caller
+from protocol.errors import ProtocolError, WorkerLostError
+from protocol.messages import (
+    Attach,
+    Attached,
+    Cancel,
+    FirstToken,
+    LoadReport,
+    Ping,
+    Prefill,
+    Release,
+    Reserve,
+    Reserved,
+    SamplingParams,
+    Ticket,
+    TokenFrame,
+    WorkerRef,
+)
+from protocol.wire import WireClient
+from router.policy import Book, WorkerLoad
+from router.streams import TokenStream
+
+log = logging.getLogger(__name__)
+
+_LONGEST_PREFILL_S = 3600.0
+"""Last resort: a prefill worker that works is waited for, one that doesn't is noticed by its link long before."""
+
+_STALL_LEASES = 6
+"""So long may a worker that reports, but makes no step, keep what waits for it: a step may be long, but not this long."""
+
+_Answer = TypeVar("_Answer")
+
+
+class WorkerLink:
+    """The router's side of one connection. `run` owns the client and must be awaited; the rest is only for meanwhile."""
+
+    def __init__(self, ref: WorkerRef, client: WireClient, limits: LimitsConfig, on_report: Callable[[], None]) -> None:
+        self.ref = ref
+        self.book = Book()
+        self.report: LoadReport | None = None
+        self.retired = False
+        """The worker is no longer part of the cluster: the link ends with its last request."""
+        self._limits = limits
+        self._on_report = on_report
+        self._caller = Caller(client, self._on_message)
+        self._streams: dict[int, TokenStream] = {}
+        self._num_prefills = 0
+        self._late: set[asyncio.Future[Any]] = set()
+        self._heard_at = self._progress_at = time.monotonic()
+        self._reported_at = 0.0
+        self.gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Done, with the reason, when the link is lost."""
+
+    async def run(self) -> str:
+        """Serve until the link is lost, and say why it was. Cancelling it closes the link."""
+        reading = asyncio.create_task(self._caller.run())
+        beating = asyncio.create_task(self._beat())
+        try:
+            ends: list[asyncio.Future[Any]] = [reading, beating, self.gone]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            self._lose("the connection broke")
+        finally:
+            self._lose("the link was closed")
+            reading.cancel()
+            beating.cancel()
+            failures = await asyncio.gather(reading, beating, return_exceptions=True)
+            await asyncio.gather(*self._late, return_exceptions=True)
+            for stream in self._streams.values():
+                stream.fail(self.lost_error())
+            self._streams.clear()
+        for failure in failures:
+            if isinstance(failure, Exception):
+                log.error("the link to %s failed", self.ref.worker_id, exc_info=failure)
+        return self.gone.result()
+
+    def load(self) -> WorkerLoad:
+        return WorkerLoad(self.ref.worker_id, self.report, self.book)
+
+    @property
+    def fresh(self) -> bool:
+        """A load report arrived within the lease."""
+        return self.report is not None and time.monotonic() - self._reported_at < self._limits.lease_s
+
+    @property
+    def wedged(self) -> bool:
+        """The worker's step has been running for longer than a lease: nothing new should wait behind it."""
+        return self.report is not None and self.report.step_age_s > self._limits.lease_s
+
+    async def reserve(self, request_id: str, token_ids: tuple[int, ...], max_tokens: int) -> Ticket:
+        """Ask a decode worker for blocks. The caller releases the ticket.
+
+        Raises OverloadedError when it is full and WorkerLostError. A worker that doesn't answer this within a lease is lost:
+        only so can a ticket that we never heard of not stay reserved behind our heartbeats.
+        """
+        deadline_s = self._limits.lease_s
+        asking = asyncio.ensure_future(
+            self._caller.ask(lambda call_id: Reserve(call_id, request_id, token_ids, max_tokens), 2 * deadline_s)
+        )
+        try:
+            async with asyncio.timeout(deadline_s):
+                answer = await asyncio.shield(asking)
+        except TimeoutError:
+            self._lose(f"it did not answer within {deadline_s:g} s")
+            self._leave_to_itself(asking)
+            raise self.lost_error() from None
+        except asyncio.CancelledError:
+            self._leave_to_itself(asking)
+            raise
+        return self._expect(answer, Reserved).ticket
+
+    def open_stream(self, ticket_id: int) -> TokenStream:
+        """Where this ticket's tokens will arrive, until `release`."""
+        stream = self._streams[ticket_id] = TokenStream()
+        if self.gone.done():
+            stream.fail(self.lost_error())
+        return stream
+
+    async def attach(self, ticket_id: int, first_token: int, sampling: SamplingParams, num_generated: int) -> None:
+        """Let a ticket's sequence join the batch; waits for the commit. Raises KvTransferError, WorkerLostError."""
+        answer = await self._caller.ask(
+            lambda call_id: Attach(call_id, ticket_id, first_token, sampling, num_generated), 3 * self._limits.lease_s
+        )
+        self._expect(answer, Attached)
+        self._progress_at = time.monotonic()
+        if ticket_id in self._streams:
+            self._streams[ticket_id].attached = True
+
+    def release(self, ticket_id: int) -> None:
+        """Give a ticket back; idempotent, also when the worker is gone."""
+        self._streams.pop(ticket_id, None)
+        self._tell(Release(ticket_id))
+
+    async def prefill(
+        self, request_id: str, ticket: Ticket, token_ids: tuple[int, ...], num_generated: int, sampling: SamplingParams
+    ) -> FirstToken:
+        """Compute a prompt at a prefill worker and have its KV pushed to the ticket. Whoever gives up calls `cancel`.
+
+        Raises what the worker answers, OverloadedError for a full queue, KvTransferError and WorkerLostError.
+        """
+        if not self._num_prefills:
+            self._progress_at = time.monotonic()
+        self._num_prefills += 1
+        try:
+            answer = await self._caller.ask(
+                lambda call_id: Prefill(call_id, request_id, ticket, token_ids, num_generated, sampling), _LONGEST_PREFILL_S
+            )
+            return self._expect(answer, FirstToken)
+        finally:
+            self._num_prefills -= 1
+
+    def cancel(self, request_id: str) -> None:
+        """Stop a prefill; idempotent, also when the worker is gone."""
+        self._tell(Cancel(request_id))
+
+    async def _beat(self) -> None:
+        """Renew our leases at the worker, and notice when it no longer serves us."""
+        limits = self._limits
+        while True:
+            self._tell(Ping())
+            await asyncio.sleep(limits.heartbeat_s)
+            now = time.monotonic()
+            if now - self._heard_at > limits.lease_s:
+                self._lose(f"it was silent for {limits.lease_s:g} s")
+            elif self._owes_progress() and now - self._progress_at > _STALL_LEASES * limits.lease_s:
+                self._lose(f"it made no step for {_STALL_LEASES * limits.lease_s:g} s")
+            elif self.retired and not self.book.in_flight:
+                self._lose("the worker left the cluster")
+
+    def _owes_progress(self) -> bool:
+        return self._num_prefills > 0 or any(stream.attached and not stream.ended for stream in self._streams.values())
+
+    def _on_message(self, message: Any) -> None:
+        now = self._heard_at = time.monotonic()
+        if isinstance(message, TokenFrame):
+            self._progress_at = now
+            for output in message.outputs:
+                stream = self._streams.get(output.ticket_id)
+                if stream is not None:
+                    stream.put(output)
+        elif isinstance(message, LoadReport):
+            self._on_load_report(message, now)
+        else:
+            log.warning("%s sent an unexpected %s", self.ref.worker_id, type(message).__name__)
+
+    def _on_load_report(self, report: LoadReport, now: float) -> None:
+        if (report.worker_id, report.epoch) != (self.ref.worker_id, self.ref.epoch):
+            self._lose(f"{report.worker_id} of epoch {report.epoch} answers at its address")
+            return
+        if self.report is None or report.steps != self.report.steps:
+            self._progress_at = now
+        self.report = report
+        self._reported_at = now
+        self.book.reported()
+        self._on_report()
+
+    def _tell(self, message: Any) -> None:
+        if self.gone.done():
+            return
+        try:
+            self._caller.send(message)
+        except WorkerLostError as error:
+            self._lose(error.message)
+
+    def _lose(self, reason: str) -> None:
+        if not self.gone.done():
+            self.gone.set_result(reason)
+
+    def lost_error(self) -> WorkerLostError:
+        """What befell everything on this link. Only once `gone` is done."""
+        return WorkerLostError(f"{self.ref.role.value} worker {self.ref.worker_id} was lost: {self.gone.result()}")
+
+    def _expect(self, answer: Any, kind: type[_Answer]) -> _Answer:
+        if not isinstance(answer, kind):
+            raise ProtocolError(f"{self.ref.worker_id} answered with {type(answer).__name__} where {kind.__name__} was due")
+        return answer
+
+    def _leave_to_itself(self, asking: asyncio.Future[Any]) -> None:
+        self._late.add(asking)
+        asking.add_done_callback(self._give_back_late)
+
+    def _give_back_late(self, asking: asyncio.Future[Any]) -> None:
+        """A ticket was granted to a request that is gone."""
+        self._late.discard(asking)
+        if not asking.cancelled() and asking.exception() is None and isinstance(asking.result(), Reserved):
+            self.release(asking.result().ticket.ticket_id)

@@ -1,0 +1,178 @@
+"""The router: everything between an HTTP endpoint and the workers. The only place where text exists.
+
+    created ──start──► serving ──close──► closed      `start` and `close` in the loop that serves the requests
+
+It must never block that loop, which it shares with Ray Serve: long texts are tokenized in threads of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from configs.facts import Model
+from configs.loader import served_context
+from configs.schema import ClusterConfig
+from protocol.errors import ModelNotFoundError, TandemError, UnavailableError
+from protocol.messages import Role
+from router.admission import Admission
+from router.answer import AnswerText, Delta, TokenTexts
+from router.controller_client import ControllerClient
+from router.journal import Journal
+from router.pipeline import Pipeline
+from router.prepare import Generation, Preparer
+from router.roster import Roster
+from router.status import health_problem, worker_status
+from router.text.chat_template import ChatTemplate
+from router.text.tokenizer import Tokenizer
+from telemetry.ledger import RequestTimes
+from telemetry.logging import fields
+from telemetry.metrics import Metrics, WorkerSample
+
+log = logging.getLogger(__name__)
+
+_THREADS = 2
+_SHORT_CHARS = 4096
+"""Up to this length a text is tokenized at once: that takes less time than it takes to wake a thread."""
+_SCALE_DEADLINE_S = 10.0
+
+_T = TypeVar("_T")
+
+
+class Router:
+    """One router replica. Raises ConfigError if model and configuration don't fit together."""
+
+    def __init__(self, config: ClusterConfig, model: Model, secret: bytes, controller: ControllerClient) -> None:
+        self.config = config
+        self.facts = model.facts
+        self.max_model_len = served_context(config, model.facts)
+        self.started_at = int(time.time())
+        self._model = model
+        self._controller = controller
+        self.metrics = Metrics(model.facts.name, self._worker_samples)
+        self._roster = Roster(controller, secret, config.limits, self.metrics.workers_lost.inc)
+        self._admission = Admission(config, self._roster, self.metrics)
+        self._pipeline = Pipeline(self._admission, config.limits, self.metrics)
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tandem-text")
+        self._tokenizer: Tokenizer
+        self._texts: TokenTexts
+        self.preparer: Preparer
+
+    async def start(self) -> None:
+        """Build the tokenizer and begin to follow the cluster. Returns before workers are up; `/health` tells."""
+        facts = self._model.tokenizer
+        self._tokenizer = await asyncio.get_running_loop().run_in_executor(self._threads, Tokenizer.build, facts)
+        self._texts = TokenTexts(self._tokenizer, facts)
+        self.preparer = Preparer(
+            self.facts,
+            self._tokenizer,
+            ChatTemplate(facts.chat_template, facts),
+            add_bos=facts.add_bos,
+            max_model_len=self.max_model_len,
+        )
+        self._roster.start()
+
+    async def close(self) -> None:
+        """Running streams fail with WorkerLostError; returns when every task and thread has ended."""
+        await self._roster.close()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ModelNotFoundError if this is not the served model. None stands for it."""
+        if name not in (None, self.facts.name):
+            raise ModelNotFoundError(f"there is no model {name!r:.100}; this cluster serves {self.facts.name!r}", param="model")
+
+    async def offload(self, size: int, work: Callable[..., _T], *args: Any) -> _T:
+        """`work(*args)`, in a thread if `size` (characters or bytes) says that it would hold up the loop."""
+        if size <= _SHORT_CHARS:
+            return work(*args)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: work(*args))
+
+    def check_room(self, generation: Generation, prompt_param: str) -> None:
+        """Raise InvalidRequestError if no worker's pool could ever hold this request."""
+        self._admission.check_possible(len(generation.prompt_token_ids), generation.sampling.max_tokens, prompt_param)
+
+    async def answer(self, generation: Generation, request_id: str, times: RequestTimes) -> AsyncGenerator[Delta, None]:
+        """The answer, piece by piece; the last piece has the finish reason. Closing the generator frees everything."""
+        journal = Journal(generation.prompt_token_ids, generation.sampling)
+        text = AnswerText(self._tokenizer.detokenizer(), self._texts, generation.sampling, generation.stops)
+        latest: float | None = None
+        with self._accounting(request_id, journal, times) as outcome:
+            async with contextlib.aclosing(self._pipeline.run(journal, times)) as pieces:
+                async for tokens in pieces:
+                    now = time.monotonic()
+                    if latest is None:
+                        self.metrics.prompt_tokens.inc(len(journal.prompt_token_ids))
+                        self.metrics.time_to_first_token.observe(now - times.arrival)
+                    else:
+                        self.metrics.inter_token_latency.observe(now - latest)
+                    latest = now
+                    self.metrics.generation_tokens.inc(len(tokens.token_ids))
+                    delta = text.push(tokens)
+                    if delta.finish_reason is not None:
+                        outcome.append(delta.finish_reason)
+                        times.finish = now
+                        yield delta
+                        return
+                    yield delta
+
+    async def scale(self, role: Role, workers: int) -> None:
+        """Raises what the controller answers, and UnavailableError if it is away."""
+        try:
+            async with asyncio.timeout(_SCALE_DEADLINE_S):
+                await self._controller.scale(role, workers)
+        except TandemError:
+            raise
+        except Exception as error:
+            log.exception("the controller did not scale %s", role.value)
+            raise UnavailableError(f"the controller is away ({type(error).__name__}); nothing was changed") from None
+
+    def health_problem(self) -> str | None:
+        """Why no request can get through, or None if one can."""
+        return health_problem(self._roster, self.config.limits)
+
+    def status(self) -> dict[str, Any]:
+        """What `/admin/status` shows."""
+        return {"workers": [worker_status(info, self._roster.find(info)) for info in self._roster.view.workers]}
+
+    def _worker_samples(self) -> Iterator[WorkerSample]:
+        for info in self._roster.view.workers:
+            link = self._roster.find(info)
+            yield WorkerSample(info.worker_id, info.role, info.restarts, link.report if link else None)
+
+    @contextlib.contextmanager
+    def _accounting(self, request_id: str, journal: Journal, times: RequestTimes) -> Iterator[list[str]]:
+        """Count and log how a request ended: by what was put into the list, an error, or its client's leaving."""
+        outcome: list[str] = []
+        error_code = "cancelled"
+        try:
+            yield outcome
+        except TandemError as error:
+            error_code = error.code
+            raise
+        except Exception:
+            error_code = "internal_error"
+            raise
+        finally:
+            end = outcome[0] if outcome else error_code
+            if outcome:
+                self.metrics.succeeded(end)
+                self._observe(times)
+            else:
+                self.metrics.failed(end)
+            sizes = {"prompt_tokens": len(journal.prompt_token_ids), "tokens": journal.num_generated}
+            log.info("request", extra=fields(request=request_id, end=end, **sizes, **times.summary()))
+
+    def _observe(self, times: RequestTimes) -> None:
+        assert times.admitted is not None
+        assert times.first_token is not None
+        assert times.finish is not None
+        self.metrics.request_queue_time.observe(times.admitted - times.arrival + times.prefill_queue_s)
+        self.metrics.request_prefill_time.observe(times.prefill_s)
+        self.metrics.request_decode_time.observe(times.finish - times.first_token)
+        self.metrics.e2e_request_latency.observe(times.finish - times.arrival)

@@ -1,0 +1,61 @@
+"""What the router knows of the cluster, for operators and for health checks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from configs.schema import LimitsConfig
+from protocol.cluster_view import WorkerInfo
+from protocol.messages import Role
+from router.links import WorkerLink
+from router.roster import Roster
+from telemetry.metrics import kv_usage
+
+_REPORTED = (
+    "running",
+    "waiting",
+    "queued_tokens",
+    "free_blocks",
+    "total_blocks",
+    "tickets",
+    "transfers",
+    "steps",
+    "busy_s",
+    "step_age_s",
+    "tokens",
+)
+
+
+def worker_status(info: WorkerInfo, link: WorkerLink | None) -> dict[str, Any]:
+    """One row of `/admin/status`. What its worker has not reported (yet) is null."""
+    report = link.report if link is not None else None
+    row: dict[str, Any] = {
+        "worker_id": info.worker_id,
+        "role": info.role.value,
+        "epoch": info.epoch,
+        "state": info.state.value,
+        "pid": info.pid,
+        "node": info.node,
+        "restarts": info.restarts,
+        "last_error": info.last_error,
+        "linked": link is not None,
+        "kv_usage": None if report is None else kv_usage(report),
+    }
+    return row | {name: None if report is None else getattr(report, name) for name in _REPORTED}
+
+
+def health_problem(roster: Roster, limits: LimitsConfig) -> str | None:
+    """Why no request can get through now, or None. A pair can serve if both workers are linked, report and make steps."""
+    for role in (Role.PREFILL, Role.DECODE):
+        listed = roster.view.usable(role)
+        if not listed:
+            return f"no {role.value} worker is ready"
+        links = roster.linked(role)
+        if not links:
+            return f"no link to a {role.value} worker"
+        fresh = [link for link in links if link.fresh]
+        if not fresh:
+            return f"no {role.value} worker has reported for {limits.lease_s:g} s"
+        if all(link.wedged for link in fresh):
+            return f"every {role.value} worker is stuck in a step for over {limits.lease_s:g} s"
+    return None

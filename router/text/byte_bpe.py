@@ -1,0 +1,90 @@
+"""Byte-level BPE on `tiktoken`: exact for vocabularies that were made for `tokenizers`, which differ in three ways.
+
+- Ids need not follow the order of merges. tiktoken merges the pair with the lowest rank, so ranks are given by the merges
+  and mapped to ids afterwards.
+- Not every byte has a token (SmolLM2 lacks 21, six of them control characters). `tokenizers` drops such a byte after
+  splitting and before merging, so that its neighbours may merge; tiktoken would fail. Every byte has a rank here; where
+  one without an id turns up, that text is split again by hand and the byte left out before merging.
+- tiktoken takes a piece that is in the vocabulary whole. That is `ignore_merges`. Otherwise only tokens that merges make
+  are in its vocabulary, and merging a piece that such a token spells makes that token.
+"""
+
+from __future__ import annotations
+
+import regex  # type: ignore[import-untyped]
+import tiktoken
+
+from configs.facts import ByteLevelBpe
+from protocol.errors import ConfigError
+
+_MAX_SPACES = 400_000
+"""tiktoken's splitting takes stack for every space of a run, and panics beyond about 700,000."""
+_NO_ID = -1
+
+
+class UnsplittableError(Exception):
+    """Text on which tiktoken's splitting would panic; the message says what is allowed."""
+
+
+def byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable character of every byte: Latin-1 where that prints, otherwise the next from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
+class ByteBpe:
+    """Encodes text that holds no special tokens."""
+
+    def __init__(self, facts: ByteLevelBpe, special_tokens: frozenset[str]) -> None:
+        """Raises ConfigError for a vocabulary and merges that don't belong together."""
+        to_bytes = {ord(character): byte for character, byte in byte_alphabet().items()}
+        self.token_bytes: list[bytes] = []
+        """By id. Special tokens are their text, as they are not written in the byte alphabet."""
+        ids: dict[bytes, int] = {}
+        for token_id, token in enumerate(facts.tokens):
+            if token in special_tokens:
+                self.token_bytes.append(token.encode())
+                continue
+            try:
+                spelled = token.translate(to_bytes).encode("latin-1")
+            except UnicodeEncodeError:
+                message = f"the model's token {token_id} ({token!r:.40}) is not written in the byte alphabet"
+                raise ConfigError(message, param="model") from None
+            self.token_bytes.append(spelled)
+            ids.setdefault(spelled, token_id)
+        ranks = self._ranks(facts, ids, to_bytes)
+        self._id_by_rank = [ids.get(spelled, _NO_ID) for spelled in ranks]
+        self._without_token = bytes(byte for byte in range(256) if bytes([byte]) not in ids)
+        self._pattern = regex.compile(facts.pattern)
+        self._encoding = tiktoken.Encoding("model", pat_str=facts.pattern, mergeable_ranks=ranks, special_tokens={})
+
+    @staticmethod
+    def _ranks(facts: ByteLevelBpe, ids: dict[bytes, int], to_bytes: dict[int, int]) -> dict[bytes, int]:
+        """Rank of every token that merging can make, in order from 0."""
+        ranks = {bytes([byte]): byte for byte in range(256)}
+        for index, merge in enumerate(facts.merges):
+            merged = merge.replace(" ", "", 1).translate(to_bytes).encode("latin-1", errors="replace")
+            if merged not in ids:
+                raise ConfigError(f"the model's merge {index} ({merge!r:.40}) makes no token of its vocabulary", param="model")
+            ranks.setdefault(merged, len(ranks))
+        if facts.ignore_merges:
+            # Never the outcome of a merge, so that any rank will do.
+            for spelled in ids:
+                ranks.setdefault(spelled, len(ranks))
+        return ranks
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids. Raises UnsplittableError for a run of spaces that tiktoken can't split."""
+        if len(text) > _MAX_SPACES and any(len(run) > _MAX_SPACES for run in regex.findall(r"\s+", text)):
+            raise UnsplittableError(f"at most {_MAX_SPACES:,} spaces or line breaks may follow each other")
+        ids = [self._id_by_rank[rank] for rank in self._encoding.encode_ordinary(text)]
+        return self._encode_by_hand(text) if _NO_ID in ids else ids
+
+    def _encode_by_hand(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for piece in self._pattern.findall(text):
+            known = piece.encode().translate(None, self._without_token)
+            if known:
+                ids.extend(self._id_by_rank[rank] for rank in self._encoding._encode_single_piece(known))
+        return ids

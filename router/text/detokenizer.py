@@ -1,0 +1,87 @@
+"""Token ids of one stream to text, piece by piece: never half a character, nothing twice, nothing lost.
+
+What `push` and `flush` return, joined, is what `Tokenizer.decode` makes of all the ids. `flush` ends the stream.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+import tokenizers
+
+
+class Detokenizer(Protocol):
+    """Owned by one stream."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that these ids complete; bytes of an unfinished character wait for the next push."""
+
+    def flush(self) -> str:
+        """What still waits, now that no more ids come."""
+
+
+class BytesDetokenizer:
+    """For byte-level vocabularies; each id costs a list access and its bytes are decoded once."""
+
+    def __init__(self, token_bytes: Sequence[bytes]) -> None:
+        """`token_bytes` by id, empty for what isn't shown."""
+        self._token_bytes = token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        table, size = self._token_bytes, len(self._token_bytes)
+        return self._decoder.decode(b"".join([table[token_id] for token_id in token_ids if 0 <= token_id < size]))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+_MAX_WAITING_IDS = 16
+"""A character has at most four bytes: so many ids that don't complete one never will."""
+
+
+class WindowDetokenizer:
+    """For all other vocabularies, whose tokens have no text of their own: it depends on the token before.
+
+    What an id adds is the difference between the texts of a short window of ids with and without it, as in vLLM's
+    `detokenize_incrementally`; text that ends with U+FFFD may be half a character and waits. (`tokenizers`' own
+    `DecodeStream` raises when byte tokens turn out not to be UTF-8, which a model may well generate.) Where that happens,
+    the characters that were whole stay, though `decode` would replace every byte of the run.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, vocab_size: int, special_ids: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._special_ids = special_ids
+        self._window: list[int] = []
+        self._num_said = 0
+        """The first so many ids of the window are in the text already; they give the rest its surroundings."""
+        self._said = ""
+        """The text of these ids."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        pieces = []
+        for token_id in token_ids:
+            if 0 <= token_id < self._vocab_size and token_id not in self._special_ids:
+                self._window.append(token_id)
+                num_waiting = len(self._window) - self._num_said
+                pieces.append(self._take(incomplete=num_waiting > _MAX_WAITING_IDS))
+        return "".join(pieces)
+
+    def flush(self) -> str:
+        return self._take(incomplete=True)
+
+    def _take(self, *, incomplete: bool) -> str:
+        text = self._decode(self._window)
+        if len(text) <= len(self._said) or (text.endswith("\ufffd") and not incomplete):
+            return ""
+        new = text[len(self._said) :]
+        self._window = self._window[self._num_said :]
+        self._num_said = len(self._window)
+        self._said = self._decode(self._window)
+        return new
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))

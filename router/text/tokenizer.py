@@ -1,0 +1,167 @@
+"""Text to token ids and back, as the model's own tokenizer does it.
+
+Two kinds behind one class: byte-level BPE on `tiktoken`, built from the model's vocabulary and merges, and everything
+else through the `tokenizers` package, which reads the model's tokenizer.json.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import tokenizers
+
+from configs.facts import ByteLevelBpe, TokenizerFacts
+from protocol.errors import ConfigError, InvalidRequestError
+from router.text.byte_bpe import ByteBpe, UnsplittableError
+from router.text.detokenizer import BytesDetokenizer, Detokenizer, WindowDetokenizer
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_SENTENCEPIECE_SPACE = "\u2581"
+
+
+class Tokenizer(ABC):
+    """Immutable after construction; `encode` and `decode` may run in any thread.
+
+    Encoding takes about 0.2 µs a character: keep long texts out of an event loop.
+    """
+
+    @staticmethod
+    def build(facts: TokenizerFacts) -> Tokenizer:
+        """The tokenizer that these facts describe. Raises ConfigError if they contradict themselves."""
+        if facts.byte_level_bpe is not None:
+            return _ByteLevelTokenizer(facts, facts.byte_level_bpe)
+        assert facts.tokenizer_json is not None, "one of the two kinds is set"
+        return _JsonTokenizer(facts, facts.tokenizer_json)
+
+    def __init__(self, facts: TokenizerFacts) -> None:
+        self._bos: list[int] = []
+        if facts.add_bos:
+            known = facts.special_tokens | facts.user_tokens
+            if facts.bos_token not in known:
+                raise ConfigError(f"the model's BOS token {facts.bos_token!r} is not one of its special tokens", param="model")
+            self._bos = [known[facts.bos_token]]
+
+    def encode(self, text: str, *, add_bos: bool = False, param: str = "prompt") -> list[int]:
+        """Token ids. Special tokens that are written in the text are found, as `transformers` does.
+
+        `add_bos` puts BOS in front if the model's tokenizer does so for a plain prompt; chat templates write their own.
+        Raises InvalidRequestError, blaming the field `param`, for text that is not Unicode (lone surrogates) and for
+        runs of spaces so long that they can't be split.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            lone = f"U+{ord(text[error.start]):04X}"
+            message = f"the text is not valid Unicode: a lone surrogate ({lone}) at character {error.start}"
+            raise InvalidRequestError(message, param=param) from None
+        try:
+            ids = self._encode(text)
+        except UnsplittableError as error:
+            raise InvalidRequestError(str(error), param=param) from None
+        return self._bos + ids if add_bos else ids
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """One more than the highest id; the model's own vocabulary may be larger by padding."""
+
+    @abstractmethod
+    def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """The text. Bytes that are not UTF-8 become U+FFFD; ids without a token are nothing."""
+
+    @abstractmethod
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for, special ones as they are written; nothing for an id without a token."""
+
+    @abstractmethod
+    def detokenizer(self) -> Detokenizer:
+        """A new detokenizer for one stream of ids, which skips special tokens."""
+
+    @abstractmethod
+    def _encode(self, text: str) -> list[int]: ...
+
+
+class _ByteLevelTokenizer(Tokenizer):
+    def __init__(self, facts: TokenizerFacts, bpe: ByteLevelBpe) -> None:
+        super().__init__(facts)
+        self._whole = facts.special_tokens | facts.user_tokens
+        self._bpe = ByteBpe(bpe, frozenset(self._whole))
+        self._special_split = _splitter(self._whole)
+        # The same implementation as the original's: Python's own knows another version of Unicode.
+        self._nfc = tokenizers.normalizers.NFC() if bpe.nfc else None
+        self._shown = list(self._bpe.token_bytes)
+        for token_id in facts.special_tokens.values():
+            self._shown[token_id] = b""
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._shown)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
+        table = self._shown if skip_special else self._bpe.token_bytes
+        size = len(table)
+        return b"".join(table[token_id] for token_id in token_ids if 0 <= token_id < size).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._bpe.token_bytes[token_id] if 0 <= token_id < self.vocab_size else b""
+
+    def detokenizer(self) -> Detokenizer:
+        return BytesDetokenizer(self._shown)
+
+    def _encode(self, text: str) -> list[int]:
+        if self._special_split is None:
+            return self._encode_plain(text)
+        ids: list[int] = []
+        # With one group, every second part is a special token.
+        for index, part in enumerate(self._special_split.split(text)):
+            if index % 2:
+                ids.append(self._whole[part])
+            elif part:
+                ids += self._encode_plain(part)
+        return ids
+
+    def _encode_plain(self, text: str) -> list[int]:
+        return self._bpe.encode(self._nfc.normalize_str(text) if self._nfc is not None else text)
+
+
+class _JsonTokenizer(Tokenizer):
+    def __init__(self, facts: TokenizerFacts, path: Path) -> None:
+        super().__init__(facts)
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # noqa: BLE001 - the package raises nothing more specific
+            raise ConfigError(f"{path}: the tokenizers package can't read it: {str(error)[:200]}", param="model") from None
+        self._special_ids = frozenset(facts.special_tokens.values())
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
+        known = [token_id for token_id in token_ids if 0 <= token_id < self._vocab_size]
+        return str(self._tokenizer.decode(known, skip_special_tokens=skip_special))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        token = self._tokenizer.id_to_token(token_id) if 0 <= token_id < self._vocab_size else None
+        if token is None:
+            return b""
+        byte = _BYTE_TOKEN.fullmatch(token)
+        return bytes.fromhex(byte[1]) if byte else token.replace(_SENTENCEPIECE_SPACE, " ").encode()
+
+    def detokenizer(self) -> Detokenizer:
+        return WindowDetokenizer(self._tokenizer, self._vocab_size, self._special_ids)
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def _splitter(tokens: Iterable[str]) -> re.Pattern[str] | None:
+    """Finds the leftmost, then longest of the tokens."""
+    longest_first = sorted(tokens, key=len, reverse=True)
+    return re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None

@@ -1,0 +1,1 @@
+"""Metric names, logging and per-request times: what Tandem says about itself."""

@@ -1,0 +1,60 @@
+"""Logs of every process: one line per event on stderr, `time level component logger: message key=value ...`.
+
+No prompt, no answer and no token of a client ever goes into a log; ids, lengths, times and error codes do.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Mapping
+
+from protocol.errors import ConfigError
+
+LEVELS = ("debug", "info", "warning", "error")
+_FIELDS = "fields"
+
+
+def setup_logging(component: str, level: str = "info") -> None:
+    """Send this process's logs to stderr in Tandem's format. Called once, by the process's entry point.
+
+    Raises ConfigError if `level` is not one of LEVELS.
+    """
+    if level not in LEVELS:
+        raise ConfigError(f"no log level {level!r}; use one of {', '.join(LEVELS)}", param="log_level")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LineFormatter(component))
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(level.upper())
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+
+
+def fields(**values: object) -> Mapping[str, object]:
+    """Keys and values for a line: `log.info("done", extra=fields(tokens=3))`."""
+    return {_FIELDS: values}
+
+
+class LineFormatter(logging.Formatter):
+    """Whatever the message holds, an exception's traceback included, comes out as one line."""
+
+    def __init__(self, component: str) -> None:
+        super().__init__()
+        self._component = component
+
+    def format(self, record: logging.LogRecord) -> str:
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        parts = [f"{stamp}.{int(record.msecs):03d}Z {record.levelname} {self._component} {record.name}: {record.getMessage()}"]
+        extra: Mapping[str, object] = getattr(record, _FIELDS, {})
+        parts += [f"{key}={_value(value)}" for key, value in extra.items()]
+        if record.exc_info:
+            parts.append(f"traceback={self.formatException(record.exc_info)}")
+        return " ".join(parts).replace("\\", "\\\\").replace("\r", "\\r").replace("\n", "\\n")
+
+
+def _value(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = str(value)
+    return text if text and not set(text) & set(' "=') else '"' + text.replace('"', "'") + '"'

@@ -1,0 +1,133 @@
+"""Every metric of Tandem, by name, once. Where vLLM measures the same thing its name is used, `vllm:` made `tandem:`.
+
+A `Metrics` owns its registry, so two routers in one process don't share counts. Worker gauges are read from the latest
+load reports when Prometheus asks; nothing is done per report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from protocol.messages import LoadReport, Role
+
+# vLLM's buckets (vllm/v1/metrics/loggers.py), in seconds.
+_TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
+_ITL_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_REQUEST_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+
+
+@dataclass(frozen=True)
+class WorkerSample:
+    """What is known of one worker when the metrics are read. `report` is None until its first one arrives."""
+
+    worker_id: str
+    role: Role
+    restarts: int
+    report: LoadReport | None
+
+
+WorkerSource = Callable[[], Iterable[WorkerSample]]
+
+
+class Metrics:
+    """Counters and histograms of one router; the attributes are ready to use, labels bound."""
+
+    def __init__(self, model_name: str, workers: WorkerSource) -> None:
+        self.registry = CollectorRegistry()
+        self._model_name = model_name
+        self.time_to_first_token = self._histogram(
+            "time_to_first_token_seconds", "From a request's arrival to its first token.", _TTFT_BUCKETS
+        )
+        self.inter_token_latency = self._histogram("inter_token_latency_seconds", "Gap between two outputs.", _ITL_BUCKETS)
+        self.e2e_request_latency = self._histogram(
+            "e2e_request_latency_seconds", "From a request's arrival to its end.", _REQUEST_BUCKETS
+        )
+        self.request_queue_time = self._histogram(
+            "request_queue_time_seconds", "Wait for room at the router and in prefill's queue.", _REQUEST_BUCKETS
+        )
+        self.request_prefill_time = self._histogram(
+            "request_prefill_time_seconds", "Prefill, as the worker reports it.", _REQUEST_BUCKETS
+        )
+        self.request_decode_time = self._histogram(
+            "request_decode_time_seconds", "From the first to the last token.", _REQUEST_BUCKETS
+        )
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that got a first token.")
+        self.generation_tokens = self._counter("generation_tokens", "Tokens given to clients.")
+        self.resumed_streams = self._counter("resumed_streams", "Streams that went on at another pair of workers.")
+        self.kv_transfer_failures = self._counter("kv_transfer_failures", "KV caches that did not arrive whole.")
+        self.workers_lost = self._counter("workers_lost", "Connections to workers that broke or fell silent.")
+        self._success = Counter(
+            "tandem:request_success", "Requests that ended well.", ("model_name", "finished_reason"), registry=self.registry
+        )
+        self._errors = Counter(
+            "tandem:request_errors", "Requests that ended in an error.", ("model_name", "code"), registry=self.registry
+        )
+        self.waiting_requests = Gauge(
+            "tandem:router_requests_waiting", "Requests held back for room.", ("model_name",), registry=self.registry
+        ).labels(model_name)
+        self.registry.register(_WorkerCollector(model_name, workers))
+
+    def succeeded(self, finish_reason: str) -> None:
+        self._success.labels(self._model_name, finish_reason).inc()
+
+    def failed(self, code: str) -> None:
+        """`code` is an error's code, or `cancelled` for a client that went away."""
+        self._errors.labels(self._model_name, code).inc()
+
+    def render(self) -> bytes:
+        """Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"tandem:{name}", text, ("model_name",), registry=self.registry).labels(self._model_name)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        family = Histogram(f"tandem:{name}", text, ("model_name",), registry=self.registry, buckets=buckets)
+        return family.labels(self._model_name)
+
+
+class _WorkerCollector(Collector):
+    def __init__(self, model_name: str, workers: WorkerSource) -> None:
+        self._model_name = model_name
+        self._workers = workers
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ("model_name", "worker", "role")
+        samples = list(self._workers())
+        for name, text, value in _WORKER_GAUGES:
+            gauge = GaugeMetricFamily(f"tandem:{name}", text, labels=labels)
+            for sample in samples:
+                if sample.report is not None:
+                    gauge.add_metric((self._model_name, sample.worker_id, sample.role.value), value(sample.report))
+            yield gauge
+        restarts = CounterMetricFamily("tandem:worker_restarts", "Times the worker was started anew.", labels=labels)
+        for sample in samples:
+            restarts.add_metric((self._model_name, sample.worker_id, sample.role.value), sample.restarts)
+        yield restarts
+
+
+def kv_usage(report: LoadReport) -> float:
+    """Share of the worker's KV blocks that are taken, 0 to 1."""
+    return 1.0 - report.free_blocks / report.total_blocks if report.total_blocks else 0.0
+
+
+_WORKER_GAUGES: tuple[tuple[str, str, Callable[[LoadReport], float]], ...] = (
+    ("num_requests_running", "Sequences in the current batch.", lambda report: report.running),
+    ("num_requests_waiting", "Requests that wait at the worker.", lambda report: report.waiting),
+    ("kv_cache_usage_perc", "Share of KV blocks taken; 1 means all.", kv_usage),
+    ("queued_prompt_tokens", "Prompt tokens not yet computed.", lambda report: report.queued_tokens),
+    ("tickets", "Tickets not in a final state.", lambda report: report.tickets),
+    ("kv_transfers_in_flight", "KV transfers under way.", lambda report: report.transfers),
+    ("engine_busy_seconds", "Time spent in the engine since its start.", lambda report: report.busy_s),
+    ("engine_steps", "Engine steps since its start.", lambda report: report.steps),
+    ("engine_tokens", "Tokens computed (prefill) or generated (decode) since its start.", lambda report: report.tokens),
+    ("engine_step_age_seconds", "How long the current step has been running.", lambda report: report.step_age_s),
+)

@@ -1,0 +1,189 @@
+"""The pool's state machine: examples of each transition, and random histories that keep its promises."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from cluster.pool import MAX_RETRY_S, MAX_WORKERS, Action, Drain, Pool, Remove, Start
+from protocol.cluster_view import WorkerState
+from protocol.errors import InvalidRequestError
+from protocol.messages import Role, WorkerRef
+
+
+def ready(pool: Pool, worker_id: str, epoch: int) -> None:
+    pool.started(WorkerRef(worker_id, epoch, pool.role, "tcp://127.0.0.1:1"), pid=1, node="127.0.0.1")
+
+
+def states(pool: Pool) -> dict[str, WorkerState]:
+    return {info.worker_id: info.state for info in pool.workers()}
+
+
+def test_scale_up_starts_workers_with_ids_and_first_epoch() -> None:
+    pool = Pool(Role.DECODE)
+    assert pool.scale(2) == [Start("decode-0", 1, 0.0), Start("decode-1", 1, 0.0)]
+    assert not pool.settled()
+    ready(pool, "decode-0", 1)
+    ready(pool, "decode-1", 1)
+    assert pool.settled()
+
+
+def test_a_ready_worker_that_dies_is_restarted_at_once_with_the_next_epoch() -> None:
+    pool = Pool(Role.PREFILL)
+    pool.scale(1)
+    ready(pool, "prefill-0", 1)
+    assert pool.lost("prefill-0", 1, "killed") == [Start("prefill-0", 2, 0.0)]
+    (info,) = pool.workers()
+    assert (info.state, info.restarts, info.last_error, info.ref) == (WorkerState.STARTING, 1, "killed", None)
+
+
+def test_only_repeated_start_failures_wait_and_readiness_resets_them() -> None:
+    pool = Pool(Role.PREFILL)
+    pool.scale(1)
+    delays = []
+    for epoch in range(1, 10):
+        (action,) = pool.lost("prefill-0", epoch, "no such device")
+        assert isinstance(action, Start)
+        delays.append(action.delay_s)
+    assert delays == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
+    ready(pool, "prefill-0", 10)
+    assert pool.lost("prefill-0", 10, "killed") == [Start("prefill-0", 11, 0.0)]
+
+
+def test_scale_down_takes_the_unready_first_then_the_highest_index() -> None:
+    pool = Pool(Role.DECODE)
+    pool.scale(4)
+    for index in (0, 2, 3):
+        ready(pool, f"decode-{index}", 1)
+    assert pool.scale(2) == [Remove("decode-1", 1), Drain("decode-3", 1)]
+    assert states(pool) == {
+        "decode-0": WorkerState.READY,
+        "decode-2": WorkerState.READY,
+        "decode-3": WorkerState.DRAINING,
+    }
+    assert pool.drained("decode-3", 1) == [Remove("decode-3", 1)]
+    assert pool.settled()
+
+
+def test_an_id_that_comes_back_goes_on_counting_epochs() -> None:
+    pool = Pool(Role.DECODE)
+    pool.scale(2)
+    assert pool.scale(1) == [Remove("decode-1", 1)]
+    assert pool.scale(2) == [Start("decode-1", 2, 0.0)]
+
+
+def test_an_id_is_not_reused_while_its_former_owner_drains() -> None:
+    pool = Pool(Role.DECODE)
+    pool.scale(2)
+    ready(pool, "decode-0", 1)
+    ready(pool, "decode-1", 1)
+    pool.scale(1)
+    assert pool.scale(2) == [Start("decode-2", 1, 0.0)]
+
+
+def test_a_draining_worker_that_dies_is_gone() -> None:
+    pool = Pool(Role.DECODE)
+    pool.scale(2)
+    ready(pool, "decode-0", 1)
+    ready(pool, "decode-1", 1)
+    assert pool.scale(1) == [Drain("decode-1", 1)]
+    assert pool.lost("decode-1", 1, "killed") == [Remove("decode-1", 1)]
+
+
+def test_news_of_former_lives_are_ignored() -> None:
+    pool = Pool(Role.PREFILL)
+    pool.scale(1)
+    pool.lost("prefill-0", 1, "killed")
+    before = pool.workers()
+    ready(pool, "prefill-0", 1)
+    assert pool.lost("prefill-0", 1, "again") == []
+    assert pool.drained("prefill-0", 2) == []
+    assert pool.lost("prefill-7", 1, "who") == []
+    assert pool.workers() == before
+
+
+@pytest.mark.parametrize("workers", [0, -1, MAX_WORKERS + 1, 10**9])
+def test_absurd_sizes_are_refused_and_change_nothing(workers: int) -> None:
+    pool = Pool(Role.PREFILL)
+    pool.scale(1)
+    with pytest.raises(InvalidRequestError, match=r"prefill must be 1 to 1024 workers") as caught:
+        pool.scale(workers)
+    assert caught.value.param == "prefill"
+    assert pool.desired == 1
+
+
+class PoolHistory(RuleBasedStateMachine):
+    """Any order of scaling, births, deaths and late news."""
+
+    @initialize(workers=st.integers(1, 4))
+    def begin(self, workers: int) -> None:
+        self.pool = Pool(Role.DECODE)
+        self.lives: list[tuple[str, int]] = []
+        self.removed: Counter[tuple[str, int]] = Counter()
+        self.draining: set[tuple[str, int]] = set()
+        self.obey(self.pool.scale(workers))
+
+    def obey(self, actions: list[Action]) -> None:
+        for action in actions:
+            life = (action.worker_id, action.epoch)
+            match action:
+                case Start(delay_s=delay_s):
+                    assert life not in self.lives, "a life began twice"
+                    earlier = [epoch for worker_id, epoch in self.lives if worker_id == action.worker_id]
+                    assert action.epoch == max(earlier, default=0) + 1
+                    assert 0.0 <= delay_s <= MAX_RETRY_S
+                    self.lives.append(life)
+                case Drain():
+                    assert life not in self.draining
+                    self.draining.add(life)
+                case Remove():
+                    self.removed[life] += 1
+                    assert self.removed[life] == 1, "removed twice"
+
+    @rule(workers=st.integers(1, 6))
+    def scale(self, workers: int) -> None:
+        self.obey(self.pool.scale(workers))
+
+    @precondition(lambda self: self.lives)
+    @rule(data=st.data())
+    def born(self, data: st.DataObject) -> None:
+        ready(self.pool, *data.draw(st.sampled_from(self.lives)))
+
+    @precondition(lambda self: self.lives)
+    @rule(data=st.data())
+    def dies(self, data: st.DataObject) -> None:
+        self.obey(self.pool.lost(*data.draw(st.sampled_from(self.lives)), "killed"))
+
+    @precondition(lambda self: self.draining)
+    @rule(data=st.data())
+    def drained(self, data: st.DataObject) -> None:
+        self.obey(self.pool.drained(*data.draw(st.sampled_from(sorted(self.draining)))))
+
+    @invariant()
+    def as_many_as_wanted(self) -> None:
+        infos = self.pool.workers()
+        assert sum(info.state is not WorkerState.DRAINING for info in infos) == self.pool.desired
+        assert len({info.worker_id for info in infos}) == len(infos)
+        for info in infos:
+            life = (info.worker_id, info.epoch)
+            assert life in self.lives
+            assert life not in self.removed
+            assert (info.state is WorkerState.DRAINING) == (life in self.draining)
+            assert (info.ref is None) == (info.state is WorkerState.STARTING)
+            assert info.ref is None or (info.ref.worker_id, info.ref.epoch) == life
+
+
+TestPoolHistory = PoolHistory.TestCase
+TestPoolHistory.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+@given(st.lists(st.integers(1, 8), min_size=1, max_size=10))
+def test_scaling_alone_always_ends_with_the_last_wish(wishes: list[int]) -> None:
+    pool = Pool(Role.PREFILL)
+    for wish in wishes:
+        pool.scale(wish)
+    assert len(pool.workers()) == wishes[-1]

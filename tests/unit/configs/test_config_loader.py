@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import configs
+from configs.facts import ModelFacts
+from configs.loader import load_config, served_context
+from configs.models import resolve
+from configs.schema import ClusterConfig
+from protocol.errors import ConfigError
+
+SHIPPED = Path(configs.__file__).parent
+
+
+@pytest.fixture
+def yaml_file(tmp_path: Path) -> Path:
+    return tmp_path / "cluster.yaml"
+
+
+def refused(path: Path | None, overrides: dict[str, Any] | None = None) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides or {})
+    assert "\n" not in caught.value.message
+    return caught.value
+
+
+def test_without_a_file_everything_has_its_default() -> None:
+    assert load_config(None, {}) == ClusterConfig()
+
+
+def test_local_yaml_states_the_defaults() -> None:
+    assert load_config(SHIPPED / "local.yaml", {}) == ClusterConfig()
+
+
+def test_local_yaml_names_every_key() -> None:
+    stated = (SHIPPED / "local.yaml").read_text()
+    for section in (ClusterConfig, *(type(getattr(ClusterConfig(), name)) for name in ("http", "prefill", "decode", "limits"))):
+        for key in section.model_fields:
+            assert f"{key}:" in stated
+
+
+def test_cluster_yaml_gives_each_role_its_nodes() -> None:
+    config = load_config(SHIPPED / "cluster.yaml", {})
+    assert config.prefill.resources == {"GPU": 1.0, "tandem_prefill": 1.0}
+    assert config.decode.resources == {"GPU": 1.0, "tandem_decode": 1.0}
+
+
+def test_overrides_win_over_the_file(yaml_file: Path) -> None:
+    yaml_file.write_text("decode:\n  workers: 2\nhttp:\n")
+    config = load_config(yaml_file, {"decode.workers": 3, "http.port": 8001, "model": "other"})
+    assert (config.decode.workers, config.http.port, config.model) == (3, 8001, "other")
+
+
+def test_a_whole_number_will_do_for_seconds(yaml_file: Path) -> None:
+    yaml_file.write_text("limits: {queue_s: 5}")
+    assert load_config(yaml_file, {}).limits.queue_s == 5.0
+
+
+@pytest.mark.parametrize(
+    ("text", "param", "says"),
+    [
+        ("foo: 1", "foo", "unknown key; the keys here are model"),
+        ("decode: {worker: 3}", "decode.worker", "did you mean decode.workers?"),
+        ("decode: {workers: '3'}", "decode.workers", "should be a valid integer, not '3'"),
+        ("decode: {workers: true}", "decode.workers", "should be a valid integer, not True"),
+        ("decode: {workers: 1.0}", "decode.workers", "should be a valid integer"),
+        ("decode: {workers: 0}", "decode.workers", "greater than or equal to 1, not 0"),
+        ("prefill: {workers: 100000}", "prefill.workers", "less than or equal to 1024"),
+        ("decode: 3", "decode", "should be a mapping of keys, not 3"),
+        ("decode:", "decode", "should be a mapping of keys, not None"),
+        ("http: {port: 0}", "http.port", "greater than or equal to 1"),
+        ("http: {port: 65536}", "http.port", "less than or equal to 65535"),
+        ("http: {admin_key: ''}", "http.admin_key", "at least 1 character"),
+        ("limits: {lease_s: .nan}", "limits.lease_s", "finite"),
+        ("decode: {resources: {GPU: .inf}}", "decode.resources.GPU", "finite"),
+        ("decode: {resources: {GPU: 0}}", "decode.resources.GPU", "greater than 0"),
+        ("block_size: 12", "block_size", "8, 16, 32 or 64"),
+        ("dtype: float16", "dtype", "'auto', 'float32' or 'bfloat16'"),
+        ("1: 2", "1", "should be strings"),
+        ("decode: {kv_cache_tokens: 8}", "decode.kv_cache_tokens", "less than one block of 16"),
+        ("{max_model_len: 100, decode: {kv_cache_tokens: 100}}", "decode.kv_cache_tokens", "6 blocks) can't hold one request"),
+        ("max_model_len: 70000", "prefill.kv_cache_tokens", "can't hold one request of 70000 tokens"),
+        ("prefill: {tensor_parallel_size: 2}", "prefill.tensor_parallel_size", "not supported yet; use 1"),
+        ("limits: {lease_s: 1}", "limits.heartbeat_s", "more than half of limits.lease_s"),
+        ("- a", "config", "should hold a mapping of keys, not a list"),
+        ("a: [", "config", "line 1"),
+        ("model: a\nmodel: b", "config", "line 2: the key model is there twice"),
+        ("? [1]\n: 2", "config", "unhashable"),
+        ("{? {a: 1} : 2}", "config", "unhashable"),
+        ("x: !!python/object:os.system {}", "config", "constructor"),
+        ("\x00", "config", "not valid YAML"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_place(yaml_file: Path, text: str, param: str, says: str) -> None:
+    yaml_file.write_text(text)
+    error = refused(yaml_file)
+    assert error.param == param
+    assert says in error.message
+    assert str(yaml_file) in error.message
+
+
+def test_all_mistakes_are_told_at_once(yaml_file: Path) -> None:
+    yaml_file.write_text("model: 1\nhttp: {port: x}")
+    message = refused(yaml_file).message
+    assert "model: " in message
+    assert "http.port: " in message
+
+
+def test_a_bad_override_is_not_blamed_on_the_file(yaml_file: Path) -> None:
+    yaml_file.write_text("http: {port: 8000}")
+    error = refused(yaml_file, {"http.port": 0})
+    assert error.param == "http.port"
+    assert str(yaml_file) not in error.message
+
+
+def test_an_override_inside_a_value_is_refused(yaml_file: Path) -> None:
+    yaml_file.write_text("http: 3")
+    assert refused(yaml_file, {"http.port": 1}).param == "http"
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    assert "No such file" in refused(tmp_path / "absent.yaml").message
+    assert "directory" in refused(tmp_path).message
+
+
+@given(st.binary(max_size=60))
+def test_arbitrary_bytes_load_or_are_refused(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    path = tmp_path_factory.getbasetemp() / "arbitrary.yaml"
+    path.write_bytes(data)
+    with suppress(ConfigError):
+        load_config(path, {})
+
+
+@pytest.fixture
+def facts(make_gguf: Any) -> ModelFacts:
+    return resolve(str(make_gguf())).facts
+
+
+def test_served_context_is_the_models_unless_shortened(facts: ModelFacts) -> None:
+    assert served_context(ClusterConfig(), facts) == 128
+    assert served_context(ClusterConfig(max_model_len=64), facts) == 64
+
+
+def test_a_context_beyond_the_models_is_refused(facts: ModelFacts) -> None:
+    with pytest.raises(ConfigError, match="use at most 128") as caught:
+        served_context(ClusterConfig(max_model_len=129), facts)
+    assert caught.value.param == "max_model_len"
+
+
+def test_a_pool_that_holds_no_whole_request_is_refused(facts: ModelFacts) -> None:
+    config = load_config(None, {"decode.kv_cache_tokens": 112})
+    with pytest.raises(ConfigError, match="raise it or lower max_model_len") as caught:
+        served_context(config, facts)
+    assert caught.value.param == "decode.kv_cache_tokens"

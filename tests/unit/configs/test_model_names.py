@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants as hub_constants
+
+from configs.facts import WeightFormat
+from configs.models import list_models, resolve, resolve_for
+from configs.packaged import SMOLLM2
+from configs.schema import ClusterConfig
+from protocol.errors import ConfigError
+
+Files = Callable[..., Path]
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty Hugging Face cache, and no network."""
+    cache = tmp_path / "hub"
+    cache.mkdir()
+    monkeypatch.setattr(hub_constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", True)
+    return cache
+
+
+def put_into(cache: Path, repo_id: str, folder: Path) -> Path:
+    """Lay a snapshot out as the hub's client does."""
+    repo = cache / f"models--{repo_id.replace('/', '--')}"
+    snapshot = repo / "snapshots" / ("0" * 40)
+    snapshot.parent.mkdir(parents=True)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("0" * 40)
+    (repo / "blobs").mkdir()
+    folder.rename(snapshot)
+    for number, file in enumerate(sorted(snapshot.iterdir())):
+        blob = repo / "blobs" / f"{number:040}"
+        file.rename(blob)
+        file.symlink_to(blob)
+    return snapshot
+
+
+def test_a_gguf_file(make_gguf: Files) -> None:
+    path = make_gguf("tiny-Q4.gguf")
+    model = resolve(str(path))
+    assert (model.facts.name, model.facts.weight_format) == ("tiny-Q4", WeightFormat.GGUF)
+    assert resolve(str(path), "served").facts.name == "served"
+
+
+def test_a_relative_path(make_gguf: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_gguf("tiny.gguf")
+    monkeypatch.chdir(path.parent)
+    assert resolve("tiny.gguf").facts.weight_files == (path,)
+
+
+def test_a_directory(make_directory: Files) -> None:
+    model = resolve(str(make_directory("my-model")))
+    assert (model.facts.name, model.facts.weight_format) == ("my-model", WeightFormat.SAFETENSORS)
+
+
+def test_a_cluster_names_its_model(make_gguf: Files) -> None:
+    config = ClusterConfig(model=str(make_gguf()), served_model_name="shown")
+    assert resolve_for(config).facts.name == "shown"
+
+
+def test_a_hub_model_in_the_cache(hub_cache: Path, make_directory: Files) -> None:
+    snapshot = put_into(hub_cache, "org/my-model", make_directory())
+    facts = resolve("org/my-model").facts
+    assert facts.name == "org/my-model"
+    assert facts.weight_files == (snapshot / "model.safetensors",)
+
+
+def test_a_hub_model_that_cant_be_fetched(hub_cache: Path, make_directory: Files) -> None:
+    with pytest.raises(ConfigError, match="can't fetch org/absent from the Hugging Face hub"):
+        resolve("org/absent")
+    folder = make_directory()
+    (folder / "model.safetensors").unlink()
+    put_into(hub_cache, "org/half", folder)
+    with pytest.raises(ConfigError, match=r"the weight file model\.safetensors is missing"):
+        resolve("org/half")
+
+
+def test_what_cant_be_a_hub_id(hub_cache: Path) -> None:
+    with pytest.raises(ConfigError, match="can't be the id of a model"):
+        resolve("org/a--b")
+
+
+def test_list_models(hub_cache: Path, make_directory: Files, own_cache: Path) -> None:
+    assert [(model.name, model.path) for model in list_models()] == [("smollm2", None)]
+    put_into(hub_cache, "org/ours", make_directory("a"))
+    put_into(hub_cache, "org/not-ours", make_directory("b", architectures=["BertModel"]))
+    SMOLLM2.path.parent.mkdir(parents=True)
+    SMOLLM2.path.write_bytes(b"12345")
+    listed = list_models()
+    assert [(model.name, model.path is not None) for model in listed] == [("smollm2", True), ("org/ours", True)]
+    assert listed[0].num_bytes == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("smolm2", "did you mean smollm2?"),
+        ("some model", "give smollm2, a GGUF file, a model directory or a hub id"),
+        ("/absent/model", "/absent/model: no such file or directory"),
+        ("absent.gguf", "absent.gguf: no such file or directory"),
+        ("./absent", "no such file or directory"),
+        ("x" * 5000, "can't be looked up"),
+        ("\0", "no model"),
+    ],
+)
+def test_names_of_nothing(name: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(name)
+    assert says in caught.value.message
+    assert len(caught.value.message) < 500
+
+
+def test_files_and_folders_that_are_no_models(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the directory has no config\.json"):
+        resolve(str(tmp_path))
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(ConfigError, match="not a GGUF file"):
+        resolve(str(tmp_path / "notes.txt"))
+
+
+def test_resolving_needs_no_torch(make_gguf: Files, make_directory: Files) -> None:
+    """The router's process never loads it, and a worker's start is short enough without a second reason to."""
+    program = f"""
+import sys
+from configs.models import resolve
+resolve({str(make_gguf())!r})
+resolve({str(make_directory())!r})
+assert not {{"torch", "transformers", "huggingface_hub"}} & set(sys.modules)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env=environment)

@@ -1,0 +1,76 @@
+"""The tensors of a step: which row reads and writes which slot."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.batch import Chunk, ForwardBatch
+from protocol.messages import SamplingParams
+
+BLOCK = 4
+SAMPLING = SamplingParams(seed=0, max_tokens=1)
+
+
+def slot(chunk: Chunk, position: int) -> int:
+    return chunk.block_table[position // BLOCK] * BLOCK + position % BLOCK
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> list[Chunk]:
+    sizes = draw(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 300), st.booleans()), min_size=1, max_size=12))
+    blocks = list(range(2_000))
+    random.Random(draw(st.integers(0, 99))).shuffle(blocks)
+    chunks = []
+    for length, start, samples in sizes:
+        table = [blocks.pop() for _ in range((start + length) // BLOCK + 1)]
+        token_ids = [draw(st.integers(0, 999)) for _ in range(length)]
+        chunks.append(Chunk(token_ids, start, table, SAMPLING if samples else None, 0))
+    return chunks
+
+
+@given(steps())
+def test_every_row_reads_and_writes_its_own_sequence(chunks: list[Chunk]) -> None:
+    batch = ForwardBatch.build(chunks, BLOCK)
+    longer = [chunk for chunk in chunks if len(chunk.token_ids) > 1]
+    singles = sorted((chunk for chunk in chunks if len(chunk.token_ids) == 1), key=lambda chunk: -chunk.start)
+    ordered = longer + singles
+    assert batch.token_ids_T.tolist() == [token for chunk in ordered for token in chunk.token_ids]
+    assert batch.positions_T.tolist() == [p for chunk in ordered for p in range(chunk.start, chunk.end)]
+    assert batch.slots_T.tolist() == [slot(chunk, p) for chunk in ordered for p in range(chunk.start, chunk.end)]
+    row = 0
+    for chunk, span in zip(longer, batch.prefills, strict=True):
+        assert (span.rows.start, span.rows.stop) == (row, row + len(chunk.token_ids))
+        context = [] if span.context_slots_L is None else span.context_slots_L.tolist()
+        assert context == [slot(chunk, p) for p in range(chunk.start)]
+        row = span.rows.stop
+    for group in batch.decodes:
+        members = ordered[len(longer) + group.rows.start - row :][: len(group.slots_BL)]
+        for i, chunk in enumerate(members):
+            own = [slot(chunk, p) for p in range(chunk.end)]
+            padding = group.slots_BL.shape[1] - chunk.end
+            assert group.slots_BL[i].tolist() == own + [own[0]] * padding
+            assert padding < max(chunk.end, 64) + 16
+            assert group.mask_B11L[i, 0, 0].tolist() == [True] * chunk.end + [False] * padding
+    covered = [r for part in (*batch.prefills, *batch.decodes) for r in range(part.rows.start, part.rows.stop)]
+    assert covered == list(range(len(batch.token_ids_T)))
+    for sampled_row, i in zip(batch.sample_rows_S.tolist(), batch.sampled_chunks, strict=True):
+        assert batch.slots_T[sampled_row] == slot(chunks[i], chunks[i].end - 1)
+    assert sorted(batch.sampled_chunks) == [i for i, chunk in enumerate(chunks) if chunk.sampling is not None]
+
+
+def test_one_long_context_is_not_paid_by_short_ones() -> None:
+    starts = [10, 20, 8_000, 30, 100]
+    chunks = [Chunk([1], start, range(3_000), SAMPLING, 0) for start in starts]
+    assert [group.slots_BL.shape[1] for group in ForwardBatch.build(chunks, BLOCK).decodes] == [8_016, 112, 32]
+
+
+@pytest.mark.parametrize(
+    "chunks", [[], [Chunk([], 0, [0], None, 0)], [Chunk([1, 2], 3, [0], None, 0)]], ids=["no chunk", "no token", "no block"]
+)
+def test_impossible_steps_are_assertions(chunks: list[Chunk]) -> None:
+    with pytest.raises(AssertionError):
+        ForwardBatch.build(chunks, BLOCK)

@@ -1,0 +1,102 @@
+"""Each kernel against a plain reference in float64."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.kernels.activation import swiglu
+from engine.kernels.attention import decode_attention, prefill_attention
+from engine.kernels.linear import Linear
+from engine.kernels.norm import rms_norm
+from engine.kernels.rope import inverse_frequencies, rotate, rotation
+
+HEADS = [(4, 4, 64), (9, 3, 64), (8, 1, 128), (4, 2, 16)]
+
+
+def dense_attention(q_TNH: Tensor, k_LKH: Tensor, v_LKH: Tensor) -> Tensor:
+    """The last T of L tokens attend causally to all of them."""
+    num_new, num_heads, head_dim = q_TNH.shape
+    length, group = len(k_LKH), num_heads // k_LKH.shape[1]
+    k, v = (x.double().repeat_interleave(group, dim=1) for x in (k_LKH, v_LKH))
+    scores = torch.einsum("tnh,lnh->ntl", q_TNH.double(), k) / math.sqrt(head_dim)
+    visible = torch.arange(length) <= torch.arange(length - num_new, length)[:, None]
+    weights = torch.softmax(scores.masked_fill(~visible, -math.inf), dim=-1)
+    return torch.einsum("ntl,lnh->tnh", weights, v)
+
+
+def tolerance(dtype: torch.dtype) -> dict[str, float]:
+    return {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 3e-2, "rtol": 3e-2}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), HEADS)
+@pytest.mark.parametrize(("context", "num_new"), [(0, 2), (0, 130), (1, 2), (77, 33), (600, 5)])
+def test_prefill_attention(
+    num_heads: int, num_kv_heads: int, head_dim: int, context: int, num_new: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(context)
+    slots_2SKH = torch.randn(2, 1_000, num_kv_heads, head_dim).to(dtype)
+    context_slots = torch.randperm(1_000)[:context]
+    q = torch.randn(num_new, num_heads, head_dim).to(dtype)
+    k, v = torch.randn(2, num_new, num_kv_heads, head_dim).to(dtype)
+    out = prefill_attention(q, k, v, slots_2SKH, context_slots if context else None)
+    keys, values = torch.cat((slots_2SKH[:, context_slots], torch.stack((k, v))), dim=1)
+    torch.testing.assert_close(out.double(), dense_attention(q, keys, values), **tolerance(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), HEADS)
+def test_decode_attention(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    lengths = [300, 299, 150, 1]
+    torch.manual_seed(1)
+    slots_2SKH = torch.randn(2, 1_000, num_kv_heads, head_dim).to(dtype)
+    free = torch.randperm(1_000)
+    slots_BL = torch.stack([free[start : start + 300] for start in (0, 300, 600, 650)])
+    visible = torch.arange(300) < torch.tensor(lengths)[:, None]
+    q = torch.randn(4, num_heads, head_dim).to(dtype)
+    out = decode_attention(q, slots_2SKH, torch.where(visible, slots_BL, slots_BL[:, :1]), visible[:, None, None])
+    for row, length in enumerate(lengths):
+        keys, values = slots_2SKH[:, slots_BL[row, :length]]
+        expected = dense_attention(q[row : row + 1], keys, values)
+        torch.testing.assert_close(out[row : row + 1].double(), expected, **tolerance(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_is_exact_and_a_row_is_the_same_in_any_company(dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    weight, bias, x = torch.randn(96, 160).to(dtype), torch.randn(96).to(dtype), torch.randn(70, 160).to(dtype)
+    linear = Linear(weight.clone(), bias)
+    whole = linear(x)
+    expected = (x.double() @ weight.double().T + bias.double()).to(dtype)
+    torch.testing.assert_close(whole, expected, atol=1e-4 if dtype == torch.float32 else 0.2, rtol=1e-2)
+    if dtype == torch.float32:
+        # A product rounded to bfloat16 on the way would be off by about 0.05.
+        assert (whole - expected).abs().max() < 1e-4
+    for start, rows in itertools.product((0, 3), (1, 2, 8, 33)):
+        assert torch.equal(linear(x[start : start + rows]), whole[start : start + rows])
+
+
+def test_norm_and_activation() -> None:
+    torch.manual_seed(3)
+    x, weight = torch.randn(5, 48), torch.randn(48)
+    expected = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5).double(), expected, atol=1e-5, rtol=1e-5)
+    gate, up = x.double().chunk(2, dim=-1)
+    torch.testing.assert_close(swiglu(x).double(), gate * torch.sigmoid(gate) * up, atol=1e-5, rtol=1e-5)
+
+
+def test_rotation_turns_pairs_by_position() -> None:
+    torch.manual_seed(4)
+    x_TNH = torch.randn(3, 2, 8)
+    positions = torch.tensor([0, 1, 5000])
+    frequencies = inverse_frequencies(8, 10_000.0)
+    turned = rotate(x_TNH, rotation(frequencies, positions, torch.float32))
+    as_complex = torch.complex(x_TNH[..., :4].double(), x_TNH[..., 4:].double())
+    angles = (positions[:, None].float() * frequencies).double()[:, None]
+    expected = as_complex * torch.polar(torch.ones_like(angles), angles)
+    torch.testing.assert_close(turned.double(), torch.cat((expected.real, expected.imag), dim=-1), atol=1e-5, rtol=1e-5)

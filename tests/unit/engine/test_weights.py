@@ -1,0 +1,134 @@
+"""Reading weights from both file formats, and files that do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from configs.facts import ModelFacts, WeightFormat
+from engine.batch import Chunk
+from engine.model_runner import ModelRunner
+from engine.models.gguf_weights import GgufWeights
+from engine.models.parameters import Part
+from engine.models.weights import load_weights
+from protocol.errors import ConfigError
+from protocol.messages import SamplingParams
+
+GREEDY = SamplingParams(seed=0, max_tokens=1, temperature=0.0, num_logprobs=20)
+Q = gguf.GGMLQuantizationType
+
+
+def write_gguf(path: Path, tensors: dict[str, np.ndarray[Any, Any]], ggml_type: Any, architecture: str = "llama") -> None:
+    writer = gguf.GGUFWriter(path, architecture)
+    for name, values in tensors.items():
+        kind = ggml_type if values.ndim > 1 else Q.F32
+        writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def as_gguf_names(facts: ModelFacts, folder: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """A Hugging Face model's tensors as llama.cpp's converter stores them."""
+    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, facts.architecture.name), facts.num_layers)
+    tensors = {}
+    for stored, tensor in load_file(folder / "model.safetensors").items():
+        values = tensor.float().numpy()
+        heads = {"q_proj": facts.num_heads, "k_proj": facts.num_kv_heads}.get(stored.split(".")[-2])
+        if facts.architecture.value == "llama" and heads:
+            # `permute` of convert_hf_to_gguf.py.
+            pairs = values.reshape(heads, 2, len(values) // heads // 2, *values.shape[1:])
+            values = pairs.swapaxes(1, 2).reshape(values.shape)
+        tensors[names.get_name(stored, try_suffixes=(".weight", ".bias"))] = np.ascontiguousarray(values)
+    return tensors
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_both_formats_give_the_same_answer(kind: str, small_model: Any, tmp_path: Path) -> None:
+    facts = small_model(kind).facts
+    path = tmp_path / "model.gguf"
+    write_gguf(path, as_gguf_names(facts, facts.weight_files[0].parent), Q.F32, facts.architecture.value)
+    from_gguf = replace(facts, weight_format=WeightFormat.GGUF, weight_files=(path,))
+    chunk = Chunk(list(range(40, 60)), 0, range(8), GREEDY, 0)
+    one, other = (
+        ModelRunner.load(f, dtype="float32", block_size=8, num_kv_tokens=64).execute([chunk]) for f in (facts, from_gguf)
+    )
+    assert one == other
+
+
+@pytest.mark.parametrize("ggml_type", [Q.Q4_1, Q.Q8_0, Q.F16, Q.BF16, Q.Q4_0, Q.Q5_1], ids=lambda t: t.name)
+def test_dequantization_equals_gguf(ggml_type: Any, tmp_path: Path, small_model: Any) -> None:
+    values = np.random.default_rng(0).normal(size=(96, 64)).astype(np.float32)
+    path = tmp_path / "one.gguf"
+    write_gguf(path, {"some.weight": values}, ggml_type)
+    source = GgufWeights((path,), small_model("llama").facts.architecture)
+    out = torch.empty(96, 64)
+    source.read(Part("some.weight", (96, 64)), out)
+    expected = gguf.quants.dequantize(gguf.quants.quantize(values, ggml_type), ggml_type)
+    assert torch.equal(out, torch.from_numpy(np.ascontiguousarray(expected, dtype=np.float32)))
+
+
+def test_several_shards_are_one_model(small_model: Any, tmp_path: Path) -> None:
+    facts = small_model("llama").facts
+    tensors = load_file(facts.weight_files[0])
+    names = sorted(tensors)
+    files = (tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    for file, part in zip(files, (names[::2], names[1::2]), strict=True):
+        save_file({name: tensors[name] for name in part}, file)
+    load_weights(replace(facts, weight_files=files), torch.float32)
+    with pytest.raises(ConfigError, match="is missing"):
+        load_weights(replace(facts, weight_files=files[:1]), torch.float32)
+
+
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(K_PROJ), f"tensor {K_PROJ} is missing"),
+        (lambda t: t.update({K_PROJ: t[K_PROJ][:16].clone()}), f"tensor {K_PROJ} is \\[16, 64\\] and should be \\[32, 64\\]"),
+        (lambda t: t.update({K_PROJ.replace("weight", "bias"): torch.zeros(32)}), "k_proj.bias has no place in a llama"),
+        (
+            lambda t: t.update({K_PROJ.replace(".1.", ".3."): t[K_PROJ].clone()}),
+            "layers.3.self_attn.k_proj.weight has no place",
+        ),
+        (lambda t: t.update({K_PROJ: t[K_PROJ].to(torch.int8)}), f"tensor {K_PROJ} holds torch.int8"),
+    ],
+    ids=["missing", "misshaped", "unexpected", "layer too many", "integers"],
+)
+def test_files_that_do_not_fit(change: Callable[[Any], Any], message: str, small_model: Any, tmp_path: Path) -> None:
+    facts = small_model("llama").facts
+    tensors = load_file(facts.weight_files[0])
+    change(tensors)
+    save_file(tensors, tmp_path / "changed.safetensors")
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_weights(replace(facts, weight_files=(tmp_path / "changed.safetensors",)), torch.float32)
+    assert caught.value.param == "model"
+
+
+def test_what_follows_from_the_configuration_may_be_stored_too(small_model: Any, tmp_path: Path) -> None:
+    facts = small_model("llama-tied").facts
+    tensors = load_file(facts.weight_files[0])
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "more.safetensors")
+    load_weights(replace(facts, weight_files=(tmp_path / "more.safetensors",)), torch.float32)
+
+
+def test_unreadable_files(small_model: Any, tmp_path: Path) -> None:
+    facts = small_model("llama").facts
+    broken = tmp_path / "broken.safetensors"
+    broken.write_bytes(facts.weight_files[0].read_bytes()[:-100])
+    for file in (broken, tmp_path / "absent.safetensors"):
+        with pytest.raises(ConfigError, match=file.name):
+            load_weights(replace(facts, weight_files=(file,)), torch.float32)

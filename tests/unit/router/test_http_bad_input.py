@@ -1,0 +1,239 @@
+"""Bad input: each case is a 4xx in OpenAI's shape that names the field, and nothing reaches a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+
+from configs.schema import HttpConfig
+
+CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+# path, fields that differ from a good request, status, param, part of the message
+CASES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
+    (PLAIN, {"model": "gpt-4"}, 404, "model", "this cluster serves 'smollm2'"),
+    (PLAIN, {"model": ...}, 400, "model", "`model` is missing"),
+    (PLAIN, {"model": 7}, 400, "model", "got 7"),
+    (PLAIN, {"modle": "x", "tempreature": 1}, 400, "modle", "unknown fields `modle`, `tempreature`"),
+    (CHAT, {"frequency": 1}, 400, "frequency", "unknown field `frequency`"),
+    (PLAIN, {"prompt": ...}, 400, "prompt", "`prompt` is missing"),
+    (PLAIN, {"prompt": ""}, 400, "prompt", "got an empty one"),
+    (PLAIN, {"prompt": []}, 400, "prompt", "got an empty one"),
+    (PLAIN, {"prompt": [""]}, 400, "prompt", "got an empty one"),
+    (PLAIN, {"prompt": [[]]}, 400, "prompt", "got an empty one"),
+    (PLAIN, {"prompt": ["a", "b"]}, 400, "prompt", "got 2 prompts"),
+    (PLAIN, {"prompt": 5}, 400, "prompt", "got 5"),
+    (PLAIN, {"prompt": [1, "a"]}, 400, "prompt", "`prompt` must be"),
+    (PLAIN, {"prompt": [1, 49152]}, 400, "prompt", "from 0 to 49151; got 49152"),
+    (PLAIN, {"prompt": [-1]}, 400, "prompt", "got -1"),
+    (PLAIN, {"prompt": [1.5]}, 400, "prompt", "`prompt` must be"),
+    (CHAT, {"messages": ...}, 400, "messages", "`messages` is missing"),
+    (CHAT, {"messages": []}, 400, "messages", "a non-empty list of messages"),
+    (CHAT, {"messages": "hi"}, 400, "messages", "got 'hi'"),
+    (CHAT, {"messages": [{"content": "hi"}]}, 400, "messages.0.role", "one of system, developer, user, assistant"),
+    (CHAT, {"messages": [*MESSAGES, {"role": "robot", "content": "x"}]}, 400, "messages.1.role", "got 'robot'"),
+    (CHAT, {"messages": [{"role": "user"}]}, 400, "messages.0.content", "is missing"),
+    (CHAT, {"messages": [{"role": "user", "content": 5}]}, 400, "messages.0.content", "got 5"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content.0.type", "only kind"),
+    (CHAT, {"messages": [{"role": "user", "content": "x", "mood": 1}]}, 400, "messages.0.mood", "unknown field"),
+    (
+        CHAT,
+        {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
+        400,
+        "messages.0.tool_calls",
+        "not support",
+    ),
+    (PLAIN, {"max_tokens": 0}, 400, "max_tokens", "an integer of at least 1; got 0"),
+    (PLAIN, {"max_tokens": -5}, 400, "max_tokens", "got -5"),
+    (PLAIN, {"max_tokens": "5"}, 400, "max_tokens", "got '5'"),
+    (PLAIN, {"max_tokens": True}, 400, "max_tokens", "got true"),
+    (PLAIN, {"max_tokens": 5.0}, 400, "max_tokens", "got 5.0"),
+    (PLAIN, {"max_tokens": 10**30}, 400, "max_tokens", "got 1000"),
+    (PLAIN, {"max_tokens": 9000}, 400, "prompt", "8192 tokens, but `prompt` has 1 and max_tokens is 9000: 9001 together"),
+    (PLAIN, {"prompt": [1] * 8192}, 400, "prompt", "alone has 8192"),
+    (CHAT, {"messages": [{"role": "user", "content": "a b " * 5000}]}, 400, "messages", "context is 8192 tokens"),
+    (CHAT, {"max_tokens": 5, "max_completion_tokens": 6}, 400, "max_tokens", "give only one"),
+    (PLAIN, {"temperature": -0.1}, 400, "temperature", "from 0 to 2; got -0.1"),
+    (PLAIN, {"temperature": 2.1}, 400, "temperature", "from 0 to 2"),
+    (PLAIN, {"temperature": "hot"}, 400, "temperature", "got 'hot'"),
+    (PLAIN, {"temperature": True}, 400, "temperature", "got true"),
+    (PLAIN, {"top_p": 0}, 400, "top_p", "over 0, up to 1; got 0"),
+    (PLAIN, {"top_p": 1.5}, 400, "top_p", "got 1.5"),
+    (PLAIN, {"top_k": -2}, 400, "top_k", "got -2"),
+    (PLAIN, {"min_p": 2}, 400, "min_p", "from 0 to 1"),
+    (PLAIN, {"seed": -1}, 400, "seed", "2**63 - 1; got -1"),
+    (PLAIN, {"seed": 2**63}, 400, "seed", "from 0 to 2**63 - 1"),
+    (PLAIN, {"min_tokens": 6, "max_tokens": 5}, 400, "min_tokens", "from 0 to max_tokens (5); got 6"),
+    (PLAIN, {"stop": ""}, 400, "stop", "non-empty"),
+    (PLAIN, {"stop": ["a"] * 17}, 400, "stop", "up to 16"),
+    (PLAIN, {"stop": [1]}, 400, "stop", "non-empty string"),
+    (PLAIN, {"stop_token_ids": [99999]}, 400, "stop_token_ids", "got 99999"),
+    (PLAIN, {"stop_token_ids": 3}, 400, "stop_token_ids", "a list"),
+    (PLAIN, {"logprobs": 21}, 400, "logprobs", "from 0 to 20"),
+    (PLAIN, {"logprobs": True}, 400, "logprobs", "got true"),
+    (CHAT, {"logprobs": 3}, 400, "logprobs", "true or false"),
+    (CHAT, {"top_logprobs": 3}, 400, "top_logprobs", "needs `logprobs`"),
+    (CHAT, {"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "from 0 to 20"),
+    (PLAIN, {"stream": 1}, 400, "stream", "true or false"),
+    (PLAIN, {"stream_options": {"include_usage": True}}, 400, "stream_options", "set `stream`"),
+    (PLAIN, {"stream": True, "stream_options": {"usage": 1}}, 400, "stream_options.usage", "unknown field"),
+    (PLAIN, {"n": 2}, 400, "n", "`n` is not supported yet"),
+    (PLAIN, {"n": True}, 400, "n", "not supported"),
+    (PLAIN, {"best_of": 2}, 400, "best_of", "not supported"),
+    (PLAIN, {"echo": True}, 400, "echo", "not supported"),
+    (PLAIN, {"suffix": "x"}, 400, "suffix", "not supported"),
+    (PLAIN, {"presence_penalty": 0.5}, 400, "presence_penalty", "not supported"),
+    (PLAIN, {"logit_bias": {"5": 1}}, 400, "logit_bias", "not supported"),
+    (PLAIN, {"repetition_penalty": 1.1}, 400, "repetition_penalty", "not supported"),
+    (PLAIN, {"priority": 1}, 400, "priority", "not supported"),
+    (PLAIN, {"cache_salt": "a"}, 400, "cache_salt", "not supported"),
+    (CHAT, {"tools": [{}]}, 400, "tools", "not supported"),
+    (CHAT, {"tool_choice": "required"}, 400, "tool_choice", "not supported"),
+    (CHAT, {"response_format": {"type": "json_object"}}, 400, "response_format", "not supported"),
+    ("/tokenize", {}, 400, "prompt", "either `prompt` or `messages`"),
+    ("/tokenize", {"prompt": "a", "messages": MESSAGES}, 400, "prompt", "either"),
+    ("/detokenize", {"tokens": [50000]}, 400, "tokens", "from 0 to 49151"),
+    ("/detokenize", {"tokens": "x"}, 400, "tokens", "a list of token ids"),
+    ("/admin/scale", {}, 400, "prefill", "say how many"),
+    ("/admin/scale", {"prefill": 0}, 400, "prefill", "from 1 to 1024; got 0"),
+    ("/admin/scale", {"decode": "3"}, 400, "decode", "got '3'"),
+    ("/admin/scale", {"decode": 5000}, 400, "decode", "got 5000"),
+    ("/admin/scale", {"gpu": 1}, 400, "gpu", "unknown field"),
+]
+
+NEUTRAL: list[tuple[str, dict[str, Any]]] = [
+    (PLAIN, {"n": 1, "best_of": 1, "echo": False, "suffix": None, "presence_penalty": 0, "frequency_penalty": 0.0}),
+    (PLAIN, {"logit_bias": {}, "repetition_penalty": 1.0, "priority": 0, "user": "me", "cache_salt": None, "top_k": -1}),
+    (PLAIN, {"max_tokens": None, "temperature": None, "stop": None, "logprobs": None, "seed": None, "stream_options": None}),
+    (CHAT, {"tools": None, "tool_choice": "auto", "response_format": {"type": "text"}, "parallel_tool_calls": True, "n": 1}),
+    (CHAT, {"messages": [{"role": "assistant", "content": "x", "refusal": None, "tool_calls": None}, *MESSAGES]}),
+    (CHAT, {"messages": [{"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]}),
+    (CHAT, {"messages": [{"role": "user", "content": ""}], "temperature": 0, "top_p": 1}),
+]
+
+
+def body_for(path: str, fields: dict[str, Any]) -> dict[str, Any]:
+    good: dict[str, Any] = {"model": "smollm2"}
+    if path == PLAIN:
+        good |= {"prompt": [1]}
+    elif path == CHAT:
+        good |= {"messages": MESSAGES, "max_tokens": 3}
+    elif path == "/admin/scale":
+        good = {}
+    if path in (PLAIN,) and "max_tokens" not in fields:
+        good |= {"max_tokens": 3}
+    if "max_completion_tokens" not in fields and path == CHAT and "messages" in fields:
+        good.pop("max_tokens", None)
+    return {name: value for name, value in (good | fields).items() if value is not ...}
+
+
+def test_every_bad_field_is_named(run_cluster: Callable[..., None]) -> None:
+    async def test(cluster: Any) -> None:
+        for path, fields, status, param, text in CASES:
+            response = await cluster.http.post(path, json=body_for(path, fields))
+            case = f"{path} {str(fields)[:80]}: {response.status_code} {response.text[:300]}"
+            assert response.status_code == status, case
+            error = response.json()["error"]
+            assert set(error) == {"message", "type", "param", "code"}, case
+            assert error["param"] == param, case
+            assert text in error["message"], case
+            assert error["type"] == "invalid_request_error", case
+        assert not cluster.prefill[0].seen
+        assert not cluster.controller.scaled
+        await cluster.clean()
+
+    run_cluster(test)
+
+
+def test_neutral_values_are_accepted(run_cluster: Callable[..., None]) -> None:
+    async def test(cluster: Any) -> None:
+        cluster.says("fine")
+        for path, fields in NEUTRAL:
+            response = await cluster.http.post(path, json=body_for(path, fields))
+            assert response.status_code == 200, (fields, response.text)
+
+    run_cluster(test)
+
+
+def test_context_length_has_its_own_code(run_cluster: Callable[..., None]) -> None:
+    async def test(cluster: Any) -> None:
+        response = await cluster.http.post(PLAIN, json=body_for(PLAIN, {"max_tokens": 8192}))
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+        longest = await cluster.http.post(PLAIN, json=body_for(PLAIN, {"prompt": [1] * 8189, "max_tokens": 3}))
+        assert longest.status_code == 200
+
+    run_cluster(test)
+
+
+def test_bodies_that_are_no_json_objects(run_cluster: Callable[..., None]) -> None:
+    async def test(cluster: Any) -> None:
+        for raw in (
+            b"",
+            b"{",
+            b"[1]",
+            b"null",
+            b"\xff\xfe",
+            b'{"model": NaN}',
+            b'{"prompt": "\\ud800"}',
+            b"[" * 5000,
+            b'{"a":1}x',
+        ):
+            response = await cluster.http.post(PLAIN, content=raw, headers={"content-type": "application/json"})
+            assert response.status_code == 400, raw[:20]
+            assert "JSON" in response.json()["error"]["message"]
+        inf = b'{"model": "smollm2", "prompt": "a", "temperature": 1e999}'
+        response = await cluster.http.post(PLAIN, content=inf, headers={"content-type": "application/json"})
+        assert response.json()["error"]["param"] == "temperature"
+        for media_type in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
+            response = await cluster.http.post(PLAIN, content=b"{}", headers={"content-type": media_type})
+            assert response.status_code == 415
+            assert media_type in response.json()["error"]["message"]
+        good = {"model": "smollm2", "prompt": "a", "max_tokens": 1}
+        headers = {"content-type": "Application/JSON; charset=utf-8"}
+        response = await cluster.http.post(PLAIN, content=json.dumps(good).encode(), headers=headers)
+        assert response.status_code == 200
+
+    run_cluster(test)
+
+
+def test_too_large_and_too_slow_bodies(run_cluster: Callable[..., None]) -> None:
+    async def test(cluster: Any) -> None:
+        headers = {"content-type": "application/json"}
+        big = json.dumps(body_for(PLAIN, {"prompt": "a" * 2000})).encode()
+        response = await cluster.http.post(PLAIN, content=big, headers=headers)
+        assert response.status_code == 413
+        assert "1000 bytes" in response.json()["error"]["message"]
+
+        async def pieces(pause_s: float) -> Any:
+            for start in range(0, len(big), 500):
+                yield big[start : start + 500]
+                await asyncio.sleep(pause_s)
+
+        response = await cluster.http.post(PLAIN, content=pieces(0), headers=headers)
+        assert response.status_code == 413, "also without a content-length"
+        async with httpx.AsyncClient(base_url=cluster.url) as slow:
+            response = await slow.post(PLAIN, content=pieces(0.5), headers=headers)
+        assert response.status_code == 408
+
+    http = HttpConfig(max_body_bytes=1000).model_dump()
+    run_cluster(test, http=http, limits={"queue_s": 0.3, "heartbeat_s": 0.05})
+
+
+def test_unknown_paths_and_wrong_methods(run_cluster: Callable[..., None]) -> None:
+    async def test(cluster: Any) -> None:
+        unknown = await cluster.http.get("/v2/nothing")
+        assert unknown.status_code == 404
+        assert unknown.json()["error"]["message"] == "there is no /v2/nothing"
+        wrong = await cluster.http.get(CHAT)
+        assert wrong.status_code == 405
+        assert wrong.json()["error"]["code"] == "method_not_allowed"
+        assert wrong.headers["allow"] == "POST"
+        assert (await cluster.http.get("/v1/models/nobody")).status_code == 404
+        assert (await cluster.http.get("/docs")).status_code == 404, "no page that loads scripts from elsewhere"
+
+    run_cluster(test)

@@ -1,0 +1,198 @@
+"""What operators and tools use: models, tokenize, health, metrics, status, scale, request ids."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from configs.schema import HttpConfig
+from protocol.messages import Role
+from router.app import create_app
+
+Run = Callable[..., None]
+
+
+def test_models(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        [card] = (await cluster.http.get("/v1/models")).json()["data"]
+        assert (card["id"], card["object"], card["max_model_len"]) == ("smollm2", "model", 8192)
+        assert (await cluster.http.get("/v1/models/smollm2")).json() == card
+
+    run_cluster(test)
+
+
+def test_tokenize_and_back(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        text = "Grüße, 日本 <|im_end|> 42"
+        body = (await cluster.http.post("/tokenize", json={"model": "smollm2", "prompt": text})).json()
+        assert body == {"tokens": cluster.tokenizer.encode(text), "count": len(body["tokens"]), "max_model_len": 8192}
+        back = await cluster.http.post("/detokenize", json={"model": "smollm2", "tokens": body["tokens"]})
+        assert back.json() == {"prompt": text}
+        messages = [{"role": "user", "content": "hi"}]
+        chat = (await cluster.http.post("/tokenize", json={"messages": messages})).json()
+        shorter = (await cluster.http.post("/tokenize", json={"messages": messages, "add_generation_prompt": False})).json()
+        assert chat["count"] > shorter["count"]
+        long = (await cluster.http.post("/tokenize", json={"prompt": "word " * 20_000})).json()
+        assert long["count"] == 20_001, "in a thread, and no longer than a context has to be"
+
+    run_cluster(test)
+
+
+def test_health_says_why_not(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        async def reason() -> str:
+            response = await cluster.http.get("/health")
+            assert response.status_code == 503
+            return str(response.json()["reason"])
+
+        assert await reason() == "no prefill worker is ready"
+        cluster.add(Role.PREFILL)
+        cluster.show()
+        while await reason() != "no decode worker is ready":
+            await asyncio.sleep(0.01)
+        decode = cluster.add(Role.DECODE)
+        cluster.show()
+        await cluster.healthy()
+        assert (await cluster.http.get("/health")).json() == {"status": "ok"}
+        await decode.die()
+        while await reason() != "no link to a decode worker":
+            await asyncio.sleep(0.01)
+
+    run_cluster(test, prefill=0, decode=0)
+
+
+def test_metrics_are_valid_and_count(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        cluster.says("one two three")
+        for _ in range(2):
+            await cluster.http.post("/v1/completions", json={"model": "smollm2", "prompt": "a b c", "max_tokens": 3})
+        await cluster.http.post("/v1/completions", json={"model": "smollm2", "prompt": ""})
+        response = await cluster.http.get("/metrics")
+        assert response.headers["content-type"].startswith("text/plain")
+        samples = {
+            (sample.name, sample.labels.get("worker") or sample.labels.get("finished_reason")): sample.value
+            for family in text_string_to_metric_families(response.text)
+            for sample in family.samples
+        }
+        assert samples["tandem:generation_tokens_total", None] == 6
+        assert samples["tandem:prompt_tokens_total", None] == 6
+        assert samples["tandem:request_success_total", "length"] == 2
+        assert samples["tandem:time_to_first_token_seconds_count", None] == 2
+        assert samples["tandem:inter_token_latency_seconds_count", None] >= 2
+        assert samples["tandem:e2e_request_latency_seconds_count", None] == 2
+        assert samples["tandem:kv_cache_usage_perc", "decode-0"] == 0
+        assert samples["tandem:num_requests_running", "prefill-0"] == 0
+        assert samples["tandem:worker_restarts_total", "decode-0"] == 0
+
+    run_cluster(test)
+
+
+def test_status_of_reported_and_unreported_workers(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        dead = cluster.add(Role.DECODE, epoch=3)
+        await dead.die()
+        cluster.show()
+        rows = {row["worker_id"]: row for row in (await cluster.http.get("/admin/status")).json()["workers"]}
+        live = rows["prefill-0"]
+        assert (live["role"], live["epoch"], live["state"], live["pid"], live["restarts"]) == ("prefill", 1, "ready", 4711, 0)
+        assert (live["running"], live["waiting"], live["kv_usage"], live["free_blocks"]) == (0, 0, 0.0, 4096)
+        while "decode-1" not in rows:
+            rows = {row["worker_id"]: row for row in (await cluster.http.get("/admin/status")).json()["workers"]}
+        assert (rows["decode-1"]["restarts"], rows["decode-1"]["running"], rows["decode-1"]["linked"]) == (2, None, False)
+
+    run_cluster(test)
+
+
+def test_scale_reaches_the_controller(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        response = await cluster.http.post("/admin/scale", json={"prefill": 2, "decode": 3})
+        assert response.json() == {"prefill": 2, "decode": 3}
+        assert cluster.controller.scaled == [(Role.PREFILL, 2), (Role.DECODE, 3)]
+
+    run_cluster(test)
+
+
+@pytest.mark.parametrize("header", [None, "Bearer wrong", "Basic sesame", "sesame", "Bearer sésame"])
+def test_admin_key(run_cluster: Run, header: str | None) -> None:
+    async def test(cluster: Any) -> None:
+        headers = {} if header is None else {"authorization": header.encode()}
+        for method, path in (("GET", "/admin/status"), ("POST", "/admin/scale")):
+            response = await cluster.http.request(method, path, headers=headers)
+            assert response.status_code == 403
+            assert "operator's key" in response.json()["error"]["message"]
+        good = await cluster.http.get("/admin/status", headers={"authorization": "Bearer sesame"})
+        assert good.status_code == 200
+
+    run_cluster(test, http=HttpConfig(admin_key="sesame").model_dump())
+
+
+@pytest.mark.parametrize(("bound", "peer", "status"), [("127.0.0.1", "127.0.0.1", 200), ("127.0.0.1", "10.0.0.7", 403)])
+@pytest.mark.parametrize("forwarded", [None, "127.0.0.1"])
+def test_admin_without_a_key_is_for_loopback(
+    run_cluster: Run, bound: str, peer: str, status: int, forwarded: str | None
+) -> None:
+    async def test(cluster: Any) -> None:
+        transport = httpx.ASGITransport(create_app(cluster.router), client=(peer, 1234))
+        async with httpx.AsyncClient(transport=transport, base_url="http://router") as http:
+            headers = {} if forwarded is None else {"x-forwarded-for": forwarded}
+            assert (await http.get("/admin/status", headers=headers)).status_code == status
+            assert (await http.get("/v1/models")).status_code == 200
+
+    run_cluster(test, http=HttpConfig(host=bound).model_dump())
+
+
+def test_admin_is_closed_when_bound_to_the_world_without_a_key(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        response = await cluster.http.get("/admin/status")
+        assert response.status_code == 403, "the peer may be a proxy on loopback that anyone reaches"
+        assert "http.admin_key" in response.json()["error"]["message"]
+
+    run_cluster(test, http=HttpConfig(host="0.0.0.0").model_dump())
+
+
+def test_request_ids(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        given = await cluster.http.get("/v1/models", headers={"x-request-id": "mine-1"})
+        assert given.headers.get_list("x-request-id") == ["mine-1"]
+        made = await cluster.http.get("/nothing", headers={"x-request-id": "x" * 200})
+        assert len(made.headers["x-request-id"]) == 32
+        transport = httpx.ASGITransport(create_app(cluster.router, echo_request_id=False))
+        async with httpx.AsyncClient(transport=transport, base_url="http://router") as http:
+            assert "x-request-id" not in (await http.get("/v1/models")).headers
+        bodies = [{"model": "smollm2", "prompt": "a", "max_tokens": 5}] * 2
+        same = [cluster.http.post("/v1/completions", json=body, headers={"x-request-id": "same"}) for body in bodies]
+        assert [response.status_code for response in await asyncio.gather(*same)] == [200, 200]
+        assert len({message.request_id for message in cluster.prefill[0].seen}) == 2, "clients' ids need not be unique"
+
+    run_cluster(test)
+
+
+def test_bug_of_ours_is_a_500_without_details(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        cluster.router.status = None
+        response = await cluster.http.get("/admin/status")
+        assert response.status_code == 500
+        assert response.json()["error"] == {
+            "message": "internal error; the router's log has the details",
+            "type": "server_error",
+            "param": None,
+            "code": "internal_error",
+        }
+        assert "x-request-id" in response.headers
+
+    run_cluster(test)
+
+
+def test_openapi_describes_the_bodies(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        document = (await cluster.http.get("/openapi.json")).json()
+        schema = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert set(schema["required"]) == {"model", "prompt"}
+        assert schema["additionalProperties"] is False
+
+    run_cluster(test)

@@ -1,0 +1,68 @@
+"""The small pieces between a link and the pipeline."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from protocol.errors import KvTransferError, WorkerLostError
+from protocol.messages import Failed, FinishReason, SamplingParams, StreamOutput
+from router.journal import Journal, Tokens
+from router.streams import TokenStream
+
+
+def output(*token_ids: int, finish: FinishReason | None = None) -> StreamOutput:
+    return StreamOutput(1, token_ids, (), finish, None)
+
+
+def test_queued_outputs_come_in_one_piece_and_before_the_error() -> None:
+    async def main() -> None:
+        stream = TokenStream()
+        stream.put(output(1))
+        stream.put(output(2, 3))
+        stream.fail(WorkerLostError("gone"))
+        stream.fail(WorkerLostError("twice"))
+        assert await stream.take() == Tokens((1, 2, 3), (), None)
+        assert stream.ended
+        with pytest.raises(WorkerLostError, match="gone"):
+            await stream.take()
+
+    asyncio.run(main())
+
+
+def test_take_waits_for_outputs_and_errors() -> None:
+    async def main() -> None:
+        stream = TokenStream()
+        waiting = asyncio.create_task(stream.take())
+        await asyncio.sleep(0)
+        stream.put(output(4, finish=FinishReason.STOP))
+        assert (await waiting).finish_reason is FinishReason.STOP
+        waiting = asyncio.create_task(stream.take())
+        await asyncio.sleep(0)
+        stream.put(StreamOutput(1, (), (), None, Failed.from_error(0, KvTransferError("aborted"))))
+        with pytest.raises(KvTransferError):
+            await waiting
+
+    asyncio.run(main())
+
+
+def test_cancelled_take_can_be_taken_up_again() -> None:
+    async def main() -> None:
+        stream = TokenStream()
+        waiting = asyncio.create_task(stream.take())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        stream.put(output(5))
+        assert (await stream.take()).token_ids == (5,)
+
+    asyncio.run(main())
+
+
+def test_journal_is_what_is_needed_to_go_on() -> None:
+    journal = Journal((7, 8), SamplingParams(seed=1, max_tokens=5))
+    assert (journal.token_ids, journal.num_generated, journal.remaining_tokens) == ((7, 8), 0, 5)
+    journal.record(Tokens((9,), (), None))
+    journal.record(Tokens((10, 11), (), None))
+    assert (journal.token_ids, journal.num_generated, journal.remaining_tokens) == ((7, 8, 9, 10, 11), 3, 2)

@@ -1,0 +1,75 @@
+"""Logs are one line per event, whatever they hold."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from protocol.errors import ConfigError
+from telemetry.ledger import RequestTimes
+from telemetry.logging import fields, setup_logging
+
+
+@pytest.fixture(autouse=True)
+def _restore_root() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers, root.level
+    yield
+    root.handlers = handlers
+    root.setLevel(level)
+
+
+def test_line_has_time_level_component_and_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("decode-1", "info")
+    logging.getLogger("some.part").info("moved %d blocks", 3, extra=fields(worker="p 1", seconds=0.25, why='a "b"', none=""))
+    logging.getLogger("some.part").debug("not shown")
+    line = capsys.readouterr().err
+    assert re.fullmatch(
+        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO decode-1 some\.part: moved 3 blocks "
+        r"worker=\"p 1\" seconds=0\.25 why=\"a 'b'\" none=\"\"\n",
+        line,
+    )
+
+
+def test_newlines_and_tracebacks_stay_on_the_line(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("router")
+    try:
+        raise ValueError("two\nlines")
+    except ValueError:
+        logging.getLogger("x").exception("bad\r\nthing")
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1
+    assert "ValueError: two\\nlines" in text
+    assert "bad\\r\\nthing" in text
+
+
+def test_unknown_level_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="debug, info, warning, error"):
+        setup_logging("router", "loud")
+
+
+def test_logs_go_to_stderr() -> None:
+    setup_logging("router")
+    [handler] = logging.getLogger().handlers
+    assert isinstance(handler, logging.StreamHandler)
+    assert handler.stream is sys.stderr
+
+
+def test_times_sum_up() -> None:
+    times = RequestTimes(arrival=10.0)
+    assert times.summary() == {"resumes": 0}
+    times.admitted, times.first_token, times.finish = 10.5, 11.0, 14.0
+    times.prefill_queue_s, times.prefill_s = 0.1, 0.3
+    assert times.summary() == {
+        "wait_s": 0.5,
+        "ttft_s": 1.0,
+        "decode_s": 3.0,
+        "total_s": 4.0,
+        "prefill_queue_s": 0.1,
+        "prefill_s": 0.3,
+        "resumes": 0,
+    }

@@ -1,0 +1,48 @@
+"""Metrics: names in vLLM's manner, workers read when asked."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from protocol.messages import LoadReport, Role
+from telemetry.metrics import Metrics, WorkerSample, kv_usage
+
+REPORT = LoadReport("d0", 1, 3, 4, 50, 25, 100, 2, 1, 9, 1.5, 0.1, 77)
+
+
+def read(metrics: Metrics) -> dict[tuple[str, tuple[str, ...]], float]:
+    return {
+        (sample.name, tuple(value for key, value in sorted(sample.labels.items()) if key != "model_name")): sample.value
+        for family in text_string_to_metric_families(metrics.render().decode())
+        for sample in family.samples
+    }
+
+
+def test_workers_are_read_at_scrape_time() -> None:
+    samples = [WorkerSample("d0", Role.DECODE, 2, None)]
+    metrics = Metrics("m", lambda: samples)
+    before = read(metrics)
+    assert before["tandem:worker_restarts_total", ("decode", "d0")] == 2
+    assert ("tandem:num_requests_running", ("decode", "d0")) not in before, "unknown is not zero"
+    samples[:] = [WorkerSample("d0", Role.DECODE, 2, REPORT)]
+    after = read(metrics)
+    assert after["tandem:num_requests_running", ("decode", "d0")] == 3
+    assert after["tandem:num_requests_waiting", ("decode", "d0")] == 4
+    assert after["tandem:kv_cache_usage_perc", ("decode", "d0")] == 0.75
+    samples.clear()
+    assert ("tandem:num_requests_running", ("decode", "d0")) not in read(metrics), "a gone worker leaves no gauge behind"
+
+
+def test_counters_are_per_registry() -> None:
+    one, two = Metrics("m", lambda: ()), Metrics("m", lambda: ())
+    one.generation_tokens.inc(5)
+    one.succeeded("stop")
+    one.failed("overloaded")
+    assert read(one)["tandem:generation_tokens_total", ()] == 5
+    assert read(one)["tandem:request_success_total", ("stop",)] == 1
+    assert read(one)["tandem:request_errors_total", ("overloaded",)] == 1
+    assert read(two)["tandem:generation_tokens_total", ()] == 0
+
+
+def test_kv_usage_of_an_empty_pool() -> None:
+    assert kv_usage(LoadReport("d0", 1, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0)) == 0.0
