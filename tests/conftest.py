@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
+import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 # A shared machine makes time limits on single examples a source of false alarms. CI repeats the same examples, so that a red
@@ -12,3 +15,26 @@ settings.register_profile(
     "tandem", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=bool(os.environ.get("CI"))
 )
 settings.load_profile("tandem")
+
+
+@pytest.fixture(scope="session")
+def transformers_smollm2() -> Any:
+    """The default model in `transformers`, float32: read from the GGUF file with transformers' own code.
+
+    Its `from_pretrained(gguf_file=...)` would do the same but wants the accelerate package.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    from configs.models import resolve
+
+    path = resolve("smollm2").facts.weight_files[0]
+    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]
+    left_over = model.load_state_dict(tensors, strict=False)
+    assert (left_over.missing_keys, left_over.unexpected_keys) == (["lm_head.weight"], [])
+    model.tie_weights()
+    return model.eval()

@@ -21,7 +21,7 @@ class Linear:
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
         self._bias_O = bias_O
-        self._packed = weight_OI.device.type == "cpu" and torch._C._has_mkldnn
+        self._packed = _can_pack(weight_OI)
         self._doubles_single_rows = self._packed and weight_OI.dtype == torch.float32
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _PACK_FOR_ROWS) if self._packed else weight_OI
 
@@ -33,3 +33,11 @@ class Linear:
             y_TO: Tensor = torch.ops.mkldnn._linear_pointwise(x_TI, self._weight, self._bias_O, "none", [], "")
             return y_TO
         return F.linear(x_TI, self._weight, self._bias_O)
+
+
+def _can_pack(weight_OI: Tensor) -> bool:
+    if weight_OI.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    if weight_OI.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight_OI.dtype == torch.float32

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -87,6 +87,24 @@ def test_batch_equals_alone(runner: Any, generate: Any) -> None:
         assert [token.token_id for token in alone] == [token.token_id for token in answer]
         for one, other in zip(alone, answer, strict=True):
             torch.testing.assert_close(logprobs(one), logprobs(other), atol=1e-4, rtol=0)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.skipif("AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="claimed where it was measured")
+@pytest.mark.usefixtures("one_thread")
+def test_on_one_thread_a_float32_answer_has_the_same_bits_in_any_batch(runner: Any, generate: Any) -> None:
+    prompts = [prompt(length, seed=length) for length in (1, 2, 9, 33, 64, 300, 17, 5)]
+    sampling = [greedy(8)] * len(prompts)
+    together = generate(runner("llama"), prompts, sampling)
+    for token_ids, params, answer in zip(prompts, sampling, together, strict=True):
+        assert generate(runner("llama"), [token_ids], [params], shuffle_blocks=False)[0] == answer
 
 
 def test_a_seeded_answer_is_the_same_in_a_batch(runner: Any, generate: Any) -> None:

@@ -125,7 +125,7 @@ class ScriptedWorker:
         return {}
 
     def report(self) -> LoadReport:
-        values: dict[str, Any] = dict(running=0, waiting=0, queued_tokens=0, tickets=0) | self.load()
+        values: dict[str, Any] = {"running": 0, "waiting": 0, "queued_tokens": 0, "tickets": 0} | self.load()
         return LoadReport(
             worker_id=self.ref.worker_id,
             epoch=self.ref.epoch,
@@ -342,6 +342,9 @@ class Cluster:
         """What the model will answer: this text, then the end of the turn."""
         self.script.answer = (*self.tokenizer.encode(text), 2)
 
+    async def until(self, condition: Callable[[], bool], what: str = "it did not happen") -> None:
+        await eventually(condition, what)
+
     async def healthy(self) -> None:
         await eventually(lambda: self.router.health_problem() is None)
 
@@ -352,9 +355,13 @@ class Cluster:
 
 
 async def eventually(condition: Callable[[], bool], what: str = "it did not happen", deadline_s: float = 10.0) -> None:
-    async with asyncio.timeout(deadline_s):
-        while not condition():
-            await asyncio.sleep(0.005)
+    """Wait for a condition that can only be seen from outside, so that there is no event to wait for."""
+    try:
+        async with asyncio.timeout(deadline_s):
+            while not condition():  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+    except TimeoutError:
+        raise AssertionError(what) from None
 
 
 @contextlib.asynccontextmanager
@@ -364,7 +371,8 @@ async def serving(model: Model, tokenizer: Tokenizer, **overrides: Any) -> Async
     controller = ScriptedController()
     router = Router(config, model, secret, controller)
     await router.start()
-    with socket.socket() as listener:
+    # Without the protocol, asyncio does not know it for TCP and leaves Nagle's algorithm on: 40 ms per answer.
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.bind(("127.0.0.1", 0))
         server = uvicorn.Server(
             uvicorn.Config(create_app(router), log_config=None, lifespan="off", timeout_graceful_shutdown=1)

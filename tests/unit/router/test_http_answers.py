@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import openai
 
 TEXT = "Paris is the capital of France. Ünïcödé, 日本語 and 🧑‍🚀 too."
 CHAT = {"model": "smollm2", "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+
+
+def joined(lists: Iterable[list[Any]]) -> list[Any]:
+    return [item for items in lists for item in items]
 
 
 def events(body: str) -> list[Any]:
@@ -81,11 +85,11 @@ def test_completions_streamed_equal_whole(run_cluster: Callable[..., None]) -> N
         assert whole["usage"]["completion_tokens"] == 9
         streamed = [chunk["choices"][0] for chunk in chunks]
         assert "".join(piece["text"] for piece in streamed) == choice["text"]
-        assert sum((piece["token_ids"] for piece in streamed), []) == choice["token_ids"]
+        assert joined(piece["token_ids"] for piece in streamed) == choice["token_ids"]
         assert streamed[0]["prompt_token_ids"] == choice["prompt_token_ids"]
         assert not any("prompt_token_ids" in piece for piece in streamed[1:])
         for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
-            assert sum((piece["logprobs"][name] for piece in streamed), []) == choice["logprobs"][name]
+            assert joined(piece["logprobs"][name] for piece in streamed) == choice["logprobs"][name]
         assert choice["logprobs"]["text_offset"][0] == 0
         assert all(1 <= len(top) <= 2 for top in choice["logprobs"]["top_logprobs"]), "equal texts share an entry"
         await cluster.clean()
@@ -147,7 +151,7 @@ def test_stop_string_across_tokens_ends_the_stream(run_cluster: Callable[..., No
         assert whole["usage"]["completion_tokens"] == len(whole["choices"][0]["token_ids"]) < len(cluster.script.answer)
         streamed = events((await cluster.http.post("/v1/chat/completions", json=request | {"stream": True})).text)
         assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in streamed) == "one two thr"
-        assert sum((chunk["choices"][0].get("token_ids", []) for chunk in streamed), []) == whole["choices"][0]["token_ids"]
+        assert joined(chunk["choices"][0].get("token_ids", []) for chunk in streamed) == whole["choices"][0]["token_ids"]
         await cluster.clean()
 
     run_cluster(test)
@@ -197,7 +201,7 @@ def test_sixteen_at_once_do_not_mix(run_cluster: Callable[..., None]) -> None:
         async def one(length: int) -> None:
             request = {"model": "smollm2", "prompt": [length], "max_tokens": length, "return_token_ids": True, "stream": True}
             chunks = events((await cluster.http.post("/v1/completions", json=request)).text)
-            token_ids = sum((chunk["choices"][0]["token_ids"] for chunk in chunks), [])
+            token_ids = joined(chunk["choices"][0]["token_ids"] for chunk in chunks)
             assert token_ids == list(cluster.script.answer[:length])
 
         await asyncio.gather(*(one(length) for length in range(1, 17)))

@@ -217,7 +217,7 @@ def test_too_large_and_too_slow_bodies(run_cluster: Callable[..., None]) -> None
         response = await cluster.http.post(PLAIN, content=pieces(0), headers=headers)
         assert response.status_code == 413, "also without a content-length"
         async with httpx.AsyncClient(base_url=cluster.url) as slow:
-            response = await slow.post(PLAIN, content=pieces(0.5), headers=headers)
+            response = await slow.post(PLAIN, content=pieces(0.2), headers=headers)
         assert response.status_code == 408
 
     http = HttpConfig(max_body_bytes=1000).model_dump()

@@ -70,7 +70,7 @@ def test_request_waits_for_the_only_worker_to_come_back(run_cluster: Run) -> Non
         cluster.says(TEXT)
         cluster.decode[0].die_after = 4
         task = asyncio.ensure_future(completion(cluster, return_token_ids=True))
-        await eventually(lambda: not cluster.router._roster.ready(Role.DECODE))
+        await cluster.until(lambda: not cluster.router._roster.ready(Role.DECODE))
         assert (await cluster.http.get("/health")).status_code == 503
         again = cluster.add(Role.DECODE, worker_id="decode-0", epoch=2)
         cluster.show(cluster.prefill[0], again)
@@ -86,7 +86,7 @@ def test_prefill_death_is_retried_elsewhere(run_cluster: Run) -> None:
         for worker in cluster.prefill:
             worker.gate.clear()
         task = asyncio.ensure_future(completion(cluster))
-        await eventually(lambda: any(worker.working for worker in cluster.prefill))
+        await cluster.until(lambda: any(worker.working for worker in cluster.prefill))
         [busy] = [worker for worker in cluster.prefill if worker.working]
         [idle] = [worker for worker in cluster.prefill if not worker.working]
         idle.gate.set()
@@ -103,10 +103,10 @@ def test_decode_death_during_prefill_stops_the_prefill(run_cluster: Run) -> None
         cluster.says(TEXT)
         cluster.prefill[0].gate.clear()
         task = asyncio.ensure_future(completion(cluster))
-        await eventually(lambda: bool(cluster.prefill[0].working))
+        await cluster.until(lambda: bool(cluster.prefill[0].working))
         [holder] = [worker for worker in cluster.decode if worker.tickets]
         await holder.die()
-        await eventually(lambda: bool(cluster.prefill[0].cancelled), "the prefill went on for a lost ticket")
+        await cluster.until(lambda: bool(cluster.prefill[0].cancelled), "the prefill went on for a lost ticket")
         cluster.prefill[0].gate.set()
         assert (await task).json()["choices"][0]["text"] == TEXT
         await cluster.clean()
@@ -119,7 +119,7 @@ def test_silent_worker_is_lost_after_its_lease(run_cluster: Run) -> None:
         cluster.says(TEXT)
         cluster.prefill[0].gate.clear()
         task = asyncio.ensure_future(completion(cluster))
-        await eventually(lambda: bool(cluster.prefill[0].working))
+        await cluster.until(lambda: bool(cluster.prefill[0].working))
         cluster.prefill[0].endpoint._report = stopped  # its socket stays open, but nothing comes any more
         cluster.add(Role.PREFILL)
         cluster.show()
@@ -226,11 +226,11 @@ def test_big_request_is_served_before_small_ones_that_came_later(run_cluster: Ru
         # A pool of 10 blocks: the first request takes 6, the big one needs all, the small ones would fit beside the first.
         cluster.prefill[0].gate.clear()
         tasks = [asyncio.ensure_future(one("first", 90))]
-        await eventually(lambda: bool(cluster.decode[0].tickets))
+        await cluster.until(lambda: bool(cluster.decode[0].tickets))
         tasks.append(asyncio.ensure_future(one("big", 155)))
-        await eventually(lambda: len(cluster.router._admission._line) == 1)
+        await cluster.until(lambda: len(cluster.router._admission._line) == 1)
         tasks += [asyncio.ensure_future(one(f"small {index}", 5)) for index in range(3)]
-        await eventually(lambda: len(cluster.router._admission._line) == 4)
+        await cluster.until(lambda: len(cluster.router._admission._line) == 4)
         assert "tandem:router_requests_waiting" in (await cluster.http.get("/metrics")).text
         cluster.prefill[0].gate.set()
         await asyncio.gather(*tasks)
@@ -244,7 +244,7 @@ def test_no_room_in_time_is_429(run_cluster: Run) -> None:
     async def test(cluster: Any) -> None:
         cluster.prefill[0].gate.clear()
         first = asyncio.ensure_future(completion(cluster, max_tokens=120))
-        await eventually(lambda: bool(cluster.decode[0].tickets))
+        await cluster.until(lambda: bool(cluster.decode[0].tickets))
         late = await completion(cluster, max_tokens=120)
         assert late.status_code == 429
         assert late.json()["error"]["type"] == "rate_limit_error"
@@ -260,7 +260,7 @@ def test_too_long_a_line_is_429_at_once(run_cluster: Run) -> None:
     async def test(cluster: Any) -> None:
         cluster.prefill[0].gate.clear()
         tasks = [asyncio.ensure_future(completion(cluster, max_tokens=120)) for _ in range(3)]
-        await eventually(lambda: len(cluster.router._admission._line) == 2)
+        await cluster.until(lambda: len(cluster.router._admission._line) == 2)
         refused = await completion(cluster, max_tokens=120)
         assert refused.status_code == 429
         assert "2 requests are waiting" in refused.json()["error"]["message"]
@@ -319,7 +319,7 @@ def test_client_that_leaves_frees_everything(run_cluster: Run, phase: str, strea
         if phase == "line":
             prefill.gate.clear()
             holder = asyncio.ensure_future(completion(cluster, max_tokens=600))
-            await eventually(lambda: bool(decode.tickets))
+            await cluster.until(lambda: bool(decode.tickets))
         elif phase == "reserve":
             decode.reserve_gate.clear()
         elif phase == "prefill":
@@ -333,11 +333,11 @@ def test_client_that_leaves_frees_everything(run_cluster: Run, phase: str, strea
         async with httpx.AsyncClient(base_url=cluster.url, timeout=20) as leaving:
             body = request(stream=stream, max_tokens=500)
             task = asyncio.ensure_future(leaving.post("/v1/completions", json=body))
-            await eventually(reached)
+            await cluster.until(reached)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         if holder is not None:
-            await eventually(lambda: len(cluster.router._admission._line) == 0)
+            await cluster.until(lambda: len(cluster.router._admission._line) == 0)
             holder.cancel()
             await asyncio.gather(holder, return_exceptions=True)
         if phase == "reserve":
@@ -366,7 +366,7 @@ def test_draining_worker_finishes_its_streams_and_gets_no_new_ones(run_cluster: 
         [other] = [worker for worker in cluster.decode if worker is not busy]
         cluster.states[busy.ref.worker_id] = WorkerState.DRAINING
         cluster.show()
-        await eventually(lambda: len(cluster.router._roster.ready(Role.DECODE)) == 1)
+        await cluster.until(lambda: len(cluster.router._roster.ready(Role.DECODE)) == 1)
         for _ in range(3):
             assert (await completion(cluster, max_tokens=2)).status_code == 200
         assert len(busy.attached) == 1
@@ -375,7 +375,7 @@ def test_draining_worker_finishes_its_streams_and_gets_no_new_ones(run_cluster: 
         rest = [line async for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         await stream.__aexit__(None, None, None)
-        await eventually(lambda: len(cluster.router._roster._entries) == 2, "the link of a gone worker was kept")
+        await cluster.until(lambda: len(cluster.router._roster._entries) == 2, "the link of a gone worker was kept")
 
     run_cluster(test, decode=2)
 
@@ -392,7 +392,7 @@ def test_requests_go_on_while_the_controller_is_away(run_cluster: Run) -> None:
         cluster.controller.away = False
         cluster.add(Role.DECODE)
         cluster.show()
-        await eventually(lambda: len(cluster.router._roster.ready(Role.DECODE)) == 2)
+        await cluster.until(lambda: len(cluster.router._roster.ready(Role.DECODE)) == 2)
 
     run_cluster(test)
 
@@ -400,12 +400,12 @@ def test_requests_go_on_while_the_controller_is_away(run_cluster: Run) -> None:
 def test_wedged_worker_turns_health_red_and_is_passed_by(run_cluster: Run) -> None:
     async def test(cluster: Any) -> None:
         cluster.decode[0].step_age_s = 60.0
-        await eventually(lambda: len(cluster.router._roster.ready(Role.DECODE)) == 1)
+        await cluster.until(lambda: len(cluster.router._roster.ready(Role.DECODE)) == 1)
         assert (await cluster.http.get("/health")).status_code == 200, "the other one can serve"
         assert (await completion(cluster)).status_code == 200
         assert not cluster.decode[0].attached
         cluster.decode[1].step_age_s = 60.0
-        await eventually(lambda: cluster.router.health_problem() is not None)
+        await cluster.until(lambda: cluster.router.health_problem() is not None)
         response = await cluster.http.get("/health")
         assert response.status_code == 503
         assert "stuck in a step" in response.json()["reason"]
@@ -432,19 +432,10 @@ def test_worker_that_breaks_mid_stream_without_a_successor(run_cluster: Run) -> 
         rest = [line async for line in lines if line]
         assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "unavailable"
         await stream.__aexit__(None, None, None)
-        await eventually(lambda: not cluster.prefill[0].working)
+        await cluster.until(lambda: not cluster.prefill[0].working)
 
     async def slow(cluster: Any) -> None:
         cluster.script.step_s = 0.05
         await test(cluster)
 
     run_cluster(slow, limits=FAST | {"queue_s": 0.5})
-
-
-async def eventually(condition: Callable[[], bool], what: str = "it did not happen", deadline_s: float = 10.0) -> None:
-    try:
-        async with asyncio.timeout(deadline_s):
-            while not condition():
-                await asyncio.sleep(0.005)
-    except TimeoutError:
-        raise AssertionError(what) from None

@@ -45,23 +45,22 @@ def test_tokenize_and_back(run_cluster: Run) -> None:
 
 def test_health_says_why_not(run_cluster: Run) -> None:
     async def test(cluster: Any) -> None:
-        async def reason() -> str:
+        async def says(reason: str) -> None:
+            await cluster.until(lambda: cluster.router.health_problem() == reason, reason)
             response = await cluster.http.get("/health")
             assert response.status_code == 503
-            return str(response.json()["reason"])
+            assert response.json() == {"status": "unavailable", "reason": reason}
 
-        assert await reason() == "no prefill worker is ready"
+        await says("no prefill worker is ready")
         cluster.add(Role.PREFILL)
         cluster.show()
-        while await reason() != "no decode worker is ready":
-            await asyncio.sleep(0.01)
+        await says("no decode worker is ready")
         decode = cluster.add(Role.DECODE)
         cluster.show()
         await cluster.healthy()
         assert (await cluster.http.get("/health")).json() == {"status": "ok"}
         await decode.die()
-        while await reason() != "no link to a decode worker":
-            await asyncio.sleep(0.01)
+        await says("no link to a decode worker")
 
     run_cluster(test, prefill=0, decode=0)
 

@@ -1,0 +1,49 @@
+"""What every result file says about where it came from."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def environment() -> dict[str, Any]:
+    """Processor, cores, memory, versions and the commit, with a mark if the tree differs from it."""
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(memory_gib, 1),
+        "system": f"{platform.system()} {platform.release().split('-')[0]}",
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "ray": version("ray"),
+        "commit": _git("rev-parse", "--short=12", "HEAD") + ("+changes" if _git("status", "--porcelain", "-uno") else ""),
+    }
+
+
+def write_result(name: str, result: dict[str, Any], table: str) -> None:
+    """Write `benchmarks/results/NAME.json` and `NAME.md`, and print the table."""
+    RESULTS.mkdir(exist_ok=True)
+    result = {**result, "environment": environment()}
+    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
+    where = ", ".join(f"{key} {value}" for key, value in result["environment"].items())
+    (RESULTS / f"{name}.md").write_text(f"{table}\n\n{where}\n")
+    print(table)
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.machine()
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()

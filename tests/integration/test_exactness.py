@@ -1,0 +1,89 @@
+"""Tokens and logprobs of the whole cluster over HTTP, against `transformers` on the same weights, in float32."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+LENGTHS = [5, 6, 8, 11, 15, 16, 17, 24, 32, 47, 64, 100, 128, 200, 257, 384, 511, 700, 1024, 1500]
+NUM_TOKENS = 12
+TEXTS = [
+    "The capital of France is Paris, and the river that runs through it is called the Seine. ",
+    "def quicksort(items):\n    if len(items) <= 1:\n        return items\n    pivot = items[0]\n",
+    "Zwei Hexen wuschen zwölf Wäschestücke; 3,141 of them were 100 % clean!\n",
+    "Q: What is 17 + 25?\nA: 42\n\nQ: Who wrote Hamlet?\nA: ",
+    '{"name": "Ada", "born": 1815, "fields": ["mathematics", "computing"]}\n',
+]
+
+
+@dataclass(frozen=True)
+class Answer:
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+@pytest.fixture(scope="module")
+def prompts(base_url: str) -> list[list[int]]:
+    """One prompt of each length, cut from varied text."""
+    found = []
+    for number, length in enumerate(LENGTHS):
+        rng = random.Random(number)
+        text = "".join(rng.choice(TEXTS) for _ in range(length // 10 + 4))
+        answer = httpx.post(f"{base_url}/tokenize", json={"model": "smollm2", "prompt": text}, timeout=60)
+        found.append(answer.json()["tokens"][:length])
+    assert [len(prompt) for prompt in found] == LENGTHS
+    return found
+
+
+def complete(base_url: str, prompt: list[int], **fields: Any) -> dict[str, Any]:
+    body = {"model": "smollm2", "prompt": prompt, "max_tokens": NUM_TOKENS, "return_token_ids": True, **fields}
+    answer = httpx.post(f"{base_url}/v1/completions", json=body, timeout=150)
+    assert answer.status_code == 200, answer.text
+    choice: dict[str, Any] = answer.json()["choices"][0]
+    return choice
+
+
+def greedy(base_url: str, prompt: list[int]) -> Answer:
+    choice = complete(base_url, prompt, temperature=0, logprobs=1, ignore_eos=True)
+    return Answer(choice["token_ids"], choice["logprobs"]["token_logprobs"])
+
+
+def test_greedy_equals_transformers_alone_and_sixteen_at_once(
+    base_url: str, prompts: list[list[int]], transformers_smollm2: Any
+) -> None:
+    alone = [greedy(base_url, prompt) for prompt in prompts]
+    for prompt, answer in zip(prompts, alone, strict=True):
+        assert_equals_reference(transformers_smollm2, prompt, answer)
+    with ThreadPoolExecutor(16) as threads:
+        together = list(threads.map(lambda prompt: greedy(base_url, prompt), prompts))
+    assert [answer.token_ids for answer in together] == [answer.token_ids for answer in alone]
+    for one, other in zip(alone, together, strict=True):
+        assert other.logprobs == pytest.approx(one.logprobs, abs=1e-3)
+
+
+def assert_equals_reference(reference: Any, prompt: list[int], answer: Answer) -> None:
+    with torch.inference_mode():
+        logits = reference(torch.tensor([prompt + answer.token_ids]), logits_to_keep=NUM_TOKENS + 1).logits[0, :-1]
+    expected = torch.log_softmax(logits, dim=-1)
+    assert answer.token_ids == expected.argmax(-1).tolist(), f"prompt of {len(prompt)} tokens"
+    chosen = expected.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+    assert answer.logprobs == pytest.approx(chosen.tolist(), abs=1e-3)
+
+
+def test_seeded_sampling_is_the_same_alone_and_among_fifteen_others(base_url: str, prompts: list[list[int]]) -> None:
+    def sampled(number: int) -> str:
+        text: str = complete(base_url, prompts[number], seed=1000 + number, temperature=0.9, top_p=0.95, max_tokens=24)["text"]
+        return text
+
+    watched = [3, 9, 14]
+    alone = {number: sampled(number) for number in watched}
+    with ThreadPoolExecutor(16) as threads:
+        together = list(threads.map(sampled, range(16)))
+    assert {number: together[number] for number in watched} == alone
+    assert len(set(together)) == 16, "different seeds and prompts say different things"
