@@ -54,11 +54,13 @@ class RayLauncher:
         return RayProcess(self, role, worker_id, epoch)
 
     async def create(self, role: Role, worker_id: str, epoch: int) -> Any:
-        """Handle of an actor for this life: the spare one if it is ready, else a new one, perhaps not placed yet."""
+        """Handle of an actor for this life: the spare one if there is one, else a new one, perhaps not placed yet."""
         spare, self._spare = self._spare, None
-        if spare is not None and spare.done() and spare.exception() is None:
-            return spare.result()
-        self._spare = spare
+        if spare is not None:
+            # One that is not ready yet is still ahead of one that would begin now and compete with it.
+            await asyncio.wait([spare])
+            if spare.exception() is None:
+                return spare.result()
         return await asyncio.to_thread(self._create_in_group, role, worker_id, epoch)
 
     async def start_arguments(self, role: Role) -> tuple[ClusterConfig, bytes, int]:

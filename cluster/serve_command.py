@@ -25,13 +25,17 @@ def serve_until_interrupted(config: ClusterConfig, address: str | None) -> None:
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         model_name = check_model(config)
-        with open(os.devnull, "w") as nowhere, console.status("starting") as progress, redirect_stdout(nowhere):
-            with running_cluster(config, address, lambda step: progress.update(f"starting: {step}")) as cluster:
-                progress.stop()
-                # Ray prints a page of advice on stdout whenever a process ends; our own line says which worker it was.
-                # (Again, because the progress line has put stdout back.)
-                with redirect_stdout(nowhere):
-                    _follow(cluster, config, model_name, console)
+        with (
+            open(os.devnull, "w") as nowhere,
+            console.status("starting") as progress,
+            redirect_stdout(nowhere),
+            running_cluster(config, address, lambda step: progress.update(f"starting: {step}")) as cluster,
+        ):
+            progress.stop()
+            # Ray prints a page of advice on stdout whenever a process ends; our own line says which worker it was.
+            # (Again, because the progress line has put stdout back.)
+            with redirect_stdout(nowhere):
+                _follow(cluster, config, model_name, console)
     except KeyboardInterrupt:
         console.print("stopped")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import torch
-from configs.models import resolve_for
-from engine.model_runner import ModelRunner
 
+from configs.models import resolve_for
 from configs.schema import ClusterConfig
 from decode_workers.worker import DecodeWorker
+from engine.model_runner import ModelRunner
 from kv_transfer.gloo import GlooTransport
 from protocol.actor import WorkerActor
 from protocol.messages import Role, WorkerRef

@@ -12,9 +12,6 @@ import asyncio
 import logging
 import time
 
-from engine.model_runner import ModelRunner
-from engine.sampler import finish_reason
-
 from configs.schema import ClusterConfig
 from decode_workers.ledger import Ledger, TicketEntry
 from decode_workers.outbox import Outbox
@@ -22,6 +19,8 @@ from decode_workers.scheduler import DecodeScheduler, Stream
 from engine.batch import SampledToken
 from engine.block_manager import BlockManager
 from engine.engine_thread import EngineThread
+from engine.model_runner import ModelRunner
+from engine.sampler import finish_reason
 from kv_transfer.receiver import ReceivingPair, TransferStats
 from kv_transfer.transport import Transport
 from protocol.endpoint import Endpoint
@@ -171,23 +170,27 @@ class DecodeWorker:
         return entry
 
     def _attach(self, router: bytes, message: Attach) -> None:
-        entry = self.ledger.find(message.ticket_id)
-        problem = None
-        if entry is None or entry.owner != router:
-            problem = "the ticket is gone"
-        elif entry.state is TicketState.ATTACHED or message.ticket_id in self._waiting_attaches:
-            problem = "the ticket is attached already"
-        elif not 0 <= message.first_token < self._vocab_size:
-            problem = f"token id {message.first_token} is outside the vocabulary"
-        elif self._overruns(entry, message):
-            problem = "the answer is longer than the reservation"
-        if problem is not None:
-            self._endpoint.send(router, Failed.from_error(message.call_id, KvTransferError(problem)))
+        try:
+            entry = self._check_attach(router, message)
+        except TandemError as error:
+            self._endpoint.send(router, Failed.from_error(message.call_id, error))
             return
-        assert entry is not None
         self._waiting_attaches[message.ticket_id] = message
         if entry.state is TicketState.COMMITTED:
             self._committed(entry)
+
+    def _check_attach(self, router: bytes, message: Attach) -> TicketEntry:
+        message.sampling.check(self._vocab_size)
+        entry = self.ledger.find(message.ticket_id)
+        if entry is None or entry.owner != router:
+            raise KvTransferError("the ticket is gone")
+        if entry.state is TicketState.ATTACHED or message.ticket_id in self._waiting_attaches:
+            raise InvalidRequestError("the ticket is attached already")
+        if not 0 <= message.first_token < self._vocab_size:
+            raise InvalidRequestError(f"token id {message.first_token} is outside the vocabulary")
+        if self._overruns(entry, message):
+            raise InvalidRequestError("the answer is longer than the reservation")
+        return entry
 
     def _overruns(self, entry: TicketEntry, message: Attach) -> bool:
         left = message.sampling.max_tokens - message.num_generated

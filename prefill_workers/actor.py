@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import torch
-from configs.models import resolve_for
-from engine.model_runner import ModelRunner
 
+from configs.models import resolve_for
 from configs.schema import ClusterConfig
+from engine.model_runner import ModelRunner
 from kv_transfer.gloo import GlooTransport
 from prefill_workers.worker import PrefillWorker
 from protocol.actor import WorkerActor

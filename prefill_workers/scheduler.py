@@ -3,8 +3,9 @@
     QUEUED ──blocks given──► COMPUTING ──last chunk──► HELD (until its KV has been handed over) ──► gone
 
 First come, first served: a step takes up to `max_batch_tokens` tokens from the oldest prompts, so that short prompts share
-a step and a long one is cut into chunks. A prompt gets all its blocks when it starts; while there are too few, it and those
-behind it wait, so that a long prompt is never starved by short ones.
+a step and a long one is cut into chunks. A prompt is cut at multiples of `max_batch_tokens` whatever else is there: where the
+cuts are decides how sums are rounded, and a request's tokens shall not depend on its company. A prompt gets all its blocks
+when it starts; while there are too few, it and those behind it wait, so that a long prompt is never starved by short ones.
 
 Who frees: `release`, called by the worker once no step and no transfer reads the blocks any more.
 """
@@ -78,9 +79,9 @@ class PrefillScheduler:
         chunks: list[PlannedChunk] = []
         room = self._max_batch_tokens
         for prompt in self._prompts:
-            if room == 0 or not self._has_blocks(prompt):
+            num_tokens = min(self._max_batch_tokens, prompt.remaining)
+            if num_tokens > room or not self._has_blocks(prompt):
                 break
-            num_tokens = min(room, prompt.remaining)
             room -= num_tokens
             start = prompt.computed
             prompt.computed += num_tokens

@@ -15,13 +15,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.model_runner import ModelRunner
-from engine.sampler import finish_reason
-
 from configs.schema import ClusterConfig
 from engine.batch import Chunk, SampledToken
 from engine.block_manager import BlockManager
 from engine.engine_thread import EngineThread
+from engine.model_runner import ModelRunner
+from engine.sampler import finish_reason
 from kv_transfer.sender import OutgoingTransfer, PushPart, SendingPair, StepSignal
 from kv_transfer.transport import Transport
 from prefill_workers.peers import DecodePeers
@@ -160,6 +159,7 @@ class PrefillWorker:
             raise ContextLengthError(f"{num_tokens} prompt tokens don't fit into {self._facts.max_model_len}", param="prompt")
         if not all(0 <= token_id < self._facts.vocab_size for token_id in message.token_ids):
             raise InvalidRequestError(f"token ids must lie in [0, {self._facts.vocab_size})", param="prompt")
+        message.sampling.check(self._facts.vocab_size)
         if message.ticket.num_prompt_tokens != num_tokens:
             raise InvalidRequestError("the ticket was made for a prompt of another length")
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 from enum import Enum
 
 from protocol.codec import message
-from protocol.errors import TandemError, error_from_code
+from protocol.errors import InvalidRequestError, TandemError, error_from_code
 
 
 class Role(Enum):
@@ -62,6 +62,24 @@ class SamplingParams:
     """None: no logprobs. n: the chosen token's and the n likeliest ones' (0 to 20)."""
     choice: int = 0
     """Index of the choice in its request: part of the randomness."""
+
+    def check(self, vocab_size: int) -> None:
+        """Raise InvalidRequestError if an engine can't sample like this. The router's own checks come first and say more."""
+        limits: dict[str, bool] = {
+            "seed": 0 <= self.seed < 2**63,
+            "max_tokens": self.max_tokens >= 1,
+            "temperature": 0 <= self.temperature < float("inf"),
+            "top_p": 0 < self.top_p <= 1,
+            "top_k": self.top_k >= 0,
+            "min_p": 0 <= self.min_p <= 1,
+            "min_tokens": self.min_tokens >= 0,
+            "stop_token_ids": all(0 <= token_id < vocab_size for token_id in self.stop_token_ids),
+            "logprobs": self.num_logprobs is None or 0 <= self.num_logprobs <= vocab_size,
+            "choice": 0 <= self.choice < 2**31,
+        }
+        for name, holds in limits.items():
+            if not holds:
+                raise InvalidRequestError(f"{name} is out of range", param=name)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ from telemetry.metrics import Metrics
 log = logging.getLogger(__name__)
 
 _RETRY_WHEN_DOWN_S = 5.0
+_IMPATIENCE = 0.25
+"""Share of a lease that a decode worker gets to answer while there are others to ask."""
 
 
 class Claim:
@@ -113,6 +115,7 @@ class Admission:
         Raises InvalidRequestError when no worker's pool could ever hold it; OverloadedError when too many wait already or
         no room came until `deadline` (the loop's time); UnavailableError when no worker of a role was up until then.
         """
+        self._roster.check_open()
         self.check_possible(len(journal.token_ids), journal.remaining_tokens)
         if not len(self._line):
             claim = await self._try(attempt_id, journal, avoid)
@@ -127,6 +130,7 @@ class Admission:
                     if claim is not None:
                         return claim
                     await self._roster.next_change(seen, deadline)
+                    self._roster.check_open()
         except TimeoutError:
             raise self._refusal() from None
         finally:
@@ -160,31 +164,34 @@ class Admission:
 
     async def _try(self, attempt_id: str, journal: Journal, avoid: Collection[str]) -> Claim | None:
         """A claim if some pair has room now. Decode workers are asked in turn, the one with the most room first."""
-        token_ids, max_tokens = journal.token_ids, journal.remaining_tokens
+        num_tokens = len(journal.token_ids)
         # The last token of an answer is never fed back, so it needs no slot.
-        need_blocks = blocks_for(len(token_ids) + max_tokens - 1, self._config.block_size)
+        need_blocks = blocks_for(num_tokens + journal.remaining_tokens - 1, self._config.block_size)
         decodes = {link.ref.worker_id: link for link in self._roster.ready(Role.DECODE)}
-        for worker_id in decode_order((link.load() for link in decodes.values()), need_blocks, avoid):
+        order = decode_order((link.load() for link in decodes.values()), need_blocks, avoid)
+        for worker_id in order:
             if self._best_prefill(avoid) is None:
                 return None
             decode = decodes[worker_id]
-            ticket = await self._reserve(decode, attempt_id, token_ids, max_tokens, need_blocks)
+            lease_s = self._config.limits.lease_s
+            patience_s = lease_s if worker_id == order[-1] else _IMPATIENCE * lease_s
+            ticket = await self._reserve(decode, attempt_id, journal, need_blocks, patience_s)
             if ticket is None:
                 continue
             prefill = self._best_prefill(avoid)
             if prefill is not None:
-                return Claim(attempt_id, prefill, decode, ticket, len(token_ids), need_blocks)
+                return Claim(attempt_id, prefill, decode, ticket, num_tokens, need_blocks)
             decode.release(ticket.ticket_id)
             decode.book.done(need_blocks)
         return None
 
     async def _reserve(
-        self, decode: WorkerLink, attempt_id: str, token_ids: tuple[int, ...], max_tokens: int, need_blocks: int
+        self, decode: WorkerLink, attempt_id: str, journal: Journal, need_blocks: int, patience_s: float
     ) -> Ticket | None:
-        """Blocks at this worker, or None if it is full, leaving or lost."""
+        """Blocks at this worker, or None if it is full, slow to answer, leaving or lost."""
         decode.book.give(need_blocks)
         try:
-            return await decode.reserve(attempt_id, token_ids, max_tokens)
+            return await decode.reserve(attempt_id, journal.token_ids, journal.remaining_tokens, patience_s)
         except OverloadedError:
             decode.book.done(need_blocks)
             decode.book.refuse(need_blocks)

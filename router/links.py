@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from configs.schema import LimitsConfig
 from protocol.calls import Caller
-from protocol.errors import ProtocolError, WorkerLostError
+from protocol.errors import ProtocolError, UnavailableError, WorkerLostError
 from protocol.messages import (
     Attach,
     Attached,
@@ -64,7 +64,7 @@ class WorkerLink:
         self._caller = Caller(client, self._on_message)
         self._streams: dict[int, TokenStream] = {}
         self._num_prefills = 0
-        self._late: set[asyncio.Future[Any]] = set()
+        self._late: set[asyncio.Future[Ticket]] = set()
         self._heard_at = self._progress_at = time.monotonic()
         self._reported_at = 0.0
         self.gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -105,27 +105,21 @@ class WorkerLink:
         """The worker's step has been running for longer than a lease: nothing new should wait behind it."""
         return self.report is not None and self.report.step_age_s > self._limits.lease_s
 
-    async def reserve(self, request_id: str, token_ids: tuple[int, ...], max_tokens: int) -> Ticket:
+    async def reserve(self, request_id: str, token_ids: tuple[int, ...], max_tokens: int, patience_s: float) -> Ticket:
         """Ask a decode worker for blocks. The caller releases the ticket.
 
-        Raises OverloadedError when it is full and WorkerLostError. A worker that doesn't answer this within a lease is lost:
-        only so can a ticket that we never heard of not stay reserved behind our heartbeats.
+        Raises OverloadedError when it is full, UnavailableError when it didn't answer within `patience_s`, WorkerLostError.
         """
-        deadline_s = self._limits.lease_s
-        asking = asyncio.ensure_future(
-            self._caller.ask(lambda call_id: Reserve(call_id, request_id, token_ids, max_tokens), 2 * deadline_s)
-        )
+        asking = asyncio.ensure_future(self._ask_for_ticket(request_id, token_ids, max_tokens))
         try:
-            async with asyncio.timeout(deadline_s):
-                answer = await asyncio.shield(asking)
+            async with asyncio.timeout(patience_s):
+                return await asyncio.shield(asking)
         except TimeoutError:
-            self._lose(f"it did not answer within {deadline_s:g} s")
             self._leave_to_itself(asking)
-            raise self.lost_error() from None
+            raise UnavailableError(f"{self.ref.worker_id} did not answer within {patience_s:g} s") from None
         except asyncio.CancelledError:
             self._leave_to_itself(asking)
             raise
-        return self._expect(answer, Reserved).ticket
 
     def open_stream(self, ticket_id: int) -> TokenStream:
         """Where this ticket's tokens will arrive, until `release`."""
@@ -233,12 +227,25 @@ class WorkerLink:
             raise ProtocolError(f"{self.ref.worker_id} answered with {type(answer).__name__} where {kind.__name__} was due")
         return answer
 
-    def _leave_to_itself(self, asking: asyncio.Future[Any]) -> None:
+    async def _ask_for_ticket(self, request_id: str, token_ids: tuple[int, ...], max_tokens: int) -> Ticket:
+        """A worker that doesn't answer within a lease is lost: our heartbeats would keep a ticket that we never heard of."""
+        lease_s = self._limits.lease_s
+        try:
+            async with asyncio.timeout(lease_s):
+                answer = await self._caller.ask(
+                    lambda call_id: Reserve(call_id, request_id, token_ids, max_tokens), 2 * lease_s
+                )
+        except TimeoutError:
+            self._lose(f"it did not answer within {lease_s:g} s")
+            raise self.lost_error() from None
+        return self._expect(answer, Reserved).ticket
+
+    def _leave_to_itself(self, asking: asyncio.Future[Ticket]) -> None:
+        """The request went elsewhere or its client left; should the ticket be granted after all, it is given back."""
         self._late.add(asking)
         asking.add_done_callback(self._give_back_late)
 
-    def _give_back_late(self, asking: asyncio.Future[Any]) -> None:
-        """A ticket was granted to a request that is gone."""
+    def _give_back_late(self, asking: asyncio.Future[Ticket]) -> None:
         self._late.discard(asking)
-        if not asking.cancelled() and asking.exception() is None and isinstance(asking.result(), Reserved):
-            self.release(asking.result().ticket.ticket_id)
+        if not asking.cancelled() and asking.exception() is None:
+            self.release(asking.result().ticket_id)

@@ -28,13 +28,10 @@ class Generation:
 class Preparer:
     """Knows the model's text side and limits. `max_model_len` is prompt and answer together."""
 
-    def __init__(
-        self, facts: ModelFacts, tokenizer: Tokenizer, template: ChatTemplate, *, add_bos: bool, max_model_len: int
-    ) -> None:
+    def __init__(self, facts: ModelFacts, tokenizer: Tokenizer, template: ChatTemplate, max_model_len: int) -> None:
         self._facts = facts
         self._tokenizer = tokenizer
         self._template = template
-        self._add_bos = add_bos
         self._max_model_len = max_model_len
 
     def chat(self, body: ChatBody) -> Generation:
@@ -52,7 +49,7 @@ class Preparer:
         return self._generation(body, token_ids, "prompt")
 
     def text_tokens(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return self._tokenizer.encode(text, add_bos=self._add_bos and add_special_tokens)
+        return self._tokenizer.encode(text, add_bos=add_special_tokens)
 
     def chat_tokens(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True) -> list[int]:
         """The messages through the model's own template, which puts in what special tokens it wants."""

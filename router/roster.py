@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from configs.schema import LimitsConfig
 from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState
-from protocol.errors import ProtocolError, WorkerLostError
+from protocol.errors import ProtocolError, UnavailableError, WorkerLostError
 from protocol.messages import Role, WorkerRef
 from protocol.wire import WireClient
 from router.controller_client import ControllerClient
@@ -55,18 +55,26 @@ class Roster:
         self._on_lost = on_lost
         self._entries: dict[tuple[str, int], _Entry] = {}
         self._changed = asyncio.Event()
+        self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         self._spawn(self._watch())
 
     async def close(self) -> None:
-        """Close all links; what is on them fails with WorkerLostError."""
+        """Close all links; what is on them fails with WorkerLostError, and nobody waits for another."""
+        self._closed = True
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._entries.clear()
+        self._note_change()
+
+    def check_open(self) -> None:
+        """Raise UnavailableError once the roster is closed: no worker will come any more."""
+        if self._closed:
+            raise UnavailableError("this router is shutting down")
 
     def linked(self, role: Role) -> list[WorkerLink]:
         """Live links to workers of this role that take new requests."""

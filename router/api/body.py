@@ -20,6 +20,7 @@ from protocol.errors import InvalidRequestError
 
 _UNSUPPORTED = "unsupported_field"
 _SHOWN_CHARS = 40
+_SHOWN_BITS = 100
 
 _B = TypeVar("_B", bound="Body")
 
@@ -119,5 +120,7 @@ def _show(value: Any) -> str:
         return "an object"
     if isinstance(value, list):
         return f"a list of {len(value)}"
+    if isinstance(value, int) and value.bit_length() > _SHOWN_BITS:
+        return "a number of more than 30 digits"
     text = "true" if value is True else "false" if value is False else "null" if value is None else repr(value)
     return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."

@@ -37,7 +37,7 @@ class Envelope:
             await self._app(scope, receive, send)
             return
         request_id = _request_id(scope)
-        scope.setdefault("state", {}).update(request_id=request_id.decode(), arrival=time.monotonic())
+        scope["state"] = {**scope.get("state", {}), "request_id": request_id.decode(), "arrival": time.monotonic()}
         started = False
 
         async def send_with_id(message: Message) -> None:

@@ -22,25 +22,7 @@ def greedy(num_logprobs: int) -> SamplingParams:
     return SamplingParams(seed=0, max_tokens=NUM_TOKENS, temperature=0.0, num_logprobs=num_logprobs)
 
 
-@pytest.fixture(scope="module")
-def reference(smollm2_facts: ModelFacts) -> Any:
-    """transformers reads the GGUF file with its own code (its `from_pretrained` would want the accelerate package)."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.initialization import no_init_weights
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-
-    path = smollm2_facts.weight_files[0]
-    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    with no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]
-    left_over = model.load_state_dict(tensors, strict=False)
-    assert (left_over.missing_keys, left_over.unexpected_keys) == (["lm_head.weight"], [])
-    model.tie_weights()
-    return model.eval()
-
-
-def test_float32_equals_transformers(smollm2_facts: ModelFacts, reference: Any, generate: Any) -> None:
+def test_float32_equals_transformers(smollm2_facts: ModelFacts, transformers_smollm2: Any, generate: Any) -> None:
     runner = ModelRunner.load(smollm2_facts, dtype="float32", block_size=16, num_kv_tokens=8192)
     prompts = [FRANCE, CODE, LONG]
     answers = generate(runner, prompts, [greedy(5)] * 3, chunk_tokens=256)
@@ -48,7 +30,7 @@ def test_float32_equals_transformers(smollm2_facts: ModelFacts, reference: Any, 
     for token_ids, answer in zip(prompts, answers, strict=True):
         generated = [token.token_id for token in answer]
         with torch.no_grad():
-            logits = reference(torch.tensor([token_ids + generated]), logits_to_keep=NUM_TOKENS + 1).logits[0]
+            logits = transformers_smollm2(torch.tensor([token_ids + generated]), logits_to_keep=NUM_TOKENS + 1).logits[0]
         expected = torch.log_softmax(logits, dim=-1)
         for row, token in zip(expected, answer, strict=False):
             assert token.token_id == int(row.argmax())
@@ -58,12 +40,14 @@ def test_float32_equals_transformers(smollm2_facts: ModelFacts, reference: Any, 
                 assert entry.logprob == pytest.approx(row[entry.token_id].item(), abs=1e-3)
 
 
-def test_bfloat16_is_close(smollm2_facts: ModelFacts, reference: Any, generate: Any) -> None:
+def test_bfloat16_is_close(smollm2_facts: ModelFacts, transformers_smollm2: Any, generate: Any) -> None:
     runner = ModelRunner.load(smollm2_facts, dtype="bfloat16", block_size=16, num_kv_tokens=2048)
     for token_ids in (FRANCE, CODE, LONG[:200]):
         token = generate(runner, [token_ids], [greedy(20)])[0][0]
         with torch.no_grad():
-            expected = torch.log_softmax(reference(torch.tensor([token_ids]), logits_to_keep=1).logits[0, -1], dim=-1)
+            expected = torch.log_softmax(
+                transformers_smollm2(torch.tensor([token_ids]), logits_to_keep=1).logits[0, -1], dim=-1
+            )
         gaps = [abs(entry.logprob - expected[entry.token_id].item()) for entry in token.logprobs.top]
         assert sum(gaps) / len(gaps) < 0.1
         assert max(gaps) < 0.4

@@ -40,7 +40,7 @@ def test_every_prompt_is_computed_once_in_order(lengths: list[int], budget: int,
         for chunk in plan:
             assert id(chunk.prompt) not in dropped
             assert chunk.start == computed[id(chunk.prompt)], "chunks follow each other without gap or overlap"
-            assert chunk.num_tokens > 0
+            assert chunk.num_tokens == min(budget, len(chunk.prompt.token_ids) - chunk.start), "cut alike in any company"
             assert len(chunk.prompt.block_table) * BLOCK_SIZE >= len(chunk.prompt.token_ids)
             computed[id(chunk.prompt)] += chunk.num_tokens
             assert chunk.last == (computed[id(chunk.prompt)] == len(chunk.prompt.token_ids))
@@ -67,14 +67,14 @@ def test_every_prompt_is_computed_once_in_order(lengths: list[int], budget: int,
 
 def test_short_prompts_share_a_step_and_long_ones_are_cut() -> None:
     scheduler = PrefillScheduler(BlockManager(100), BLOCK_SIZE, 16)
-    short, long, late = Prompt(range(5)), Prompt(range(30)), Prompt(range(3))
-    for prompt in (short, long, late):
+    first, second, long, late = Prompt(range(5)), Prompt(range(11)), Prompt(range(30)), Prompt(range(2))
+    for prompt in (first, second, long, late):
         scheduler.add(prompt)
     steps = [[(c.prompt is long, c.start, c.num_tokens, c.last) for c in scheduler.plan()] for _ in range(4)]
     assert steps == [
-        [(False, 0, 5, True), (True, 0, 11, False)],
-        [(True, 11, 16, False)],
-        [(True, 27, 3, True), (False, 0, 3, True)],
+        [(False, 0, 5, True), (False, 0, 11, True)],
+        [(True, 0, 16, False)],
+        [(True, 16, 14, True), (False, 0, 2, True)],
         [],
     ]
 

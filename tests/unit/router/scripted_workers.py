@@ -1,0 +1,259 @@
+"""Workers with a script instead of an engine, for the router's tests. Used through `conftest.Cluster`.
+
+They speak the real protocol over `protocol.endpoint`: the answer to every prompt is `Script.answer`, one token per step. They
+keep books, so that a test can see what the router left behind, and have switches for the faults that a test wants.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from protocol.endpoint import Endpoint
+from protocol.errors import KvTransferError, OverloadedError, TandemError
+from protocol.messages import (
+    Attach,
+    Attached,
+    Cancel,
+    Failed,
+    FinishReason,
+    FirstToken,
+    LoadReport,
+    Prefill,
+    Release,
+    Reserve,
+    Reserved,
+    Role,
+    SamplingParams,
+    StreamOutput,
+    Ticket,
+    TokenFrame,
+    TokenLogprobs,
+    TokenProb,
+    WorkerRef,
+)
+from protocol.wire import WireServer
+
+BLOCK_SIZE = 16
+
+
+def finish_of(sampling: SamplingParams, token_id: int, num_generated: int) -> FinishReason | None:
+    if token_id in sampling.stop_token_ids and num_generated > sampling.min_tokens:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if num_generated >= sampling.max_tokens else None
+
+
+@dataclass
+class Script:
+    """What all workers of a cluster say. `answer` repeats without end."""
+
+    answer: tuple[int, ...] = (1, 2, 3)
+    step_s: float = 0.0
+
+    def token(self, position: int) -> int:
+        return self.answer[position % len(self.answer)]
+
+    def logprobs(self, sampling: SamplingParams, token_id: int) -> TokenLogprobs | None:
+        if sampling.num_logprobs is None:
+            return None
+        top = tuple(TokenProb(token_id + offset, -0.5 - offset) for offset in range(sampling.num_logprobs))
+        return TokenLogprobs(-0.5, top)
+
+
+class ScriptedWorker:
+    """Common to both roles: a socket, load reports, switches."""
+
+    role: Role
+
+    def __init__(self, worker_id: str, epoch: int, secret: bytes, script: Script, total_blocks: int) -> None:
+        self.script = script
+        self.total_blocks = total_blocks
+        self.mute = False
+        """Stop reporting, as a stopped process would."""
+        self.step_age_s = 0.0
+        self.fail_with: TandemError | None = None
+        """Answer the next questions with this."""
+        self._server = WireServer(secret, "127.0.0.1")
+        self.ref = WorkerRef(worker_id, epoch, self.role, self._server.address)
+        self._tasks: set[asyncio.Task[None]] = set()
+        handlers = {kind: self._guarded(handler) for kind, handler in self.handlers().items()}
+        self.endpoint = Endpoint(self._server, handlers, self.report, self.peer_lost, lease_s=5.0, heartbeat_s=0.05)
+        self._running = asyncio.create_task(self.endpoint.run())
+
+    def handlers(self) -> dict[type[Any], Callable[[bytes, Any], None]]:
+        raise NotImplementedError
+
+    def peer_lost(self, peer: bytes) -> None:
+        pass
+
+    def forget(self) -> None:
+        raise NotImplementedError
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def die(self) -> None:
+        """Close the socket at once and forget everything."""
+        self.forget()
+        await asyncio.sleep(0)  # so that the endpoint runs, and closes its socket, even if it was made just now
+        tasks = {self._running, *self._tasks} - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def load(self) -> dict[str, int]:
+        return {}
+
+    def report(self) -> LoadReport:
+        values: dict[str, Any] = {"running": 0, "waiting": 0, "queued_tokens": 0, "tickets": 0} | self.load()
+        return LoadReport(
+            worker_id=self.ref.worker_id,
+            epoch=self.ref.epoch,
+            free_blocks=values.pop("free_blocks", self.total_blocks),
+            total_blocks=self.total_blocks,
+            transfers=0,
+            steps=7,
+            busy_s=0.5,
+            step_age_s=self.step_age_s,
+            tokens=11,
+            **values,
+        )
+
+    def send(self, peer: bytes, message: Any) -> None:
+        if not self.mute:
+            self.endpoint.send(peer, message)
+
+    def _guarded(self, handler: Callable[[bytes, Any], None]) -> Callable[[bytes, Any], None]:
+        def handle(peer: bytes, message: Any) -> None:
+            call_id = getattr(message, "call_id", None)
+            if self.fail_with is not None and call_id is not None:
+                self.send(peer, Failed.from_error(call_id, self.fail_with))
+            else:
+                handler(peer, message)
+
+        return handle
+
+
+class ScriptedPrefill(ScriptedWorker):
+    role = Role.PREFILL
+
+    def __init__(self, *args: Any) -> None:
+        self.seen: list[Prefill] = []
+        self.cancelled: list[str] = []
+        self.working: dict[str, Prefill] = {}
+        self.gate = asyncio.Event()
+        """Prompts are answered while it is set."""
+        self.gate.set()
+        super().__init__(*args)
+
+    def handlers(self) -> dict[type[Any], Callable[[bytes, Any], None]]:
+        return {Prefill: self._prefill, Cancel: self._cancel}
+
+    def load(self) -> dict[str, int]:
+        return {"queued_tokens": sum(len(message.token_ids) for message in self.working.values())}
+
+    def forget(self) -> None:
+        self.working.clear()
+
+    def _prefill(self, router: bytes, message: Prefill) -> None:
+        self.seen.append(message)
+        self.working[message.request_id] = message
+        self.spawn(self._answer(router, message))
+
+    async def _answer(self, router: bytes, message: Prefill) -> None:
+        await self.gate.wait()
+        if self.working.pop(message.request_id, None) is None:
+            return
+        token_id = self.script.token(message.num_generated)
+        finish = finish_of(message.sampling, token_id, message.num_generated + 1)
+        logprobs = self.script.logprobs(message.sampling, token_id)
+        self.send(router, FirstToken(message.call_id, token_id, logprobs, finish, 0.001, 0.002))
+
+    def _cancel(self, router: bytes, message: Cancel) -> None:
+        self.cancelled.append(message.request_id)
+        self.working.pop(message.request_id, None)
+
+
+class ScriptedDecode(ScriptedWorker):
+    role = Role.DECODE
+
+    def __init__(self, *args: Any) -> None:
+        self.tickets: dict[int, int] = {}
+        """Blocks by ticket."""
+        self.attached: list[Attach] = []
+        self.refuse_attach = 0
+        """This many attaches are answered with a KV transfer error."""
+        self.die_after: int | None = None
+        """Sudden death after this many tokens of a stream."""
+        self.error_after: int | None = None
+        self.reserve_gate = asyncio.Event()
+        self.reserve_gate.set()
+        self._ids = itertools.count(1)
+        super().__init__(*args)
+
+    def handlers(self) -> dict[type[Any], Callable[[bytes, Any], None]]:
+        return {Reserve: self._reserve, Attach: self._attach, Release: self._release}
+
+    def forget(self) -> None:
+        self.tickets.clear()
+
+    @property
+    def free_blocks(self) -> int:
+        return self.total_blocks - sum(self.tickets.values())
+
+    def load(self) -> dict[str, int]:
+        return {"free_blocks": self.free_blocks, "tickets": len(self.tickets)}
+
+    def _reserve(self, router: bytes, message: Reserve) -> None:
+        self.spawn(self._answer_reserve(router, message))
+
+    async def _answer_reserve(self, router: bytes, message: Reserve) -> None:
+        await self.reserve_gate.wait()
+        need = -(-(len(message.prompt_token_ids) + message.max_tokens - 1) // BLOCK_SIZE)
+        if need > self.free_blocks:
+            self.send(router, Failed.from_error(message.call_id, OverloadedError("full")))
+            return
+        ticket_id = next(self._ids)
+        self.tickets[ticket_id] = need
+        num_tokens = len(message.prompt_token_ids)
+        ticket = Ticket(ticket_id, ticket_id + 1000, self.ref, BLOCK_SIZE, tuple(range(need)), num_tokens)
+        self.send(router, Reserved(message.call_id, ticket))
+
+    def _attach(self, router: bytes, message: Attach) -> None:
+        if self.refuse_attach:
+            self.refuse_attach -= 1
+            self.send(router, Failed.from_error(message.call_id, KvTransferError("bytes were lost")))
+            return
+        self.attached.append(message)
+        self.send(router, Attached(message.call_id))
+        self.spawn(self._decode(router, message))
+
+    async def _decode(self, router: bytes, message: Attach) -> None:
+        for position in itertools.count(message.num_generated):
+            await asyncio.sleep(self.script.step_s)
+            done = position - message.num_generated
+            if self.die_after is not None and done >= self.die_after:
+                self.spawn(self.die())
+                return
+            if message.ticket_id not in self.tickets:
+                return
+            if self.error_after is not None and done >= self.error_after:
+                error = Failed.from_error(0, KvTransferError("the ticket is aborted"))
+                self.send(router, TokenFrame((StreamOutput(message.ticket_id, (), (), None, error),)))
+                return
+            token_id = self.script.token(position)
+            finish = finish_of(message.sampling, token_id, position + 1)
+            logprobs = self.script.logprobs(message.sampling, token_id)
+            output = StreamOutput(message.ticket_id, (token_id,), () if logprobs is None else (logprobs,), finish, None)
+            self.send(router, TokenFrame((output,)))
+            if finish is not None:
+                self.tickets.pop(message.ticket_id, None)
+                return
+
+    def _release(self, router: bytes, message: Release) -> None:
+        self.tickets.pop(message.ticket_id, None)

@@ -1,0 +1,67 @@
+"""Whatever a client sends, a body is either right or refused with a sentence; nothing else is raised."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol.errors import InvalidRequestError
+from router.api.body import Body, parse_body
+from router.api.chat import ChatBody
+from router.api.completions import CompletionBody
+from router.api.tools import DetokenizeBody, ScaleBody, TokenizeBody
+
+KINDS: list[type[Body]] = [ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, ScaleBody]
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "type", "text", "x"]), inner)
+    ),
+    max_leaves=6,
+)
+
+
+def names_of(kind: type[Body]) -> list[str]:
+    return [*kind.model_fields, *kind.neutral, "unknown"]
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_bodies_are_right_or_refused(data: st.DataObject) -> None:
+    kind = data.draw(st.sampled_from(KINDS))
+    fields = data.draw(st.dictionaries(st.sampled_from(names_of(kind)), values, max_size=4))
+    good = {"model": "m", "prompt": "p", "messages": [{"role": "user", "content": "c"}], "tokens": [1]}
+    known = {name: value for name, value in good.items() if name in kind.model_fields}
+    raw = json.dumps(known | fields).encode()
+    body = None
+    with contextlib.suppress(InvalidRequestError):
+        body = parse_body(kind, raw)
+    if body is None:
+        with pytest.raises(InvalidRequestError, match=r".{10,1000}"):
+            parse_body(kind, raw)
+        return
+    assert "unknown" not in fields
+    for name, value in fields.items():
+        if value is not None and name in kind.model_fields and not isinstance(value, dict | list):
+            assert getattr(body, name) == value
+
+
+@settings(max_examples=200)
+@given(st.binary(max_size=40))
+def test_bytes_are_json_or_refused(raw: bytes) -> None:
+    with pytest.raises(InvalidRequestError):
+        parse_body(CompletionBody, raw)
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "temperature", "seed", "model", "prompt", "n"])
+def test_numbers_of_absurd_length(field: str) -> None:
+    fields = {"model": '"m"', "prompt": '"p"', field: "9" * 6000}
+    raw = "{" + ", ".join(f'"{name}": {value}' for name, value in fields.items()) + "}"
+    with pytest.raises(InvalidRequestError) as refused:
+        parse_body(CompletionBody, raw.encode())
+    assert len(refused.value.message) < 300

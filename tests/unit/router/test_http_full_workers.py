@@ -1,0 +1,164 @@
+"""Full workers: waiting in order, and refusals with the right status."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+from protocol.errors import OverloadedError
+from protocol.messages import Role
+
+Run = Callable[..., None]
+TEXT = "one two three four five six seven eight nine ten"
+FAST = {"heartbeat_s": 0.05, "lease_s": 0.5, "queue_s": 5.0}
+
+
+def test_full_worker_passes_the_request_on(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        cluster.says(TEXT)
+        cluster.decode[0].fail_with = OverloadedError("full")
+        for _ in range(3):
+            assert (await cluster.complete()).status_code == 200
+        assert len(cluster.decode[1].attached) == 3
+        await cluster.clean()
+
+    run_cluster(test, decode=2)
+
+
+def test_slow_decode_worker_is_passed_by_and_its_late_ticket_given_back(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        cluster.says(TEXT)
+        slow, other = cluster.decode
+        slow.reserve_gate.clear()
+        assert (await cluster.complete()).status_code == 200
+        assert len(other.attached) == 1
+        slow.reserve_gate.set()
+        await cluster.until(lambda: not slow._tasks)
+        await cluster.clean()
+        assert (await cluster.complete()).status_code == 200
+
+    run_cluster(test, decode=2, limits=FAST | {"lease_s": 2.0})
+
+
+def test_worker_that_never_answers_a_reservation_is_lost(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        cluster.says(TEXT)
+        cluster.decode[0].reserve_gate.clear()
+        [link] = cluster.router._roster.ready(Role.DECODE)
+        task = asyncio.ensure_future(cluster.complete())
+        await asyncio.wait_for(link.gone, 5)
+        assert "did not answer" in link.gone.result()
+        cluster.decode[0].reserve_gate.set()
+        assert (await task).status_code == 200, "it went on over a new link"
+
+    run_cluster(test, limits=FAST)
+
+
+def test_closing_router_lets_nobody_wait(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        cluster.says("word " * 500)
+        cluster.script.step_s = 0.01
+        _, lines = await cluster.start_stream(max_tokens=400)
+        waiting = asyncio.ensure_future(cluster.complete(max_tokens=600))
+        await cluster.until(lambda: len(cluster.router._admission._line) == 1)
+        await cluster.router.close()
+        response = await waiting
+        assert response.status_code == 503
+        assert "shutting down" in response.json()["error"]["message"]
+        rest = [line async for line in lines if line]
+        assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "unavailable"
+
+    run_cluster(test, total_blocks=40, max_model_len=640)
+
+
+def test_big_request_is_served_before_small_ones_that_came_later(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        cluster.says("word " * 200)
+        order: list[str] = []
+
+        async def one(name: str, max_tokens: int) -> None:
+            assert (await cluster.complete(max_tokens=max_tokens, ignore_eos=True)).status_code == 200
+            order.append(name)
+
+        # A pool of 10 blocks: the first request takes 6, the big one needs all, the small ones would fit beside the first.
+        cluster.prefill[0].gate.clear()
+        tasks = [asyncio.ensure_future(one("first", 90))]
+        await cluster.until(lambda: bool(cluster.decode[0].tickets))
+        tasks.append(asyncio.ensure_future(one("big", 155)))
+        await cluster.until(lambda: len(cluster.router._admission._line) == 1)
+        tasks += [asyncio.ensure_future(one(f"small {index}", 5)) for index in range(3)]
+        await cluster.until(lambda: len(cluster.router._admission._line) == 4)
+        assert "tandem:router_requests_waiting" in (await cluster.http.get("/metrics")).text
+        cluster.prefill[0].gate.set()
+        await asyncio.gather(*tasks)
+        assert order[:2] == ["first", "big"]
+        await cluster.clean()
+
+    run_cluster(test, total_blocks=10, max_model_len=160)
+
+
+def test_no_room_in_time_is_429(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        cluster.prefill[0].gate.clear()
+        first = asyncio.ensure_future(cluster.complete(max_tokens=120))
+        await cluster.until(lambda: bool(cluster.decode[0].tickets))
+        late = await cluster.complete(max_tokens=120)
+        assert late.status_code == 429
+        assert late.json()["error"]["type"] == "rate_limit_error"
+        assert int(late.headers["retry-after"]) >= 1
+        cluster.prefill[0].gate.set()
+        assert (await first).status_code == 200
+        await cluster.clean()
+
+    run_cluster(test, total_blocks=10, max_model_len=160, limits=FAST | {"queue_s": 0.3, "lease_s": 5.0})
+
+
+def test_too_long_a_line_is_429_at_once(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        cluster.prefill[0].gate.clear()
+        tasks = [asyncio.ensure_future(cluster.complete(max_tokens=120)) for _ in range(3)]
+        await cluster.until(lambda: len(cluster.router._admission._line) == 2)
+        refused = await cluster.complete(max_tokens=120)
+        assert refused.status_code == 429
+        assert "2 requests are waiting" in refused.json()["error"]["message"]
+        cluster.prefill[0].gate.set()
+        assert [response.status_code for response in await asyncio.gather(*tasks)] == [200] * 3
+        await cluster.clean()
+
+    run_cluster(test, total_blocks=10, max_model_len=160, limits=FAST | {"max_waiting_requests": 2, "lease_s": 5.0})
+
+
+def test_full_prefill_queue_waits_and_is_no_failed_attempt(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        cluster.says(TEXT)
+        cluster.prefill[0].fail_with = OverloadedError("the queue is full")
+        task = asyncio.ensure_future(cluster.complete())
+        await asyncio.sleep(0.4)  # several reports long, so that it was refused more than three times
+        assert not task.done()
+        cluster.prefill[0].fail_with = None
+        assert (await task).json()["choices"][0]["text"] == TEXT
+        await cluster.clean()
+
+    run_cluster(test)
+
+
+def test_no_worker_up_in_time_is_503(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        response = await cluster.complete()
+        assert response.status_code == 503
+        assert response.json()["error"]["message"] == "no prefill worker came up within 0.2 s"
+        assert "retry-after" in response.headers
+
+    run_cluster(test, prefill=0, limits=FAST | {"queue_s": 0.2})
+
+
+def test_request_that_fits_no_pool_is_400(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        response = await cluster.complete(max_tokens=300)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "max_tokens"
+        assert "holds 160" in response.json()["error"]["message"]
+
+    run_cluster(test, total_blocks=10)

@@ -1,0 +1,177 @@
+"""Lost workers: a client sees a pause at worst, never a lost, doubled or changed token."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from protocol.errors import ContextLengthError, IncompatiblePeerError
+from protocol.messages import Failed, Prefill, Role
+
+Run = Callable[..., None]
+TEXT = "one two three four five six seven eight nine ten"
+FAST = {"heartbeat_s": 0.05, "lease_s": 0.5, "queue_s": 5.0}
+
+
+def test_stream_goes_on_when_its_decode_worker_dies(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        cluster.says(TEXT)
+        cluster.script.step_s = 0.005
+        for worker in cluster.decode:
+            worker.die_after = 3
+        cluster.add(Role.DECODE)
+        cluster.show()
+        body = (await cluster.complete(return_token_ids=True, seed=5)).json()
+        choice = body["choices"][0]
+        assert choice["text"] == TEXT, "nothing lost, doubled or changed"
+        assert choice["token_ids"] == list(cluster.script.answer)
+        resumed = [message for worker in cluster.prefill for message in worker.seen if message.num_generated]
+        assert resumed
+        assert all(
+            message.token_ids[-message.num_generated :] == cluster.script.answer[: message.num_generated]
+            and message.sampling.seed == 5
+            for message in resumed
+        )
+        metrics = (await cluster.http.get("/metrics")).text
+        assert f'tandem:resumed_streams_total{{model_name="smollm2"}} {float(len(resumed))}' in metrics
+        await cluster.clean()
+
+    run_cluster(test, decode=2)
+
+
+def test_request_waits_for_the_only_worker_to_come_back(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        cluster.says(TEXT)
+        cluster.decode[0].die_after = 4
+        task = asyncio.ensure_future(cluster.complete(return_token_ids=True))
+        await cluster.until(lambda: not cluster.router._roster.ready(Role.DECODE))
+        assert (await cluster.http.get("/health")).status_code == 503
+        again = cluster.add(Role.DECODE, worker_id="decode-0", epoch=2)
+        cluster.show(cluster.prefill[0], again)
+        assert (await task).json()["choices"][0]["text"] == TEXT
+        await cluster.healthy()
+
+    run_cluster(test)
+
+
+def test_prefill_death_is_retried_elsewhere(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        cluster.says(TEXT)
+        for worker in cluster.prefill:
+            worker.gate.clear()
+        task = asyncio.ensure_future(cluster.complete())
+        await cluster.until(lambda: any(worker.working for worker in cluster.prefill))
+        [busy] = [worker for worker in cluster.prefill if worker.working]
+        [idle] = [worker for worker in cluster.prefill if not worker.working]
+        idle.gate.set()
+        await busy.die()
+        assert (await task).json()["choices"][0]["text"] == TEXT
+        assert len(idle.seen) == 1
+        await cluster.clean()
+
+    run_cluster(test, prefill=2)
+
+
+def test_decode_death_during_prefill_stops_the_prefill(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        cluster.says(TEXT)
+        cluster.prefill[0].gate.clear()
+        task = asyncio.ensure_future(cluster.complete())
+        await cluster.until(lambda: bool(cluster.prefill[0].working))
+        [holder] = [worker for worker in cluster.decode if worker.tickets]
+        await holder.die()
+        await cluster.until(lambda: bool(cluster.prefill[0].cancelled), "the prefill went on for a lost ticket")
+        cluster.prefill[0].gate.set()
+        assert (await task).json()["choices"][0]["text"] == TEXT
+        await cluster.clean()
+
+    run_cluster(test, decode=2)
+
+
+def test_silent_worker_is_lost_after_its_lease(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        cluster.says(TEXT)
+        cluster.prefill[0].gate.clear()
+        task = asyncio.ensure_future(cluster.complete())
+        await cluster.until(lambda: bool(cluster.prefill[0].working))
+        cluster.prefill[0].endpoint._report = stopped  # its socket stays open, but nothing comes any more
+        cluster.add(Role.PREFILL)
+        cluster.show()
+        assert (await task).json()["choices"][0]["text"] == TEXT
+        assert (await cluster.http.get("/health")).status_code == 200
+
+    def stopped() -> Any:
+        raise ConnectionError("the process is stopped")
+
+    run_cluster(test, limits=FAST)
+
+
+def test_transfer_failure_is_retried_and_counted(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        cluster.says(TEXT)
+        cluster.decode[0].refuse_attach = 2
+        assert (await cluster.complete()).json()["choices"][0]["text"] == TEXT
+        metrics = (await cluster.http.get("/metrics")).text
+        assert 'tandem:kv_transfer_failures_total{model_name="smollm2"} 2.0' in metrics
+        await cluster.clean()
+
+    run_cluster(test)
+
+
+def test_third_failure_is_the_last(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        cluster.says(TEXT)
+        cluster.decode[0].refuse_attach = 3
+        response = await cluster.complete()
+        assert response.status_code == 503
+        assert response.json()["error"]["code"] == "kv_transfer_failed"
+        assert response.headers["retry-after"] == "1"
+        await cluster.clean()
+
+    run_cluster(test)
+
+
+def test_failure_after_the_first_byte_is_an_event(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        cluster.says(TEXT)
+        cluster.decode[0].error_after = 0
+        response = await cluster.complete(stream=True)
+        assert response.status_code == 200
+        lines = [line for line in response.text.split("\n") if line]
+        error = json.loads(lines[-1].removeprefix("data: "))["error"]
+        assert error["code"] == "kv_transfer_failed"
+        assert error["type"] == "server_error"
+        assert "[DONE]" not in response.text
+        await cluster.clean()
+
+    run_cluster(test)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (ContextLengthError("too long", param="prompt"), 400, "context_length_exceeded"),
+        (IncompatiblePeerError("dtype: float32 here, bfloat16 there"), 500, "incompatible_peer"),
+    ],
+)
+def test_refusals_of_workers_reach_the_client_and_are_not_retried(run_cluster: Run, error: Any, status: int, code: str) -> None:
+    async def test(cluster: Any) -> None:
+        asked = 0
+
+        def refuse(peer: bytes, message: Any) -> None:
+            nonlocal asked
+            asked += 1
+            cluster.prefill[0].send(peer, Failed.from_error(message.call_id, error))
+
+        cluster.prefill[0].endpoint._handlers[Prefill] = refuse
+        response = await cluster.complete()
+        assert response.status_code == status
+        assert response.json()["error"]["code"] == code
+        assert asked == 1
+        await cluster.clean()
+
+    run_cluster(test)
