@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from engine.model_runner import ModelRunner
 from protocol.messages import SamplingParams
 
 HOST = "127.0.0.1"
+TANDEM = str(Path(sys.executable).with_name("tandem"))
 PROMPT_TOKENS = 32
 STREAMS, STREAM_PROMPT, STREAM_ANSWER = 16, 64, 192
 BLOCK_SIZE = 16
@@ -53,7 +55,7 @@ def main() -> None:
 @contextmanager
 def cluster(port: int) -> Iterator[int]:
     """A fresh 1P1D cluster; the pid of its `tandem serve`."""
-    serve = subprocess.Popen([sys.executable, "-m", "cluster.cli", "serve", "--port", str(port)], cwd=ROOT)
+    serve = subprocess.Popen([TANDEM, "serve", "--port", str(port)], cwd=ROOT)
     try:
         deadline = time.monotonic() + 180
         while not healthy(port):

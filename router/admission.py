@@ -189,21 +189,19 @@ class Admission:
         self, decode: WorkerLink, attempt_id: str, journal: Journal, need_blocks: int, patience_s: float
     ) -> Ticket | None:
         """Blocks at this worker, or None if it is full, slow to answer, leaving or lost."""
+        ticket = None
         decode.book.give(need_blocks)
         try:
-            return await decode.reserve(attempt_id, journal.token_ids, journal.remaining_tokens, patience_s)
+            ticket = await decode.reserve(attempt_id, journal.token_ids, journal.remaining_tokens, patience_s)
         except OverloadedError:
-            decode.book.done(need_blocks)
             decode.book.refuse(need_blocks)
-            return None
         except UnavailableError as error:
-            decode.book.done(need_blocks)
             decode.book.refuse(0)
             log.info("no reservation: %s", error.message)
-            return None
-        except BaseException:
-            decode.book.done(need_blocks)
-            raise
+        finally:
+            if ticket is None:
+                decode.book.done(need_blocks)
+        return ticket
 
     def _best_prefill(self, avoid: Collection[str]) -> WorkerLink | None:
         links = {link.ref.worker_id: link for link in self._roster.ready(Role.PREFILL)}

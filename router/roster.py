@@ -116,6 +116,7 @@ class Roster:
                 self._retire(entry)
             else:
                 entry.state = info.state
+                self._set_retired(entry, False)
         for info in view.workers:
             if info.ref is not None and (info.worker_id, info.epoch) not in self._entries:
                 self._open(info.ref, info.state)
@@ -126,12 +127,16 @@ class Roster:
         self._entries[ref.worker_id, ref.epoch] = entry
 
     def _retire(self, entry: _Entry) -> None:
-        entry.retired = True
+        """Its worker is no longer listed: it left, or a new controller has not found it yet."""
+        self._set_retired(entry, True)
         if entry.link is None:
             entry.task.cancel()
             del self._entries[entry.ref.worker_id, entry.ref.epoch]
-        else:
-            entry.link.retired = True
+
+    def _set_retired(self, entry: _Entry, retired: bool) -> None:
+        entry.retired = retired
+        if entry.link is not None:
+            entry.link.retired = retired
 
     async def _keep(self, ref: WorkerRef) -> None:
         """Hold a link to one life of a worker for as long as its entry stands."""

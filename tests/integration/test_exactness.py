@@ -29,13 +29,13 @@ class Answer:
 
 
 @pytest.fixture(scope="module")
-def prompts(base_url: str) -> list[list[int]]:
+def prompts(shared_cluster: Any) -> list[list[int]]:
     """One prompt of each length, cut from varied text."""
     found = []
     for number, length in enumerate(LENGTHS):
         rng = random.Random(number)
         text = "".join(rng.choice(TEXTS) for _ in range(length // 10 + 4))
-        answer = httpx.post(f"{base_url}/tokenize", json={"model": "smollm2", "prompt": text}, timeout=60)
+        answer = httpx.post(f"{shared_cluster.url}/tokenize", json={"model": "smollm2", "prompt": text}, timeout=60)
         found.append(answer.json()["tokens"][:length])
     assert [len(prompt) for prompt in found] == LENGTHS
     return found
@@ -55,13 +55,13 @@ def greedy(base_url: str, prompt: list[int]) -> Answer:
 
 
 def test_greedy_equals_transformers_alone_and_sixteen_at_once(
-    base_url: str, prompts: list[list[int]], transformers_smollm2: Any
+    cluster: Any, prompts: list[list[int]], transformers_smollm2: Any
 ) -> None:
-    alone = [greedy(base_url, prompt) for prompt in prompts]
+    alone = [greedy(cluster.url, prompt) for prompt in prompts]
     for prompt, answer in zip(prompts, alone, strict=True):
         assert_equals_reference(transformers_smollm2, prompt, answer)
     with ThreadPoolExecutor(16) as threads:
-        together = list(threads.map(lambda prompt: greedy(base_url, prompt), prompts))
+        together = list(threads.map(lambda prompt: greedy(cluster.url, prompt), prompts))
     assert [answer.token_ids for answer in together] == [answer.token_ids for answer in alone]
     for one, other in zip(alone, together, strict=True):
         assert other.logprobs == pytest.approx(one.logprobs, abs=1e-3)
@@ -76,9 +76,10 @@ def assert_equals_reference(reference: Any, prompt: list[int], answer: Answer) -
     assert answer.logprobs == pytest.approx(chosen.tolist(), abs=1e-3)
 
 
-def test_seeded_sampling_is_the_same_alone_and_among_fifteen_others(base_url: str, prompts: list[list[int]]) -> None:
+def test_seeded_sampling_is_the_same_alone_and_among_fifteen_others(cluster: Any, prompts: list[list[int]]) -> None:
     def sampled(number: int) -> str:
-        text: str = complete(base_url, prompts[number], seed=1000 + number, temperature=0.9, top_p=0.95, max_tokens=24)["text"]
+        fields = {"seed": 1000 + number, "temperature": 0.9, "top_p": 0.95, "max_tokens": 24}
+        text: str = complete(cluster.url, prompts[number], **fields)["text"]
         return text
 
     watched = [3, 9, 14]

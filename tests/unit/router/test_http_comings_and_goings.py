@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import Callable
 from typing import Any
@@ -147,3 +148,35 @@ def test_worker_that_breaks_mid_stream_without_a_successor(run_cluster: Run) -> 
         await test(cluster)
 
     run_cluster(slow, limits=FAST | {"queue_s": 0.5})
+
+
+def test_worker_that_a_new_controller_lists_late_keeps_its_streams(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        cluster.says("word " * 30)
+        cluster.script.step_s = 0.01
+        stream, lines = await cluster.start_stream(max_tokens=30)
+        [decode_link] = cluster.router._roster.ready(Role.DECODE)
+        cluster.controller.show()  # a controller that has just started knows nobody
+        await cluster.until(lambda: not cluster.router._roster.ready(Role.DECODE))
+        cluster.show()
+        await cluster.until(lambda: bool(cluster.router._roster.ready(Role.DECODE)))
+        assert cluster.router._roster.ready(Role.DECODE) == [decode_link], "the same link, never broken"
+        assert [line async for line in lines if line][-1] == "data: [DONE]"
+        await stream.__aexit__(None, None, None)
+        assert (await cluster.complete()).status_code == 200
+
+    run_cluster(test)
+
+
+def test_worker_of_another_life_at_the_address_is_refused(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        [link] = cluster.router._roster.ready(Role.DECODE)
+        [decode] = cluster.decode
+        decode.ref = dataclasses.replace(decode.ref, epoch=2)
+        reason = await asyncio.wait_for(link.gone, 5)
+        assert reason == "decode-0 of epoch 2 answers at its address"
+        cluster.show()
+        await cluster.healthy()
+        assert (await cluster.complete()).status_code == 200
+
+    run_cluster(test)

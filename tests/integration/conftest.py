@@ -1,0 +1,163 @@
+"""A real cluster for all integration tests: the real `tandem serve`, in processes of its own, float32, on a free port."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+START_S = 150.0
+TANDEM = str(Path(sys.executable).with_name("tandem"))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class Served:
+    """A running `tandem serve` and everything below it, known by a mark in the environment that all of it inherits."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    log: Path
+    mark: str
+    url: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def wait_ready(self) -> None:
+        """Until it says so. Fails with its log if it ends or takes too long."""
+        self.until(lambda: "ready:" in self.said() or self.process.poll() is not None, START_S)
+        assert self.process.poll() is None, f"tandem serve ended:\n{self.said()}"
+
+    def said(self) -> str:
+        return self.log.read_text()
+
+    def until(self, condition: Callable[[], bool], deadline_s: float) -> float:
+        """Seconds until the condition holds, looked at ten times a second. Fails at the deadline."""
+        begun = time.monotonic()
+        while not condition():
+            assert time.monotonic() - begun < deadline_s, f"not within {deadline_s} s; tandem serve said:\n{self.said()}"
+            time.sleep(0.1)
+        return time.monotonic() - begun
+
+    def workers(self) -> list[dict[str, Any]]:
+        answer = httpx.get(f"{self.url}/admin/status", timeout=30)
+        assert answer.status_code == 200, answer.text
+        found: list[dict[str, Any]] = answer.json()["workers"]
+        return found
+
+    def worker(self, worker_id: str) -> dict[str, Any]:
+        (found,) = (worker for worker in self.workers() if worker["worker_id"] == worker_id)
+        return found
+
+    def scale(self, **sizes: int) -> httpx.Response:
+        return httpx.post(f"{self.url}/admin/scale", json=sizes, timeout=30)
+
+    def settled(self, prefill: int, decode: int) -> bool:
+        """Just these workers exist, all of them ready and linked to the router."""
+        workers = self.workers()
+        roles = sorted(worker["role"] for worker in workers)
+        usable = all(worker["state"] == "ready" and worker["linked"] for worker in workers)
+        return usable and roles == sorted(["prefill"] * prefill + ["decode"] * decode)
+
+    def clean(self) -> bool:
+        """No worker holds a block, a ticket or a transfer."""
+        return all(
+            (worker["running"], worker["waiting"], worker["tickets"], worker["transfers"]) == (0, 0, 0, 0)
+            and worker["free_blocks"] == worker["total_blocks"]
+            for worker in self.workers()
+        )
+
+    def processes(self) -> dict[int, str]:
+        """What runs under the mark: process ids to command lines."""
+        return marked_processes(self.mark)
+
+    def end(self, number: int = signal.SIGTERM) -> float:
+        """Send a signal; seconds until the command has ended."""
+        begun = time.monotonic()
+        self.process.send_signal(number)
+        self.process.wait(timeout=30)
+        return time.monotonic() - begun
+
+
+def marked_processes(mark: str) -> dict[int, str]:
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if mark.encode() in (entry / "environ").read_bytes():
+                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+            except OSError:
+                continue  # it ended meanwhile
+    return {pid: command for pid, command in found.items() if command}
+
+
+def start_serve(log: Path, *flags: str, environment: dict[str, str] | None = None) -> Served:
+    """`tandem serve` with these flags, on a free port, with a Ray instance of its own unless a flag says otherwise."""
+    port, mark = free_port(), uuid.uuid4().hex
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    command = [TANDEM, "serve", "--port", str(port), *flags]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=inherited | (environment or {}) | {"TANDEM_TEST_MARK": mark},
+            start_new_session=True,
+        )
+    return Served(process, port, log, mark)
+
+
+@pytest.fixture(scope="session")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Served]]:
+    """Starts clusters (see start_serve); all of them end with the session."""
+    started: list[Served] = []
+
+    def start(*flags: str, environment: dict[str, str] | None = None) -> Served:
+        served = start_serve(tmp_path_factory.mktemp("serve") / "log", *flags, environment=environment)
+        started.append(served)
+        return served
+
+    yield start
+    for served in started:
+        if served.process.poll() is None:
+            served.end()
+
+
+@pytest.fixture(scope="session")
+def shared_cluster(serve: Callable[..., Served]) -> Served:
+    served = serve("--dtype", "float32")
+    served.wait_ready()
+    return served
+
+
+@pytest.fixture
+def cluster(shared_cluster: Served) -> Served:
+    """1 prefill + 1 decode worker, idle. Tests may scale and kill; the next test gets it whole again."""
+    if not shared_cluster.settled(1, 1):
+        assert shared_cluster.scale(prefill=1, decode=1).status_code == 200
+        shared_cluster.until(lambda: shared_cluster.settled(1, 1), 60)
+    shared_cluster.until(shared_cluster.clean, 20)
+    return shared_cluster
+
+
+@pytest.fixture(scope="module")
+def base_url(shared_cluster: Served) -> str:
+    return shared_cluster.url

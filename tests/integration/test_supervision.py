@@ -1,0 +1,60 @@
+"""Workers come, go and die while requests run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+
+def ask(cluster: Any, max_tokens: int = 8) -> str:
+    body = {"model": "smollm2", "prompt": "The capital of France is", "max_tokens": max_tokens, "temperature": 0}
+    answer = httpx.post(f"{cluster.url}/v1/completions", json=body | {"ignore_eos": True}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["choices"][0]["text"]
+    return text
+
+
+@pytest.mark.parametrize("worker_id", ["prefill-0", "decode-0"])
+def test_after_kill_9_new_requests_succeed_within_five_seconds(cluster: Any, worker_id: str) -> None:
+    before = cluster.worker(worker_id)
+    expected = ask(cluster)
+    os.kill(before["pid"], signal.SIGKILL)
+    begun = time.monotonic()
+    assert ask(cluster) == expected
+    assert time.monotonic() - begun < 5.0
+    after = cluster.worker(worker_id)
+    assert (after["epoch"], after["restarts"]) == (before["epoch"] + 1, before["restarts"] + 1)
+    assert "process ended" in after["last_error"]
+    assert f"{worker_id} is ready" in cluster.said()
+
+
+def test_scaling_while_requests_run_lets_streams_finish(cluster: Any) -> None:
+    expected = ask(cluster, 150)
+    answers: list[str] = []
+    streams = [threading.Thread(target=lambda: answers.append(ask(cluster, 150))) for _ in range(6)]
+    assert cluster.scale(prefill=2, decode=2).status_code == 200
+    cluster.until(lambda: cluster.settled(2, 2), 60)
+    for stream in streams:
+        stream.start()
+    cluster.until(lambda: all(w["running"] + w["waiting"] > 0 for w in cluster.workers() if w["role"] == "decode"), 20)
+    assert cluster.scale(prefill=1, decode=1).status_code == 200
+    draining = [worker["worker_id"] for worker in cluster.workers() if worker["state"] == "draining"]
+    assert "decode-1" in draining
+    for stream in streams:
+        stream.join(60)
+    assert answers == [expected] * 6
+    cluster.until(lambda: cluster.settled(1, 1), 20)
+
+
+@pytest.mark.parametrize(("sizes", "named"), [({"decode": 0}, "decode"), ({"prefill": 5000}, "prefill"), ({"router": 2}, "router")])
+def test_absurd_sizes_are_refused(cluster: Any, sizes: dict[str, int], named: str) -> None:
+    answer = cluster.scale(**sizes)
+    assert answer.status_code == 400
+    assert named in answer.json()["error"]["message"]
+    assert cluster.settled(1, 1)
