@@ -88,6 +88,11 @@ class Served:
         """What runs under the mark: process ids to command lines."""
         return marked_processes(self.mark)
 
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Another `tandem` command on this cluster."""
+        command = [TANDEM, *arguments, "--url", self.url]
+        return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+
     def end(self, number: int = signal.SIGTERM) -> float:
         """Send a signal; seconds until the command has ended."""
         begun = time.monotonic()

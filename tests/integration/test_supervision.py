@@ -52,7 +52,9 @@ def test_scaling_while_requests_run_lets_streams_finish(cluster: Any) -> None:
     cluster.until(lambda: cluster.settled(1, 1), 20)
 
 
-@pytest.mark.parametrize(("sizes", "named"), [({"decode": 0}, "decode"), ({"prefill": 5000}, "prefill"), ({"router": 2}, "router")])
+@pytest.mark.parametrize(
+    ("sizes", "named"), [({"decode": 0}, "decode"), ({"prefill": 5000}, "prefill"), ({"router": 2}, "router")]
+)
 def test_absurd_sizes_are_refused(cluster: Any, sizes: dict[str, int], named: str) -> None:
     answer = cluster.scale(**sizes)
     assert answer.status_code == 400

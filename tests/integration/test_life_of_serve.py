@@ -1,0 +1,118 @@
+"""`tandem serve` from the outside: what it refuses, what it opens, and that nothing outlives it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+GONE_S = 10.0
+
+
+def test_a_truncated_model_file_is_one_line(tmp_path: Path, serve: Callable[..., Any]) -> None:
+    from configs.models import resolve
+
+    whole = resolve("smollm2").facts.weight_files[0]
+    broken = tmp_path / "broken.gguf"
+    with whole.open("rb") as source:
+        broken.write_bytes(source.read(50_000_000))
+    assert_refused(serve("--model", str(broken)), "broken.gguf")
+
+
+def test_an_impossible_pool_is_one_line(tmp_path: Path, serve: Callable[..., Any]) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("decode: {workers: 3, resources: {GPU: 640}}\n")
+    assert_refused(serve("--config", str(path)), "decode: a worker needs {GPU: 640} on one node")
+
+
+def test_a_port_in_use_is_one_line(serve: Callable[..., Any]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        port = taken.getsockname()[1]
+        assert_refused(serve("--port", str(port)), f"127.0.0.1:{port}")
+
+
+def assert_refused(served: Any, named: str) -> None:
+    """Exit code 2, one line that names the culprit, no traceback, no process left."""
+    assert served.process.wait(timeout=60) == 2, served.said()
+    (line,) = [line for line in served.said().splitlines() if line.strip()]
+    assert line.startswith("tandem: ")
+    assert named in line
+    served.until(lambda: not served.processes(), GONE_S)
+
+
+def test_a_second_cluster_serves_beside_the_first_and_ends_on_sigterm(shared_cluster: Any, serve: Callable[..., Any]) -> None:
+    second = serve("--dtype", "float32", "--max-model-len", "512", "--served-model-name", "small")
+    second.wait_ready()
+    body = {"model": "small", "prompt": "The capital of France is", "max_tokens": 6, "temperature": 0}
+    assert "Paris" in httpx.post(f"{second.url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
+    assert_closed_to_others(second)
+    assert second.end(signal.SIGTERM) < GONE_S
+    assert second.process.returncode == 0
+    second.until(lambda: not second.processes(), GONE_S)
+    assert shared_cluster.settled(1, 1)
+
+
+def assert_closed_to_others(served: Any) -> None:
+    """Every socket listens on loopback, but for one of Serve's, and that one asks for Ray's token."""
+    exposed = [(command, port) for pid, command in served.processes().items() for port in listening_elsewhere(pid)]
+    assert len(exposed) == 1, exposed
+    assert exposed[0][0].startswith("ray::ServeReplica:tandem:router")
+    with grpc.insecure_channel(f"127.0.0.1:{exposed[0][1]}") as channel:
+        call = channel.unary_unary("/ray.serve.ASGIService/HandleRequest")
+        with pytest.raises(grpc.RpcError) as refused:
+            call(b"", timeout=10)
+    assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+def listening_elsewhere(pid: int) -> list[int]:
+    """TCP ports on which a process listens on an address that is not loopback. (Hexadecimal, as Linux writes them.)"""
+    loopback = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+    links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
+    inodes = {link.removeprefix("socket:[").rstrip("]") for link in links if link.startswith("socket:")}
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            address, _, port = words[1].partition(":")
+            if words[3] == "0A" and words[9] in inodes and address not in loopback:
+                found.append(int(port, 16))
+    return found
+
+
+def test_when_the_command_is_killed_its_workers_and_haproxy_end_too(serve: Callable[..., Any]) -> None:
+    served = serve("--dtype", "float32")
+    served.wait_ready()
+    assert any("haproxy" in command for command in served.processes().values())
+    served.process.kill()
+    served.process.wait(timeout=10)
+    # Ray's two node agents notice only when their calls to Ray time out; they hold neither model nor port of ours.
+    served.until(lambda: all("Agent" in command for command in served.processes().values()), 3 * GONE_S)
+    for pid in served.processes():
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_an_interrupted_start_leaves_nothing(serve: Callable[..., Any]) -> None:
+    served = serve("--dtype", "float32")
+    served.until(lambda: any("WorkerProcess" in command for command in served.processes().values()), 60)
+    assert served.end(signal.SIGINT) < 2 * GONE_S
+    assert served.said().strip() == "stopped"
+    served.until(lambda: not served.processes(), GONE_S)
+
+
+def test_scale_and_status_commands(cluster: Any) -> None:
+    scaled = cluster.command("scale", "prefill=1", "decode=2")
+    assert scaled.returncode == 0, scaled.stderr
+    status = cluster.command("status")
+    assert [word in status.stdout for word in ("prefill-0", "decode-0", "decode-1", "ready")] == [True] * 4
+    refused = cluster.command("scale", "decode=0")
+    assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1)
+    assert "1 to 1024" in refused.stderr

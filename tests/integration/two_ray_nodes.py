@@ -1,0 +1,50 @@
+"""Two Ray nodes on this machine, until stdin closes; run by test_two_nodes.py.
+
+Writes one line of JSON: how to join, and the id of the node with each role's resource. Answers each line on stdin with the
+nodes of Tandem's placement groups, by name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from cluster.ray_session import local_environment
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory(prefix="tandem-", dir="/tmp") as scratch:
+        environment = local_environment(Path(scratch)) | {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0"}
+        os.environ.update(environment)
+        import ray
+        from ray.cluster_utils import Cluster
+
+        cluster = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 2, "resources": {"tandem_prefill": 1}, "include_dashboard": False},
+        )
+        try:
+            cluster.add_node(num_cpus=2, resources={"tandem_decode": 1})
+            ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
+            homes = {name: node["NodeID"] for node in ray.nodes() for name in node["Resources"]}
+            first = {
+                "address": cluster.address,
+                "environment": environment,
+                "prefill_node": homes["tandem_prefill"],
+                "decode_node": homes["tandem_decode"],
+            }
+            print(json.dumps(first), flush=True)  # noqa: T201
+            for _ in sys.stdin:
+                groups = ray.util.placement_group_table().values()
+                alive = {group["name"]: group["bundles_to_node_id"][0] for group in groups if group["state"] == "CREATED"}
+                print(json.dumps(alive), flush=True)  # noqa: T201
+            ray.shutdown()
+        finally:
+            cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()

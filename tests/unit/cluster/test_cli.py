@@ -1,0 +1,246 @@
+"""The command line without a cluster: what it refuses, and the pure parts of its commands."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster import cli
+from cluster.chat import Conversation, Timing, answer_pieces
+from cluster.http_client import ApiClient
+from cluster.ray_session import check_port_free, local_environment
+from cluster.scale_command import parse_sizes, pending
+from cluster.serve_command import changes, greeting
+from configs.schema import ClusterConfig, HttpConfig
+from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState
+from protocol.errors import ConfigError, InvalidRequestError, OverloadedError, UnavailableError
+from protocol.messages import Role
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line that `tandem` says before it exits with 2."""
+    monkeypatch.setattr("sys.argv", ["tandem", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    output = capsys.readouterr()
+    assert ended.value.code == 2, output
+    assert output.out == ""
+    (line,) = output.err.splitlines()
+    assert line.startswith("tandem: ")
+    return line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["serve", "--port", "eight"], "--port"),
+        (["serve", "--port", "70000"], "http.port"),
+        (["serve", "--prefill", "0"], "prefill.workers"),
+        (["serve", "--decode", "2000"], "decode.workers"),
+        (["serve", "--dtype", "float8"], "dtype"),
+        (["serve", "--block-size", "17"], "block_size"),
+        (["serve", "--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["serve", "--model", "nowhere.gguf"], "nowhere.gguf"),
+        (["serve", "--what"], "--what"),
+        (["sing"], "sing"),
+        (["stop"], "--address"),
+        (["scale", "prefill"], "prefill"),
+        (["scale", "prefill=two"], "prefill=two"),
+        (["scale", "router=2"], "router=2"),
+        (["scale", "decode=1", "decode=2"], "decode"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], named: str
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert named in refused(monkeypatch, capsys, *arguments)
+
+
+def test_an_unknown_key_in_the_configuration_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("decode: {worker: 2}\n")
+    assert "decode.worker" in refused(monkeypatch, capsys, "serve", "--config", str(path))
+
+
+def test_a_port_in_use_is_found_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: Address already in use"):
+            check_port_free("127.0.0.1", port)
+    check_port_free("127.0.0.1", port)
+    with pytest.raises(ConfigError, match=r"can't listen on 192\.0\.2\.77"):
+        check_port_free("192.0.2.77", 8000)
+
+
+@pytest.mark.parametrize("command", [["status"], ["scale", "decode=2"], ["chat"]])
+def test_no_cluster_is_one_line_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        assert f"no cluster answers at {url}" in refused(monkeypatch, capsys, *command, "--url", url)
+
+
+def test_sizes() -> None:
+    assert parse_sizes(["prefill=2", "decode=3"]) == {Role.PREFILL: 2, Role.DECODE: 3}
+    assert parse_sizes(["decode=-1"]) == {Role.DECODE: -1}, "the cluster says which sizes it takes"
+    with pytest.raises(InvalidRequestError):
+        parse_sizes(["decode="])
+
+
+def test_what_is_pending_after_a_scale() -> None:
+    workers = [
+        {"role": "prefill", "state": "ready"},
+        {"role": "decode", "state": "ready"},
+        {"role": "decode", "state": "starting"},
+    ]
+    assert pending(workers, {Role.PREFILL: 1}) is None
+    assert pending(workers, {Role.PREFILL: 1, Role.DECODE: 2}) == "decode 1 ready, 1 starting of 2 wanted"
+    assert pending(workers, {Role.DECODE: 1}) == "decode 1 ready, 1 starting of 1 wanted"
+
+
+def info(worker_id: str, epoch: int, state: WorkerState, error: str | None = None) -> WorkerInfo:
+    role = Role(worker_id.partition("-")[0])
+    return WorkerInfo(worker_id, role, epoch, state, None, 17, "10.0.0.1", epoch - 1, error)
+
+
+def test_changes_of_workers_are_told_once_each() -> None:
+    before = ClusterView(
+        1,
+        (
+            info("prefill-0", 1, WorkerState.READY),
+            info("decode-0", 1, WorkerState.READY),
+            info("decode-1", 1, WorkerState.READY),
+            info("decode-2", 1, WorkerState.DRAINING),
+        ),
+    )
+    after = ClusterView(
+        2,
+        (
+            info("prefill-0", 1, WorkerState.READY),
+            info("prefill-1", 1, WorkerState.STARTING),
+            info("decode-0", 2, WorkerState.STARTING, "killed"),
+            info("decode-1", 1, WorkerState.DRAINING),
+        ),
+    )
+    assert changes(before, before) == []
+    assert changes(before, after) == [
+        "prefill-1 starts",
+        "decode-0 ended (killed); starting it again as epoch 2",
+        "decode-1 drains",
+        "decode-2 is gone",
+    ]
+    assert changes(after, before)[0] == "decode-0 is ready, process 17 on 10.0.0.1"
+
+
+def test_the_greeting_is_a_request_that_can_be_pasted() -> None:
+    view = ClusterView(1, (info("prefill-0", 1, WorkerState.READY), info("decode-0", 1, WorkerState.READY)))
+    first, command = greeting(view, ClusterConfig(http=HttpConfig(port=9000)), "it's mine")
+    assert first == "ready: 1 prefill + 1 decode, http://127.0.0.1:9000"
+    import shlex
+
+    words = shlex.split(command)
+    assert words[:2] == ["curl", "http://127.0.0.1:9000/v1/chat/completions"]
+    assert json.loads(words[-1])["model"] == "it's mine"
+
+
+def test_a_conversation_keeps_answered_turns() -> None:
+    talk = Conversation("m", system="Be brief.", temperature=0.0)
+    assert talk.request("Hi")["messages"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    talk.keep("Hi", "Hello.")
+    body = talk.request("Who are you?")
+    assert [message["role"] for message in body["messages"]] == ["system", "user", "assistant", "user"]
+    assert (body["temperature"], "max_tokens" in body) == (0.0, False)
+
+
+def test_pieces_of_an_answer_and_its_timing() -> None:
+    events: list[dict[str, Any]] = [
+        {"choices": [{"delta": {"role": "assistant", "content": ""}}]},
+        {"choices": [{"delta": {"content": "Par"}}]},
+        {"choices": [{"delta": {"content": "is."}}]},
+        {"choices": [{"delta": {}, "finish_reason": "stop"}]},
+        {"choices": [], "usage": {"completion_tokens": 4}},
+    ]
+    timing = Timing(begun=0.0)
+    assert "".join(answer_pieces(iter(events), timing)) == "Paris."
+    assert timing.first is not None
+    assert timing.summary(timing.first + 1.5).startswith("4 tokens, first after ")
+    assert timing.summary(timing.first + 1.5).endswith(" ms, 2.0 tokens/s")
+    assert Timing(begun=0.0).summary(1.0) == "no answer"
+
+
+def test_a_local_cluster_is_closed_to_others(tmp_path: Path) -> None:
+    first, second = local_environment(tmp_path), local_environment(tmp_path)
+    assert first["RAY_AUTH_MODE"] == "token"
+    assert len(first["RAY_AUTH_TOKEN"]) == 64
+    assert first["RAY_AUTH_TOKEN"] != second["RAY_AUTH_TOKEN"]
+    assert first["RAY_USAGE_STATS_ENABLED"] == "0"
+
+
+class _Server(BaseHTTPRequestHandler):
+    """Answers of a cluster, and of something that is none."""
+
+    def do_POST(self) -> None:
+        self._answer()
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        return
+
+    def _answer(self) -> None:
+        status, body = {
+            "/full": (429, json.dumps({"error": {"message": "all full", "type": "x", "param": None, "code": "overloaded"}})),
+            "/page": (200, "<html>"),
+            "/broken": (502, "Bad Gateway"),
+            "/stream": (200, 'data: {"choices": []}\n\ndata: {"error": {"message": "lost", "code": "worker_lost"}}\n\n'),
+            "/done": (200, 'data: {"choices": []}\n\n: a comment\n\ndata: [DONE]\n\n'),
+        }[self.path]
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+
+@pytest.fixture(scope="module")
+def api() -> Iterator[ApiClient]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Server) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield ApiClient(f"http://127.0.0.1:{server.server_port}/", None)
+        server.shutdown()
+        thread.join()
+
+
+def test_errors_of_the_api_become_ours(api: ApiClient) -> None:
+    with pytest.raises(OverloadedError, match="all full"):
+        api.post("/full", {})
+    with pytest.raises(OverloadedError, match="all full"):
+        list(api.stream("/full", {}))
+    with pytest.raises(UnavailableError, match="no Tandem cluster"):
+        api.get("/page")
+    with pytest.raises(UnavailableError, match="answered 502: Bad Gateway"):
+        api.get("/broken")
+
+
+def test_streams_end_with_done_or_with_their_error(api: ApiClient) -> None:
+    assert list(api.stream("/done", {})) == [{"choices": []}]
+    events = api.stream("/stream", {})
+    assert next(events) == {"choices": []}
+    with pytest.raises(UnavailableError, match="lost"):
+        next(events)

@@ -1,0 +1,73 @@
+"""The HAProxy guard against the configuration that the installed Ray really generates, and against the real HAProxy."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cluster.haproxy_guard import close_ports, rewrite
+
+CONFIGURATION = """global
+    stats socket {directory}/admin.sock mode 666 level admin expose-fd listeners
+defaults
+    mode http
+    timeout connect 1s
+    timeout client 1s
+    timeout server 1s
+frontend prometheus
+    bind :{metrics_port}
+    mode http
+    no log
+frontend http_frontend
+    bind 127.0.0.1:{port}
+    http-request return status 200 content-type text/plain string "listen stats"
+listen stats
+  bind *:{stats_port}
+  stats enable
+"""
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ray, on import
+def test_rays_own_template_has_the_sections_that_are_removed() -> None:
+    from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
+
+    closed = close_ports(HAPROXY_CONFIG_TEMPLATE)
+    for port in ("metrics_port", "stats_port"):
+        assert port in HAPROXY_CONFIG_TEMPLATE
+        assert port not in closed
+    assert "frontend http_frontend" in closed
+    assert "backend default_backend" in closed
+    assert "mode 666" in HAPROXY_CONFIG_TEMPLATE
+    assert "mode 666" not in closed
+    binds = [line.strip() for line in closed.splitlines() if line.strip().startswith("bind ")]
+    assert len(binds) == 2, f"http and grpc only: {binds}"
+
+
+def test_closing_twice_changes_nothing() -> None:
+    closed = close_ports(CONFIGURATION)
+    assert close_ports(closed) == closed
+    assert closed.startswith("global")
+    assert closed.endswith('string "listen stats"\n')
+
+
+def test_the_file_is_for_its_owner_only(tmp_path: Path) -> None:
+    path = tmp_path / "haproxy.cfg"
+    path.write_text(CONFIGURATION)
+    rewrite(path)
+    assert path.read_text() == close_ports(CONFIGURATION)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert os.listdir(tmp_path) == ["haproxy.cfg"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="HAProxy's binary comes for Linux only")
+def test_the_real_haproxy_accepts_what_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "haproxy.cfg"
+    path.write_text(CONFIGURATION.format(directory=tmp_path, metrics_port=9101, port=18080, stats_port=8404))
+    command = [sys.executable, "-c", "from cluster.haproxy_guard import main; main()", "-c", "-f", str(path)]
+    checked = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert checked.returncode == 0, checked.stderr

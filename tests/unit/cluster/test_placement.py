@@ -1,0 +1,82 @@
+"""Whether workers fit on nodes, and how many cores each gets."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.placement import bundle_of, missing, threads_per_worker, unplaceable
+from configs.schema import ClusterConfig, DecodeConfig, PoolConfig, PrefillConfig
+from protocol.messages import Role
+
+LAPTOP = [{"CPU": 2.0, "memory": 8e9}]
+GPU_NODES = [
+    {"CPU": 8.0},
+    {"CPU": 8.0, "GPU": 1.0, "tandem_prefill": 1.0},
+    {"CPU": 8.0, "GPU": 1.0, "tandem_decode": 1.0},
+]
+
+
+def on_gpus(prefill: int, decode: int) -> ClusterConfig:
+    return ClusterConfig(
+        prefill=PrefillConfig(workers=prefill, resources={"GPU": 1.0, "tandem_prefill": 1.0}),
+        decode=DecodeConfig(workers=decode, resources={"GPU": 1.0, "tandem_decode": 1.0}),
+    )
+
+
+def test_a_laptop_holds_any_number_of_workers_that_ask_for_nothing() -> None:
+    config = ClusterConfig(prefill=PrefillConfig(workers=40), decode=DecodeConfig(workers=60))
+    assert unplaceable(config, LAPTOP) is None
+    assert bundle_of(config.prefill), "Ray refuses an empty bundle"
+
+
+def test_a_resource_that_no_node_has_is_named() -> None:
+    reason = unplaceable(on_gpus(1, 1), LAPTOP)
+    assert reason is not None
+    assert reason.startswith("prefill: a worker needs {GPU: 1, tandem_prefill: 1} on one node")
+    assert "{GPU: 0, tandem_prefill: 0}" in reason
+
+
+def test_too_many_workers_for_the_nodes() -> None:
+    assert unplaceable(on_gpus(1, 1), GPU_NODES) is None
+    reason = unplaceable(on_gpus(1, 2), GPU_NODES)
+    assert reason == "decode: room for 1 of 2 workers; each needs {GPU: 1, tandem_decode: 1} on one node"
+
+
+def test_a_gang_needs_its_resources_on_one_node() -> None:
+    pool = PoolConfig(tensor_parallel_size=2, resources={"GPU": 1.0})
+    assert missing(pool, [{"GPU": 1.0}, {"GPU": 1.0}]) is not None
+    assert missing(pool, [{"GPU": 2.0}]) is None
+    assert missing(pool, []) is not None
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "nodes", "threads"),
+    [
+        (1, 1, [2.0], 1),
+        (1, 1, [8.0], 4),
+        (2, 3, [2.0], 1),
+        (1, 1, [4.0, 4.0], 4),
+        (1, 1, [4.0, 4.0, 4.0], 4),
+        (1, 1, [], 1),
+    ],
+)
+def test_cores_are_shared_equally(prefill: int, decode: int, nodes: list[float], threads: int) -> None:
+    config = ClusterConfig(prefill=PrefillConfig(workers=prefill), decode=DecodeConfig(workers=decode))
+    assert threads_per_worker(config, Role.DECODE, [{"CPU": cores} for cores in nodes]) == threads
+
+
+def test_the_configured_number_of_threads_counts() -> None:
+    config = ClusterConfig(decode=DecodeConfig(threads=3))
+    assert threads_per_worker(config, Role.DECODE, LAPTOP) == 3
+    assert threads_per_worker(config, Role.PREFILL, LAPTOP) == 1
+
+
+@given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 5), st.integers(0, 5))
+def test_workers_fit_exactly_when_there_are_as_many_nodes(
+    prefill: int, decode: int, with_prefill: int, with_decode: int
+) -> None:
+    nodes = [{"GPU": 1.0, "tandem_prefill": 1.0}] * with_prefill + [{"GPU": 1.0, "tandem_decode": 1.0}] * with_decode
+    fits = unplaceable(on_gpus(prefill, decode), nodes) is None
+    assert fits == (with_prefill >= prefill and with_decode >= decode)
