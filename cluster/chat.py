@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,9 +75,12 @@ def chat(client: ApiClient, conversation: Conversation, console: Console) -> Non
     while True:
         try:
             text = console.input("[bold cyan]> [/bold cyan]").strip()
-        except (EOFError, KeyboardInterrupt):
+        except EOFError:
             console.print()
             return
+        except KeyboardInterrupt:
+            console.print("\n[dim]/exit leaves[/dim]")
+            continue
         match text:
             case "":
                 continue
@@ -95,9 +99,10 @@ def _turn(client: ApiClient, conversation: Conversation, text: str, console: Con
     timing = Timing(time.monotonic())
     said: list[str] = []
     try:
-        for piece in answer_pieces(client.stream("/v1/chat/completions", conversation.request(text)), timing):
-            said.append(piece)
-            console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
+        with closing(client.stream("/v1/chat/completions", conversation.request(text))) as events:
+            for piece in answer_pieces(events, timing):
+                said.append(piece)
+                console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
     except KeyboardInterrupt:
         console.print(" [dim](stopped)[/dim]", end="")
     except TandemError as error:

@@ -94,10 +94,11 @@ def stop(address: RayAddress = None) -> None:
     """End the cluster on a Ray cluster (a local `tandem serve` ends with Ctrl-C)."""
     if address is None:
         raise ConfigError("name the Ray cluster with --address or RAY_ADDRESS", param="address")
-    from cluster.launch import remove_cluster
     from cluster.ray_session import joined_ray
 
     with joined_ray(address):
+        from cluster.teardown import remove_cluster
+
         found = remove_cluster()
     typer.echo("stopped" if found else "no Tandem cluster runs there")
 

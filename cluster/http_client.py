@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import httpx
@@ -33,7 +33,7 @@ class ApiClient:
     def post(self, path: str, body: Any) -> Any:
         return self._call("POST", path, body)
 
-    def stream(self, path: str, body: Any) -> Iterator[dict[str, Any]]:
+    def stream(self, path: str, body: Any) -> Generator[dict[str, Any], None, None]:
         """The events of a streamed answer, up to `[DONE]`. Closing the iterator ends the request."""
         try:
             with self._client.stream("POST", path, json=body, timeout=httpx.Timeout(_STREAM_S, connect=_CONNECT_S)) as answer:

@@ -32,7 +32,6 @@ from protocol.errors import ConfigError, UnavailableError
 Report = Callable[[str], None]
 """Told what is being done, for people."""
 
-_CLOSE_S = 30.0
 _HEALTH_S = 30.0
 _HEALTH_RETRY_S = 0.1
 
@@ -89,36 +88,19 @@ def running_cluster(config: ClusterConfig, address: str | None, report: Report) 
             yield cluster
 
 
-def remove_cluster() -> bool:
-    """End the cluster on the Ray cluster that this process has joined; False if there was none."""
-    import ray
-    from ray import serve
-
-    from cluster.controller import find_controller
-    from cluster.serve_app import remove_router
-
-    controller = find_controller()
-    if controller is None:
-        return False
-    closing = controller.close.remote()
-    remove_router()
-    _ask(closing, _CLOSE_S)
-    ray.kill(controller)
-    if not serve.status().applications:
-        serve.shutdown()
-    return True
-
-
 @contextmanager
 def _pools_and_http(config: ClusterConfig, place: _Place, report: Report) -> Iterator[RunningCluster]:
-    from cluster.controller import start_controller
+    from cluster.controller import find_controller, start_controller
     from cluster.ray_launcher import node_resources
     from cluster.serve_app import deploy_router, start_http
+    from cluster.teardown import remove_cluster, sweep
 
     if not place.may_grow and (reason := unplaceable(config, node_resources())) is not None:
         raise ConfigError(f"impossible pool: {reason}")
     # Serve sets its own level when it is imported, and says at INFO what the progress line says already.
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    if not place.ends_with_us and find_controller() is None:
+        sweep()  # of a cluster whose controller died
     secret = os.urandom(32)
     controller = start_controller(config, secret, place.head_resources)
     try:
@@ -136,19 +118,17 @@ def _pools_and_http(config: ClusterConfig, place: _Place, report: Report) -> Ite
             remove_cluster()
 
 
-def _ask(reference: Any, timeout_s: float | None = None) -> Any:
-    """An actor's answer. Raises the TandemError that it raised, UnavailableError if it is gone or too slow."""
+def _ask(reference: Any) -> Any:
+    """The controller's answer. Raises the TandemError that it raised, UnavailableError if it is gone."""
     import ray
-    from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+    from ray.exceptions import RayError, RayTaskError
 
     from cluster.ray_errors import original
 
     try:
-        return ray.get(reference, timeout=timeout_s)
+        return ray.get(reference)
     except RayTaskError as error:
         raise original(error) from None
-    except GetTimeoutError:
-        raise UnavailableError(f"the controller did not answer within {timeout_s:g} s") from None
     except RayError as error:
         raise UnavailableError(f"the controller is gone: {str(error).splitlines()[0]}") from None
 

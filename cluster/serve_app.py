@@ -16,6 +16,7 @@ from ray import serve
 from cluster.controller import RayControllerClient
 from configs.models import resolve_for
 from configs.schema import ClusterConfig
+from protocol.errors import UnavailableError
 from router.app import create_app
 from router.service import Router
 from telemetry.logging import setup_logging
@@ -48,7 +49,7 @@ def start_http(config: ClusterConfig) -> None:
 
 
 def deploy_router(config: ClusterConfig, secret: bytes, controller: Any, head_resources: dict[str, float]) -> None:
-    """Deploy the router and wait until every replica serves. Raises RuntimeError if one can't."""
+    """Deploy the router and wait until every replica serves. Raises UnavailableError if one can't."""
     deployment: Any = serve.deployment(
         name="router",
         num_replicas=config.http.router_replicas,
@@ -58,9 +59,8 @@ def deploy_router(config: ClusterConfig, secret: bytes, controller: Any, head_re
         health_check_timeout_s=10,
         graceful_shutdown_timeout_s=10,
     )
-    serve.run(deployment(RouterReplica).bind(config, secret, controller), name=APPLICATION, route_prefix="/")
-
-
-def remove_router() -> None:
-    """Take the application down; other applications of this Serve stay."""
-    serve.delete(APPLICATION)
+    try:
+        serve.run(deployment(RouterReplica).bind(config, secret, controller), name=APPLICATION, route_prefix="/")
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise UnavailableError(f"the router did not start: {reason}") from None

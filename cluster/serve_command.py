@@ -61,7 +61,8 @@ def greeting(view: ClusterView, config: ClusterConfig, model_name: str) -> list[
     host = f"[{config.http.host}]" if ":" in config.http.host else config.http.host
     url = f"http://{host}:{config.http.port}"
     counts = " + ".join(f"{sum(info.role is role for info in view.workers)} {role.value}" for role in Role)
-    body = json.dumps({"model": model_name, "messages": [{"role": "user", "content": "What is the capital of France?"}]})
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    body = json.dumps({"model": model_name, "messages": question, "temperature": 0})
     command = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
     return [f"ready: {counts}, {url}", command]
 

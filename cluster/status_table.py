@@ -10,19 +10,32 @@ from rich.table import Table
 
 from configs.models import ListedModel
 
-_COLUMNS = ("worker_id", "epoch", "state", "node", "pid", "running", "waiting", "queued_tokens", "kv_usage", "restarts")
+_COLUMNS = {
+    "worker": "worker_id",
+    "epoch": "epoch",
+    "state": "state",
+    "node": "node",
+    "pid": "pid",
+    "run": "running",
+    "wait": "waiting",
+    "queued": "queued_tokens",
+    "kv": "kv_usage",
+    "restarts": "restarts",
+}
+"""Headings short enough for 80 columns, and the fields of /admin/status below them."""
+_PIPE_WIDTH = 200
 
 
 def print_status(answer: Mapping[str, Any]) -> None:
     """One row per worker of a /admin/status answer; below it, why workers are not ready or were restarted."""
-    table = Table(*(name.replace("_", " ").removesuffix(" id") for name in _COLUMNS), box=None, pad_edge=False)
+    console = _console()
+    table = Table(*_COLUMNS, box=None, pad_edge=False, padding=(0, 1))
     for worker in answer["workers"]:
-        table.add_row(*(_cell(name, worker.get(name)) for name in _COLUMNS))
-    console = Console(highlight=False)
+        table.add_row(*(_cell(name, worker.get(name)) for name in _COLUMNS.values()))
     console.print(table)
     for worker in answer["workers"]:
         if worker.get("last_error"):
-            console.print(f"{worker['worker_id']}: {worker['last_error']}", markup=False)
+            console.print(f"{worker['worker_id']}: {worker['last_error']}", markup=False, soft_wrap=True)
 
 
 def print_models(models: Sequence[ListedModel]) -> None:
@@ -30,7 +43,13 @@ def print_models(models: Sequence[ListedModel]) -> None:
     table = Table("name", "source", "size", "cached at", box=None, pad_edge=False)
     for model in models:
         table.add_row(model.name, model.source, f"{model.num_bytes / 1e6:.0f} MB", str(model.path or "-"))
-    Console(highlight=False).print(table)
+    _console().print(table)
+
+
+def _console() -> Console:
+    """Whoever reads a pipe wants whole lines."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=_PIPE_WIDTH)
 
 
 def _cell(name: str, value: Any) -> str:

@@ -70,10 +70,10 @@ class Served:
         return httpx.post(f"{self.url}/admin/scale", json=sizes, timeout=30)
 
     def settled(self, prefill: int, decode: int) -> bool:
-        """Just these workers exist, all of them ready and linked to the router."""
+        """Just these workers exist, all of them ready, linked to the router and heard of."""
         workers = self.workers()
         roles = sorted(worker["role"] for worker in workers)
-        usable = all(worker["state"] == "ready" and worker["linked"] for worker in workers)
+        usable = all(worker["state"] == "ready" and worker["running"] is not None for worker in workers)
         return usable and roles == sorted(["prefill"] * prefill + ["decode"] * decode)
 
     def clean(self) -> bool:
@@ -88,10 +88,10 @@ class Served:
         """What runs under the mark: process ids to command lines."""
         return marked_processes(self.mark)
 
-    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def command(self, *arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """Another `tandem` command on this cluster."""
-        command = [TANDEM, *arguments, "--url", self.url]
-        return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+        variables = _without_ray() | {"TANDEM_URL": self.url} | (environment or {})
+        return subprocess.run([TANDEM, *arguments], env=variables, capture_output=True, text=True, timeout=90, check=False)
 
     def end(self, number: int = signal.SIGTERM) -> float:
         """Send a signal; seconds until the command has ended."""
@@ -113,10 +113,14 @@ def marked_processes(mark: str) -> dict[int, str]:
     return {pid: command for pid, command in found.items() if command}
 
 
+def _without_ray() -> dict[str, str]:
+    """This environment without what would make the command join a Ray cluster, or change its own."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+
+
 def start_serve(log: Path, *flags: str, environment: dict[str, str] | None = None) -> Served:
     """`tandem serve` with these flags, on a free port, with a Ray instance of its own unless a flag says otherwise."""
     port, mark = free_port(), uuid.uuid4().hex
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     command = [TANDEM, "serve", "--port", str(port), *flags]
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -124,10 +128,16 @@ def start_serve(log: Path, *flags: str, environment: dict[str, str] | None = Non
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env=inherited | (environment or {}) | {"TANDEM_TEST_MARK": mark},
+            env=_without_ray() | (environment or {}) | {"TANDEM_TEST_MARK": mark},
             start_new_session=True,
         )
     return Served(process, port, log, mark)
+
+
+@pytest.fixture(scope="session")
+def tandem() -> str:
+    """The command."""
+    return TANDEM
 
 
 @pytest.fixture(scope="session")

@@ -60,3 +60,19 @@ def test_absurd_sizes_are_refused(cluster: Any, sizes: dict[str, int], named: st
     assert answer.status_code == 400
     assert named in answer.json()["error"]["message"]
     assert cluster.settled(1, 1)
+
+
+@pytest.mark.parametrize("process", ["/haproxy -db", "ray::ServeReplica:tandem:router"])
+def test_http_comes_back_when_its_entry_dies(cluster: Any, process: str) -> None:
+    (pid,) = (pid for pid, command in cluster.processes().items() if process in command)
+    os.kill(pid, signal.SIGKILL)
+    cluster.until(lambda: pid not in cluster.processes(), 5)
+    cluster.until(lambda: answers(f"{cluster.url}/health"), 20)
+    assert ask(cluster)
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False

@@ -6,13 +6,16 @@ The nodes are Ray's own test cluster on this machine, in a process of its own (t
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 CONFIGURATION = """
 dtype: float32
@@ -21,32 +24,62 @@ decode: {resources: {tandem_decode: 1}}
 """
 
 
-def test_prefill_and_decode_on_different_nodes(tmp_path: Path, serve: Callable[..., Any]) -> None:
+@dataclass
+class Nodes:
+    """Two Ray nodes; `ray` is what two_ray_nodes.py says about them at its start."""
+
+    process: subprocess.Popen[str]
+    ray: dict[str, Any]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**self.ray["environment"], "RAY_ADDRESS": self.ray["address"]}
+
+    def homes(self) -> dict[str, str]:
+        """Nodes of Tandem's placement groups."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("where\n")
+        self.process.stdin.flush()
+        return self.read(self.process)
+
+    @staticmethod
+    def read(process: subprocess.Popen[str]) -> Any:
+        assert process.stdout is not None
+        return json.loads(process.stdout.readline())
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    script = str(Path(__file__).with_name("two_ray_nodes.py"))
+    with subprocess.Popen([sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield Nodes(process, Nodes.read(process))
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(timeout=60)
+
+
+@pytest.fixture
+def joined(nodes: Nodes, tmp_path: Path, serve: Callable[..., Any]) -> Any:
     path = tmp_path / "cluster.yaml"
     path.write_text(CONFIGURATION)
-    script = str(Path(__file__).with_name("two_ray_nodes.py"))
-    with subprocess.Popen([sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as nodes:
-        assert nodes.stdin is not None
-        assert nodes.stdout is not None
-        try:
-            ray = json.loads(nodes.stdout.readline())
-            served = serve("--config", str(path), environment={**ray["environment"], "RAY_ADDRESS": ray["address"]})
-            served.wait_ready()
-            body = {"model": "smollm2", "prompt": "The capital of France is", "max_tokens": 6, "temperature": 0}
-            answer = httpx.post(f"{served.url}/v1/completions", json=body, timeout=60)
-            assert "Paris" in answer.json()["choices"][0]["text"]
+    served = serve("--config", str(path), environment=nodes.environment)
+    served.wait_ready()
+    return served
 
-            nodes.stdin.write("where\n")
-            nodes.stdin.flush()
-            homes = json.loads(nodes.stdout.readline())
-            assert homes["tandem-prefill-0"] == ray["prefill_node"]
-            assert homes["tandem-decode-0"] == ray["decode_node"]
 
-            assert served.end() < 60
-            assert served.process.returncode == 0, served.said()
-            nodes.stdin.write("where\n")
-            nodes.stdin.flush()
-            assert json.loads(nodes.stdout.readline()) == {}, "workers and placement groups are gone, Ray is not"
-        finally:
-            nodes.stdin.close()
-            nodes.wait(timeout=60)
+def test_prefill_and_decode_on_different_nodes(nodes: Nodes, joined: Any) -> None:
+    body = {"model": "smollm2", "prompt": "The capital of France is", "max_tokens": 6, "temperature": 0}
+    assert "Paris" in httpx.post(f"{joined.url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
+    assert nodes.homes() == {"tandem-prefill-0": nodes.ray["prefill_node"], "tandem-decode-0": nodes.ray["decode_node"]}
+    assert joined.end() < 60
+    assert joined.process.returncode == 0, joined.said()
+    assert nodes.homes() == {}, "workers and placement groups are gone, Ray is not"
+
+
+def test_stop_removes_what_a_killed_command_left(nodes: Nodes, joined: Any) -> None:
+    joined.end(signal.SIGKILL)
+    assert set(nodes.homes()) == {"tandem-prefill-0", "tandem-decode-0"}, "detached: they outlive their command"
+    assert joined.worker("decode-0")["state"] == "ready"
+    stopped = joined.command("stop", environment=nodes.environment)
+    assert (stopped.returncode, stopped.stdout) == (0, "stopped\n"), stopped.stderr
+    assert nodes.homes() == {}

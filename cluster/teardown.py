@@ -1,0 +1,68 @@
+"""Take a Tandem cluster off a Ray cluster that stays: workers, placement groups, controller, Serve application.
+
+The controller, if it is there, ends its own workers. What is left after that, or was left by a controller that died, is known
+by its name in Ray's books. Called by `tandem stop`, by the end of a `tandem serve` that joined, and before one starts.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.placement_group import get_placement_group, placement_group_table, remove_placement_group
+
+from cluster.controller import find_controller
+from cluster.ray_launcher import NAME_PREFIX, NAMESPACE
+from cluster.serve_app import APPLICATION
+
+log = logging.getLogger(__name__)
+
+_CLOSE_S = 30.0
+
+
+def remove_cluster() -> bool:
+    """Remove whatever there is of Tandem on the Ray cluster that this process has joined; False if there was nothing."""
+    controller = find_controller()
+    closing = None if controller is None else controller.close.remote()
+    served = _remove_application()
+    if closing is not None:
+        try:
+            ray.get(closing, timeout=_CLOSE_S)
+        except (RayError, GetTimeoutError) as error:
+            log.warning("the controller did not end its workers: %s", str(error).splitlines()[0])
+    swept = sweep()
+    return served or swept
+
+
+def sweep() -> bool:
+    """Kill actors and remove placement groups that carry Tandem's name; False if there were none."""
+    actors = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE]
+    for name in actors:
+        handle = _actor(name)
+        if handle is not None:
+            ray.kill(handle)
+    groups = [group["name"] for group in placement_group_table().values() if group["state"] != "REMOVED"]
+    ours = [name for name in groups if name.startswith(NAME_PREFIX)]
+    for name in ours:
+        remove_placement_group(get_placement_group(name))
+    return bool(actors or ours)
+
+
+def _actor(name: str) -> Any | None:
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return None  # it ended meanwhile
+
+
+def _remove_application() -> bool:
+    """Delete the application, and Serve itself when it has no other."""
+    applications = serve.status().applications
+    if APPLICATION in applications:
+        serve.delete(APPLICATION)
+    if applications.keys() <= {APPLICATION}:
+        serve.shutdown()
+    return APPLICATION in applications
