@@ -43,7 +43,9 @@ def main() -> None:
     try:
         code = app(standalone_mode=False)
     except (TandemError, typer.TyperException) as error:
-        print(f"tandem: {_one_line(error)}", file=sys.stderr)  # noqa: T201
+        # Without arguments, the help has been printed and the error says nothing.
+        if text := _one_line(error):
+            print(f"tandem: {text}", file=sys.stderr)  # noqa: T201
         code = 2
     except (KeyboardInterrupt, typer.Abort):
         code = 130

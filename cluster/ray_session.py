@@ -22,6 +22,7 @@ from protocol.errors import ConfigError
 
 _OBJECT_STORE_BYTES = 128 * 1024 * 1024
 """Nothing of ours goes through Ray's object store; near its minimum."""
+_CONNECT_S = 5.0
 
 
 def local_environment(scratch: Path) -> dict[str, str]:
@@ -91,8 +92,13 @@ def local_ray() -> Iterator[None]:
 @contextmanager
 def joined_ray(address: str) -> Iterator[None]:
     """A connection to the Ray cluster at `address` (host:port, or `auto` on one of its nodes). Raises ConfigError."""
+    if address != "auto":
+        check_reachable(address)
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # One attempt, and our one line about it; by default Ray tries 20 times for half a minute each, with warnings.
+    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     import ray
     from ray.exceptions import AuthenticationError
@@ -107,6 +113,20 @@ def joined_ray(address: str) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def check_reachable(address: str) -> None:
+    """Raises ConfigError if `address` is not host:port, or if nobody listens there."""
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdecimal():
+        raise ConfigError(
+            f"{address!r} is no address of a Ray cluster; give host:port (its GCS, port 6379) or auto", param="address"
+        )
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S):
+            return
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"no Ray cluster to join at {address}: {error}", param="address") from None
 
 
 @contextmanager
