@@ -22,7 +22,8 @@ def serve_until_interrupted(config: ClusterConfig, address: str | None) -> None:
     """Run a cluster; returns after Ctrl-C or SIGTERM, with everything taken down. Raises TandemError if it can't run."""
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
     logging.getLogger("ray").setLevel(logging.WARNING)
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: a shell starts background jobs with it ignored
+        signal.signal(number, _interrupt)
     try:
         model_name = check_model(config)
         with (
