@@ -35,11 +35,22 @@ _NONCE_BYTES = 32
 _MAX_UNPROVEN = 1024
 """Handshakes that may be under way at once."""
 _HANDSHAKE_S = 10.0
-_SEND_QUEUE = 100_000
+_QUEUE_LIMIT = 100_000
+"""Messages that may wait for a peer; one that lets more pile up counts as gone."""
 
 
 def _prove(secret: bytes, side: bytes, client_nonce: bytes, server_nonce: bytes) -> bytes:
     return hmac.new(secret, side + client_nonce + server_nonce, hashlib.sha256).digest()
+
+
+def _new_socket(kind: int) -> zmq.Socket[bytes]:
+    """A socket with our limits, which ZeroMQ heeds only if they are set before it binds or connects."""
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.SNDHWM, _QUEUE_LIMIT)
+    socket.setsockopt(zmq.RCVHWM, _QUEUE_LIMIT)
+    return socket
 
 
 class _LoopSocket:
@@ -50,10 +61,6 @@ class _LoopSocket:
     """
 
     def __init__(self, socket: zmq.Socket[bytes], on_message: Callable[[list[bytes]], None]) -> None:
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        socket.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
-        socket.setsockopt(zmq.RCVHWM, _SEND_QUEUE)
         self.socket = socket
         self._on_message = on_message
         self._loop = asyncio.get_running_loop()
@@ -100,7 +107,7 @@ class WireServer:
 
     def __init__(self, secret: bytes, host: str) -> None:
         self._secret = secret
-        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        socket = _new_socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         port = socket.bind_to_random_port(f"tcp://{host}")
         self.address = f"tcp://{host}:{port}"
@@ -192,7 +199,7 @@ class WireClient:
     def __init__(self, address: str) -> None:
         self._address = address
         self._inbox: asyncio.Queue[bytes | None] = asyncio.Queue()
-        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        socket = _new_socket(zmq.DEALER)
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
         monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
         self._socket = _LoopSocket(socket, self._arrived)

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 import zmq
 
+from protocol.codec import MAX_MESSAGE_BYTES
 from protocol.errors import ProtocolError, WorkerLostError
 from protocol.messages import Ping, Release
 from protocol.wire import WIRE_VERSION, PeerGone, WireClient, WireServer
@@ -45,6 +46,42 @@ def test_messages_travel_both_ways_in_order() -> None:
                 assert message == Release(number)
                 server.send(peer, message)
             assert [await client.receive() for _ in range(1000)] == [Release(number) for number in range(1000)]
+            client.close()
+
+    run(scenario)
+
+
+def test_a_burst_waits_for_a_peer_that_is_busy() -> None:
+    """More messages than ZeroMQ's own default of 1,000 go into the queue while nobody reads."""
+
+    async def scenario() -> None:
+        async with serving() as server:
+            client = await WireClient.connect(server.address, SECRET, 5)
+            (peer,) = server.peers()
+            for number in range(20_000):
+                server.send(peer, Release(number))
+            assert [await client.receive() for _ in range(20_000)] == [Release(number) for number in range(20_000)]
+            client.close()
+
+    run(scenario)
+
+
+def test_an_oversized_message_ends_its_connection_and_no_other() -> None:
+    async def scenario() -> None:
+        async with serving() as server:
+            client = await WireClient.connect(server.address, SECRET, 5)
+            intruder = zmq.Context.instance().socket(zmq.DEALER)
+            intruder.setsockopt(zmq.LINGER, 0)
+            intruder.setsockopt(zmq.RECONNECT_IVL, -1)
+            monitor = intruder.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            intruder.connect(server.address)
+            intruder.send(b"x" * (MAX_MESSAGE_BYTES + 1))
+            assert await asyncio.to_thread(monitor.poll, 5000), "the server hangs up"
+            client.send(Release(1))
+            assert (await server.receive())[1] == Release(1)
+            intruder.disable_monitor()
+            monitor.close()
+            intruder.close()
             client.close()
 
     run(scenario)
