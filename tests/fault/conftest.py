@@ -118,9 +118,11 @@ class ScriptedRouter:
         if not asking.cancelled() and asking.exception() is None:
             self.decode.send(Release(asking.result().ticket.ticket_id))
 
-    async def compute(self, ticket: Ticket, prompt: list[int], sampling: SamplingParams, request_id: str = "r") -> FirstToken:
+    async def compute(
+        self, ticket: Ticket, prompt: list[int], sampling: SamplingParams, request_id: str = "r", cache_salt: str = ""
+    ) -> FirstToken:
         first: FirstToken = await self.prefill.ask(
-            lambda call_id: Prefill(call_id, request_id, ticket, tuple(prompt), 0, sampling), 20
+            lambda call_id: Prefill(call_id, request_id, ticket, tuple(prompt), 0, sampling, cache_salt), 20
         )
         return first
 
