@@ -61,11 +61,6 @@ class PrefixCache:
         """Blocks that an allocation can have: free ones, and idle ones, which it may evict."""
         return self._blocks.num_free + len(self._idle)
 
-    @property
-    def num_idle(self) -> int:
-        """Blocks that nobody owns and that are kept for whoever asks for their key."""
-        return len(self._idle)
-
     def match(self, keys: Sequence[bytes]) -> int:
         """How many blocks are cached from the first key on without a gap. Takes nothing."""
         for count, key in enumerate(keys):
@@ -112,7 +107,8 @@ class PrefixCache:
         assert all(self._references[block] for block in table), "a block without an owner is released"
         for block in table:
             self._references[block] -= 1
-        self._blocks.free([block for block in table if not self._references[block] and block not in self._key_of])
+        # Blocks are shared by key alone: one that is not cached has had no other owner.
+        self._blocks.free([block for block in table if block not in self._key_of])
         # From the end, so that the end of a prefix is older than its beginning; also where the cached block of a key is
         # another than ours.
         for key in reversed(keys):

@@ -143,11 +143,13 @@ class ScriptedRouter:
             if output.finish_reason is not None:
                 return tokens
 
-    async def generate(self, prompt: list[int], sampling: SamplingParams, request_id: str = "r") -> list[int]:
+    async def generate(
+        self, prompt: list[int], sampling: SamplingParams, request_id: str = "r", cache_salt: str = ""
+    ) -> list[int]:
         """A whole request, as the router does it."""
         ticket = await self.reserve(prompt, sampling.max_tokens)
         try:
-            first = await self.compute(ticket, prompt, sampling, request_id)
+            first = await self.compute(ticket, prompt, sampling, request_id, cache_salt)
             if first.finish_reason is not None:
                 return [first.token_id]
             await self.attach(ticket, first, sampling)
