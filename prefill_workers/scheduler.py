@@ -7,9 +7,10 @@ a step and a long one is cut into chunks. A prompt is cut at multiples of `max_b
 cuts are decides how sums are rounded, and a request's tokens shall not depend on its company. A prompt gets all its blocks
 when it starts; while there are too few, it and those behind it wait, so that a long prompt is never starved by short ones.
 
-A prompt starts behind the blocks that the prefix cache has of it. Its last token is always computed, for its logits, and into
-a block of its own, for a shared block is never written. What a step has computed enters the cache when the step is over
-(`step_done`), whatever becomes of the prompt then; of two like prompts in flight, none waits for the other.
+A prompt starts behind the blocks that the prefix cache has of it, and is first cut at the next such multiple. Its last token
+is always computed, for its logits, and into a block of its own, for a shared block is never written. What a step has computed
+enters the cache when the step is over (`step_done`), whatever becomes of the prompt then; of two like prompts in flight, none
+waits for the other.
 
 Who frees: `release`, called by the worker once no step and no transfer reads the blocks any more.
 """
