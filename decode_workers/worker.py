@@ -134,6 +134,8 @@ class DecodeWorker:
             busy_s=self._engine.busy_s,
             step_age_s=self._engine.step_age_s,
             tokens=self._tokens,
+            prefix_cache_queries=0,
+            prefix_cache_hits=0,
         )
 
     # -- tickets -----------------------------------------------------------------------------------------------------

@@ -7,6 +7,11 @@ a step and a long one is cut into chunks. A prompt is cut at multiples of `max_b
 cuts are decides how sums are rounded, and a request's tokens shall not depend on its company. A prompt gets all its blocks
 when it starts; while there are too few, it and those behind it wait, so that a long prompt is never starved by short ones.
 
+A prompt starts behind the blocks that the prefix cache has of it, and is first cut at the next such multiple. Its last token
+is always computed, for its logits, and into a block of its own, for a shared block is never written. What a step has computed
+enters the cache when the step is over (`step_done`), whatever becomes of the prompt then; of two like prompts in flight, none
+waits for the other.
+
 Who frees: `release`, called by the worker once no step and no transfer reads the blocks any more.
 """
 
@@ -15,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.block_manager import BlockManager
+from engine.prefix_cache import PrefixCache, block_keys
 
 
 @dataclass(eq=False)
@@ -23,8 +28,12 @@ class Prompt:
     """One prompt on its way through this worker."""
 
     token_ids: Sequence[int]
+    keys: Sequence[bytes]
+    """Of its full blocks, for the prefix cache."""
     block_table: list[int] = field(default_factory=list)
     """Empty while queued."""
+    cached: int = 0
+    """Tokens at its beginning whose KV was there when it started."""
     computed: int = 0
     """Tokens whose KV is in the pool, or will be after the current step."""
 
@@ -42,19 +51,32 @@ class PlannedChunk:
     num_tokens: int
     last: bool
 
+    @property
+    def handoff_start(self) -> int:
+        """Where the KV that this chunk adds to the handoff begins: the first chunk brings what was cached along."""
+        return 0 if self.start == self.prompt.cached else self.start
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
 
 class PrefillScheduler:
-    def __init__(self, blocks: BlockManager, block_size: int, max_batch_tokens: int) -> None:
-        self._blocks = blocks
+    def __init__(self, cache: PrefixCache, block_size: int, max_batch_tokens: int) -> None:
+        self._cache = cache
         self._block_size = block_size
         self._max_batch_tokens = max_batch_tokens
         self._prompts: list[Prompt] = []
         """Queued and computing, oldest first."""
         self._held = 0
+        self.cache_queries = 0
+        """Tokens of the prompts that were started."""
+        self.cache_hits = 0
+        """Those of them that were cached."""
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens not yet computed."""
+        """Prompt tokens not yet computed; what may be cached of queued prompts is not known yet."""
         return sum(prompt.remaining for prompt in self._prompts)
 
     @property
@@ -68,10 +90,14 @@ class PrefillScheduler:
 
     def fits(self, num_tokens: int) -> bool:
         """Whether a prompt of this length can ever be computed here."""
-        return self._blocks_for(num_tokens) <= self._blocks.num_blocks
+        return self._blocks_for(num_tokens) <= self._cache.num_blocks
+
+    def new_prompt(self, token_ids: Sequence[int], cache_salt: str) -> Prompt:
+        """A prompt to `add`. It shares KV only with prompts of the same salt."""
+        assert self.fits(len(token_ids)), "too long for this pool: refuse it on arrival"
+        return Prompt(token_ids, block_keys(token_ids, self._block_size, cache_salt))
 
     def add(self, prompt: Prompt) -> None:
-        assert self.fits(len(prompt.token_ids)), "too long for this pool: refuse it on arrival"
         self._prompts.append(prompt)
 
     def plan(self) -> list[PlannedChunk]:
@@ -79,15 +105,22 @@ class PrefillScheduler:
         chunks: list[PlannedChunk] = []
         room = self._max_batch_tokens
         for prompt in self._prompts:
-            num_tokens = min(self._max_batch_tokens, prompt.remaining)
-            if num_tokens > room or not self._has_blocks(prompt):
+            hit = 0 if prompt.block_table else self._cache.match(self._usable_keys(prompt))
+            start = prompt.computed or hit * self._block_size
+            num_tokens = min(self._max_batch_tokens - start % self._max_batch_tokens, len(prompt.token_ids) - start)
+            if num_tokens > room or not (prompt.block_table or self._start(prompt, hit)):
                 break
             room -= num_tokens
-            start = prompt.computed
-            prompt.computed += num_tokens
+            prompt.computed = start + num_tokens
             chunks.append(PlannedChunk(prompt, start, num_tokens, last=prompt.remaining == 0))
         self._prompts = [prompt for prompt in self._prompts if prompt.remaining]
         return chunks
+
+    def step_done(self, plan: Sequence[PlannedChunk]) -> None:
+        """The KV of these chunks is in the pool: from now on their full blocks can be shared."""
+        for chunk in plan:
+            prompt = chunk.prompt
+            self._cache.insert(prompt.keys[: chunk.end // self._block_size], prompt.block_table)
 
     def drop(self, prompt: Prompt) -> None:
         """Plan no more of it. Its blocks stay until `release`. Idempotent."""
@@ -98,17 +131,23 @@ class PrefillScheduler:
         """Give its blocks back: nothing reads or writes them any more. Idempotent."""
         assert prompt not in self._prompts, "drop it first"
         if prompt.block_table:
-            self._blocks.free(prompt.block_table)
+            self._cache.release(prompt.keys, prompt.block_table)
             prompt.block_table = []
             self._held -= 1
 
-    def _has_blocks(self, prompt: Prompt) -> bool:
-        if not prompt.block_table:
-            block_table = self._blocks.allocate(self._blocks_for(len(prompt.token_ids)))
-            if block_table is None:
-                return False
-            prompt.block_table = block_table
-            self._held += 1
+    def _usable_keys(self, prompt: Prompt) -> Sequence[bytes]:
+        return prompt.keys[: (len(prompt.token_ids) - 1) // self._block_size]
+
+    def _start(self, prompt: Prompt, hit: int) -> bool:
+        """Give the prompt its blocks, of which the first `hit` are cached; False if there are too few."""
+        block_table = self._cache.allocate(self._blocks_for(len(prompt.token_ids)), prompt.keys[:hit])
+        if block_table is None:
+            return False
+        prompt.block_table = block_table
+        prompt.cached = hit * self._block_size
+        self._held += 1
+        self.cache_queries += len(prompt.token_ids)
+        self.cache_hits += prompt.cached
         return True
 
     def _blocks_for(self, num_tokens: int) -> int:

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 from configs.schema import ClusterConfig
 from engine.batch import Chunk, SampledToken
-from engine.block_manager import BlockManager
 from engine.engine_thread import EngineThread
 from engine.model_runner import ModelRunner
+from engine.prefix_cache import PrefixCache
 from engine.sampler import finish_reason
 from kv_transfer.sender import OutgoingTransfer, PushPart, SendingPair, StepSignal
 from kv_transfer.transport import Transport
@@ -77,8 +77,8 @@ class PrefillWorker:
         self._max_queued = config.prefill.max_queued_requests
         self._facts = runner.facts
         self._engine = EngineThread(runner)
-        self._blocks = BlockManager(runner.pool.num_blocks)
-        self._scheduler = PrefillScheduler(self._blocks, runner.pool.block_size, config.prefill.max_batch_tokens)
+        self._cache = PrefixCache(runner.pool.num_blocks)
+        self._scheduler = PrefillScheduler(self._cache, runner.pool.block_size, config.prefill.max_batch_tokens)
         self._peers = DecodePeers(me, secret, runner.layout(), runner.pool.layer_slots, transport, config.limits)
         self._jobs: dict[Prompt, _Job] = {}
         self._tokens = 0
@@ -112,10 +112,8 @@ class PrefillWorker:
         await self._idle.wait()
 
     def check_integrity(self) -> None:
-        """Assert that every block is free or held by a prompt of ours."""
-        self._blocks.check_integrity()
-        held = sum(len(prompt.block_table) for prompt in self._jobs)
-        assert held + self._blocks.num_free == self._blocks.num_blocks, "a block has leaked"
+        """Assert that every block is free, cached or held by prompts of ours."""
+        self._cache.check_integrity(prompt.block_table for prompt in self._jobs)
 
     def load(self) -> LoadReport:
         return LoadReport(
@@ -124,14 +122,16 @@ class PrefillWorker:
             running=sum(job.in_step for job in self._jobs.values()),
             waiting=self._scheduler.num_waiting,
             queued_tokens=self._scheduler.queued_tokens,
-            free_blocks=self._blocks.num_free,
-            total_blocks=self._blocks.num_blocks,
+            free_blocks=self._cache.num_free,
+            total_blocks=self._cache.num_blocks,
             tickets=len(self._jobs),
             transfers=self._peers.pushes_in_flight,
             steps=self._engine.steps,
             busy_s=self._engine.busy_s,
             step_age_s=self._engine.step_age_s,
             tokens=self._tokens,
+            prefix_cache_queries=self._scheduler.cache_queries,
+            prefix_cache_hits=self._scheduler.cache_hits,
         )
 
     # -- arrival and departure ---------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class PrefillWorker:
         except TandemError as error:
             self._endpoint.send(router, Failed.from_error(message.call_id, error))
             return
-        prompt = Prompt(message.token_ids)
+        prompt = self._scheduler.new_prompt(message.token_ids, message.cache_salt)
         job = _Job(router, message, prompt, OutgoingTransfer(message.ticket), time.monotonic())
         self._jobs[prompt] = job
         self._tasks.create_task(self._admit(job))
@@ -236,6 +236,7 @@ class PrefillWorker:
             )
             self._endpoint.load_changed()
             outputs = await step
+            self._scheduler.step_done(plan)
             for job, chunk, output in zip(jobs, plan, outputs, strict=True):
                 job.in_step = False
                 self._tokens += chunk.num_tokens
@@ -252,7 +253,8 @@ class PrefillWorker:
             job.in_step = True
             job.began = job.began or now
             if job.pair is not None:
-                part = PushPart(job.transfer, chunk.prompt.block_table, chunk.start, chunk.num_tokens)
+                start = chunk.handoff_start
+                part = PushPart(job.transfer, chunk.prompt.block_table, start, chunk.end - start)
                 parts.setdefault(job.pair, []).append((job, part))
         for pair, items in parts.items():
             done = pair.push(signal, [part for _, part in items])
@@ -274,6 +276,7 @@ class PrefillWorker:
                 finish,
                 queue_s=job.began - job.arrived,
                 prefill_s=now - job.began,
+                cached_tokens=job.prompt.cached,
             ),
         )
         if finish is not None:

@@ -181,6 +181,10 @@ class LoadReport:
     """How long the current step has been running; 0 when idle."""
     tokens: int
     """Prompt tokens computed (prefill) or tokens generated (decode) since start."""
+    prefix_cache_queries: int
+    """Tokens of the prompts that were looked up in the prefix cache since start; 0 where there is none (decode)."""
+    prefix_cache_hits: int
+    """Those of them whose KV was taken from it."""
 
 
 # -- router and decode -----------------------------------------------------------------------------------------------
@@ -259,6 +263,8 @@ class Prefill:
     num_generated: int
     """How many at the end of `token_ids` were emitted before; 0 for a fresh request."""
     sampling: SamplingParams
+    cache_salt: str
+    """Only prompts with the same salt share cached KV; empty is a salt like any other."""
 
 
 @message(21)
@@ -274,6 +280,8 @@ class FirstToken:
     """From arrival at the worker to the first chunk."""
     prefill_s: float
     """From the first chunk to the token."""
+    cached_tokens: int
+    """Tokens at the beginning of `token_ids` whose KV was cached, and so not computed."""
 
 
 @message(22)

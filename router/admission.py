@@ -65,7 +65,14 @@ class Claim:
     async def first_token(self, journal: Journal) -> FirstToken:
         """Prefill; fails as soon as either worker is lost, for without its ticket the prefill is worth nothing."""
         asking = asyncio.ensure_future(
-            self.prefill.prefill(self._attempt_id, self._ticket, journal.token_ids, journal.num_generated, journal.sampling)
+            self.prefill.prefill(
+                self._attempt_id,
+                self._ticket,
+                journal.token_ids,
+                journal.num_generated,
+                journal.sampling,
+                journal.cache_salt,
+            )
         )
         try:
             await asyncio.wait((asking, self.decode.gone), return_when=asyncio.FIRST_COMPLETED)

@@ -53,6 +53,8 @@ class Delta:
     token_ids: tuple[int, ...]
     logprobs: tuple[TextLogprobs, ...]
     finish_reason: Finish | None
+    cached_tokens: int
+    """In the first piece of an answer: how many of the prompt's tokens were cached."""
 
 
 @dataclass
@@ -63,6 +65,7 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TextLogprobs] = field(default_factory=list)
     finish_reason: Finish | None = None
+    cached_tokens: int = 0
 
     @classmethod
     def of(cls, deltas: Iterable[Delta]) -> Answer:
@@ -73,6 +76,7 @@ class Answer:
             token_ids=[token_id for piece in pieces for token_id in piece.token_ids],
             logprobs=[entry for piece in pieces for entry in piece.logprobs],
             finish_reason=pieces[-1].finish_reason if pieces else None,
+            cached_tokens=sum(piece.cached_tokens for piece in pieces),
         )
 
 
@@ -131,7 +135,7 @@ class AnswerText:
             text, num_used = self._push_until_stop(self._matcher, spoken, finish is not None)
             if num_used is not None:
                 token_ids, finish = token_ids[:num_used], "stop"
-        return Delta(text, token_ids, self._texts.describe(token_ids, tokens.logprobs), finish)
+        return Delta(text, token_ids, self._texts.describe(token_ids, tokens.logprobs), finish, tokens.cached_tokens)
 
     def _push_until_stop(self, matcher: StopMatcher, token_ids: tuple[int, ...], last: bool) -> tuple[str, int | None]:
         """Text up to a stop string, and how many tokens it took to complete one (None: there is none).

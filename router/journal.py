@@ -14,6 +14,8 @@ class Tokens:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
     finish_reason: FinishReason | None
+    cached_tokens: int = 0
+    """With the first token of an answer: how many of the prompt's tokens prefill did not have to compute."""
 
 
 @dataclass
@@ -22,6 +24,8 @@ class Journal:
 
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    cache_salt: str
+    """Whoever goes on with the choice elsewhere may share KV with the same requests only."""
     emitted: list[int] = field(default_factory=list)
 
     def record(self, tokens: Tokens) -> Tokens:

@@ -144,7 +144,13 @@ class WorkerLink:
         self._tell(Release(ticket_id))
 
     async def prefill(
-        self, request_id: str, ticket: Ticket, token_ids: tuple[int, ...], num_generated: int, sampling: SamplingParams
+        self,
+        request_id: str,
+        ticket: Ticket,
+        token_ids: tuple[int, ...],
+        num_generated: int,
+        sampling: SamplingParams,
+        cache_salt: str,
     ) -> FirstToken:
         """Compute a prompt at a prefill worker and have its KV pushed to the ticket. Whoever gives up calls `cancel`.
 
@@ -155,7 +161,8 @@ class WorkerLink:
         self._num_prefills += 1
         try:
             answer = await self._caller.ask(
-                lambda call_id: Prefill(call_id, request_id, ticket, token_ids, num_generated, sampling), _LONGEST_PREFILL_S
+                lambda call_id: Prefill(call_id, request_id, ticket, token_ids, num_generated, sampling, cache_salt),
+                _LONGEST_PREFILL_S,
             )
             return self._expect(answer, FirstToken)
         finally:

@@ -57,7 +57,7 @@ class Pipeline:
                     _note_first(first, times)
                     if first.finish_reason is not None:
                         claim.finished()
-                    yield journal.record(_tokens(first))
+                    yield journal.record(_tokens(first, journal))
                     if first.finish_reason is not None:
                         return
                     await claim.attach(first.token_id, journal.sampling, journal.num_generated)
@@ -94,6 +94,8 @@ def _note_first(first: FirstToken, times: RequestTimes) -> None:
     times.prefill_s += first.prefill_s
 
 
-def _tokens(first: FirstToken) -> Tokens:
+def _tokens(first: FirstToken, journal: Journal) -> Tokens:
+    """What a resumed attempt finds cached may be the answer's own tokens; clients are told what the first one found."""
     logprobs = () if first.logprobs is None else (first.logprobs,)
-    return Tokens((first.token_id,), logprobs, first.finish_reason)
+    cached_tokens = 0 if journal.num_generated else first.cached_tokens
+    return Tokens((first.token_id,), logprobs, first.finish_reason, cached_tokens)

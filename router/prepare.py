@@ -23,6 +23,8 @@ class Generation:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     stops: tuple[str, ...]
+    cache_salt: str
+    """Only requests with the same salt share cached KV; empty if the client sent none."""
 
 
 class Preparer:
@@ -92,7 +94,7 @@ class Preparer:
             stop_token_ids=tuple(dict.fromkeys((*own_stops, *body.stop_token_ids))),
             num_logprobs=body.num_logprobs,
         )
-        return Generation(tuple(token_ids), sampling, body.stops())
+        return Generation(tuple(token_ids), sampling, body.stops(), body.cache_salt or "")
 
     def _answer_room(self, num_prompt_tokens: int, wanted: int | None, param: str) -> int:
         """How long the answer may get: what the client wants, or all that the context has left."""

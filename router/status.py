@@ -23,6 +23,8 @@ _REPORTED = (
     "busy_s",
     "step_age_s",
     "tokens",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
 )
 
 

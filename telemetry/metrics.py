@@ -108,6 +108,12 @@ class _WorkerCollector(Collector):
                 if sample.report is not None:
                     gauge.add_metric((self._model_name, sample.worker_id, sample.role.value), value(sample.report))
             yield gauge
+        for name, text, count in _WORKER_COUNTERS:
+            counter = CounterMetricFamily(f"tandem:{name}", text, labels=labels)
+            for sample in samples:
+                if sample.report is not None:
+                    counter.add_metric((self._model_name, sample.worker_id, sample.role.value), count(sample.report))
+            yield counter
         restarts = CounterMetricFamily("tandem:worker_restarts", "Times the worker was started anew.", labels=labels)
         for sample in samples:
             restarts.add_metric((self._model_name, sample.worker_id, sample.role.value), sample.restarts)
@@ -130,4 +136,9 @@ _WORKER_GAUGES: tuple[tuple[str, str, Callable[[LoadReport], float]], ...] = (
     ("engine_steps", "Engine steps since its start.", lambda report: report.steps),
     ("engine_tokens", "Tokens computed (prefill) or generated (decode) since its start.", lambda report: report.tokens),
     ("engine_step_age_seconds", "How long the current step has been running.", lambda report: report.step_age_s),
+)
+
+_WORKER_COUNTERS: tuple[tuple[str, str, Callable[[LoadReport], int]], ...] = (
+    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda report: report.prefix_cache_queries),
+    ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda report: report.prefix_cache_hits),
 )

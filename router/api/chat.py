@@ -118,8 +118,9 @@ class ChatShape:
             choice["token_ids"] = delta.token_ids
         return self._chunk(choice)
 
-    def usage_chunk(self, num_completion_tokens: int) -> Json:
-        return {**self._chunk_head, "choices": [], "usage": usage(len(self._info.prompt_token_ids), num_completion_tokens)}
+    def usage_chunk(self, num_completion_tokens: int, cached_tokens: int) -> Json:
+        num_prompt_tokens = len(self._info.prompt_token_ids)
+        return {**self._chunk_head, "choices": [], "usage": usage(num_prompt_tokens, num_completion_tokens, cached_tokens)}
 
     def whole(self, answer: Answer) -> Json:
         choice: Json = {
@@ -132,7 +133,7 @@ class ChatShape:
         body = {
             **self._head("chat.completion"),
             "choices": [choice],
-            "usage": usage(num_prompt_tokens, len(answer.token_ids)),
+            "usage": usage(num_prompt_tokens, len(answer.token_ids), answer.cached_tokens),
         }
         if self._info.return_token_ids:
             choice["token_ids"] = answer.token_ids

@@ -77,15 +77,16 @@ class CompletionShape:
         chunk = {**self._head, "choices": [choice]}
         return {**chunk, "usage": None} if self._info.include_usage else chunk
 
-    def usage_chunk(self, num_completion_tokens: int) -> Json:
-        return {**self._head, "choices": [], "usage": usage(len(self._info.prompt_token_ids), num_completion_tokens)}
+    def usage_chunk(self, num_completion_tokens: int, cached_tokens: int) -> Json:
+        num_prompt_tokens = len(self._info.prompt_token_ids)
+        return {**self._head, "choices": [], "usage": usage(num_prompt_tokens, num_completion_tokens, cached_tokens)}
 
     def whole(self, answer: Answer) -> Json:
         choice = self._choice(answer.text, answer.token_ids, answer.logprobs, answer.finish_reason)
         if self._info.return_token_ids:
             choice["prompt_token_ids"] = self._info.prompt_token_ids
-        num_prompt_tokens = len(self._info.prompt_token_ids)
-        return {**self._head, "choices": [choice], "usage": usage(num_prompt_tokens, len(answer.token_ids))}
+        numbers = usage(len(self._info.prompt_token_ids), len(answer.token_ids), answer.cached_tokens)
+        return {**self._head, "choices": [choice], "usage": numbers}
 
     def _choice(self, text: str, token_ids: Sequence[int], logprobs: Sequence[TextLogprobs], finish_reason: str | None) -> Json:
         choice: Json = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason}

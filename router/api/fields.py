@@ -12,6 +12,7 @@ from router.api.body import Body, Neutral
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_SEED = 2**63 - 1
+MAX_SALT_CHARS = 256
 
 NOT_YET: dict[str, tuple[object, ...]] = {
     # OpenAI
@@ -27,7 +28,6 @@ NOT_YET: dict[str, tuple[object, ...]] = {
     "repetition_penalty": (1,),
     "length_penalty": (1,),
     "priority": (0,),
-    "cache_salt": (),
     "use_beam_search": (False,),
     "early_stopping": (False,),
     "include_stop_str_in_output": (False,),
@@ -78,6 +78,12 @@ class SamplingBody(Body):
     stream: bool = Field(default=False, description="true or false")
     stream_options: StreamOptions | None = Field(default=None, description="an object with include_usage")
     return_token_ids: bool = Field(default=False, description="true or false")
+    cache_salt: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=MAX_SALT_CHARS,
+        description=f"a non-empty string of up to {MAX_SALT_CHARS} characters",
+    )
     user: str | None = Field(default=None, description="a string")
     safety_identifier: str | None = Field(default=None, description="a string")
 

@@ -72,10 +72,11 @@ class AnswerResponse(Response):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         opening = self._shape.opening()
         pending = b"" if opening is None else event(opening)
-        num_tokens = 0
+        num_tokens = cached_tokens = 0
         try:
             while True:
                 num_tokens += len(delta.token_ids)
+                cached_tokens += delta.cached_tokens
                 if delta.text or delta.finish_reason is not None or not self._sparse:
                     pending += event(self._shape.chunk(delta))
                 if delta.finish_reason is not None:
@@ -85,7 +86,7 @@ class AnswerResponse(Response):
                     pending = b""
                 delta = await anext(self._deltas)
             if self._include_usage:
-                pending += event(self._shape.usage_chunk(num_tokens))
+                pending += event(self._shape.usage_chunk(num_tokens, cached_tokens))
             pending += _DONE
         except TandemError as error:
             pending = event(error_body(error))

@@ -37,16 +37,18 @@ class AnswerShape(Protocol):
 
     def chunk(self, delta: Delta) -> Json: ...
 
-    def usage_chunk(self, num_completion_tokens: int) -> Json: ...
+    def usage_chunk(self, num_completion_tokens: int, cached_tokens: int) -> Json: ...
 
     def whole(self, answer: Answer) -> Json: ...
 
 
-def usage(num_prompt_tokens: int, num_completion_tokens: int) -> Json:
+def usage(num_prompt_tokens: int, num_completion_tokens: int, cached_tokens: int) -> Json:
+    """`cached_tokens`: how many of the prompt's tokens were cached."""
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_completion_tokens,
         "total_tokens": num_prompt_tokens + num_completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
 
 

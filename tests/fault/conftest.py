@@ -118,9 +118,11 @@ class ScriptedRouter:
         if not asking.cancelled() and asking.exception() is None:
             self.decode.send(Release(asking.result().ticket.ticket_id))
 
-    async def compute(self, ticket: Ticket, prompt: list[int], sampling: SamplingParams, request_id: str = "r") -> FirstToken:
+    async def compute(
+        self, ticket: Ticket, prompt: list[int], sampling: SamplingParams, request_id: str = "r", cache_salt: str = ""
+    ) -> FirstToken:
         first: FirstToken = await self.prefill.ask(
-            lambda call_id: Prefill(call_id, request_id, ticket, tuple(prompt), 0, sampling), 20
+            lambda call_id: Prefill(call_id, request_id, ticket, tuple(prompt), 0, sampling, cache_salt), 20
         )
         return first
 
@@ -141,11 +143,13 @@ class ScriptedRouter:
             if output.finish_reason is not None:
                 return tokens
 
-    async def generate(self, prompt: list[int], sampling: SamplingParams, request_id: str = "r") -> list[int]:
+    async def generate(
+        self, prompt: list[int], sampling: SamplingParams, request_id: str = "r", cache_salt: str = ""
+    ) -> list[int]:
         """A whole request, as the router does it."""
         ticket = await self.reserve(prompt, sampling.max_tokens)
         try:
-            first = await self.compute(ticket, prompt, sampling, request_id)
+            first = await self.compute(ticket, prompt, sampling, request_id, cache_salt)
             if first.finish_reason is not None:
                 return [first.token_id]
             await self.attach(ticket, first, sampling)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine
-from contextlib import AbstractAsyncContextManager
-from typing import Any
 
 import pytest
+from scenarios import Factory, Reference, greedy, prompt_of, run
 
 from configs.schema import ClusterConfig
 from kv_transfer.loopback import Faults
@@ -24,21 +22,6 @@ ROOMY = ClusterConfig.model_validate(
         "limits": {"lease_s": 1.0, "heartbeat_s": 0.1, "connect_s": 5.0},
     }
 )
-
-Factory = Callable[..., AbstractAsyncContextManager[Any]]
-Reference = Callable[[list[int], int], list[int]]
-
-
-def greedy(max_tokens: int) -> SamplingParams:
-    return SamplingParams(seed=1, max_tokens=max_tokens, temperature=0.0, stop_token_ids=(0,))
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return [random.Random(f"{seed}-{length}").randrange(1, 101) for _ in range(length)]
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(scenario)
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 31, 32, 33, 100])
@@ -75,7 +58,9 @@ def test_seeded_sampling_does_not_depend_on_company(two_workers: Factory) -> Non
             router = await workers.router()
             params = [SamplingParams(seed=n, max_tokens=10, temperature=0.8, top_p=0.9) for n in range(8)]
             alone = [await router.generate(prompt_of(20, n), params[n]) for n in range(8)]
-            together = await asyncio.gather(*(router.generate(prompt_of(20, n), params[n]) for n in range(8)))
+            together = await asyncio.gather(
+                *(router.generate(prompt_of(20, n), params[n], cache_salt="together") for n in range(8))
+            )
             assert together == alone
             assert len({tuple(answer) for answer in alone}) > 1, "different seeds say different things"
 

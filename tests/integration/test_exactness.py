@@ -26,6 +26,7 @@ TEXTS = [
 class Answer:
     token_ids: list[int]
     logprobs: list[float]
+    cached_tokens: int
 
 
 @pytest.fixture(scope="module")
@@ -45,26 +46,29 @@ def complete(base_url: str, prompt: list[int], **fields: Any) -> dict[str, Any]:
     body = {"model": "smollm2", "prompt": prompt, "max_tokens": NUM_TOKENS, "return_token_ids": True, **fields}
     answer = httpx.post(f"{base_url}/v1/completions", json=body, timeout=150)
     assert answer.status_code == 200, answer.text
-    choice: dict[str, Any] = answer.json()["choices"][0]
-    return choice
+    body = answer.json()
+    return {**body["choices"][0], "cached_tokens": body["usage"]["prompt_tokens_details"]["cached_tokens"]}
 
 
-def greedy(base_url: str, prompt: list[int]) -> Answer:
-    choice = complete(base_url, prompt, temperature=0, logprobs=1, ignore_eos=True)
-    return Answer(choice["token_ids"], choice["logprobs"]["token_logprobs"])
+def greedy(base_url: str, prompt: list[int], cache_salt: str) -> Answer:
+    choice = complete(base_url, prompt, temperature=0, logprobs=1, ignore_eos=True, cache_salt=cache_salt)
+    return Answer(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["cached_tokens"])
 
 
-def test_greedy_equals_transformers_alone_and_sixteen_at_once(
+def test_greedy_equals_transformers_alone_sixteen_at_once_and_cached(
     cluster: Any, prompts: list[list[int]], transformers_smollm2: Any
 ) -> None:
-    alone = [greedy(cluster.url, prompt) for prompt in prompts]
+    alone = [greedy(cluster.url, prompt, "alone") for prompt in prompts]
     for prompt, answer in zip(prompts, alone, strict=True):
         assert_equals_reference(transformers_smollm2, prompt, answer)
     with ThreadPoolExecutor(16) as threads:
-        together = list(threads.map(lambda prompt: greedy(cluster.url, prompt), prompts))
-    assert [answer.token_ids for answer in together] == [answer.token_ids for answer in alone]
-    for one, other in zip(alone, together, strict=True):
-        assert other.logprobs == pytest.approx(one.logprobs, abs=1e-3)
+        together = list(threads.map(lambda prompt: greedy(cluster.url, prompt, "together"), prompts))
+    cached = [greedy(cluster.url, prompt, "alone") for prompt in prompts]
+    for others in (together, cached):
+        assert [answer.token_ids for answer in others] == [answer.token_ids for answer in alone]
+        for one, other in zip(alone, others, strict=True):
+            assert other.logprobs == pytest.approx(one.logprobs, abs=1e-3)
+    assert [answer.cached_tokens for answer in cached] == [(length - 1) // 16 * 16 for length in LENGTHS]
 
 
 def assert_equals_reference(reference: Any, prompt: list[int], answer: Answer) -> None:
@@ -77,14 +81,14 @@ def assert_equals_reference(reference: Any, prompt: list[int], answer: Answer) -
 
 
 def test_seeded_sampling_is_the_same_alone_and_among_fifteen_others(cluster: Any, prompts: list[list[int]]) -> None:
-    def sampled(number: int) -> str:
-        fields = {"seed": 1000 + number, "temperature": 0.9, "top_p": 0.95, "max_tokens": 24}
+    def sampled(number: int, cache_salt: str) -> str:
+        fields = {"seed": 1000 + number, "temperature": 0.9, "top_p": 0.95, "max_tokens": 24, "cache_salt": cache_salt}
         text: str = complete(cluster.url, prompts[number], **fields)["text"]
         return text
 
     watched = [3, 9, 14]
-    alone = {number: sampled(number) for number in watched}
+    alone = {number: sampled(number, "seeded, alone") for number in watched}
     with ThreadPoolExecutor(16) as threads:
-        together = list(threads.map(sampled, range(16)))
+        together = list(threads.map(lambda number: sampled(number, "seeded, together"), range(16)))
     assert {number: together[number] for number in watched} == alone
     assert len(set(together)) == 16, "different seeds and prompts say different things"

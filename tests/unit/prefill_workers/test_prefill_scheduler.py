@@ -1,76 +1,119 @@
-"""Chunks cover every prompt once, in order, within the budget; blocks are never lost."""
+"""Chunks cover what is not cached of every prompt once, in order, within the budget; blocks are never lost."""
 
 from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.block_manager import BlockManager
-from prefill_workers.scheduler import PrefillScheduler, Prompt
+from engine.prefix_cache import PrefixCache
+from prefill_workers.scheduler import PlannedChunk, PrefillScheduler, Prompt
 
 BLOCK_SIZE = 4
 
 
+def step(scheduler: PrefillScheduler) -> list[PlannedChunk]:
+    """Plan a step and let it be computed."""
+    plan = scheduler.plan()
+    scheduler.step_done(plan)
+    return plan
+
+
+def added(scheduler: PrefillScheduler, *prompts: range, salt: str = "") -> list[Prompt]:
+    made = [scheduler.new_prompt(prompt, salt) for prompt in prompts]
+    for prompt in made:
+        scheduler.add(prompt)
+    return made
+
+
+class Run:
+    """A run with any number of prompts, and what must hold after each step."""
+
+    def __init__(self, prompts: list[range], budget: int, num_blocks: int) -> None:
+        self.budget = budget
+        self.cache = PrefixCache(num_blocks)
+        self.scheduler = PrefillScheduler(self.cache, BLOCK_SIZE, budget)
+        self.prompts = added(self.scheduler, *prompts)
+        self.reached = dict.fromkeys(self.prompts, 0)
+        """How far its KV goes."""
+        self.started: list[Prompt] = []
+        self.finished: list[Prompt] = []
+        self.held: list[Prompt] = []
+        self.dropped: set[Prompt] = set()
+
+    def drop(self, victim: Prompt) -> None:
+        if victim not in self.finished and victim not in self.dropped:
+            self.dropped.add(victim)
+            self.scheduler.drop(victim)
+            self.scheduler.release(victim)
+
+    def step(self) -> list[PlannedChunk]:
+        plan = self.scheduler.plan()
+        assert sum(chunk.num_tokens for chunk in plan) <= self.budget
+        for chunk in plan:
+            self.check(chunk)
+        self.scheduler.step_done(plan)
+        self.cache.check_integrity([prompt.block_table for prompt in self.prompts])
+        assert self.scheduler.queued_tokens == sum(
+            len(p.token_ids) - self.reached[p] for p in self.prompts if p not in self.dropped and p not in self.finished
+        )
+        return plan
+
+    def check(self, chunk: PlannedChunk) -> None:
+        prompt = chunk.prompt
+        assert prompt not in self.dropped
+        assert chunk.handoff_start == self.reached[prompt], "the handoff has no gap and no overlap"
+        if prompt not in self.started:
+            self.started.append(prompt)
+            assert chunk.start == prompt.cached
+            assert prompt.cached % BLOCK_SIZE == 0
+        else:
+            assert chunk.start == self.reached[prompt]
+        assert chunk.num_tokens > 0, "the last token is always computed"
+        end = min(len(prompt.token_ids), (chunk.start // self.budget + 1) * self.budget)
+        assert chunk.end == end, "cut alike in any company"
+        own = prompt.block_table[chunk.start // BLOCK_SIZE :]
+        others = [block for other in self.prompts if other is not prompt for block in other.block_table]
+        assert not set(own) & set(others), "what is written belongs to one prompt alone"
+        assert len(prompt.block_table) * BLOCK_SIZE >= len(prompt.token_ids)
+        self.reached[prompt] = chunk.end
+        assert chunk.last == (chunk.end == len(prompt.token_ids))
+        if chunk.last:
+            self.finished.append(prompt)
+            self.held.append(prompt)
+
+
 @given(
-    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    prompts=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 40)), min_size=1, max_size=12),
     budget=st.integers(1, 32),
     num_blocks=st.integers(10, 40),
     data=st.data(),
 )
 @settings(max_examples=300)
-def test_every_prompt_is_computed_once_in_order(lengths: list[int], budget: int, num_blocks: int, data: st.DataObject) -> None:
-    blocks = BlockManager(num_blocks)
-    scheduler = PrefillScheduler(blocks, BLOCK_SIZE, budget)
-    prompts = [Prompt(range(length)) for length in lengths]
-    for prompt in prompts:
-        scheduler.add(prompt)
-    computed = {id(prompt): 0 for prompt in prompts}
-    finished: list[Prompt] = []
-    held: list[Prompt] = []
-    dropped: set[int] = set()
+def test_every_prompt_is_computed_once_in_order(
+    prompts: list[tuple[int, int]], budget: int, num_blocks: int, data: st.DataObject
+) -> None:
+    run = Run([range(100 * family, 100 * family + length) for family, length in prompts], budget, num_blocks)
     for _ in range(2000):
         if data.draw(st.integers(0, 9)) == 0:
-            victim = data.draw(st.sampled_from(prompts))
-            if victim not in finished and id(victim) not in dropped:
-                dropped.add(id(victim))
-                scheduler.drop(victim)
-                scheduler.release(victim)
-        plan = scheduler.plan()
-        assert sum(chunk.num_tokens for chunk in plan) <= budget
-        for chunk in plan:
-            assert id(chunk.prompt) not in dropped
-            assert chunk.start == computed[id(chunk.prompt)], "chunks follow each other without gap or overlap"
-            assert chunk.num_tokens == min(budget, len(chunk.prompt.token_ids) - chunk.start), "cut alike in any company"
-            assert len(chunk.prompt.block_table) * BLOCK_SIZE >= len(chunk.prompt.token_ids)
-            computed[id(chunk.prompt)] += chunk.num_tokens
-            assert chunk.last == (computed[id(chunk.prompt)] == len(chunk.prompt.token_ids))
-            if chunk.last:
-                finished.append(chunk.prompt)
-                held.append(chunk.prompt)
-        tables = [block for prompt in prompts for block in prompt.block_table]
-        assert len(tables) == len(set(tables)), "a block has two owners"
-        assert scheduler.queued_tokens == sum(
-            len(p.token_ids) - computed[id(p)] for p in prompts if id(p) not in dropped and p not in finished
-        )
-        if held and (not plan or data.draw(st.booleans())):
-            scheduler.release(held.pop(0))
-        if not plan and not held and scheduler.num_waiting == 0:
+            run.drop(data.draw(st.sampled_from(run.prompts)))
+        plan = run.step()
+        if run.held and (not plan or data.draw(st.booleans())):
+            run.scheduler.release(run.held.pop(0))
+        if not plan and not run.held and run.scheduler.num_waiting == 0:
             break
-    assert {id(prompt) for prompt in finished} | dropped == {id(prompt) for prompt in prompts}
-    starts = [prompts.index(prompt) for prompt in finished]
+    assert {*run.finished, *run.dropped} == set(run.prompts)
+    starts = [run.prompts.index(prompt) for prompt in run.started]
     assert starts == sorted(starts), "first come, first served"
-    for prompt in held:
-        scheduler.release(prompt)
-    assert blocks.num_free == num_blocks
-    assert scheduler.num_held == 0
+    for prompt in run.held:
+        run.scheduler.release(prompt)
+    assert run.cache.num_free == num_blocks
+    assert run.scheduler.num_held == 0
 
 
 def test_short_prompts_share_a_step_and_long_ones_are_cut() -> None:
-    scheduler = PrefillScheduler(BlockManager(100), BLOCK_SIZE, 16)
-    first, second, long, late = Prompt(range(5)), Prompt(range(11)), Prompt(range(30)), Prompt(range(2))
-    for prompt in (first, second, long, late):
-        scheduler.add(prompt)
-    steps = [[(c.prompt is long, c.start, c.num_tokens, c.last) for c in scheduler.plan()] for _ in range(4)]
+    scheduler = PrefillScheduler(PrefixCache(100), BLOCK_SIZE, 16)
+    _, _, long, _ = added(scheduler, range(5), range(100, 111), range(200, 230), range(300, 302))
+    steps = [[(c.prompt is long, c.start, c.num_tokens, c.last) for c in step(scheduler)] for _ in range(4)]
     assert steps == [
         [(False, 0, 5, True), (False, 0, 11, True)],
         [(True, 0, 16, False)],
@@ -80,12 +123,45 @@ def test_short_prompts_share_a_step_and_long_ones_are_cut() -> None:
 
 
 def test_a_long_prompt_is_not_starved_by_short_ones() -> None:
-    blocks = BlockManager(4)
-    scheduler = PrefillScheduler(blocks, BLOCK_SIZE, 16)
-    first, long, short = Prompt(range(4)), Prompt(range(16)), Prompt(range(4))
-    for prompt in (first, long, short):
-        scheduler.add(prompt)
-    assert [chunk.prompt for chunk in scheduler.plan()] == [first]
-    assert scheduler.plan() == [], "the long prompt waits for all four blocks, and the short one behind it"
+    scheduler = PrefillScheduler(PrefixCache(4), BLOCK_SIZE, 16)
+    first, long, _ = added(scheduler, range(4), range(100, 116), range(200, 204))
+    assert [chunk.prompt for chunk in step(scheduler)] == [first]
+    assert step(scheduler) == [], "the long prompt waits for all four blocks, and the short one behind it"
     scheduler.release(first)
-    assert [chunk.prompt for chunk in scheduler.plan()] == [long]
+    assert [chunk.prompt for chunk in step(scheduler)] == [long]
+
+
+def test_a_prompt_starts_behind_what_is_cached_and_hands_it_over() -> None:
+    scheduler = PrefillScheduler(PrefixCache(100), BLOCK_SIZE, 16)
+    added(scheduler, range(24))
+    step(scheduler)
+    assert [(c.start, c.end, c.handoff_start) for c in step(scheduler)] == [(16, 24, 16)]
+    added(scheduler, range(40))
+    steps = [[(c.start, c.end, c.handoff_start, c.last) for c in step(scheduler)] for _ in range(2)]
+    assert steps == [[(24, 32, 0, False)], [(32, 40, 32, True)]], "the first cut is at the next multiple"
+    assert (scheduler.cache_queries, scheduler.cache_hits) == (64, 24)
+
+
+def test_the_last_token_is_computed_into_a_block_of_its_own() -> None:
+    scheduler = PrefillScheduler(PrefixCache(100), BLOCK_SIZE, 16)
+    [donor] = added(scheduler, range(8))
+    step(scheduler)
+    [again, longer] = added(scheduler, range(8), range(9))
+    assert [(c.start, c.num_tokens) for c in step(scheduler)] == [(4, 4), (8, 1)]
+    assert again.block_table[0] == donor.block_table[0]
+    assert again.block_table[1] != donor.block_table[1]
+    assert longer.block_table[:2] == donor.block_table
+
+
+def test_nothing_is_shared_before_it_is_computed_or_across_salts() -> None:
+    scheduler = PrefillScheduler(PrefixCache(100), BLOCK_SIZE, 16)
+    added(scheduler, range(8), range(8))
+    first, second = scheduler.plan()
+    assert (first.start, second.start) == (0, 0), "of two in one step, none waits for the other"
+    scheduler.drop(first.prompt)
+    scheduler.step_done([first, second])
+    scheduler.release(first.prompt)
+    scheduler.release(second.prompt)
+    added(scheduler, range(9), salt="other")
+    added(scheduler, range(9))
+    assert [chunk.start for chunk in step(scheduler)] == [0, 8], "cached although its owner was cancelled; salts share nothing"

@@ -121,6 +121,8 @@ class ScriptedWorker:
             busy_s=0.5,
             step_age_s=self.step_age_s,
             tokens=11,
+            prefix_cache_queries=0,
+            prefix_cache_hits=0,
             **values,
         )
 
@@ -149,6 +151,8 @@ class ScriptedPrefill(ScriptedWorker):
         self.gate = asyncio.Event()
         """Prompts are answered while it is set."""
         self.gate.set()
+        self.cached_tokens = 0
+        """What is said to have been cached of each prompt."""
         super().__init__(*args)
 
     def handlers(self) -> dict[type[Any], Callable[[bytes, Any], None]]:
@@ -172,7 +176,7 @@ class ScriptedPrefill(ScriptedWorker):
         token_id = self.script.token(message.num_generated)
         finish = finish_of(message.sampling, token_id, message.num_generated + 1)
         logprobs = self.script.logprobs(message.sampling, token_id)
-        self.send(router, FirstToken(message.call_id, token_id, logprobs, finish, 0.001, 0.002))
+        self.send(router, FirstToken(message.call_id, token_id, logprobs, finish, 0.001, 0.002, self.cached_tokens))
 
     def _cancel(self, router: bytes, message: Cancel) -> None:
         self.cancelled.append(message.request_id)

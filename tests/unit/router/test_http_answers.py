@@ -40,6 +40,7 @@ def test_whole_chat(run_cluster: Callable[..., None]) -> None:
             "prompt_tokens": len(sent.token_ids),
             "completion_tokens": num_answer,
             "total_tokens": len(sent.token_ids) + num_answer,
+            "prompt_tokens_details": {"cached_tokens": 0},
         }
         text = cluster.tokenizer.decode(sent.token_ids, skip_special=False)
         assert text.endswith("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
@@ -114,6 +115,32 @@ def test_chat_logprobs_of_every_token(run_cluster: Callable[..., None]) -> None:
     run_cluster(test)
 
 
+def test_cached_tokens_are_in_every_usage(run_cluster: Callable[..., None]) -> None:
+    async def test(cluster: Any) -> None:
+        cluster.says(TEXT)
+        cluster.prefill[0].cached_tokens = 16
+        streamed = {"stream": True, "stream_options": {"include_usage": True}}
+        for path, request in (("/v1/chat/completions", CHAT), ("/v1/completions", {"model": "smollm2", "prompt": "x" * 40})):
+            whole = (await cluster.http.post(path, json=request)).json()
+            chunks = events((await cluster.http.post(path, json=request | streamed)).text)
+            assert whole["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}
+            assert chunks[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}
+        await cluster.clean()
+
+    run_cluster(test)
+
+
+def test_cache_salt_reaches_prefill(run_cluster: Callable[..., None]) -> None:
+    async def test(cluster: Any) -> None:
+        cluster.says(TEXT)
+        await cluster.complete(cache_salt="tenant ü")
+        await cluster.complete()
+        await cluster.http.post("/v1/chat/completions", json=CHAT | {"cache_salt": "b"})
+        assert [message.cache_salt for message in cluster.prefill[0].seen] == ["tenant ü", "", "b"]
+
+    run_cluster(test)
+
+
 def test_openai_package(run_cluster: Callable[..., None]) -> None:
     def sync_client(url: str) -> str:
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
@@ -132,6 +159,8 @@ def test_openai_package(run_cluster: Callable[..., None]) -> None:
             assert chat.choices[0].message.content == TEXT
             assert chat.choices[0].logprobs is not None
             assert chat.usage is not None
+            assert chat.usage.prompt_tokens_details is not None
+            assert chat.usage.prompt_tokens_details.cached_tokens == 0
             plain = await client.completions.create(model="smollm2", prompt=[1, 2, 3], logprobs=1, max_tokens=4)
             assert plain.choices[0].logprobs is not None
             stream = await client.completions.create(model="smollm2", prompt="x", max_tokens=4, stream=True)

@@ -25,15 +25,18 @@ def test_stream_goes_on_when_its_decode_worker_dies(run_cluster: Run) -> None:
             worker.die_after = 3
         cluster.add(Role.DECODE)
         cluster.show()
-        body = (await cluster.complete(return_token_ids=True, seed=5)).json()
+        cluster.prefill[0].cached_tokens = 1
+        body = (await cluster.complete(return_token_ids=True, seed=5, cache_salt="a")).json()
         choice = body["choices"][0]
         assert choice["text"] == TEXT, "nothing lost, doubled or changed"
         assert choice["token_ids"] == list(cluster.script.answer)
+        assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}, "of the first attempt alone"
         resumed = [message for worker in cluster.prefill for message in worker.seen if message.num_generated]
         assert resumed
         assert all(
             message.token_ids[-message.num_generated :] == cluster.script.answer[: message.num_generated]
             and message.sampling.seed == 5
+            and message.cache_salt == "a"
             for message in resumed
         )
         metrics = (await cluster.http.get("/metrics")).text

@@ -12,7 +12,7 @@ from router.policy import Book, WorkerLoad, blocks_for, decode_order, prefill_or
 
 
 def report(worker_id: str, queued_tokens: int = 0, free_blocks: int = 0) -> LoadReport:
-    return LoadReport(worker_id, 1, 0, 0, queued_tokens, free_blocks, 1000, 0, 0, 0, 0.0, 0.0, 0)
+    return LoadReport(worker_id, 1, 0, 0, queued_tokens, free_blocks, 1000, 0, 0, 0, 0.0, 0.0, 0, 0, 0)
 
 
 books = st.builds(

@@ -61,7 +61,7 @@ def test_cancelled_take_can_be_taken_up_again() -> None:
 
 
 def test_journal_is_what_is_needed_to_go_on() -> None:
-    journal = Journal((7, 8), SamplingParams(seed=1, max_tokens=5))
+    journal = Journal((7, 8), SamplingParams(seed=1, max_tokens=5), "")
     assert (journal.token_ids, journal.num_generated, journal.remaining_tokens) == ((7, 8), 0, 5)
     journal.record(Tokens((9,), (), None))
     journal.record(Tokens((10, 11), (), None))

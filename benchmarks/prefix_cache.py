@@ -1,0 +1,128 @@
+"""What a cached prefix saves: `python -m benchmarks.prefix_cache`, on an idle machine.
+
+One prefill and one decode worker in this process, connected by gloo, the default model in bfloat16, one thread. In turns: a new
+prompt of 1,024 tokens, then another one with the same first 960. Time to first token is what a router sees, from the message
+to its answer; the handoff of the KV runs beside it and is waited for between the prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import torch
+
+from benchmarks.environment import write_result
+from configs.models import resolve
+from configs.schema import ClusterConfig
+from decode_workers.worker import DecodeWorker
+from engine.model_runner import ModelRunner
+from kv_transfer.gloo import GlooTransport
+from prefill_workers.worker import PrefillWorker
+from protocol.calls import Caller
+from protocol.messages import FirstToken, Ping, Prefill, Release, Reserve, Reserved, Role, SamplingParams, WorkerRef
+from protocol.wire import WireClient, WireServer
+
+HOST = "127.0.0.1"
+SECRET = b"b" * 32
+PROMPT_TOKENS, CACHED_TOKENS = 1024, 960
+KV_TOKENS = 16_384
+CONFIG = ClusterConfig(dtype="bfloat16")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    result = asyncio.run(measure(options.rounds))
+    write_result("prefix_cache", result, table(result))
+
+
+async def measure(rounds: int) -> dict[str, list[float]]:
+    """Seconds to the first token, one entry per round after two to warm up."""
+    rng = random.Random(0)
+    uncached: list[float] = []
+    cached: list[float] = []
+    async with _workers() as (prefill, decode, worker):
+        for number in range(rounds + 2):
+            prefix = _tokens(rng, CACHED_TOKENS)
+            for times, expected in ((uncached, 0), (cached, CACHED_TOKENS)):
+                prompt = (*prefix, *_tokens(rng, PROMPT_TOKENS - CACHED_TOKENS))
+                ttft_s, first = await _ask(prefill, decode, worker, prompt)
+                assert first.cached_tokens == expected
+                if number >= 2:
+                    times.append(ttft_s)
+    return {"uncached_s": uncached, "cached_s": cached}
+
+
+def table(result: dict[str, Any]) -> str:
+    """The medians as a Markdown table."""
+    uncached, cached = (1000 * statistics.median(result[name]) for name in ("uncached_s", "cached_s"))
+    return "\n".join(
+        (
+            f"| {PROMPT_TOKENS}-token prompt | time to first token, median |",
+            "|---|---|",
+            f"| nothing cached | {uncached:.0f} ms |",
+            f"| first {CACHED_TOKENS} tokens cached | {cached:.0f} ms |",
+            f"| ratio | {cached / uncached:.3f} |",
+        )
+    )
+
+
+def _tokens(rng: random.Random, count: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(100, 40_000) for _ in range(count))
+
+
+async def _ask(prefill: Caller, decode: Caller, worker: DecodeWorker, prompt: tuple[int, ...]) -> tuple[float, FirstToken]:
+    sampling = SamplingParams(seed=0, max_tokens=2, temperature=0.0)
+    reserved: Reserved = await decode.ask(lambda call_id: Reserve(call_id, "b", prompt, 2), 10)
+    committed = worker.transfer_stats.committed
+    began = time.perf_counter()
+    first: FirstToken = await prefill.ask(lambda call_id: Prefill(call_id, "b", reserved.ticket, prompt, 0, sampling, ""), 60)
+    ttft_s = time.perf_counter() - began
+    while worker.transfer_stats.committed == committed:  # noqa: ASYNC110 - a count, between two measurements
+        await asyncio.sleep(0.01)
+    decode.send(Release(reserved.ticket.ticket_id))
+    return ttft_s, first
+
+
+@asynccontextmanager
+async def _workers() -> AsyncIterator[tuple[Caller, Caller, DecodeWorker]]:
+    facts = resolve(CONFIG.model).facts
+    runners = [
+        ModelRunner.load(facts, dtype=CONFIG.dtype, block_size=CONFIG.block_size, num_kv_tokens=KV_TOKENS) for _ in range(2)
+    ]
+    servers = [WireServer(SECRET, HOST) for _ in range(2)]
+    refs = [
+        WorkerRef(role.value, 1, role, server.address)
+        for role, server in zip((Role.PREFILL, Role.DECODE), servers, strict=True)
+    ]
+    prefill = PrefillWorker(refs[0], SECRET, runners[0], servers[0], GlooTransport(HOST), CONFIG)
+    decode = DecodeWorker(refs[1], runners[1], servers[1], GlooTransport(HOST), CONFIG)
+    tasks = [asyncio.create_task(prefill.run()), asyncio.create_task(decode.run())]
+    callers = [Caller(await WireClient.connect(ref.address, SECRET, 5), lambda message: None) for ref in refs]
+    for caller in callers:
+        tasks += [asyncio.create_task(caller.run()), asyncio.create_task(_ping(caller))]
+    try:
+        yield callers[0], callers[1], decode
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _ping(caller: Caller) -> None:
+    while True:
+        caller.send(Ping())
+        await asyncio.sleep(CONFIG.limits.heartbeat_s)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""KV blocks that outlive their prompt: whoever begins with the same tokens takes them by reference. Pure bookkeeping.
+
+    free ──allocate──► owned (references ≥ 1) ──release──► free                 a block that was never inserted
+                        │ ▲                                  ▲
+                      insert, once its KV is computed        │ evicted, when an allocation finds too few free ones
+                        ▼ │                                  │
+                    cached and owned ──last release──► cached and idle ──allocate by key──► cached and owned
+
+A full block is known by a chained hash: of the salt, all tokens before it, and its own. Equal keys are equal prefixes, because
+a collision of BLAKE2b-256 can't be found; so a hit needs no comparison of tokens, and a block is right whatever became of the
+blocks before it. A cached block is never written again: its owners only write behind it.
+
+Idle blocks are evicted least recently used first, and of one prefix its end first: what is left can still be matched. The
+scheme is vLLM's (automatic prefix caching, v1), with whole keys instead of Python hashes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+from engine.block_manager import BlockManager
+
+_KEY_BYTES = 32
+
+
+def block_keys(token_ids: Sequence[int], block_size: int, salt: str) -> list[bytes]:
+    """The key of each full block of these tokens, in order. Prompts with different salts share none.
+
+    Salts and blocks are hashed apart (`person`), so that no salt can pass for the hash of another prompt's beginning.
+    """
+    packed = array("I", token_ids)
+    width = block_size * packed.itemsize
+    data = memoryview(packed).cast("B")
+    key = blake2b(salt.encode(), digest_size=_KEY_BYTES, person=b"salt").digest()
+    keys: list[bytes] = []
+    for start in range(0, len(data) - width + 1, width):
+        block = blake2b(key, digest_size=_KEY_BYTES, person=b"block")
+        block.update(data[start : start + width])
+        key = block.digest()
+        keys.append(key)
+    return keys
+
+
+class PrefixCache:
+    """Who owns which block of a pool, and which full blocks can be had by their key. Not thread-safe: one scheduler owns it."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._blocks = BlockManager(num_blocks)
+        self._references = [0] * num_blocks
+        self._block_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+        self._idle: dict[int, None] = {}
+        """Cached blocks without references, the least recently used first."""
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that an allocation can have: free ones, and idle ones, which it may evict."""
+        return self._blocks.num_free + len(self._idle)
+
+    def match(self, keys: Sequence[bytes]) -> int:
+        """How many blocks are cached from the first key on without a gap. Takes nothing."""
+        for count, key in enumerate(keys):
+            if key not in self._block_of:
+                return count
+        return len(keys)
+
+    def allocate(self, num_blocks: int, keys: Sequence[bytes]) -> list[int] | None:
+        """A block table of `num_blocks`: the cached blocks of these keys, shared, then fresh ones of the caller's own.
+
+        Every key must be cached (`match`). None, and nothing changed, if there are too few blocks.
+        """
+        assert len(keys) <= num_blocks, "more cached blocks than the table has"
+        shared = [self._block_of[key] for key in keys]
+        num_fresh = num_blocks - len(shared)
+        if num_fresh > self.num_free - sum(block in self._idle for block in shared):
+            return None
+        for block in shared:
+            self._idle.pop(block, None)
+        self._evict(num_fresh - self._blocks.num_free)
+        fresh = self._blocks.allocate(num_fresh)
+        assert fresh is not None, "evicted enough"
+        table = shared + fresh
+        for block in table:
+            self._references[block] += 1
+        return table
+
+    def insert(self, keys: Sequence[bytes], table: Sequence[int]) -> None:
+        """Make the first blocks of an owned table, one per key, known by these keys: their KV is complete in the pool.
+
+        Give all keys from the first one on each time. A key that is known already keeps its block, and the caller's stays
+        the caller's own; one that was evicted meanwhile is known again.
+        """
+        for key, block in zip(keys, table, strict=False):
+            assert self._references[block], f"block {block} has no owner"
+            if key not in self._block_of:
+                assert block not in self._key_of, f"block {block} holds something else"
+                self._block_of[key] = block
+                self._key_of[block] = key
+
+    def release(self, keys: Sequence[bytes], table: Sequence[int]) -> None:
+        """Give up a table, of whose full blocks these are the keys. Nothing of the caller reads or writes it any more."""
+        assert len(set(table)) == len(table), f"a block twice in {list(table)}"
+        assert all(self._references[block] for block in table), "a block without an owner is released"
+        for block in table:
+            self._references[block] -= 1
+        # Blocks are shared by key alone: one that is not cached has had no other owner.
+        self._blocks.free([block for block in table if block not in self._key_of])
+        # From the end, so that the end of a prefix is older than its beginning; also where the cached block of a key is
+        # another than ours.
+        for key in reversed(keys):
+            cached = self._block_of.get(key)
+            if cached is not None and not self._references[cached]:
+                self._idle.pop(cached, None)
+                self._idle[cached] = None
+
+    def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
+        """Assert that the books agree with each other and with the tables of all owners: no block is lost or freed early."""
+        self._blocks.check_integrity()
+        owned = Counter(block for table in tables for block in table)
+        assert {block: n for block, n in enumerate(self._references) if n} == owned, "references differ from the tables"
+        assert {key: block for block, key in self._key_of.items()} == self._block_of, "keys and blocks differ"
+        assert set(self._idle) == set(self._key_of) - set(owned), "cached blocks without an owner are idle, no others"
+        assert self._blocks.num_free + len(owned) + len(self._idle) == self.num_blocks, "a block has leaked"
+
+    def _evict(self, num_blocks: int) -> None:
+        for _ in range(num_blocks):
+            block = next(iter(self._idle))
+            del self._idle[block]
+            del self._block_of[self._key_of.pop(block)]
+            self._blocks.free((block,))

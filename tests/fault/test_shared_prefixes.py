@@ -1,0 +1,205 @@
+"""Prompts that begin alike: what was computed once is handed over again, and is right whatever became of who computed it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+from scenarios import Factory, Reference, greedy, prompt_of, run
+
+from configs.schema import ClusterConfig
+from kv_transfer.loopback import Faults
+from protocol.errors import TandemError
+from protocol.messages import FirstToken, Release
+
+BLOCK_SIZE = 8
+TIGHT = ClusterConfig.model_validate(
+    {
+        "dtype": "float32",
+        "block_size": BLOCK_SIZE,
+        "prefill": {"kv_cache_tokens": 192, "max_batch_tokens": 32},
+        "decode": {"kv_cache_tokens": 2048},
+        "limits": {"lease_s": 1.0, "heartbeat_s": 0.1, "connect_s": 5.0},
+    }
+)
+
+
+async def first_and_rest(router: Any, prompt: list[int], max_tokens: int, salt: str = "") -> tuple[FirstToken, list[int]]:
+    """A whole greedy request with logprobs for the first token: that token's message, and all tokens."""
+    sampling = dataclasses.replace(greedy(max_tokens), num_logprobs=3)
+    ticket = await router.reserve(prompt, max_tokens)
+    try:
+        first = await router.compute(ticket, prompt, sampling, cache_salt=salt)
+        if first.finish_reason is not None:
+            return first, [first.token_id]
+        await router.attach(ticket, first, sampling)
+        return first, [first.token_id, *await router.rest(ticket)]
+    finally:
+        router.decode.send(Release(ticket.ticket_id))
+
+
+@pytest.mark.parametrize("length", [1, 8, 9, 16, 33, 64, 65, 100])
+def test_a_repeated_prompt_says_the_same(two_workers: Factory, reference: Reference, length: int) -> None:
+    """Around block and chunk borders; its last token is computed again, so that there are logits."""
+
+    async def scenario() -> None:
+        async with two_workers() as workers:
+            router = await workers.router()
+            prompt = prompt_of(length)
+            first, tokens = await first_and_rest(router, prompt, 8)
+            again, tokens_again = await first_and_rest(router, prompt, 8)
+            assert tokens_again == tokens == reference(prompt, 8)
+            assert first.cached_tokens == 0
+            assert again.cached_tokens == (length - 1) // BLOCK_SIZE * BLOCK_SIZE
+            assert first.logprobs is not None
+            assert again.logprobs is not None
+            assert again.logprobs.chosen == pytest.approx(first.logprobs.chosen, abs=1e-3)
+            for one, other in zip(first.logprobs.top, again.logprobs.top, strict=True):
+                assert other.token_id == one.token_id
+                assert other.logprob == pytest.approx(one.logprob, abs=1e-3)
+            load = workers.prefill.load()
+            assert (load.prefix_cache_queries, load.prefix_cache_hits) == (2 * length, again.cached_tokens)
+            assert load.tokens == 2 * length - again.cached_tokens, "what is cached is not computed"
+            await workers.until(workers.all_free)
+
+    run(scenario())
+
+
+def test_a_shared_beginning_serves_many_at_once(two_workers: Factory, reference: Reference) -> None:
+    async def scenario() -> None:
+        async with two_workers() as workers:
+            router = await workers.router()
+            beginning = prompt_of(40)
+            await first_and_rest(router, beginning, 1)  # one token long: computed, cached, never handed over
+            prompts = [beginning + prompt_of(1 + 7 * n, n) for n in range(6)]
+            answers = await asyncio.gather(*(first_and_rest(router, prompt, 8) for prompt in prompts))
+            assert [tokens for _, tokens in answers] == [reference(prompt, 8) for prompt in prompts]
+            assert all(first.cached_tokens >= 40 for first, _ in answers)
+            await workers.until(workers.all_free)
+
+    run(scenario())
+
+
+def test_two_alike_in_flight_at_once(two_workers: Factory, reference: Reference) -> None:
+    async def scenario() -> None:
+        async with two_workers() as workers:
+            routers = [await workers.router() for _ in range(2)]
+            prompt = prompt_of(90)
+            answers = await asyncio.gather(*(router.generate(prompt, greedy(6)) for router in routers))
+            assert answers == [reference(prompt, 6)] * 2
+            await workers.until(workers.all_free)
+
+    run(scenario())
+
+
+def test_salts_share_nothing(two_workers: Factory) -> None:
+    async def scenario() -> None:
+        async with two_workers() as workers:
+            router = await workers.router()
+            prompt = prompt_of(33)
+            hits = [(await first_and_rest(router, prompt, 2, salt))[0].cached_tokens for salt in ("", "a", "b", "a", "")]
+            assert hits == [0, 0, 0, 32, 32]
+
+    run(scenario())
+
+
+def test_hits_are_right_after_eviction(two_workers: Factory, reference: Reference) -> None:
+    """A pool of 24 blocks: what does not fit is forgotten, from its end, and computed again when it is asked for."""
+
+    async def scenario() -> None:
+        async with two_workers(TIGHT) as workers:
+            router = await workers.router()
+            kept, filler = prompt_of(100), prompt_of(112, 1)
+            hits = []
+            for prompt in (kept, filler, kept, kept, filler, filler):
+                first, tokens = await first_and_rest(router, prompt, 6)
+                assert tokens == reference(prompt, 6)
+                hits.append(first.cached_tokens)
+                await workers.until(workers.all_free)
+                workers.check()
+            assert hits[3] == 96, "all of it, right after it was used"
+            assert hits[5] == 104
+            assert 0 < hits[2] < 96, "its end made room, its beginning was still there"
+
+    run(scenario())
+
+
+def test_what_a_cancelled_prompt_computed_is_used(two_workers: Factory, reference: Reference) -> None:
+    """Cancelled in the middle of its prefill and of its transfer, which is slow."""
+
+    async def scenario() -> None:
+        async with two_workers() as workers:
+            router = await workers.router()
+            workers.network.faults = Faults(delay_s=0.02)
+            prompt = prompt_of(400)
+            ticket = await router.reserve(prompt, 4)
+            computing = asyncio.create_task(router.compute(ticket, prompt, greedy(4), "donor"))
+            await workers.until(lambda: workers.prefill.load().tokens >= 64)
+            router.cancel("donor")
+            router.decode.send(Release(ticket.ticket_id))
+            first, tokens = await first_and_rest(router, prompt, 4)
+            assert 64 <= first.cached_tokens < 400
+            assert first.cached_tokens % BLOCK_SIZE == 0
+            assert tokens == reference(prompt, 4)
+            computing.cancel()
+            await workers.until(workers.all_free)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("faults", [Faults(flip_bit_at=1), Faults(die_at=2), Faults(lose_at=0)], ids=["flip", "die", "lose"])
+def test_a_failed_handoff_leaves_a_good_cache(two_workers: Factory, reference: Reference, faults: Faults) -> None:
+    """What went wrong on the way is not in the pool it came from; nor is a hit pushed from a damaged place."""
+
+    async def scenario() -> None:
+        async with two_workers() as workers:
+            router = await workers.router()
+            prompt = prompt_of(70)
+            workers.network.faults = faults
+            with pytest.raises(TandemError):
+                await router.generate(prompt, greedy(6))
+            await workers.until(workers.all_free)
+            workers.network.faults = Faults()
+            first, tokens = await first_and_rest(router, prompt, 6)
+            assert tokens == reference(prompt, 6)
+            assert first.cached_tokens > 0
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_cancels_among_shared_prefixes_leak_nothing(two_workers: Factory, reference: Reference, seed: int) -> None:
+    """Prompts of three families in a pool too small for them, cut off at random; the survivors' tokens are right."""
+
+    async def scenario() -> None:
+        rng = random.Random(seed)
+        async with two_workers(TIGHT) as workers:
+            router = await workers.router()
+            workers.network.faults = Faults(delay_s=0.001, die_at=rng.choice([None, rng.randrange(40)]))
+            survivors = 0
+
+            async def one(number: int) -> None:
+                nonlocal survivors
+                prompt = prompt_of(96, rng.randrange(3))[: rng.choice([40, 64, 96])] + prompt_of(rng.randrange(1, 40), number)
+                try:
+                    async with asyncio.timeout(rng.choice([None, rng.random() * 0.3])):
+                        answer = await router.generate(prompt, greedy(4), str(number))
+                except TimeoutError:
+                    router.cancel(str(number))
+                except TandemError:
+                    pass
+                else:
+                    assert answer == reference(prompt, 4)
+                    survivors += 1
+
+            for _ in range(3):
+                await asyncio.gather(*(one(number) for number in range(6)))
+                workers.check()
+            await workers.until(workers.all_free)
+            assert survivors
+            assert workers.prefill.load().prefix_cache_hits
+
+    run(scenario())

@@ -1,0 +1,197 @@
+"""The prefix cache under any interleaving of its owners, against a model that knows what every block holds."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from engine.prefix_cache import PrefixCache, block_keys
+
+BLOCK_SIZE = 2
+NUM_BLOCKS = 10
+Tokens = tuple[int, ...]
+
+
+@dataclass(eq=False)
+class Owner:
+    """A prompt with its table; `computed` full blocks of it hold KV."""
+
+    tokens: Tokens
+    salt: str
+    table: list[int]
+    hit: int
+    computed: int
+    keys: list[bytes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.keys = block_keys(self.tokens, BLOCK_SIZE, self.salt)
+
+
+class Cache(RuleBasedStateMachine):
+    """Blocks are written to as a worker would, and every hit must find what was written for just this prefix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = PrefixCache(NUM_BLOCKS)
+        self.owners: list[Owner] = []
+        self.content: dict[int, object] = {}
+
+    def _prefix(self, owner: Owner, index: int) -> tuple[str, Tokens]:
+        return owner.salt, owner.tokens[: (index + 1) * BLOCK_SIZE]
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=14).map(tuple), salt=st.sampled_from(["", "a"]))
+    def start(self, tokens: Tokens, salt: str) -> None:
+        """Match, then allocate: wholly or not at all."""
+        keys = block_keys(tokens, BLOCK_SIZE, salt)[: (len(tokens) - 1) // BLOCK_SIZE]
+        hit = self.cache.match(keys)
+        num_blocks = -(-len(tokens) // BLOCK_SIZE)
+        free, owned = self.cache.num_free, {block for owner in self.owners for block in owner.table}
+        table = self.cache.allocate(num_blocks, keys[:hit])
+        if table is None:
+            assert self.cache.num_free == free
+            assert len(owned) + num_blocks > NUM_BLOCKS, "refused although blocks were to be had"
+            return
+        owner = Owner(tokens, salt, table, hit, hit)
+        for index, block in enumerate(table):
+            if index < hit:
+                assert self.content[block] == self._prefix(owner, index), "a hit finds the KV of just this prefix"
+            else:
+                assert block not in owned, "a fresh block belongs to somebody"
+                self.content[block] = None
+        self.owners.append(owner)
+
+    @precondition(lambda self: self.owners)
+    @rule(data=st.data())
+    def compute(self, data: st.DataObject) -> None:
+        """A step writes some more blocks of a prompt, then they are inserted."""
+        owner = data.draw(st.sampled_from(self.owners))
+        end = data.draw(st.integers(owner.computed, len(owner.keys)))
+        for index in range(owner.computed, end):
+            self.content[owner.table[index]] = self._prefix(owner, index)
+        owner.computed = end
+        self.cache.insert(owner.keys[:end], owner.table)
+        assert self.cache.match(owner.keys) >= end
+
+    @precondition(lambda self: self.owners)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        """At the end, or when it was cancelled at any point."""
+        owner = data.draw(st.sampled_from(self.owners))
+        self.owners.remove(owner)
+        self.cache.release(owner.keys, owner.table)
+
+    @rule(n=st.integers(0, NUM_BLOCKS + 1))
+    def allocate_without_keys(self, n: int) -> None:
+        """Pressure: whatever is idle may have to go."""
+        room = NUM_BLOCKS - len({block for owner in self.owners for block in owner.table})
+        table = self.cache.allocate(n, ())
+        assert (table is None) == (n > room)
+        if table is not None:
+            for block in table:
+                self.content[block] = None
+            self.cache.release((), table)
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.cache.check_integrity([owner.table for owner in self.owners])
+        owned = {block for owner in self.owners for block in owner.table}
+        assert self.cache.num_free == NUM_BLOCKS - len(owned), "what is only cached is free"
+
+    @invariant()
+    def the_end_of_a_prefix_goes_first(self) -> None:
+        ages = {self.content[block]: age for age, block in enumerate(self.cache._idle)}
+        for (salt, tokens), age in ages.items():
+            parent = (salt, tokens[:-BLOCK_SIZE])
+            assert ages.get(parent, NUM_BLOCKS) > age, "a prefix would lose its beginning before its end"
+
+
+TestCache = Cache.TestCase
+TestCache.settings = settings(max_examples=100, stateful_step_count=40)
+
+
+def computed(cache: PrefixCache, tokens: range | list[int], salt: str = "") -> tuple[list[bytes], list[int]]:
+    """The keys and the table of a prompt that was computed whole and is still owned."""
+    keys = block_keys(tokens, BLOCK_SIZE, salt)
+    table = cache.allocate(-(-len(tokens) // BLOCK_SIZE), keys[: cache.match(keys)])
+    assert table is not None
+    cache.insert(keys, table)
+    return keys, table
+
+
+def test_least_recently_used_prefix_goes_first_and_from_its_end() -> None:
+    cache = PrefixCache(NUM_BLOCKS)
+    old, new = computed(cache, range(0, 8)), computed(cache, range(100, 108))
+    cache.release(*old)
+    cache.release(*new)
+    again = computed(cache, range(0, 8))
+    assert again[1] == old[1], "taken by reference"
+    cache.release(*again)
+    pressure = cache.allocate(5, ())
+    assert pressure is not None
+    assert (cache.match(old[0]), cache.match(new[0])) == (4, 1)
+    cache.release((), pressure)
+
+
+def test_shared_blocks_stay_until_the_last_owner_has_gone() -> None:
+    cache = PrefixCache(4)
+    donor = computed(cache, range(8))
+    guest = computed(cache, range(8))
+    cache.release(*donor)
+    assert cache.num_free == 0
+    assert cache.allocate(1, ()) is None, "the guest's blocks are not to be had"
+    cache.release(*guest)
+    assert (cache.num_free, cache.match(guest[0])) == (4, 4), "free, and still there"
+
+
+def test_two_that_compute_the_same_keep_their_own_blocks() -> None:
+    cache = PrefixCache(8)
+    keys = block_keys(range(8), BLOCK_SIZE, "")
+    first, second = cache.allocate(4, ()), cache.allocate(4, ())
+    assert first is not None
+    assert second is not None
+    cache.insert(keys[:2], second)
+    cache.insert(keys, first)
+    cache.insert(keys, second)
+    cache.release(keys, first)
+    cache.release(keys, second)
+    cache.check_integrity([])
+    assert cache.match(keys) == 4
+    assert len(cache._idle) == 4, "of each key one block is kept"
+
+
+def test_releasing_what_is_not_owned_is_an_assertion() -> None:
+    cache = PrefixCache(4)
+    keys, table = computed(cache, range(4))
+    cache.release(keys, table)
+    with pytest.raises(AssertionError, match="without an owner"):
+        cache.release(keys, table)
+    with pytest.raises(AssertionError, match="no owner"):
+        cache.insert(keys, table)
+    cache.check_integrity([])
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=20), st.integers(1, 8), st.text(max_size=4))
+def test_keys_name_prefixes(tokens: list[int], block_size: int, salt: str) -> None:
+    keys = block_keys(tokens, block_size, salt)
+    assert len(keys) == len(tokens) // block_size
+    for count in range(len(keys) + 1):
+        assert block_keys(tokens[: count * block_size], block_size, salt) == keys[:count], "only what comes before matters"
+    others = block_keys(tokens, block_size, salt + "x")
+    if keys:
+        changed = [tokens[0] ^ 1, *tokens[1:]]
+        assert not set(keys) & set(block_keys(changed, block_size, salt)), "all that comes before matters"
+    assert not set(keys) & set(others)
+    assert len(set(keys)) == len(keys)
+
+
+def test_salts_and_blocks_are_hashed_apart() -> None:
+    """Else a client could choose a salt that is the hash of a stranger's beginning, and plant KV under the stranger's keys."""
+    root = blake2b(b"mine", digest_size=32, person=b"salt").digest()
+    packed = (1).to_bytes(4, sys.byteorder) + (2).to_bytes(4, sys.byteorder)
+    assert block_keys([1, 2], 2, "mine") == [blake2b(root + packed, digest_size=32, person=b"block").digest()]
