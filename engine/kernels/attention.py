@@ -2,29 +2,45 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+_QUERY_BLOCK = 64
+"""Tokens whose scores are computed at once: large enough for the matrix product, small enough for the cache."""
 
 
 def prefill_attention(
     q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, slots_2SKH: Tensor, context_slots_L: Tensor | None
 ) -> Tensor:
-    """Attention of one prompt's consecutive new tokens to each other and to its earlier tokens in the pool.
+    """Attention of one prompt's consecutive new tokens to each other and to its earlier tokens in the pool: [T, N, H].
 
-    Without a context this is one causal call. With one, the context (all of it visible, so no mask is needed) and the
-    new tokens (causal) are attended to apart and the two results weighed by their log-sum-exps, as FlashAttention does
-    between blocks (Dao et al., 2022). Returns [T, N, H].
+    A block of queries, the G heads of a group as rows of their own, is multiplied with all keys up to its last token;
+    only the block's own square needs a mask. The scores have the dtype of q: in bfloat16 they are rounded before the
+    softmax, which sums in float32. Measured on one AVX-512 core against torch's flash operator, 9 heads of 64: 2.5 to 3.5
+    times as fast in bfloat16, 0.85 (4,096 tokens) to 1.5 times (512 tokens) in float32.
     """
-    q, k, v = _heads_first(q_TNH), _heads_first(k_TKH), _heads_first(v_TKH)
-    if context_slots_L is None:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return out[0].transpose(0, 1)
-    context_2LKH = slots_2SKH.index_select(1, context_slots_L)
-    new, new_lse = _flash(q, k, v, causal=True)
-    old, old_lse = _flash(q, _heads_first(context_2LKH[0]), _heads_first(context_2LKH[1]), causal=False)
-    share_of_old = torch.sigmoid(old_lse - new_lse).to(q.dtype)[..., None]
-    return torch.lerp(new, old, share_of_old)[0].transpose(0, 1)
+    num_new, num_heads, head_dim = q_TNH.shape
+    num_kv_heads = k_TKH.shape[1]
+    group = num_heads // num_kv_heads
+    if context_slots_L is not None:
+        k_context, v_context = slots_2SKH.index_select(1, context_slots_L)
+        k_TKH, v_TKH = torch.cat((k_context, k_TKH)), torch.cat((v_context, v_TKH))
+    keys_KHL, values_KLH = k_TKH.permute(1, 2, 0).contiguous(), v_TKH.transpose(0, 1).contiguous()
+    scaled = (q_TNH * head_dim**-0.5).view(num_new, num_kv_heads, group, head_dim)
+    queries = scaled.transpose(0, 1).reshape(num_kv_heads, num_new * group, head_dim)
+    out = torch.empty_like(queries)
+    later = _later_tokens(group, q_TNH.dtype)
+    num_context = len(k_TKH) - num_new
+    for begin in range(0, num_new, _QUERY_BLOCK):
+        end = min(begin + _QUERY_BLOCK, num_new)
+        rows, visible = slice(begin * group, end * group), num_context + end
+        scores = torch.bmm(queries[:, rows], keys_KHL[:, :, :visible])
+        scores[:, :, num_context + begin :].add_(later[: (end - begin) * group, : end - begin])
+        torch.bmm(torch.softmax(scores, dim=-1), values_KLH[:, :visible], out=out[:, rows])
+    return out.view(num_kv_heads, num_new, group, head_dim).transpose(0, 1).reshape(num_new, num_heads, head_dim)
 
 
 def decode_attention(q_BNH: Tensor, slots_2SKH: Tensor, slots_BL: Tensor, mask_B11L: Tensor) -> Tensor:
@@ -44,11 +60,8 @@ def decode_attention(q_BNH: Tensor, slots_2SKH: Tensor, slots_BL: Tensor, mask_B
     return out_BKGH.reshape(num_seqs, num_heads, head_dim)
 
 
-def _heads_first(x_TNH: Tensor) -> Tensor:
-    return x_TNH.transpose(0, 1)[None]
-
-
-def _flash(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """Output [1, N, T, H] and the log-sum-exp of the scores [1, N, T], which the public operator keeps to itself."""
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-    return out, lse
+@cache
+def _later_tokens(group: int, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores of a block's own tokens: minus infinity for those after the query's."""
+    square = torch.full((_QUERY_BLOCK, _QUERY_BLOCK), -torch.inf, dtype=dtype).triu(1)
+    return square.repeat_interleave(group, dim=0)
