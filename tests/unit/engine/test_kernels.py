@@ -54,17 +54,18 @@ def test_prefill_attention(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), HEADS)
-def test_decode_attention(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-    lengths = [300, 299, 150, 1]
+@pytest.mark.parametrize("longest", [96, 304], ids=["short", "long"])
+def test_decode_attention(num_heads: int, num_kv_heads: int, head_dim: int, longest: int, dtype: torch.dtype) -> None:
+    lengths = [longest, longest - 1, longest // 2, 1]
     torch.manual_seed(1)
-    slots_2SKH = torch.randn(2, 1_000, num_kv_heads, head_dim).to(dtype)
-    free = torch.randperm(1_000)
-    slots_BL = torch.stack([free[start : start + 300] for start in (0, 300, 600, 650)])
-    visible = torch.arange(300) < torch.tensor(lengths)[:, None]
-    q = torch.randn(4, num_heads, head_dim).to(dtype)
-    out = decode_attention(q, slots_2SKH, torch.where(visible, slots_BL, slots_BL[:, :1]), visible[:, None, None])
+    kv_2BLKH = torch.randn(2, 4, longest, num_kv_heads, head_dim).to(dtype)
+    bias = torch.zeros(4, 1, longest, dtype=dtype)
     for row, length in enumerate(lengths):
-        keys, values = slots_2SKH[:, slots_BL[row, :length]]
+        bias[row, :, length:] = -math.inf
+    q = torch.randn(4, num_heads, head_dim).to(dtype)
+    out = decode_attention(q, kv_2BLKH.flatten(1, 2), bias)
+    for row, length in enumerate(lengths):
+        keys, values = kv_2BLKH[:, row, :length]
         expected = dense_attention(q[row : row + 1], keys, values)
         torch.testing.assert_close(out[row : row + 1].double(), expected, **tolerance(dtype))
 
