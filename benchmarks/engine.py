@@ -62,7 +62,7 @@ def main() -> None:
 def one_round(checkout: Path) -> dict[str, float]:
     """Run this very script on the modules of `checkout`."""
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
-    command = [sys.executable, __file__, "--one-round"]
+    command = [sys.executable, "-P", __file__, "--one-round"]  # -P: this folder holds an `engine` of its own
     done = subprocess.run(command, cwd=checkout, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     measured: dict[str, float] = json.loads(done.stdout)
     return measured
