@@ -23,6 +23,8 @@ _CHEAP_PADDING = 64
 """Tokens of padding that cost less than one more attention call."""
 _CONTEXT_MULTIPLE = 16
 """Contexts are padded to a multiple of the widest vector, so that a sum's order does not depend on how much is padded."""
+_GROUP_TOKENS = 4096
+"""Tokens of context that one attention call gathers, if it holds more than one sequence: they should stay in the cache."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +69,12 @@ class DecodeGroup:
     """Rows of sequences with one token each, whose contexts are padded to a common length."""
 
     rows: slice
-    slots_BL: Tensor
-    """Slots of each context, the new token included; padding repeats the slot of position 0."""
-    mask_B11L: Tensor
-    """False where padded."""
+    blocks: Tensor
+    """Blocks of each context, the new token included, one sequence after the other; any block where padded."""
+    bias_B1L: Tensor
+    """What is added to the scores, in the pool's dtype: 0, and minus infinity where padded."""
+    padding: Tensor
+    """Where the B * L tokens of `blocks` are padding."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +93,8 @@ class ForwardBatch:
     """The chunk of each of them, as an index into the chunks given."""
 
     @classmethod
-    def build(cls, chunks: Sequence[Chunk], block_size: int) -> ForwardBatch:
-        """Lay out a step. Chunks are trusted: workers check what comes from outside."""
+    def build(cls, chunks: Sequence[Chunk], block_size: int, dtype: torch.dtype) -> ForwardBatch:
+        """Lay out a step for a pool of `dtype`. Chunks are trusted: workers check what comes from outside."""
         assert len(chunks) > 0, "a step computes something"
         assert all(len(chunk.token_ids) > 0 for chunk in chunks), "a chunk holds tokens"
         assert all(len(chunk.block_table) * block_size >= chunk.end for chunk in chunks), "a block table is too short"
@@ -101,7 +105,7 @@ class ForwardBatch:
         ordered = [chunks[i] for i in order]
         row_ends = np.cumsum([len(chunk.token_ids) for chunk in ordered]).tolist()
         spans, prefill_slots = _prefill_spans(ordered[: len(prefills)], block_size)
-        groups, decode_slots = _decode_groups(ordered[len(prefills) :], row_ends[-1] - len(decodes), block_size)
+        groups, decode_slots = _decode_groups(ordered[len(prefills) :], row_ends[-1] - len(decodes), block_size, dtype)
         sampled = [(end - 1, i) for end, i in zip(row_ends, order, strict=True) if chunks[i].sampling is not None]
         return cls(
             token_ids_T=_tensor([np.asarray(chunk.token_ids, dtype=np.int64) for chunk in ordered]),
@@ -138,27 +142,31 @@ def _prefill_spans(chunks: list[Chunk], block_size: int) -> tuple[tuple[PrefillS
     return tuple(spans), new_slots
 
 
-def _decode_groups(chunks: list[Chunk], row: int, block_size: int) -> tuple[tuple[DecodeGroup, ...], list[_Ints]]:
+def _decode_groups(
+    chunks: list[Chunk], row: int, block_size: int, dtype: torch.dtype
+) -> tuple[tuple[DecodeGroup, ...], list[_Ints]]:
     """Groups of the chunks (longest context first), from `row`, and the slots of their new tokens.
 
     A context is padded to about twice its length at most, so a long one among many short ones costs only itself.
     """
     groups: list[DecodeGroup] = []
     new_slots: list[_Ints] = []
+    multiple = max(_CONTEXT_MULTIPLE, block_size)
     while chunks:
         longest = chunks[0].end
+        padded = -(-longest // multiple) * multiple
         size = sum(longest - chunk.end <= max(chunk.end, _CHEAP_PADDING) for chunk in chunks)
+        size = min(size, max(1, _GROUP_TOKENS // padded))
         group, chunks = chunks[:size], chunks[size:]
         ends = np.array([chunk.end for chunk in group])
-        padded = -(-longest // _CONTEXT_MULTIPLE) * _CONTEXT_MULTIPLE
-        blocks = np.zeros((size, -(-padded // block_size)), dtype=np.int64)
+        blocks = np.zeros((size, padded // block_size), dtype=np.int64)
         for line, chunk in zip(blocks, group, strict=True):
             used = chunk.block_table[: len(line)]
             line[: len(used)] = used
-        slots = _slots_of_blocks(blocks, block_size)[:, :padded]
-        new_slots.append(slots[np.arange(size), ends - 1])
-        visible = np.arange(padded) < ends[:, None]
-        slots = np.where(visible, slots, slots[:, :1])
-        groups.append(DecodeGroup(slice(row, row + size), torch.from_numpy(slots), torch.from_numpy(visible)[:, None, None]))
+        new_slots.append(blocks[np.arange(size), (ends - 1) // block_size] * block_size + (ends - 1) % block_size)
+        is_padding = torch.from_numpy(np.arange(padded) >= ends[:, None])
+        bias = torch.zeros(is_padding.shape, dtype=dtype).masked_fill_(is_padding, -torch.inf)
+        padding = is_padding.view(-1).nonzero().view(-1)
+        groups.append(DecodeGroup(slice(row, row + size), torch.from_numpy(blocks).view(-1), bias[:, None], padding))
         row += size
     return tuple(groups), new_slots

@@ -27,6 +27,7 @@ class KVPool:
         self.block_size = block_size
         self.dtype = dtype
         self.data = torch.empty((num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim), dtype=dtype)
+        self._gathered = torch.empty(0, dtype=dtype)
 
     @classmethod
     def for_model(cls, facts: ModelFacts, num_tokens: int, block_size: int, dtype: torch.dtype) -> KVPool:
@@ -53,6 +54,19 @@ class KVPool:
     def layer_slots(self, layer: int) -> Tensor:
         """A view of one layer, [2, slots, KV heads, head size]; slot = block * block size + offset."""
         return self.data[layer].flatten(1, 2)
+
+    def gather(self, layer: int, blocks: Tensor) -> Tensor:
+        """A copy of one layer's blocks, in the order given, valid until the next call: [2, tokens, KV heads, head size].
+
+        Contexts are gathered in every layer of every step, so the memory is kept and stays warm.
+        """
+        block_shape = self.data.shape[3:]
+        size = 2 * len(blocks) * block_shape.numel()
+        if self._gathered.numel() < size:
+            self._gathered = torch.empty(size, dtype=self.dtype)
+        out = self._gathered[:size].view(2, len(blocks), -1)
+        torch.index_select(self.data[layer].flatten(2), 1, blocks, out=out)
+        return out.view(2, -1, *block_shape[1:])
 
 
 def _memory_bytes() -> int:

@@ -65,7 +65,7 @@ class ModelRunner:
         thread right after layer i's KV of all chunks is in the pool, before the layer's attention.
         """
         with torch.inference_mode():
-            batch = ForwardBatch.build(chunks, self.pool.block_size)
+            batch = ForwardBatch.build(chunks, self.pool.block_size, self.pool.dtype)
             logits_SV = self._decoder.forward(batch, self.pool, on_layer)
             results: list[SampledToken | None] = [None] * len(chunks)
             if logits_SV is not None:

@@ -69,7 +69,7 @@ class Decoder:
             store_kv(slots_2SKH, batch.slots_T, k_TKH, v_TKH)
             if on_layer is not None:
                 on_layer(index)
-            x_TD += layer.output(_attend(batch, q_TNH, k_TKH, v_TKH, slots_2SKH).flatten(1))
+            x_TD += layer.output(_attend(batch, q_TNH, k_TKH, v_TKH, pool, index).flatten(1))
             x_TD += layer.down(swiglu(layer.gate_up(rms_norm(x_TD, layer.ffn_norm, eps))))
         if not batch.sampled_chunks:
             return None
@@ -89,11 +89,16 @@ class Decoder:
         return rotated_TNH[:, :heads], rotated_TNH[:, heads:], v_TKH
 
 
-def _attend(batch: ForwardBatch, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, slots_2SKH: Tensor) -> Tensor:
+def _attend(batch: ForwardBatch, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, pool: KVPool, layer: int) -> Tensor:
     """Attention of every row, by the batch's parts, which cover its rows in order: [T, N, H]."""
+    slots_2SKH = pool.layer_slots(layer)
     outs = [
         prefill_attention(q_TNH[span.rows], k_TKH[span.rows], v_TKH[span.rows], slots_2SKH, span.context_slots_L)
         for span in batch.prefills
     ]
-    outs += [decode_attention(q_TNH[group.rows], slots_2SKH, group.slots_BL, group.mask_B11L) for group in batch.decodes]
+    for group in batch.decodes:
+        kv_2CKH = pool.gather(layer, group.blocks)
+        # A weight of zero does not cancel a NaN that a former owner may have left.
+        kv_2CKH.index_fill_(1, group.padding, 0.0)
+        outs.append(decode_attention(q_TNH[group.rows], kv_2CKH, group.bias_B1L))
     return outs[0] if len(outs) == 1 else torch.cat(outs)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from configs.facts import Architecture
 from configs.gguf_file import GgufTensor, read_gguf_index
+from engine.kernels.int4 import Int4Weight
 from engine.models.parameters import Part
 from protocol.errors import ConfigError
 
@@ -60,7 +61,7 @@ class GgufWeights:
     def read(self, part: Part, out: Tensor) -> None:
         type_name = self._tensors[part.name].type_name
         unpack = _UNPACK.get(type_name) or _unpack_with_gguf(part.name, type_name)
-        permuted_heads = part.rope_heads if self._interleaved else None
+        permuted_heads = self._permuted_heads(part)
         # Rows of one head move within the head, so a slab of whole heads can be put in order by itself.
         unit = part.shape[0] // permuted_heads if permuted_heads else 1
         row_values = out[0].numel()
@@ -70,10 +71,27 @@ class GgufWeights:
             target = out[start : start + slab_rows]
             raw = row_bytes[start : start + slab_rows].reshape(-1)
             values = unpack(raw).view(target.shape)
-            if permuted_heads:
-                pairs = values.view(-1, unit // 2, 2, *values.shape[1:])
-                values = pairs.transpose(1, 2).reshape(values.shape)
-            target.copy_(values)
+            target.copy_(_in_order(values, unit) if permuted_heads else values)
+
+    def read_int4(self, part: Part) -> Int4Weight | None:
+        if self._tensors[part.name].type_name != "Q4_1":
+            return None
+        outputs, inputs = part.shape
+        blocks = self._bytes[part.name].view(outputs, inputs // _BLOCK, -1)
+        scales, minimums = blocks[..., :4].contiguous().view(torch.float16).float().unbind(-1)
+        values = _q4_values(blocks[..., 4:]).view(outputs, inputs)
+        if heads := self._permuted_heads(part):
+            values, scales, minimums = (_in_order(rows, outputs // heads) for rows in (values, scales, minimums))
+        return Int4Weight(values, scales, minimums)
+
+    def _permuted_heads(self, part: Part) -> int | None:
+        return part.rope_heads if self._interleaved else None
+
+
+def _in_order(rows: Tensor, head_rows: int) -> Tensor:
+    """Whole heads, `head_rows` each, from the order of interleaved rotation to the Hugging Face order."""
+    pairs = rows.view(-1, head_rows // 2, 2, *rows.shape[1:])
+    return pairs.transpose(1, 2).reshape(rows.shape)
 
 
 def _unpack_float32(raw: Tensor) -> Tensor:
@@ -99,9 +117,13 @@ def _unpack_q4_1(raw: Tensor) -> Tensor:
     """Blocks of float16 scale, float16 minimum and 16 bytes, low halves first: scale * value + minimum."""
     blocks = raw.view(-1, 4 + _BLOCK // 2)
     scale, minimum = blocks[:, :4].view(torch.float16).float()[:, :, None, None].unbind(1)
-    packed = blocks[:, 4:]
-    values = torch.stack((packed & 15, packed >> 4), dim=1).float()
+    values = _q4_values(blocks[:, 4:]).float()
     return values.mul_(scale).add_(minimum)
+
+
+def _q4_values(packed: Tensor) -> Tensor:
+    """Bytes [..., 16] to values [..., 2, 16]: the low halves first."""
+    return torch.stack((packed & 15, packed >> 4), dim=-2)
 
 
 _UNPACK: dict[str, Callable[[Tensor], Tensor]] = {

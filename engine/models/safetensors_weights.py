@@ -10,6 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from engine.kernels.int4 import Int4Weight
 from engine.models.parameters import OUTPUT_HEAD, TOKEN_EMBEDDING, Part
 from protocol.errors import ConfigError
 
@@ -75,6 +76,9 @@ class SafetensorsWeights:
                 f"tensor {stored} holds {tensor.dtype}; weights must be float32, float16 or bfloat16", param="model"
             )
         out.copy_(tensor)
+
+    def read_int4(self, part: Part) -> Int4Weight | None:
+        return None
 
 
 def _canonical_name(stored: str) -> str:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from engine.kernels.int4 import Int4Weight
 from engine.models.parameters import Part
 
 
@@ -22,4 +23,8 @@ class WeightSource(Protocol):
 
     def read(self, part: Part, out: Tensor) -> None:
         """Copy one tensor into `out` (of `part.shape`, any float type), rotary rows in the Hugging Face order."""
+        ...
+
+    def read_int4(self, part: Part) -> Int4Weight | None:
+        """A matrix as it is stored, rows ordered as `read` does; None if that is not four bits with a scale per 32 inputs."""
         ...

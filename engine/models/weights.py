@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from configs.facts import ModelFacts, WeightFormat
+from engine.kernels.int4 import Int4Weight
 from engine.kernels.linear import Linear
 from engine.kernels.rope import inverse_frequencies, stretch_llama3
 from engine.models.decoder import DecoderWeights, Layer
@@ -66,17 +67,29 @@ def _build(parameter: Parameter, source: WeightSource, dtype: torch.dtype) -> Te
     return fused
 
 
+def _build_int4(parameter: Parameter, source: WeightSource) -> Int4Weight | None:
+    parts = [source.read_int4(part) for part in parameter.parts]
+    stored = [part for part in parts if part is not None]
+    return Int4Weight.stack(stored) if len(stored) == len(parts) else None
+
+
 def _layer(facts: ModelFacts, layer: int, source: WeightSource, dtype: torch.dtype) -> Layer:
-    tensors = {p.name: _build(p, source, dtype) for p in layer_parameters(facts, layer)}
+    parameters = {p.name: p for p in layer_parameters(facts, layer)}
+    tensors = {name: _build(parameter, source, dtype) for name, parameter in parameters.items()}
+
+    def linear(weight: str, bias: str | None = None) -> Linear:
+        int4 = _build_int4(parameters[weight], source) if dtype == torch.bfloat16 else None
+        return Linear(tensors[weight], tensors.get(bias) if bias else None, int4)
+
     return Layer(
         attention_norm=tensors["attention_norm"],
-        qkv=Linear(tensors["qkv_weight"], tensors.get("qkv_bias")),
+        qkv=linear("qkv_weight", "qkv_bias"),
         q_norm=tensors.get("q_norm"),
         k_norm=tensors.get("k_norm"),
-        output=Linear(tensors["output_weight"]),
+        output=linear("output_weight"),
         ffn_norm=tensors["ffn_norm"],
-        gate_up=Linear(tensors["gate_up_weight"]),
-        down=Linear(tensors["down_weight"]),
+        gate_up=linear("gate_up_weight"),
+        down=linear("down_weight"),
     )
 
 

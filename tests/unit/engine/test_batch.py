@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,7 +36,7 @@ def steps(draw: st.DrawFn) -> list[Chunk]:
 
 @given(steps())
 def test_every_row_reads_and_writes_its_own_sequence(chunks: list[Chunk]) -> None:
-    batch = ForwardBatch.build(chunks, BLOCK)
+    batch = ForwardBatch.build(chunks, BLOCK, torch.float32)
     longer = [chunk for chunk in chunks if len(chunk.token_ids) > 1]
     singles = sorted((chunk for chunk in chunks if len(chunk.token_ids) == 1), key=lambda chunk: -chunk.start)
     ordered = longer + singles
@@ -48,13 +50,18 @@ def test_every_row_reads_and_writes_its_own_sequence(chunks: list[Chunk]) -> Non
         assert context == [slot(chunk, p) for p in range(chunk.start)]
         row = span.rows.stop
     for group in batch.decodes:
-        members = ordered[len(longer) + group.rows.start - row :][: len(group.slots_BL)]
+        size, _, padded = group.bias_B1L.shape
+        members = ordered[len(longer) + group.rows.start - row :][:size]
+        blocks_BN = group.blocks.view(size, -1)
+        is_padding = torch.zeros(size * padded, dtype=torch.bool).index_fill_(0, group.padding, True).view(size, padded)
+        assert padded == blocks_BN.shape[1] * BLOCK
+        assert size == 1 or size * padded <= 4096
         for i, chunk in enumerate(members):
-            own = [slot(chunk, p) for p in range(chunk.end)]
-            padding = group.slots_BL.shape[1] - chunk.end
-            assert group.slots_BL[i].tolist() == own + [own[0]] * padding
-            assert padding < max(chunk.end, 64) + 16
-            assert group.mask_B11L[i, 0, 0].tolist() == [True] * chunk.end + [False] * padding
+            used = -(-chunk.end // BLOCK)
+            assert blocks_BN[i, :used].tolist() == list(chunk.block_table[:used])
+            assert padded - chunk.end < max(chunk.end, 64) + 16
+            assert is_padding[i].tolist() == [False] * chunk.end + [True] * (padded - chunk.end)
+            assert group.bias_B1L[i, 0].tolist() == [0.0] * chunk.end + [-math.inf] * (padded - chunk.end)
     covered = [r for part in (*batch.prefills, *batch.decodes) for r in range(part.rows.start, part.rows.stop)]
     assert covered == list(range(len(batch.token_ids_T)))
     for sampled_row, i in zip(batch.sample_rows_S.tolist(), batch.sampled_chunks, strict=True):
@@ -62,10 +69,17 @@ def test_every_row_reads_and_writes_its_own_sequence(chunks: list[Chunk]) -> Non
     assert sorted(batch.sampled_chunks) == [i for i, chunk in enumerate(chunks) if chunk.sampling is not None]
 
 
-def test_one_long_context_is_not_paid_by_short_ones() -> None:
-    starts = [10, 20, 8_000, 30, 100]
+def padded_lengths(starts: list[int]) -> list[int]:
     chunks = [Chunk([1], start, range(3_000), SAMPLING, 0) for start in starts]
-    assert [group.slots_BL.shape[1] for group in ForwardBatch.build(chunks, BLOCK).decodes] == [8_016, 112, 32]
+    return [group.bias_B1L.shape[2] for group in ForwardBatch.build(chunks, BLOCK, torch.float32).decodes]
+
+
+def test_one_long_context_is_not_paid_by_short_ones() -> None:
+    assert padded_lengths([10, 20, 8_000, 30, 100]) == [8_016, 112, 32]
+
+
+def test_a_group_gathers_no_more_than_a_cache_holds() -> None:
+    assert padded_lengths([1_000] * 9) == [1_008] * 3
 
 
 @pytest.mark.parametrize(
@@ -73,4 +87,4 @@ def test_one_long_context_is_not_paid_by_short_ones() -> None:
 )
 def test_impossible_steps_are_assertions(chunks: list[Chunk]) -> None:
     with pytest.raises(AssertionError):
-        ForwardBatch.build(chunks, BLOCK)
+        ForwardBatch.build(chunks, BLOCK, torch.float32)

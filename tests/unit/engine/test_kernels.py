@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.kernels.activation import swiglu
 from engine.kernels.attention import decode_attention, prefill_attention
+from engine.kernels.int4 import Int4Matrix, Int4Weight
 from engine.kernels.linear import Linear
 from engine.kernels.norm import rms_norm
 from engine.kernels.rope import inverse_frequencies, rotate, rotation
@@ -54,17 +55,18 @@ def test_prefill_attention(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), HEADS)
-def test_decode_attention(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-    lengths = [300, 299, 150, 1]
+@pytest.mark.parametrize("longest", [96, 304], ids=["short", "long"])
+def test_decode_attention(num_heads: int, num_kv_heads: int, head_dim: int, longest: int, dtype: torch.dtype) -> None:
+    lengths = [longest, longest - 1, longest // 2, 1]
     torch.manual_seed(1)
-    slots_2SKH = torch.randn(2, 1_000, num_kv_heads, head_dim).to(dtype)
-    free = torch.randperm(1_000)
-    slots_BL = torch.stack([free[start : start + 300] for start in (0, 300, 600, 650)])
-    visible = torch.arange(300) < torch.tensor(lengths)[:, None]
-    q = torch.randn(4, num_heads, head_dim).to(dtype)
-    out = decode_attention(q, slots_2SKH, torch.where(visible, slots_BL, slots_BL[:, :1]), visible[:, None, None])
+    kv_2BLKH = torch.randn(2, 4, longest, num_kv_heads, head_dim).to(dtype)
+    bias = torch.zeros(4, 1, longest, dtype=dtype)
     for row, length in enumerate(lengths):
-        keys, values = slots_2SKH[:, slots_BL[row, :length]]
+        bias[row, :, length:] = -math.inf
+    q = torch.randn(4, num_heads, head_dim).to(dtype)
+    out = decode_attention(q, kv_2BLKH.flatten(1, 2), bias)
+    for row, length in enumerate(lengths):
+        keys, values = kv_2BLKH[:, row, :length]
         expected = dense_attention(q[row : row + 1], keys, values)
         torch.testing.assert_close(out[row : row + 1].double(), expected, **tolerance(dtype))
 
@@ -93,6 +95,43 @@ def test_a_row_of_linear_has_the_same_bits_in_any_company(dtype: torch.dtype) ->
     for start, rows in itertools.product((0, 3), (1, 2, 8, 33)):
         if rows > 1 or dtype == torch.float32:
             assert torch.equal(linear(x[start : start + rows]), whole[start : start + rows])
+
+
+def int4_weight(outputs: int, inputs: int) -> tuple[Int4Weight, Tensor]:
+    """A random matrix in four bits, and what it stands for."""
+    values = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
+    scales = torch.rand(outputs, inputs // 32) + 0.5
+    minimums = scales * (torch.rand_like(scales) - 8)
+    dense = values.view(outputs, -1, 32).double() * scales[..., None].double() + minimums[..., None].double()
+    return Int4Weight(values, scales, minimums), dense.view(outputs, inputs)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (96, 160), (576, 1536)])
+def test_int4_matrix_loses_only_the_rounding_of_scales(outputs: int, inputs: int) -> None:
+    torch.manual_seed(5)
+    weight, dense = int4_weight(outputs, inputs)
+    x = torch.randn(9, inputs).bfloat16()
+    y, expected = Int4Matrix(weight)(x), x.double() @ dense.T
+    # Rounding to bfloat16 is off by 1/512 at most: once in a scale, once in a zero, once in the result.
+    assert ((y.double() - expected).norm() / expected.norm()).item() < 4e-3
+    for rows in range(1, 9):
+        assert torch.equal(Int4Matrix(weight)(x[:rows]), y[:rows])
+
+
+def test_linear_uses_int4_for_few_rows_only() -> None:
+    torch.manual_seed(6)
+    weight, _ = int4_weight(96, 160)
+    other, bias = torch.randn(96, 160).bfloat16(), torch.randn(96).bfloat16()
+    x = torch.randn(9, 160).bfloat16()
+    linear = Linear(other, bias, weight)
+    assert torch.equal(linear(x[:8]), Int4Matrix(weight)(x[:8]) + bias)
+    assert torch.equal(linear(x), Linear(other, bias)(x))
+
+
+def test_a_matrix_that_torch_cannot_pack_is_used_in_bfloat16() -> None:
+    weight, dense = int4_weight(40, 64)
+    x = torch.randn(2, 64).bfloat16()
+    assert torch.equal(Linear(dense.bfloat16(), None, weight)(x), Linear(dense.bfloat16())(x))
 
 
 def test_norm_and_activation() -> None:

@@ -49,3 +49,14 @@ def test_store_gather_and_scatter(dtype: torch.dtype) -> None:
     elsewhere_2SKH = torch.zeros_like(slots_2SKH)
     scatter_tokens(elsewhere_2SKH, slot_ids_T, out_2TKH)
     assert torch.equal(elsewhere_2SKH, slots_2SKH)
+
+
+def test_gathered_blocks_come_in_order_and_leave_the_pool_alone(small_model: Any) -> None:
+    pool = KVPool.for_model(small_model("llama").facts, 12 * 8, 8, torch.float32)
+    pool.data.normal_()
+    before = pool.data.clone()
+    for blocks in ([7, 2, 7], [1], [11, 0, 3, 5]):
+        out_2CKH = pool.gather(2, torch.tensor(blocks))
+        assert torch.equal(out_2CKH, before[2][:, blocks].flatten(1, 2))
+        out_2CKH.zero_()
+    assert torch.equal(pool.data, before)

@@ -77,6 +77,51 @@ def test_dequantization_equals_gguf(ggml_type: Any, tmp_path: Path, small_model:
     assert torch.equal(out, torch.from_numpy(np.ascontiguousarray(expected, dtype=np.float32)))
 
 
+@pytest.mark.parametrize("rope_heads", [None, 4])
+def test_int4_values_are_those_of_the_file(rope_heads: int | None, tmp_path: Path, small_model: Any) -> None:
+    values = np.random.default_rng(0).normal(size=(96, 64)).astype(np.float32)
+    path, part = tmp_path / "one.gguf", Part("some.weight", (96, 64), rope_heads)
+    write_gguf(path, {"some.weight": values}, Q.Q4_1)
+    source = GgufWeights((path,), small_model("llama").facts.architecture)
+    dense = torch.empty(96, 64)
+    source.read(part, dense)
+    int4 = source.read_int4(part)
+    assert int4 is not None
+    grouped = int4.values_OI.view(96, 2, 32).float() * int4.scales_OG[..., None] + int4.minimums_OG[..., None]
+    assert torch.equal(grouped.view(96, 64), dense)
+
+
+@pytest.mark.parametrize("ggml_type", [Q.Q8_0, Q.F32], ids=lambda t: t.name)
+def test_other_formats_are_not_taken_for_int4(ggml_type: Any, tmp_path: Path, small_model: Any) -> None:
+    path = tmp_path / "one.gguf"
+    write_gguf(path, {"some.weight": np.zeros((96, 64), dtype=np.float32)}, ggml_type)
+    assert GgufWeights((path,), small_model("llama").facts.architecture).read_int4(Part("some.weight", (96, 64))) is None
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_few_rows_and_many_rows_of_a_four_bit_file_agree(kind: str, small_model: Any, tmp_path: Path) -> None:
+    """In bfloat16 the first take four-bit products and the others bfloat16 ones; float32 stays itself."""
+    facts = small_model(kind).facts
+    path = tmp_path / "model.gguf"
+    write_gguf(path, as_gguf_names(facts, facts.weight_files[0].parent), Q.Q4_1, facts.architecture.value)
+    facts = replace(facts, weight_format=WeightFormat.GGUF, weight_files=(path,))
+    asks = replace(GREEDY, num_logprobs=facts.vocab_size)
+
+    def distribution(dtype: Any, chunk_tokens: int) -> torch.Tensor:
+        runner = ModelRunner.load(facts, dtype=dtype, block_size=8, num_kv_tokens=64)
+        for start in range(0, 24, chunk_tokens):
+            tokens = list(range(40 + start, 40 + start + chunk_tokens))
+            token = runner.execute([Chunk(tokens, start, range(8), asks, 0)])[0]
+        assert token is not None
+        assert token.logprobs is not None
+        return torch.tensor([entry.logprob for entry in sorted(token.logprobs.top, key=lambda entry: entry.token_id)])
+
+    expected = distribution("float32", 24)
+    assert (distribution("bfloat16", 24) - expected).abs().mean() < 0.2
+    assert (distribution("bfloat16", 4) - expected).abs().mean() < 0.2
+    torch.testing.assert_close(distribution("float32", 4), expected, atol=1e-4, rtol=0)
+
+
 def test_several_shards_are_one_model(small_model: Any, tmp_path: Path) -> None:
     facts = small_model("llama").facts
     tensors = load_file(facts.weight_files[0])
