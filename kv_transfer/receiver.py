@@ -20,7 +20,7 @@ from typing import Protocol
 
 import xxhash
 
-from kv_transfer.plan import slot_ids
+from kv_transfer.plan import layer_groups, slot_ids
 from kv_transfer.transport import LayerSlots, ReceiveChannel, Segment, Transport, TransportError
 from protocol.errors import IncompatiblePeerError, KvTransferError, TandemError, WorkerLostError
 from protocol.messages import (
@@ -209,8 +209,9 @@ class ReceivingPair:
             Segment(slot_ids(destination.block_table, block_size, segment.start, segment.num_tokens))
             for segment, destination in zip(push.segments, push.destinations, strict=True)
         ]
-        for layer in range(self._layout.num_layers):
-            digests = self._channel.receive_chunk(layer, segments)
+        num_tokens = sum(segment.num_tokens for segment in push.segments)
+        for layers in layer_groups(self._layout.num_layers, num_tokens * self._layout.token_bytes):
+            digests = self._channel.receive_chunk(layers, segments)
             for destination, digest in zip(push.destinations, digests, strict=True):
                 destination.fingerprint.update(digest)
         self._stats.receive_s += time.perf_counter() - began

@@ -1,9 +1,9 @@
 """Prefill's end of the handoff: one SendingPair per decode worker that is being sent to.
 
-    announce ──► posted ──► layer 0 … layer n ──► (next push) … ──► commit ──► committed
+    announce ──► posted ──► first layers … last layers ──► (next push) … ──► commit ──► committed
 
 A push is what one prefill step adds to the transfers of one decode worker. It is announced before the step computes, so
-that decode has posted its receives by the time the first layer is there, and layer i travels while layer i + 1 is computed.
+that decode has posted its receives by the time the first layers are there, and these travel while the next are computed.
 Pushes leave in the order of their announcements: one pump task and one thread per pair see to it.
 
 Who frees: nobody here. The prefill worker keeps its blocks until `push` and `commit` have returned or raised. A pair that
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from kv_transfer.plan import slot_ids
+from kv_transfer.plan import layer_groups, slot_ids
 from kv_transfer.transport import LayerSlots, Segment, SendChannel, Transport, TransportError
 from protocol.calls import Caller
 from protocol.errors import KvTransferError, TandemError, UnavailableError
@@ -49,18 +49,22 @@ class StepSignal:
 
     def __init__(self) -> None:
         self._layers_done = 0
+        self._wanted: list[int] = []
         self._changed = threading.Condition()
 
     def layer_done(self, layer: int) -> None:
         """K and V of this layer are in the pool."""
         with self._changed:
             self._layers_done = layer + 1
-            self._changed.notify_all()
+            if layer in self._wanted:  # waking a thread for nothing would take the interpreter from the engine
+                self._changed.notify_all()
 
     def wait_for(self, layer: int, deadline_s: float) -> None:
         with self._changed:
+            self._wanted.append(layer)
             if not self._changed.wait_for(lambda: self._layers_done > layer, deadline_s):
                 raise TransportError(f"layer {layer} was not computed within {deadline_s:g} s")
+            self._wanted.remove(layer)
 
 
 @dataclass
@@ -258,9 +262,10 @@ class SendingPair:
             return
         block_size = self._layout.block_size
         segments = [Segment(slot_ids(part.block_table, block_size, part.start, part.num_tokens)) for part in parts]
-        for layer in range(self._layout.num_layers):
-            push.step.wait_for(layer, self._lease_s)
-            digests = self._channel.send_chunk(layer, segments)
+        num_tokens = sum(part.num_tokens for part in parts)
+        for layers in layer_groups(self._layout.num_layers, num_tokens * self._layout.token_bytes):
+            push.step.wait_for(layers[-1], self._lease_s)
+            digests = self._channel.send_chunk(layers, segments)
             for part, digest in zip(parts, digests, strict=True):
                 part.transfer.fingerprint.update(digest)
         for part in parts:

@@ -1,7 +1,7 @@
 """Layer chunks over anything that moves bytes: gather into a staging buffer, move, scatter from a staging buffer.
 
 The buffers live as long as the channel, because fresh pages cost ten times the copy itself (docs/architecture.md).
-In a buffer, segments follow each other, each as [2 (K, V), tokens, kv heads, head dim].
+In a buffer, segments follow each other, each as [layers, 2 (K, V), tokens, kv heads, head dim].
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ class _Staging:
         self._slots = slots
         self._buffer: Tensor | None = None
 
-    def parts(self, layer: int, segments: Sequence[Segment]) -> tuple[Tensor, list[Tensor], Tensor]:
-        """The layer's slots, one [2, T, H, D] view per segment, and the whole as bytes."""
-        slots_2SHD = self._slots(layer)
+    def parts(self, layers: range, segments: Sequence[Segment]) -> tuple[list[Tensor], Tensor]:
+        """One [layers, 2, T, H, D] view per segment, and the whole as bytes."""
+        slots_2SHD = self._slots(layers.start)
         _, _, heads, head_dim = slots_2SHD.shape
-        counts = [2 * len(segment.slot_ids_T) * heads * head_dim for segment in segments]
+        counts = [len(layers) * 2 * len(segment.slot_ids_T) * heads * head_dim for segment in segments]
         if self._buffer is None or self._buffer.numel() < sum(counts):
             self._buffer = torch.zeros(sum(counts), dtype=slots_2SHD.dtype)
         used = self._buffer[: sum(counts)]
-        views = [part.view(2, -1, heads, head_dim) for part in torch.split(used, counts)]
-        return slots_2SHD, views, used.view(torch.uint8)
+        views = [part.view(len(layers), 2, -1, heads, head_dim) for part in torch.split(used, counts)]
+        return views, used.view(torch.uint8)
 
 
 class StagedSender:
@@ -58,12 +58,14 @@ class StagedSender:
 
     def __init__(self, pipe: BytePipe, slots: LayerSlots) -> None:
         self._pipe = pipe
+        self._slots = slots
         self._staging = _Staging(slots)
 
-    def send_chunk(self, layer: int, segments: Sequence[Segment]) -> list[bytes]:
-        slots_2SHD, parts, payload = self._staging.parts(layer, segments)
-        for segment, part_2THD in zip(segments, parts, strict=True):
-            gather_tokens(slots_2SHD, segment.slot_ids_T, part_2THD)
+    def send_chunk(self, layers: range, segments: Sequence[Segment]) -> list[bytes]:
+        parts, payload = self._staging.parts(layers, segments)
+        for segment, part_L2THD in zip(segments, parts, strict=True):
+            for layer, part_2THD in zip(layers, part_L2THD, strict=True):
+                gather_tokens(self._slots(layer), segment.slot_ids_T, part_2THD)
         digests = [digest(part) for part in parts]
         self._pipe.send(payload)
         return digests
@@ -77,14 +79,16 @@ class StagedReceiver:
 
     def __init__(self, pipe: BytePipe, slots: LayerSlots) -> None:
         self._pipe = pipe
+        self._slots = slots
         self._staging = _Staging(slots)
 
-    def receive_chunk(self, layer: int, segments: Sequence[Segment]) -> list[bytes]:
-        slots_2SHD, parts, payload = self._staging.parts(layer, segments)
+    def receive_chunk(self, layers: range, segments: Sequence[Segment]) -> list[bytes]:
+        parts, payload = self._staging.parts(layers, segments)
         self._pipe.receive(payload)
         digests = [digest(part) for part in parts]
-        for segment, part_2THD in zip(segments, parts, strict=True):
-            scatter_tokens(slots_2SHD, segment.slot_ids_T, part_2THD)
+        for segment, part_L2THD in zip(segments, parts, strict=True):
+            for layer, part_2THD in zip(layers, part_L2THD, strict=True):
+                scatter_tokens(self._slots(layer), segment.slot_ids_T, part_2THD)
         return digests
 
     def close(self) -> None:

@@ -2,9 +2,9 @@
 
     prefill: `connect_sender` ──offer (bytes)──► decode: `connect_receiver` ──answer (bytes)──► prefill
 
-A channel moves one *layer chunk* at a time: for one layer, K and V of the segments of one push, in the order in which pushes
-were announced. That order is the protocol; nothing on the channel names what it carries. Both ends return a digest per segment
-over the bytes that left or arrived, from which the commit record is made.
+A channel moves one *layer chunk* at a time: for a few consecutive layers (`plan.layer_groups`), K and V of the segments of one
+push, in the order in which pushes were announced. That order is the protocol; nothing on the channel names what it carries.
+Both ends return a digest per segment over the bytes that left or arrived, from which the commit record is made.
 
 All calls on a channel come from its pair's one transfer thread and may block, but never beyond the deadline given at
 connect; only `close` may come from elsewhere, after that thread has ended. After a TransportError a channel is dead: its
@@ -37,14 +37,14 @@ LayerSlots = Callable[[int], Tensor]
 
 
 class SendChannel(Protocol):
-    def send_chunk(self, layer: int, segments: Sequence[Segment]) -> list[bytes]:
+    def send_chunk(self, layers: range, segments: Sequence[Segment]) -> list[bytes]:
         """Send one layer chunk; returns a digest per segment once the pool may be written again."""
 
     def close(self) -> None: ...
 
 
 class ReceiveChannel(Protocol):
-    def receive_chunk(self, layer: int, segments: Sequence[Segment]) -> list[bytes]:
+    def receive_chunk(self, layers: range, segments: Sequence[Segment]) -> list[bytes]:
         """Receive one layer chunk into the pool; returns a digest per segment."""
 
     def close(self) -> None: ...

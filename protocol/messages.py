@@ -20,6 +20,8 @@ from enum import Enum
 from protocol.codec import message
 from protocol.errors import InvalidRequestError, TandemError, error_from_code
 
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+
 
 class Role(Enum):
     PREFILL = "prefill"
@@ -120,6 +122,11 @@ class KvLayout:
     head_dim: int
     block_size: int
     layout_version: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's K and V in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim * _ITEM_BYTES[self.dtype]
 
     def differences(self, other: KvLayout) -> list[str]:
         """Sentences such as `dtype: float32 here, bfloat16 there`; empty if the two fit."""

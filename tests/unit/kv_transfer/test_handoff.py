@@ -185,7 +185,7 @@ def test_two_interleaved_prompts_arrive_exactly(make_transport: Callable[[], Tra
 
 @pytest.mark.parametrize(
     "faults",
-    [Faults(flip_bit_at=1), Faults(truncate_at=2), Faults(swap_halves_at=0), Faults(lose_at=1)],
+    [Faults(flip_bit_at=0), Faults(truncate_at=0), Faults(swap_halves_at=0), Faults(lose_at=0)],
     ids=["bit flip", "truncation", "swapped halves", "lost payload"],
 )
 def test_damage_is_caught_before_the_commit(faults: Faults) -> None:
@@ -211,7 +211,7 @@ def test_damage_is_caught_before_the_commit(faults: Faults) -> None:
 def test_death_of_the_sender_in_the_middle_of_a_push() -> None:
     async def scenario() -> None:
         network = LoopbackNetwork()
-        network.faults = Faults(die_at=1)
+        network.faults = Faults(die_at=0)
         async with world(LoopbackTransport(network)) as w:
             pair = await w.pair()
             ticket, _ = w.decode.ticket(8)
