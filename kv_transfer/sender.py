@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -58,6 +59,12 @@ class StepSignal:
             self._layers_done = layer + 1
             if layer in self._wanted:  # waking a thread for nothing would take the interpreter from the engine
                 self._changed.notify_all()
+
+    def finish(self) -> None:
+        """The step is over and its first tokens are on their way."""
+        with self._changed:
+            self._layers_done = sys.maxsize
+            self._changed.notify_all()
 
     def wait_for(self, layer: int, deadline_s: float) -> None:
         with self._changed:
@@ -264,7 +271,10 @@ class SendingPair:
         segments = [Segment(slot_ids(part.block_table, block_size, part.start, part.num_tokens)) for part in parts]
         num_tokens = sum(part.num_tokens for part in parts)
         for layers in layer_groups(self._layout.num_layers, num_tokens * self._layout.token_bytes):
-            push.step.wait_for(layers[-1], self._lease_s)
+            # What goes last waits for the whole step: sending takes the interpreter from the engine, and nobody waits for
+            # KV before the first token is out.
+            is_last = layers.stop == self._layout.num_layers
+            push.step.wait_for(layers.stop if is_last else layers[-1], self._lease_s)
             digests = self._channel.send_chunk(layers, segments)
             for part, digest in zip(parts, digests, strict=True):
                 part.transfer.fingerprint.update(digest)

@@ -244,6 +244,7 @@ class PrefillWorker:
                     self._part(job)
                 elif output is not None:
                     self._answer(job, output)
+            signal.finish()
 
     def _push(self, signal: StepSignal, jobs: Sequence[_Job], plan: Sequence[PlannedChunk]) -> None:
         """Announce this step's KV to every decode worker that gets some of it."""

@@ -134,7 +134,7 @@ async def world(transport: Transport) -> AsyncIterator[World]:
 
 def finished_step() -> StepSignal:
     signal = StepSignal()
-    signal.layer_done(LAYERS - 1)
+    signal.finish()
     return signal
 
 
@@ -168,8 +168,9 @@ def test_two_interleaved_prompts_arrive_exactly(make_transport: Callable[[], Tra
             pushes.append(pair.push(finished_step(), [PushPart(long, long_table, 7, 4), PushPart(short, short_table, 0, 6)]))
             for layer in range(LAYERS):
                 await asyncio.sleep(0.02)
-                assert not pushes[0].done(), "nothing ends before its last layer is computed"
+                assert not pushes[0].done(), "nothing ends before the step does"
                 first.layer_done(layer)
+            first.finish()
             await asyncio.gather(*pushes)
             await pair.commit(long)
             await pair.commit(short)
@@ -246,7 +247,7 @@ def test_blocks_of_a_cancelled_ticket_stay_quarantined_until_its_push_ends() -> 
             w.decode.ledger.release(ticket.ticket_id)
             assert entry.state is TicketState.ABORTED
             assert w.decode.blocks.num_free == BLOCKS - 2, "the push may still write into them"
-            signal.layer_done(LAYERS - 1)
+            signal.finish()
             await push
             await until(lambda: w.decode.blocks.num_free == BLOCKS)
             await pair.close()
