@@ -2,7 +2,8 @@
 
 1. Time to first token: a 32-token prompt through HTTP at concurrency 1, against the engine's own prefill of the same prompt
    in this process. Same dtype, same number of threads. Taken in turns of ten; the first of each ten is not counted, for it
-   finds the caches full of the other side's weights.
+   finds the caches full of the other side's weights. The engine alone pauses between two prefills for as long as a request
+   takes besides its prefill, because a processor that was idle computes more slowly than one that was not.
 2. CPU per token: 16 streams at once. CPU time of every process that `tandem serve` started, less the engine's threads (the
    busiest thread of each worker), less what the same processes use when idle for as long, divided by the tokens.
 """
@@ -37,6 +38,8 @@ HOST = "127.0.0.1"
 TANDEM = str(Path(sys.executable).with_name("tandem"))
 PROMPT_TOKENS = 32
 TURN = 10
+ENGINE_S = 0.04
+"""About what one prefill takes; only the pauses depend on it."""
 STREAMS, STREAM_PROMPT, STREAM_ANSWER = 16, 64, 192
 BLOCK_SIZE = 16
 
@@ -90,8 +93,10 @@ def measure_first_token(port: int, requests: int) -> dict[str, Any]:
     through_http, in_engine = [], []
     for turn in range(requests // (TURN - 1) + 1):
         prompts = [[rng.randrange(100, 40_000) for _ in range(PROMPT_TOKENS)] for _ in range(TURN)]
+        began = time.perf_counter()
         http_s = [first_token_s(connection, prompt) for prompt in prompts]
-        engine_s = [prefill_s(runner, prompt) for prompt in prompts]
+        request_s = (time.perf_counter() - began) / TURN
+        engine_s = [prefill_s(runner, prompt, request_s) for prompt in prompts]
         if turn:
             through_http += http_s[1:]
             in_engine += engine_s[1:]
@@ -116,10 +121,13 @@ def first_token_s(connection: http.client.HTTPConnection, prompt: list[int]) -> 
     return took
 
 
-def prefill_s(runner: ModelRunner, prompt: list[int]) -> float:
+def prefill_s(runner: ModelRunner, prompt: list[int], period_s: float) -> float:
+    """One prefill at the end of a period."""
     sampling = SamplingParams(seed=0, max_tokens=2, temperature=0.0)
+    chunk = Chunk(prompt, 0, range(PROMPT_TOKENS // BLOCK_SIZE), sampling, 0)
+    time.sleep(max(0.0, period_s - ENGINE_S))
     began = time.perf_counter()
-    runner.execute([Chunk(prompt, 0, range(PROMPT_TOKENS // BLOCK_SIZE), sampling, 0)])
+    runner.execute([chunk])
     return time.perf_counter() - began
 
 
