@@ -360,7 +360,7 @@ class PushCommit:
     num_layers: int
     layout: KvLayout
     fingerprint: bytes
-    """xxh3_128 over the payload digests of this transfer, in order of (push, layer)."""
+    """xxh3_128 over the payload digests of this transfer, in order of (push, group of layers)."""
 
 
 @message(35)
