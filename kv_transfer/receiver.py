@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -72,8 +71,6 @@ class TransferStats:
 
     committed: int = 0
     failed: int = 0
-    bytes_received: int = 0
-    receive_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -203,7 +200,6 @@ class ReceivingPair:
     def _receive_layers(self, push: _Push) -> None:
         """In the pair's thread."""
         assert self._channel is not None
-        began = time.perf_counter()
         block_size = self._layout.block_size
         segments = [
             Segment(slot_ids(destination.block_table, block_size, segment.start, segment.num_tokens))
@@ -214,7 +210,6 @@ class ReceivingPair:
             digests = self._channel.receive_chunk(layers, segments)
             for destination, digest in zip(push.destinations, digests, strict=True):
                 destination.fingerprint.update(digest)
-        self._stats.receive_s += time.perf_counter() - began
 
     def _finish(self, message: PushCommit) -> None:
         problem = self._problem(message)

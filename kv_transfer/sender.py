@@ -104,7 +104,7 @@ class _Push:
 
 
 class SendingPair:
-    """Made by `open`; `run` must be running for anything to move."""
+    """Made by `open`, which starts its tasks; `close` ends them."""
 
     def __init__(
         self,
@@ -130,7 +130,6 @@ class SendingPair:
         self._tasks: list[asyncio.Task[None]] = []
         self.broken = False
         self.pushes_in_flight = 0
-        self.bytes_sent = 0
 
     @classmethod
     async def open(

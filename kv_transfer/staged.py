@@ -1,6 +1,6 @@
 """Layer chunks over anything that moves bytes: gather into a staging buffer, move, scatter from a staging buffer.
 
-The buffers live as long as the channel, because fresh pages cost ten times the copy itself (docs/architecture.md).
+The buffers live as long as the channel, because the faults of fresh pages cost more than the copy itself.
 In a buffer, segments follow each other, each as [layers, 2 (K, V), tokens, kv heads, head dim].
 """
 

@@ -65,10 +65,6 @@ class Endpoint:
         """A report is due soon."""
         self._changed.set()
 
-    def alive(self, peer: bytes) -> bool:
-        """Heard within its lease."""
-        return self._server.silent_for(peer) < self._lease_s
-
     async def _dispatch(self) -> None:
         while True:
             peer, message = await self._server.receive()
@@ -96,7 +92,7 @@ class Endpoint:
         while True:
             await asyncio.sleep(self._heartbeat_s)
             for peer in list(self._known):
-                if not self.alive(peer):
+                if self._server.silent_for(peer) >= self._lease_s:
                     log.warning("a peer was silent for %g s; taking back what it owned", self._lease_s)
                     self._forget(peer)
 

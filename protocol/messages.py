@@ -4,9 +4,10 @@
     router ──Prefill──► prefill       FirstToken | Failed
     prefill ─PairOpen─► decode        PairOpened | Failed                 once per pair and epoch
     prefill ─PushAnnounce─► decode    PushPosted                          once per prefill step, before its KV is sent
-    prefill ─PushCommit─► decode      Committed | Failed                  closes the transfer
+    prefill ─PushCommit─► decode      Committed | Failed                  closes the transfer; TransferAbort gives it up
     router ──Attach──► decode         Attached | Failed                   waits for the commit if it must
     decode ──TokenFrame──► router     one per router and step
+    decode ──PairClosed─► prefill     when decode's end of their channel has died
     router ──Release──► decode        idempotent, no answer;  Cancel likewise to prefill
 
 A message with a `call_id` is a question; its answer carries the same `call_id`. Lengths are in tokens, times in seconds.

@@ -203,6 +203,7 @@ def test_damage_is_caught_before_the_commit(faults: Faults) -> None:
             await until(lambda: len(w.decode.ledger) == 0)
             assert w.decode.committed == []
             assert w.decode.failed == [ticket.ticket_id]
+            assert w.decode.stats.failed == 1
             assert w.decode.blocks.num_free == BLOCKS
             await pair.close()
 
