@@ -28,6 +28,7 @@ class KVPool:
         self.dtype = dtype
         self.data = torch.empty((num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim), dtype=dtype)
         self._gathered = torch.empty(0, dtype=dtype)
+        self._layer_slots = [self.data[layer].flatten(1, 2) for layer in range(num_layers)]
 
     @classmethod
     def for_model(cls, facts: ModelFacts, num_tokens: int, block_size: int, dtype: torch.dtype) -> KVPool:
@@ -53,7 +54,7 @@ class KVPool:
 
     def layer_slots(self, layer: int) -> Tensor:
         """A view of one layer, [2, slots, KV heads, head size]; slot = block * block size + offset."""
-        return self.data[layer].flatten(1, 2)
+        return self._layer_slots[layer]
 
     def gather(self, layer: int, blocks: Tensor) -> Tensor:
         """A copy of one layer's blocks, in the order given, valid until the next call: [2, tokens, KV heads, head size].

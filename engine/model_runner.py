@@ -15,7 +15,9 @@ from configs.facts import ModelFacts
 from engine.batch import Chunk, ForwardBatch, SampledToken
 from engine.kv_pool import LAYOUT_VERSION, KVPool
 from engine.models.decoder import Decoder
-from engine.models.weights import load_weights
+from engine.models.weights import Quantization, WeightFormat, load_weights
+from engine.native.library import NativeLibrary
+from engine.operators import step_factory
 from engine.sampler import SampleRequest, sample
 from protocol.errors import ConfigError
 from protocol.messages import KvLayout
@@ -37,13 +39,28 @@ class ModelRunner:
         self._decoder = decoder
 
     @classmethod
-    def load(cls, facts: ModelFacts, *, dtype: DtypeName, block_size: int, num_kv_tokens: int) -> ModelRunner:
-        """Read the weights and set aside the pool. Raises ConfigError for what can't work."""
+    def load(
+        cls,
+        facts: ModelFacts,
+        *,
+        dtype: DtypeName,
+        block_size: int,
+        num_kv_tokens: int,
+        quantization: Quantization = "auto",
+        deterministic: bool = False,
+    ) -> ModelRunner:
+        """Read the weights and set aside the pool, for as many threads as torch has. Raises ConfigError for what can't work.
+
+        `quantization` and `deterministic` as in `engine.models.weights.WeightFormat`.
+        """
         _check_sizes(facts)
         dtype_name = resolve_dtype(dtype)
-        pool = KVPool.for_model(facts, num_kv_tokens, block_size, _DTYPES[dtype_name])
+        torch_dtype = _DTYPES[dtype_name]
+        pool = KVPool.for_model(facts, num_kv_tokens, block_size, torch_dtype)
+        library = NativeLibrary.load(torch.get_num_threads()) if torch_dtype == torch.bfloat16 else None
         with torch.inference_mode():
-            decoder = Decoder(facts, load_weights(facts, _DTYPES[dtype_name]))
+            weights = load_weights(facts, WeightFormat(torch_dtype, quantization, deterministic, library))
+            decoder = Decoder(facts, weights, step_factory(facts, torch_dtype, library))
         return cls(facts, decoder, pool, dtype_name)
 
     def layout(self) -> KvLayout:
@@ -65,7 +82,7 @@ class ModelRunner:
         thread right after layer i's KV of all chunks is in the pool, before the layer's attention.
         """
         with torch.inference_mode():
-            batch = ForwardBatch.build(chunks, self.pool.block_size, self.pool.dtype)
+            batch = ForwardBatch.build(chunks, self.pool.block_size)
             logits_SV = self._decoder.forward(batch, self.pool, on_layer)
             results: list[SampledToken | None] = [None] * len(chunks)
             if logits_SV is not None:
