@@ -71,6 +71,11 @@ class ClusterConfig(_Section):
     served_model_name: Text | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 where the processor multiplies it natively, else float32."""
+    quantization: Literal["auto", "none", "int8", "int4"] = "auto"
+    """auto: quantized weights of a GGUF file are used as they are for few rows. int8, int4: weights are rounded when they are
+    loaded. none: only `dtype`."""
+    deterministic: bool = False
+    """A request's tokens do not depend on what runs beside it."""
     max_model_len: Positive | None = None
     """Shortens the model's own context."""
     block_size: Literal[8, 16, 32, 64] = 16
