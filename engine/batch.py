@@ -65,9 +65,9 @@ class ForwardBatch:
     """The blocks of each chunk's context; any block beyond."""
     block_size: int
     sampled_chunks: tuple[int, ...]
-    """Chunks that sample, by falling context length, as indices into the chunks given."""
+    """Chunks that sample, as indices into the chunks given."""
     sample_rows_S: Tensor
-    """Their last rows."""
+    """Their last rows, by falling context length."""
 
     @classmethod
     def build(cls, chunks: Sequence[Chunk], block_size: int) -> ForwardBatch:
@@ -115,18 +115,18 @@ class ForwardBatch:
 
     def sampled_rows(self) -> ForwardBatch:
         """The same batch reduced to the tokens that are sampled after: what the last layer has to compute."""
-        chunks = np.searchsorted(self.row_ends_C, self.sample_rows_S.numpy(), side="right")
-        ends = self.ends_C[chunks]
+        rows = self.sample_rows_S.numpy()
+        ends = self.positions_T[rows] + 1
         return ForwardBatch(
-            token_ids_T=self.token_ids_T[self.sample_rows_S.numpy()],
+            token_ids_T=self.token_ids_T[rows],
             starts_C=ends - 1,
             ends_C=ends,
-            row_ends_C=np.arange(1, len(chunks) + 1),
+            row_ends_C=np.arange(1, len(rows) + 1),
             num_longer=0,
-            tables_CW=self.tables_CW[chunks],
+            tables_CW=self.tables_CW[np.searchsorted(self.row_ends_C, rows, side="right")],
             block_size=self.block_size,
             sampled_chunks=self.sampled_chunks,
-            sample_rows_S=torch.arange(len(chunks)),
+            sample_rows_S=torch.arange(len(rows)),
         )
 
 

@@ -73,7 +73,7 @@ class Decoder:
             if index == len(layers) - 1:
                 if not batch.sampled_chunks:
                     return None
-                if len(batch.sampled_chunks) < x_TD.shape[0]:
+                if batch.num_longer or len(batch.sampled_chunks) < x_TD.shape[0]:
                     x_TD, qkv_TA = x_TD[batch.sample_rows_S], qkv_TA[batch.sample_rows_S]
                     step = self._begin_step(batch.sampled_rows(), pool, self._weights.rope_frequencies)
             normed_TD = step.add_norm(x_TD, layer.output(step.attend(index, qkv_TA)), layer.ffn_norm, eps)
