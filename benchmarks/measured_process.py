@@ -3,7 +3,7 @@
     start (pinned to its cores) ──► answers `ready` ──► stopped ⇄ running, while it answers a request ──► closed
 
 Each process leads a group of its own, which is stopped between requests and killed at the end with whatever it has started. If
-the driver dies, the kernel hangs up on a stopped group that nobody is left to continue.
+the driver dies, the kernel kills the process, stopped or not: it has asked for that (`claim_stdout`).
 """
 
 from __future__ import annotations

@@ -8,8 +8,10 @@ Between two requests a process waits for input; the driver stops it meanwhile, s
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import statistics
 import sys
 import time
@@ -21,6 +23,8 @@ REPEATS = 3
 """Of each prefill, in one round."""
 DECODE_STEPS = 16
 """Steps that are timed together."""
+_PR_SET_PDEATHSIG = 1
+"""From <linux/prctl.h>."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,8 @@ def decode_name(size: int, context: int) -> str:
 
 
 def claim_stdout() -> TextIO:
-    """The channel to the driver. From here on file descriptor 1 is stderr."""
+    """The channel to the driver. From here on file descriptor 1 is stderr, and this process dies when the driver does."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     channel = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     return channel
