@@ -28,7 +28,7 @@ from pathlib import Path
 from benchmarks.engine_report import Run, report
 from benchmarks.environment import RESULTS, ROOT, write_result
 from benchmarks.measured_process import MeasuredProcess
-from benchmarks.peers.setup import PeerEnv
+from benchmarks.peers.setup import LLAMA_CPP, PeerEnv
 from configs.models import resolve
 
 OURS = "tandem"
@@ -109,7 +109,8 @@ def start(system: str, env: PeerEnv | None, baseline: Path | None, cores: list[i
         if system == "vllm":
             command = [*peer, str(env.model), count, ",".join(map(str, cores))]
         elif system == "llama.cpp":
-            command = [*peer, str(env.llama_bench), str(resolve("smollm2").facts.weight_files[0]), count]
+            # The tool was built outside of llama.cpp's repository and does not know its own version.
+            command = [*peer, str(env.llama_bench), LLAMA_CPP, str(resolve("smollm2").facts.weight_files[0]), count]
         else:
             command = [*peer, str(env.model), count]
     # Not where our packages are: some systems put their working directory on the path.

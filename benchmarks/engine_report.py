@@ -101,8 +101,11 @@ def share_of_limit(facts: ModelFacts, case: str, tokens_per_s: float, limits: di
 
 def _table(run: Run, facts: ModelFacts, threads: int) -> list[str]:
     ours, others = run.systems[0], run.systems[1:]
+    with_goals = {peer for _, peer in GOALS}
     by_system = {system: run.medians(system, threads) for system in run.systems}
-    columns = ["", ours, "share of the limit", *(column for other in others for column in (other, f"ratio to {other}", "goal"))]
+    columns = ["", ours, "share of the limit"]
+    for other in others:
+        columns += [other, f"ratio to {other}", *(["goal"] if other in with_goals else [])]
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     for case in _cases(by_system[ours]):
         own = by_system[ours][case]
@@ -110,7 +113,8 @@ def _table(run: Run, facts: ModelFacts, threads: int) -> list[str]:
         for other in others:
             theirs, goal = by_system[other].get(case), GOALS.get((case, other))
             row += [f"{theirs:.0f}", f"{own / theirs:.2f}"] if theirs else ["", ""]
-            row.append(f"≥ {goal:.1f}" if goal else "")
+            if other in with_goals:
+                row.append(f"≥ {goal:.1f}" if goal else "")
         lines.append("| " + " | ".join(row) + " |")
     limits = ", ".join(f"{value:.0f} {name}" for name, value in by_system[ours].items() if name.endswith("/s"))
     return [

@@ -1,4 +1,4 @@
-"""llama.cpp by its own `llama-batched-bench`: `measure_llama_cpp.py TOOL GGUF THREADS`.
+"""llama.cpp by its own `llama-batched-bench`: `measure_llama_cpp.py TOOL VERSION GGUF THREADS`.
 
 Native build, the GGUF's own Q4_1 weights, float16 KV cache, batches of 512, flash attention on (faster than off in a trial of 1
 to 16 sequences). The tool copies one prompt's KV to every sequence (`-pps`; without a unified cache these are copies, read like
@@ -21,10 +21,8 @@ TIMEOUT_S = 300.0
 
 def main() -> None:
     channel = claim_stdout()
-    tool, gguf, threads = sys.argv[1:]
+    tool, version, gguf, threads = sys.argv[1:]
     base = [tool, "-m", gguf, "-t", threads, "-tb", threads]
-    done = subprocess.run([tool, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    version = (done.stdout + done.stderr).split("version: ")[-1].splitlines()[0]
     serve(channel, version, lambda cases: measure(base, cases))
 
 
