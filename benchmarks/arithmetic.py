@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from configs.facts import ModelFacts
+from engine.native.matrix import MAX_ROWS
 
-FEW_ROWS = 8
-"""Up to here the engine multiplies a Q4_1 model's layers by four-bit weights, from there on by bfloat16: docs/engine.md."""
-FOUR_BIT_BYTES = 0.5 + 4 / 32
-"""Of one weight: half a byte, and a scale and a zero in bfloat16 for every 32."""
+QUANTIZED_BYTES = {bits: bits / 8 + 4 / 32 for bits in (4, 8)}
+"""Of one weight: its bits, and a scale and a minimum in float16 for every 32."""
 BFLOAT16_BYTES = 2.0
 
 
@@ -27,9 +26,9 @@ def prefill_flop(facts: ModelFacts, tokens: int) -> float:
 def decode_bytes(facts: ModelFacts, sequences: int, context: int) -> float:
     """Bytes that one decode step of the engine reads: each weight once, in the format used for that many rows, and the KV.
 
-    The head, bfloat16 always, is read whole; of the embedding only a row per sequence, which does not count.
+    The layers' weights have four bits in the file, the head's eight; of the embedding only a row per sequence is read.
     """
-    per_weight = FOUR_BIT_BYTES if sequences <= FEW_ROWS else BFLOAT16_BYTES
-    head = BFLOAT16_BYTES * facts.hidden_size * facts.vocab_size
+    layers = QUANTIZED_BYTES[4] if sequences <= MAX_ROWS[4] else BFLOAT16_BYTES
+    head = QUANTIZED_BYTES[8] if sequences <= MAX_ROWS[8] else BFLOAT16_BYTES
     kv_token = BFLOAT16_BYTES * 2 * facts.num_layers * facts.num_kv_heads * facts.head_dim
-    return per_weight * layer_weights(facts) + head + sequences * context * kv_token
+    return layers * layer_weights(facts) + head * facts.hidden_size * facts.vocab_size + sequences * context * kv_token

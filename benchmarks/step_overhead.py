@@ -1,7 +1,7 @@
 """What Python costs in a decode step of 16 sequences, 256 tokens each, one thread: `python -m benchmarks.step_overhead`.
 
 A step's wall time less the time inside operators, where operators are what torch's profiler records at the top level, and the
-functions that `NATIVE` names, which it does not see. All else counts as Python: laying out the batch, numpy included, the
+native library's, which it does not see. All else counts as Python: laying out the batch, numpy included, the
 calls between operators, reading results.
 
 The profiler itself takes time, partly inside the operators that it times, partly between them, and does not say which. So there
@@ -15,7 +15,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -24,10 +23,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from configs.models import resolve
 from engine.batch import Chunk
 from engine.model_runner import ModelRunner
+from engine.native.build import load_library
+from engine.native.library import SIGNATURES
 from protocol.messages import SamplingParams
 
-NATIVE: tuple[tuple[str, str], ...] = ()
-"""Compiled functions that are not torch operators (module, name), as the engine calls them through that module."""
 SEQUENCES, CONTEXT, BLOCK_SIZE, KV_TOKENS = 16, 256, 16, 8192
 GREEDY = SamplingParams(seed=0, max_tokens=2, temperature=0.0)
 WARM_STEPS, STEPS = 3, 12
@@ -37,9 +36,9 @@ def main() -> None:
     torch.set_num_threads(1)
     runner = ModelRunner.load(resolve("smollm2").facts, dtype="auto", block_size=BLOCK_SIZE, num_kv_tokens=KV_TOKENS)
     runner.pool.data.normal_()
-    for module_name, name in NATIVE:
-        module = import_module(module_name)
-        setattr(module, name, recorded(name, getattr(module, name)))
+    native = load_library()
+    for name in SIGNATURES if native else ():
+        setattr(native, name, recorded(name, getattr(native, name)))
 
     def step() -> None:
         # Every 16th block is a sequence's next: scattered, as after some hours of service.

@@ -19,7 +19,7 @@ OUTPUT_MULTIPLE = 16
 """Outputs that a quantized matrix packs together."""
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_SIGNATURES = {
+SIGNATURES = {
     "add_rms_norm": (*[_POINTER] * 4, _INT, _INT, _FLOAT, _INT),
     "rotate_and_store": (*[_POINTER] * 6, *[_INT] * 5),
     "decode_attention": (*[_POINTER] * 4, _INT, *[_POINTER] * 2, *[_INT] * 5, _FLOAT, _INT),
@@ -27,6 +27,7 @@ _SIGNATURES = {
     "swiglu": (*[_POINTER] * 2, *[_INT] * 3),
     "quantized_linear": (*[_POINTER] * 3, *[_INT] * 5),
 }
+"""Every function of the library."""
 
 
 class NativeLibrary:
@@ -39,7 +40,7 @@ class NativeLibrary:
         return None if library is None else cls(library, threads)
 
     def __init__(self, library: ctypes.CDLL, threads: int) -> None:
-        for name, arguments in _SIGNATURES.items():
+        for name, arguments in SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, None
         self._library = library

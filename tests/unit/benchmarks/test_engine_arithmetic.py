@@ -27,12 +27,10 @@ def test_prefill_counts_every_query_and_key() -> None:
 
 
 def test_decode_reads_fewer_bytes_with_few_rows() -> None:
-    weights, kv_token = arithmetic.layer_weights(FACTS), 30 * 2 * 3 * 64 * 2
-    head = 49_152 * 576 * 2
-    few = arithmetic.decode_bytes(FACTS, arithmetic.FEW_ROWS, 256)
-    many = arithmetic.decode_bytes(FACTS, arithmetic.FEW_ROWS + 1, 256)
-    assert few == pytest.approx(weights * 0.625 + head + arithmetic.FEW_ROWS * 256 * kv_token)
-    assert many == pytest.approx(weights * 2 + head + (arithmetic.FEW_ROWS + 1) * 256 * kv_token)
+    weights, head, kv_token = arithmetic.layer_weights(FACTS), 49_152 * 576, 30 * 2 * 3 * 64 * 2
+    for rows, weight_bytes, head_bytes in ((8, 0.625, 1.125), (16, 0.625, 2), (17, 2, 2)):
+        expected = weights * weight_bytes + head * head_bytes + rows * 256 * kv_token
+        assert arithmetic.decode_bytes(FACTS, rows, 256) == pytest.approx(expected)
 
 
 def test_a_step_at_the_limit_is_a_share_of_one() -> None:
