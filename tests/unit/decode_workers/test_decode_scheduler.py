@@ -114,12 +114,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def hand_over(self, data: st.DataObject) -> None:
         if found := self._live(TicketState.RESERVED):
-            entry = data.draw(st.sampled_from(found)).entry
-            num_tokens = len(entry.token_ids)
-            assert self.ledger.begin_push(b"prefill", entry.ticket_id, entry.transfer_id, 0, num_tokens)
-            self.engine.write(entry.block_table, list(entry.token_ids), 0)
-            self.ledger.end_push(entry.ticket_id, num_tokens, ok=True)
-            assert self.ledger.commit(entry.ticket_id, entry.transfer_id, num_tokens)
+            self._hand_over(data.draw(st.sampled_from(found)))
+
+    def _hand_over(self, request: Request) -> None:
+        entry, num_tokens = request.entry, len(request.entry.token_ids)
+        assert self.ledger.begin_push(b"prefill", entry.ticket_id, entry.transfer_id, 0, num_tokens)
+        self.engine.write(entry.block_table, list(entry.token_ids), 0)
+        self.ledger.end_push(entry.ticket_id, num_tokens, ok=True)
+        assert self.ledger.commit(entry.ticket_id, entry.transfer_id, num_tokens)
 
     @rule(data=st.data())
     def attach(self, data: st.DataObject) -> None:
@@ -135,6 +137,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.scheduler.add(request.stream)
         self.attached.append(request)
+
+    @rule()
+    def start_all(self) -> None:
+        """Whatever has a ticket joins the batch."""
+        for request in self._live(TicketState.RESERVED):
+            self._hand_over(request)
+        for request in self._live(TicketState.COMMITTED):
+            self._attach(request)
 
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
@@ -196,12 +206,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(self.scheduler) == len(self._live(TicketState.ATTACHED))
 
     def teardown(self) -> None:
-        """No more comes: everything that was handed over is attached and finishes, and then every block is free."""
+        """No more comes: everything that has a ticket finishes, and then every block is free."""
         self.end_step()
-        for request in self._live(TicketState.COMMITTED):
-            self._attach(request)
-        for request in self._live(TicketState.RESERVED):
-            self.ledger.release(request.ticket_id)
+        self.start_all()
         attached = self._live(TicketState.ATTACHED)
         for _ in range(2 * sum(request.sampling.max_tokens for request in attached)):
             self.begin_step()
@@ -222,14 +229,8 @@ class Crowd:
     def __init__(self, num_streams: int, max_tokens: int) -> None:
         self.world = SchedulerMachine()
         self.world.arrive(b"router-1", BLOCK_SIZE, max_tokens, num_streams)
+        self.world.start_all()
         self.requests = self.world.requests
-        for request in self.requests:
-            entry = request.entry
-            self.world.ledger.begin_push(b"prefill", entry.ticket_id, entry.transfer_id, 0, BLOCK_SIZE)
-            self.world.engine.write(entry.block_table, list(entry.token_ids), 0)
-            self.world.ledger.end_push(entry.ticket_id, BLOCK_SIZE, ok=True)
-            self.world.ledger.commit(entry.ticket_id, entry.transfer_id, BLOCK_SIZE)
-            self.world._attach(request)
 
     def step(self) -> list[tuple[int, int, bool]]:
         """One step: for each chunk its ticket, its number of tokens and whether it samples."""

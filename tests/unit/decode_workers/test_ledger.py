@@ -103,6 +103,17 @@ class LedgerMachine(RuleBasedStateMachine):
         entry = self.ledger.attach(ticket_id)
         assert (entry is not None) == (before is TicketState.COMMITTED), "only committed KV is attached to"
 
+    @rule(data=st.data())
+    def run_smoothly(self, data: st.DataObject) -> None:
+        """From a reservation to the batch in one go, so that what comes after is reached often."""
+        entry = self.entries.get(self._id(data))
+        if entry is not None and entry.state is TicketState.RESERVED:
+            num_tokens = len(entry.token_ids)
+            assert self.ledger.begin_push(PREFILLS[0], entry.ticket_id, entry.transfer_id, 0, num_tokens) is entry
+            self.ledger.end_push(entry.ticket_id, num_tokens, ok=True)
+            assert self.ledger.commit(entry.ticket_id, entry.transfer_id, num_tokens)
+            assert self.ledger.attach(entry.ticket_id) is entry
+
     @rule(data=st.data(), more=st.integers(0, 20))
     def grow(self, data: st.DataObject, more: int) -> None:
         entry = self._between_steps(data)
@@ -267,6 +278,25 @@ def test_one_block_for_each_ticket_stays_free_beside_a_new_one() -> None:
     while ledger.reserve(b"r", prompt, 40) is not None:
         granted += 1
     assert (granted, blocks.num_free, ledger.reservable_blocks) == (3, 3, 0)
+
+
+def test_no_new_ticket_overtakes_a_preempted_one() -> None:
+    ledger, blocks = book()
+    entry = ledger.reserve(b"r", (1,), 40)
+    assert entry is not None
+    ledger.begin_push(b"p", entry.ticket_id, entry.transfer_id, 0, 1)
+    ledger.end_push(entry.ticket_id, 1, ok=True)
+    ledger.commit(entry.ticket_id, entry.transfer_id, 1)
+    ledger.attach(entry.ticket_id)
+    assert ledger.reservable_blocks == NUM_BLOCKS - 2
+    ledger.preempt(entry.ticket_id)
+    assert blocks.num_free == NUM_BLOCKS
+    assert ledger.reserve(b"r", (1,), 1) is None
+    assert ledger.readmit(entry.ticket_id, 9)
+    assert ledger.reserve(b"r", (1,), 1) is not None
+    ledger.preempt(entry.ticket_id)
+    ledger.release(entry.ticket_id)
+    assert ledger.reservable_blocks == NUM_BLOCKS - 2, "it left while it waited, and holds up nobody"
 
 
 @pytest.mark.parametrize("final", [TicketState.RELEASED, TicketState.ABORTED, TicketState.EXPIRED])
