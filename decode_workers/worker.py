@@ -1,6 +1,6 @@
-"""The decode worker's loop: tickets in, batches through the engine, token frames out.
+"""The decode worker: tickets in, KV received, streams through the engine, token frames out.
 
-    Reserve ──► ledger ──► pushes (kv_transfer) ──► commit ──► Attach ──► batch ──► frames ──► finished or Release
+    Reserve ──► ledger ──► pushes (kv_transfer) ──► commit ──► Attach ──► step loop ──► frames ──► finished or Release
 
 Everything here runs on one asyncio loop, so the books need no locks; the engine computes in a thread of its own, and each
 prefill worker's transfers in one of theirs. A ticket's blocks are given back by the ledger alone.
