@@ -132,6 +132,9 @@ class PrefillWorker:
             tokens=self._tokens,
             prefix_cache_queries=self._scheduler.cache_queries,
             prefix_cache_hits=self._scheduler.cache_hits,
+            reservable_blocks=0,
+            num_preemptions=0,
+            recomputed_tokens=0,
         )
 
     # -- arrival and departure ---------------------------------------------------------------------------------------

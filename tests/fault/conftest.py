@@ -249,8 +249,8 @@ TwoWorkersFactory = Callable[..., AbstractAsyncContextManager[TwoWorkers]]
 
 @pytest.fixture
 def two_workers(small_model: ModelFacts) -> TwoWorkersFactory:
-    def make(config: ClusterConfig = CONFIG) -> AbstractAsyncContextManager[TwoWorkers]:
-        return _two_workers(small_model, config)
+    def make(config: ClusterConfig = CONFIG, facts: ModelFacts = small_model) -> AbstractAsyncContextManager[TwoWorkers]:
+        return _two_workers(facts, config)
 
     return make
 

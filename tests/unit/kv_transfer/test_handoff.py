@@ -82,7 +82,7 @@ class Decode:
         self.pairs[peer].open(message, self.ref, self.transport, LEASE_S)
 
     def report(self) -> LoadReport:
-        return LoadReport("decode-0", 5, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0)
+        return LoadReport("decode-0", 5, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0, 0, 0)
 
     def ticket(self, num_tokens: int) -> tuple[Ticket, TicketEntry]:
         entry = self.ledger.reserve(b"router", tuple(range(num_tokens)), 1)
