@@ -64,14 +64,16 @@ class TicketEntry:
 class Ledger:
     """All tickets of one decode worker.
 
-    `clock` gives monotonic seconds. `on_committed` is called when a ticket may be attached; `on_failed` when one is aborted
-    or expired, so that whoever waits for it can be told; `on_settled` when a ticket's blocks are free again.
+    `answer_room` is how many tokens of an answer are reserved at most (`ClusterConfig.answer_room`). `clock` gives monotonic
+    seconds. `on_committed` is called when a ticket may be attached; `on_failed` when one is aborted or expired, so that whoever
+    waits for it can be told; `on_settled` when a ticket's blocks are free again.
     """
 
     def __init__(
         self,
         blocks: BlockManager,
         block_size: int,
+        answer_room: int,
         lease_s: float,
         clock: Callable[[], float],
         on_committed: Callable[[TicketEntry], None],
@@ -80,6 +82,7 @@ class Ledger:
     ) -> None:
         self._blocks = blocks
         self._block_size = block_size
+        self._answer_room = answer_room
         self._lease_s = lease_s
         self._clock = clock
         self._on_committed = on_committed
@@ -112,7 +115,7 @@ class Ledger:
     def reserve(self, owner: bytes, token_ids: tuple[int, ...], max_tokens: int) -> TicketEntry | None:
         """A new ticket with blocks for the prompt and the beginning of the answer, or None when there are too few."""
         assert self.fits(len(token_ids), max_tokens), "too long for this pool: refuse it on arrival"
-        num_blocks = self._blocks_for(reserved_tokens(len(token_ids), max_tokens, self._block_size))
+        num_blocks = self._blocks_for(reserved_tokens(len(token_ids), max_tokens, self._answer_room))
         if num_blocks > self.reservable_blocks:
             return None
         block_table = self._blocks.allocate(num_blocks)

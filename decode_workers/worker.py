@@ -64,6 +64,7 @@ class DecodeWorker:
         self.ledger = Ledger(
             self._blocks,
             runner.pool.block_size,
+            config.answer_room,
             self._limits.lease_s,
             time.monotonic,
             on_committed=self._committed,

@@ -78,7 +78,12 @@ class PrefillWorker:
         self._facts = runner.facts
         self._engine = EngineThread(runner)
         self._cache = PrefixCache(runner.pool.num_blocks)
-        self._scheduler = PrefillScheduler(self._cache, runner.pool.block_size, config.prefill.max_batch_tokens)
+        self._scheduler = PrefillScheduler(
+            self._cache,
+            runner.pool.block_size,
+            config.prefill.max_batch_tokens,
+            shares_prefixes=not config.deterministic,
+        )
         self._peers = DecodePeers(me, secret, runner.layout(), runner.pool.layer_slots, transport, config.limits)
         self._jobs: dict[Prompt, _Job] = {}
         self._tokens = 0

@@ -174,7 +174,7 @@ class Admission:
         """A claim if some pair has room now. Decode workers are asked in turn, the one with the most room first."""
         num_tokens = len(journal.token_ids)
         block_size = self._config.block_size
-        need_blocks = blocks_for(reserved_tokens(num_tokens, journal.remaining_tokens, block_size), block_size)
+        need_blocks = blocks_for(reserved_tokens(num_tokens, journal.remaining_tokens, self._config.answer_room), block_size)
         decodes = {link.ref.worker_id: link for link in self._roster.ready(Role.DECODE)}
         order = decode_order((link.load() for link in decodes.values()), need_blocks, avoid)
         for worker_id in order:

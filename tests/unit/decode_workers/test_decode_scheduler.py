@@ -83,6 +83,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.ledger = Ledger(
             self.blocks,
             BLOCK_SIZE,
+            BLOCK_SIZE,
             LEASE_S,
             lambda: self.now,
             on_committed=lambda entry: None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -32,6 +33,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.settled = 0
         self.ledger = Ledger(
             self.blocks,
+            BLOCK_SIZE,
             BLOCK_SIZE,
             LEASE_S,
             lambda: self.now,
@@ -223,7 +225,9 @@ TestLedger = LedgerMachine.TestCase
 def book(lease_s: float = LEASE_S, clock: Callable[[], float] = lambda: 0.0) -> tuple[Ledger, BlockManager]:
     blocks = BlockManager(NUM_BLOCKS)
     quiet: Callable[[TicketEntry], None] = lambda entry: None  # noqa: E731
-    ledger = Ledger(blocks, BLOCK_SIZE, lease_s, clock, on_committed=quiet, on_failed=quiet, on_settled=lambda: None)
+    ledger = Ledger(
+        blocks, BLOCK_SIZE, BLOCK_SIZE, lease_s, clock, on_committed=quiet, on_failed=quiet, on_settled=lambda: None
+    )
     return ledger, blocks
 
 
@@ -304,3 +308,14 @@ def test_nothing_leads_out_of_a_final_state(final: TicketState) -> None:
     for state in TicketState:
         with pytest.raises(AssertionError, match="can't go"):
             check_transition(final, state)
+
+
+def test_a_ticket_that_reserves_its_whole_answer_never_grows() -> None:
+    blocks = BlockManager(NUM_BLOCKS)
+    quiet: Callable[[TicketEntry], None] = lambda entry: None  # noqa: E731
+    ledger = Ledger(
+        blocks, BLOCK_SIZE, sys.maxsize, LEASE_S, lambda: 0.0, on_committed=quiet, on_failed=quiet, on_settled=lambda: None
+    )
+    entry = ledger.reserve(b"r", (1,), 4 * BLOCK_SIZE)
+    assert entry is not None
+    assert len(entry.block_table) == 4

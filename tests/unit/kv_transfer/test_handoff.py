@@ -56,6 +56,7 @@ class Decode:
         self.ledger = Ledger(
             self.blocks,
             BLOCK_SIZE,
+            BLOCK_SIZE,
             60.0,
             time.monotonic,
             on_committed=lambda entry: self.committed.append(entry.ticket_id),
