@@ -14,7 +14,8 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,9 +37,6 @@ def main() -> None:
     torch.set_num_threads(1)
     runner = ModelRunner.load(resolve("smollm2").facts, dtype="auto", block_size=BLOCK_SIZE, num_kv_tokens=KV_TOKENS)
     runner.pool.data.normal_()
-    native = load_library()
-    for name in SIGNATURES if native else ():
-        setattr(native, name, recorded(name, getattr(native, name)))
 
     def step() -> None:
         # Every 16th block is a sequence's next: scattered, as after some hours of service.
@@ -69,12 +67,25 @@ def main() -> None:
 
 def profiled_s(step: Callable[[], None]) -> tuple[float, float]:
     """Wall seconds of a step under the profiler, and of the operators that it called."""
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with native_functions_recorded(), profile(activities=[ProfilerActivity.CPU]) as profiler:
         began = time.perf_counter()
         step()
         took = time.perf_counter() - began
     events: Any = profiler.events()
     return took, sum(event.cpu_time_total for event in events if event.cpu_parent is None) / 1e6
+
+
+@contextmanager
+def native_functions_recorded() -> Iterator[None]:
+    library = load_library()
+    functions = {name: getattr(library, name) for name in SIGNATURES} if library else {}
+    for name, function in functions.items():
+        setattr(library, name, recorded(name, function))
+    try:
+        yield
+    finally:
+        for name, function in functions.items():
+            setattr(library, name, function)
 
 
 def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -46,18 +46,17 @@ class NativeLibrary:
         self._library = library
         self._threads = threads
 
-    def add_rms_norm(self, x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
-        """Add `delta_TD` to `x_TD` in place; return the sum normalised by its root mean square, times the weight."""
+    def add_rms_norm(self, x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float, out_TD: Tensor) -> None:
+        """Add `delta_TD` to `x_TD` in place; write the sum, normalised by its root mean square, times the weight."""
         rows, width = x_TD.shape
         assert width % 16 == 0
-        _check(x_TD, weight_D, *(() if delta_TD is None else (delta_TD,)))
+        _check(x_TD, weight_D, out_TD, *(() if delta_TD is None else (delta_TD,)))
+        assert out_TD.shape == x_TD.shape
         assert delta_TD is None or delta_TD.shape == x_TD.shape
-        out_TD = torch.empty_like(x_TD)
         delta = 0 if delta_TD is None else delta_TD.data_ptr()
         self._library.add_rms_norm(
             x_TD.data_ptr(), delta, weight_D.data_ptr(), out_TD.data_ptr(), rows, width, eps, self._threads
         )
-        return out_TD
 
     def rotate_and_store(
         self, qkv_TA: Tensor, cos_TF: Tensor, sin_TF: Tensor, slots_T: Tensor, kv_2SKH: Tensor, num_heads: int
@@ -142,14 +141,13 @@ class NativeLibrary:
             self._threads,
         )
 
-    def swiglu(self, gate_up_TI: Tensor) -> Tensor:
+    def swiglu(self, gate_up_TI: Tensor, out_TI: Tensor) -> None:
         """`silu(gate) * up`, where the first half of the columns is the gate: [T, 2 I] to [T, I]."""
-        rows, width = gate_up_TI.shape[0], gate_up_TI.shape[1] // 2
+        rows, width = out_TI.shape
+        assert gate_up_TI.shape == (rows, 2 * width)
         assert width % 16 == 0
-        _check(gate_up_TI)
-        out_TI = torch.empty((rows, width), dtype=torch.bfloat16)
+        _check(gate_up_TI, out_TI)
         self._library.swiglu(gate_up_TI.data_ptr(), out_TI.data_ptr(), rows, width, self._threads)
-        return out_TI
 
     def quantized_linear(self, x_TI: Tensor, records: Tensor, outputs: int, bits: int) -> Tensor:
         """[T, I] to [T, O]; `records` as `pack_quantized` makes them."""

@@ -20,7 +20,10 @@ from engine.operators.torch_step import TorchStep
 
 
 class Step(Protocol):
-    """One batch on its way through the layers. A is the width of a row of q, k and v: (N + 2 K) * H."""
+    """One batch on its way through the layers. A is the width of a row of q, k and v: (N + 2 K) * H.
+
+    What a method returns is good until the same method is called again.
+    """
 
     def add_norm(self, x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
         """Add `delta_TD` to `x_TD` in place and return the sum's RMS norm: [T, D]."""
