@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from configs.schema import ClusterConfig
@@ -25,6 +25,7 @@ from kv_transfer.sender import OutgoingTransfer, PushPart, SendingPair, StepSign
 from kv_transfer.transport import Transport
 from prefill_workers.peers import DecodePeers
 from prefill_workers.scheduler import PlannedChunk, PrefillScheduler, Prompt
+from protocol.audit import Audit, PrefillBooks, PromptRow
 from protocol.endpoint import Endpoint
 from protocol.errors import (
     ContextLengthError,
@@ -58,6 +59,14 @@ class _Job:
     stopped: bool = False
     """Nothing more is to be computed or sent for it."""
     in_step: bool = False
+
+    def row(self) -> PromptRow:
+        """As an audit sees it."""
+        ticket = self.message.ticket
+        decode, blocks = ticket.worker, len(self.prompt.block_table)
+        return PromptRow(
+            ticket.ticket_id, ticket.transfer_id, decode.worker_id, decode.epoch, blocks, self.in_step, self.stopped
+        )
 
 
 class PrefillWorker:
@@ -93,7 +102,7 @@ class PrefillWorker:
         self._tasks = asyncio.TaskGroup()
         self._endpoint = Endpoint(
             server,
-            {Prefill: self._prefill, Cancel: self._cancel},
+            {Prefill: self._prefill, Cancel: self._cancel, Audit: self._audit},
             self.load,
             self._peer_lost,
             lease_s=self._limits.lease_s,
@@ -141,6 +150,29 @@ class PrefillWorker:
             num_preemptions=0,
             recomputed_tokens=0,
         )
+
+    def _audit(self, router: bytes, message: Audit) -> None:
+        books = PrefillBooks(
+            message.call_id,
+            self._cache.num_blocks,
+            self._cache.num_free,
+            self._cache.num_owned,
+            self._cache.num_references,
+            tuple(job.row() for job in self._jobs.values()),
+            self._peers.books(),
+            tuple(self._problems()),
+        )
+        self._endpoint.send(router, books)
+
+    def _problems(self) -> Iterator[str]:
+        """Where our own tables disagree."""
+        try:
+            self.check_integrity()
+        except AssertionError as error:
+            yield str(error)
+        holding = sum(bool(prompt.block_table) for prompt in self._jobs)
+        if self._scheduler.num_held != holding:
+            yield f"the scheduler gave blocks to {self._scheduler.num_held} prompts, of which {holding} are known"
 
     # -- arrival and departure ---------------------------------------------------------------------------------------
 
