@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -205,17 +205,21 @@ class TwoWorkers:
         loads = [self.decode.load(), self.prefill.load()]
         return all(x.free_blocks == x.total_blocks and x.tickets == 0 and x.transfers == 0 for x in loads)
 
-    async def leaks(self, claims: Collection[int] = ()) -> list[Leak]:
-        """What a router that holds these tickets, and connects now, finds in the books of the workers that run."""
+    def check(self) -> None:
+        """Each worker's own books, at any moment."""
+        self.decode.ledger.check_integrity()
+        self.prefill.check_integrity()
+
+    async def leaks(self) -> list[Leak]:
+        """What a router that has just come finds in the books of the running workers, when nothing is under way."""
         audited = []
         for worker in (self.prefill, self.decode):
             if not self.tasks[worker.me.role.value].done():
                 caller = Caller(await WireClient.connect(worker.me.address, SECRET, 5), lambda message: None)
                 reading = asyncio.create_task(caller.run())
-                books = await caller.ask(Audit, 5)
+                audited.append(Audited(worker.me, await caller.ask(Audit, 5)))
                 caller.close()
                 await reading
-                audited.append(Audited(worker.me, books, dict.fromkeys(claims, True)))
         return find_leaks(audited, CONFIG.limits.lease_s, 5)
 
 
@@ -246,7 +250,6 @@ async def _two_workers(facts: ModelFacts, config: ClusterConfig) -> AsyncIterato
     try:
         async with asyncio.timeout(120):
             yield workers
-            # A test ends with nothing under way, so a single look is enough.
             assert await workers.leaks() == []
     finally:
         for task in tasks.values():
