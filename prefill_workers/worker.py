@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from configs.schema import ClusterConfig
@@ -23,9 +23,10 @@ from engine.prefix_cache import PrefixCache
 from engine.sampler import finish_reason
 from kv_transfer.sender import OutgoingTransfer, PushPart, SendingPair, StepSignal
 from kv_transfer.transport import Transport
+from prefill_workers.books import prefill_books
 from prefill_workers.peers import DecodePeers
 from prefill_workers.scheduler import PlannedChunk, PrefillScheduler, Prompt
-from protocol.audit import Audit, PrefillBooks, PromptRow
+from protocol.audit import Audit, PromptRow
 from protocol.endpoint import Endpoint
 from protocol.errors import (
     ContextLengthError,
@@ -152,27 +153,8 @@ class PrefillWorker:
         )
 
     def _audit(self, router: bytes, message: Audit) -> None:
-        books = PrefillBooks(
-            message.call_id,
-            self._cache.num_blocks,
-            self._cache.num_free,
-            self._cache.num_owned,
-            self._cache.num_references,
-            tuple(job.row() for job in self._jobs.values()),
-            self._peers.books(),
-            tuple(self._problems()),
-        )
-        self._endpoint.send(router, books)
-
-    def _problems(self) -> Iterator[str]:
-        """Where our own tables disagree."""
-        try:
-            self.check_integrity()
-        except AssertionError as error:
-            yield str(error)
-        holding = sum(bool(prompt.block_table) for prompt in self._jobs)
-        if self._scheduler.num_held != holding:
-            yield f"the scheduler gave blocks to {self._scheduler.num_held} prompts, of which {holding} are known"
+        rows = {prompt: job.row() for prompt, job in self._jobs.items()}
+        self._endpoint.send(router, prefill_books(message.call_id, self._cache, self._scheduler, self._peers, rows))
 
     # -- arrival and departure ---------------------------------------------------------------------------------------
 
