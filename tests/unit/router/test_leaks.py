@@ -41,7 +41,8 @@ def decode_workers(draw: st.DrawFn, number: int) -> tuple[Audited, list[TicketRo
         owner = draw(st.sampled_from([Owner.ASKER, Owner.OTHER]))
         pushes = draw(st.integers(1, 2)) if state.final else 0
         blocks = draw(st.integers(0 if state is TicketState.ATTACHED else 1, 9))
-        rows.append(TicketRow(ticket_id, ticket_id + 1000, owner, state, blocks, pushes, False, draw(st.floats(-10, 1))))
+        overdue_s = draw(st.floats(-10, 1000 if state is TicketState.ATTACHED else 1))
+        rows.append(TicketRow(ticket_id, ticket_id + 1000, owner, state, blocks, pushes, False, overdue_s))
         if owner is Owner.ASKER and not state.final:
             claims[ticket_id] = state is TicketState.ATTACHED and draw(st.booleans())
     if draw(st.booleans()):
@@ -63,7 +64,8 @@ def prefill_workers(draw: st.DrawFn, number: int, rows: list[PromptRow]) -> Audi
     """Some prompts were stopped and are on their way out: in a step, or a push still reads them."""
     lives = {(row.decode_id, row.decode_epoch) for row in rows}
     pairs = [PairRow(*life, draw(st.integers(1, 3))) for life in sorted(lives)]
-    if pairs and draw(st.booleans()):
+    pairs.append(PairRow("decode-idle", 1, 0))
+    if lives and draw(st.booleans()):
         rows = [*rows, PromptRow(500, 1500, pairs[0].decode_id, pairs[0].decode_epoch, 2, in_step=False, stopped=True)]
     if draw(st.booleans()):
         rows = [*rows, PromptRow(600, 1600, "decode-gone", 1, 2, in_step=True, stopped=True)]
@@ -225,3 +227,5 @@ def test_a_prompt_that_vanished_is_missed_by_its_ticket() -> None:
     sentence = "ticket 7 (3 blocks, receiving) waits for KV that no prefill worker has a prompt for"
     assert leak.message == f"decode-0 (epoch 2): {sentence}"
     assert [leak.kind for leak in leaks([decode, replace(prefill, books=None)])] == ["silent"], "it may have the prompt"
+    hung = Audited(WorkerRef("decode-1", 1, Role.DECODE, ""), None)
+    assert [leak.kind for leak in leaks([decode, prefill, hung])] == ["transfer", "silent"], "which has no prompts to hide"
