@@ -7,7 +7,7 @@ from torch import Tensor
 from engine.kernels.quantized import QuantizedWeight
 from engine.native.library import COLUMNS, NativeLibrary, can_pack, pack_dense, pack_quantized
 
-MAX_ROWS = {4: 16, 8: 8}
+MAX_ROWS = {4: 32, 8: 8}
 """Up to here four and eight bits take less time than bfloat16: docs/engine.md."""
 
 
