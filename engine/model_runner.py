@@ -37,11 +37,16 @@ class ModelRunner:
         self._decoder = decoder
 
     @classmethod
-    def load(cls, facts: ModelFacts, *, dtype: DtypeName, block_size: int, num_kv_tokens: int) -> ModelRunner:
-        """Read the weights and set aside the pool. Raises ConfigError for what can't work."""
+    def load(
+        cls, facts: ModelFacts, *, dtype: DtypeName, block_size: int, num_kv_tokens: int, shared_kv: bool = False
+    ) -> ModelRunner:
+        """Read the weights and set aside the pool, in memory that other processes can read if `shared_kv`.
+
+        Raises ConfigError for what can't work.
+        """
         _check_sizes(facts)
         dtype_name = resolve_dtype(dtype)
-        pool = KVPool.for_model(facts, num_kv_tokens, block_size, _DTYPES[dtype_name])
+        pool = KVPool.for_model(facts, num_kv_tokens, block_size, _DTYPES[dtype_name], shared=shared_kv)
         with torch.inference_mode():
             decoder = Decoder(facts, load_weights(facts, _DTYPES[dtype_name]))
         return cls(facts, decoder, pool, dtype_name)

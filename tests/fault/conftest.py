@@ -228,8 +228,8 @@ async def _two_workers(facts: ModelFacts, config: ClusterConfig) -> AsyncIterato
         WorkerRef(f"{role.value}-0", 1, role, server.address)
         for role, server in zip((Role.PREFILL, Role.DECODE), servers, strict=True)
     ]
-    prefill = PrefillWorker(refs[0], SECRET, runner(config.prefill.kv_cache_tokens), servers[0], transport, config)
-    decode = DecodeWorker(refs[1], runner(config.decode.kv_cache_tokens), servers[1], transport, config)
+    prefill = PrefillWorker(refs[0], SECRET, runner(config.prefill.kv_cache_tokens), servers[0], [transport], config)
+    decode = DecodeWorker(refs[1], runner(config.decode.kv_cache_tokens), servers[1], [transport], config)
     tasks = {"prefill": asyncio.create_task(prefill.run()), "decode": asyncio.create_task(decode.run())}
     workers = TwoWorkers(prefill, decode, network, tasks)
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,9 +17,11 @@ from engine.block_manager import BlockManager
 from engine.kv_pool import KVPool
 from kv_transfer.gloo import GlooTransport
 from kv_transfer.loopback import Faults, LoopbackNetwork, LoopbackTransport
+from kv_transfer.pool_view import PoolView
 from kv_transfer.receiver import ReceivingPair, TransferStats
 from kv_transfer.sender import OutgoingTransfer, PushPart, SendingPair, StepSignal
-from kv_transfer.transport import Transport
+from kv_transfer.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from kv_transfer.transport import ReceiveTransport, SendTransport
 from protocol.endpoint import Endpoint
 from protocol.errors import IncompatiblePeerError, KvTransferError, TandemError, WorkerLostError
 from protocol.messages import KvLayout, LoadReport, PairOpen, PushAnnounce, PushCommit, Role, Ticket, TransferAbort, WorkerRef
@@ -41,13 +43,14 @@ def pool() -> KVPool:
         num_kv_heads=HEADS,
         head_dim=HEAD_DIM,
         dtype=torch.float32,
+        shared=True,
     )
 
 
 class Decode:
     """The receiving half of a decode worker: ledger, pairs and socket, without an engine."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transports: Sequence[ReceiveTransport]) -> None:
         self.pool = pool()
         self.pool.data.zero_()
         self.blocks = BlockManager(BLOCKS)
@@ -64,7 +67,7 @@ class Decode:
         )
         self.stats = TransferStats()
         self.pairs: dict[bytes, ReceivingPair] = {}
-        self.transport = transport
+        self.transports = transports
         server = WireServer(SECRET, "127.0.0.1")
         self.ref = WorkerRef("decode-0", 5, Role.DECODE, server.address)
         handlers: dict[type[Any], Callable[[bytes, Any], None]] = {
@@ -77,9 +80,9 @@ class Decode:
 
     def open_pair(self, peer: bytes, message: PairOpen) -> None:
         self.pairs[peer] = ReceivingPair(
-            peer, self.ledger, LAYOUT, self.pool.layer_slots, lambda answer: self.endpoint.send(peer, answer), self.stats
+            peer, self.ledger, LAYOUT, PoolView(self.pool.layers()), lambda answer: self.endpoint.send(peer, answer), self.stats
         )
-        self.pairs[peer].open(message, self.ref, self.transport, LEASE_S)
+        self.pairs[peer].open(message, self.ref, self.transports, LEASE_S)
 
     def report(self) -> LoadReport:
         return LoadReport("decode-0", 5, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0)
@@ -99,7 +102,7 @@ class Decode:
 class World:
     decode: Decode
     source: KVPool
-    transport: Transport
+    transports: Sequence[SendTransport]
 
     async def pair(self, layout: KvLayout = LAYOUT, peer: WorkerRef | None = None) -> SendingPair:
         return await SendingPair.open(
@@ -107,26 +110,43 @@ class World:
             peer or self.decode.ref,
             SECRET,
             layout,
-            self.transport,
-            self.source.layer_slots,
+            self.transports,
+            PoolView(self.source.layers()),
             connect_s=5,
             lease_s=LEASE_S,
             heartbeat_s=1,
         )
 
 
+Kind = str | LoopbackNetwork
+
+
+def sending(kind: Kind, source: KVPool) -> SendTransport:
+    if isinstance(kind, LoopbackNetwork):
+        return LoopbackTransport(kind)
+    assert source.memory_fd is not None
+    return {"gloo": GlooTransport("127.0.0.1"), "shared_memory": SharedMemorySender(source.memory_fd)}[kind]
+
+
+def receiving(kind: Kind) -> ReceiveTransport:
+    if isinstance(kind, LoopbackNetwork):
+        return LoopbackTransport(kind)
+    return {"gloo": GlooTransport("127.0.0.1"), "shared_memory": SharedMemoryReceiver()}[kind]
+
+
 @asynccontextmanager
-async def world(transport: Transport) -> AsyncIterator[World]:
-    decode = Decode(transport)
+async def world(prefill: Sequence[Kind], decode: Sequence[Kind] | None = None) -> AsyncIterator[World]:
+    """The transports that each side has; by default decode's are prefill's."""
+    receiver = Decode([receiving(kind) for kind in (prefill if decode is None else decode)])
     source = pool()
     source.data.normal_(generator=torch.Generator().manual_seed(1))
-    serving = asyncio.create_task(decode.endpoint.run())
+    serving = asyncio.create_task(receiver.endpoint.run())
     try:
         async with asyncio.timeout(60):
-            yield World(decode, source, transport)
-        decode.ledger.check_integrity()
+            yield World(receiver, source, [sending(kind, source) for kind in prefill])
+        receiver.ledger.check_integrity()
     finally:
-        for pair in decode.pairs.values():
+        for pair in receiver.pairs.values():
             await pair.close()
         serving.cancel()
         await asyncio.wait((serving,))
@@ -149,15 +169,15 @@ async def push_and_commit(pair: SendingPair, push: asyncio.Future[None], transfe
     await pair.commit(transfer)
 
 
-TRANSPORTS: list[Callable[[], Transport]] = [lambda: LoopbackTransport(LoopbackNetwork()), lambda: GlooTransport("127.0.0.1")]
+EVERY_TRANSPORT = pytest.mark.parametrize("kind", [LoopbackNetwork(), "gloo", "shared_memory"], ids=["loopback", "gloo", "shm"])
 
 
-@pytest.mark.parametrize("make_transport", TRANSPORTS, ids=["loopback", "gloo"])
-def test_two_interleaved_prompts_arrive_exactly(make_transport: Callable[[], Transport]) -> None:
+@EVERY_TRANSPORT
+def test_two_interleaved_prompts_arrive_exactly(kind: Kind) -> None:
     """Two prompts in shuffled blocks, cut into chunks that share pushes, and layers that come one by one."""
 
     async def scenario() -> None:
-        async with world(make_transport()) as w:
+        async with world([kind]) as w:
             pair = await w.pair()
             long_ticket, long_entry = w.decode.ticket(11)
             short_ticket, short_entry = w.decode.ticket(6)
@@ -192,7 +212,7 @@ def test_two_interleaved_prompts_arrive_exactly(make_transport: Callable[[], Tra
 def test_damage_is_caught_before_the_commit(faults: Faults) -> None:
     async def scenario() -> None:
         network = LoopbackNetwork()
-        async with world(LoopbackTransport(network)) as w:
+        async with world([network]) as w:
             pair = await w.pair()
             network.faults = faults
             ticket, _ = w.decode.ticket(8)
@@ -214,7 +234,7 @@ def test_death_of_the_sender_in_the_middle_of_a_push() -> None:
     async def scenario() -> None:
         network = LoopbackNetwork()
         network.faults = Faults(die_at=0)
-        async with world(LoopbackTransport(network)) as w:
+        async with world([network]) as w:
             pair = await w.pair()
             ticket, _ = w.decode.ticket(8)
             push = pair.push(finished_step(), [PushPart(OutgoingTransfer(ticket), [1, 2], 0, 8)])
@@ -239,7 +259,7 @@ def test_death_of_the_sender_in_the_middle_of_a_push() -> None:
 
 def test_blocks_of_a_cancelled_ticket_stay_quarantined_until_its_push_ends() -> None:
     async def scenario() -> None:
-        async with world(LoopbackTransport(LoopbackNetwork())) as w:
+        async with world([LoopbackNetwork()]) as w:
             pair = await w.pair()
             ticket, entry = w.decode.ticket(8)
             signal = StepSignal()
@@ -258,7 +278,7 @@ def test_blocks_of_a_cancelled_ticket_stay_quarantined_until_its_push_ends() -> 
 
 def test_a_ticket_that_is_gone_is_refused_and_the_others_go_on() -> None:
     async def scenario() -> None:
-        async with world(LoopbackTransport(LoopbackNetwork())) as w:
+        async with world([LoopbackNetwork()]) as w:
             pair = await w.pair()
             gone_ticket, _ = w.decode.ticket(4)
             ticket, _ = w.decode.ticket(4)
@@ -276,7 +296,7 @@ def test_a_ticket_that_is_gone_is_refused_and_the_others_go_on() -> None:
 
 def test_an_incomplete_transfer_is_not_committed() -> None:
     async def scenario() -> None:
-        async with world(LoopbackTransport(LoopbackNetwork())) as w:
+        async with world([LoopbackNetwork()]) as w:
             pair = await w.pair()
             ticket, _ = w.decode.ticket(8)
             transfer = OutgoingTransfer(ticket)
@@ -290,10 +310,10 @@ def test_an_incomplete_transfer_is_not_committed() -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("make_transport", TRANSPORTS, ids=["loopback", "gloo"])
-def test_what_does_not_fit_together_is_refused_by_name(make_transport: Callable[[], Transport]) -> None:
+@EVERY_TRANSPORT
+def test_what_does_not_fit_together_is_refused_by_name(kind: Kind) -> None:
     async def scenario() -> None:
-        async with world(make_transport()) as w:
+        async with world([kind]) as w:
             with pytest.raises(IncompatiblePeerError, match="dtype: float32 here, bfloat16 there; block_size: 4 here, 8 there"):
                 await w.pair(replace(LAYOUT, dtype="bfloat16", block_size=8))
             with pytest.raises(WorkerLostError, match="epoch 5, not 4"):
@@ -302,9 +322,10 @@ def test_what_does_not_fit_together_is_refused_by_name(make_transport: Callable[
     asyncio.run(scenario())
 
 
-def test_many_transfers_in_a_row_change_nothing() -> None:
+@EVERY_TRANSPORT
+def test_many_transfers_in_a_row_change_nothing(kind: Kind) -> None:
     async def scenario() -> None:
-        async with world(GlooTransport("127.0.0.1")) as w:
+        async with world([kind]) as w:
             pair = await w.pair()
             for number in range(300):
                 ticket, _ = w.decode.ticket(1 + number % 16)
