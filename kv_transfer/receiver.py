@@ -142,10 +142,11 @@ class ReceivingPair:
 
     async def close(self) -> None:
         """End every push as failed and give the channel back. Idempotent."""
-        self._closed = True
         if self._pump_task is not None:
-            self._pump_task.cancel()
-            await asyncio.gather(self._pump_task, return_exceptions=True)
+            if not self._closed:  # a pump that is ending already must not be kept from it
+                self._pump_task.cancel()
+            self._closed = True
+            await asyncio.wait((self._pump_task,))
 
     async def _pump(self, opening: PairOpen, transport: ReceiveTransport, lease_s: float) -> None:
         try:

@@ -17,6 +17,7 @@ from two_ends import (
 )
 
 from kv_transfer.loopback import Faults, LoopbackNetwork
+from kv_transfer.pool_view import Slots
 from kv_transfer.sender import OutgoingTransfer, PushPart, StepSignal
 from protocol.errors import KvTransferError
 from protocol.ticket import TicketState
@@ -95,6 +96,30 @@ def test_blocks_of_a_cancelled_ticket_stay_quarantined_until_its_push_ends() -> 
             signal.finish()
             await push
             await until(lambda: w.decode.blocks.num_free == BLOCKS)
+            await pair.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_pair_that_is_closed_while_it_breaks_gives_its_channel_back() -> None:
+    async def scenario() -> None:
+        async with world(["shared_memory"]) as w:
+            pair = await w.pair()
+            [receiver] = w.decode.pairs.values()
+            ticket, _ = w.decode.ticket(8)
+            push = pair.push(StepSignal(), [PushPart(OutgoingTransfer(ticket), [1, 2], 0, 8)])
+            await until(lambda: w.decode.ledger.pushes_in_flight == 1)
+            assert pair._channel is not None
+            pair._channel.close()
+            while not receiver._closed:  # noqa: ASYNC110 - the moment between its thread's end and its own
+                await asyncio.sleep(0)
+            await asyncio.gather(receiver.close(), receiver.close())
+            assert receiver._channel is not None
+            with pytest.raises(AssertionError, match="closed"):
+                receiver._channel.receive(range(1), Slots([]))
+            assert w.decode.blocks.num_free == BLOCKS
+            with pytest.raises(KvTransferError):
+                await push
             await pair.close()
 
     asyncio.run(scenario())
