@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scenarios import Reference, greedy, prompt_of, run
+from scenarios import THOROUGH, Reference, greedy, prompt_of, run
 from two_workers import ScriptedRouter, connect_router
 from worker_process import WorkerProcess, make_worker, worker_process
 
@@ -38,10 +38,14 @@ CONFIG = ClusterConfig.model_validate(
 )
 PROMPT = prompt_of(500)
 PHASES = ["idle", "pushing", "handed over"]
-EVERY_WAY = pytest.mark.parametrize(
-    ("transport", "how"),
-    [(transport, how) for transport in ("shared_memory", "gloo") for how in (signal.SIGKILL, signal.SIGSTOP)],
-    ids=lambda value: value if isinstance(value, str) else value.name,
+EVERY_CASE = pytest.mark.parametrize(
+    ("transport", "how", "phase"),
+    [
+        pytest.param(transport, how, phase, id=f"{transport}, {how.name}, {phase}")
+        for transport in ("shared_memory", "gloo")
+        for how in (signal.SIGKILL, signal.SIGSTOP)
+        for phase in (PHASES if THOROUGH or transport == "shared_memory" else ["pushing"])
+    ],
 )
 
 
@@ -142,8 +146,7 @@ def _newest_ticket(scene: Scene) -> int:
     return max((entry.ticket_id for entry in scene.here.ledger), default=0)
 
 
-@pytest.mark.parametrize("phase", PHASES)
-@EVERY_WAY
+@EVERY_CASE
 def test_a_lost_prefill_worker_leaves_decode_free(
     small_model: ModelFacts, reference: Reference, transport: TransportName, how: signal.Signals, phase: str
 ) -> None:
@@ -155,8 +158,7 @@ def test_a_lost_prefill_worker_leaves_decode_free(
     run(scenario())
 
 
-@pytest.mark.parametrize("phase", PHASES)
-@EVERY_WAY
+@EVERY_CASE
 def test_a_lost_decode_worker_leaves_prefill_free(
     small_model: ModelFacts, reference: Reference, transport: TransportName, how: signal.Signals, phase: str
 ) -> None:

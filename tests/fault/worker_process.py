@@ -63,7 +63,7 @@ def worker_process(
 ) -> Iterator[WorkerProcess]:
     """Forked from a process that has only imported torch, which takes seconds."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload(["torch", "pydantic", "zmq"])
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(role, worker_id, facts, config, transport, theirs), daemon=True)
     process.start()
