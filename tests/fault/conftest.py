@@ -21,7 +21,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> ModelFacts:
     torch.manual_seed(7)
     config = LlamaConfig(
         vocab_size=101,
-        max_position_embeddings=512,
+        max_position_embeddings=4096,
         tie_word_embeddings=True,
         hidden_size=32,
         intermediate_size=64,
@@ -41,7 +41,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> ModelFacts:
         num_kv_heads=2,
         head_dim=8,
         vocab_size=101,
-        max_model_len=512,
+        max_model_len=4096,
         rope_theta=10_000.0,
         rope_scaling=None,
         rms_norm_eps=config.rms_norm_eps,
