@@ -18,43 +18,51 @@ from configs.models import resolve
 from engine.batch import Chunk, ForwardBatch
 from engine.kv_pool import KVPool
 from engine.models.decoder import Decoder
-from engine.models.weights import load_weights
+from engine.models.weights import Quantization, WeightFormat, load_weights
+from engine.native.library import NativeLibrary
+from engine.operators import step_factory
 from router.text.tokenizer import Tokenizer
 
 TEXT = ROOT / "benchmarks" / "texts" / "public_domain.txt"
 BLOCK_SIZE = 16
-WAYS = (
-    ("float32", torch.float32, 512),
-    ("bfloat16, 512 rows a step", torch.bfloat16, 512),
-    ("four-bit weights, 8 rows a step", torch.bfloat16, 8),
-    ("four-bit weights, 1 row a step", torch.bfloat16, 1),
-)
+WAYS: dict[str, tuple[torch.dtype, Quantization, int]] = {
+    "float32": (torch.float32, "none", 512),
+    "bfloat16, 512 rows a step": (torch.bfloat16, "none", 512),
+    "bfloat16, 8 rows a step": (torch.bfloat16, "none", 8),
+    "four bits as stored, 8 rows a step": (torch.bfloat16, "auto", 8),
+    "four bits as stored, 1 row a step": (torch.bfloat16, "auto", 1),
+    "int8, 8 rows a step": (torch.bfloat16, "int8", 8),
+    "int4, 8 rows a step": (torch.bfloat16, "int4", 8),
+}
+"""Numbers, weights and tokens of a step."""
 
 
 def main() -> None:
     model = resolve("smollm2")
     token_ids = Tokenizer.build(model.tokenizer).encode(TEXT.read_text())
     with torch.inference_mode():
-        rows = {name: logprobs(model, token_ids, dtype, step_rows) for name, dtype, step_rows in WAYS}
+        rows = {name: logprobs(model, token_ids, *way) for name, way in WAYS.items()}
     reference = rows["float32"]
     figures = {name: compare(logprobs_TV, reference, token_ids) for name, logprobs_TV in rows.items()}
     write_result("quality", {"tokens": len(token_ids), "figures": figures}, table(model.facts.name, len(token_ids), figures))
 
 
-def logprobs(model: Model, token_ids: list[int], dtype: torch.dtype, step_rows: int) -> Tensor:
+def logprobs(model: Model, token_ids: list[int], dtype: torch.dtype, quantization: Quantization, step_rows: int) -> Tensor:
     """The distribution after every token of the text, [T, V] in float32, computed `step_rows` tokens at a time."""
-    decoder = Decoder(model.facts, load_weights(model.facts, dtype))
+    library = NativeLibrary.load(torch.get_num_threads()) if dtype == torch.bfloat16 else None
+    weights = load_weights(model.facts, WeightFormat(dtype, quantization, deterministic=False, library=library))
+    decoder = Decoder(model.facts, weights, step_factory(model.facts, dtype, library))
     num_blocks = -(-len(token_ids) // BLOCK_SIZE)
     pool = KVPool.for_model(model.facts, num_blocks * BLOCK_SIZE, BLOCK_SIZE, dtype)
     steps = []
     for start in range(0, len(token_ids), step_rows):
         chunk = Chunk(token_ids[start : start + step_rows], start, range(num_blocks), None, 0)
-        batch = ForwardBatch.build([chunk], BLOCK_SIZE, dtype)
-        every_row = torch.arange(len(chunk.token_ids))
-        batch = replace(batch, sample_rows_S=every_row, sampled_chunks=(0,) * len(every_row))
+        batch = ForwardBatch.build([chunk], BLOCK_SIZE)
+        last_first = torch.arange(len(chunk.token_ids)).flip(0)
+        batch = replace(batch, sample_rows_S=last_first, sampled_chunks=(0,) * len(last_first))
         logits_SV = decoder.forward(batch, pool, None)
         assert logits_SV is not None
-        steps.append(torch.log_softmax(logits_SV, dim=-1))
+        steps.append(torch.log_softmax(logits_SV.flip(0), dim=-1))
     return torch.cat(steps)
 
 

@@ -62,6 +62,10 @@ def serve(
     prefill: Annotated[int | None, typer.Option(help="Number of prefill workers.")] = None,
     decode: Annotated[int | None, typer.Option(help="Number of decode workers.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")] = None,
+    quantization: Annotated[str | None, typer.Option(help="auto (as the file is), none, int8 or int4.")] = None,
+    deterministic: Annotated[
+        bool | None, typer.Option("--deterministic", help="Tokens do not depend on what runs beside a request.")
+    ] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Tokens of prompt and answer together.")] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens per KV block: 8, 16, 32 or 64.")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Sequences per decode step.")] = None,
@@ -81,6 +85,8 @@ def serve(
         "prefill.workers": prefill,
         "decode.workers": decode,
         "dtype": dtype,
+        "quantization": quantization,
+        "deterministic": deterministic,
         "max_model_len": max_model_len,
         "block_size": block_size,
         "decode.max_batch_size": max_num_seqs,

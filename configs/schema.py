@@ -5,6 +5,7 @@ Read with `configs.loader.load_config`; unknown keys and impossible values are a
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -72,6 +73,12 @@ class ClusterConfig(_Section):
     served_model_name: Text | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 where the processor multiplies it natively, else float32."""
+    quantization: Literal["auto", "none", "int8", "int4"] = "auto"
+    """auto: quantized weights of a GGUF file are used as they are for few rows. int8, int4: weights are rounded when they are
+    loaded. none: only `dtype`."""
+    deterministic: bool = False
+    """A request's tokens do not depend on what runs beside it: no quantized weights for few rows, nothing taken from a prefix
+    cache, and nothing preempted, so decode reserves whole answers."""
     max_model_len: Positive | None = None
     """Shortens the model's own context."""
     block_size: Literal[8, 16, 32, 64] = 16
@@ -82,3 +89,8 @@ class ClusterConfig(_Section):
     prefill: PrefillConfig = PrefillConfig()
     decode: DecodeConfig = DecodeConfig()
     limits: LimitsConfig = LimitsConfig()
+
+    @property
+    def answer_room(self) -> int:
+        """Tokens of an answer that decode reserves beside its prompt, at most."""
+        return sys.maxsize if self.deterministic else self.block_size

@@ -43,6 +43,8 @@ class DecodeActor(WorkerActor):
         return ModelRunner.load(
             resolve_for(config).facts,
             dtype=config.dtype,
+            quantization=config.quantization,
+            deterministic=config.deterministic,
             block_size=config.block_size,
             num_kv_tokens=config.decode.kv_cache_tokens,
         )

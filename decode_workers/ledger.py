@@ -6,6 +6,11 @@
 Who moves a ticket: the router (reserve, attach, release), the prefill worker (begin_push, commit, abort), the worker itself
 (end_push, expire, abort when an owner is gone). Every method is safe to call late, twice or for an unknown ticket.
 
+A reservation covers the prompt and the beginning of the answer (`protocol.ticket.reserved_tokens`). An attached ticket grows
+with its answer; the scheduler may preempt it, which takes all its blocks, and readmit it later. It stays ATTACHED throughout.
+So that a new ticket does not preempt others at once, one block for each ticket that holds some has to stay free beside it, and
+while a preempted one waits, none is granted.
+
 Who frees: `_settle`, when a ticket is final and neither a push nor an engine step writes into its blocks. Until then the
 blocks are quarantined. A ticket leaves the books at that moment and not before.
 """
@@ -17,7 +22,7 @@ from dataclasses import dataclass, field
 
 from engine.block_manager import BlockManager
 from kv_transfer.fingerprint import BlockFingerprints
-from protocol.ticket import TicketState, check_transition
+from protocol.ticket import TicketState, check_transition, reserved_tokens
 
 
 @dataclass
@@ -30,6 +35,8 @@ class TicketEntry:
     """Wire identity of the router that reserved it."""
     token_ids: tuple[int, ...]
     """Prompt and earlier answer, whose KV is to arrive."""
+    max_tokens: int
+    """The reservation is for an answer of up to so many tokens."""
     block_table: list[int]
     deadline: float
     """When the present state must have been left, on the worker's clock."""
@@ -48,18 +55,24 @@ class TicketEntry:
     def quarantined(self) -> bool:
         return self.in_step or self.pushes_in_flight > 0
 
+    @property
+    def preempted(self) -> bool:
+        return self.state is TicketState.ATTACHED and not self.block_table
+
 
 class Ledger:
     """All tickets of one decode worker.
 
-    `clock` gives monotonic seconds. `on_committed` is called when a ticket may be attached; `on_failed` when one is aborted
-    or expired, so that whoever waits for it can be told; `on_settled` when a ticket's blocks are free again.
+    `answer_room` is how many tokens of an answer are reserved at most (`ClusterConfig.answer_room`). `clock` gives monotonic
+    seconds. `on_committed` is called when a ticket may be attached; `on_failed` when one is aborted or expired, so that whoever
+    waits for it can be told; `on_settled` when a ticket's blocks are free again.
     """
 
     def __init__(
         self,
         blocks: BlockManager,
         block_size: int,
+        answer_room: int,
         lease_s: float,
         clock: Callable[[], float],
         on_committed: Callable[[TicketEntry], None],
@@ -68,6 +81,7 @@ class Ledger:
     ) -> None:
         self._blocks = blocks
         self._block_size = block_size
+        self._answer_room = answer_room
         self._lease_s = lease_s
         self._clock = clock
         self._on_committed = on_committed
@@ -86,17 +100,28 @@ class Ledger:
     def pushes_in_flight(self) -> int:
         return sum(entry.pushes_in_flight for entry in self._entries.values())
 
-    def blocks_needed(self, num_tokens: int, max_tokens: int) -> int:
-        """Blocks for a prompt and its answer; the last token of an answer is never fed back, so needs no slot."""
-        return -(-(num_tokens + max_tokens - 1) // self._block_size)
+    @property
+    def reservable_blocks(self) -> int:
+        """How many blocks a new ticket may take."""
+        if any(entry.preempted for entry in self._entries.values()):
+            return 0
+        return max(0, self._blocks.num_free - self._num_holders)
+
+    def fits(self, num_tokens: int, max_tokens: int) -> bool:
+        """Whether the pool can hold a prompt and its whole answer, whose last token is never fed back, so needs no slot."""
+        return self._blocks_for(num_tokens + max_tokens - 1) <= self._blocks.num_blocks
 
     def reserve(self, owner: bytes, token_ids: tuple[int, ...], max_tokens: int) -> TicketEntry | None:
-        """A new ticket with blocks for prompt and answer, or None when there are not enough free blocks."""
-        block_table = self._blocks.allocate(self.blocks_needed(len(token_ids), max_tokens))
-        if block_table is None:
+        """A new ticket with blocks for the prompt and the beginning of the answer, or None when there are too few."""
+        assert self.fits(len(token_ids), max_tokens), "too long for this pool: refuse it on arrival"
+        num_blocks = self._blocks_for(reserved_tokens(len(token_ids), max_tokens, self._answer_room))
+        if num_blocks > self.reservable_blocks:
             return None
+        block_table = self._blocks.allocate(num_blocks)
+        assert block_table is not None, "reservable blocks are free"
         # Ticket and transfer ids count separately, so that using one in place of the other is noticed.
-        entry = TicketEntry(self._next_id, self._next_id + (1 << 32), owner, token_ids, block_table, self._deadline())
+        transfer_id = self._next_id + (1 << 32)
+        entry = TicketEntry(self._next_id, transfer_id, owner, token_ids, max_tokens, block_table, self._deadline())
         self._next_id += 1
         self._entries[entry.ticket_id] = entry
         return entry
@@ -159,11 +184,37 @@ class Ledger:
         self._move(entry, TicketState.ATTACHED)
         return entry
 
+    def grow(self, ticket_id: int, num_tokens: int) -> bool:
+        """Make an attached ticket's blocks cover this many tokens. False, and nothing changes, if too few are free."""
+        entry = self._attached(ticket_id)
+        missing = self._blocks_for(num_tokens) - len(entry.block_table)
+        if missing > 0:
+            more = self._blocks.allocate(missing)
+            if more is None:
+                return False
+            entry.block_table += more
+        return True
+
+    def preempt(self, ticket_id: int) -> None:
+        """Take all blocks of an attached ticket; it keeps its state. Between two steps, so that nothing writes into them."""
+        entry = self._attached(ticket_id)
+        assert not entry.quarantined, "blocks are written into"
+        self._blocks.free(entry.block_table)
+        entry.block_table.clear()
+
+    def readmit(self, ticket_id: int, num_tokens: int) -> bool:
+        """Blocks for all tokens of a preempted ticket, if as many stay free as beside a new one. False changes nothing."""
+        assert self._attached(ticket_id).preempted, "only what was preempted comes back"
+        if self._blocks_for(num_tokens) > self._blocks.num_free - self._num_holders:
+            return False
+        return self.grow(ticket_id, num_tokens)
+
     def begin_step(self, ticket_ids: Iterable[int]) -> None:
         """The engine starts to compute these attached tickets; their blocks stay theirs until `end_step`."""
         for ticket_id in ticket_ids:
             entry = self._entries[ticket_id]
             assert entry.state is TicketState.ATTACHED, "only attached tickets are computed"
+            assert not entry.preempted, "and only with blocks"
             entry.in_step = True
 
     def end_step(self, ticket_ids: Iterable[int]) -> None:
@@ -222,6 +273,19 @@ class Ledger:
         assert len(owned) + self._blocks.num_free == self._blocks.num_blocks, "a block has leaked"
         for entry in self._entries.values():
             assert not entry.state.final or entry.quarantined, "a settled ticket is still in the books"
+
+    @property
+    def _num_holders(self) -> int:
+        """Tickets that hold blocks, of which each may soon want another one."""
+        return sum(bool(entry.block_table) for entry in self._entries.values() if not entry.state.final)
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
+
+    def _attached(self, ticket_id: int) -> TicketEntry:
+        entry = self._entries[ticket_id]
+        assert entry.state is TicketState.ATTACHED, "only attached tickets grow and shrink"
+        return entry
 
     def _of_transfer(self, ticket_id: int, transfer_id: int) -> TicketEntry | None:
         entry = self.find(ticket_id)

@@ -1,6 +1,6 @@
-"""The decode worker's loop: tickets in, batches through the engine, token frames out.
+"""The decode worker: tickets in, KV received, streams through the engine, token frames out.
 
-    Reserve ──► ledger ──► pushes (kv_transfer) ──► commit ──► Attach ──► batch ──► frames ──► finished or Release
+    Reserve ──► ledger ──► pushes (kv_transfer) ──► commit ──► Attach ──► step loop ──► frames ──► finished or Release
 
 Everything here runs on one asyncio loop, so the books need no locks; the engine computes in a thread of its own, and each
 prefill worker's transfers in one of theirs. A ticket's blocks are given back by the ledger alone.
@@ -17,11 +17,10 @@ from configs.schema import ClusterConfig
 from decode_workers.ledger import Ledger, TicketEntry
 from decode_workers.outbox import Outbox
 from decode_workers.scheduler import DecodeScheduler, Stream
-from engine.batch import SampledToken
+from decode_workers.step_loop import StepLoop
 from engine.block_manager import BlockManager
 from engine.engine_thread import EngineThread
 from engine.model_runner import ModelRunner
-from engine.sampler import finish_reason
 from kv_transfer.pool_view import PoolView
 from kv_transfer.receiver import ReceivingPair, TransferStats
 from kv_transfer.transport import ReceiveTransport
@@ -73,19 +72,18 @@ class DecodeWorker:
         self.ledger = Ledger(
             self._blocks,
             runner.pool.block_size,
+            config.answer_room,
             self._limits.lease_s,
             time.monotonic,
             on_committed=self._committed,
             on_failed=self._failed,
             on_settled=self._changed,
         )
-        self._scheduler = DecodeScheduler(config.decode.max_batch_size)
+        self._scheduler = DecodeScheduler(self.ledger, config.decode.max_batch_size, config.prefill.max_batch_tokens)
         self._waiting_attaches: dict[int, Attach] = {}
         self._pairs: dict[bytes, ReceivingPair] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self.transfer_stats = TransferStats()
-        self._tokens = 0
-        self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._draining = False
         self._endpoint = Endpoint(
@@ -106,12 +104,13 @@ class DecodeWorker:
             heartbeat_s=self._limits.heartbeat_s,
         )
         self._outbox = Outbox(self._endpoint.send)
+        self._loop = StepLoop(self._engine, self.ledger, self._scheduler, self._outbox, self._endpoint.load_changed)
 
     async def run(self) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._endpoint.run())
-                tasks.create_task(self._steps())
+                tasks.create_task(self._loop.run())
                 tasks.create_task(self._expire_leases())
         finally:
             for peer in list(self._pairs):
@@ -126,12 +125,12 @@ class DecodeWorker:
         await self._idle.wait()
 
     def load(self) -> LoadReport:
-        attached = len(self._scheduler)
-        waiting = sum(not entry.state.final for entry in self.ledger) - attached
+        running = len(self._scheduler) - self._scheduler.num_preempted
+        waiting = sum(not entry.state.final for entry in self.ledger) - running
         return LoadReport(
             worker_id=self.me.worker_id,
             epoch=self.me.epoch,
-            running=attached,
+            running=running,
             waiting=max(0, waiting),
             queued_tokens=0,
             free_blocks=self._blocks.num_free,
@@ -141,9 +140,12 @@ class DecodeWorker:
             steps=self._engine.steps,
             busy_s=self._engine.busy_s,
             step_age_s=self._engine.step_age_s,
-            tokens=self._tokens,
+            tokens=self._loop.tokens,
             prefix_cache_queries=0,
             prefix_cache_hits=0,
+            reservable_blocks=self.ledger.reservable_blocks,
+            num_preemptions=self._scheduler.preemptions,
+            recomputed_tokens=self._scheduler.recomputed_tokens,
         )
 
     # -- tickets -----------------------------------------------------------------------------------------------------
@@ -168,15 +170,15 @@ class DecodeWorker:
     def _try_reserve(self, router: bytes, message: Reserve) -> TicketEntry:
         if not message.prompt_token_ids or message.max_tokens < 1:
             raise InvalidRequestError("a reservation needs at least one prompt token and one token of answer")
-        needed = self.ledger.blocks_needed(len(message.prompt_token_ids), message.max_tokens)
-        if needed > self._blocks.num_blocks:
+        if not self.ledger.fits(len(message.prompt_token_ids), message.max_tokens):
             raise InvalidRequestError(
-                f"prompt and max_tokens take {needed} KV blocks, this worker has {self._blocks.num_blocks} in all",
+                f"prompt ({len(message.prompt_token_ids)}) and max_tokens ({message.max_tokens}) take more than the "
+                f"{self._blocks.num_blocks} KV blocks that this worker has in all",
                 param="max_tokens",
             )
         entry = None if self._draining else self.ledger.reserve(router, message.prompt_token_ids, message.max_tokens)
         if entry is None:
-            raise OverloadedError(f"full: {needed} KV blocks needed, {self._blocks.num_free} free", retry_after_s=1.0)
+            raise OverloadedError(f"full: {self.ledger.reservable_blocks} KV blocks may be reserved", retry_after_s=1.0)
         return entry
 
     def _attach(self, router: bytes, message: Attach) -> None:
@@ -198,13 +200,9 @@ class DecodeWorker:
             raise InvalidRequestError("the ticket is attached already")
         if not 0 <= message.first_token < self._vocab_size:
             raise InvalidRequestError(f"token id {message.first_token} is outside the vocabulary")
-        if self._overruns(entry, message):
-            raise InvalidRequestError("the answer is longer than the reservation")
+        if message.sampling.max_tokens - message.num_generated + 1 > entry.max_tokens:
+            raise InvalidRequestError("the answer is longer than the reservation", param="max_tokens")
         return entry
-
-    def _overruns(self, entry: TicketEntry, message: Attach) -> bool:
-        left = message.sampling.max_tokens - message.num_generated
-        return self.ledger.blocks_needed(len(entry.token_ids) + 1, left) > len(entry.block_table)
 
     def _committed(self, entry: TicketEntry) -> None:
         """The KV is here and checked; if the router has attached already, the stream starts."""
@@ -219,9 +217,9 @@ class DecodeWorker:
                 owner=entry.owner,
                 block_table=entry.block_table,
                 sampling=message.sampling,
-                num_tokens=len(entry.token_ids) + 1,
+                token_ids=[*entry.token_ids, message.first_token],
                 num_generated=message.num_generated,
-                newest_token=message.first_token,
+                computed=len(entry.token_ids),
             )
         )
         self._changed()
@@ -292,36 +290,7 @@ class DecodeWorker:
         self._close_pair(peer)
         self.ledger.peer_lost(peer)
 
-    # -- steps -------------------------------------------------------------------------------------------------------
-
-    async def _steps(self) -> None:
-        while True:
-            batch = self._scheduler.plan()
-            if not batch:
-                self._outbox.flush()
-                self._wake.clear()
-                await self._wake.wait()
-                continue
-            ticket_ids = [stream.ticket_id for stream in batch]
-            self.ledger.begin_step(ticket_ids)
-            step = self._engine.start([stream.chunk() for stream in batch])
-            self._outbox.flush()  # the last step's tokens leave while this one is computed
-            outputs = await step
-            for stream, output in zip(batch, outputs, strict=True):
-                if stream.ticket_id in self._scheduler:
-                    assert output is not None, "every decode chunk samples"
-                    self._emit(stream, output)
-            self.ledger.end_step(ticket_ids)
-
-    def _emit(self, stream: Stream, output: SampledToken) -> None:
-        stream.append(output.token_id)
-        self._tokens += 1
-        finish = finish_reason(stream.sampling, output.token_id, stream.num_generated)
-        logprobs = () if output.logprobs is None else (output.logprobs,)
-        self._outbox.put(stream.owner, StreamOutput(stream.ticket_id, (output.token_id,), logprobs, finish, None))
-        if finish is not None:
-            self._scheduler.remove(stream.ticket_id)
-            self.ledger.release(stream.ticket_id)
+    # -- time and change -----------------------------------------------------------------------------------------------
 
     async def _expire_leases(self) -> None:
         while True:
@@ -331,7 +300,7 @@ class DecodeWorker:
     def _changed(self) -> None:
         """Something about the load changed: routers hear of it, an idle loop looks again, a drain may be over."""
         self._endpoint.load_changed()
-        self._wake.set()
+        self._loop.wake()
         if len(self.ledger) == 0:
             self._idle.set()
         else:

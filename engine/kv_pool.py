@@ -50,6 +50,7 @@ class KVPool:
             weakref.finalize(self, os.close, self.memory_fd)
             self.data = torch.frombuffer(mmap.mmap(self.memory_fd, 0), dtype=dtype).view(shape)
         self._gathered = torch.empty(0, dtype=dtype)
+        self._layer_slots = [self.data[layer].flatten(1, 2) for layer in range(num_layers)]
 
     @classmethod
     def for_model(
@@ -78,7 +79,7 @@ class KVPool:
 
     def layer_slots(self, layer: int) -> Tensor:
         """A view of one layer, [2, slots, KV heads, head size]; slot = block * block size + offset."""
-        return self.data[layer].flatten(1, 2)
+        return self._layer_slots[layer]
 
     def layers(self) -> list[Tensor]:
         """`layer_slots` of every layer."""

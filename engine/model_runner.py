@@ -15,7 +15,9 @@ from configs.facts import ModelFacts
 from engine.batch import Chunk, ForwardBatch, SampledToken
 from engine.kv_pool import LAYOUT_VERSION, KVPool
 from engine.models.decoder import Decoder
-from engine.models.weights import load_weights
+from engine.models.weights import Quantization, WeightFormat, load_weights
+from engine.native.library import NativeLibrary
+from engine.operators import step_factory
 from engine.sampler import SampleRequest, sample
 from protocol.errors import ConfigError
 from protocol.messages import KvLayout
@@ -38,17 +40,29 @@ class ModelRunner:
 
     @classmethod
     def load(
-        cls, facts: ModelFacts, *, dtype: DtypeName, block_size: int, num_kv_tokens: int, shared_kv: bool = False
+        cls,
+        facts: ModelFacts,
+        *,
+        dtype: DtypeName,
+        block_size: int,
+        num_kv_tokens: int,
+        shared_kv: bool = False,
+        quantization: Quantization = "auto",
+        deterministic: bool = False,
     ) -> ModelRunner:
-        """Read the weights and set aside the pool, in memory that other processes can read if `shared_kv`.
+        """Read the weights and set aside the pool, for as many threads as torch has. Raises ConfigError for what can't work.
 
-        Raises ConfigError for what can't work.
+        A pool of `shared_kv` lies in memory that other processes can read. `quantization` and `deterministic` as in
+        `engine.models.weights.WeightFormat`.
         """
         _check_sizes(facts)
         dtype_name = resolve_dtype(dtype)
-        pool = KVPool.for_model(facts, num_kv_tokens, block_size, _DTYPES[dtype_name], shared=shared_kv)
+        torch_dtype = _DTYPES[dtype_name]
+        pool = KVPool.for_model(facts, num_kv_tokens, block_size, torch_dtype, shared=shared_kv)
+        library = NativeLibrary.load(torch.get_num_threads()) if torch_dtype == torch.bfloat16 else None
         with torch.inference_mode():
-            decoder = Decoder(facts, load_weights(facts, _DTYPES[dtype_name]))
+            weights = load_weights(facts, WeightFormat(torch_dtype, quantization, deterministic, library))
+            decoder = Decoder(facts, weights, step_factory(facts, torch_dtype, library))
         return cls(facts, decoder, pool, dtype_name)
 
     def layout(self) -> KvLayout:
@@ -70,7 +84,7 @@ class ModelRunner:
         thread right after layer i's KV of all chunks is in the pool, before the layer's attention.
         """
         with torch.inference_mode():
-            batch = ForwardBatch.build(chunks, self.pool.block_size, self.pool.dtype)
+            batch = ForwardBatch.build(chunks, self.pool.block_size)
             logits_SV = self._decoder.forward(batch, self.pool, on_layer)
             results: list[SampledToken | None] = [None] * len(chunks)
             if logits_SV is not None:

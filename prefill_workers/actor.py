@@ -43,6 +43,8 @@ class PrefillActor(WorkerActor):
         return ModelRunner.load(
             resolve_for(config).facts,
             dtype=config.dtype,
+            quantization=config.quantization,
+            deterministic=config.deterministic,
             block_size=config.block_size,
             num_kv_tokens=config.prefill.kv_cache_tokens,
             shared_kv=config.transport != "gloo",

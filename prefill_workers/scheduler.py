@@ -62,10 +62,11 @@ class PlannedChunk:
 
 
 class PrefillScheduler:
-    def __init__(self, cache: PrefixCache, block_size: int, max_batch_tokens: int) -> None:
+    def __init__(self, cache: PrefixCache, block_size: int, max_batch_tokens: int, *, shares_prefixes: bool) -> None:
         self._cache = cache
         self._block_size = block_size
         self._max_batch_tokens = max_batch_tokens
+        self._shares_prefixes = shares_prefixes
         self._prompts: list[Prompt] = []
         """Queued and computing, oldest first."""
         self._held = 0
@@ -95,7 +96,7 @@ class PrefillScheduler:
     def new_prompt(self, token_ids: Sequence[int], cache_salt: str) -> Prompt:
         """A prompt to `add`. It shares KV only with prompts of the same salt."""
         assert self.fits(len(token_ids)), "too long for this pool: refuse it on arrival"
-        return Prompt(token_ids, block_keys(token_ids, self._block_size, cache_salt))
+        return Prompt(token_ids, block_keys(token_ids, self._block_size, cache_salt) if self._shares_prefixes else ())
 
     def add(self, prompt: Prompt) -> None:
         self._prompts.append(prompt)

@@ -79,7 +79,12 @@ class PrefillWorker:
         self._facts = runner.facts
         self._engine = EngineThread(runner)
         self._cache = PrefixCache(runner.pool.num_blocks)
-        self._scheduler = PrefillScheduler(self._cache, runner.pool.block_size, config.prefill.max_batch_tokens)
+        self._scheduler = PrefillScheduler(
+            self._cache,
+            runner.pool.block_size,
+            config.prefill.max_batch_tokens,
+            shares_prefixes=not config.deterministic,
+        )
         self._peers = DecodePeers(me, secret, runner.layout(), PoolView(runner.pool.layers()), transports, config.limits)
         self._jobs: dict[Prompt, _Job] = {}
         self._tokens = 0
@@ -133,6 +138,9 @@ class PrefillWorker:
             tokens=self._tokens,
             prefix_cache_queries=self._scheduler.cache_queries,
             prefix_cache_hits=self._scheduler.cache_hits,
+            reservable_blocks=0,
+            num_preemptions=0,
+            recomputed_tokens=0,
         )
 
     # -- arrival and departure ---------------------------------------------------------------------------------------

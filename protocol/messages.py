@@ -173,7 +173,7 @@ class LoadReport:
     running: int
     """Sequences in the current batch."""
     waiting: int
-    """Requests that are queued (prefill) or hold a ticket without being attached (decode)."""
+    """Requests that are queued (prefill), or hold a ticket and are not attached, or were preempted (decode)."""
     queued_tokens: int
     """Prompt tokens not yet computed."""
     free_blocks: int
@@ -193,6 +193,12 @@ class LoadReport:
     """Tokens of the prompts that were looked up in the prefix cache since start; 0 where there is none (decode)."""
     prefix_cache_hits: int
     """Those of them whose KV was taken from it."""
+    reservable_blocks: int
+    """Free blocks that a new ticket may take (decode); 0 at a prefill worker, which gives no tickets."""
+    num_preemptions: int
+    """Running sequences that had to give their blocks back, since start."""
+    recomputed_tokens: int
+    """Tokens that were computed again after a preemption, since start."""
 
 
 # -- router and decode -----------------------------------------------------------------------------------------------
@@ -206,6 +212,7 @@ class Reserve:
     prompt_token_ids: tuple[int, ...]
     """Prompt and, on a resumed stream, the tokens that were already emitted."""
     max_tokens: int
+    """Of the answer. Blocks are taken for its beginning, but a whole that can never fit is refused."""
 
 
 @message(11)

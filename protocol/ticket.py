@@ -4,10 +4,10 @@
         │            │             │            │
         └────────────┴─────────────┴────────────┴──► ABORTED | EXPIRED
 
-RESERVED    decode holds blocks for the prompt and the answer; no KV has been sent        (router: Reserve)
+RESERVED    decode holds blocks for the prompt and some of the answer; no KV was sent     (router: Reserve)
 RECEIVING   a prefill worker announced a push; its transfer writes into the blocks        (prefill: PushAnnounce)
 COMMITTED   every token of every layer has arrived and the commit record was checked      (prefill: PushCommit)
-ATTACHED    the sequence is in the decode batch                                           (router: Attach)
+ATTACHED    the sequence is in the decode batch, or preempted and waiting to go on        (router: Attach)
 RELEASED    the router gave it back, or the sequence finished: blocks free
 ABORTED     cancelled, or its peer died: blocks free once no transfer writes into them
 EXPIRED     its lease ran out; otherwise like ABORTED
@@ -51,3 +51,11 @@ _NEXT: dict[TicketState, frozenset[TicketState]] = {
 def check_transition(old: TicketState, new: TicketState) -> None:
     """Raise AssertionError if a ticket may not go from `old` to `new`: such a move is a bug of ours, not bad input."""
     assert new in _NEXT[old], f"a ticket can't go from {old.name} to {new.name}"
+
+
+def reserved_tokens(num_prompt_tokens: int, max_tokens: int, answer_room: int) -> int:
+    """How many tokens a fresh ticket has slots for: the prompt and the beginning of the answer, `answer_room` tokens (a
+    block's worth, so that no stream wants a further block right when it starts). The last token of an answer is never fed
+    back, so needs no slot.
+    """
+    return num_prompt_tokens + min(max_tokens, answer_room) - 1

@@ -18,6 +18,7 @@ from types import TracebackType
 from configs.schema import ClusterConfig
 from protocol.errors import InvalidRequestError, OverloadedError, TandemError, UnavailableError
 from protocol.messages import FirstToken, Role, SamplingParams, Ticket
+from protocol.ticket import reserved_tokens
 from router.journal import Journal, Tokens
 from router.line import WaitingLine
 from router.links import WorkerLink
@@ -172,8 +173,8 @@ class Admission:
     async def _try(self, attempt_id: str, journal: Journal, avoid: Collection[str]) -> Claim | None:
         """A claim if some pair has room now. Decode workers are asked in turn, the one with the most room first."""
         num_tokens = len(journal.token_ids)
-        # The last token of an answer is never fed back, so it needs no slot.
-        need_blocks = blocks_for(num_tokens + journal.remaining_tokens - 1, self._config.block_size)
+        block_size = self._config.block_size
+        need_blocks = blocks_for(reserved_tokens(num_tokens, journal.remaining_tokens, self._config.answer_room), block_size)
         decodes = {link.ref.worker_id: link for link in self._roster.ready(Role.DECODE)}
         order = decode_order((link.load() for link in decodes.values()), need_blocks, avoid)
         for worker_id in order:

@@ -77,9 +77,9 @@ class WorkerLoad:
         return max(reported + self.book.unreported_size, self.book.in_flight_size)
 
     @property
-    def free_blocks(self) -> int | None:
-        """KV blocks that are likely free now; None if nothing is known."""
-        free = None if self.report is None else self.report.free_blocks - self.book.unreported_size
+    def reservable_blocks(self) -> int | None:
+        """KV blocks that a new ticket may likely take now; None if nothing is known."""
+        free = None if self.report is None else self.report.reservable_blocks - self.book.unreported_size
         if self.book.refused_size is None:
             return free
         return self.book.refused_size - 1 if free is None else min(free, self.book.refused_size - 1)
@@ -96,13 +96,13 @@ def prefill_order(loads: Iterable[WorkerLoad], avoid: Collection[str] = ()) -> l
 
 
 def decode_order(loads: Iterable[WorkerLoad], need_blocks: int, avoid: Collection[str] = ()) -> list[str]:
-    """Ids of the workers that may have `need_blocks` free, the one with the most room first; those in `avoid` come last.
+    """Ids of the workers that may have `need_blocks` to give, the one with the most room first; those in `avoid` come last.
 
     A worker of which nothing is known yet may have room, but goes after those that are known to.
     """
     found = []
     for load in loads:
-        free = load.free_blocks
+        free = load.reservable_blocks
         if free is None:
             found.append(((load.worker_id in avoid, 1, 0, load._turn), load.worker_id))
         elif free >= need_blocks:

@@ -25,6 +25,8 @@ _REPORTED = (
     "tokens",
     "prefix_cache_queries",
     "prefix_cache_hits",
+    "num_preemptions",
+    "recomputed_tokens",
 )
 
 

@@ -141,4 +141,6 @@ _WORKER_GAUGES: tuple[tuple[str, str, Callable[[LoadReport], float]], ...] = (
 _WORKER_COUNTERS: tuple[tuple[str, str, Callable[[LoadReport], int]], ...] = (
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda report: report.prefix_cache_queries),
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda report: report.prefix_cache_hits),
+    ("num_preemptions", "Sequences that gave up their KV blocks to others.", lambda report: report.num_preemptions),
+    ("recomputed_tokens", "Tokens computed again after a preemption.", lambda report: report.recomputed_tokens),
 )

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.int4 import Int4Matrix, Int4Weight
-
 _PACK_FOR_ROWS = 8
 """The row count that oneDNN is asked to pack for. On AVX-512 one layout serves 1 to 512 rows equally well."""
-_MAX_INT4_ROWS = 8
-"""Up to here four-bit weights, where there are any, take less time than bfloat16 ones: docs/engine.md."""
+
+
+class FewRowsMatrix(Protocol):
+    """The same weight in a format that takes less time for few rows."""
+
+    max_rows: int
+
+    def __call__(self, x_TI: Tensor) -> Tensor: ...
 
 
 class Linear:
@@ -20,25 +26,26 @@ class Linear:
     Where oneDNN is at hand the weight is stored in its blocked layout (the operators that Inductor's freezing uses).
     Measured against `F.linear` on one AVX-512 core with SmolLM2's shapes: 2.0 times as fast at 1 row in bfloat16 and 2.5
     times at 256 rows in float32. Moreover a row's result has the same bits at any number of rows from 2 on. Only a single
-    row is summed in another order; in float32, where answers are to be exact, it is therefore computed twice.
+    row is summed in another order; where answers are to be exact (`same_bits`), it is therefore computed twice.
 
-    `int4`, the same weight as its file stores it, is used beside a bfloat16 weight for few rows.
+    `few_rows` is used beside the weight for as many rows as it says.
     """
 
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None, int4: Int4Weight | None = None) -> None:
-        assert int4 is None or weight_OI.dtype == torch.bfloat16, "only bfloat16 is mixed with other formats"
+    def __init__(
+        self, weight_OI: Tensor, bias_O: Tensor | None = None, few_rows: FewRowsMatrix | None = None, *, same_bits: bool
+    ) -> None:
         self._bias_O = bias_O
-        self._int4 = Int4Matrix(int4) if int4 is not None and int4.can_pack else None
+        self._few_rows = few_rows
         self._packed = _can_pack(weight_OI)
-        self._doubles_single_rows = self._packed and weight_OI.dtype == torch.float32
+        self._doubles_single_rows = self._packed and same_bits
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _PACK_FOR_ROWS) if self._packed else weight_OI
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """[T, I] to [T, O], in the weight's dtype."""
-        if self._int4 is not None and len(x_TI) <= _MAX_INT4_ROWS:
-            product_TO = self._int4(x_TI)
+        if self._few_rows is not None and x_TI.shape[0] <= self._few_rows.max_rows:
+            product_TO = self._few_rows(x_TI)
             return product_TO if self._bias_O is None else product_TO.add_(self._bias_O)
-        if self._doubles_single_rows and len(x_TI) == 1:
+        if self._doubles_single_rows and x_TI.shape[0] == 1:
             return self(x_TI.repeat(2, 1))[:1]
         if self._packed:
             y_TO: Tensor = torch.ops.mkldnn._linear_pointwise(x_TI, self._weight, self._bias_O, "none", [], "")

@@ -37,10 +37,15 @@ def stretch_llama3(
     return torch.where(wavelength < original_max_position / high_freq_factor, inv_freq, stretched)
 
 
+def angles(inv_freq: Tensor, positions_T: Tensor) -> Tensor:
+    """What each pair of dimensions is turned by: float32 [T, H/2]."""
+    return positions_T.to(torch.float32)[:, None] * inv_freq
+
+
 def rotation(inv_freq: Tensor, positions_T: Tensor, dtype: torch.dtype) -> Rotation:
-    """Angles are computed in float32, then rounded to `dtype`."""
-    angles = positions_T.to(torch.float32)[:, None] * inv_freq
-    cos, sin = angles.cos(), angles.sin()
+    """Cosines and sines of the angles, rounded to `dtype`."""
+    angles_TF = angles(inv_freq, positions_T)
+    cos, sin = angles_TF.cos(), angles_TF.sin()
     return Rotation(
         cos=torch.stack((cos, cos), dim=1)[:, None].to(dtype),
         sin=torch.stack((-sin, sin), dim=1)[:, None].to(dtype),

@@ -17,13 +17,10 @@ from torch import Tensor
 
 from configs.facts import ModelFacts
 from engine.batch import ForwardBatch
-from engine.kernels.activation import swiglu
-from engine.kernels.attention import decode_attention, prefill_attention
-from engine.kernels.kv_cache import store_kv
 from engine.kernels.linear import Linear
 from engine.kernels.norm import rms_norm
-from engine.kernels.rope import Rotation, rotate, rotation
 from engine.kv_pool import KVPool
+from engine.operators import StepFactory
 
 
 @dataclass(frozen=True)
@@ -51,54 +48,43 @@ class DecoderWeights:
 class Decoder:
     """The model on one rank. Holds weights, no state."""
 
-    def __init__(self, facts: ModelFacts, weights: DecoderWeights) -> None:
+    def __init__(self, facts: ModelFacts, weights: DecoderWeights, begin_step: StepFactory) -> None:
         self._facts = facts
         self._weights = weights
+        self._begin_step = begin_step
 
     def forward(self, batch: ForwardBatch, pool: KVPool, on_layer: Callable[[int], None] | None) -> Tensor | None:
         """Compute the batch, write its KV to the pool; float32 logits [S, V], None if no row is sampled from.
 
-        `on_layer(i)` is called as soon as layer i's KV of the whole batch is in the pool.
+        `on_layer(i)` is called as soon as layer i's KV of the whole batch is in the pool. After the last layer's KV only the
+        rows that are sampled from are computed any further.
         """
-        weights, eps = self._weights, self._facts.rms_norm_eps
-        x_TD = F.embedding(batch.token_ids_T, weights.embedding_VD)
-        turn = rotation(weights.rope_frequencies, batch.positions_T, x_TD.dtype)
-        for index, layer in enumerate(weights.layers):
-            q_TNH, k_TKH, v_TKH = self._project(layer, rms_norm(x_TD, layer.attention_norm, eps), turn)
-            slots_2SKH = pool.layer_slots(index)
-            store_kv(slots_2SKH, batch.slots_T, k_TKH, v_TKH)
+        layers, eps = self._weights.layers, self._facts.rms_norm_eps
+        norms = [*(layer.attention_norm for layer in layers[1:]), self._weights.final_norm]
+        step = self._begin_step(batch, pool, self._weights.rope_frequencies)
+        x_TD = F.embedding(torch.from_numpy(batch.token_ids_T), self._weights.embedding_VD)
+        normed_TD = step.add_norm(x_TD, None, layers[0].attention_norm, eps)
+        for index, (layer, next_norm) in enumerate(zip(layers, norms, strict=True)):
+            qkv_TA = layer.qkv(normed_TD)
+            self._norm_heads(layer, qkv_TA)
+            step.store(index, qkv_TA)
             if on_layer is not None:
                 on_layer(index)
-            x_TD += layer.output(_attend(batch, q_TNH, k_TKH, v_TKH, pool, index).flatten(1))
-            x_TD += layer.down(swiglu(layer.gate_up(rms_norm(x_TD, layer.ffn_norm, eps))))
-        if not batch.sampled_chunks:
-            return None
-        last_SD = rms_norm(x_TD.index_select(0, batch.sample_rows_S), weights.final_norm, eps)
-        return weights.head(last_SD).float()
+            if index == len(layers) - 1:
+                if not batch.sampled_chunks:
+                    return None
+                if batch.num_longer or len(batch.sampled_chunks) < x_TD.shape[0]:
+                    x_TD, qkv_TA = x_TD[batch.sample_rows_S], qkv_TA[batch.sample_rows_S]
+                    step = self._begin_step(batch.sampled_rows(), pool, self._weights.rope_frequencies)
+            normed_TD = step.add_norm(x_TD, layer.output(step.attend(index, qkv_TA)), layer.ffn_norm, eps)
+            normed_TD = step.add_norm(x_TD, layer.down(step.swiglu(layer.gate_up(normed_TD))), next_norm, eps)
+        return self._weights.head(normed_TD).float()
 
-    def _project(self, layer: Layer, x_TD: Tensor, turn: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k (both rotated) and v."""
-        heads, kv_heads = self._facts.num_heads, self._facts.num_kv_heads
-        qkv_TNH = layer.qkv(x_TD).view(len(x_TD), heads + 2 * kv_heads, self._facts.head_dim)
-        qk_TNH, v_TKH = qkv_TNH[:, : heads + kv_heads], qkv_TNH[:, heads + kv_heads :]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q_TNH = rms_norm(qk_TNH[:, :heads], layer.q_norm, self._facts.rms_norm_eps)
-            k_TKH = rms_norm(qk_TNH[:, heads:], layer.k_norm, self._facts.rms_norm_eps)
-            qk_TNH = torch.cat((q_TNH, k_TKH), dim=1)
-        rotated_TNH = rotate(qk_TNH, turn)
-        return rotated_TNH[:, :heads], rotated_TNH[:, heads:], v_TKH
-
-
-def _attend(batch: ForwardBatch, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, pool: KVPool, layer: int) -> Tensor:
-    """Attention of every row, by the batch's parts, which cover its rows in order: [T, N, H]."""
-    slots_2SKH = pool.layer_slots(layer)
-    outs = [
-        prefill_attention(q_TNH[span.rows], k_TKH[span.rows], v_TKH[span.rows], slots_2SKH, span.context_slots_L)
-        for span in batch.prefills
-    ]
-    for group in batch.decodes:
-        kv_2CKH = pool.gather(layer, group.blocks)
-        # A weight of zero does not cancel a NaN that a former owner may have left.
-        kv_2CKH.index_fill_(1, group.padding, 0.0)
-        outs.append(decode_attention(q_TNH[group.rows], kv_2CKH, group.bias_B1L))
-    return outs[0] if len(outs) == 1 else torch.cat(outs)
+    def _norm_heads(self, layer: Layer, qkv_TA: Tensor) -> None:
+        """Qwen3's norms on each head of q and k, in place."""
+        if layer.q_norm is None or layer.k_norm is None:
+            return
+        heads, kv_heads, eps = self._facts.num_heads, self._facts.num_kv_heads, self._facts.rms_norm_eps
+        qkv_TNH = qkv_TA.view(qkv_TA.shape[0], heads + 2 * kv_heads, -1)
+        qkv_TNH[:, :heads] = rms_norm(qkv_TNH[:, :heads], layer.q_norm, eps)
+        qkv_TNH[:, heads : heads + kv_heads] = rms_norm(qkv_TNH[:, heads : heads + kv_heads], layer.k_norm, eps)

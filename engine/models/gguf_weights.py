@@ -18,7 +18,7 @@ from torch import Tensor
 
 from configs.facts import Architecture
 from configs.gguf_file import GgufTensor, read_gguf_index
-from engine.kernels.int4 import Int4Weight
+from engine.kernels.quantized import QuantizedWeight
 from engine.models.parameters import Part
 from protocol.errors import ConfigError
 
@@ -73,16 +73,16 @@ class GgufWeights:
             values = unpack(raw).view(target.shape)
             target.copy_(_in_order(values, unit) if permuted_heads else values)
 
-    def read_int4(self, part: Part) -> Int4Weight | None:
-        if self._tensors[part.name].type_name != "Q4_1":
+    def read_quantized(self, part: Part) -> QuantizedWeight | None:
+        read_blocks = _QUANTIZED.get(self._tensors[part.name].type_name)
+        if read_blocks is None:
             return None
         outputs, inputs = part.shape
-        blocks = self._bytes[part.name].view(outputs, inputs // _BLOCK, -1)
-        scales, minimums = blocks[..., :4].contiguous().view(torch.float16).float().unbind(-1)
-        values = _q4_values(blocks[..., 4:]).view(outputs, inputs)
+        values, scales, minimums = read_blocks(self._bytes[part.name].view(outputs, inputs // _BLOCK, -1))
+        values = values.reshape(outputs, inputs)
         if heads := self._permuted_heads(part):
             values, scales, minimums = (_in_order(rows, outputs // heads) for rows in (values, scales, minimums))
-        return Int4Weight(values, scales, minimums)
+        return QuantizedWeight(values, scales, minimums)
 
     def _permuted_heads(self, part: Part) -> int | None:
         return part.rope_heads if self._interleaved else None
@@ -126,6 +126,32 @@ def _q4_values(packed: Tensor) -> Tensor:
     return torch.stack((packed & 15, packed >> 4), dim=-2)
 
 
+def _float16(raw: Tensor) -> Tensor:
+    """Two bytes in the last dimension to one number: [..., 2] to [...]."""
+    return raw.contiguous().view(torch.float16).squeeze(-1)
+
+
+def _blocks_q4_0(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A float16 scale and 16 bytes: scale * (value - 8)."""
+    scales = _float16(blocks[..., :2])
+    return _q4_values(blocks[..., 2:]), scales, -8 * scales
+
+
+def _blocks_q4_1(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return _q4_values(blocks[..., 4:]), _float16(blocks[..., :2]), _float16(blocks[..., 2:4])
+
+
+def _blocks_q8_0(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    scales = _float16(blocks[..., :2])
+    return blocks[..., 2:].view(torch.int8), scales, torch.zeros_like(scales)
+
+
+_QUANTIZED: dict[str, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]] = {
+    "Q4_0": _blocks_q4_0,
+    "Q4_1": _blocks_q4_1,
+    "Q8_0": _blocks_q8_0,
+}
+"""Values [..., 32], scales and minimums of blocks [..., bytes]."""
 _UNPACK: dict[str, Callable[[Tensor], Tensor]] = {
     "F32": _unpack_float32,
     "F16": _unpack_float16,

@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.kernels.int4 import Int4Weight
+from engine.kernels.quantized import QuantizedWeight
 from engine.models.parameters import OUTPUT_HEAD, TOKEN_EMBEDDING, Part
 from protocol.errors import ConfigError
 
@@ -77,7 +77,7 @@ class SafetensorsWeights:
             )
         out.copy_(tensor)
 
-    def read_int4(self, part: Part) -> Int4Weight | None:
+    def read_quantized(self, part: Part) -> QuantizedWeight | None:
         return None
 
 

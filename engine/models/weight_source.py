@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.kernels.int4 import Int4Weight
+from engine.kernels.quantized import QuantizedWeight
 from engine.models.parameters import Part
 
 
@@ -25,6 +25,6 @@ class WeightSource(Protocol):
         """Copy one tensor into `out` (of `part.shape`, any float type), rotary rows in the Hugging Face order."""
         ...
 
-    def read_int4(self, part: Part) -> Int4Weight | None:
-        """A matrix as it is stored, rows ordered as `read` does; None if that is not four bits with a scale per 32 inputs."""
+    def read_quantized(self, part: Part) -> QuantizedWeight | None:
+        """A matrix as it is stored, rows ordered as `read` does; None if it is not of a kind that can be used so."""
         ...

@@ -2,35 +2,76 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 from torch import Tensor
 
-from configs.facts import ModelFacts, WeightFormat
-from engine.kernels.int4 import Int4Weight
+from configs.facts import ModelFacts
+from configs.facts import WeightFormat as FileFormat
 from engine.kernels.linear import Linear
+from engine.kernels.quantized import GROUP, QuantizedWeight, quantize
 from engine.kernels.rope import inverse_frequencies, stretch_llama3
 from engine.models.decoder import DecoderWeights, Layer
 from engine.models.gguf_weights import GgufWeights
 from engine.models.parameters import Parameter, layer_parameters, model_parameters
 from engine.models.safetensors_weights import SafetensorsWeights
 from engine.models.weight_source import WeightSource
+from engine.native.library import NativeLibrary, can_pack
+from engine.native.matrix import QuantizedMatrix
 from protocol.errors import ConfigError
 
+Quantization = Literal["auto", "none", "int8", "int4"]
 
-def load_weights(facts: ModelFacts, dtype: torch.dtype) -> DecoderWeights:
-    """Read, convert to `dtype`, fuse and pack. Raises ConfigError naming a tensor that is missing, misshaped or unknown."""
+_HEAD_BITS = 8
+"""The output head keeps eight bits where the layers have four, as in ggml's files."""
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """What the matrices are turned into."""
+
+    dtype: torch.dtype
+    quantization: Quantization
+    """auto: as the file stores them. int8, int4: rounded to so many bits when they are loaded. none: no quantized copy."""
+    deterministic: bool
+    """A row's result may not depend on the number of rows."""
+    library: NativeLibrary | None
+
+    def quantized(self, weights: list[QuantizedWeight | None], dense_OI: Tensor, bits: int) -> QuantizedWeight | None:
+        """The matrix in few bits, if it is to be used so. `weights`: its parts as they are stored."""
+        if self.quantization == "none":
+            return None
+        if self.quantization != "auto":
+            return quantize(dense_OI, bits) if dense_OI.shape[1] % GROUP == 0 else None
+        stored = [weight for weight in weights if weight is not None]
+        same_bits = len({weight.bits for weight in stored}) == 1
+        return QuantizedWeight.stack(stored) if same_bits and len(stored) == len(weights) else None
+
+    def linear(self, dense_OI: Tensor, bias_O: Tensor | None, quantized: QuantizedWeight | None) -> Linear:
+        few_rows = None
+        if quantized is not None and self.dtype == torch.bfloat16 and self.library is not None and not self.deterministic:
+            few_rows = QuantizedMatrix(quantized, self.library) if can_pack(quantized.values_OI) else None
+        same_bits = self.deterministic or self.dtype == torch.float32
+        return Linear(dense_OI.to(self.dtype), bias_O, few_rows, same_bits=same_bits)
+
+
+def load_weights(facts: ModelFacts, format_: WeightFormat) -> DecoderWeights:
+    """Read, convert, fuse and pack. Raises ConfigError naming a tensor that is missing, misshaped or unknown."""
     source = _open(facts)
     _check(facts, source)
-    model = {p.name: _build(p, source, dtype) for p in model_parameters(facts)}
-    layers = tuple(_layer(facts, layer, source, dtype) for layer in range(facts.num_layers))
-    embedding_VD = model["embedding"]
+    model = {p.name: p for p in model_parameters(facts)}
+    layers = tuple(_layer(facts, layer, source, format_) for layer in range(facts.num_layers))
     # Packing copies: the tied embedding is kept beside the head, because rows can't be looked up in a packed matrix.
-    head = Linear(model["head"] if not facts.tie_word_embeddings else embedding_VD)
-    return DecoderWeights(embedding_VD, layers, model["final_norm"], head, _rope_frequencies(facts))
+    embedding_VD = _read(model["embedding"], source, format_.dtype)
+    head = _linear(model["embedding" if facts.tie_word_embeddings else "head"], None, source, format_, _HEAD_BITS)
+    final_norm = _read(model["final_norm"], source, format_.dtype)
+    return DecoderWeights(embedding_VD, layers, final_norm, head, _rope_frequencies(facts))
 
 
 def _open(facts: ModelFacts) -> WeightSource:
-    if facts.weight_format is WeightFormat.GGUF:
+    if facts.weight_format is FileFormat.GGUF:
         return GgufWeights(facts.weight_files, facts.architecture)
     return SafetensorsWeights(facts.weight_files, tied_head=facts.tie_word_embeddings)
 
@@ -58,7 +99,7 @@ def _check(facts: ModelFacts, source: WeightSource) -> None:
             )
 
 
-def _build(parameter: Parameter, source: WeightSource, dtype: torch.dtype) -> Tensor:
+def _read(parameter: Parameter, source: WeightSource, dtype: torch.dtype) -> Tensor:
     fused = torch.empty(parameter.shape, dtype=dtype)
     row = 0
     for part in parameter.parts:
@@ -67,29 +108,38 @@ def _build(parameter: Parameter, source: WeightSource, dtype: torch.dtype) -> Te
     return fused
 
 
-def _build_int4(parameter: Parameter, source: WeightSource) -> Int4Weight | None:
-    parts = [source.read_int4(part) for part in parameter.parts]
-    stored = [part for part in parts if part is not None]
-    return Int4Weight.stack(stored) if len(stored) == len(parts) else None
+def _linear(
+    weight: Parameter, bias_O: Tensor | None, source: WeightSource, format_: WeightFormat, bits: int | None = None
+) -> Linear:
+    """A matrix of `bits` where it is quantized by us; None: as many as the layers have."""
+    rounds = format_.quantization in ("int8", "int4")
+    dense_OI = _read(weight, source, torch.float32 if rounds else format_.dtype)
+    stored = [source.read_quantized(part) for part in weight.parts]
+    quantized = format_.quantized(stored, dense_OI, bits or (4 if format_.quantization == "int4" else 8))
+    if rounds and quantized is not None:
+        # Every number of rows sees the same weights.
+        dense_OI = quantized.dequantize(format_.dtype)
+    return format_.linear(dense_OI, bias_O, quantized)
 
 
-def _layer(facts: ModelFacts, layer: int, source: WeightSource, dtype: torch.dtype) -> Layer:
+def _layer(facts: ModelFacts, layer: int, source: WeightSource, format_: WeightFormat) -> Layer:
     parameters = {p.name: p for p in layer_parameters(facts, layer)}
-    tensors = {name: _build(parameter, source, dtype) for name, parameter in parameters.items()}
 
-    def linear(weight: str, bias: str | None = None) -> Linear:
-        int4 = _build_int4(parameters[weight], source) if dtype == torch.bfloat16 else None
-        return Linear(tensors[weight], tensors.get(bias) if bias else None, int4)
+    def vector(name: str) -> Tensor | None:
+        return _read(parameters[name], source, format_.dtype) if name in parameters else None
+
+    def norm(name: str) -> Tensor:
+        return _read(parameters[name], source, format_.dtype)
 
     return Layer(
-        attention_norm=tensors["attention_norm"],
-        qkv=linear("qkv_weight", "qkv_bias"),
-        q_norm=tensors.get("q_norm"),
-        k_norm=tensors.get("k_norm"),
-        output=linear("output_weight"),
-        ffn_norm=tensors["ffn_norm"],
-        gate_up=linear("gate_up_weight"),
-        down=linear("down_weight"),
+        attention_norm=norm("attention_norm"),
+        qkv=_linear(parameters["qkv_weight"], vector("qkv_bias"), source, format_),
+        q_norm=vector("q_norm"),
+        k_norm=vector("k_norm"),
+        output=_linear(parameters["output_weight"], None, source, format_),
+        ffn_norm=norm("ffn_norm"),
+        gate_up=_linear(parameters["gate_up_weight"], None, source, format_),
+        down=_linear(parameters["down_weight"], None, source, format_),
     )
 
 

@@ -60,8 +60,8 @@ TwoWorkersFactory = Callable[..., AbstractAsyncContextManager[TwoWorkers]]
 
 @pytest.fixture
 def two_workers(small_model: ModelFacts) -> TwoWorkersFactory:
-    def make(config: ClusterConfig = CONFIG) -> AbstractAsyncContextManager[TwoWorkers]:
-        return run_two_workers(small_model, config)
+    def make(config: ClusterConfig = CONFIG, facts: ModelFacts = small_model) -> AbstractAsyncContextManager[TwoWorkers]:
+        return run_two_workers(facts, config)
 
     return make
 

@@ -72,16 +72,16 @@ def test_full_means_full(two_workers: Factory) -> None:
     async def scenario() -> None:
         async with two_workers() as workers:
             router = await workers.router()
-            tickets = [await router.reserve(prompt_of(400), 101) for _ in range(2)]
+            tickets = [await router.reserve(prompt_of(480), 101) for _ in range(2)]
             with pytest.raises(OverloadedError) as refusal:
                 await router.reserve(prompt_of(100), 10)
             assert refusal.value.retry_after_s is not None
-            with pytest.raises(InvalidRequestError, match="128 in all"):
+            with pytest.raises(InvalidRequestError, match="128 KV blocks"):
                 await router.reserve(prompt_of(1000), 100)
             for ticket in tickets:
                 router.decode.send(Release(ticket.ticket_id))
             await workers.until(workers.all_free)
-            assert await router.reserve(prompt_of(100), 10)
+            assert len((await router.reserve(prompt_of(100), 100)).block_table) == 14, "the answer's other blocks come later"
 
     run(scenario())
 

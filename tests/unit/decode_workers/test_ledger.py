@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -34,6 +35,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger = Ledger(
             self.blocks,
             BLOCK_SIZE,
+            BLOCK_SIZE,
             LEASE_S,
             lambda: self.now,
             on_committed=lambda entry: self.committed.append(entry.ticket_id),
@@ -43,7 +45,6 @@ class LedgerMachine(RuleBasedStateMachine):
         self.entries: dict[int, TicketEntry] = {}
         self.pushes: list[tuple[TicketEntry, int]] = []
         self.stepping: list[int] = []
-        self.writable_when_freed = True
 
     def _settled(self) -> None:
         self.settled += 1
@@ -53,10 +54,12 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(owner=st.sampled_from(ROUTERS), prompt=st.integers(1, 20), answer=st.integers(1, 20))
     def reserve(self, owner: bytes, prompt: int, answer: int) -> None:
-        free = self.blocks.num_free
-        needed = -(-(prompt + answer - 1) // BLOCK_SIZE)
+        live = [entry for entry in self.ledger if not entry.state.final]
+        room = self.blocks.num_free - sum(bool(entry.block_table) for entry in live)
+        needed = -(-(prompt + min(answer, BLOCK_SIZE) - 1) // BLOCK_SIZE)
         entry = self.ledger.reserve(owner, tuple(range(prompt)), answer)
-        assert (entry is None) == (needed > free), "full means full, and only then"
+        waiting = any(entry.preempted for entry in live)
+        assert (entry is None) == (needed > room or waiting), "full means full, and only then"
         if entry is not None:
             assert len(entry.block_table) == needed
             assert entry.transfer_id != entry.ticket_id
@@ -103,10 +106,56 @@ class LedgerMachine(RuleBasedStateMachine):
         entry = self.ledger.attach(ticket_id)
         assert (entry is not None) == (before is TicketState.COMMITTED), "only committed KV is attached to"
 
+    @rule(data=st.data())
+    def run_smoothly(self, data: st.DataObject) -> None:
+        """From a reservation to the batch in one go, so that what comes after is reached often."""
+        entry = self.entries.get(self._id(data))
+        if entry is not None and entry.state is TicketState.RESERVED:
+            num_tokens = len(entry.token_ids)
+            assert self.ledger.begin_push(PREFILLS[0], entry.ticket_id, entry.transfer_id, 0, num_tokens) is entry
+            self.ledger.end_push(entry.ticket_id, num_tokens, ok=True)
+            assert self.ledger.commit(entry.ticket_id, entry.transfer_id, num_tokens)
+            assert self.ledger.attach(entry.ticket_id) is entry
+
+    @rule(data=st.data(), more=st.integers(0, 20))
+    def grow(self, data: st.DataObject, more: int) -> None:
+        entry = self._between_steps(data)
+        if entry is not None and entry.block_table:
+            before = len(entry.block_table)
+            num_tokens = len(entry.token_ids) + more
+            missing = max(0, -(-num_tokens // BLOCK_SIZE) - before)
+            fits = missing <= self.blocks.num_free
+            assert self.ledger.grow(entry.ticket_id, num_tokens) == fits
+            assert len(entry.block_table) == before + (missing if fits else 0), "wholly or not at all"
+
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        entry = self._between_steps(data)
+        if entry is not None:
+            free = self.blocks.num_free + len(entry.block_table)
+            self.ledger.preempt(entry.ticket_id)
+            assert self.blocks.num_free == free
+            assert entry.preempted
+            assert self.ledger.reservable_blocks == 0, "nobody overtakes it"
+
+    @rule(data=st.data(), more=st.integers(0, 20))
+    def readmit(self, data: st.DataObject, more: int) -> None:
+        entry = self._between_steps(data)
+        if entry is not None and entry.preempted:
+            others = sum(bool(other.block_table) for other in self.ledger if not other.state.final)
+            needed = -(-(len(entry.token_ids) + more) // BLOCK_SIZE)
+            fits = needed <= self.blocks.num_free - others
+            assert self.ledger.readmit(entry.ticket_id, len(entry.token_ids) + more) == fits
+            assert len(entry.block_table) == (needed if fits else 0)
+
+    def _between_steps(self, data: st.DataObject) -> TicketEntry | None:
+        entry = self.entries.get(self._id(data))
+        return entry if entry and entry.state is TicketState.ATTACHED and not self.stepping else None
+
     @rule()
     def begin_step(self) -> None:
         if not self.stepping:
-            self.stepping = [e.ticket_id for e in self.ledger if e.state is TicketState.ATTACHED]
+            self.stepping = [e.ticket_id for e in self.ledger if e.state is TicketState.ATTACHED and not e.preempted]
             self.ledger.begin_step(self.stepping)
 
     @rule()
@@ -178,23 +227,30 @@ TestLedger = LedgerMachine.TestCase
 def book(lease_s: float = LEASE_S, clock: Callable[[], float] = lambda: 0.0) -> tuple[Ledger, BlockManager]:
     blocks = BlockManager(NUM_BLOCKS)
     quiet: Callable[[TicketEntry], None] = lambda entry: None  # noqa: E731
-    ledger = Ledger(blocks, BLOCK_SIZE, lease_s, clock, on_committed=quiet, on_failed=quiet, on_settled=lambda: None)
+    ledger = Ledger(
+        blocks, BLOCK_SIZE, BLOCK_SIZE, lease_s, clock, on_committed=quiet, on_failed=quiet, on_settled=lambda: None
+    )
     return ledger, blocks
 
 
 def test_a_whole_life() -> None:
     ledger, blocks = book()
-    entry = ledger.reserve(b"r", tuple(range(10)), 6)
+    entry = ledger.reserve(b"r", tuple(range(10)), 38)
     assert entry is not None
-    assert len(entry.block_table) == 4, "10 + 6 - 1 tokens need 15 slots"
+    assert len(entry.block_table) == 4, "10 tokens and a block's worth of the answer, whose last token needs no slot"
     for start, count in ((0, 8), (8, 2)):
         assert ledger.begin_push(b"p", entry.ticket_id, entry.transfer_id, start, count) is entry
         ledger.end_push(entry.ticket_id, count, ok=True)
     assert ledger.commit(entry.ticket_id, entry.transfer_id, 10)
     assert ledger.attach(entry.ticket_id) is entry
+    assert ledger.grow(entry.ticket_id, 17)
+    assert len(entry.block_table) == 5
+    ledger.preempt(entry.ticket_id)
+    assert blocks.num_free == NUM_BLOCKS
+    assert ledger.readmit(entry.ticket_id, 17)
     ledger.begin_step([entry.ticket_id])
     ledger.release(entry.ticket_id)
-    assert blocks.num_free == NUM_BLOCKS - 4, "quarantined while the engine writes"
+    assert blocks.num_free == NUM_BLOCKS - 5, "quarantined while the engine writes"
     ledger.end_step([entry.ticket_id])
     assert blocks.num_free == NUM_BLOCKS
     ledger.release(entry.ticket_id)
@@ -219,8 +275,49 @@ def test_pings_keep_a_waiting_ticket_but_not_a_forgotten_one() -> None:
     assert forgotten.state is TicketState.EXPIRED, "committed KV that nobody attaches to is given up"
 
 
+def test_one_block_for_each_ticket_stays_free_beside_a_new_one() -> None:
+    ledger, blocks = book()
+    prompt = tuple(range(2 * BLOCK_SIZE + 1))
+    assert ledger.fits(len(prompt), 40)
+    assert not ledger.fits(len(prompt), 41)
+    granted = 0
+    while ledger.reserve(b"r", prompt, 40) is not None:
+        granted += 1
+    assert (granted, blocks.num_free, ledger.reservable_blocks) == (3, 3, 0)
+
+
+def test_no_new_ticket_overtakes_a_preempted_one() -> None:
+    ledger, blocks = book()
+    entry = ledger.reserve(b"r", (1,), 40)
+    assert entry is not None
+    ledger.begin_push(b"p", entry.ticket_id, entry.transfer_id, 0, 1)
+    ledger.end_push(entry.ticket_id, 1, ok=True)
+    ledger.commit(entry.ticket_id, entry.transfer_id, 1)
+    ledger.attach(entry.ticket_id)
+    assert ledger.reservable_blocks == NUM_BLOCKS - 2
+    ledger.preempt(entry.ticket_id)
+    assert blocks.num_free == NUM_BLOCKS
+    assert ledger.reserve(b"r", (1,), 1) is None
+    assert ledger.readmit(entry.ticket_id, 9)
+    assert ledger.reserve(b"r", (1,), 1) is not None
+    ledger.preempt(entry.ticket_id)
+    ledger.release(entry.ticket_id)
+    assert ledger.reservable_blocks == NUM_BLOCKS - 2, "it left while it waited, and holds up nobody"
+
+
 @pytest.mark.parametrize("final", [TicketState.RELEASED, TicketState.ABORTED, TicketState.EXPIRED])
 def test_nothing_leads_out_of_a_final_state(final: TicketState) -> None:
     for state in TicketState:
         with pytest.raises(AssertionError, match="can't go"):
             check_transition(final, state)
+
+
+def test_a_ticket_that_reserves_its_whole_answer_never_grows() -> None:
+    blocks = BlockManager(NUM_BLOCKS)
+    quiet: Callable[[TicketEntry], None] = lambda entry: None  # noqa: E731
+    ledger = Ledger(
+        blocks, BLOCK_SIZE, sys.maxsize, LEASE_S, lambda: 0.0, on_committed=quiet, on_failed=quiet, on_settled=lambda: None
+    )
+    entry = ledger.reserve(b"r", (1,), 4 * BLOCK_SIZE)
+    assert entry is not None
+    assert len(entry.block_table) == 4

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.batch import Chunk, ForwardBatch
+from engine.operators.torch_step import decode_groups, prefill_spans
 from protocol.messages import SamplingParams
 
 BLOCK = 4
@@ -36,7 +37,8 @@ def steps(draw: st.DrawFn) -> list[Chunk]:
 
 @given(steps())
 def test_every_row_reads_and_writes_its_own_sequence(chunks: list[Chunk]) -> None:
-    batch = ForwardBatch.build(chunks, BLOCK, torch.float32)
+    batch = ForwardBatch.build(chunks, BLOCK)
+    prefills, decodes = prefill_spans(batch), decode_groups(batch, torch.float32)
     longer = [chunk for chunk in chunks if len(chunk.token_ids) > 1]
     singles = sorted((chunk for chunk in chunks if len(chunk.token_ids) == 1), key=lambda chunk: -chunk.start)
     ordered = longer + singles
@@ -44,12 +46,12 @@ def test_every_row_reads_and_writes_its_own_sequence(chunks: list[Chunk]) -> Non
     assert batch.positions_T.tolist() == [p for chunk in ordered for p in range(chunk.start, chunk.end)]
     assert batch.slots_T.tolist() == [slot(chunk, p) for chunk in ordered for p in range(chunk.start, chunk.end)]
     row = 0
-    for chunk, span in zip(longer, batch.prefills, strict=True):
+    for chunk, span in zip(longer, prefills, strict=True):
         assert (span.rows.start, span.rows.stop) == (row, row + len(chunk.token_ids))
         context = [] if span.context_slots_L is None else span.context_slots_L.tolist()
         assert context == [slot(chunk, p) for p in range(chunk.start)]
         row = span.rows.stop
-    for group in batch.decodes:
+    for group in decodes:
         size, _, padded = group.bias_B1L.shape
         members = ordered[len(longer) + group.rows.start - row :][:size]
         blocks_BN = group.blocks.view(size, -1)
@@ -62,7 +64,7 @@ def test_every_row_reads_and_writes_its_own_sequence(chunks: list[Chunk]) -> Non
             assert padded - chunk.end < max(chunk.end, 64) + 16
             assert is_padding[i].tolist() == [False] * chunk.end + [True] * (padded - chunk.end)
             assert group.bias_B1L[i, 0].tolist() == [0.0] * chunk.end + [-math.inf] * (padded - chunk.end)
-    covered = [r for part in (*batch.prefills, *batch.decodes) for r in range(part.rows.start, part.rows.stop)]
+    covered = [r for part in (*prefills, *decodes) for r in range(part.rows.start, part.rows.stop)]
     assert covered == list(range(len(batch.token_ids_T)))
     for sampled_row, i in zip(batch.sample_rows_S.tolist(), batch.sampled_chunks, strict=True):
         assert batch.slots_T[sampled_row] == slot(chunks[i], chunks[i].end - 1)
@@ -71,7 +73,7 @@ def test_every_row_reads_and_writes_its_own_sequence(chunks: list[Chunk]) -> Non
 
 def padded_lengths(starts: list[int]) -> list[int]:
     chunks = [Chunk([1], start, range(3_000), SAMPLING, 0) for start in starts]
-    return [group.bias_B1L.shape[2] for group in ForwardBatch.build(chunks, BLOCK, torch.float32).decodes]
+    return [group.bias_B1L.shape[2] for group in decode_groups(ForwardBatch.build(chunks, BLOCK), torch.float32)]
 
 
 def test_one_long_context_is_not_paid_by_short_ones() -> None:
@@ -87,4 +89,4 @@ def test_a_group_gathers_no_more_than_a_cache_holds() -> None:
 )
 def test_impossible_steps_are_assertions(chunks: list[Chunk]) -> None:
     with pytest.raises(AssertionError):
-        ForwardBatch.build(chunks, BLOCK, torch.float32)
+        ForwardBatch.build(chunks, BLOCK)

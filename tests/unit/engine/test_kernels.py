@@ -11,9 +11,9 @@ from torch import Tensor
 
 from engine.kernels.activation import swiglu
 from engine.kernels.attention import decode_attention, prefill_attention
-from engine.kernels.int4 import Int4Matrix, Int4Weight
 from engine.kernels.linear import Linear
 from engine.kernels.norm import rms_norm
+from engine.kernels.quantized import quantize
 from engine.kernels.rope import inverse_frequencies, rotate, rotation
 
 AVX512 = pytest.mark.skipif(
@@ -82,7 +82,7 @@ def test_linear_is_exact(dtype: torch.dtype, packed: bool, monkeypatch: pytest.M
     # A float32 product taken in bfloat16 would be off by about 0.05.
     tolerances = {"atol": 1e-4, "rtol": 0.0} if dtype == torch.float32 else {"atol": 0.2, "rtol": 1e-2}
     for rows in (1, 2, 70):
-        torch.testing.assert_close(Linear(weight, bias)(x[:rows]).double(), expected[:rows], **tolerances)
+        torch.testing.assert_close(Linear(weight, bias, same_bits=True)(x[:rows]).double(), expected[:rows], **tolerances)
 
 
 @AVX512
@@ -90,48 +90,44 @@ def test_linear_is_exact(dtype: torch.dtype, packed: bool, monkeypatch: pytest.M
 def test_a_row_of_linear_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
     torch.manual_seed(2)
     x = torch.randn(70, 1536).to(dtype)
-    linear = Linear(torch.randn(576, 1536).to(dtype))
+    linear = Linear(torch.randn(576, 1536).to(dtype), same_bits=True)
     whole = linear(x)
     for start, rows in itertools.product((0, 3), (1, 2, 8, 33)):
-        if rows > 1 or dtype == torch.float32:
-            assert torch.equal(linear(x[start : start + rows]), whole[start : start + rows])
+        assert torch.equal(linear(x[start : start + rows]), whole[start : start + rows])
 
 
-def int4_weight(outputs: int, inputs: int) -> tuple[Int4Weight, Tensor]:
-    """A random matrix in four bits, and what it stands for."""
-    values = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
-    scales = torch.rand(outputs, inputs // 32) + 0.5
-    minimums = scales * (torch.rand_like(scales) - 8)
-    dense = values.view(outputs, -1, 32).double() * scales[..., None].double() + minimums[..., None].double()
-    return Int4Weight(values, scales, minimums), dense.view(outputs, inputs)
+class Twice:
+    """Stands for the same weight in another format; tells that it was used."""
+
+    max_rows = 8
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        return torch.full((len(x_TI), 96), 2.0, dtype=x_TI.dtype)
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (96, 160), (576, 1536)])
-def test_int4_matrix_loses_only_the_rounding_of_scales(outputs: int, inputs: int) -> None:
-    torch.manual_seed(5)
-    weight, dense = int4_weight(outputs, inputs)
-    x = torch.randn(9, inputs).bfloat16()
-    y, expected = Int4Matrix(weight)(x), x.double() @ dense.T
-    # Rounding to bfloat16 is off by 1/512 at most: once in a scale, once in a zero, once in the result.
-    assert ((y.double() - expected).norm() / expected.norm()).item() < 4e-3
-    for rows in range(1, 9):
-        assert torch.equal(Int4Matrix(weight)(x[:rows]), y[:rows])
-
-
-def test_linear_uses_int4_for_few_rows_only() -> None:
+def test_linear_uses_the_other_format_for_few_rows_only() -> None:
     torch.manual_seed(6)
-    weight, _ = int4_weight(96, 160)
-    other, bias = torch.randn(96, 160).bfloat16(), torch.randn(96).bfloat16()
-    x = torch.randn(9, 160).bfloat16()
-    linear = Linear(other, bias, weight)
-    assert torch.equal(linear(x[:8]), Int4Matrix(weight)(x[:8]) + bias)
-    assert torch.equal(linear(x), Linear(other, bias)(x))
+    weight, bias, x = torch.randn(96, 160).bfloat16(), torch.randn(96).bfloat16(), torch.randn(9, 160).bfloat16()
+    linear = Linear(weight, bias, Twice(), same_bits=False)
+    assert torch.equal(linear(x[:8]), (2 + bias).expand(8, -1))
+    assert torch.equal(linear(x), Linear(weight, bias, same_bits=False)(x))
 
 
-def test_a_matrix_that_torch_cannot_pack_is_used_in_bfloat16() -> None:
-    weight, dense = int4_weight(40, 64)
-    x = torch.randn(2, 64).bfloat16()
-    assert torch.equal(Linear(dense.bfloat16(), None, weight)(x), Linear(dense.bfloat16())(x))
+@pytest.mark.parametrize(("bits", "steps"), [(4, 15), (8, 254)])
+def test_quantized_values_are_the_nearest(bits: int, steps: int) -> None:
+    torch.manual_seed(7)
+    weight = torch.randn(48, 96)
+    weight[3] = 0.0
+    rounded = quantize(weight, bits)
+    assert rounded.bits == bits
+    span = weight.view(48, 3, 32).amax(-1) - weight.view(48, 3, 32).amin(-1)
+    if bits == 8:
+        span = 2 * weight.view(48, 3, 32).abs().amax(-1)
+    gaps = (rounded.dequantize(torch.float32) - weight).abs().view(48, 3, 32).amax(-1)
+    assert (gaps <= span / steps * 0.5 + span * 2e-3).all()
+    # What was rounded once is not changed by being rounded again.
+    again = quantize(rounded.dequantize(torch.float32), bits).dequantize(torch.float32)
+    assert (again - rounded.dequantize(torch.float32)).abs().max() <= 0.02 * weight.abs().max()
 
 
 def test_norm_and_activation() -> None:

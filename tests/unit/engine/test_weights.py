@@ -18,12 +18,15 @@ from engine.batch import Chunk
 from engine.model_runner import ModelRunner
 from engine.models.gguf_weights import GgufWeights
 from engine.models.parameters import Part
+from engine.models.weights import WeightFormat as LoadFormat
 from engine.models.weights import load_weights
 from protocol.errors import ConfigError
 from protocol.messages import SamplingParams
 
 GREEDY = SamplingParams(seed=0, max_tokens=1, temperature=0.0, num_logprobs=20)
 Q = gguf.GGMLQuantizationType
+
+FLOAT32 = LoadFormat(torch.float32, "auto", deterministic=False, library=None)
 
 
 def write_gguf(path: Path, tensors: dict[str, np.ndarray[Any, Any]], ggml_type: Any, architecture: str = "llama") -> None:
@@ -78,29 +81,32 @@ def test_dequantization_equals_gguf(ggml_type: Any, tmp_path: Path, small_model:
 
 
 @pytest.mark.parametrize("rope_heads", [None, 4])
-def test_int4_values_are_those_of_the_file(rope_heads: int | None, tmp_path: Path, small_model: Any) -> None:
+@pytest.mark.parametrize("ggml_type", [Q.Q4_0, Q.Q4_1, Q.Q8_0], ids=lambda t: t.name)
+def test_quantized_values_are_those_of_the_file(
+    ggml_type: Any, rope_heads: int | None, tmp_path: Path, small_model: Any
+) -> None:
     values = np.random.default_rng(0).normal(size=(96, 64)).astype(np.float32)
     path, part = tmp_path / "one.gguf", Part("some.weight", (96, 64), rope_heads)
-    write_gguf(path, {"some.weight": values}, Q.Q4_1)
+    write_gguf(path, {"some.weight": values}, ggml_type)
     source = GgufWeights((path,), small_model("llama").facts.architecture)
     dense = torch.empty(96, 64)
     source.read(part, dense)
-    int4 = source.read_int4(part)
-    assert int4 is not None
-    grouped = int4.values_OI.view(96, 2, 32).float() * int4.scales_OG[..., None] + int4.minimums_OG[..., None]
-    assert torch.equal(grouped.view(96, 64), dense)
+    quantized = source.read_quantized(part)
+    assert quantized is not None
+    assert torch.equal(quantized.dequantize(torch.float32), dense)
 
 
-@pytest.mark.parametrize("ggml_type", [Q.Q8_0, Q.F32], ids=lambda t: t.name)
-def test_other_formats_are_not_taken_for_int4(ggml_type: Any, tmp_path: Path, small_model: Any) -> None:
+@pytest.mark.parametrize("ggml_type", [Q.F16, Q.F32], ids=lambda t: t.name)
+def test_other_formats_are_not_taken_for_quantized(ggml_type: Any, tmp_path: Path, small_model: Any) -> None:
     path = tmp_path / "one.gguf"
     write_gguf(path, {"some.weight": np.zeros((96, 64), dtype=np.float32)}, ggml_type)
-    assert GgufWeights((path,), small_model("llama").facts.architecture).read_int4(Part("some.weight", (96, 64))) is None
+    source = GgufWeights((path,), small_model("llama").facts.architecture)
+    assert source.read_quantized(Part("some.weight", (96, 64))) is None
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_few_rows_and_many_rows_of_a_four_bit_file_agree(kind: str, small_model: Any, tmp_path: Path) -> None:
-    """In bfloat16 the first take four-bit products and the others bfloat16 ones; float32 stays itself."""
+    """In bfloat16 the first may take four-bit products and the others bfloat16 ones; float32 stays itself."""
     facts = small_model(kind).facts
     path = tmp_path / "model.gguf"
     write_gguf(path, as_gguf_names(facts, facts.weight_files[0].parent), Q.Q4_1, facts.architecture.value)
@@ -129,9 +135,9 @@ def test_several_shards_are_one_model(small_model: Any, tmp_path: Path) -> None:
     files = (tmp_path / "a.safetensors", tmp_path / "b.safetensors")
     for file, part in zip(files, (names[::2], names[1::2]), strict=True):
         save_file({name: tensors[name] for name in part}, file)
-    load_weights(replace(facts, weight_files=files), torch.float32)
+    load_weights(replace(facts, weight_files=files), FLOAT32)
     with pytest.raises(ConfigError, match="is missing"):
-        load_weights(replace(facts, weight_files=files[:1]), torch.float32)
+        load_weights(replace(facts, weight_files=files[:1]), FLOAT32)
 
 
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
@@ -157,7 +163,7 @@ def test_files_that_do_not_fit(change: Callable[[Any], Any], message: str, small
     change(tensors)
     save_file(tensors, tmp_path / "changed.safetensors")
     with pytest.raises(ConfigError, match=message) as caught:
-        load_weights(replace(facts, weight_files=(tmp_path / "changed.safetensors",)), torch.float32)
+        load_weights(replace(facts, weight_files=(tmp_path / "changed.safetensors",)), FLOAT32)
     assert caught.value.param == "model"
 
 
@@ -167,7 +173,7 @@ def test_what_follows_from_the_configuration_may_be_stored_too(small_model: Any,
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, tmp_path / "more.safetensors")
-    load_weights(replace(facts, weight_files=(tmp_path / "more.safetensors",)), torch.float32)
+    load_weights(replace(facts, weight_files=(tmp_path / "more.safetensors",)), FLOAT32)
 
 
 def test_unreadable_files(small_model: Any, tmp_path: Path) -> None:
@@ -176,4 +182,4 @@ def test_unreadable_files(small_model: Any, tmp_path: Path) -> None:
     broken.write_bytes(facts.weight_files[0].read_bytes()[:-100])
     for file in (broken, tmp_path / "absent.safetensors"):
         with pytest.raises(ConfigError, match=file.name):
-            load_weights(replace(facts, weight_files=(file,)), torch.float32)
+            load_weights(replace(facts, weight_files=(file,)), FLOAT32)

@@ -57,6 +57,7 @@ class Decode:
         self.ledger = Ledger(
             self.blocks,
             BLOCK_SIZE,
+            BLOCK_SIZE,
             60.0,
             time.monotonic,
             on_committed=lambda entry: self.committed.append(entry.ticket_id),
@@ -83,7 +84,7 @@ class Decode:
         self.pairs[peer].open(message, self.ref, self.transports, LEASE_S)
 
     def report(self) -> LoadReport:
-        return LoadReport("decode-0", 5, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0)
+        return LoadReport("decode-0", 5, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0, 0, 0)
 
     def ticket(self, num_tokens: int) -> tuple[Ticket, TicketEntry]:
         entry = self.ledger.reserve(b"router", tuple(range(num_tokens)), 1)

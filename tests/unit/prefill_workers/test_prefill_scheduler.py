@@ -31,7 +31,7 @@ class Run:
     def __init__(self, prompts: list[range], budget: int, num_blocks: int) -> None:
         self.budget = budget
         self.cache = PrefixCache(num_blocks)
-        self.scheduler = PrefillScheduler(self.cache, BLOCK_SIZE, budget)
+        self.scheduler = PrefillScheduler(self.cache, BLOCK_SIZE, budget, shares_prefixes=True)
         self.prompts = added(self.scheduler, *prompts)
         self.reached = dict.fromkeys(self.prompts, 0)
         """How far its KV goes."""
@@ -111,7 +111,7 @@ def test_every_prompt_is_computed_once_in_order(
 
 
 def test_short_prompts_share_a_step_and_long_ones_are_cut() -> None:
-    scheduler = PrefillScheduler(PrefixCache(100), BLOCK_SIZE, 16)
+    scheduler = PrefillScheduler(PrefixCache(100), BLOCK_SIZE, 16, shares_prefixes=True)
     _, _, long, _ = added(scheduler, range(5), range(100, 111), range(200, 230), range(300, 302))
     steps = [[(c.prompt is long, c.start, c.num_tokens, c.last) for c in step(scheduler)] for _ in range(4)]
     assert steps == [
@@ -123,7 +123,7 @@ def test_short_prompts_share_a_step_and_long_ones_are_cut() -> None:
 
 
 def test_a_long_prompt_is_not_starved_by_short_ones() -> None:
-    scheduler = PrefillScheduler(PrefixCache(4), BLOCK_SIZE, 16)
+    scheduler = PrefillScheduler(PrefixCache(4), BLOCK_SIZE, 16, shares_prefixes=True)
     first, long, _ = added(scheduler, range(4), range(100, 116), range(200, 204))
     assert [chunk.prompt for chunk in step(scheduler)] == [first]
     assert step(scheduler) == [], "the long prompt waits for all four blocks, and the short one behind it"
@@ -132,7 +132,7 @@ def test_a_long_prompt_is_not_starved_by_short_ones() -> None:
 
 
 def test_a_prompt_starts_behind_what_is_cached_and_hands_it_over() -> None:
-    scheduler = PrefillScheduler(PrefixCache(100), BLOCK_SIZE, 16)
+    scheduler = PrefillScheduler(PrefixCache(100), BLOCK_SIZE, 16, shares_prefixes=True)
     added(scheduler, range(24))
     step(scheduler)
     assert [(c.start, c.end, c.handoff_start) for c in step(scheduler)] == [(16, 24, 16)]
@@ -143,7 +143,7 @@ def test_a_prompt_starts_behind_what_is_cached_and_hands_it_over() -> None:
 
 
 def test_the_last_token_is_computed_into_a_block_of_its_own() -> None:
-    scheduler = PrefillScheduler(PrefixCache(100), BLOCK_SIZE, 16)
+    scheduler = PrefillScheduler(PrefixCache(100), BLOCK_SIZE, 16, shares_prefixes=True)
     [donor] = added(scheduler, range(8))
     step(scheduler)
     [again, longer] = added(scheduler, range(8), range(9))
@@ -154,7 +154,7 @@ def test_the_last_token_is_computed_into_a_block_of_its_own() -> None:
 
 
 def test_nothing_is_shared_before_it_is_computed_or_across_salts() -> None:
-    scheduler = PrefillScheduler(PrefixCache(100), BLOCK_SIZE, 16)
+    scheduler = PrefillScheduler(PrefixCache(100), BLOCK_SIZE, 16, shares_prefixes=True)
     added(scheduler, range(8), range(8))
     first, second = scheduler.plan()
     assert (first.start, second.start) == (0, 0), "of two in one step, none waits for the other"
@@ -165,3 +165,14 @@ def test_nothing_is_shared_before_it_is_computed_or_across_salts() -> None:
     added(scheduler, range(9), salt="other")
     added(scheduler, range(9))
     assert [chunk.start for chunk in step(scheduler)] == [0, 8], "cached although its owner was cancelled; salts share nothing"
+
+
+def test_prompts_that_may_not_share_compute_everything_themselves() -> None:
+    scheduler = PrefillScheduler(PrefixCache(100), BLOCK_SIZE, 16, shares_prefixes=False)
+    for _ in range(2):
+        prompt = scheduler.new_prompt(list(range(12)), "")
+        scheduler.add(prompt)
+        plan = scheduler.plan()
+        assert [(chunk.start, chunk.num_tokens) for chunk in plan] == [(0, 12)]
+        scheduler.step_done(plan)
+        scheduler.release(prompt)

@@ -35,6 +35,7 @@ from protocol.messages import (
     TokenProb,
     WorkerRef,
 )
+from protocol.ticket import reserved_tokens
 from protocol.wire import WireServer
 
 BLOCK_SIZE = 16
@@ -123,6 +124,9 @@ class ScriptedWorker:
             tokens=11,
             prefix_cache_queries=0,
             prefix_cache_hits=0,
+            reservable_blocks=values.pop("reservable_blocks", 0),
+            num_preemptions=0,
+            recomputed_tokens=0,
             **values,
         )
 
@@ -211,14 +215,14 @@ class ScriptedDecode(ScriptedWorker):
         return self.total_blocks - sum(self.tickets.values())
 
     def load(self) -> dict[str, int]:
-        return {"free_blocks": self.free_blocks, "tickets": len(self.tickets)}
+        return {"free_blocks": self.free_blocks, "reservable_blocks": self.free_blocks, "tickets": len(self.tickets)}
 
     def _reserve(self, router: bytes, message: Reserve) -> None:
         self.spawn(self._answer_reserve(router, message))
 
     async def _answer_reserve(self, router: bytes, message: Reserve) -> None:
         await self.reserve_gate.wait()
-        need = -(-(len(message.prompt_token_ids) + message.max_tokens - 1) // BLOCK_SIZE)
+        need = -(-reserved_tokens(len(message.prompt_token_ids), message.max_tokens, BLOCK_SIZE) // BLOCK_SIZE)
         if need > self.free_blocks:
             self.send(router, Failed.from_error(message.call_id, OverloadedError("full")))
             return

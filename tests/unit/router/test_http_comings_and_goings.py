@@ -30,7 +30,7 @@ def test_client_that_leaves_frees_everything(run_cluster: Run, phase: str, strea
         holder = None
         if phase == "line":
             prefill.gate.clear()
-            holder = asyncio.ensure_future(cluster.complete(max_tokens=600))
+            holder = asyncio.ensure_future(cluster.complete(prompt=[5] * 600))
             await cluster.until(lambda: bool(decode.tickets))
         elif phase == "reserve":
             decode.reserve_gate.clear()

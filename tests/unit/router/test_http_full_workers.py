@@ -15,6 +15,11 @@ TEXT = "one two three four five six seven eight nine ten"
 FAST = {"heartbeat_s": 0.05, "lease_s": 0.5, "queue_s": 5.0}
 
 
+def prompt(length: int) -> list[int]:
+    """With a block's worth of the answer, this is what a ticket is for."""
+    return [5] * length
+
+
 def test_full_worker_passes_the_request_on(run_cluster: Run) -> None:
     async def test(cluster: Any) -> None:
         cluster.says(TEXT)
@@ -60,8 +65,8 @@ def test_closing_router_lets_nobody_wait(run_cluster: Run) -> None:
     async def test(cluster: Any) -> None:
         cluster.says("word " * 500)
         cluster.script.step_s = 0.01
-        _, lines = await cluster.start_stream(max_tokens=400)
-        waiting = asyncio.ensure_future(cluster.complete(max_tokens=600))
+        _, lines = await cluster.start_stream(prompt=prompt(400), max_tokens=200)
+        waiting = asyncio.ensure_future(cluster.complete(prompt=prompt(300)))
         await cluster.until(lambda: len(cluster.router._admission._line) == 1)
         await cluster.router.close()
         response = await waiting
@@ -78,17 +83,18 @@ def test_big_request_is_served_before_small_ones_that_came_later(run_cluster: Ru
         cluster.says("word " * 200)
         order: list[str] = []
 
-        async def one(name: str, max_tokens: int) -> None:
-            assert (await cluster.complete(max_tokens=max_tokens, ignore_eos=True)).status_code == 200
+        async def one(name: str, length: int) -> None:
+            response = await cluster.complete(prompt=prompt(length), max_tokens=16, ignore_eos=True)
+            assert response.status_code == 200
             order.append(name)
 
         # A pool of 10 blocks: the first request takes 6, the big one needs all, the small ones would fit beside the first.
         cluster.prefill[0].gate.clear()
-        tasks = [asyncio.ensure_future(one("first", 90))]
+        tasks = [asyncio.ensure_future(one("first", 80))]
         await cluster.until(lambda: bool(cluster.decode[0].tickets))
-        tasks.append(asyncio.ensure_future(one("big", 155)))
+        tasks.append(asyncio.ensure_future(one("big", 144)))
         await cluster.until(lambda: len(cluster.router._admission._line) == 1)
-        tasks += [asyncio.ensure_future(one(f"small {index}", 5)) for index in range(3)]
+        tasks += [asyncio.ensure_future(one(f"small {index}", 1)) for index in range(3)]
         await cluster.until(lambda: len(cluster.router._admission._line) == 4)
         assert "tandem:router_requests_waiting" in (await cluster.http.get("/metrics")).text
         cluster.prefill[0].gate.set()
@@ -102,9 +108,9 @@ def test_big_request_is_served_before_small_ones_that_came_later(run_cluster: Ru
 def test_no_room_in_time_is_429(run_cluster: Run) -> None:
     async def test(cluster: Any) -> None:
         cluster.prefill[0].gate.clear()
-        first = asyncio.ensure_future(cluster.complete(max_tokens=120))
+        first = asyncio.ensure_future(cluster.complete(prompt=prompt(120)))
         await cluster.until(lambda: bool(cluster.decode[0].tickets))
-        late = await cluster.complete(max_tokens=120)
+        late = await cluster.complete(prompt=prompt(120))
         assert late.status_code == 429
         assert late.json()["error"]["type"] == "rate_limit_error"
         assert int(late.headers["retry-after"]) >= 1
@@ -118,9 +124,9 @@ def test_no_room_in_time_is_429(run_cluster: Run) -> None:
 def test_too_long_a_line_is_429_at_once(run_cluster: Run) -> None:
     async def test(cluster: Any) -> None:
         cluster.prefill[0].gate.clear()
-        tasks = [asyncio.ensure_future(cluster.complete(max_tokens=120)) for _ in range(3)]
+        tasks = [asyncio.ensure_future(cluster.complete(prompt=prompt(120))) for _ in range(3)]
         await cluster.until(lambda: len(cluster.router._admission._line) == 2)
-        refused = await cluster.complete(max_tokens=120)
+        refused = await cluster.complete(prompt=prompt(120))
         assert refused.status_code == 429
         assert "2 requests are waiting" in refused.json()["error"]["message"]
         cluster.prefill[0].gate.set()

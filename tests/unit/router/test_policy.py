@@ -11,8 +11,8 @@ from protocol.messages import LoadReport
 from router.policy import Book, WorkerLoad, blocks_for, decode_order, prefill_order
 
 
-def report(worker_id: str, queued_tokens: int = 0, free_blocks: int = 0) -> LoadReport:
-    return LoadReport(worker_id, 1, 0, 0, queued_tokens, free_blocks, 1000, 0, 0, 0, 0.0, 0.0, 0, 0, 0)
+def report(worker_id: str, queued_tokens: int = 0, reservable_blocks: int = 0) -> LoadReport:
+    return LoadReport(worker_id, 1, 0, 0, queued_tokens, 999, 1000, 0, 0, 0, 0.0, 0.0, 0, 0, 0, reservable_blocks, 0, 0)
 
 
 books = st.builds(
@@ -59,15 +59,15 @@ def test_prefill_goes_to_the_shortest_queue(workers: list[WorkerLoad], avoid: se
 def test_decode_never_gets_what_is_known_not_to_fit(workers: list[WorkerLoad], need: int) -> None:
     by_id = {load.worker_id: load for load in workers}
     order = decode_order(workers, need)
-    free = [by_id[name].free_blocks for name in order]
+    free = [by_id[name].reservable_blocks for name in order]
     known = [blocks for blocks in free if blocks is not None]
     assert all(blocks >= need for blocks in known)
     assert known == sorted(known, reverse=True)
     assert free == known + [None] * (len(free) - len(known)), "unknown ones are asked last"
     for load in workers:
         if load.worker_id not in order:
-            assert load.free_blocks is not None
-            assert load.free_blocks < need
+            assert load.reservable_blocks is not None
+            assert load.reservable_blocks < need
 
 
 @given(st.integers(1, 6), st.lists(st.integers(1, 200), min_size=1, max_size=40))

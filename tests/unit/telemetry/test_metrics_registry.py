@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from protocol.messages import LoadReport, Role
 from telemetry.metrics import Metrics, WorkerSample, kv_usage
 
-REPORT = LoadReport("d0", 1, 3, 4, 50, 25, 100, 2, 1, 9, 1.5, 0.1, 77, 640, 480)
+REPORT = LoadReport("d0", 1, 3, 4, 50, 25, 100, 2, 1, 9, 1.5, 0.1, 77, 640, 480, 20, 5, 900)
 
 
 def read(metrics: Metrics) -> dict[tuple[str, tuple[str, ...]], float]:
@@ -31,6 +31,8 @@ def test_workers_are_read_at_scrape_time() -> None:
     assert after["tandem:kv_cache_usage_perc", ("decode", "d0")] == 0.75
     assert after["tandem:prefix_cache_queries_total", ("decode", "d0")] == 640
     assert after["tandem:prefix_cache_hits_total", ("decode", "d0")] == 480
+    assert after["tandem:num_preemptions_total", ("decode", "d0")] == 5
+    assert after["tandem:recomputed_tokens_total", ("decode", "d0")] == 900
     samples.clear()
     assert ("tandem:num_requests_running", ("decode", "d0")) not in read(metrics), "a gone worker leaves no gauge behind"
 
@@ -47,4 +49,4 @@ def test_counters_are_per_registry() -> None:
 
 
 def test_kv_usage_of_an_empty_pool() -> None:
-    assert kv_usage(LoadReport("d0", 1, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0)) == 0.0
+    assert kv_usage(LoadReport("d0", 1, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0, 0, 0)) == 0.0

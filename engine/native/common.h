@@ -1,0 +1,54 @@
+// What the native operators share: see build.py for when they are used, library.py for their contracts in Python.
+//
+// bfloat16 tensors, row-major, on processors with AVX-512 and its bfloat16 products. Pointers are trusted: library.py
+// checks every shape. Sums are in float32 and in an order that depends on the row alone, never on how many rows there
+// are, on the threads, or on where a block lies: a row has the same bits in any company.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+using bf16 = uint16_t;
+using i64 = int64_t;
+
+constexpr i64 kVector = 16;  // float32 values in a register
+
+inline __m512 load(const bf16* p) {
+  const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+
+inline void store(bf16* p, __m512 v) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(v));
+}
+
+inline __m512bh load_pairs(const void* p) { return (__m512bh)_mm512_loadu_si512(p); }
+
+// The same two neighbouring values in every lane.
+inline __m512bh repeat_pair(const bf16* p) {
+  int pair;
+  std::memcpy(&pair, p, sizeof pair);
+  return (__m512bh)_mm512_set1_epi32(pair);
+}
+
+inline __mmask16 first_lanes(i64 n) {
+  return n >= kVector ? 0xffff : n <= 0 ? 0 : static_cast<__mmask16>((1u << n) - 1);
+}
+
+// e^x for x <= 0, to a relative error of 2e-7: 2^n times the minimax polynomial of Cephes' expf.
+inline __m512 exponential(__m512 x) {
+  x = _mm512_max_ps(x, _mm512_set1_ps(-200.0f));
+  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
+  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
+  p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
+  return _mm512_scalef_ps(p, n);
+}

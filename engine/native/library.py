@@ -1,0 +1,195 @@
+"""The native operators as functions on tensors: shapes are checked here, because C++ trusts its pointers.
+
+All tensors are contiguous bfloat16 on the CPU unless another type is named. Shape suffixes as in `engine.kernels`; A is
+the width of a row that holds q, k and v: A = (N + 2 K) * H.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from engine.kernels.quantized import GROUP
+from engine.native.build import load_library
+
+HEAD_DIMS = (64, 128)
+OUTPUT_MULTIPLE = 16
+"""Outputs that a quantized matrix packs together."""
+
+_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+SIGNATURES = {
+    "add_rms_norm": (*[_POINTER] * 4, _INT, _INT, _FLOAT, _INT),
+    "rotate_and_store": (*[_POINTER] * 6, *[_INT] * 5),
+    "decode_attention": (*[_POINTER] * 4, _INT, *[_POINTER] * 2, *[_INT] * 5, _FLOAT, _INT),
+    "prefill_attention": (*[_POINTER] * 5, *[_INT] * 6, _FLOAT, _INT),
+    "swiglu": (*[_POINTER] * 2, *[_INT] * 3),
+    "quantized_linear": (*[_POINTER] * 3, *[_INT] * 5),
+}
+"""Every function of the library."""
+
+
+class NativeLibrary:
+    """Made by `load`. `threads` is the number of cores that every call may use."""
+
+    @classmethod
+    def load(cls, threads: int) -> NativeLibrary | None:
+        """None where it can't be used: `engine.native.build`."""
+        library = load_library()
+        return None if library is None else cls(library, threads)
+
+    def __init__(self, library: ctypes.CDLL, threads: int) -> None:
+        for name, arguments in SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, None
+        self._library = library
+        self._threads = threads
+
+    def add_rms_norm(self, x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float, out_TD: Tensor) -> None:
+        """Add `delta_TD` to `x_TD` in place; write the sum, normalised by its root mean square, times the weight."""
+        rows, width = x_TD.shape
+        assert width % 16 == 0
+        _check(x_TD, weight_D, out_TD, *(() if delta_TD is None else (delta_TD,)))
+        assert out_TD.shape == x_TD.shape
+        assert delta_TD is None or delta_TD.shape == x_TD.shape
+        delta = 0 if delta_TD is None else delta_TD.data_ptr()
+        self._library.add_rms_norm(
+            x_TD.data_ptr(), delta, weight_D.data_ptr(), out_TD.data_ptr(), rows, width, eps, self._threads
+        )
+
+    def rotate_and_store(
+        self, qkv_TA: Tensor, cos_TF: Tensor, sin_TF: Tensor, slots_T: Tensor, kv_2SKH: Tensor, num_heads: int
+    ) -> None:
+        """Turn q in place; turn k and write it and v into the pool's slots. cos, sin: float32 [T, H/2]; slots: int64."""
+        tokens, (kv_heads, size) = qkv_TA.shape[0], kv_2SKH.shape[2:]
+        assert qkv_TA.shape[1] == (num_heads + 2 * kv_heads) * size
+        assert size in HEAD_DIMS
+        _check(qkv_TA, kv_2SKH)
+        assert cos_TF.shape == sin_TF.shape == (tokens, size // 2)
+        assert cos_TF.dtype == sin_TF.dtype == torch.float32
+        keys, values = _halves(kv_2SKH)
+        self._library.rotate_and_store(
+            qkv_TA.data_ptr(),
+            cos_TF.data_ptr(),
+            sin_TF.data_ptr(),
+            slots_T.data_ptr(),
+            keys,
+            values,
+            tokens,
+            num_heads,
+            kv_heads,
+            size,
+            self._threads,
+        )
+
+    def decode_attention(
+        self, qkv_BA: Tensor, kv_2SKH: Tensor, tables_BW: Tensor, lengths_B: Tensor, block_size: int, out_BNH: Tensor
+    ) -> None:
+        """Attention of one row per sequence to the first `lengths_B` tokens of its blocks. Tables, lengths: int64."""
+        sequences, num_heads, size = out_BNH.shape
+        kv_heads = kv_2SKH.shape[2]
+        _check(qkv_BA, kv_2SKH, out_BNH)
+        assert size in HEAD_DIMS
+        assert qkv_BA.shape == (sequences, (num_heads + 2 * kv_heads) * size)
+        assert tables_BW.shape[0] == lengths_B.shape[0] == sequences
+        assert tables_BW.is_contiguous()
+        assert tables_BW.dtype == lengths_B.dtype == torch.int64
+        keys, values = _halves(kv_2SKH)
+        self._library.decode_attention(
+            qkv_BA.data_ptr(),
+            keys,
+            values,
+            tables_BW.data_ptr(),
+            tables_BW.shape[1],
+            lengths_B.data_ptr(),
+            out_BNH.data_ptr(),
+            sequences,
+            num_heads,
+            kv_heads,
+            size,
+            block_size,
+            size**-0.5,
+            self._threads,
+        )
+
+    def prefill_attention(
+        self, qkv_TA: Tensor, kv_2SKH: Tensor, table_W: Tensor, start: int, block_size: int, out_TNH: Tensor
+    ) -> None:
+        """Causal attention of tokens [start, start + T) of one sequence, whose keys and values are all in the pool."""
+        tokens, num_heads, size = out_TNH.shape
+        kv_heads = kv_2SKH.shape[2]
+        _check(qkv_TA, kv_2SKH, out_TNH)
+        assert size in HEAD_DIMS
+        assert qkv_TA.shape == (tokens, (num_heads + 2 * kv_heads) * size)
+        assert table_W.dtype == torch.int64
+        assert table_W.shape[0] * block_size >= start + tokens
+        keys, values = _halves(kv_2SKH)
+        self._library.prefill_attention(
+            qkv_TA.data_ptr(),
+            keys,
+            values,
+            table_W.data_ptr(),
+            out_TNH.data_ptr(),
+            start,
+            tokens,
+            num_heads,
+            kv_heads,
+            size,
+            block_size,
+            size**-0.5,
+            self._threads,
+        )
+
+    def swiglu(self, gate_up_TI: Tensor, out_TI: Tensor) -> None:
+        """`silu(gate) * up`, where the first half of the columns is the gate: [T, 2 I] to [T, I]."""
+        rows, width = out_TI.shape
+        assert gate_up_TI.shape == (rows, 2 * width)
+        assert width % 16 == 0
+        _check(gate_up_TI, out_TI)
+        self._library.swiglu(gate_up_TI.data_ptr(), out_TI.data_ptr(), rows, width, self._threads)
+
+    def quantized_linear(self, x_TI: Tensor, records: Tensor, outputs: int, bits: int) -> Tensor:
+        """[T, I] to [T, O]; `records` as `pack_quantized` makes them."""
+        rows, inputs = x_TI.shape
+        assert records.numel() == outputs * inputs // GROUP * (4 + GROUP * bits // 8)
+        _check(x_TI)
+        y_TO = torch.empty((rows, outputs), dtype=torch.bfloat16)
+        self._library.quantized_linear(
+            x_TI.data_ptr(), records.data_ptr(), y_TO.data_ptr(), rows, inputs, outputs, bits, self._threads
+        )
+        return y_TO
+
+
+def can_pack(values_OI: Tensor) -> bool:
+    """Whether a matrix divides into records."""
+    outputs, inputs = values_OI.shape
+    return outputs % OUTPUT_MULTIPLE == 0 and inputs % GROUP == 0
+
+
+def pack_quantized(values_OI: Tensor, scales_OG: Tensor, minimums_OG: Tensor, bits: int) -> Tensor:
+    """The records that quantized.cpp reads, as bytes. Values: 0 to 15, or int8; scales and minimums: float16."""
+    outputs, inputs = values_OI.shape
+    blocks, groups, pairs = outputs // OUTPUT_MULTIPLE, inputs // GROUP, GROUP // 2
+    values = values_OI.to(torch.int16).view(blocks, OUTPUT_MULTIPLE, groups, pairs, 2).permute(0, 2, 3, 1, 4)
+    per_word = 16 // bits
+    parts = (values & (2**bits - 1)).reshape(blocks, groups, pairs // per_word, per_word, 2 * OUTPUT_MULTIPLE).unbind(3)
+    words = sum(part << (bits * place) for place, part in enumerate(parts))
+    assert isinstance(words, Tensor)
+    scales, minimums = (
+        each.half().view(blocks, OUTPUT_MULTIPLE, groups).transpose(1, 2).contiguous().view(torch.int16)
+        for each in (scales_OG, minimums_OG)
+    )
+    return torch.cat((scales, minimums, words.reshape(blocks, groups, -1)), dim=-1).view(torch.uint8).view(-1)
+
+
+def _halves(kv_2SKH: Tensor) -> tuple[int, int]:
+    """Addresses of the keys and of the values."""
+    keys = kv_2SKH.data_ptr()
+    return keys, keys + kv_2SKH.nbytes // 2
+
+
+def _check(*tensors: Tensor) -> None:
+    for tensor in tensors:
+        assert tensor.dtype == torch.bfloat16, f"{tensor.dtype} where bfloat16 is read"
+        assert tensor.is_contiguous(), "strides are not read"

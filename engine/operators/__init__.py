@@ -1,0 +1,55 @@
+"""The operators of a layer apart from its matrix products, in one set per kind of processor: chosen here, once.
+
+A step is made for a batch and used for all layers. The sets agree in what they compute, not in every bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from configs.facts import ModelFacts
+from engine.batch import ForwardBatch
+from engine.kv_pool import KVPool
+from engine.native.library import HEAD_DIMS, NativeLibrary
+from engine.operators.native_step import NativeStep
+from engine.operators.torch_step import TorchStep
+
+
+class Step(Protocol):
+    """One batch on its way through the layers. A is the width of a row of q, k and v: (N + 2 K) * H.
+
+    What a method returns is good until the same method is called again.
+    """
+
+    def add_norm(self, x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
+        """Add `delta_TD` to `x_TD` in place and return the sum's RMS norm: [T, D]."""
+        ...
+
+    def store(self, layer: int, qkv_TA: Tensor) -> None:
+        """Turn q and k to their positions, in place or not, and write k and v to the pool."""
+        ...
+
+    def attend(self, layer: int, qkv_TA: Tensor) -> Tensor:
+        """Causal attention of every row to its sequence, after `store`: [T, N * H]."""
+        ...
+
+    def swiglu(self, gate_up_TI: Tensor) -> Tensor:
+        """`silu(gate) * up`: [T, 2 I] to [T, I]."""
+        ...
+
+
+StepFactory = Callable[[ForwardBatch, KVPool, Tensor], Step]
+"""The batch, the pool, and the rotary frequencies [H/2] in float32."""
+
+
+def step_factory(facts: ModelFacts, dtype: torch.dtype, library: NativeLibrary | None) -> StepFactory:
+    """The fastest set that serves this model on this machine; `library` is None where there is no native one."""
+    widths = (facts.hidden_size, facts.intermediate_size)
+    fits = dtype == torch.bfloat16 and facts.head_dim in HEAD_DIMS and all(width % 16 == 0 for width in widths)
+    if library is not None and fits:
+        return lambda batch, pool, frequencies: NativeStep(facts, batch, pool, frequencies, library)
+    return lambda batch, pool, frequencies: TorchStep(facts, batch, pool, frequencies)

@@ -1,0 +1,65 @@
+"""A step by the native operators: bfloat16 on the CPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from configs.facts import ModelFacts
+from engine.batch import ForwardBatch
+from engine.kernels.rope import angles
+from engine.kv_pool import KVPool
+from engine.native.library import NativeLibrary
+
+
+class NativeStep:
+    """See `engine.operators.Step`."""
+
+    def __init__(
+        self, facts: ModelFacts, batch: ForwardBatch, pool: KVPool, frequencies: Tensor, library: NativeLibrary
+    ) -> None:
+        self._num_heads = facts.num_heads
+        self._batch = batch
+        self._pool = pool
+        self._library = library
+        angles_TF = angles(frequencies, torch.from_numpy(batch.positions_T))
+        self._cos_TF, self._sin_TF = angles_TF.cos(), angles_TF.sin()
+        self._slots_T = torch.from_numpy(batch.slots_T)
+        self._tables_CW = torch.from_numpy(batch.tables_CW)
+        self._single_tables_BW = self._tables_CW[batch.num_longer :]
+        self._single_lengths_B = torch.from_numpy(batch.ends_C)[batch.num_longer :]
+        self._longer_rows = [batch.rows(chunk) for chunk in range(batch.num_longer)]
+        tokens = len(batch.token_ids_T)
+        self._normed_TD = torch.empty((tokens, facts.hidden_size), dtype=torch.bfloat16)
+        self._gated_TI = torch.empty((tokens, facts.intermediate_size), dtype=torch.bfloat16)
+        self._attended_TNH = torch.empty((tokens, facts.num_heads, facts.head_dim), dtype=torch.bfloat16)
+        self._num_longer_rows = self._longer_rows[-1].stop if self._longer_rows else 0
+
+    def add_norm(self, x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
+        self._library.add_rms_norm(x_TD, delta_TD, weight_D, eps, self._normed_TD)
+        return self._normed_TD
+
+    def store(self, layer: int, qkv_TA: Tensor) -> None:
+        slots_2SKH = self._pool.layer_slots(layer)
+        self._library.rotate_and_store(qkv_TA, self._cos_TF, self._sin_TF, self._slots_T, slots_2SKH, self._num_heads)
+
+    def attend(self, layer: int, qkv_TA: Tensor) -> Tensor:
+        slots_2SKH, block_size = self._pool.layer_slots(layer), self._batch.block_size
+        out_TNH = self._attended_TNH
+        for chunk, rows in enumerate(self._longer_rows):
+            start = int(self._batch.starts_C[chunk])
+            self._library.prefill_attention(qkv_TA[rows], slots_2SKH, self._tables_CW[chunk], start, block_size, out_TNH[rows])
+        if self._single_lengths_B.shape[0]:
+            self._library.decode_attention(
+                qkv_TA[self._num_longer_rows :],
+                slots_2SKH,
+                self._single_tables_BW,
+                self._single_lengths_B,
+                block_size,
+                out_TNH[self._num_longer_rows :],
+            )
+        return out_TNH.flatten(1)
+
+    def swiglu(self, gate_up_TI: Tensor) -> Tensor:
+        self._library.swiglu(gate_up_TI, self._gated_TI)
+        return self._gated_TI

@@ -1,0 +1,125 @@
+"""A step by torch's operators: any dtype. The reference for the others, and the path of machines without them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from configs.facts import ModelFacts
+from engine.batch import ForwardBatch
+from engine.kernels.activation import swiglu
+from engine.kernels.attention import decode_attention, prefill_attention
+from engine.kernels.kv_cache import store_kv
+from engine.kernels.norm import rms_norm
+from engine.kernels.rope import rotate, rotation
+from engine.kv_pool import KVPool
+
+_CHEAP_PADDING = 64
+"""Tokens of padding that cost less than one more attention call."""
+_CONTEXT_MULTIPLE = 16
+"""Contexts are padded to a multiple of the widest vector, so that a sum's order does not depend on how much is padded."""
+_GROUP_TOKENS = 4096
+"""Tokens of context that one attention call gathers, if it holds more than one sequence: they should stay in the cache."""
+
+
+@dataclass(frozen=True)
+class PrefillSpan:
+    """Rows of one chunk of several tokens."""
+
+    rows: slice
+    context_slots_L: Tensor | None
+    """Slots of the earlier positions; None if the chunk is the sequence's first."""
+
+
+@dataclass(frozen=True)
+class DecodeGroup:
+    """Rows of sequences with one token each, whose contexts are padded to a common length."""
+
+    rows: slice
+    blocks: Tensor
+    """Blocks of each context, the new token included, one sequence after the other; any block where padded."""
+    bias_B1L: Tensor
+    """What is added to the scores, in the pool's dtype: 0, and minus infinity where padded."""
+    padding: Tensor
+    """Where the B * L tokens of `blocks` are padding."""
+
+
+class TorchStep:
+    """See `engine.operators.Step`."""
+
+    def __init__(self, facts: ModelFacts, batch: ForwardBatch, pool: KVPool, frequencies: Tensor) -> None:
+        self._num_heads = facts.num_heads
+        self._num_kv_heads = facts.num_kv_heads
+        self._pool = pool
+        self._slots_T = torch.from_numpy(batch.slots_T)
+        self._rotation = rotation(frequencies, torch.from_numpy(batch.positions_T), pool.dtype)
+        self._prefills = prefill_spans(batch)
+        self._decodes = decode_groups(batch, pool.dtype)
+
+    def add_norm(self, x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
+        return rms_norm(x_TD if delta_TD is None else x_TD.add_(delta_TD), weight_D, eps)
+
+    def store(self, layer: int, qkv_TA: Tensor) -> None:
+        heads, kv_heads = self._num_heads, self._num_kv_heads
+        qkv_TNH = qkv_TA.view(qkv_TA.shape[0], heads + 2 * kv_heads, -1)
+        qk_TNH, v_TKH = rotate(qkv_TNH[:, : heads + kv_heads], self._rotation), qkv_TNH[:, heads + kv_heads :]
+        qkv_TNH[:, : heads + kv_heads] = qk_TNH
+        store_kv(self._pool.layer_slots(layer), self._slots_T, qk_TNH[:, heads:], v_TKH)
+
+    def attend(self, layer: int, qkv_TA: Tensor) -> Tensor:
+        heads, kv_heads = self._num_heads, self._num_kv_heads
+        qkv_TNH = qkv_TA.view(qkv_TA.shape[0], heads + 2 * kv_heads, -1)
+        q_TNH, k_TKH, v_TKH = qkv_TNH[:, :heads], qkv_TNH[:, heads:-kv_heads], qkv_TNH[:, -kv_heads:]
+        slots_2SKH = self._pool.layer_slots(layer)
+        outs = [
+            prefill_attention(q_TNH[span.rows], k_TKH[span.rows], v_TKH[span.rows], slots_2SKH, span.context_slots_L)
+            for span in self._prefills
+        ]
+        for group in self._decodes:
+            kv_2CKH = self._pool.gather(layer, group.blocks)
+            # A weight of zero does not cancel a NaN that a former owner may have left.
+            kv_2CKH.index_fill_(1, group.padding, 0.0)
+            outs.append(decode_attention(q_TNH[group.rows], kv_2CKH, group.bias_B1L))
+        return (outs[0] if len(outs) == 1 else torch.cat(outs)).flatten(1)
+
+    def swiglu(self, gate_up_TI: Tensor) -> Tensor:
+        return swiglu(gate_up_TI)
+
+
+def prefill_spans(batch: ForwardBatch) -> list[PrefillSpan]:
+    """The chunks of several tokens."""
+    spans = []
+    for chunk in range(batch.num_longer):
+        slots = batch.tables_CW[chunk][:, None] * batch.block_size + np.arange(batch.block_size)
+        context = torch.from_numpy(slots.reshape(-1)[: batch.starts_C[chunk]])
+        spans.append(PrefillSpan(batch.rows(chunk), context if len(context) else None))
+    return spans
+
+
+def decode_groups(batch: ForwardBatch, dtype: torch.dtype) -> list[DecodeGroup]:
+    """The single tokens, which come by falling context length.
+
+    A context is padded to about twice its length at most, so a long one among many short ones costs only itself.
+    """
+    groups = []
+    multiple = max(_CONTEXT_MULTIPLE, batch.block_size)
+    first = batch.num_longer
+    row = int(batch.row_ends_C[first - 1]) if first else 0
+    while first < len(batch.ends_C):
+        ends = batch.ends_C[first:]
+        padded = -(-int(ends[0]) // multiple) * multiple
+        size = int(np.count_nonzero(ends[0] - ends <= np.maximum(ends, _CHEAP_PADDING)))
+        size = min(size, max(1, _GROUP_TOKENS // padded))
+        num_blocks = padded // batch.block_size
+        blocks = np.zeros((size, num_blocks), dtype=np.int64)
+        tables = batch.tables_CW[first : first + size, :num_blocks]
+        blocks[:, : tables.shape[1]] = tables
+        is_padding = torch.from_numpy(np.arange(padded) >= ends[:size, None])
+        bias = torch.zeros(is_padding.shape, dtype=dtype).masked_fill_(is_padding, -torch.inf)
+        padding = is_padding.view(-1).nonzero().view(-1)
+        groups.append(DecodeGroup(slice(row, row + size), torch.from_numpy(blocks).view(-1), bias[:, None], padding))
+        row, first = row + size, first + size
+    return groups

@@ -1,0 +1,198 @@
+"""More streams than the pool has blocks for: some wait, each says what it would have said alone, and nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from scenarios import Factory, Reference, greedy, prompt_of, run
+
+from configs.models import resolve
+from configs.schema import ClusterConfig
+from protocol.errors import OverloadedError, TandemError
+from protocol.messages import Release, SamplingParams, Ticket
+
+
+def config(decode_tokens: int) -> ClusterConfig:
+    return ClusterConfig.model_validate(
+        {
+            "dtype": "float32",
+            "block_size": 8,
+            "prefill": {"kv_cache_tokens": 4096, "max_batch_tokens": 32},
+            "decode": {"kv_cache_tokens": decode_tokens, "max_batch_size": 8},
+            "limits": {"lease_s": 2.0, "heartbeat_s": 0.1, "connect_s": 5.0},
+        }
+    )
+
+
+TIGHT = config(256)
+
+
+def endless(max_tokens: int, seed: int = 1, temperature: float = 0.0) -> SamplingParams:
+    """Nothing but its length ends the answer."""
+    return SamplingParams(seed=seed, max_tokens=max_tokens, temperature=temperature, num_logprobs=0)
+
+
+async def insist(router: Any, prompt: list[int], sampling: SamplingParams, request_id: str) -> list[int]:
+    """A whole request; as behind the router, whoever finds no room asks again when there may be some."""
+    while True:
+        try:
+            answer: list[int] = await router.generate(prompt, sampling, request_id)
+        except OverloadedError:
+            await asyncio.sleep(0.02)
+        else:
+            return answer
+
+
+async def together(router: Any, prompts: Iterable[list[int]], params: Iterable[SamplingParams]) -> list[list[int]]:
+    cases = enumerate(zip(prompts, params, strict=True))
+    return await asyncio.gather(*(insist(router, prompt, sampling, str(n)) for n, (prompt, sampling) in cases))
+
+
+async def started(router: Any, prompt: list[int], sampling: SamplingParams) -> Ticket:
+    """A request whose decode has begun."""
+    ticket: Ticket = await router.reserve(prompt, sampling.max_tokens)
+    await router.attach(ticket, await router.compute(ticket, prompt, sampling), sampling)
+    return ticket
+
+
+def test_eight_streams_that_need_three_times_the_pool(two_workers: Factory) -> None:
+    """8 x (12 + 84 tokens) in a pool of 256, greedy and sampled, against the same with room for all."""
+    prompts = [prompt_of(12, n) for n in range(8)]
+    params = [endless(84, seed=n, temperature=0.0 if n % 2 else 0.9) for n in range(8)]
+    answers: list[list[list[int]]] = []
+    loads = []
+
+    async def scenario(settings: ClusterConfig) -> None:
+        async with two_workers(settings) as workers:
+            router = await workers.router()
+            answers.append(await together(router, prompts, params))
+            await workers.until(workers.all_free)
+            loads.append(workers.decode.load())
+
+    run(scenario(TIGHT))
+    run(scenario(config(1024)))
+    assert answers[0] == answers[1]
+    assert all(len(answer) == 84 for answer in answers[0])
+    tight, roomy = loads
+    assert tight.num_preemptions > 0
+    assert tight.recomputed_tokens > 0
+    assert (roomy.num_preemptions, roomy.recomputed_tokens) == (0, 0)
+    assert tight.tokens == roomy.tokens == 8 * 83, "nothing was sampled twice"
+
+
+def test_the_default_model_says_the_same(two_workers: Factory) -> None:
+    """SmolLM2 in float32, 8 x (40 + 32 tokens) in a pool of 192, against the same two by two; recomputing takes two chunks."""
+    rng = random.Random(3)
+    prompts = [[rng.randrange(17, 40_000) for _ in range(40)] for _ in range(8)]
+    params = [endless(32, seed=n) for n in range(8)]
+
+    async def scenario() -> None:
+        async with two_workers(config(192), resolve("smollm2").facts) as workers:
+            router = await workers.router()
+            undisturbed = []
+            for n in range(0, 8, 2):
+                undisturbed += await together(router, prompts[n : n + 2], params[n : n + 2])
+            assert workers.decode.load().num_preemptions == 0
+            assert await together(router, prompts, params) == undisturbed
+            assert workers.decode.load().num_preemptions > 0
+            await workers.until(workers.all_free)
+
+    run(scenario())
+
+
+def test_a_request_as_large_as_the_pool_runs_beside_others(two_workers: Factory) -> None:
+    async def scenario() -> None:
+        async with two_workers(TIGHT) as workers:
+            router = await workers.router()
+            prompts = [prompt_of(7), prompt_of(9, 1), prompt_of(5, 2)]
+            lengths = [250, 30, 252]
+            answers = await together(router, prompts, [endless(length) for length in lengths])
+            assert [len(answer) for answer in answers] == lengths
+            assert workers.decode.load().num_preemptions > 0
+            await workers.until(workers.all_free)
+
+    run(scenario())
+
+
+def test_a_preempted_stream_waits_ahead_of_new_tickets_and_can_be_cancelled(two_workers: Factory) -> None:
+    async def scenario() -> None:
+        async with two_workers(TIGHT) as workers:
+            router = await workers.router()
+            first = await started(router, prompt_of(120), endless(130))
+            second = await started(router, prompt_of(90, 1), endless(130))
+            decode = workers.decode
+            await workers.until(lambda: decode.load().num_preemptions > 0)
+            load = decode.load()
+            assert (load.running, load.waiting, load.reservable_blocks) == (1, 1, 0)
+            with pytest.raises(OverloadedError):
+                await router.reserve(prompt_of(1), 2)
+            router.decode.send(Release(second.ticket_id))
+            await workers.until(lambda: decode.load().waiting == 0)
+            assert len(await router.rest(first)) == 129
+            await workers.until(workers.all_free)
+            assert decode.load().recomputed_tokens == 0
+
+    run(scenario())
+
+
+def test_drain_waits_for_the_preempted(two_workers: Factory) -> None:
+    async def scenario() -> None:
+        async with two_workers(TIGHT) as workers:
+            router = await workers.router()
+            tickets = [await started(router, prompt_of(90, n), endless(100)) for n in range(2)]
+            await workers.until(lambda: workers.decode.load().num_preemptions > 0)
+            async with asyncio.timeout(20):
+                await workers.decode.drain()
+            assert [len(await router.rest(ticket)) for ticket in tickets] == [99, 99]
+            assert workers.all_free()
+
+    run(scenario())
+
+
+def test_a_lost_router_takes_its_preempted_streams_along(two_workers: Factory) -> None:
+    async def scenario() -> None:
+        async with two_workers(TIGHT) as workers:
+            staying, leaving = await workers.router(), await workers.router()
+            ticket = await started(staying, prompt_of(90), endless(140))
+            for n in range(2):
+                await started(leaving, prompt_of(50, n), endless(180))
+            await workers.until(lambda: workers.decode.load().num_preemptions > 0)
+            leaving.prefill.close()
+            leaving.decode.close()
+            assert len(await staying.rest(ticket)) == 139
+            await workers.until(workers.all_free)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_cancels_among_preempted_streams_leak_nothing(two_workers: Factory, reference: Reference, seed: int) -> None:
+    async def scenario() -> None:
+        rng = random.Random(seed)
+        async with two_workers(TIGHT) as workers:
+            router = await workers.router()
+            survivors = 0
+
+            async def one(number: int) -> None:
+                nonlocal survivors
+                prompt, count = prompt_of(rng.randrange(1, 60), number), rng.randrange(40, 150)
+                try:
+                    async with asyncio.timeout(rng.choice([None, rng.random()])):
+                        answer = await insist(router, prompt, greedy(count), str(number))
+                except TimeoutError:
+                    router.cancel(str(number))
+                except TandemError:
+                    pass
+                else:
+                    assert answer == reference(prompt, count)
+                    survivors += 1
+
+            await asyncio.gather(*(one(number) for number in range(10)))
+            await workers.until(workers.all_free)
+            assert survivors
+
+    run(scenario())

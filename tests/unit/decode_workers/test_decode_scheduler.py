@@ -1,0 +1,274 @@
+"""Whatever comes, goes and runs out of blocks, every stream says what it would have said alone, and none waits for ever."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from decode_workers.ledger import Ledger, TicketEntry
+from decode_workers.scheduler import DecodeScheduler, Stream
+from engine.batch import Chunk
+from engine.block_manager import BlockManager
+from protocol.messages import SamplingParams
+from protocol.ticket import TicketState
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 12
+MAX_BATCH_SIZE = 4
+CUT = 6
+"""No multiple of the block size, so that chunks end inside of blocks."""
+LEASE_S = 10.0
+ROUTERS = [b"router-1", b"router-2"]
+
+
+def say(context: list[int], seed: int) -> int:
+    """The model: what follows depends on every token before it."""
+    return hash((tuple(context), seed)) % 1000
+
+
+class Engine:
+    """A paged KV cache in which each slot remembers the token it was written for, and what came before that."""
+
+    def __init__(self) -> None:
+        self.slots: dict[int, tuple[int, int]] = {}
+
+    def write(self, block_table: list[int], token_ids: list[int], start: int) -> None:
+        for position in range(start, len(token_ids)):
+            before = hash(tuple(token_ids[:position]))
+            self.slots[block_table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE] = token_ids[position], before
+
+    def read(self, block_table: list[int], num_tokens: int) -> list[int]:
+        context: list[int] = []
+        for position in range(num_tokens):
+            token_id, before = self.slots[block_table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE]
+            assert before == hash(tuple(context)), "somebody else wrote into this context"
+            context.append(token_id)
+        return context
+
+    def compute(self, chunk: Chunk) -> int | None:
+        table = list(chunk.block_table)
+        self.write(table, self.read(table, chunk.start) + list(chunk.token_ids), chunk.start)
+        return None if chunk.sampling is None else say(self.read(table, chunk.end), chunk.sampling.seed)
+
+
+@dataclass
+class Request:
+    entry: TicketEntry
+    sampling: SamplingParams
+    stream: Stream | None = None
+    finished: bool = False
+
+    @property
+    def ticket_id(self) -> int:
+        return self.entry.ticket_id
+
+    def alone(self, num_tokens: int) -> list[int]:
+        """Prompt and answer of an undisturbed run."""
+        token_ids = list(self.entry.token_ids)
+        while len(token_ids) < num_tokens:
+            token_ids.append(say(token_ids, self.sampling.seed))
+        return token_ids
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Scheduler and ledger as the worker drives them, with a pool that holds about three answers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.blocks = BlockManager(NUM_BLOCKS)
+        self.ledger = Ledger(
+            self.blocks,
+            BLOCK_SIZE,
+            BLOCK_SIZE,
+            LEASE_S,
+            lambda: self.now,
+            on_committed=lambda entry: None,
+            on_failed=lambda entry: self.scheduler.remove(entry.ticket_id),
+            on_settled=lambda: None,
+        )
+        self.scheduler = DecodeScheduler(self.ledger, MAX_BATCH_SIZE, CUT)
+        self.engine = Engine()
+        self.requests: list[Request] = []
+        self.attached: list[Request] = []
+        """In this order; those that have left included."""
+        self.step: list[tuple[Request, Chunk]] = []
+
+    def _live(self, *states: TicketState) -> list[Request]:
+        return [request for request in self.requests if request.entry.state in states]
+
+    # -- what may happen at any moment, also during a step -----------------------------------------------------------
+
+    @rule(owner=st.sampled_from(ROUTERS), prompt=st.integers(1, 20), answer=st.integers(2, 29), copies=st.integers(1, 4))
+    def arrive(self, owner: bytes, prompt: int, answer: int, copies: int) -> None:
+        for _ in range(copies):
+            number = len(self.requests)
+            waiting = self.scheduler.num_preempted
+            entry = self.ledger.reserve(owner, tuple(range(1000 * number, 1000 * number + prompt)), answer)
+            assert entry is None or not waiting, "a new ticket overtook a preempted stream"
+            if entry is not None:
+                self.requests.append(Request(entry, SamplingParams(seed=number, max_tokens=answer)))
+
+    @rule(data=st.data())
+    def hand_over(self, data: st.DataObject) -> None:
+        if found := self._live(TicketState.RESERVED):
+            self._hand_over(data.draw(st.sampled_from(found)))
+
+    def _hand_over(self, request: Request) -> None:
+        entry, num_tokens = request.entry, len(request.entry.token_ids)
+        assert self.ledger.begin_push(b"prefill", entry.ticket_id, entry.transfer_id, 0, num_tokens)
+        self.engine.write(entry.block_table, list(entry.token_ids), 0)
+        self.ledger.end_push(entry.ticket_id, num_tokens, ok=True)
+        assert self.ledger.commit(entry.ticket_id, entry.transfer_id, num_tokens)
+
+    @rule(data=st.data())
+    def attach(self, data: st.DataObject) -> None:
+        if found := self._live(TicketState.COMMITTED):
+            self._attach(data.draw(st.sampled_from(found)))
+
+    def _attach(self, request: Request) -> None:
+        entry = request.entry
+        assert self.ledger.attach(entry.ticket_id) is entry
+        token_ids = request.alone(len(entry.token_ids) + 1)
+        request.stream = Stream(
+            entry.ticket_id, entry.owner, entry.block_table, request.sampling, token_ids, 1, len(entry.token_ids)
+        )
+        self.scheduler.add(request.stream)
+        self.attached.append(request)
+
+    @rule()
+    def start_all(self) -> None:
+        """Whatever has a ticket joins the batch."""
+        for request in self._live(TicketState.RESERVED):
+            self._hand_over(request)
+        for request in self._live(TicketState.COMMITTED):
+            self._attach(request)
+
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        if self.requests:
+            ticket_id = data.draw(st.sampled_from(self.requests)).ticket_id
+            self.scheduler.remove(ticket_id)
+            self.ledger.release(ticket_id)
+
+    @rule(peer=st.sampled_from([*ROUTERS, b"prefill"]))
+    def peer_lost(self, peer: bytes) -> None:
+        self.ledger.peer_lost(peer)
+
+    @rule(seconds=st.floats(0, 2 * LEASE_S))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.ledger.expire()
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    @rule()
+    def begin_step(self) -> None:
+        if self.step:
+            return
+        attached = self._live(TicketState.ATTACHED)
+        oldest = next((request for request in self.attached if request in attached and not request.entry.preempted), None)
+        by_stream = {request.stream: request for request in attached}
+        self.step = [(by_stream[stream], self.scheduler.chunk(stream)) for stream in self.scheduler.plan()]
+        assert len(self.step) <= MAX_BATCH_SIZE
+        assert sum(chunk.sampling is None for _, chunk in self.step) <= 1, "at most one chunk is recomputed in a step"
+        assert oldest is None or not oldest.entry.preempted, "the oldest goes on"
+        if attached and not self._live(TicketState.RESERVED, TicketState.COMMITTED):
+            assert self.step, "nothing that could free a block is under way, and nothing is computed"
+        self.ledger.begin_step([request.ticket_id for request, _ in self.step])
+
+    @rule()
+    def end_step(self) -> None:
+        step, self.step = self.step, []
+        for request, chunk in step:
+            token_id = self.engine.compute(chunk)
+            stream = request.stream
+            assert stream is not None
+            if stream.ticket_id in self.scheduler:
+                self.scheduler.computed(stream, chunk)
+                if token_id is not None:
+                    self._emit(request, stream, token_id)
+        self.ledger.end_step([request.ticket_id for request, _ in step])
+
+    def _emit(self, request: Request, stream: Stream, token_id: int) -> None:
+        stream.append(token_id)
+        assert stream.token_ids == request.alone(len(stream.token_ids)), "not what it says when it is alone"
+        if stream.num_generated == request.sampling.max_tokens:
+            request.finished = True
+            self.scheduler.remove(stream.ticket_id)
+            self.ledger.release(stream.ticket_id)
+
+    @invariant()
+    def books_balance(self) -> None:
+        self.ledger.check_integrity()
+        assert len(self.scheduler) == len(self._live(TicketState.ATTACHED))
+
+    def teardown(self) -> None:
+        """No more comes: everything that has a ticket finishes, and then every block is free."""
+        self.end_step()
+        self.start_all()
+        attached = self._live(TicketState.ATTACHED)
+        for _ in range(2 * sum(request.sampling.max_tokens for request in attached)):
+            self.begin_step()
+            self.books_balance()
+            self.end_step()
+        assert all(request.finished for request in attached), "a stream starves"
+        assert len(self.ledger) == 0
+        assert self.blocks.num_free == NUM_BLOCKS
+
+
+SchedulerMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=50)
+TestDecodeScheduler = SchedulerMachine.TestCase
+
+
+class Crowd:
+    """Streams of a 4-token prompt each that are attached at once and then run to their ends."""
+
+    def __init__(self, num_streams: int, max_tokens: int) -> None:
+        self.world = SchedulerMachine()
+        self.world.arrive(b"router-1", BLOCK_SIZE, max_tokens, num_streams)
+        self.world.start_all()
+        self.requests = self.world.requests
+
+    def step(self) -> list[tuple[int, int, bool]]:
+        """One step: for each chunk its ticket, its number of tokens and whether it samples."""
+        self.world.begin_step()
+        planned = [(request.ticket_id, len(chunk.token_ids), chunk.sampling is not None) for request, chunk in self.world.step]
+        self.world.end_step()
+        return planned
+
+
+def test_the_youngest_gives_way_and_comes_back_beside_the_others() -> None:
+    crowd = Crowd(4, 30)
+    assert [request.ticket_id for request in crowd.requests] == [1, 2, 3, 4], "two blocks each, and four free"
+    scheduler = crowd.world.scheduler
+    while not scheduler.preemptions:
+        assert [ticket_id for ticket_id, *_ in crowd.step()][:3] == [1, 2, 3]
+    assert [request.entry.preempted for request in crowd.requests] == [False, False, False, True]
+    assert scheduler.num_preempted == 1
+    while not scheduler.recomputed_tokens:
+        planned = crowd.step()
+    assert planned[-1][0] > 1
+    assert planned[-1][1:] == (CUT, False)
+    assert all(rest[1:] == (1, True) for rest in planned[:-1])
+    while len(scheduler):
+        crowd.step()
+    assert scheduler.preemptions > 1
+    assert crowd.world.blocks.num_free == NUM_BLOCKS
+
+
+def test_alone_and_with_nothing_free_the_oldest_waits_for_tickets_that_come_or_go() -> None:
+    crowd = Crowd(1, 30)
+    world = crowd.world
+    world.arrive(b"router-2", 20, 2, 1)
+    world.arrive(b"router-2", 1, 2, 1)
+    pending = [request.ticket_id for request in world.requests[1:]]
+    assert len(pending) == 2
+    assert [len(planned) for planned in iter(crowd.step, [])] == [1] * 16, "five blocks have 20 slots"
+    assert world.blocks.num_free == 0
+    assert world.scheduler.preemptions == 0
+    world.ledger.release(pending[0])
+    assert crowd.step() == [(1, 1, True)]

@@ -1,0 +1,226 @@
+"""The native operators against torch's, the same bits in any company, and what happens where they can't be had."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from configs.facts import ModelFacts
+from engine.batch import Chunk, ForwardBatch
+from engine.kernels.quantized import quantize
+from engine.kernels.rope import inverse_frequencies
+from engine.kv_pool import KVPool
+from engine.model_runner import ModelRunner
+from engine.models.weights import WeightFormat
+from engine.native import build
+from engine.native.library import NativeLibrary
+from engine.native.matrix import QuantizedMatrix
+from engine.operators.native_step import NativeStep
+from engine.operators.torch_step import TorchStep
+from protocol.messages import SamplingParams
+
+LIBRARY = NativeLibrary.load(1)
+NATIVE = pytest.mark.skipif(LIBRARY is None, reason="needs AVX-512 with bfloat16 and a C++ compiler")
+HEADS = [(9, 3, 64), (8, 8, 64), (14, 2, 64), (16, 8, 128), (5, 1, 128)]
+"""Query heads, key/value heads, head size: groups of 3, 1, 7, 2 and 5."""
+SAMPLING = SamplingParams(seed=0, max_tokens=1)
+
+
+def library(threads: int = 1) -> NativeLibrary:
+    loaded = NativeLibrary.load(threads)
+    assert loaded is not None
+    return loaded
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def a_pool(kv_heads: int, size: int, block_size: int) -> KVPool:
+    pool = KVPool(
+        num_layers=1,
+        num_blocks=4096 // block_size,
+        block_size=block_size,
+        num_kv_heads=kv_heads,
+        head_dim=size,
+        dtype=torch.bfloat16,
+    )
+    pool.data.normal_()
+    return pool
+
+
+def attended(pool: KVPool, q_TNH: Tensor, table: Tensor, start: int) -> Tensor:
+    """The same in float64, from a dense copy of the context."""
+    tokens, heads, size = q_TNH.shape
+    slots = (table[:, None] * pool.block_size + torch.arange(pool.block_size)).view(-1)[: start + tokens]
+    k, v = (half.double().repeat_interleave(heads // half.shape[1], dim=1) for half in pool.layer_slots(0)[:, slots])
+    scores = torch.einsum("tnh,lnh->ntl", q_TNH.double(), k) / math.sqrt(size)
+    later = torch.arange(start + tokens) > torch.arange(start, start + tokens)[:, None]
+    return torch.einsum("ntl,lnh->tnh", scores.masked_fill_(later, -math.inf).softmax(-1), v)
+
+
+@NATIVE
+@pytest.mark.parametrize("block_size", [8, 16, 64])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), HEADS)
+def test_attention_is_that_of_the_formula(heads: int, kv_heads: int, size: int, block_size: int) -> None:
+    torch.manual_seed(0)
+    pool = a_pool(kv_heads, size, block_size)
+    for start, tokens in ((0, 2), (0, 100), (37, 90), (500, 64), (1000, 17)):
+        table = torch.randperm(pool.num_blocks)[: -(-(start + tokens) // block_size)]
+        unused = torch.ones(pool.num_blocks, dtype=torch.bool).index_fill_(0, table, False)
+        pool.data[:, :, unused] = math.nan  # what other owners leave behind must not matter
+        pool.data[0, :, table[-1], (start + tokens - 1) % block_size + 1 :] = math.nan
+        qkv_TA = torch.randn(tokens, (heads + 2 * kv_heads) * size).bfloat16()
+        expected = attended(pool, qkv_TA.view(tokens, -1, size)[:, :heads], table, start)
+        out = torch.empty(tokens, heads, size, dtype=torch.bfloat16)
+        library().prefill_attention(qkv_TA, pool.layer_slots(0), table, start, block_size, out)
+        assert relative_error(out, expected) < 5e-3
+        singles = torch.empty(1, heads, size, dtype=torch.bfloat16)
+        ends = torch.tensor([start + tokens])
+        library().decode_attention(qkv_TA[-1:], pool.layer_slots(0), table[None], ends, block_size, singles)
+        assert relative_error(singles[0], expected[-1]) < 5e-3
+        pool.data.normal_()
+
+
+@NATIVE
+def test_a_sequence_has_the_same_bits_in_any_company() -> None:
+    torch.manual_seed(1)
+    pool = a_pool(3, 64, 16)
+    lengths = torch.tensor([1, 16, 17, 128, 129, 300, 640])
+    tables = torch.stack([torch.randperm(256)[:40] for _ in lengths])
+    qkv_BA = torch.randn(len(lengths), 15 * 64).bfloat16()
+    together = torch.empty(len(lengths), 9, 64, dtype=torch.bfloat16)
+    library(2).decode_attention(qkv_BA, pool.layer_slots(0), tables, lengths, 16, together)
+    for i in range(len(lengths)):
+        alone = torch.empty(1, 9, 64, dtype=torch.bfloat16)
+        one = slice(i, i + 1)
+        library(1).decode_attention(qkv_BA[one], pool.layer_slots(0), tables[one, :40].contiguous(), lengths[one], 16, alone)
+        assert torch.equal(alone[0], together[i])
+
+
+@NATIVE
+def test_norm_adds_in_place() -> None:
+    torch.manual_seed(2)
+    x, delta, weight = torch.randn(37, 576).bfloat16(), torch.randn(37, 576).bfloat16(), torch.randn(576).bfloat16()
+    total = x + delta
+    out, again = torch.empty_like(x), torch.empty_like(x)
+    library().add_rms_norm(x, delta, weight, 1e-5, out)
+    assert torch.equal(x, total)
+    assert relative_error(out, F.rms_norm(total.float(), (576,), weight.float(), 1e-5)) < 3e-3
+    library().add_rms_norm(total, None, weight, 1e-5, again)
+    assert torch.equal(again, out)
+
+
+@NATIVE
+def test_swiglu_has_no_overflow() -> None:
+    torch.manual_seed(3)
+    gate_up = torch.cat((torch.randn(5, 96) * 30, torch.randn(5, 96)), dim=1).bfloat16()
+    gate_up[0, :4] = torch.tensor([-3e38, 3e38, 0.0, -0.0])
+    gate, up = gate_up.double().chunk(2, dim=1)
+    out = torch.empty(5, 96, dtype=torch.bfloat16)
+    library().swiglu(gate_up, out)
+    assert torch.isfinite(out).all()
+    assert relative_error(out[1:], (F.silu(gate) * up)[1:]) < 3e-3
+
+
+@NATIVE
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (96, 160), (576, 1536)])
+def test_quantized_products_lose_nothing_but_the_result_s_rounding(outputs: int, inputs: int, bits: int) -> None:
+    torch.manual_seed(4)
+    weight = quantize(torch.randn(outputs, inputs), bits)
+    x = torch.randn(19, inputs).bfloat16()
+    y, expected = QuantizedMatrix(weight, library())(x), x.double() @ weight.dequantize(torch.float64).T
+    assert relative_error(y, expected) < 2e-3
+    for rows in range(1, 19):
+        assert torch.equal(QuantizedMatrix(weight, library(2))(x[:rows]), y[:rows])
+
+
+@NATIVE
+def test_a_step_is_the_same_as_torch_s(smollm2_facts: ModelFacts) -> None:
+    """Mixed prompts and single tokens, through store and attend."""
+    torch.manual_seed(5)
+    blocks = torch.randperm(256).tolist()
+    chunks = [
+        Chunk([1] * 40, 0, blocks[:3], SAMPLING, 0),
+        Chunk([1], 200, blocks[3:16], SAMPLING, 0),
+        Chunk([1] * 20, 100, blocks[16:24], None, 0),
+        Chunk([1], 7, blocks[24:25], SAMPLING, 0),
+    ]
+    batch = ForwardBatch.build(chunks, 16)
+    qkv_TA = torch.randn(62, 15 * 64).bfloat16()
+    frequencies = inverse_frequencies(64, 100_000.0)
+    first, second = a_pool(3, 64, 16), a_pool(3, 64, 16)
+    second.data.copy_(first.data)
+    native = NativeStep(smollm2_facts, batch, first, frequencies, library())
+    plain = TorchStep(smollm2_facts, batch, second, frequencies)
+    one, other = qkv_TA.clone(), qkv_TA.clone()
+    native.store(0, one)
+    plain.store(0, other)
+    assert relative_error(first.data, second.data) < 2e-3
+    assert relative_error(native.attend(0, one), plain.attend(0, other)) < 1e-2
+
+
+def test_no_compiler_means_no_library(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    if LIBRARY is None:
+        pytest.skip("the processor has no use for one")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with caplog.at_level(logging.WARNING):
+        assert build.load_library.__wrapped__() is None
+    assert "no C++ compiler" in caplog.text
+
+
+@NATIVE
+def test_a_compiler_that_fails_is_told_and_survived(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    broken = tmp_path / "c++"
+    broken.write_text("#!/bin/sh\ncase $1 in --version) echo mine;; *) echo 'no space left' >&2; exit 1;; esac\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
+    with caplog.at_level(logging.WARNING):
+        assert build.load_library.__wrapped__() is None
+    assert "no space left" in caplog.text
+    assert list((tmp_path / "cache" / "native").glob("*.so")) == []
+
+
+@NATIVE
+def test_the_library_is_built_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))
+    assert build.load_library.__wrapped__() is not None
+    (built,) = (tmp_path / "native").glob("*.so")
+    written = built.stat().st_mtime_ns
+    assert build.load_library.__wrapped__() is not None
+    assert built.stat().st_mtime_ns == written
+
+
+@NATIVE
+def test_deterministic_answers_do_not_depend_on_company(smollm2_facts: ModelFacts, generate: Any) -> None:
+    runner = ModelRunner.load(smollm2_facts, dtype="bfloat16", block_size=16, num_kv_tokens=16_384, deterministic=True)
+    sampling = SamplingParams(seed=3, max_tokens=8, temperature=0.8, num_logprobs=5)
+    prompts = [[(31 * i * (k + 1) + k) % 49_000 + 17 for i in range(5 + 37 * k % 300)] for k in range(24)]
+    together = generate(runner, prompts, [sampling] * len(prompts), chunk_tokens=128)
+    for k in (0, 7, 23):
+        assert generate(runner, [prompts[k]], [sampling], chunk_tokens=128)[0] == together[k]
+
+
+@NATIVE
+def test_a_matrix_that_makes_no_records_stays_bfloat16() -> None:
+    """A vocabulary of 211 is no multiple of 16 outputs."""
+    weights = WeightFormat(torch.bfloat16, "int8", deterministic=False, library=library())
+    dense, x = torch.randn(211, 64), torch.randn(2, 64).bfloat16()
+    rounded = weights.quantized([], dense, 8)
+    assert rounded is not None
+    y = weights.linear(dense, None, rounded)(x)
+    assert relative_error(y, x.double() @ dense.double().T) < 1e-2
