@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ CONFIG = ClusterConfig.model_validate(
     }
 )
 PROMPT = prompt_of(500)
+OTHERS_PROMPT = prompt_of(60, 9)
+BUSY_PROMPTS = [prompt_of(90, n) for n in range(6)]
 PHASES = ["idle", "pushing", "handed over"]
 EVERY_CASE = pytest.mark.parametrize(
     ("transport", "how", "phase"),
@@ -112,10 +115,22 @@ async def reach(scene: Scene, router: ScriptedRouter, phase: str) -> asyncio.Tas
     return task
 
 
-async def lose(scene: Scene, transport: TransportName, how: signal.Signals, phase: str, reference: Reference) -> None:
+@dataclass
+class Answers:
+    """What the others should hear. Computed before anything runs: it would keep the loop from renewing leases."""
+
+    others: list[int]
+    busy: list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def answers(reference: Reference) -> Answers:
+    return Answers(reference(OTHERS_PROMPT, 6), [reference(prompt, 30) for prompt in BUSY_PROMPTS])
+
+
+async def lose(scene: Scene, transport: TransportName, how: signal.Signals, phase: str, answers: Answers) -> None:
     victims, others = await scene.router(scene.victim), await scene.router(scene.other)
-    others_prompt = prompt_of(60, 9)
-    assert await others.generate(others_prompt, greedy(6)) == reference(others_prompt, 6)
+    assert await others.generate(OTHERS_PROMPT, greedy(6)) == answers.others
     request = await reach(scene, victims, phase)
     assert phase != "pushing" or not request.done()
     scene.victim.signal(how)
@@ -126,17 +141,19 @@ async def lose(scene: Scene, transport: TransportName, how: signal.Signals, phas
         victims.decode.send(Release(ticket_id=_newest_ticket(scene)))
     await freed
     assert time.monotonic() - began < LEASE_S + SLACK_S
-    assert await others.generate(others_prompt, greedy(6), cache_salt=phase) == reference(others_prompt, 6)
+    assert await others.generate(OTHERS_PROMPT, greedy(6), cache_salt=phase) == answers.others
     request.cancel()
     with contextlib.suppress(asyncio.CancelledError, TandemError):
         await request
     if how is signal.SIGSTOP:
         # It wakes up in the middle of what it did, while another request has taken over the blocks.
-        busy = [asyncio.create_task(others.generate(prompt_of(90, n), greedy(30), str(n), "awake")) for n in range(6)]
+        busy = [
+            asyncio.create_task(others.generate(prompt, greedy(30), str(n), "awake")) for n, prompt in enumerate(BUSY_PROMPTS)
+        ]
         scene.victim.signal(signal.SIGCONT)
-        assert await asyncio.gather(*busy) == [reference(prompt_of(90, n), 30) for n in range(6)]
+        assert await asyncio.gather(*busy) == answers.busy
         again = await scene.router(scene.victim)
-        assert await again.generate(others_prompt, greedy(6)) == reference(others_prompt, 6)
+        assert await again.generate(OTHERS_PROMPT, greedy(6)) == answers.others
     await until(scene.free, LEASE_S + SLACK_S)
     if how is signal.SIGKILL and scene.here.me.role is Role.DECODE and transport == "shared_memory":
         await until(lambda: Path("/proc/self/maps").read_text().count("memfd:tandem-kv") == 1, LEASE_S + SLACK_S)
@@ -148,11 +165,11 @@ def _newest_ticket(scene: Scene) -> int:
 
 @EVERY_CASE
 def test_a_lost_prefill_worker_leaves_decode_free(
-    small_model: ModelFacts, reference: Reference, transport: TransportName, how: signal.Signals, phase: str
+    small_model: ModelFacts, answers: Answers, transport: TransportName, how: signal.Signals, phase: str
 ) -> None:
     async def scenario() -> None:
         async with scene(Role.DECODE, small_model, transport) as here:
-            await lose(here, transport, how, phase, reference)
+            await lose(here, transport, how, phase, answers)
             here.here.ledger.check_integrity()
 
     run(scenario())
@@ -160,11 +177,11 @@ def test_a_lost_prefill_worker_leaves_decode_free(
 
 @EVERY_CASE
 def test_a_lost_decode_worker_leaves_prefill_free(
-    small_model: ModelFacts, reference: Reference, transport: TransportName, how: signal.Signals, phase: str
+    small_model: ModelFacts, answers: Answers, transport: TransportName, how: signal.Signals, phase: str
 ) -> None:
     async def scenario() -> None:
         async with scene(Role.PREFILL, small_model, transport) as here:
-            await lose(here, transport, how, phase, reference)
+            await lose(here, transport, how, phase, answers)
             here.here.check_integrity()
 
     run(scenario())
