@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Positive = Annotated[int, Field(gt=0)]
 Text = Annotated[str, Field(min_length=1)]
+TransportName = Literal["auto", "shared_memory", "gloo"]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 
@@ -82,7 +83,8 @@ class ClusterConfig(_Section):
     """Shortens the model's own context."""
     block_size: Literal[8, 16, 32, 64] = 16
     """Tokens per KV block."""
-    transport: Literal["gloo"] = "gloo"
+    transport: TransportName = "auto"
+    """How KV goes from prefill to decode. auto: shared memory within a host, gloo between hosts."""
     http: HttpConfig = HttpConfig()
     prefill: PrefillConfig = PrefillConfig()
     decode: DecodeConfig = DecodeConfig()

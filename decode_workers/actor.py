@@ -10,7 +10,7 @@ from configs.models import resolve_for
 from configs.schema import ClusterConfig
 from decode_workers.worker import DecodeWorker
 from engine.model_runner import ModelRunner
-from kv_transfer.gloo import GlooTransport
+from kv_transfer.choice import receiving_transports
 from protocol.actor import WorkerActor
 from protocol.messages import Role, WorkerRef
 from protocol.wire import WireServer
@@ -33,9 +33,10 @@ class DecodeActor(WorkerActor):
         setup_logging(self._worker_id)
         torch.set_num_threads(self._threads)
         runner = await asyncio.to_thread(self._load)
+        transports = receiving_transports(self._config.transport, self._host)
         server = WireServer(self._secret, self._host)
         me = WorkerRef(self._worker_id, self._epoch, Role.DECODE, server.address)
-        return DecodeWorker(me, runner, server, GlooTransport(self._host), self._config)
+        return DecodeWorker(me, runner, server, transports, self._config)
 
     def _load(self) -> ModelRunner:
         config = self._config

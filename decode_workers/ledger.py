@@ -20,9 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-import xxhash
-
 from engine.block_manager import BlockManager
+from kv_transfer.fingerprint import BlockFingerprints
 from protocol.ticket import TicketState, check_transition, reserved_tokens
 
 
@@ -49,7 +48,7 @@ class TicketEntry:
     """The engine is computing a step that writes into its blocks."""
     source: bytes | None = None
     """Wire identity of the prefill worker that fills it."""
-    fingerprint: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
+    fingerprints: BlockFingerprints = field(default_factory=BlockFingerprints)
     """Of what has arrived so far."""
 
     @property
@@ -161,10 +160,10 @@ class Ledger:
             self._fail(entry, TicketState.ABORTED)
         self._settle(entry)
 
-    def fingerprint(self, ticket_id: int, transfer_id: int) -> bytes | None:
-        """Of what has arrived for this transfer; None if the ticket is gone."""
+    def fingerprints(self, ticket_id: int, transfer_id: int) -> bytes | None:
+        """Of each block that has arrived for this transfer; None if the ticket is gone."""
         entry = self._of_transfer(ticket_id, transfer_id)
-        return None if entry is None else entry.fingerprint.digest()
+        return None if entry is None else entry.fingerprints.digest()
 
     def commit(self, ticket_id: int, transfer_id: int, num_tokens: int) -> bool:
         """Close a transfer whose fingerprint was checked. False: something is missing or the ticket is gone."""

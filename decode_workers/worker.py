@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 
 from configs.schema import ClusterConfig
 from decode_workers.books import decode_books
@@ -21,8 +22,9 @@ from decode_workers.step_loop import StepLoop
 from engine.block_manager import BlockManager
 from engine.engine_thread import EngineThread
 from engine.model_runner import ModelRunner
+from kv_transfer.pool_view import PoolView
 from kv_transfer.receiver import ReceivingPair, TransferStats
-from kv_transfer.transport import Transport
+from kv_transfer.transport import ReceiveTransport
 from protocol.audit import Audit
 from protocol.endpoint import Endpoint
 from protocol.errors import InvalidRequestError, KvTransferError, OverloadedError, TandemError
@@ -53,7 +55,12 @@ class DecodeWorker:
     """One decode worker without Ray. `run` serves until cancelled."""
 
     def __init__(
-        self, me: WorkerRef, runner: ModelRunner, server: WireServer, transport: Transport, config: ClusterConfig
+        self,
+        me: WorkerRef,
+        runner: ModelRunner,
+        server: WireServer,
+        transports: Sequence[ReceiveTransport],
+        config: ClusterConfig,
     ) -> None:
         self.me = me
         self._limits = config.limits
@@ -61,7 +68,8 @@ class DecodeWorker:
         self._pool = runner.pool
         self._layout = runner.layout()
         self._vocab_size = runner.facts.vocab_size
-        self._transport = transport
+        self._transports = transports
+        self._pool_view = PoolView(runner.pool.layers())
         self._blocks = BlockManager(runner.pool.num_blocks)
         self.ledger = Ledger(
             self._blocks,
@@ -260,12 +268,12 @@ class DecodeWorker:
             prefill,
             self.ledger,
             self._layout,
-            self._pool.layer_slots,
+            self._pool_view,
             lambda answer: self._endpoint.send(prefill, answer),
             self.transfer_stats,
         )
         self._pairs[prefill] = pair
-        pair.open(message, self.me, self._transport, self._limits.lease_s)
+        pair.open(message, self.me, self._transports, self._limits.lease_s)
 
     def _announce(self, prefill: bytes, message: PushAnnounce) -> None:
         pair = self._pairs.get(prefill)

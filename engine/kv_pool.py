@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import mmap
 import os
+import sys
+import weakref
 from pathlib import Path
 
 import torch
@@ -18,20 +22,40 @@ _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory
 
 
 class KVPool:
-    """`data` is [layers, 2 (K, V), blocks, block size, KV heads, head size]. Its memory is touched only when written."""
+    """`data` is [layers, 2 (K, V), blocks, block size, KV heads, head size]. Its memory is touched only when written.
+
+    A `shared` pool lies in a memfd, `memory_fd`, which other processes of this host can be given to read; elsewhere than on
+    Linux there is no such thing and `memory_fd` is None.
+    """
 
     def __init__(
-        self, *, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+        self,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        shared: bool = False,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype
-        self.data = torch.empty((num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim), dtype=dtype)
+        shape = torch.Size((num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim))
+        self.memory_fd = _memory_file(shape.numel() * dtype.itemsize) if shared else None
+        if self.memory_fd is None:
+            self.data = torch.empty(shape, dtype=dtype)
+        else:
+            weakref.finalize(self, os.close, self.memory_fd)
+            self.data = torch.frombuffer(mmap.mmap(self.memory_fd, 0), dtype=dtype).view(shape)
         self._gathered = torch.empty(0, dtype=dtype)
         self._layer_slots = [self.data[layer].flatten(1, 2) for layer in range(num_layers)]
 
     @classmethod
-    def for_model(cls, facts: ModelFacts, num_tokens: int, block_size: int, dtype: torch.dtype) -> KVPool:
+    def for_model(
+        cls, facts: ModelFacts, num_tokens: int, block_size: int, dtype: torch.dtype, *, shared: bool = False
+    ) -> KVPool:
         """A pool of `num_tokens` (rounded down to whole blocks). Raises ConfigError if it is empty or can't fit."""
         if block_size < 1 or num_tokens < block_size:
             raise ConfigError(f"{num_tokens} tokens of KV cache do not make one block of {block_size}", param="kv_cache_tokens")
@@ -50,11 +74,16 @@ class KVPool:
             num_kv_heads=facts.num_kv_heads,
             head_dim=facts.head_dim,
             dtype=dtype,
+            shared=shared,
         )
 
     def layer_slots(self, layer: int) -> Tensor:
         """A view of one layer, [2, slots, KV heads, head size]; slot = block * block size + offset."""
         return self._layer_slots[layer]
+
+    def layers(self) -> list[Tensor]:
+        """`layer_slots` of every layer."""
+        return [self.layer_slots(layer) for layer in range(len(self.data))]
 
     def gather(self, layer: int, blocks: Tensor) -> Tensor:
         """A copy of one layer's blocks, in the order given, valid until the next call: [2, tokens, KV heads, head size].
@@ -68,6 +97,17 @@ class KVPool:
         out = self._gathered[:size].view(2, len(blocks), -1)
         torch.index_select(self.data[layer].flatten(2), 1, blocks, out=out)
         return out.view(2, -1, *block_shape[1:])
+
+
+def _memory_file(size: int) -> int | None:
+    """A file in memory that no name leads to and that can't change its size; None where there is no such thing."""
+    if sys.platform != "linux":
+        return None
+    fd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.fchmod(fd, 0o600)
+    os.ftruncate(fd, size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return fd
 
 
 def _memory_bytes() -> int:

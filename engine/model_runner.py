@@ -46,17 +46,19 @@ class ModelRunner:
         dtype: DtypeName,
         block_size: int,
         num_kv_tokens: int,
+        shared_kv: bool = False,
         quantization: Quantization = "auto",
         deterministic: bool = False,
     ) -> ModelRunner:
         """Read the weights and set aside the pool, for as many threads as torch has. Raises ConfigError for what can't work.
 
-        `quantization` and `deterministic` as in `engine.models.weights.WeightFormat`.
+        A pool of `shared_kv` lies in memory that other processes can read. `quantization` and `deterministic` as in
+        `engine.models.weights.WeightFormat`.
         """
         _check_sizes(facts)
         dtype_name = resolve_dtype(dtype)
         torch_dtype = _DTYPES[dtype_name]
-        pool = KVPool.for_model(facts, num_kv_tokens, block_size, torch_dtype)
+        pool = KVPool.for_model(facts, num_kv_tokens, block_size, torch_dtype, shared=shared_kv)
         library = NativeLibrary.load(torch.get_num_threads()) if torch_dtype == torch.bfloat16 else None
         with torch.inference_mode():
             weights = load_weights(facts, WeightFormat(torch_dtype, quantization, deterministic, library))

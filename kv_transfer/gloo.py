@@ -17,8 +17,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from kv_transfer.pool_view import PoolView
 from kv_transfer.staged import StagedReceiver, StagedSender
-from kv_transfer.transport import LayerSlots, ReceiveChannel, SendChannel, TransportError
+from kv_transfer.transport import ReceiveChannel, SendChannel, TransportError
 
 _SENDER, _RECEIVER = 0, 1
 
@@ -98,16 +99,16 @@ class GlooTransport:
     def __init__(self, host: str) -> None:
         self._host = host
 
-    def connect_sender(self, exchange: Callable[[bytes], bytes], slots: LayerSlots, deadline_s: float) -> SendChannel:
+    def connect_sender(self, exchange: Callable[[bytes], bytes], pool: PoolView, deadline_s: float) -> SendChannel:
         store = _AddressStore(_SENDER, lambda mine: store.deliver(_RECEIVER, exchange(mine)), deadline_s)
-        return StagedSender(_GlooPipe(store, _SENDER, self._host, deadline_s), slots)
+        return StagedSender(_GlooPipe(store, _SENDER, self._host, deadline_s), pool)
 
     def connect_receiver(
-        self, offer: bytes, answer: Callable[[bytes], None], slots: LayerSlots, deadline_s: float
+        self, offer: bytes, answer: Callable[[bytes], None], pool: PoolView, deadline_s: float
     ) -> ReceiveChannel:
         store = _AddressStore(_RECEIVER, answer, deadline_s)
         store.deliver(_SENDER, offer)
-        return StagedReceiver(_GlooPipe(store, _RECEIVER, self._host, deadline_s), slots)
+        return StagedReceiver(_GlooPipe(store, _RECEIVER, self._host, deadline_s), pool)
 
 
 def _first_line(error: Exception) -> str:

@@ -1,7 +1,7 @@
 """KV within one process, with faults on demand: the whole cluster can run, and fail, inside one test.
 
-`LoopbackNetwork` is what the two workers share. Its `faults` act on the bytes under way, after the sender's digest and
-before the receiver's, where a broken network card or a torn buffer would.
+`LoopbackNetwork` is what the two workers share. Its `faults` act on the bytes under way, where a broken network card or a torn
+buffer would.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kv_transfer.pool_view import PoolView
 from kv_transfer.staged import StagedReceiver, StagedSender
-from kv_transfer.transport import LayerSlots, ReceiveChannel, SendChannel, TransportError
+from kv_transfer.transport import ReceiveChannel, SendChannel, TransportError
 
 
 @dataclass
 class Faults:
-    """What goes wrong, by the running number of the payload (one payload per layer and push). None: never."""
+    """What goes wrong, by the running number of the payload (one per layer chunk). None: never."""
 
     delay_s: float = 0.0
     lose_at: int | None = None
@@ -30,6 +31,9 @@ class Faults:
     truncate_at: int | None = None
     """Half of the payload arrives; the rest is what the buffer held before."""
     swap_halves_at: int | None = None
+    swap_blocks_at: int | None = None
+    """The first two blocks of the payload change places, of which the first layer's K is enough: `block_bytes` each."""
+    block_bytes: int = 0
     die_at: int | None = None
     """The sender dies instead of sending."""
 
@@ -94,6 +98,9 @@ def _damage(payload: Tensor, number: int, faults: Faults) -> Tensor:
         payload = payload[:half]
     if number == faults.swap_halves_at:
         payload = torch.cat((payload[half:], payload[:half]))
+    if number == faults.swap_blocks_at:
+        one, two = payload[: faults.block_bytes], payload[faults.block_bytes : 2 * faults.block_bytes]
+        payload = torch.cat((two, one, payload[2 * faults.block_bytes :]))
     return payload
 
 
@@ -103,14 +110,14 @@ class LoopbackTransport:
     def __init__(self, network: LoopbackNetwork) -> None:
         self._network = network
 
-    def connect_sender(self, exchange: Callable[[bytes], bytes], slots: LayerSlots, deadline_s: float) -> SendChannel:
+    def connect_sender(self, exchange: Callable[[bytes], bytes], pool: PoolView, deadline_s: float) -> SendChannel:
         key = self._network.open()
         exchange(key)
-        return StagedSender(self._network.pipe(key, deadline_s), slots)
+        return StagedSender(self._network.pipe(key, deadline_s), pool)
 
     def connect_receiver(
-        self, offer: bytes, answer: Callable[[bytes], None], slots: LayerSlots, deadline_s: float
+        self, offer: bytes, answer: Callable[[bytes], None], pool: PoolView, deadline_s: float
     ) -> ReceiveChannel:
         pipe = self._network.pipe(offer, deadline_s)
         answer(b"")
-        return StagedReceiver(pipe, slots)
+        return StagedReceiver(pipe, pool)

@@ -2,17 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
-from torch import Tensor
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 
-def slot_ids(block_table: Sequence[int], block_size: int, start: int, num_tokens: int) -> Tensor:
-    """int64 [num_tokens]: the pool slot of each token at positions start, start + 1, ... of a sequence."""
-    positions = torch.arange(start, start + num_tokens)
-    blocks = torch.tensor(block_table, dtype=torch.int64)
-    return blocks[positions // block_size] * block_size + positions % block_size
+class Piece(NamedTuple):
+    """Tokens of a push that lie in one block."""
+
+    block: int
+    """Index in the sequence's block table."""
+    slot: int
+    """Of the first token, in the pool."""
+    length: int
+
+
+class SlotRun(NamedTuple):
+    """Neighbouring slots of a pool."""
+
+    start: int
+    length: int
+
+
+class Copy(NamedTuple):
+    """Neighbouring slots of two pools."""
+
+    source: int
+    destination: int
+    length: int
+
+
+def cut(block_table: Sequence[int], block_size: int, start: int, num_tokens: int) -> list[Piece]:
+    """Tokens [start, start + num_tokens) of a sequence, cut at its block borders."""
+    end = start + num_tokens
+    found = []
+    while start < end:
+        block, offset = divmod(start, block_size)
+        count = min(block_size - offset, end - start)
+        found.append(Piece(block, block_table[block] * block_size + offset, count))
+        start += count
+    return found
+
+
+def slot_runs(pieces: Iterable[Piece]) -> list[SlotRun]:
+    """The slots of some pieces, in order, as the fewest runs."""
+    runs: list[SlotRun] = []
+    for piece in pieces:
+        if runs and sum(runs[-1]) == piece.slot:
+            runs[-1] = SlotRun(runs[-1].start, runs[-1].length + piece.length)
+        else:
+            runs.append(SlotRun(piece.slot, piece.length))
+    return runs
+
+
+def copies(sources: Sequence[SlotRun], destinations: Sequence[SlotRun]) -> Iterator[Copy]:
+    """Runs of slots to copy, in order. Both sides have as many tokens."""
+    source_at = source_used = 0
+    for start, count in destinations:
+        done = 0
+        while done < count:
+            source = sources[source_at]
+            step = min(count - done, source.length - source_used)
+            yield Copy(source.start + source_used, start + done, step)
+            done += step
+            source_used += step
+            if source_used == source.length:
+                source_at, source_used = source_at + 1, 0
 
 
 MIN_MESSAGE_BYTES = 1024 * 1024

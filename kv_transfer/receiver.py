@@ -11,17 +11,19 @@ into the quarantined blocks. When the channel breaks, every push on it ends as f
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
-import xxhash
-
-from kv_transfer.plan import layer_groups, slot_ids
-from kv_transfer.transport import LayerSlots, ReceiveChannel, Segment, Transport, TransportError
-from protocol.errors import IncompatiblePeerError, KvTransferError, TandemError, WorkerLostError
+from kv_transfer.fingerprint import BlockFingerprints, first_difference
+from kv_transfer.plan import cut, layer_groups, slot_runs
+from kv_transfer.pool_view import PoolView, Slots
+from kv_transfer.rendezvous import check
+from kv_transfer.transport import ReceiveChannel, ReceiveTransport, TransportError
+from protocol.errors import KvTransferError, TandemError, TransportUnavailableError
 from protocol.messages import (
     Committed,
     Failed,
@@ -46,7 +48,7 @@ class Destination(Protocol):
     def block_table(self) -> Sequence[int]: ...
 
     @property
-    def fingerprint(self) -> xxhash.xxh3_128: ...
+    def fingerprints(self) -> BlockFingerprints: ...
 
 
 class TransferBooks(Protocol):
@@ -58,7 +60,7 @@ class TransferBooks(Protocol):
 
     def end_push(self, ticket_id: int, num_tokens: int, ok: bool) -> None: ...
 
-    def fingerprint(self, ticket_id: int, transfer_id: int) -> bytes | None: ...
+    def fingerprints(self, ticket_id: int, transfer_id: int) -> bytes | None: ...
 
     def commit(self, ticket_id: int, transfer_id: int, num_tokens: int) -> bool: ...
 
@@ -87,14 +89,14 @@ class ReceivingPair:
         source: bytes,
         books: TransferBooks,
         layout: KvLayout,
-        slots: LayerSlots,
+        pool: PoolView,
         send: Callable[[object], None],
         stats: TransferStats,
     ) -> None:
         self._source = source
         self._books = books
         self._layout = layout
-        self._slots = slots
+        self._pool = pool
         self._send = send
         self._stats = stats
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-receive")
@@ -103,10 +105,10 @@ class ReceivingPair:
         self._channel: ReceiveChannel | None = None
         self._closed = False
 
-    def open(self, message: PairOpen, me: WorkerRef, transport: Transport, lease_s: float) -> None:
+    def open(self, message: PairOpen, me: WorkerRef, transports: Sequence[ReceiveTransport], lease_s: float) -> None:
         """Start to connect; the answer goes out when our address is known. Refuses what does not fit."""
         try:
-            self._check(message, me, transport)
+            transport = check(message, me, self._layout, transports)
         except TandemError as error:
             self._send(Failed.from_error(message.call_id, error))
             return
@@ -140,36 +142,23 @@ class ReceivingPair:
 
     async def close(self) -> None:
         """End every push as failed and give the channel back. Idempotent."""
-        self._closed = True
         if self._pump_task is not None:
-            self._pump_task.cancel()
-            await asyncio.gather(self._pump_task, return_exceptions=True)
+            if not self._closed:  # a pump that is ending already must not be kept from it
+                self._pump_task.cancel()
+            self._closed = True
+            await asyncio.wait((self._pump_task,))
 
-    def _check(self, message: PairOpen, me: WorkerRef, transport: Transport) -> None:
-        if message.decode_epoch != me.epoch:
-            raise WorkerLostError(f"{me.worker_id} is in epoch {me.epoch}, not {message.decode_epoch}")
-        if message.transport != transport.name:
-            raise IncompatiblePeerError(f"transport: {transport.name} here, {message.transport} there")
-        if differences := self._layout.differences(message.layout):
-            raise IncompatiblePeerError(f"KV caches differ: {'; '.join(differences)}")
-
-    async def _pump(self, opening: PairOpen, transport: Transport, lease_s: float) -> None:
-        loop = asyncio.get_running_loop()
-
-        def answer(address: bytes) -> None:
-            loop.call_soon_threadsafe(self._send, PairOpened(opening.call_id, address))
-
-        def connect() -> ReceiveChannel:
-            return transport.connect_receiver(opening.rendezvous, answer, self._slots, lease_s)
-
+    async def _pump(self, opening: PairOpen, transport: ReceiveTransport, lease_s: float) -> None:
         try:
-            self._channel = await loop.run_in_executor(self._thread, connect)
+            self._channel = await self._connect(opening, transport, lease_s)
             while True:
                 work = await self._work.get()
                 if isinstance(work, _Push):
                     await self._receive(work)
                 else:
                     self._finish(work)
+        except TransportUnavailableError as error:
+            self._send(Failed.from_error(opening.call_id, error))
         except TransportError as error:
             log.warning("KV channel from %s broke: %s", opening.prefill.worker_id, error)
             self._send(PairClosed(str(error)))
@@ -180,6 +169,26 @@ class ReceivingPair:
             await asyncio.to_thread(self._thread.shutdown)
             if self._channel is not None:
                 self._channel.close()
+
+    async def _connect(self, opening: PairOpen, transport: ReceiveTransport, lease_s: float) -> ReceiveChannel:
+        """Raises TransportUnavailableError if it failed before our answer went out, TransportError after that."""
+        loop = asyncio.get_running_loop()
+        answered = False
+
+        def answer(address: bytes) -> None:
+            nonlocal answered
+            answered = True
+            loop.call_soon_threadsafe(self._send, PairOpened(opening.call_id, address))
+
+        def connect() -> ReceiveChannel:
+            return transport.connect_receiver(opening.rendezvous, answer, self._pool, lease_s)
+
+        try:
+            return await loop.run_in_executor(self._thread, connect)
+        except TransportError as error:
+            if answered:
+                raise
+            raise TransportUnavailableError(str(error)) from None
 
     async def _receive(self, push: _Push) -> None:
         receiving = asyncio.get_running_loop().run_in_executor(self._thread, self._receive_layers, push)
@@ -200,16 +209,17 @@ class ReceivingPair:
     def _receive_layers(self, push: _Push) -> None:
         """In the pair's thread."""
         assert self._channel is not None
-        block_size = self._layout.block_size
-        segments = [
-            Segment(slot_ids(destination.block_table, block_size, segment.start, segment.num_tokens))
+        cuts = [
+            cut(destination.block_table, self._layout.block_size, segment.start, segment.num_tokens)
             for segment, destination in zip(push.segments, push.destinations, strict=True)
         ]
-        num_tokens = sum(segment.num_tokens for segment in push.segments)
-        for layers in layer_groups(self._layout.num_layers, num_tokens * self._layout.token_bytes):
-            digests = self._channel.receive_chunk(layers, segments)
-            for destination, digest in zip(push.destinations, digests, strict=True):
-                destination.fingerprint.update(digest)
+        slots = Slots(slot_runs(itertools.chain(*cuts)))
+        self._pool.touch(slots)  # while prefill computes
+        for layers in layer_groups(self._layout.num_layers, len(slots) * self._layout.token_bytes):
+            self._channel.receive(layers, slots)
+            for destination, pieces in zip(push.destinations, cuts, strict=True):
+                arrived = self._pool.bytes[layers.start : layers.stop]
+                destination.fingerprints.update(arrived, self._pool.row_bytes, pieces)
 
     def _finish(self, message: PushCommit) -> None:
         problem = self._problem(message)
@@ -228,9 +238,9 @@ class ReceivingPair:
             return f"KV caches differ: {'; '.join(differences)}"
         if message.num_layers != self._layout.num_layers:
             return f"{message.num_layers} of {self._layout.num_layers} layers were sent"
-        arrived = self._books.fingerprint(message.ticket_id, message.transfer_id)
-        if arrived is not None and arrived != message.fingerprint:
-            return "the KV that arrived is not the KV that was sent"
+        arrived = self._books.fingerprints(message.ticket_id, message.transfer_id)
+        if arrived is not None and (block := first_difference(arrived, message.fingerprints)) is not None:
+            return f"the KV that arrived is not the KV that was sent, from block {block} on"
         return None
 
     def _fail_queued(self) -> None:

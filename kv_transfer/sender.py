@@ -13,6 +13,7 @@ fails once is broken for good: everything on it raises KvTransferError, and the 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import sys
 import threading
@@ -20,17 +21,16 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-import xxhash
-
-from kv_transfer.plan import layer_groups, slot_ids
-from kv_transfer.transport import LayerSlots, Segment, SendChannel, Transport, TransportError
+from kv_transfer.fingerprint import BlockFingerprints
+from kv_transfer.plan import cut, layer_groups, slot_runs
+from kv_transfer.pool_view import PoolView, Slots
+from kv_transfer.rendezvous import offer
+from kv_transfer.transport import SendChannel, SendTransport, TransportError
 from protocol.calls import Caller
 from protocol.errors import KvTransferError, TandemError, UnavailableError
 from protocol.messages import (
     KvLayout,
     PairClosed,
-    PairOpen,
-    PairOpened,
     Ping,
     PushAnnounce,
     PushCommit,
@@ -79,7 +79,7 @@ class OutgoingTransfer:
     """One ticket's transfer as prefill sees it."""
 
     ticket: Ticket
-    fingerprint: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
+    fingerprints: BlockFingerprints = field(default_factory=BlockFingerprints)
     sent_tokens: int = 0
     refused: bool = False
     """Decode no longer has the ticket: nothing more is sent."""
@@ -112,7 +112,7 @@ class SendingPair:
         peer: WorkerRef,
         layout: KvLayout,
         client: WireClient,
-        slots: LayerSlots,
+        pool: PoolView,
         *,
         lease_s: float,
         heartbeat_s: float,
@@ -121,7 +121,7 @@ class SendingPair:
         self._me = me
         self._layout = layout
         self._caller = Caller(client, self._told)
-        self._slots = slots
+        self._pool = pool
         self._lease_s = lease_s
         self._heartbeat_s = heartbeat_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"kv-to-{peer.worker_id}")
@@ -138,19 +138,24 @@ class SendingPair:
         peer: WorkerRef,
         secret: bytes,
         layout: KvLayout,
-        transport: Transport,
-        slots: LayerSlots,
+        transports: Sequence[SendTransport],
+        pool: PoolView,
         *,
         connect_s: float,
         lease_s: float,
         heartbeat_s: float,
     ) -> SendingPair:
-        """Connect to a decode worker. Raises WorkerLostError, IncompatiblePeerError or KvTransferError."""
+        """Connect to a decode worker over the first transport that it takes.
+
+        Raises WorkerLostError, IncompatiblePeerError or KvTransferError.
+        """
         client = await WireClient.connect(peer.address, secret, connect_s)
-        pair = cls(me, peer, layout, client, slots, lease_s=lease_s, heartbeat_s=heartbeat_s)
+        pair = cls(me, peer, layout, client, pool, lease_s=lease_s, heartbeat_s=heartbeat_s)
         pair._tasks.append(asyncio.create_task(pair._caller.run()))
         try:
-            await pair._connect_channel(transport, connect_s)
+            pair._channel = await offer(
+                lambda build: pair._caller.ask(build, connect_s), me, peer, layout, transports, pool, pair._thread, lease_s
+            )
         except BaseException:
             await pair.close()
             raise
@@ -186,7 +191,7 @@ class SendingPair:
                 transfer.sent_tokens,
                 self._layout.num_layers,
                 self._layout,
-                transfer.fingerprint.digest(),
+                transfer.fingerprints.digest(),
             ),
             self._lease_s,
         )
@@ -211,31 +216,6 @@ class SendingPair:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
-
-    async def _connect_channel(self, transport: Transport, connect_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        refusal: list[TandemError] = []
-
-        def exchange(offer: bytes) -> bytes:
-            def build(call_id: int) -> PairOpen:
-                return PairOpen(call_id, self._me, self.peer.epoch, self._layout, transport.name, offer)
-
-            try:
-                asking: asyncio.Future[PairOpened] = asyncio.run_coroutine_threadsafe(  # type: ignore[assignment]
-                    self._caller.ask(build, connect_s), loop
-                )
-                return asking.result().rendezvous
-            except TandemError as error:
-                refusal.append(error)
-                raise
-
-        def connect() -> SendChannel:
-            return transport.connect_sender(exchange, self._slots, self._lease_s)
-
-        try:
-            self._channel = await loop.run_in_executor(self._thread, connect)
-        except (TransportError, TandemError) as error:
-            raise (refusal[0] if refusal else KvTransferError(f"no KV channel to {self.peer.worker_id}: {error}")) from None
 
     async def _pump(self) -> None:
         """Send pushes in the order in which they were announced."""
@@ -266,17 +246,18 @@ class SendingPair:
         parts = [part for part in push.parts if not part.transfer.refused]
         if not parts:
             return
-        block_size = self._layout.block_size
-        segments = [Segment(slot_ids(part.block_table, block_size, part.start, part.num_tokens)) for part in parts]
-        num_tokens = sum(part.num_tokens for part in parts)
-        for layers in layer_groups(self._layout.num_layers, num_tokens * self._layout.token_bytes):
+        cuts = [cut(part.block_table, self._layout.block_size, part.start, part.num_tokens) for part in parts]
+        slots = Slots(slot_runs(itertools.chain(*cuts)))
+        for layers in layer_groups(self._layout.num_layers, len(slots) * self._layout.token_bytes):
             # What goes last waits for the whole step: sending takes the interpreter from the engine, and nobody waits for
             # KV before the first token is out.
             is_last = layers.stop == self._layout.num_layers
             push.step.wait_for(layers.stop if is_last else layers[-1], self._lease_s)
-            digests = self._channel.send_chunk(layers, segments)
-            for part, digest in zip(parts, digests, strict=True):
-                part.transfer.fingerprint.update(digest)
+            self._channel.send(layers, slots)
+            for part, pieces in zip(parts, cuts, strict=True):
+                sent = self._pool.bytes[layers.start : layers.stop]
+                part.transfer.fingerprints.update(sent, self._pool.row_bytes, pieces)
+        self._channel.flush()
         for part in parts:
             part.transfer.sent_tokens += part.num_tokens
 

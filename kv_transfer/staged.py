@@ -1,20 +1,18 @@
 """Layer chunks over anything that moves bytes: gather into a staging buffer, move, scatter from a staging buffer.
 
 The buffers live as long as the channel, because the faults of fresh pages cost more than the copy itself.
-In a buffer, segments follow each other, each as [layers, 2 (K, V), tokens, kv heads, head dim].
+A chunk is [layers, 2 (K, V), tokens, kv heads, head dim].
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-import xxhash
 from torch import Tensor
 
 from engine.kernels.kv_cache import gather_tokens, scatter_tokens
-from kv_transfer.transport import LayerSlots, Segment
+from kv_transfer.pool_view import PoolView, Slots
 
 
 class BytePipe(Protocol):
@@ -29,46 +27,38 @@ class BytePipe(Protocol):
     def close(self) -> None: ...
 
 
-def digest(part: Tensor) -> bytes:
-    """xxh3_64 of a contiguous tensor's bytes."""
-    return xxhash.xxh3_64_digest(part.view(-1).view(torch.uint8).numpy().data)
-
-
 class _Staging:
-    """A buffer that grows to the largest chunk seen, and its division into segments."""
+    """A buffer that grows to the largest chunk seen."""
 
-    def __init__(self, slots: LayerSlots) -> None:
-        self._slots = slots
-        self._buffer: Tensor | None = None
+    def __init__(self, pool: PoolView) -> None:
+        _, _, self._heads, self._head_dim = pool.layers[0].shape
+        self._buffer = torch.zeros(0, dtype=pool.layers[0].dtype)
 
-    def parts(self, layers: range, segments: Sequence[Segment]) -> tuple[list[Tensor], Tensor]:
-        """One [layers, 2, T, H, D] view per segment, and the whole as bytes."""
-        slots_2SHD = self._slots(layers.start)
-        _, _, heads, head_dim = slots_2SHD.shape
-        counts = [len(layers) * 2 * len(segment.slot_ids_T) * heads * head_dim for segment in segments]
-        if self._buffer is None or self._buffer.numel() < sum(counts):
-            self._buffer = torch.zeros(sum(counts), dtype=slots_2SHD.dtype)
-        used = self._buffer[: sum(counts)]
-        views = [part.view(len(layers), 2, -1, heads, head_dim) for part in torch.split(used, counts)]
-        return views, used.view(torch.uint8)
+    def chunk(self, num_layers: int, num_tokens: int) -> Tensor:
+        """[layers, 2, T, H, D]"""
+        shape = (num_layers, 2, num_tokens, self._heads, self._head_dim)
+        count = torch.Size(shape).numel()
+        if self._buffer.numel() < count:
+            self._buffer = torch.zeros(count, dtype=self._buffer.dtype)
+        return self._buffer[:count].view(shape)
 
 
 class StagedSender:
     """A SendChannel over a BytePipe."""
 
-    def __init__(self, pipe: BytePipe, slots: LayerSlots) -> None:
+    def __init__(self, pipe: BytePipe, pool: PoolView) -> None:
         self._pipe = pipe
-        self._slots = slots
-        self._staging = _Staging(slots)
+        self._pool = pool
+        self._staging = _Staging(pool)
 
-    def send_chunk(self, layers: range, segments: Sequence[Segment]) -> list[bytes]:
-        parts, payload = self._staging.parts(layers, segments)
-        for segment, part_L2THD in zip(segments, parts, strict=True):
-            for layer, part_2THD in zip(layers, part_L2THD, strict=True):
-                gather_tokens(self._slots(layer), segment.slot_ids_T, part_2THD)
-        digests = [digest(part) for part in parts]
-        self._pipe.send(payload)
-        return digests
+    def send(self, layers: range, slots: Slots) -> None:
+        chunk_L2THD = self._staging.chunk(len(layers), len(slots))
+        for layer, chunk_2THD in zip(layers, chunk_L2THD, strict=True):
+            gather_tokens(self._pool.layers[layer], slots.ids_T, chunk_2THD)
+        self._pipe.send(chunk_L2THD.view(-1).view(torch.uint8))
+
+    def flush(self) -> None:
+        """Nothing reads the pool once `send` has returned."""
 
     def close(self) -> None:
         self._pipe.close()
@@ -77,19 +67,16 @@ class StagedSender:
 class StagedReceiver:
     """A ReceiveChannel over a BytePipe."""
 
-    def __init__(self, pipe: BytePipe, slots: LayerSlots) -> None:
+    def __init__(self, pipe: BytePipe, pool: PoolView) -> None:
         self._pipe = pipe
-        self._slots = slots
-        self._staging = _Staging(slots)
+        self._pool = pool
+        self._staging = _Staging(pool)
 
-    def receive_chunk(self, layers: range, segments: Sequence[Segment]) -> list[bytes]:
-        parts, payload = self._staging.parts(layers, segments)
-        self._pipe.receive(payload)
-        digests = [digest(part) for part in parts]
-        for segment, part_L2THD in zip(segments, parts, strict=True):
-            for layer, part_2THD in zip(layers, part_L2THD, strict=True):
-                scatter_tokens(self._slots(layer), segment.slot_ids_T, part_2THD)
-        return digests
+    def receive(self, layers: range, slots: Slots) -> None:
+        chunk_L2THD = self._staging.chunk(len(layers), len(slots))
+        self._pipe.receive(chunk_L2THD.view(-1).view(torch.uint8))
+        for layer, chunk_2THD in zip(layers, chunk_L2THD, strict=True):
+            scatter_tokens(self._pool.layers[layer], slots.ids_T, chunk_2THD)
 
     def close(self) -> None:
         self._pipe.close()

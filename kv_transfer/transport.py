@@ -2,9 +2,9 @@
 
     prefill: `connect_sender` ──offer (bytes)──► decode: `connect_receiver` ──answer (bytes)──► prefill
 
-A channel moves one *layer chunk* at a time: for a few consecutive layers (`plan.layer_groups`), K and V of the segments of one
+A channel moves one *layer chunk* at a time: for a few consecutive layers (`plan.layer_groups`), K and V of the tokens of one
 push, in the order in which pushes were announced. That order is the protocol; nothing on the channel names what it carries.
-Both ends return a digest per segment over the bytes that left or arrived, from which the commit record is made.
+Channels move bytes and vouch for nothing: what arrived is compared with what was sent by `fingerprint`, pool to pool.
 
 All calls on a channel come from its pair's one transfer thread and may block, but never beyond the deadline given at
 connect; only `close` may come from elsewhere, after that thread has ended. After a TransportError a channel is dead: its
@@ -13,52 +13,56 @@ owner closes it, and a new epoch of the pair starts over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Protocol
 
-from torch import Tensor
+from kv_transfer.pool_view import PoolView, Slots
 
 
 class TransportError(Exception):
     """The pair is dead: the peer died, stopped, or broke the protocol."""
 
 
-@dataclass(frozen=True)
-class Segment:
-    """Consecutive tokens of one transfer within one push, by where they lie in the local pool."""
-
-    slot_ids_T: Tensor
-    """int64 [T]: slot of each token."""
-
-
-LayerSlots = Callable[[int], Tensor]
-"""Layer index to its view of the pool, [2 (K, V), slots, kv heads, head dim]."""
-
-
 class SendChannel(Protocol):
-    def send_chunk(self, layers: range, segments: Sequence[Segment]) -> list[bytes]:
-        """Send one layer chunk; returns a digest per segment once the pool may be written again."""
+    def send(self, layers: range, slots: Slots) -> None:
+        """Send one layer chunk of these slots. They must stay as they are until `flush` has returned."""
+
+    def flush(self) -> None:
+        """Wait until everything that was sent may be overwritten."""
 
     def close(self) -> None: ...
 
 
 class ReceiveChannel(Protocol):
-    def receive_chunk(self, layers: range, segments: Sequence[Segment]) -> list[bytes]:
-        """Receive one layer chunk into the pool; returns a digest per segment."""
+    def receive(self, layers: range, slots: Slots) -> None:
+        """Receive one layer chunk into these slots."""
 
     def close(self) -> None: ...
 
 
-class Transport(Protocol):
-    """One way of moving KV. `name` is what the two sides agree on in PairOpen."""
+class SendTransport(Protocol):
+    """Prefill's side of one way of moving KV. Both sides know it by `name`."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
-    def connect_sender(self, exchange: Callable[[bytes], bytes], slots: LayerSlots, deadline_s: float) -> SendChannel:
-        """Prefill's end. `exchange` sends our offer to the peer and returns its answer. Blocks; raises TransportError."""
+    def connect_sender(self, exchange: Callable[[bytes], bytes], pool: PoolView, deadline_s: float) -> SendChannel:
+        """`exchange` sends our offer to the peer and returns its answer, or raises the peer's refusal.
+
+        Blocks. Raises TransportError.
+        """
+
+
+class ReceiveTransport(Protocol):
+    """Decode's side."""
+
+    @property
+    def name(self) -> str: ...
 
     def connect_receiver(
-        self, offer: bytes, answer: Callable[[bytes], None], slots: LayerSlots, deadline_s: float
+        self, offer: bytes, answer: Callable[[bytes], None], pool: PoolView, deadline_s: float
     ) -> ReceiveChannel:
-        """Decode's end. `answer` must be called once, before waiting for the peer. Blocks; raises TransportError."""
+        """`answer` must be called once, before waiting for the peer; what fails earlier is a refusal.
+
+        Blocks. Raises TransportError.
+        """

@@ -9,7 +9,7 @@ import torch
 from configs.models import resolve_for
 from configs.schema import ClusterConfig
 from engine.model_runner import ModelRunner
-from kv_transfer.gloo import GlooTransport
+from kv_transfer.choice import sending_transports
 from prefill_workers.worker import PrefillWorker
 from protocol.actor import WorkerActor
 from protocol.messages import Role, WorkerRef
@@ -33,9 +33,10 @@ class PrefillActor(WorkerActor):
         setup_logging(self._worker_id)
         torch.set_num_threads(self._threads)
         runner = await asyncio.to_thread(self._load)
+        transports = sending_transports(self._config.transport, self._host, runner.pool.memory_fd)
         server = WireServer(self._secret, self._host)
         me = WorkerRef(self._worker_id, self._epoch, Role.PREFILL, server.address)
-        return PrefillWorker(me, self._secret, runner, server, GlooTransport(self._host), self._config)
+        return PrefillWorker(me, self._secret, runner, server, transports, self._config)
 
     def _load(self) -> ModelRunner:
         config = self._config
@@ -46,4 +47,5 @@ class PrefillActor(WorkerActor):
             deterministic=config.deterministic,
             block_size=config.block_size,
             num_kv_tokens=config.prefill.kv_cache_tokens,
+            shared_kv=config.transport != "gloo",
         )

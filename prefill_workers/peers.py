@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 from configs.schema import LimitsConfig
+from kv_transfer.pool_view import PoolView
 from kv_transfer.sender import SendingPair
-from kv_transfer.transport import LayerSlots, Transport
+from kv_transfer.transport import SendTransport
 from protocol.audit import PairRow
 from protocol.errors import TandemError
 from protocol.messages import KvLayout, WorkerRef
@@ -19,13 +21,19 @@ class DecodePeers:
     """Owns the pairs. A broken pair, or one to a former life of a worker, is closed and replaced."""
 
     def __init__(
-        self, me: WorkerRef, secret: bytes, layout: KvLayout, slots: LayerSlots, transport: Transport, limits: LimitsConfig
+        self,
+        me: WorkerRef,
+        secret: bytes,
+        layout: KvLayout,
+        pool: PoolView,
+        transports: Sequence[SendTransport],
+        limits: LimitsConfig,
     ) -> None:
         self._me = me
         self._secret = secret
         self._layout = layout
-        self._slots = slots
-        self._transport = transport
+        self._pool = pool
+        self._transports = transports
         self._limits = limits
         self._pairs: dict[WorkerRef, asyncio.Task[SendingPair]] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -67,8 +75,8 @@ class DecodePeers:
             peer,
             self._secret,
             self._layout,
-            self._transport,
-            self._slots,
+            self._transports,
+            self._pool,
             connect_s=self._limits.connect_s,
             lease_s=self._limits.lease_s,
             heartbeat_s=self._limits.heartbeat_s,

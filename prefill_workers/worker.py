@@ -21,8 +21,9 @@ from engine.engine_thread import EngineThread
 from engine.model_runner import ModelRunner
 from engine.prefix_cache import PrefixCache
 from engine.sampler import finish_reason
+from kv_transfer.pool_view import PoolView
 from kv_transfer.sender import OutgoingTransfer, PushPart, SendingPair, StepSignal
-from kv_transfer.transport import Transport
+from kv_transfer.transport import SendTransport
 from prefill_workers.books import prefill_books
 from prefill_workers.peers import DecodePeers
 from prefill_workers.scheduler import PlannedChunk, PrefillScheduler, Prompt
@@ -79,7 +80,7 @@ class PrefillWorker:
         secret: bytes,
         runner: ModelRunner,
         server: WireServer,
-        transport: Transport,
+        transports: Sequence[SendTransport],
         config: ClusterConfig,
     ) -> None:
         self.me = me
@@ -94,7 +95,7 @@ class PrefillWorker:
             config.prefill.max_batch_tokens,
             shares_prefixes=not config.deterministic,
         )
-        self._peers = DecodePeers(me, secret, runner.layout(), runner.pool.layer_slots, transport, config.limits)
+        self._peers = DecodePeers(me, secret, runner.layout(), PoolView(runner.pool.layers()), transports, config.limits)
         self._jobs: dict[Prompt, _Job] = {}
         self._tokens = 0
         self._wake = asyncio.Event()

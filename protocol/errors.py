@@ -82,6 +82,12 @@ class KvTransferError(UnavailableError):
     code = "kv_transfer_failed"
 
 
+class TransportUnavailableError(KvTransferError):
+    """This way of moving KV can't be had between these two workers; another one may."""
+
+    code = "transport_unavailable"
+
+
 class IncompatiblePeerError(TandemError):
     """Two workers whose KV caches don't fit together; the message names each difference."""
 

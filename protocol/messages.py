@@ -311,7 +311,10 @@ class Cancel:
 @message(30)
 @dataclass(frozen=True)
 class PairOpen:
-    """Asks for a channel. `rendezvous` is the transport's own address material for each transport offered."""
+    """Asks for a channel over this transport; `rendezvous` is the transport's own address material.
+
+    Refused with transport_unavailable, another transport may be offered.
+    """
 
     call_id: int
     prefill: WorkerRef
@@ -367,8 +370,8 @@ class PushCommit:
     num_tokens: int
     num_layers: int
     layout: KvLayout
-    fingerprint: bytes
-    """xxh3_128 over the payload digests of this transfer, in order of (push, group of layers)."""
+    fingerprints: bytes
+    """xxh3_64 of each block, in order (`kv_transfer.fingerprint`)."""
 
 
 @message(35)

@@ -7,5 +7,5 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Over the last dimension; in bfloat16 the mean is taken in float32."""
-    return F.rms_norm(x, weight.shape, weight, eps)
+    """Over the last dimension, with the mean in float32; the result has the weight's dtype."""
+    return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps).to(weight.dtype)

@@ -40,7 +40,8 @@ class DecoderWeights:
     embedding_VD: Tensor
     layers: tuple[Layer, ...]
     final_norm: Tensor
-    head: Linear
+    head: Callable[[Tensor], Tensor]
+    """[S, D] to float32 logits [S, V]."""
     rope_frequencies: Tensor
     """[H/2], float32, scaling included."""
 
@@ -62,7 +63,8 @@ class Decoder:
         layers, eps = self._weights.layers, self._facts.rms_norm_eps
         norms = [*(layer.attention_norm for layer in layers[1:]), self._weights.final_norm]
         step = self._begin_step(batch, pool, self._weights.rope_frequencies)
-        x_TD = F.embedding(torch.from_numpy(batch.token_ids_T), self._weights.embedding_VD)
+        # The sum over all layers is kept in float32: what is rounded away in one layer is missing in all later ones.
+        x_TD = F.embedding(torch.from_numpy(batch.token_ids_T), self._weights.embedding_VD).float()
         normed_TD = step.add_norm(x_TD, None, layers[0].attention_norm, eps)
         for index, (layer, next_norm) in enumerate(zip(layers, norms, strict=True)):
             qkv_TA = layer.qkv(normed_TD)
@@ -78,7 +80,7 @@ class Decoder:
                     step = self._begin_step(batch.sampled_rows(), pool, self._weights.rope_frequencies)
             normed_TD = step.add_norm(x_TD, layer.output(step.attend(index, qkv_TA)), layer.ffn_norm, eps)
             normed_TD = step.add_norm(x_TD, layer.down(step.swiglu(layer.gate_up(normed_TD))), next_norm, eps)
-        return self._weights.head(normed_TD).float()
+        return self._weights.head(normed_TD)
 
     def _norm_heads(self, layer: Layer, qkv_TA: Tensor) -> None:
         """Qwen3's norms on each head of q and k, in place."""

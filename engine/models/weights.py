@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +20,7 @@ from engine.models.parameters import Parameter, layer_parameters, model_paramete
 from engine.models.safetensors_weights import SafetensorsWeights
 from engine.models.weight_source import WeightSource
 from engine.native.library import NativeLibrary, can_pack
-from engine.native.matrix import QuantizedMatrix
+from engine.native.matrix import NativeHead, QuantizedMatrix
 from protocol.errors import ConfigError
 
 Quantization = Literal["auto", "none", "int8", "int4"]
@@ -49,12 +50,21 @@ class WeightFormat:
         same_bits = len({weight.bits for weight in stored}) == 1
         return QuantizedWeight.stack(stored) if same_bits and len(stored) == len(weights) else None
 
+    def head(self, dense_VD: Tensor, quantized: QuantizedWeight | None) -> Callable[[Tensor], Tensor]:
+        """The output head: float32 logits."""
+        if self.dtype == torch.bfloat16 and self.library is not None and NativeHead.fits(dense_VD):
+            return NativeHead(dense_VD.to(self.dtype), self._few_rows(quantized), self.library)
+        linear = self.linear(dense_VD, None, None)
+        return lambda x_SD: linear(x_SD).float()
+
     def linear(self, dense_OI: Tensor, bias_O: Tensor | None, quantized: QuantizedWeight | None) -> Linear:
-        few_rows = None
-        if quantized is not None and self.dtype == torch.bfloat16 and self.library is not None and not self.deterministic:
-            few_rows = QuantizedMatrix(quantized, self.library) if can_pack(quantized.values_OI) else None
         same_bits = self.deterministic or self.dtype == torch.float32
-        return Linear(dense_OI.to(self.dtype), bias_O, few_rows, same_bits=same_bits)
+        return Linear(dense_OI.to(self.dtype), bias_O, self._few_rows(quantized), same_bits=same_bits)
+
+    def _few_rows(self, quantized: QuantizedWeight | None) -> QuantizedMatrix | None:
+        if quantized is None or self.dtype != torch.bfloat16 or self.library is None or self.deterministic:
+            return None
+        return QuantizedMatrix(quantized, self.library) if can_pack(quantized.values_OI) else None
 
 
 def load_weights(facts: ModelFacts, format_: WeightFormat) -> DecoderWeights:
@@ -65,7 +75,7 @@ def load_weights(facts: ModelFacts, format_: WeightFormat) -> DecoderWeights:
     layers = tuple(_layer(facts, layer, source, format_) for layer in range(facts.num_layers))
     # Packing copies: the tied embedding is kept beside the head, because rows can't be looked up in a packed matrix.
     embedding_VD = _read(model["embedding"], source, format_.dtype)
-    head = _linear(model["embedding" if facts.tie_word_embeddings else "head"], None, source, format_, _HEAD_BITS)
+    head = format_.head(*_matrix(model["embedding" if facts.tie_word_embeddings else "head"], source, format_, _HEAD_BITS))
     final_norm = _read(model["final_norm"], source, format_.dtype)
     return DecoderWeights(embedding_VD, layers, final_norm, head, _rope_frequencies(facts))
 
@@ -108,17 +118,20 @@ def _read(parameter: Parameter, source: WeightSource, dtype: torch.dtype) -> Ten
     return fused
 
 
-def _linear(
-    weight: Parameter, bias_O: Tensor | None, source: WeightSource, format_: WeightFormat, bits: int | None = None
-) -> Linear:
-    """A matrix of `bits` where it is quantized by us; None: as many as the layers have."""
+def _matrix(weight: Parameter, source: WeightSource, format_: WeightFormat, bits: int) -> tuple[Tensor, QuantizedWeight | None]:
+    """A matrix in full, and in few bits (in `bits` if it is quantized by us) if it is to be used so."""
     rounds = format_.quantization in ("int8", "int4")
     dense_OI = _read(weight, source, torch.float32 if rounds else format_.dtype)
     stored = [source.read_quantized(part) for part in weight.parts]
-    quantized = format_.quantized(stored, dense_OI, bits or (4 if format_.quantization == "int4" else 8))
+    quantized = format_.quantized(stored, dense_OI, bits)
     if rounds and quantized is not None:
         # Every number of rows sees the same weights.
         dense_OI = quantized.dequantize(format_.dtype)
+    return dense_OI, quantized
+
+
+def _linear(weight: Parameter, bias_O: Tensor | None, source: WeightSource, format_: WeightFormat) -> Linear:
+    dense_OI, quantized = _matrix(weight, source, format_, 4 if format_.quantization == "int4" else 8)
     return format_.linear(dense_OI, bias_O, quantized)
 
 

@@ -167,38 +167,8 @@ void decode_sequence(const bf16* q, const Context& context, i64 length, const He
 
 // ---- prefill: several new tokens of one sequence --------------------------------------------------------------------
 
-constexpr i64 kColumns = 64;      // columns of a packed matrix
 constexpr i64 kPrefillChunk = 128;  // keys whose scores are held at once
 constexpr i64 kTileTokens = 16;
-
-// C[MR, 64] (+)= A[MR, 2 pairs] B, where B is packed as [pairs][64][2].
-template <int MR>
-void multiply_rows(const bf16* a, i64 lda, const bf16* b, i64 pairs, float* c, i64 ldc, bool add) {
-  __m512 acc[MR][4];
-  for (int m = 0; m < MR; ++m)
-    for (int j = 0; j < 4; ++j) acc[m][j] = add ? _mm512_loadu_ps(c + m * ldc + j * kVector) : _mm512_setzero_ps();
-  for (i64 p = 0; p < pairs; ++p) {
-    __m512bh column[4];
-    for (int j = 0; j < 4; ++j) column[j] = load_pairs(b + p * 2 * kColumns + j * 32);
-    for (int m = 0; m < MR; ++m) {
-      const __m512bh row = repeat_pair(a + m * lda + 2 * p);
-      for (int j = 0; j < 4; ++j) acc[m][j] = _mm512_dpbf16_ps(acc[m][j], row, column[j]);
-    }
-  }
-  for (int m = 0; m < MR; ++m)
-    for (int j = 0; j < 4; ++j) _mm512_storeu_ps(c + m * ldc + j * kVector, acc[m][j]);
-}
-
-void multiply(const bf16* a, i64 lda, i64 rows, const bf16* b, i64 pairs, float* c, i64 ldc, bool add) {
-  for (; rows >= 6; rows -= 6, a += 6 * lda, c += 6 * ldc) multiply_rows<6>(a, lda, b, pairs, c, ldc, add);
-  switch (rows) {
-    case 5: multiply_rows<5>(a, lda, b, pairs, c, ldc, add); break;
-    case 4: multiply_rows<4>(a, lda, b, pairs, c, ldc, add); break;
-    case 3: multiply_rows<3>(a, lda, b, pairs, c, ldc, add); break;
-    case 2: multiply_rows<2>(a, lda, b, pairs, c, ldc, add); break;
-    case 1: multiply_rows<1>(a, lda, b, pairs, c, ldc, add); break;
-  }
-}
 
 // Keys of one head as [L / 64][H / 2][64][2], values as [H / 64][L / 2][64][2]; tokens beyond `length` are zero.
 void pack_block(const Context& context, i64 head, i64 size, i64 begin, i64 length, i64 padded, bf16* keys, bf16* values) {
@@ -261,7 +231,7 @@ void prefill_tile(const bf16* qkv, i64 begin, i64 end, i64 start, i64 head, cons
   for (i64 first = 0; first < length; first += kPrefillChunk) {
     const i64 count = std::min(kPrefillChunk, (length - first + kColumns - 1) / kColumns * kColumns);
     for (i64 t = 0; t < count; t += kColumns)
-      multiply(work.queries.data(), size, rows, keys + (first + t) * size, size / 2, &work.scores[t], kPrefillChunk, false);
+      multiply_dense(work.queries.data(), size, rows, keys + (first + t) * size, size / 2, &work.scores[t], kPrefillChunk, false);
     for (i64 r = 0; r < rows; ++r) {
       const i64 visible = start + begin + r / group + 1 - first;
       const float shrink = weigh_row(&work.scores[r * kPrefillChunk], &work.weights[r * kPrefillChunk], count, visible, scale,
@@ -273,7 +243,7 @@ void prefill_tile(const bf16* qkv, i64 begin, i64 end, i64 start, i64 head, cons
         }
     }
     for (i64 h = 0; h < size; h += kColumns)
-      multiply(work.weights.data(), kPrefillChunk, rows, values + (h / kColumns) * padded * kColumns + first * kColumns, count / 2,
+      multiply_dense(work.weights.data(), kPrefillChunk, rows, values + (h / kColumns) * padded * kColumns + first * kColumns, count / 2,
                &work.acc[h], size, true);
   }
   for (i64 r = 0; r < rows; ++r)

@@ -6,23 +6,23 @@
 
 extern "C" {
 
-// x += delta (unless null), then out = x / rms(x) * weight. Rows of `width`, a multiple of 16.
-void add_rms_norm(bf16* x, const bf16* delta, const bf16* weight, bf16* out, i64 rows, i64 width, float eps, i64 threads) {
+// x += delta (unless null), then out = x / rms(x) * weight. x is float32. Rows of `width`, a multiple of 16.
+void add_rms_norm(float* x, const bf16* delta, const bf16* weight, bf16* out, i64 rows, i64 width, float eps, i64 threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1 && rows * width > (1 << 15))
   for (i64 r = 0; r < rows; ++r) {
-    bf16* row = x + r * width;
+    float* row = x + r * width;
     __m512 squares = _mm512_setzero_ps();
     for (i64 i = 0; i < width; i += kVector) {
-      __m512 v = load(row + i);
+      __m512 v = _mm512_loadu_ps(row + i);
       if (delta) {
-        store(row + i, _mm512_add_ps(v, load(delta + r * width + i)));
-        v = load(row + i);
+        v = _mm512_add_ps(v, load(delta + r * width + i));
+        _mm512_storeu_ps(row + i, v);
       }
       squares = _mm512_fmadd_ps(v, v, squares);
     }
     const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / width + eps));
     for (i64 i = 0; i < width; i += kVector)
-      store(out + r * width + i, _mm512_mul_ps(_mm512_mul_ps(load(row + i), scale), load(weight + i)));
+      store(out + r * width + i, _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(row + i), scale), load(weight + i)));
   }
 }
 

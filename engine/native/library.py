@@ -15,6 +15,8 @@ from engine.kernels.quantized import GROUP
 from engine.native.build import load_library
 
 HEAD_DIMS = (64, 128)
+COLUMNS = 64
+"""Outputs that a dense matrix packs together."""
 OUTPUT_MULTIPLE = 16
 """Outputs that a quantized matrix packs together."""
 
@@ -26,6 +28,8 @@ SIGNATURES = {
     "prefill_attention": (*[_POINTER] * 5, *[_INT] * 6, _FLOAT, _INT),
     "swiglu": (*[_POINTER] * 2, *[_INT] * 3),
     "quantized_linear": (*[_POINTER] * 3, *[_INT] * 5),
+    "quantized_logits": (*[_POINTER] * 3, *[_INT] * 5),
+    "dense_logits": (*[_POINTER] * 3, *[_INT] * 4),
 }
 """Every function of the library."""
 
@@ -47,10 +51,11 @@ class NativeLibrary:
         self._threads = threads
 
     def add_rms_norm(self, x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float, out_TD: Tensor) -> None:
-        """Add `delta_TD` to `x_TD` in place; write the sum, normalised by its root mean square, times the weight."""
+        """Add `delta_TD` to the float32 `x_TD` in place; write the sum, over its root mean square, times the weight."""
         rows, width = x_TD.shape
         assert width % 16 == 0
-        _check(x_TD, weight_D, out_TD, *(() if delta_TD is None else (delta_TD,)))
+        _check(weight_D, out_TD, *(() if delta_TD is None else (delta_TD,)))
+        _check(x_TD, dtype=torch.float32)
         assert out_TD.shape == x_TD.shape
         assert delta_TD is None or delta_TD.shape == x_TD.shape
         delta = 0 if delta_TD is None else delta_TD.data_ptr()
@@ -160,6 +165,32 @@ class NativeLibrary:
         )
         return y_TO
 
+    def quantized_logits(self, x_TI: Tensor, records: Tensor, outputs: int, bits: int) -> Tensor:
+        """The same in float32."""
+        rows, inputs = x_TI.shape
+        assert records.numel() == outputs * inputs // GROUP * (4 + GROUP * bits // 8)
+        _check(x_TI)
+        y_TO = torch.empty((rows, outputs))
+        self._library.quantized_logits(
+            x_TI.data_ptr(), records.data_ptr(), y_TO.data_ptr(), rows, inputs, outputs, bits, self._threads
+        )
+        return y_TO
+
+    def dense_logits(self, x_TI: Tensor, packed: Tensor, outputs: int) -> Tensor:
+        """[T, I] to [T, O] in float32; `packed` as `pack_dense` makes it."""
+        rows, inputs = x_TI.shape
+        assert packed.numel() == outputs * inputs
+        _check(x_TI, packed)
+        y_TO = torch.empty((rows, outputs))
+        self._library.dense_logits(x_TI.data_ptr(), packed.data_ptr(), y_TO.data_ptr(), rows, inputs, outputs, self._threads)
+        return y_TO
+
+
+def pack_dense(weight_OI: Tensor) -> Tensor:
+    """A bfloat16 matrix as products.cpp reads it: [O / 64, I / 2, 64, 2]."""
+    outputs, inputs = weight_OI.shape
+    return weight_OI.view(outputs // COLUMNS, COLUMNS, inputs // 2, 2).transpose(1, 2).contiguous()
+
 
 def can_pack(values_OI: Tensor) -> bool:
     """Whether a matrix divides into records."""
@@ -189,7 +220,7 @@ def _halves(kv_2SKH: Tensor) -> tuple[int, int]:
     return keys, keys + kv_2SKH.nbytes // 2
 
 
-def _check(*tensors: Tensor) -> None:
+def _check(*tensors: Tensor, dtype: torch.dtype = torch.bfloat16) -> None:
     for tensor in tensors:
-        assert tensor.dtype == torch.bfloat16, f"{tensor.dtype} where bfloat16 is read"
+        assert tensor.dtype == dtype, f"{tensor.dtype} where {dtype} is read"
         assert tensor.is_contiguous(), "strides are not read"

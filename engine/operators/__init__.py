@@ -26,7 +26,7 @@ class Step(Protocol):
     """
 
     def add_norm(self, x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
-        """Add `delta_TD` to `x_TD` in place and return the sum's RMS norm: [T, D]."""
+        """Add `delta_TD` to the float32 `x_TD` in place and return the sum's RMS norm in the weight's dtype: [T, D]."""
         ...
 
     def store(self, layer: int, qkv_TA: Tensor) -> None:

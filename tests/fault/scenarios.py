@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from protocol.messages import SamplingParams
+
+THOROUGH = bool(os.environ.get("TANDEM_THOROUGH"))
+"""Runs as many random schedules as docs/kv_transfer.md speaks of, for minutes instead of seconds."""
 
 Factory = Callable[..., AbstractAsyncContextManager[Any]]
 Reference = Callable[[list[int], int], list[int]]

@@ -8,16 +8,14 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from scenarios import Factory, greedy, prompt_of, run
+from two_workers import CONFIG, SECRET
 
-from configs.schema import LimitsConfig
 from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState
 from protocol.errors import TandemError
 from protocol.messages import Release, Role
 from router.audit import audit
 from router.leaks import Leak
 from router.roster import Roster
-
-LIMITS = LimitsConfig(lease_s=1.0, heartbeat_s=0.1, connect_s=5.0)
 
 
 class FixedController:
@@ -40,7 +38,7 @@ class FixedController:
 @asynccontextmanager
 async def auditing(workers: Any) -> AsyncIterator[Roster]:
     """A router's links to the workers, without the rest of a router."""
-    roster = Roster(FixedController(workers), b"f" * 32, LIMITS, lambda: None)
+    roster = Roster(FixedController(workers), SECRET, CONFIG.limits, lambda: None)
     roster.start()
     try:
         await workers.until(lambda: all(roster.linked(role) for role in Role))
@@ -67,7 +65,7 @@ def test_a_busy_cluster_is_clean_at_every_look(two_workers: Factory) -> None:
             for wave in range(3):
                 requests = [asyncio.create_task(one(8 * wave + n)) for n in range(8)]
                 while not all(request.done() for request in requests):
-                    found += await audit(roster, LIMITS.lease_s)
+                    found += await audit(roster, CONFIG.limits.lease_s)
                 await asyncio.gather(*requests)
             assert found == []
             await workers.until(workers.all_free)
@@ -82,12 +80,12 @@ def test_a_client_that_reserves_and_only_pings_is_found(two_workers: Factory) ->
         async with two_workers() as workers, auditing(workers) as roster:
             thief = await workers.router()
             ticket = await thief.reserve(prompt_of(40), 10)
-            [leak] = await audit(roster, LIMITS.lease_s)
+            [leak] = await audit(roster, CONFIG.limits.lease_s)
             assert (leak.kind, leak.worker_id, leak.subject) == ("transfer", "decode-0", f"ticket {ticket.ticket_id}")
             assert leak.num_blocks == len(ticket.block_table)
             thief.decode.send(Release(ticket.ticket_id))
             await workers.until(workers.all_free)
-            assert await audit(roster, LIMITS.lease_s) == []
+            assert await audit(roster, CONFIG.limits.lease_s) == []
 
     run(scenario())
 
@@ -97,14 +95,14 @@ def test_blocks_that_nobody_owns_are_counted(two_workers: Factory) -> None:
         async with two_workers() as workers, auditing(workers) as roster:
             lost = workers.decode._blocks.allocate(2)
             held = workers.prefill._cache.allocate(3, [])
-            messages = [leak.message for leak in await audit(roster, LIMITS.lease_s)]
+            messages = [leak.message for leak in await audit(roster, CONFIG.limits.lease_s)]
             assert messages == [
                 "prefill-0 (epoch 1): counts 3 references to blocks, but its prompts hold 0",
                 "decode-0 (epoch 1): has 126 free and 0 owned of 128: 2 blocks are lost",
             ]
             workers.decode._blocks.free(lost)
             workers.prefill._cache.release([], held)
-            assert await audit(roster, LIMITS.lease_s) == []
+            assert await audit(roster, CONFIG.limits.lease_s) == []
 
     run(scenario())
 
@@ -117,7 +115,7 @@ def test_a_stream_without_a_ticket_is_the_workers_own_finding(two_workers: Facto
             first = await router.compute(ticket, prompt_of(40), greedy(400))
             await router.attach(ticket, first, greedy(400))
             workers.decode._scheduler.remove(ticket.ticket_id)
-            [leak] = await audit(roster, LIMITS.lease_s)
+            [leak] = await audit(roster, CONFIG.limits.lease_s)
             assert leak.message.endswith(f"contradicts itself: ticket {ticket.ticket_id} is attached, but has no stream")
             router.decode.send(Release(ticket.ticket_id))
             await workers.until(workers.all_free)

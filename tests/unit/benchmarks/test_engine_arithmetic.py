@@ -28,7 +28,7 @@ def test_prefill_counts_every_query_and_key() -> None:
 
 def test_decode_reads_fewer_bytes_with_few_rows() -> None:
     weights, head, kv_token = arithmetic.layer_weights(FACTS), 49_152 * 576, 30 * 2 * 3 * 64 * 2
-    for rows, weight_bytes, head_bytes in ((8, 0.625, 1.125), (16, 0.625, 2), (17, 2, 2)):
+    for rows, weight_bytes, head_bytes in ((8, 0.625, 1.125), (32, 0.625, 2), (33, 2, 2)):
         expected = weights * weight_bytes + head * head_bytes + rows * 256 * kv_token
         assert arithmetic.decode_bytes(FACTS, rows, 256) == pytest.approx(expected)
 

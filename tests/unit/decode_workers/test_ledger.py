@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -218,7 +219,8 @@ class LedgerMachine(RuleBasedStateMachine):
         assert len(self.failed) == len(set(self.failed)), "a failure is told once"
 
 
-LedgerMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=40)
+_NUM_SCHEDULES = 10_000 if os.environ.get("TANDEM_THOROUGH") else 300
+LedgerMachine.TestCase.settings = settings(max_examples=_NUM_SCHEDULES, stateful_step_count=40)
 TestLedger = LedgerMachine.TestCase
 
 

@@ -21,7 +21,7 @@ from engine.model_runner import ModelRunner
 from engine.models.weights import WeightFormat
 from engine.native import build
 from engine.native.library import NativeLibrary
-from engine.native.matrix import QuantizedMatrix
+from engine.native.matrix import NativeHead, QuantizedMatrix
 from engine.operators.native_step import NativeStep
 from engine.operators.torch_step import TorchStep
 from protocol.messages import SamplingParams
@@ -108,9 +108,9 @@ def test_a_sequence_has_the_same_bits_in_any_company() -> None:
 @NATIVE
 def test_norm_adds_in_place() -> None:
     torch.manual_seed(2)
-    x, delta, weight = torch.randn(37, 576).bfloat16(), torch.randn(37, 576).bfloat16(), torch.randn(576).bfloat16()
+    x, delta, weight = torch.randn(37, 576), torch.randn(37, 576).bfloat16(), torch.randn(576).bfloat16()
     total = x + delta
-    out, again = torch.empty_like(x), torch.empty_like(x)
+    out, again = torch.empty_like(delta), torch.empty_like(delta)
     library().add_rms_norm(x, delta, weight, 1e-5, out)
     assert torch.equal(x, total)
     assert relative_error(out, F.rms_norm(total.float(), (576,), weight.float(), 1e-5)) < 3e-3
@@ -141,6 +141,20 @@ def test_quantized_products_lose_nothing_but_the_result_s_rounding(outputs: int,
     assert relative_error(y, expected) < 2e-3
     for rows in range(1, 19):
         assert torch.equal(QuantizedMatrix(weight, library(2))(x[:rows]), y[:rows])
+
+
+@NATIVE
+def test_logits_are_not_rounded() -> None:
+    torch.manual_seed(6)
+    dense = torch.randn(192, 160).bfloat16()
+    quantized = quantize(dense, 8)
+    x = torch.randn(13, 160).bfloat16()
+    head = NativeHead(dense, QuantizedMatrix(quantized, library()), library())
+    assert relative_error(head(x), x.double() @ dense.double().T) < 1e-6
+    assert relative_error(head(x[:8]), x[:8].double() @ quantized.dequantize(torch.float64).T) < 1e-6
+    alone = NativeHead(dense, None, library(2))
+    for rows in (1, 5, 12):
+        assert torch.equal(alone(x[:rows]), head(x)[:rows])
 
 
 @NATIVE

@@ -7,9 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import quality
 from configs.facts import ModelFacts
+from configs.models import resolve
 from engine.model_runner import ModelRunner
+from engine.models.weights import Quantization
 from protocol.messages import SamplingParams
+from router.text.tokenizer import Tokenizer
 
 FRANCE = [504, 3575, 282, 4649, 314]  # The capital of France is
 PARIS = 7042
@@ -40,8 +44,11 @@ def test_float32_equals_transformers(smollm2_facts: ModelFacts, transformers_smo
                 assert entry.logprob == pytest.approx(row[entry.token_id].item(), abs=1e-3)
 
 
-def test_bfloat16_is_close(smollm2_facts: ModelFacts, transformers_smollm2: Any, generate: Any) -> None:
-    runner = ModelRunner.load(smollm2_facts, dtype="bfloat16", block_size=16, num_kv_tokens=2048)
+@pytest.mark.parametrize("quantization", ["auto", "none", "int8", "int4"])
+def test_bfloat16_is_close(
+    smollm2_facts: ModelFacts, transformers_smollm2: Any, generate: Any, quantization: Quantization
+) -> None:
+    runner = ModelRunner.load(smollm2_facts, dtype="bfloat16", block_size=16, num_kv_tokens=2048, quantization=quantization)
     for token_ids in (FRANCE, CODE, LONG[:200]):
         token = generate(runner, [token_ids], [greedy(20)])[0][0]
         with torch.no_grad():
@@ -51,3 +58,16 @@ def test_bfloat16_is_close(smollm2_facts: ModelFacts, transformers_smollm2: Any,
         gaps = [abs(entry.logprob - expected[entry.token_id].item()) for entry in token.logprobs.top]
         assert sum(gaps) / len(gaps) < 0.1
         assert max(gaps) < 0.4
+
+
+def test_no_format_costs_a_percent_of_perplexity() -> None:
+    """On the beginning of the text that `benchmarks.quality` reads whole."""
+    model = resolve("smollm2")
+    token_ids = Tokenizer.build(model.tokenizer).encode(quality.TEXT.read_text())[:256]
+    with torch.inference_mode():
+        reference = quality.logprobs(model, token_ids, *quality.WAYS["float32"])
+        for name, way in quality.WAYS.items():
+            figures = quality.compare(quality.logprobs(model, token_ids, *way), reference, token_ids)
+            exact = quality.compare(reference, reference, token_ids)
+            assert figures["perplexity"] == pytest.approx(exact["perplexity"], rel=0.01), name
+            assert figures["mean_logprob_distance"] < 0.06, name

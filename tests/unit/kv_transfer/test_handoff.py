@@ -1,164 +1,34 @@
-"""Sender and receiver with a real ledger, a real pool on each side and real sockets; over loopback with faults, and gloo."""
+"""Tokens arrive exactly, and blocks come back, whatever becomes of a transfer."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
+from two_ends import (
+    BLOCKS,
+    EVERY_TRANSPORT,
+    LAYERS,
+    Kind,
+    finished_step,
+    until,
+    world,
+)
 
-from decode_workers.ledger import Ledger, TicketEntry
-from engine.block_manager import BlockManager
-from engine.kv_pool import KVPool
-from kv_transfer.gloo import GlooTransport
-from kv_transfer.loopback import Faults, LoopbackNetwork, LoopbackTransport
-from kv_transfer.receiver import ReceivingPair, TransferStats
-from kv_transfer.sender import OutgoingTransfer, PushPart, SendingPair, StepSignal
-from kv_transfer.transport import Transport
-from protocol.endpoint import Endpoint
-from protocol.errors import IncompatiblePeerError, KvTransferError, TandemError, WorkerLostError
-from protocol.messages import KvLayout, LoadReport, PairOpen, PushAnnounce, PushCommit, Role, Ticket, TransferAbort, WorkerRef
+from kv_transfer.loopback import Faults, LoopbackNetwork
+from kv_transfer.pool_view import Slots
+from kv_transfer.sender import OutgoingTransfer, PushPart, StepSignal
+from protocol.errors import KvTransferError
 from protocol.ticket import TicketState
-from protocol.wire import WireServer
-
-SECRET = b"k" * 32
-LAYERS, HEADS, HEAD_DIM, BLOCK_SIZE, BLOCKS = 3, 2, 8, 4, 16
-LAYOUT = KvLayout("hash", "float32", LAYERS, HEADS, HEAD_DIM, BLOCK_SIZE, 1)
-PREFILL = WorkerRef("prefill-0", 1, Role.PREFILL, "tcp://127.0.0.1:1")
-LEASE_S = 1.0
 
 
-def pool() -> KVPool:
-    return KVPool(
-        num_layers=LAYERS,
-        num_blocks=BLOCKS,
-        block_size=BLOCK_SIZE,
-        num_kv_heads=HEADS,
-        head_dim=HEAD_DIM,
-        dtype=torch.float32,
-    )
-
-
-class Decode:
-    """The receiving half of a decode worker: ledger, pairs and socket, without an engine."""
-
-    def __init__(self, transport: Transport) -> None:
-        self.pool = pool()
-        self.pool.data.zero_()
-        self.blocks = BlockManager(BLOCKS)
-        self.committed: list[int] = []
-        self.failed: list[int] = []
-        self.ledger = Ledger(
-            self.blocks,
-            BLOCK_SIZE,
-            BLOCK_SIZE,
-            60.0,
-            time.monotonic,
-            on_committed=lambda entry: self.committed.append(entry.ticket_id),
-            on_failed=lambda entry: self.failed.append(entry.ticket_id),
-            on_settled=lambda: None,
-        )
-        self.stats = TransferStats()
-        self.pairs: dict[bytes, ReceivingPair] = {}
-        self.transport = transport
-        server = WireServer(SECRET, "127.0.0.1")
-        self.ref = WorkerRef("decode-0", 5, Role.DECODE, server.address)
-        handlers: dict[type[Any], Callable[[bytes, Any], None]] = {
-            PairOpen: self.open_pair,
-            PushAnnounce: lambda peer, message: self.pairs[peer].announce(message),
-            PushCommit: lambda peer, message: self.pairs[peer].commit(message),
-            TransferAbort: lambda peer, message: self.ledger.abort_transfer(message.ticket_id, message.transfer_id),
-        }
-        self.endpoint = Endpoint(server, handlers, self.report, self.ledger.peer_lost, lease_s=60, heartbeat_s=1)
-
-    def open_pair(self, peer: bytes, message: PairOpen) -> None:
-        self.pairs[peer] = ReceivingPair(
-            peer, self.ledger, LAYOUT, self.pool.layer_slots, lambda answer: self.endpoint.send(peer, answer), self.stats
-        )
-        self.pairs[peer].open(message, self.ref, self.transport, LEASE_S)
-
-    def report(self) -> LoadReport:
-        return LoadReport("decode-0", 5, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0, 0, 0)
-
-    def ticket(self, num_tokens: int) -> tuple[Ticket, TicketEntry]:
-        entry = self.ledger.reserve(b"router", tuple(range(num_tokens)), 1)
-        assert entry is not None
-        table = tuple(entry.block_table)
-        return Ticket(entry.ticket_id, entry.transfer_id, self.ref, BLOCK_SIZE, table, num_tokens), entry
-
-    def content(self, entry: TicketEntry, num_tokens: int) -> torch.Tensor:
-        data = self.pool.data[:, :, torch.tensor(entry.block_table)].flatten(2, 3)
-        return data[:, :, :num_tokens].clone()
-
-
-@dataclass
-class World:
-    decode: Decode
-    source: KVPool
-    transport: Transport
-
-    async def pair(self, layout: KvLayout = LAYOUT, peer: WorkerRef | None = None) -> SendingPair:
-        return await SendingPair.open(
-            PREFILL,
-            peer or self.decode.ref,
-            SECRET,
-            layout,
-            self.transport,
-            self.source.layer_slots,
-            connect_s=5,
-            lease_s=LEASE_S,
-            heartbeat_s=1,
-        )
-
-
-@asynccontextmanager
-async def world(transport: Transport) -> AsyncIterator[World]:
-    decode = Decode(transport)
-    source = pool()
-    source.data.normal_(generator=torch.Generator().manual_seed(1))
-    serving = asyncio.create_task(decode.endpoint.run())
-    try:
-        async with asyncio.timeout(60):
-            yield World(decode, source, transport)
-        decode.ledger.check_integrity()
-    finally:
-        for pair in decode.pairs.values():
-            await pair.close()
-        serving.cancel()
-        await asyncio.wait((serving,))
-
-
-def finished_step() -> StepSignal:
-    signal = StepSignal()
-    signal.finish()
-    return signal
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - what is waited for has no event of its own
-            await asyncio.sleep(0.005)
-
-
-async def push_and_commit(pair: SendingPair, push: asyncio.Future[None], transfer: OutgoingTransfer) -> None:
-    await push
-    await pair.commit(transfer)
-
-
-TRANSPORTS: list[Callable[[], Transport]] = [lambda: LoopbackTransport(LoopbackNetwork()), lambda: GlooTransport("127.0.0.1")]
-
-
-@pytest.mark.parametrize("make_transport", TRANSPORTS, ids=["loopback", "gloo"])
-def test_two_interleaved_prompts_arrive_exactly(make_transport: Callable[[], Transport]) -> None:
+@EVERY_TRANSPORT
+def test_two_interleaved_prompts_arrive_exactly(kind: Kind) -> None:
     """Two prompts in shuffled blocks, cut into chunks that share pushes, and layers that come one by one."""
 
     async def scenario() -> None:
-        async with world(make_transport()) as w:
+        async with world([kind]) as w:
             pair = await w.pair()
             long_ticket, long_entry = w.decode.ticket(11)
             short_ticket, short_entry = w.decode.ticket(6)
@@ -185,37 +55,11 @@ def test_two_interleaved_prompts_arrive_exactly(make_transport: Callable[[], Tra
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(
-    "faults",
-    [Faults(flip_bit_at=0), Faults(truncate_at=0), Faults(swap_halves_at=0), Faults(lose_at=0)],
-    ids=["bit flip", "truncation", "swapped halves", "lost payload"],
-)
-def test_damage_is_caught_before_the_commit(faults: Faults) -> None:
-    async def scenario() -> None:
-        network = LoopbackNetwork()
-        async with world(LoopbackTransport(network)) as w:
-            pair = await w.pair()
-            network.faults = faults
-            ticket, _ = w.decode.ticket(8)
-            transfer = OutgoingTransfer(ticket)
-            push = pair.push(finished_step(), [PushPart(transfer, [1, 2], 0, 8)])
-            with pytest.raises(TandemError):
-                await push_and_commit(pair, push, transfer)
-            await until(lambda: len(w.decode.ledger) == 0)
-            assert w.decode.committed == []
-            assert w.decode.failed == [ticket.ticket_id]
-            assert w.decode.stats.failed == 1
-            assert w.decode.blocks.num_free == BLOCKS
-            await pair.close()
-
-    asyncio.run(scenario())
-
-
 def test_death_of_the_sender_in_the_middle_of_a_push() -> None:
     async def scenario() -> None:
         network = LoopbackNetwork()
         network.faults = Faults(die_at=0)
-        async with world(LoopbackTransport(network)) as w:
+        async with world([network]) as w:
             pair = await w.pair()
             ticket, _ = w.decode.ticket(8)
             push = pair.push(finished_step(), [PushPart(OutgoingTransfer(ticket), [1, 2], 0, 8)])
@@ -240,7 +84,7 @@ def test_death_of_the_sender_in_the_middle_of_a_push() -> None:
 
 def test_blocks_of_a_cancelled_ticket_stay_quarantined_until_its_push_ends() -> None:
     async def scenario() -> None:
-        async with world(LoopbackTransport(LoopbackNetwork())) as w:
+        async with world([LoopbackNetwork()]) as w:
             pair = await w.pair()
             ticket, entry = w.decode.ticket(8)
             signal = StepSignal()
@@ -257,9 +101,33 @@ def test_blocks_of_a_cancelled_ticket_stay_quarantined_until_its_push_ends() -> 
     asyncio.run(scenario())
 
 
+def test_a_pair_that_is_closed_while_it_breaks_gives_its_channel_back() -> None:
+    async def scenario() -> None:
+        async with world(["shared_memory"]) as w:
+            pair = await w.pair()
+            [receiver] = w.decode.pairs.values()
+            ticket, _ = w.decode.ticket(8)
+            push = pair.push(StepSignal(), [PushPart(OutgoingTransfer(ticket), [1, 2], 0, 8)])
+            await until(lambda: w.decode.ledger.pushes_in_flight == 1)
+            assert pair._channel is not None
+            pair._channel.close()
+            while not receiver._closed:  # noqa: ASYNC110 - the moment between its thread's end and its own
+                await asyncio.sleep(0)
+            await asyncio.gather(receiver.close(), receiver.close())
+            assert receiver._channel is not None
+            with pytest.raises(AssertionError, match="closed"):
+                receiver._channel.receive(range(1), Slots([]))
+            assert w.decode.blocks.num_free == BLOCKS
+            with pytest.raises(KvTransferError):
+                await push
+            await pair.close()
+
+    asyncio.run(scenario())
+
+
 def test_a_ticket_that_is_gone_is_refused_and_the_others_go_on() -> None:
     async def scenario() -> None:
-        async with world(LoopbackTransport(LoopbackNetwork())) as w:
+        async with world([LoopbackNetwork()]) as w:
             pair = await w.pair()
             gone_ticket, _ = w.decode.ticket(4)
             ticket, _ = w.decode.ticket(4)
@@ -277,7 +145,7 @@ def test_a_ticket_that_is_gone_is_refused_and_the_others_go_on() -> None:
 
 def test_an_incomplete_transfer_is_not_committed() -> None:
     async def scenario() -> None:
-        async with world(LoopbackTransport(LoopbackNetwork())) as w:
+        async with world([LoopbackNetwork()]) as w:
             pair = await w.pair()
             ticket, _ = w.decode.ticket(8)
             transfer = OutgoingTransfer(ticket)
@@ -291,21 +159,10 @@ def test_an_incomplete_transfer_is_not_committed() -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("make_transport", TRANSPORTS, ids=["loopback", "gloo"])
-def test_what_does_not_fit_together_is_refused_by_name(make_transport: Callable[[], Transport]) -> None:
+@EVERY_TRANSPORT
+def test_many_transfers_in_a_row_change_nothing(kind: Kind) -> None:
     async def scenario() -> None:
-        async with world(make_transport()) as w:
-            with pytest.raises(IncompatiblePeerError, match="dtype: float32 here, bfloat16 there; block_size: 4 here, 8 there"):
-                await w.pair(replace(LAYOUT, dtype="bfloat16", block_size=8))
-            with pytest.raises(WorkerLostError, match="epoch 5, not 4"):
-                await w.pair(peer=replace(w.decode.ref, epoch=4))
-
-    asyncio.run(scenario())
-
-
-def test_many_transfers_in_a_row_change_nothing() -> None:
-    async def scenario() -> None:
-        async with world(GlooTransport("127.0.0.1")) as w:
+        async with world([kind]) as w:
             pair = await w.pair()
             for number in range(300):
                 ticket, _ = w.decode.ticket(1 + number % 16)

@@ -1,11 +1,13 @@
-"""Portions cover every layer once, and slots are those of the block table."""
+"""Portions cover every layer once, pieces every token once and in its slot, and copies put each token where it belongs."""
 
 from __future__ import annotations
+
+import itertools
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.plan import MIN_MESSAGE_BYTES, layer_groups, slot_ids
+from kv_transfer.plan import MIN_MESSAGE_BYTES, Piece, copies, cut, layer_groups, slot_runs
 
 
 @given(num_layers=st.integers(1, 200), layer_bytes=st.integers(1, 4 * MIN_MESSAGE_BYTES))
@@ -16,9 +18,38 @@ def test_groups_cover_the_layers_in_order(num_layers: int, layer_bytes: int) -> 
     assert all((len(group) - 1) * layer_bytes < MIN_MESSAGE_BYTES for group in groups), "no larger than needed"
 
 
-@given(data=st.data(), block_size=st.sampled_from([1, 8, 16]), table=st.lists(st.integers(0, 99), min_size=1, unique=True))
-def test_slots_follow_the_block_table(data: st.DataObject, block_size: int, table: list[int]) -> None:
+def slots(pieces: list[Piece]) -> list[int]:
+    return [piece.slot + offset for piece in pieces for offset in range(piece.length)]
+
+
+BLOCK_SIZES = st.sampled_from([1, 4, 8, 16])
+TABLES = st.lists(st.integers(0, 30), min_size=1, max_size=20, unique=True)
+
+
+@given(data=st.data(), block_size=BLOCK_SIZES, table=TABLES)
+def test_pieces_follow_the_block_table(data: st.DataObject, block_size: int, table: list[int]) -> None:
     start = data.draw(st.integers(0, len(table) * block_size - 1))
     count = data.draw(st.integers(1, len(table) * block_size - start))
     every = [block * block_size + offset for block in table for offset in range(block_size)]
-    assert slot_ids(table, block_size, start, count).tolist() == every[start : start + count]
+    pieces = cut(table, block_size, start, count)
+    assert slots(pieces) == every[start : start + count]
+    assert all(table[piece.block] == piece.slot // block_size for piece in pieces)
+    assert [piece.block for piece in pieces] == list(range(start // block_size, -(-(start + count) // block_size)))
+
+
+@given(data=st.data(), source_table=TABLES, source_block=BLOCK_SIZES, table=TABLES, block=BLOCK_SIZES)
+def test_copies_put_each_token_where_it_belongs(
+    data: st.DataObject, source_table: list[int], source_block: int, table: list[int], block: int
+) -> None:
+    """Also between pools of different block sizes."""
+    count = data.draw(st.integers(1, min(len(source_table) * source_block, len(table) * block)))
+    source, destination = cut(source_table, source_block, 0, count), cut(table, block, 0, count)
+    source_runs, destination_runs = slot_runs(source), slot_runs(destination)
+    for runs in (source_runs, destination_runs):
+        assert all(sum(one) != other.start for one, other in itertools.pairwise(runs)), "no fewer would do"
+    moves = [
+        (copy.source + offset, copy.destination + offset)
+        for copy in copies(source_runs, destination_runs)
+        for offset in range(copy.length)
+    ]
+    assert moves == list(zip(slots(source), slots(destination), strict=True))

@@ -1,4 +1,5 @@
 // Matrix products with weights of four or eight bits, for few rows: reading the weights is what such a product costs.
+// And those of the output head, whose results are float32.
 //
 // 32 inputs of an output share a float16 scale and minimum: weight = value * scale + minimum. The values of 16 outputs
 // and 32 inputs make a record: 16 scales, 16 minimums, then 16-bit words of four nibbles. A nibble becomes bfloat16 by
@@ -32,9 +33,12 @@ __m512i table(bool high) {
   return _mm512_load_si512(entries);
 }
 
+inline void put(bf16* p, __m512 v) { store(p, v); }
+inline void put(float* p, __m512 v) { _mm512_storeu_ps(p, v); }
+
 // T rows times 16 outputs. `sums` are the rows' sums of each group, for the minimums.
-template <int T, bool kEightBits>
-void multiply(const bf16* x, i64 inputs, const float* sums, const uint8_t* records, bf16* y, i64 outputs, __m512i low, __m512i high) {
+template <int T, bool kEightBits, typename Out>
+void multiply(const bf16* x, i64 inputs, const float* sums, const uint8_t* records, Out* y, i64 outputs, __m512i low, __m512i high) {
   const i64 groups = inputs / kGroup;
   __m512 total[T];
   for (int t = 0; t < T; ++t) total[t] = _mm512_setzero_ps();
@@ -60,11 +64,11 @@ void multiply(const bf16* x, i64 inputs, const float* sums, const uint8_t* recor
       total[t] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(sums[t * groups + g]), total[t]);
     }
   }
-  for (int t = 0; t < T; ++t) store(y + t * outputs, total[t]);
+  for (int t = 0; t < T; ++t) put(y + t * outputs, total[t]);
 }
 
-template <bool kEightBits>
-void multiply_rows(const bf16* x, i64 rows, i64 inputs, const float* sums, const uint8_t* records, bf16* y, i64 outputs) {
+template <bool kEightBits, typename Out>
+void multiply_rows(const bf16* x, i64 rows, i64 inputs, const float* sums, const uint8_t* records, Out* y, i64 outputs) {
   static const __m512i low = table(false), high = table(true);
   for (; rows > 0; rows -= kRows, x += kRows * inputs, y += kRows * outputs, sums += kRows * (inputs / kGroup)) {
     switch (std::min(rows, kRows)) {
@@ -80,12 +84,8 @@ void multiply_rows(const bf16* x, i64 rows, i64 inputs, const float* sums, const
   }
 }
 
-}  // namespace
-
-extern "C" {
-
-// y = x Wᵀ: [T, I] to [T, O]. I is a multiple of 32, O of 16.
-void quantized_linear(const bf16* x, const uint8_t* records, bf16* y, i64 rows, i64 inputs, i64 outputs, i64 bits, i64 threads) {
+template <typename Out>
+void multiply_all(const bf16* x, const uint8_t* records, Out* y, i64 rows, i64 inputs, i64 outputs, i64 bits, i64 threads) {
   const i64 groups = inputs / kGroup;
   static thread_local std::vector<float> buffer;
   buffer.resize(rows * groups);
@@ -99,6 +99,27 @@ void quantized_linear(const bf16* x, const uint8_t* records, bf16* y, i64 rows, 
     else
       multiply_rows<false>(x, rows, inputs, sums, records + block * groups * kRecordBytes<false>, y + block * kOutputs, outputs);
   }
+}
+
+}  // namespace
+
+extern "C" {
+
+// y = x Wᵀ: [T, I] to [T, O]. I is a multiple of 32, O of 16.
+void quantized_linear(const bf16* x, const uint8_t* records, bf16* y, i64 rows, i64 inputs, i64 outputs, i64 bits, i64 threads) {
+  multiply_all(x, records, y, rows, inputs, outputs, bits, threads);
+}
+
+// The same with a result in float32: logits in bfloat16 would be an eighth apart.
+void quantized_logits(const bf16* x, const uint8_t* records, float* y, i64 rows, i64 inputs, i64 outputs, i64 bits, i64 threads) {
+  multiply_all(x, records, y, rows, inputs, outputs, bits, threads);
+}
+
+// Logits from a bfloat16 head, packed as [O / 64][I / 2][64][2]. I is even, O a multiple of 64.
+void dense_logits(const bf16* x, const bf16* packed, float* y, i64 rows, i64 inputs, i64 outputs, i64 threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+  for (i64 block = 0; block < outputs / kColumns; ++block)
+    multiply_dense(x, inputs, rows, packed + block * inputs * kColumns, inputs / 2, y + block * kColumns, outputs, false);
 }
 
 }  // extern "C"

@@ -1,0 +1,262 @@
+"""What the handoff of KV costs: `python -m benchmarks.handoff`, on an idle machine.
+
+A prefill and a decode worker in processes of their own, one thread each, the default model in bfloat16, and new prompts of
+1,024 tokens; this process is the router. In turns: a prompt with an answer of one token, for which nothing is handed over, and
+one with two, over each transport. Exposed is what the second takes longer, to its first token and to its second one's start.
+
+Then the transport alone: the KV of such a prompt from one warm pool to another, layer by layer as they travel, against memcpy
+of as many bytes; and the CPU time of its fingerprints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+import random
+import statistics
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.environment import write_result
+from configs.models import resolve
+from configs.schema import ClusterConfig, TransportName
+from decode_workers.worker import DecodeWorker
+from engine.kv_pool import KVPool
+from engine.model_runner import ModelRunner
+from kv_transfer.choice import receiving_transports, sending_transports
+from kv_transfer.fingerprint import BlockFingerprints
+from kv_transfer.plan import cut, layer_groups, slot_runs
+from kv_transfer.pool_view import PoolView, Slots
+from kv_transfer.transport import ReceiveChannel
+from prefill_workers.worker import PrefillWorker
+from protocol.calls import Caller
+from protocol.messages import (
+    Attach,
+    Attached,
+    FirstToken,
+    Ping,
+    Prefill,
+    Release,
+    Reserve,
+    Reserved,
+    Role,
+    SamplingParams,
+    WorkerRef,
+)
+from protocol.wire import WireClient, WireServer
+
+HOST = "127.0.0.1"
+SECRET = b"b" * 32
+PROMPT_TOKENS = 1024
+KV_TOKENS = 8192
+CONFIG = ClusterConfig(dtype="bfloat16")
+TRANSPORTS: tuple[TransportName, ...] = ("shared_memory", "gloo")
+WARM_UP = 4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=25)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    result = {
+        "first_tokens": {name: asyncio.run(first_tokens(name, options.rounds)) for name in TRANSPORTS},
+        "transports": {name: transport_alone(name, options.rounds) for name in TRANSPORTS},
+        "fingerprints_ms": fingerprints_ms(options.rounds),
+    }
+    write_result("handoff", result, table(result))
+
+
+def table(result: dict[str, Any]) -> str:
+    """Medians as Markdown."""
+    lines = [
+        f"| {PROMPT_TOKENS}-token prompt | first token alone | with handoff | exposed | first token to attached |",
+        "|---|---|---|---|---|",
+    ]
+    for name, times in result["first_tokens"].items():
+        alone, handed, attached = (1000 * statistics.median(times[key]) for key in ("alone_s", "handoff_s", "attached_s"))
+        # Neighbouring turns share the machine's mood, so their differences say more than the difference of two medians.
+        pairs = zip(times["alone_s"], times["handoff_s"], strict=True)
+        exposed = 1000 * statistics.median(handoff - one for one, handoff in pairs)
+        share = 100 * exposed / alone
+        lines.append(f"| {name} | {alone:.0f} ms | {handed:.0f} ms | {exposed:.1f} ms, {share:.1f} % | {attached:.1f} ms |")
+    lines += ["", "| its KV from pool to pool, no fingerprints | time | of memcpy's bandwidth |", "|---|---|---|"]
+    for name, times in result["transports"].items():
+        took, memcpy = statistics.median(times["transfer_ms"]), statistics.median(times["memcpy_ms"])
+        lines.append(f"| {name}, {times['mib']:.1f} MiB | {took:.2f} ms | {100 * memcpy / took:.0f} % |")
+    hashing = 2 * statistics.median(result["fingerprints_ms"])
+    alone = statistics.median(1000 * s for times in result["first_tokens"].values() for s in times["alone_s"])
+    lines += [
+        "",
+        f"Fingerprints, both sides: {hashing:.2f} ms of CPU time, {100 * hashing / alone:.2f} % of the first token's time.",
+    ]
+    return "\n".join(lines)
+
+
+# -- with workers --------------------------------------------------------------------------------------------------------
+
+
+async def first_tokens(transport: TransportName, rounds: int) -> dict[str, list[float]]:
+    rng = random.Random(0)
+    times: dict[str, list[float]] = {"alone_s": [], "handoff_s": [], "attached_s": []}
+    async with _workers(transport) as (prefill, decode):
+        for number in range(rounds + WARM_UP):
+            turns = [("alone_s", 1), ("handoff_s", 2)]
+            for key, max_tokens in turns if number % 2 else reversed(turns):
+                prompt = tuple(rng.randrange(100, 40_000) for _ in range(PROMPT_TOKENS))
+                ttft_s, attached_s = await _ask(prefill, decode, prompt, max_tokens)
+                if number >= WARM_UP:
+                    times[key].append(ttft_s)
+                    times["attached_s"] += [attached_s] if max_tokens > 1 else []
+    return times
+
+
+async def _ask(prefill: Caller, decode: Caller, prompt: tuple[int, ...], max_tokens: int) -> tuple[float, float]:
+    """Seconds to the first token, and from there until the answer can go on."""
+    sampling = SamplingParams(seed=0, max_tokens=max_tokens, temperature=0.0)
+    reserved: Reserved = await decode.ask(lambda call_id: Reserve(call_id, "b", prompt, max_tokens), 10)
+    ticket = reserved.ticket
+    began = time.perf_counter()
+    first: FirstToken = await prefill.ask(lambda call_id: Prefill(call_id, "b", ticket, prompt, 0, sampling, ""), 60)
+    ttft_s = time.perf_counter() - began
+    if max_tokens > 1:
+        answer: Attached = await decode.ask(lambda call_id: Attach(call_id, ticket.ticket_id, first.token_id, sampling, 1), 60)
+        assert answer
+    attached_s = time.perf_counter() - began - ttft_s
+    decode.send(Release(ticket.ticket_id))
+    return ttft_s, attached_s
+
+
+@asynccontextmanager
+async def _workers(transport: TransportName) -> AsyncIterator[tuple[Caller, Caller]]:
+    spawn = multiprocessing.get_context("spawn")
+    processes, callers = [], []
+    try:
+        for role in Role:
+            ours, theirs = spawn.Pipe()
+            process = spawn.Process(target=_serve, args=(role, transport, theirs), daemon=True)
+            process.start()
+            processes.append(process)
+            address = await asyncio.to_thread(ours.recv)
+            callers.append(Caller(await WireClient.connect(address, SECRET, 10), lambda message: None))
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(work) for caller in callers for work in (caller.run(), _ping(caller))]
+            yield callers[0], callers[1]
+            for task in running:
+                task.cancel()
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+async def _ping(caller: Caller) -> None:
+    while True:
+        caller.send(Ping())
+        await asyncio.sleep(CONFIG.limits.heartbeat_s)
+
+
+def _serve(role: Role, transport: TransportName, told: Connection) -> None:
+    """One worker process, until it is killed."""
+    torch.set_num_threads(1)
+    asyncio.run(_run(role, transport, told))
+
+
+async def _run(role: Role, transport: TransportName, told: Connection) -> None:
+    runner = ModelRunner.load(
+        resolve(CONFIG.model).facts,
+        dtype=CONFIG.dtype,
+        block_size=CONFIG.block_size,
+        num_kv_tokens=KV_TOKENS,
+        shared_kv=role is Role.PREFILL,
+    )
+    server = WireServer(SECRET, HOST)
+    me = WorkerRef(role.value, 1, role, server.address)
+    worker: PrefillWorker | DecodeWorker
+    if role is Role.PREFILL:
+        sending = sending_transports(transport, HOST, runner.pool.memory_fd)
+        worker = PrefillWorker(me, SECRET, runner, server, sending, CONFIG)
+    else:
+        worker = DecodeWorker(me, runner, server, receiving_transports(transport, HOST), CONFIG)
+    told.send(server.address)
+    await worker.run()
+
+
+# -- without workers -----------------------------------------------------------------------------------------------------
+
+
+def transport_alone(name: TransportName, rounds: int) -> dict[str, Any]:
+    source, destination = _pool(), _pool()
+    slots = Slots(slot_runs(cut(range(PROMPT_TOKENS), CONFIG.block_size, 0, PROMPT_TOKENS)))
+    layers = source.data.shape[0]
+    num_bytes = source.data[:, :, : PROMPT_TOKENS // CONFIG.block_size].nbytes
+    groups = layer_groups(layers, num_bytes // layers)
+    sending = sending_transports(name, HOST, source.memory_fd)[0]
+    receiving = receiving_transports(name, HOST)[0]
+    from_view, to_view = PoolView(source.layers()), PoolView(destination.layers())
+    times: dict[str, list[float]] = {"transfer_ms": [], "memcpy_ms": []}
+    with ThreadPoolExecutor(1) as decode:
+        channels: list[Future[ReceiveChannel]] = []
+
+        def exchange(offer: bytes) -> bytes:
+            answer: Future[bytes] = Future()
+            channels.append(decode.submit(receiving.connect_receiver, offer, answer.set_result, to_view, 30.0))
+            return answer.result(30)
+
+        sender = sending.connect_sender(exchange, from_view, 30.0)
+        receiver = channels[0].result(30)
+
+        def transfer() -> None:
+            arriving = decode.submit(lambda: [receiver.receive(group, slots) for group in groups])
+            for group in groups:
+                sender.send(group, slots)
+            sender.flush()
+            arriving.result(30)
+
+        from_bytes, to_bytes = (np.ones(num_bytes, dtype=np.uint8) for _ in range(2))
+        for number in range(rounds + WARM_UP):
+            for key, work in (("transfer_ms", transfer), ("memcpy_ms", lambda: np.copyto(to_bytes, from_bytes))):
+                took = _ms(work, time.perf_counter)
+                times[key] += [took] if number >= WARM_UP else []
+        sender.close()
+        receiver.close()
+    return {**times, "mib": num_bytes / 2**20}
+
+
+def fingerprints_ms(rounds: int) -> list[float]:
+    """CPU time of one side's fingerprints of a prompt."""
+    source = _pool()
+    view = PoolView(source.layers())
+    pieces = cut(range(PROMPT_TOKENS), CONFIG.block_size, 0, PROMPT_TOKENS)
+    groups = layer_groups(len(view.bytes), 2 * PROMPT_TOKENS * view.row_bytes)
+
+    def work() -> None:
+        fingerprints = BlockFingerprints()
+        for group in groups:
+            fingerprints.update(view.bytes[group.start : group.stop], view.row_bytes, pieces)
+
+    return [_ms(work, time.thread_time) for _ in range(rounds)]
+
+
+def _ms(work: Callable[[], object], clock: Callable[[], float]) -> float:
+    began = clock()
+    work()
+    return 1000 * (clock() - began)
+
+
+def _pool() -> KVPool:
+    pool = KVPool.for_model(resolve(CONFIG.model).facts, 2 * PROMPT_TOKENS, CONFIG.block_size, torch.bfloat16, shared=True)
+    pool.data.normal_()
+    return pool
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Which part of the KV goes from which prefill rank to which decode rank: pure arithmetic, the same on both sides.
+
+A tensor-parallel replica of R ranks shares out H KV heads. With R <= H each rank holds H / R neighbouring heads; with R > H
+each head is held by R / H neighbouring ranks, all of them the same bytes. The two sides may differ in R and in block size.
+Every decode rank gets each of its heads once, from one prefill rank; the ranks that hold the same head take turns, so that no
+copy of a head serves all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kv_transfer.plan import Copy, copies, cut, slot_runs
+from protocol.errors import IncompatiblePeerError
+
+
+@dataclass(frozen=True)
+class HeadMove:
+    """Neighbouring heads that one rank's pool gives to another's; indices count within each pool."""
+
+    prefill_rank: int
+    decode_rank: int
+    source_head: int
+    destination_head: int
+    num_heads: int
+
+
+def heads_of(rank: int, num_ranks: int, num_kv_heads: int) -> range:
+    """The KV heads that a rank holds. Raises IncompatiblePeerError if they can't be shared out evenly."""
+    if num_kv_heads % num_ranks and num_ranks % num_kv_heads:
+        raise IncompatiblePeerError(f"{num_kv_heads} KV heads can't be shared out evenly to {num_ranks} ranks")
+    if num_ranks >= num_kv_heads:
+        head = rank * num_kv_heads // num_ranks
+        return range(head, head + 1)
+    share = num_kv_heads // num_ranks
+    return range(rank * share, (rank + 1) * share)
+
+
+def head_moves(prefill_ranks: int, decode_ranks: int, num_kv_heads: int) -> list[HeadMove]:
+    """Every move of a transfer, by decode rank and then by head, the longest there are."""
+    moves: list[HeadMove] = []
+    for decode_rank in range(decode_ranks):
+        wanted = heads_of(decode_rank, decode_ranks, num_kv_heads)
+        for destination, head in enumerate(wanted):
+            rank = _holder(head, decode_rank, prefill_ranks, num_kv_heads)
+            source = head - heads_of(rank, prefill_ranks, num_kv_heads).start
+            last = moves[-1] if moves else None
+            if last and (last.prefill_rank, last.decode_rank) == (rank, decode_rank):
+                moves[-1] = HeadMove(rank, decode_rank, last.source_head, last.destination_head, last.num_heads + 1)
+            else:
+                moves.append(HeadMove(rank, decode_rank, source, destination, 1))
+    return moves
+
+
+def token_moves(
+    source_table: Sequence[int], source_block: int, table: Sequence[int], block: int, start: int, num_tokens: int
+) -> list[Copy]:
+    """Slots to copy for tokens [start, start + num_tokens), between pools whose block sizes may differ."""
+    source = slot_runs(cut(source_table, source_block, start, num_tokens))
+    return list(copies(source, slot_runs(cut(table, block, start, num_tokens))))
+
+
+def _holder(head: int, decode_rank: int, prefill_ranks: int, num_kv_heads: int) -> int:
+    """The prefill rank that gives this head to this decode rank."""
+    if prefill_ranks <= num_kv_heads:
+        return head // (num_kv_heads // prefill_ranks)
+    replicas = prefill_ranks // num_kv_heads
+    return head * replicas + decode_rank % replicas

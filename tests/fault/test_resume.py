@@ -1,0 +1,75 @@
+"""A router's own pipeline with real workers: damaged KV costs a second prefill, and neither a token nor the answer."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from scenarios import Factory, Reference, greedy, prompt_of, run
+from two_workers import CONFIG, SECRET, TwoWorkers
+
+from kv_transfer.loopback import Faults
+from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState
+from protocol.messages import Role
+from router.admission import Admission
+from router.journal import Journal
+from router.pipeline import Pipeline
+from router.roster import Roster
+from telemetry.ledger import RequestTimes
+from telemetry.metrics import Metrics
+
+
+class FixedController:
+    """Knows these two workers and never anything new."""
+
+    def __init__(self, workers: TwoWorkers) -> None:
+        refs = (workers.prefill.me, workers.decode.me)
+        ready = WorkerState.READY
+        infos = (WorkerInfo(ref.worker_id, ref.role, ref.epoch, ready, ref, None, None, 0, None) for ref in refs)
+        self._view = ClusterView(1, tuple(infos))
+
+    async def watch(self, known_version: int) -> ClusterView:
+        if known_version == self._view.version:
+            await asyncio.Event().wait()
+        return self._view
+
+    async def scale(self, role: Role, workers: int) -> None:
+        raise AssertionError("nobody scales here")
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        Faults(flip_bit_at=1),
+        Faults(truncate_at=1),
+        Faults(swap_blocks_at=1, block_bytes=8 * 2 * 8 * 4),
+        Faults(die_at=1),
+    ],
+    ids=["flip", "truncate", "swap", "die"],
+)
+def test_damage_is_computed_again_and_counted(two_workers: Factory, reference: Reference, faults: Faults) -> None:
+    async def scenario() -> None:
+        async with two_workers() as workers:
+            metrics = Metrics("small", lambda: ())
+            roster = Roster(FixedController(workers), SECRET, CONFIG.limits, metrics.workers_lost.inc)
+            pipeline = Pipeline(Admission(CONFIG, roster, metrics), CONFIG.limits, metrics)
+            roster.start()
+            prompt = prompt_of(70)
+            workers.network.faults = faults
+            journal = Journal(tuple(prompt), greedy(8), "")
+            times = RequestTimes()
+            async for _ in pipeline.run(journal, times):
+                pass
+            assert journal.emitted == reference(prompt, 8)
+            assert _count(metrics.kv_transfer_failures) == 1
+            assert _count(metrics.resumed_streams) == times.resumes <= 1
+            await workers.until(workers.all_free)
+            await roster.close()
+
+    run(scenario())
+
+
+def _count(counter: Any) -> float:
+    [sample] = [sample for family in counter.collect() for sample in family.samples if sample.name.endswith("_total")]
+    return float(sample.value)

@@ -1,0 +1,221 @@
+"""A whole 1P1D system in one process: real workers, real sockets, a small random model, loopback with faults; no Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from configs.facts import ModelFacts
+from configs.schema import ClusterConfig, DecodeConfig, LimitsConfig, PrefillConfig
+from decode_workers.worker import DecodeWorker
+from engine.model_runner import ModelRunner
+from kv_transfer.loopback import LoopbackNetwork, LoopbackTransport
+from prefill_workers.worker import PrefillWorker
+from protocol.audit import Audit
+from protocol.calls import Caller
+from protocol.errors import WorkerLostError
+from protocol.messages import (
+    Attach,
+    Attached,
+    Cancel,
+    FirstToken,
+    LoadReport,
+    Ping,
+    Prefill,
+    Release,
+    Reserve,
+    Reserved,
+    Role,
+    SamplingParams,
+    StreamOutput,
+    Ticket,
+    TokenFrame,
+    WorkerRef,
+)
+from protocol.wire import WireClient, WireServer
+from router.leaks import Audited, Leak, find_leaks
+
+SECRET = b"f" * 32
+CONFIG = ClusterConfig(
+    dtype="float32",
+    block_size=8,
+    prefill=PrefillConfig(kv_cache_tokens=1024, max_batch_tokens=32),
+    decode=DecodeConfig(kv_cache_tokens=1024, max_batch_size=8),
+    limits=LimitsConfig(lease_s=1.0, heartbeat_s=0.1, connect_s=5.0),
+)
+
+
+Frames = defaultdict[int, asyncio.Queue[StreamOutput]]
+
+
+class ScriptedRouter:
+    """Speaks a router's messages by hand, so that a test can stop anywhere in between."""
+
+    def __init__(self, prefill: Caller, decode: Caller, frames: Frames) -> None:
+        self.prefill = prefill
+        self.decode = decode
+        self.frames = frames
+
+    async def reserve(self, prompt: list[int], max_tokens: int) -> Ticket:
+        asking = asyncio.ensure_future(self.decode.ask(lambda call_id: Reserve(call_id, "r", tuple(prompt), max_tokens), 10))
+        try:
+            reserved: Reserved = await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            asking.add_done_callback(self._give_back_late)
+            raise
+        return reserved.ticket
+
+    def _give_back_late(self, asking: asyncio.Future[Reserved]) -> None:
+        """As the router does: a ticket that is granted to a request that is gone goes back at once."""
+        if not asking.cancelled() and asking.exception() is None:
+            self.decode.send(Release(asking.result().ticket.ticket_id))
+
+    async def compute(
+        self, ticket: Ticket, prompt: list[int], sampling: SamplingParams, request_id: str = "r", cache_salt: str = ""
+    ) -> FirstToken:
+        first: FirstToken = await self.prefill.ask(
+            lambda call_id: Prefill(call_id, request_id, ticket, tuple(prompt), 0, sampling, cache_salt), 20
+        )
+        return first
+
+    async def attach(self, ticket: Ticket, first: FirstToken, sampling: SamplingParams) -> Attached:
+        attached: Attached = await self.decode.ask(
+            lambda call_id: Attach(call_id, ticket.ticket_id, first.token_id, sampling, 1), 10
+        )
+        return attached
+
+    async def rest(self, ticket: Ticket) -> list[int]:
+        """The tokens of this ticket's stream until it ends."""
+        tokens: list[int] = []
+        while True:
+            output = await asyncio.wait_for(self.frames[ticket.ticket_id].get(), 20)
+            if output.error is not None:
+                raise output.error.to_error()
+            tokens += output.token_ids
+            if output.finish_reason is not None:
+                return tokens
+
+    async def generate(
+        self, prompt: list[int], sampling: SamplingParams, request_id: str = "r", cache_salt: str = ""
+    ) -> list[int]:
+        """A whole request, as the router does it."""
+        ticket = await self.reserve(prompt, sampling.max_tokens)
+        try:
+            first = await self.compute(ticket, prompt, sampling, request_id, cache_salt)
+            if first.finish_reason is not None:
+                return [first.token_id]
+            await self.attach(ticket, first, sampling)
+            return [first.token_id, *await self.rest(ticket)]
+        finally:
+            self.decode.send(Release(ticket.ticket_id))
+
+    def cancel(self, request_id: str) -> None:
+        self.prefill.send(Cancel(request_id))
+
+
+async def connect_router(
+    prefill: WorkerRef, decode: WorkerRef, tasks: dict[str, asyncio.Task[None]], ping: bool = True
+) -> ScriptedRouter:
+    """A router of these two; what reads its connections is added to `tasks`."""
+    frames: Frames = defaultdict(asyncio.Queue)
+
+    def on_message(message: Any) -> None:
+        if isinstance(message, TokenFrame):
+            for output in message.outputs:
+                frames[output.ticket_id].put_nowait(output)
+        else:
+            assert isinstance(message, LoadReport)
+
+    callers = []
+    for worker in (prefill, decode):
+        caller = Caller(await WireClient.connect(worker.address, SECRET, 5), on_message)
+        callers.append(caller)
+        number = len(tasks)
+        tasks[f"read-{number}"] = asyncio.create_task(caller.run())
+        if ping:
+            tasks[f"ping-{number}"] = asyncio.create_task(_ping(caller))
+    return ScriptedRouter(callers[0], callers[1], frames)
+
+
+@dataclass
+class TwoWorkers:
+    """What a test holds in its hands."""
+
+    prefill: PrefillWorker
+    decode: DecodeWorker
+    network: LoopbackNetwork
+    tasks: dict[str, asyncio.Task[None]]
+    routers: list[ScriptedRouter] = field(default_factory=list)
+
+    async def router(self, ping: bool = True) -> ScriptedRouter:
+        router = await connect_router(self.prefill.me, self.decode.me, self.tasks, ping)
+        self.routers.append(router)
+        return router
+
+    async def until(self, condition: Callable[[], bool], seconds: float = 10) -> None:
+        async with asyncio.timeout(seconds):
+            while not condition():  # noqa: ASYNC110 - what is waited for has no event of its own
+                await asyncio.sleep(0.005)
+
+    def all_free(self) -> bool:
+        """No ticket, no prompt and no transfer is left, and every block is free."""
+        loads = [self.decode.load(), self.prefill.load()]
+        return all(x.free_blocks == x.total_blocks and x.tickets == 0 and x.transfers == 0 for x in loads)
+
+    def check(self) -> None:
+        """Each worker's own books, at any moment."""
+        self.decode.ledger.check_integrity()
+        self.prefill.check_integrity()
+
+    async def leaks(self) -> list[Leak]:
+        """What a router that has just come finds in the books of the running workers, when nothing is under way."""
+        audited = []
+        for worker in (self.prefill, self.decode):
+            if not self.tasks[worker.me.role.value].done():
+                caller = Caller(await WireClient.connect(worker.me.address, SECRET, 5), lambda message: None)
+                reading = asyncio.create_task(caller.run())
+                audited.append(Audited(worker.me, await caller.ask(Audit, 5)))
+                caller.close()
+                await reading
+        return find_leaks(audited, CONFIG.limits.lease_s, 5)
+
+
+async def _ping(caller: Caller) -> None:
+    with contextlib.suppress(WorkerLostError):
+        while True:
+            caller.send(Ping())
+            await asyncio.sleep(0.1)
+
+
+@asynccontextmanager
+async def run_two_workers(facts: ModelFacts, config: ClusterConfig) -> AsyncIterator[TwoWorkers]:
+    network = LoopbackNetwork()
+    transport = LoopbackTransport(network)
+
+    def runner(num_kv_tokens: int) -> ModelRunner:
+        return ModelRunner.load(facts, dtype="float32", block_size=config.block_size, num_kv_tokens=num_kv_tokens)
+
+    servers = [WireServer(SECRET, "127.0.0.1") for _ in range(2)]
+    refs = [
+        WorkerRef(f"{role.value}-0", 1, role, server.address)
+        for role, server in zip((Role.PREFILL, Role.DECODE), servers, strict=True)
+    ]
+    prefill = PrefillWorker(refs[0], SECRET, runner(config.prefill.kv_cache_tokens), servers[0], [transport], config)
+    decode = DecodeWorker(refs[1], runner(config.decode.kv_cache_tokens), servers[1], [transport], config)
+    tasks = {"prefill": asyncio.create_task(prefill.run()), "decode": asyncio.create_task(decode.run())}
+    workers = TwoWorkers(prefill, decode, network, tasks)
+    try:
+        async with asyncio.timeout(120):
+            yield workers
+            assert await workers.leaks() == []
+    finally:
+        for task in tasks.values():
+            task.cancel()
+        results = await asyncio.gather(*tasks.values(), return_exceptions=True)
+        failures = [r for r in results if isinstance(r, BaseException) and not isinstance(r, asyncio.CancelledError)]
+        assert not failures, failures

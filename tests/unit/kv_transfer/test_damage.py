@@ -1,0 +1,127 @@
+"""What is damaged on the way, or in memory, is caught before the commit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+from two_ends import (
+    BLOCK_SIZE,
+    BLOCKS,
+    HEAD_DIM,
+    HEADS,
+    finished_step,
+    until,
+    world,
+)
+
+from kv_transfer.loopback import Faults, LoopbackNetwork
+from kv_transfer.pool_view import PoolView, Slots
+from kv_transfer.sender import OutgoingTransfer, PushPart, SendingPair
+from kv_transfer.transport import ReceiveChannel, ReceiveTransport
+from protocol.errors import KvTransferError, TandemError
+
+
+async def push_and_commit(pair: SendingPair, push: asyncio.Future[None], transfer: OutgoingTransfer) -> None:
+    await push
+    await pair.commit(transfer)
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        Faults(flip_bit_at=0),
+        Faults(truncate_at=0),
+        Faults(swap_halves_at=0),
+        Faults(swap_blocks_at=0, block_bytes=BLOCK_SIZE * HEADS * HEAD_DIM * 4),
+        Faults(lose_at=0),
+    ],
+    ids=["bit flip", "truncation", "swapped halves", "swapped blocks", "lost payload"],
+)
+def test_damage_is_caught_before_the_commit(faults: Faults) -> None:
+    async def scenario() -> None:
+        network = LoopbackNetwork()
+        async with world([network]) as w:
+            pair = await w.pair()
+            network.faults = faults
+            ticket, _ = w.decode.ticket(8)
+            transfer = OutgoingTransfer(ticket)
+            push = pair.push(finished_step(), [PushPart(transfer, [1, 2], 0, 8)])
+            with pytest.raises(TandemError):
+                await push_and_commit(pair, push, transfer)
+            await until(lambda: len(w.decode.ledger) == 0)
+            assert w.decode.committed == []
+            assert w.decode.failed == [ticket.ticket_id]
+            assert w.decode.stats.failed == 1
+            assert w.decode.blocks.num_free == BLOCKS
+            await pair.close()
+
+    asyncio.run(scenario())
+
+
+Damage = Callable[[PoolView, range, Slots], None]
+
+
+class DamagedReceiver:
+    """A real transport, and what bad memory or a peer that frees too early does to the blocks that it fills."""
+
+    def __init__(self, real: ReceiveTransport, damage: Damage) -> None:
+        self.name = real.name
+        self._real = real
+        self._damage = damage
+
+    def connect_receiver(
+        self, offer: bytes, answer: Callable[[bytes], None], pool: PoolView, deadline_s: float
+    ) -> ReceiveChannel:
+        channel = self._real.connect_receiver(offer, answer, pool, deadline_s)
+        return DamagedChannel(channel, pool, self._damage)
+
+
+@dataclass
+class DamagedChannel:
+    real: ReceiveChannel
+    pool: PoolView
+    damage: Damage
+
+    def receive(self, layers: range, slots: Slots) -> None:
+        self.real.receive(layers, slots)
+        self.damage(self.pool, layers, slots)
+
+    def close(self) -> None:
+        self.real.close()
+
+
+def flip(pool: PoolView, layers: range, slots: Slots) -> None:
+    pool.rows[layers[-1]][1, slots.ids_T[-1], -1] ^= 1
+
+
+def swap_blocks(pool: PoolView, layers: range, slots: Slots) -> None:
+    one, other = slots.ids_T[:BLOCK_SIZE].numpy(), slots.ids_T[BLOCK_SIZE : 2 * BLOCK_SIZE].numpy()
+    for rows in pool.rows:
+        rows[:, one], rows[:, other] = rows[:, other].copy(), rows[:, one].copy()
+
+
+def leave_out_the_last_token(pool: PoolView, layers: range, slots: Slots) -> None:
+    for layer in layers:
+        pool.rows[layer][:, slots.ids_T[-1]] = 0
+
+
+@pytest.mark.parametrize("damage", [flip, swap_blocks, leave_out_the_last_token])
+@pytest.mark.parametrize("kind", ["gloo", "shared_memory"])
+def test_damage_in_memory_is_caught_before_the_commit(kind: str, damage: Damage) -> None:
+    async def scenario() -> None:
+        async with world([kind]) as w:
+            w.decode.transports = [DamagedReceiver(w.decode.transports[0], damage)]
+            pair = await w.pair()
+            ticket, _ = w.decode.ticket(11)
+            transfer = OutgoingTransfer(ticket)
+            await pair.push(finished_step(), [PushPart(transfer, [4, 1, 2], 0, 11)])
+            with pytest.raises(KvTransferError, match=r"not the KV that was sent, from block [02] on"):
+                await pair.commit(transfer)
+            assert w.decode.committed == []
+            assert w.decode.blocks.num_free == BLOCKS
+            await pair.close()
+
+    asyncio.run(scenario())

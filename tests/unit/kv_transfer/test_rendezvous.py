@@ -1,0 +1,117 @@
+"""What fits together meets over the best transport that works; what does not is refused by name."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from two_ends import (
+    BLOCK_SIZE,
+    EVERY_TRANSPORT,
+    HEAD_DIM,
+    HEADS,
+    LAYERS,
+    LAYOUT,
+    Kind,
+    World,
+    finished_step,
+    world,
+)
+
+from kv_transfer.pool_view import PoolView
+from kv_transfer.sender import OutgoingTransfer, PushPart
+from kv_transfer.transport import SendChannel, SendTransport
+from protocol.errors import IncompatiblePeerError, WorkerLostError
+
+
+@pytest.mark.parametrize(
+    "difference",
+    [
+        {"model_hash": "other"},
+        {"dtype": "bfloat16"},
+        {"num_layers": LAYERS + 1},
+        {"num_kv_heads": HEADS * 2},
+        {"head_dim": HEAD_DIM * 2},
+        {"block_size": BLOCK_SIZE * 2},
+        {"layout_version": 2},
+    ],
+    ids=lambda difference: next(iter(difference)),
+)
+def test_every_difference_of_the_layouts_is_named(difference: dict[str, Any]) -> None:
+    async def scenario() -> None:
+        async with world(["shared_memory", "gloo"]) as w:
+            name, value = next(iter(difference.items()))
+            message = f"decode-0 .here. and prefill-0 .there. differ: {name}: {getattr(LAYOUT, name)} here, {value} there$"
+            with pytest.raises(IncompatiblePeerError, match=message):
+                await w.pair(replace(LAYOUT, **difference))
+
+    asyncio.run(scenario())
+
+
+@EVERY_TRANSPORT
+def test_a_former_life_and_several_differences_are_refused(kind: Kind) -> None:
+    async def scenario() -> None:
+        async with world([kind]) as w:
+            with pytest.raises(IncompatiblePeerError, match="dtype: float32 here, bfloat16 there; block_size: 4 here, 8 there"):
+                await w.pair(replace(LAYOUT, dtype="bfloat16", block_size=8))
+            with pytest.raises(WorkerLostError, match="epoch 5, not 4"):
+                await w.pair(peer=replace(w.decode.ref, epoch=4))
+
+    asyncio.run(scenario())
+
+
+class ElsewhereSender:
+    """Shared memory as decode sees it from another host: the offer arrives, but nobody listens there."""
+
+    name = "shared_memory"
+
+    def __init__(self, here: SendTransport) -> None:
+        self._here = here
+
+    def connect_sender(self, exchange: Callable[[bytes], bytes], pool: PoolView, deadline_s: float) -> SendChannel:
+        return self._here.connect_sender(lambda offer: exchange(bytes(32) + offer[32:]), pool, deadline_s)
+
+
+async def one_transfer(w: World) -> None:
+    pair = await w.pair()
+    ticket, entry = w.decode.ticket(8)
+    transfer = OutgoingTransfer(ticket)
+    await pair.push(finished_step(), [PushPart(transfer, [1, 2], 0, 8)])
+    await pair.commit(transfer)
+    assert torch.equal(w.decode.content(entry, 8), w.source.data[:, :, 1:3].flatten(2, 3))
+    await pair.close()
+
+
+def test_the_first_transport_that_works_is_taken(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        for prefill, decode, taken in (
+            (["shared_memory", "gloo"], ["gloo", "shared_memory"], "shared_memory"),
+            (["gloo", "shared_memory"], ["gloo", "shared_memory"], "gloo"),
+            (["shared_memory", "gloo"], ["gloo"], "gloo (shared_memory: decode-0 has gloo)"),
+        ):
+            async with world(prefill, decode) as w:
+                caplog.clear()
+                await one_transfer(w)
+                assert f"KV to decode-0 goes over {taken}" in caplog.messages
+        async with world(["shared_memory", "gloo"]) as w:
+            w.transports = [ElsewhereSender(w.transports[0]), w.transports[1]]
+            caplog.clear()
+            await one_transfer(w)
+            assert "KV to decode-0 goes over gloo (shared_memory: this host has no such prefill worker)" in caplog.messages
+
+    with caplog.at_level("INFO"):
+        asyncio.run(scenario())
+
+
+def test_no_common_transport_names_both_sides() -> None:
+    async def scenario() -> None:
+        async with world(["shared_memory"], ["gloo"]) as w:
+            expected = "prefill-0 and decode-0 have no KV transport in common .shared_memory: decode-0 has gloo.$"
+            with pytest.raises(IncompatiblePeerError, match=expected):
+                await w.pair()
+
+    asyncio.run(scenario())
