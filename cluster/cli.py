@@ -1,7 +1,7 @@
 """The command `tandem`. Each command imports what it needs when it runs: `tandem status` waits for neither Ray nor torch.
 
-Exit codes: 0 done; 1 a bug, with its traceback; 2 anything that the operator can mend (a flag, a file, a port, a cluster that
-is not there), with one line on stderr that names it; 130 interrupted.
+Exit codes: 0 done; 1 a bug, with its traceback, or an audit that found something; 2 anything that the operator can mend (a
+flag, a file, a port, a cluster that is not there), with one line on stderr that names it; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -144,6 +144,25 @@ def scale(
     client.post("/admin/scale", {role.value: workers for role, workers in wanted.items()})
     if wait_s > 0:
         wait_until_scaled(client, wanted, wait_s)
+
+
+@app.command()
+def audit(
+    as_json: Annotated[bool, typer.Option("--json", help="The API's answer as it is.")] = False,
+    url: Url = DEFAULT_URL,
+    admin_key: AdminKey = None,
+) -> None:
+    """Compare the books of all workers: nothing, or a line for each leak and exit code 1."""
+    from cluster.http_client import ApiClient
+
+    answer = ApiClient(url, admin_key).get("/admin/audit")
+    if as_json:
+        typer.echo(json.dumps(answer, indent=2))
+    else:
+        for leak in answer["leaks"]:
+            typer.echo(leak["message"])
+    if answer["leaks"]:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 
 from configs.schema import ClusterConfig
+from decode_workers.books import decode_books
 from decode_workers.ledger import Ledger, TicketEntry
 from decode_workers.outbox import Outbox
 from decode_workers.scheduler import DecodeScheduler, Stream
@@ -24,6 +25,7 @@ from engine.model_runner import ModelRunner
 from kv_transfer.pool_view import PoolView
 from kv_transfer.receiver import ReceivingPair, TransferStats
 from kv_transfer.transport import ReceiveTransport
+from protocol.audit import Audit
 from protocol.endpoint import Endpoint
 from protocol.errors import InvalidRequestError, KvTransferError, OverloadedError, TandemError
 from protocol.messages import (
@@ -97,6 +99,7 @@ class DecodeWorker:
                 PushAnnounce: self._announce,
                 PushCommit: self._commit,
                 TransferAbort: self._abort_transfer,
+                Audit: self._audit,
             },
             self.load,
             self._peer_lost,
@@ -241,6 +244,18 @@ class DecodeWorker:
             self._scheduler.remove(message.ticket_id)
             self._waiting_attaches.pop(message.ticket_id, None)
             self.ledger.release(message.ticket_id)
+
+    def _audit(self, router: bytes, message: Audit) -> None:
+        books = decode_books(
+            message.call_id,
+            router,
+            self._blocks,
+            self.ledger,
+            self._scheduler,
+            self._waiting_attaches,
+            self._endpoint.is_connected,
+        )
+        self._endpoint.send(router, books)
 
     def _ping(self, peer: bytes, message: Ping) -> None:
         self.ledger.renew(peer)

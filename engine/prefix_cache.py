@@ -61,6 +61,16 @@ class PrefixCache:
         """Blocks that an allocation can have: free ones, and idle ones, which it may evict."""
         return self._blocks.num_free + len(self._idle)
 
+    @property
+    def num_owned(self) -> int:
+        """Blocks with at least one owner."""
+        return sum(count > 0 for count in self._references)
+
+    @property
+    def num_references(self) -> int:
+        """A block counts once for each of its owners."""
+        return sum(self._references)
+
     def match(self, keys: Sequence[bytes]) -> int:
         """How many blocks are cached from the first key on without a gap. Takes nothing."""
         for count, key in enumerate(keys):

@@ -10,6 +10,7 @@ from configs.schema import LimitsConfig
 from kv_transfer.pool_view import PoolView
 from kv_transfer.sender import SendingPair
 from kv_transfer.transport import SendTransport
+from protocol.audit import PairRow
 from protocol.errors import TandemError
 from protocol.messages import KvLayout, WorkerRef
 
@@ -52,6 +53,11 @@ class DecodePeers:
         tasks = [task for task in self._pairs.values() if task.done() and not _is_broken(task)]
         return sum(task.result().pushes_in_flight for task in tasks)
 
+    def books(self) -> tuple[PairRow, ...]:
+        """Of every pair that was opened, also if it has broken since."""
+        opened = {ref: task.result() for ref, task in self._pairs.items() if _is_open(task)}
+        return tuple(PairRow(ref.worker_id, ref.epoch, pair.pushes_in_flight) for ref, pair in opened.items())
+
     def retire_broken(self) -> None:
         """Give back what dead pairs hold, whether or not anybody asks for that peer again."""
         for peer, task in list(self._pairs.items()):
@@ -84,10 +90,12 @@ class DecodePeers:
             task.add_done_callback(self._closing.discard)
 
 
+def _is_open(task: asyncio.Task[SendingPair]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None
+
+
 def _is_broken(task: asyncio.Task[SendingPair]) -> bool:
-    if not task.done():
-        return False
-    return task.cancelled() or task.exception() is not None or task.result().broken
+    return task.done() and not (_is_open(task) and not task.result().broken)
 
 
 async def _close(opening: asyncio.Task[SendingPair]) -> None:

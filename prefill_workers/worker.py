@@ -24,8 +24,10 @@ from engine.sampler import finish_reason
 from kv_transfer.pool_view import PoolView
 from kv_transfer.sender import OutgoingTransfer, PushPart, SendingPair, StepSignal
 from kv_transfer.transport import SendTransport
+from prefill_workers.books import prefill_books
 from prefill_workers.peers import DecodePeers
 from prefill_workers.scheduler import PlannedChunk, PrefillScheduler, Prompt
+from protocol.audit import Audit, PromptRow
 from protocol.endpoint import Endpoint
 from protocol.errors import (
     ContextLengthError,
@@ -59,6 +61,14 @@ class _Job:
     stopped: bool = False
     """Nothing more is to be computed or sent for it."""
     in_step: bool = False
+
+    def row(self) -> PromptRow:
+        """As an audit sees it."""
+        ticket = self.message.ticket
+        decode, blocks = ticket.worker, len(self.prompt.block_table)
+        return PromptRow(
+            ticket.ticket_id, ticket.transfer_id, decode.worker_id, decode.epoch, blocks, self.in_step, self.stopped
+        )
 
 
 class PrefillWorker:
@@ -94,7 +104,7 @@ class PrefillWorker:
         self._tasks = asyncio.TaskGroup()
         self._endpoint = Endpoint(
             server,
-            {Prefill: self._prefill, Cancel: self._cancel},
+            {Prefill: self._prefill, Cancel: self._cancel, Audit: self._audit},
             self.load,
             self._peer_lost,
             lease_s=self._limits.lease_s,
@@ -142,6 +152,10 @@ class PrefillWorker:
             num_preemptions=0,
             recomputed_tokens=0,
         )
+
+    def _audit(self, router: bytes, message: Audit) -> None:
+        rows = {prompt: job.row() for prompt, job in self._jobs.items()}
+        self._endpoint.send(router, prefill_books(message.call_id, self._cache, self._scheduler, self._peers, rows))
 
     # -- arrival and departure ---------------------------------------------------------------------------------------
 

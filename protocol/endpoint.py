@@ -61,6 +61,10 @@ class Endpoint:
         except PeerGone:
             self._forget(peer)
 
+    def is_connected(self, peer: bytes) -> bool:
+        """Whether this peer has spoken and is not lost."""
+        return peer in self._known
+
     def load_changed(self) -> None:
         """A report is due soon."""
         self._changed.set()

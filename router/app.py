@@ -65,6 +65,7 @@ def create_app(router: Router, *, echo_request_id: bool = True) -> FastAPI:
         ("GET", "/health", endpoints.health, None),
         ("GET", "/metrics", endpoints.metrics, None),
         ("GET", "/admin/status", endpoints.status, None),
+        ("GET", "/admin/audit", endpoints.audit, None),
         ("POST", "/admin/scale", endpoints.scale, ScaleBody),
     ]
     for method, path, endpoint, body in routes:
@@ -130,6 +131,10 @@ class _Endpoints:
     async def status(self, request: Request) -> Response:
         self._check_operator(request)
         return JSONResponse(self._router.status())
+
+    async def audit(self, request: Request) -> Response:
+        self._check_operator(request)
+        return JSONResponse(await self._router.audit())
 
     async def scale(self, request: Request) -> Response:
         self._check_operator(request)

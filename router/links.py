@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from configs.schema import LimitsConfig
+from protocol.audit import Audit, DecodeBooks, PrefillBooks
 from protocol.calls import Caller
 from protocol.errors import ProtocolError, UnavailableError, WorkerLostError
 from protocol.messages import (
@@ -30,6 +31,7 @@ from protocol.messages import (
     Release,
     Reserve,
     Reserved,
+    Role,
     SamplingParams,
     Ticket,
     TokenFrame,
@@ -167,6 +169,18 @@ class WorkerLink:
             return self._expect(answer, FirstToken)
         finally:
             self._num_prefills -= 1
+
+    @property
+    def claims(self) -> dict[int, bool]:
+        """Tickets that are held here, and whether the worker owes tokens for them."""
+        return {ticket_id: stream.attached and not stream.ended for ticket_id, stream in self._streams.items()}
+
+    async def audit(self, patience_s: float) -> DecodeBooks | PrefillBooks:
+        """The worker's books. Raises UnavailableError when it does not answer in time, WorkerLostError, ProtocolError."""
+        answer = await self._caller.ask(Audit, patience_s)
+        if self.ref.role is Role.DECODE:
+            return self._expect(answer, DecodeBooks)
+        return self._expect(answer, PrefillBooks)
 
     def cancel(self, request_id: str) -> None:
         """Stop a prefill; idempotent, also when the worker is gone."""

@@ -97,6 +97,14 @@ class Roster:
         entry = self._entries.get((info.worker_id, info.epoch))
         return entry.link if entry else None
 
+    def members(self) -> list[tuple[WorkerRef, WorkerLink | None]]:
+        """Every life of a worker that may hold something, and the link to it, if it is up."""
+        return [
+            (entry.ref, entry.link)
+            for entry in self._entries.values()
+            if entry.link is not None or not (entry.retired or entry.state is WorkerState.STARTING)
+        ]
+
     async def next_change(self, seen: int, deadline: float) -> None:
         """Wait until `changes` differs from `seen`. Raises TimeoutError at `deadline` (the loop's time)."""
         if self.changes == seen:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import logging
 import time
@@ -23,6 +24,7 @@ from protocol.errors import ModelNotFoundError, TandemError, UnavailableError
 from protocol.messages import Role
 from router.admission import Admission
 from router.answer import AnswerText, Delta, TokenTexts
+from router.audit import audit
 from router.controller_client import ControllerClient
 from router.journal import Journal
 from router.pipeline import Pipeline
@@ -138,6 +140,11 @@ class Router:
     def status(self) -> dict[str, Any]:
         """What `/admin/status` shows."""
         return {"workers": [worker_status(info, self._roster.find(info)) for info in self._roster.view.workers]}
+
+    async def audit(self) -> dict[str, Any]:
+        """What `/admin/audit` shows: what is held somewhere though nobody needs it."""
+        leaks = await audit(self._roster, self.config.limits.lease_s)
+        return {"leaks": [dataclasses.asdict(leak) for leak in leaks]}
 
     def _worker_samples(self) -> Iterator[WorkerSample]:
         for info in self._roster.view.workers:

@@ -119,7 +119,7 @@ def test_hits_are_right_after_eviction(two_workers: Factory, reference: Referenc
                 assert tokens == reference(prompt, 6)
                 hits.append(first.cached_tokens)
                 await workers.until(workers.all_free)
-                workers.check()
+                assert await workers.leaks() == []
             assert hits[3] == 96, "all of it, right after it was used"
             assert hits[5] == 104
             assert 0 < hits[2] < 96, "its end made room, its beginning was still there"

@@ -16,6 +16,7 @@ from decode_workers.worker import DecodeWorker
 from engine.model_runner import ModelRunner
 from kv_transfer.loopback import LoopbackNetwork, LoopbackTransport
 from prefill_workers.worker import PrefillWorker
+from protocol.audit import Audit
 from protocol.calls import Caller
 from protocol.errors import WorkerLostError
 from protocol.messages import (
@@ -37,6 +38,7 @@ from protocol.messages import (
     WorkerRef,
 )
 from protocol.wire import WireClient, WireServer
+from router.leaks import Audited, Leak, find_leaks
 
 SECRET = b"f" * 32
 CONFIG = ClusterConfig(
@@ -166,8 +168,21 @@ class TwoWorkers:
         return all(x.free_blocks == x.total_blocks and x.tickets == 0 and x.transfers == 0 for x in loads)
 
     def check(self) -> None:
+        """Each worker's own books, at any moment."""
         self.decode.ledger.check_integrity()
         self.prefill.check_integrity()
+
+    async def leaks(self) -> list[Leak]:
+        """What a router that has just come finds in the books of the running workers, when nothing is under way."""
+        audited = []
+        for worker in (self.prefill, self.decode):
+            if not self.tasks[worker.me.role.value].done():
+                caller = Caller(await WireClient.connect(worker.me.address, SECRET, 5), lambda message: None)
+                reading = asyncio.create_task(caller.run())
+                audited.append(Audited(worker.me, await caller.ask(Audit, 5)))
+                caller.close()
+                await reading
+        return find_leaks(audited, CONFIG.limits.lease_s, 5)
 
 
 async def _ping(caller: Caller) -> None:
@@ -197,7 +212,7 @@ async def run_two_workers(facts: ModelFacts, config: ClusterConfig) -> AsyncIter
     try:
         async with asyncio.timeout(120):
             yield workers
-        workers.check()
+            assert await workers.leaks() == []
     finally:
         for task in tasks.values():
             task.cancel()

@@ -84,6 +84,12 @@ class Served:
             for worker in self.workers()
         )
 
+    def leaks(self) -> list[dict[str, Any]]:
+        answer = httpx.get(f"{self.url}/admin/audit", timeout=30)
+        assert answer.status_code == 200, answer.text
+        found: list[dict[str, Any]] = answer.json()["leaks"]
+        return found
+
     def processes(self) -> dict[int, str]:
         """What runs under the mark: process ids to command lines."""
         return marked_processes(self.mark)
@@ -141,19 +147,34 @@ def tandem() -> str:
 
 
 @pytest.fixture(scope="session")
-def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Served]]:
-    """Starts clusters (see start_serve); all of them end with the session."""
-    started: list[Served] = []
+def started() -> Iterator[list[Served]]:
+    """Every cluster of this session; all of them end with it."""
+    clusters: list[Served] = []
+    yield clusters
+    for served in clusters:
+        if served.process.poll() is None:
+            served.end()
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks(started: list[Served]) -> Iterator[None]:
+    """Every test ends with an audit of the clusters that it leaves running."""
+    yield
+    for served in started:
+        if served.process.poll() is None and "ready:" in served.said():
+            assert served.leaks() == []
+
+
+@pytest.fixture(scope="session")
+def serve(tmp_path_factory: pytest.TempPathFactory, started: list[Served]) -> Callable[..., Served]:
+    """Starts clusters (see start_serve)."""
 
     def start(*flags: str, environment: dict[str, str] | None = None) -> Served:
         served = start_serve(tmp_path_factory.mktemp("serve") / "log", *flags, environment=environment)
         started.append(served)
         return served
 
-    yield start
-    for served in started:
-        if served.process.poll() is None:
-            served.end()
+    return start
 
 
 @pytest.fixture(scope="session")

@@ -90,7 +90,7 @@ def test_a_port_in_use_is_found_before_anything_starts(
         check_port_free("192.0.2.77", 8000)
 
 
-@pytest.mark.parametrize("command", [["status"], ["scale", "decode=2"], ["chat"]])
+@pytest.mark.parametrize("command", [["status"], ["audit"], ["scale", "decode=2"], ["chat"]])
 def test_no_cluster_is_one_line_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str]
 ) -> None:
@@ -196,6 +196,9 @@ def test_a_local_cluster_is_closed_to_others(tmp_path: Path) -> None:
     assert first["RAY_USAGE_STATS_ENABLED"] == "0"
 
 
+LEAKY = {"leaks": [{"kind": "blocks", "message": "decode-0: 1 lost"}, {"kind": "claim", "message": "decode-1: ticket 4"}]}
+
+
 class _Server(BaseHTTPRequestHandler):
     """Answers of a cluster, and of something that is none."""
 
@@ -214,6 +217,8 @@ class _Server(BaseHTTPRequestHandler):
             "/page": (200, "<html>"),
             "/broken": (502, "Bad Gateway"),
             "/stream": (200, 'data: {"choices": []}\n\ndata: {"error": {"message": "lost", "code": "worker_lost"}}\n\n'),
+            "/leaky/admin/audit": (200, json.dumps(LEAKY)),
+            "/clean/admin/audit": (200, '{"leaks": []}'),
             "/done": (200, 'data: {"choices": []}\n\n: a comment\n\ndata: [DONE]\n\n'),
         }[self.path]
         self.send_response(status)
@@ -222,13 +227,18 @@ class _Server(BaseHTTPRequestHandler):
 
 
 @pytest.fixture(scope="module")
-def api() -> Iterator[ApiClient]:
+def api_url() -> Iterator[str]:
     with ThreadingHTTPServer(("127.0.0.1", 0), _Server) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield ApiClient(f"http://127.0.0.1:{server.server_port}/", None)
+        yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
         thread.join()
+
+
+@pytest.fixture
+def api(api_url: str) -> ApiClient:
+    return ApiClient(f"{api_url}/", None)
 
 
 def test_errors_of_the_api_become_ours(api: ApiClient) -> None:
@@ -248,3 +258,27 @@ def test_streams_end_with_done_or_with_their_error(api: ApiClient) -> None:
     assert next(events) == {"choices": []}
     with pytest.raises(UnavailableError, match="lost"):
         next(events)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "flags", "code", "output"),
+    [
+        ("clean", [], 0, ""),
+        ("leaky", [], 1, "decode-0: 1 lost\ndecode-1: ticket 4\n"),
+        ("clean", ["--json"], 0, json.dumps({"leaks": []}, indent=2) + "\n"),
+        ("leaky", ["--json"], 1, json.dumps(LEAKY, indent=2) + "\n"),
+    ],
+)
+def test_an_audit_prints_a_line_for_each_leak(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    api_url: str,
+    cluster: str,
+    flags: list[str],
+    code: int,
+    output: str,
+) -> None:
+    monkeypatch.setattr("sys.argv", ["tandem", "audit", "--url", f"{api_url}/{cluster}", *flags])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert (ended.value.code or 0, capsys.readouterr().out) == (code, output)

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol import messages
+from protocol import audit, messages
 from protocol.codec import _CLASSES, MAX_MESSAGE_BYTES, decode, encode
 from protocol.errors import ConfigError, OverloadedError, ProtocolError, error_from_code
 from protocol.messages import Failed, KvLayout, Release, Reserve
@@ -62,7 +62,8 @@ def test_random_bytes_are_refused_or_a_message(data: bytes) -> None:
 
 @given(st.data())
 def test_truncated_and_altered_messages_never_crash(data: st.DataObject) -> None:
-    body = bytearray(encode(data.draw(values(messages.Prefill))))
+    kind = data.draw(st.sampled_from([messages.Prefill, audit.DecodeBooks, audit.PrefillBooks]))
+    body = bytearray(encode(data.draw(values(kind))))
     cut = data.draw(st.integers(0, len(body) - 1))
     body[cut] ^= data.draw(st.integers(1, 255))
     for candidate in (bytes(body), bytes(body[:cut])):

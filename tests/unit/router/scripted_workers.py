@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+from protocol.audit import Audit, DecodeBooks, Owner, PrefillBooks, PromptRow, TicketRow
 from protocol.endpoint import Endpoint
 from protocol.errors import KvTransferError, OverloadedError, TandemError
 from protocol.messages import (
@@ -35,7 +36,7 @@ from protocol.messages import (
     TokenProb,
     WorkerRef,
 )
-from protocol.ticket import reserved_tokens
+from protocol.ticket import TicketState, reserved_tokens
 from protocol.wire import WireServer
 
 BLOCK_SIZE = 16
@@ -160,7 +161,7 @@ class ScriptedPrefill(ScriptedWorker):
         super().__init__(*args)
 
     def handlers(self) -> dict[type[Any], Callable[[bytes, Any], None]]:
-        return {Prefill: self._prefill, Cancel: self._cancel}
+        return {Prefill: self._prefill, Cancel: self._cancel, Audit: self._audit}
 
     def load(self) -> dict[str, int]:
         return {"queued_tokens": sum(len(message.token_ids) for message in self.working.values())}
@@ -181,6 +182,14 @@ class ScriptedPrefill(ScriptedWorker):
         finish = finish_of(message.sampling, token_id, message.num_generated + 1)
         logprobs = self.script.logprobs(message.sampling, token_id)
         self.send(router, FirstToken(message.call_id, token_id, logprobs, finish, 0.001, 0.002, self.cached_tokens))
+
+    def _audit(self, router: bytes, message: Audit) -> None:
+        tickets = [prefill.ticket for prefill in self.working.values()]
+        prompts = tuple(
+            PromptRow(ticket.ticket_id, ticket.transfer_id, ticket.worker.worker_id, ticket.worker.epoch, 0, False, False)
+            for ticket in tickets
+        )
+        self.send(router, PrefillBooks(message.call_id, self.total_blocks, self.total_blocks, 0, 0, prompts, (), ()))
 
     def _cancel(self, router: bytes, message: Cancel) -> None:
         self.cancelled.append(message.request_id)
@@ -205,7 +214,7 @@ class ScriptedDecode(ScriptedWorker):
         super().__init__(*args)
 
     def handlers(self) -> dict[type[Any], Callable[[bytes, Any], None]]:
-        return {Reserve: self._reserve, Attach: self._attach, Release: self._release}
+        return {Reserve: self._reserve, Attach: self._attach, Release: self._release, Audit: self._audit}
 
     def forget(self) -> None:
         self.tickets.clear()
@@ -265,3 +274,20 @@ class ScriptedDecode(ScriptedWorker):
 
     def _release(self, router: bytes, message: Release) -> None:
         self.tickets.pop(message.ticket_id, None)
+
+    def _audit(self, router: bytes, message: Audit) -> None:
+        attached = {attach.ticket_id for attach in self.attached}
+        rows = tuple(
+            TicketRow(
+                ticket_id,
+                ticket_id + 1000,
+                Owner.ASKER,
+                TicketState.ATTACHED if ticket_id in attached else TicketState.RESERVED,
+                num_blocks,
+                pushes_in_flight=0,
+                in_step=False,
+                overdue_s=-1.0,
+            )
+            for ticket_id, num_blocks in self.tickets.items()
+        )
+        self.send(router, DecodeBooks(message.call_id, self.total_blocks, self.free_blocks, rows, ()))

@@ -120,7 +120,7 @@ def test_scale_reaches_the_controller(run_cluster: Run) -> None:
 def test_admin_key(run_cluster: Run, header: str | None) -> None:
     async def test(cluster: Any) -> None:
         headers = {} if header is None else {"authorization": header.encode()}
-        for method, path in (("GET", "/admin/status"), ("POST", "/admin/scale")):
+        for method, path in (("GET", "/admin/status"), ("GET", "/admin/audit"), ("POST", "/admin/scale")):
             response = await cluster.http.request(method, path, headers=headers)
             assert response.status_code == 403
             assert "operator's key" in response.json()["error"]["message"]

@@ -1,0 +1,63 @@
+"""This worker's books for an audit (`protocol.audit`): what it holds for whom, and whether its own tables agree."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator
+
+from decode_workers.ledger import Ledger
+from decode_workers.scheduler import DecodeScheduler
+from engine.block_manager import BlockManager
+from protocol.audit import DecodeBooks, Owner, TicketRow
+from protocol.ticket import TicketState
+
+
+def decode_books(
+    call_id: int,
+    asker: bytes,
+    blocks: BlockManager,
+    ledger: Ledger,
+    scheduler: DecodeScheduler,
+    waiting_attaches: Collection[int],
+    is_connected: Callable[[bytes], bool],
+) -> DecodeBooks:
+    """All of it at one moment. `waiting_attaches` are the tickets for whose commit a router waits."""
+    now = time.monotonic()
+
+    def owner(router: bytes) -> Owner:
+        if router == asker:
+            return Owner.ASKER
+        return Owner.OTHER if is_connected(router) else Owner.NOBODY
+
+    tickets = tuple(
+        TicketRow(
+            entry.ticket_id,
+            entry.transfer_id,
+            owner(entry.owner),
+            entry.state,
+            len(entry.block_table),
+            entry.pushes_in_flight,
+            entry.in_step,
+            overdue_s=now - entry.deadline,
+        )
+        for entry in ledger
+    )
+    problems = tuple(_problems(ledger, scheduler, waiting_attaches))
+    return DecodeBooks(call_id, blocks.num_blocks, blocks.num_free, tickets, problems)
+
+
+def _problems(ledger: Ledger, scheduler: DecodeScheduler, waiting_attaches: Collection[int]) -> Iterator[str]:
+    try:
+        ledger.check_integrity()
+    except AssertionError as error:
+        yield str(error)
+    attached = [entry.ticket_id for entry in ledger if entry.state is TicketState.ATTACHED]
+    for ticket_id in attached:
+        if ticket_id not in scheduler:
+            yield f"ticket {ticket_id} is attached, but has no stream"
+    without_ticket = len(scheduler) - sum(ticket_id in scheduler for ticket_id in attached)
+    if without_ticket:
+        yield f"{without_ticket} streams have no attached ticket"
+    for ticket_id in waiting_attaches:
+        if ledger.find(ticket_id) is None:
+            yield f"an attach waits for ticket {ticket_id}, which is gone"

@@ -1,0 +1,31 @@
+"""This worker's books for an audit (`protocol.audit`): what it holds for which ticket, and whether its own tables agree."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+from engine.prefix_cache import PrefixCache
+from prefill_workers.peers import DecodePeers
+from prefill_workers.scheduler import PrefillScheduler, Prompt
+from protocol.audit import PrefillBooks, PromptRow
+
+
+def prefill_books(
+    call_id: int, cache: PrefixCache, scheduler: PrefillScheduler, peers: DecodePeers, prompts: Mapping[Prompt, PromptRow]
+) -> PrefillBooks:
+    """All of it at one moment; `prompts` are all that the worker knows of."""
+    problems = tuple(_problems(cache, scheduler, prompts))
+    rows = tuple(prompts.values())
+    return PrefillBooks(
+        call_id, cache.num_blocks, cache.num_free, cache.num_owned, cache.num_references, rows, peers.books(), problems
+    )
+
+
+def _problems(cache: PrefixCache, scheduler: PrefillScheduler, prompts: Collection[Prompt]) -> Iterator[str]:
+    try:
+        cache.check_integrity(prompt.block_table for prompt in prompts)
+    except AssertionError as error:
+        yield str(error)
+    holding = sum(bool(prompt.block_table) for prompt in prompts)
+    if scheduler.num_held != holding:
+        yield f"the scheduler gave blocks to {scheduler.num_held} prompts, of which {holding} are known"

@@ -1,0 +1,99 @@
+"""What an audit asks every worker, and what a worker answers: its books, as they are at one moment of its loop.
+
+    router ──Audit──► decode        DecodeBooks
+    router ──Audit──► prefill       PrefillBooks
+
+`router.leaks` compares the answers with each other and with what the router itself holds. What a worker can see alone, it
+says in `problems`. No prompt and no token is in any of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from protocol.codec import message
+from protocol.ticket import TicketState
+
+
+class Owner(Enum):
+    """Whose ticket it is. A router does not know its own wire identity, so the worker says whether it is the asker's."""
+
+    ASKER = "asker"
+    OTHER = "other"
+    """Of another router that is connected."""
+    NOBODY = "nobody"
+    """Of a router whose connection is gone."""
+
+
+@dataclass(frozen=True)
+class TicketRow:
+    """One ticket in a decode worker's books."""
+
+    ticket_id: int
+    transfer_id: int
+    owner: Owner
+    state: TicketState
+    num_blocks: int
+    """0 while preempted."""
+    pushes_in_flight: int
+    in_step: bool
+    overdue_s: float
+    """How long ago its deadline was; negative while it has time. A final ticket's is a lease after the last thing that
+    happened to it; an attached one's means nothing."""
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """One prompt in a prefill worker's books, until its KV is handed over."""
+
+    ticket_id: int
+    transfer_id: int
+    decode_id: str
+    decode_epoch: int
+    num_blocks: int
+    """0 while queued."""
+    in_step: bool
+    stopped: bool
+    """It was cancelled or has failed, and leaves once no step and no push reads its blocks."""
+
+
+@dataclass(frozen=True)
+class PairRow:
+    """One channel of a prefill worker."""
+
+    decode_id: str
+    decode_epoch: int
+    pushes_in_flight: int
+
+
+@message(40)
+@dataclass(frozen=True)
+class Audit:
+    call_id: int
+
+
+@message(41)
+@dataclass(frozen=True)
+class DecodeBooks:
+    call_id: int
+    total_blocks: int
+    free_blocks: int
+    tickets: tuple[TicketRow, ...]
+    problems: tuple[str, ...]
+
+
+@message(42)
+@dataclass(frozen=True)
+class PrefillBooks:
+    call_id: int
+    total_blocks: int
+    free_blocks: int
+    """Those included that are cached and idle."""
+    owned_blocks: int
+    """Those to which there is at least one reference."""
+    references: int
+    """A block that n prompts share has n."""
+    prompts: tuple[PromptRow, ...]
+    pairs: tuple[PairRow, ...]
+    problems: tuple[str, ...]

@@ -1,0 +1,179 @@
+"""What is held somewhere in the cluster though nobody needs it: the books of all workers against each other. Pure.
+
+A block belongs to a ticket or a prompt; a prompt works for a ticket; a ticket waits for its prompt or is attached, and belongs
+to a router that still wants it. `find_leaks` names every place where this chain is broken, each once.
+
+The books of different workers are not taken at one instant, and messages are under way between them. So what one comparison
+finds may be a request on the move; `router.audit` counts only what several in a row find (`Leak.key` tells).
+
+What is not judged:
+- Claims of other routers: each knows only its own. Their tickets are checked for everything else.
+- What only a worker that did not answer could tell. Its silence is a finding itself.
+- A claim whose ticket lapsed before it was attached. It holds nothing, and the attach will find out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from protocol.audit import DecodeBooks, Owner, PrefillBooks, PromptRow, TicketRow
+from protocol.messages import Role, WorkerRef
+from protocol.ticket import TicketState
+
+Life = tuple[str, int]
+"""Worker id and epoch."""
+
+
+@dataclass(frozen=True)
+class Audited:
+    """What an audit learned of one worker."""
+
+    ref: WorkerRef
+    books: DecodeBooks | PrefillBooks | None
+    """None: it did not answer."""
+    claims: Mapping[int, bool] = field(default_factory=dict)
+    """Tickets that this router holds at a decode worker, and whether it waits for tokens of theirs."""
+
+    @property
+    def life(self) -> Life:
+        return self.ref.worker_id, self.ref.epoch
+
+
+@dataclass(frozen=True)
+class Leak:
+    """`kind`, `worker_id`, `epoch` and `subject` together are its identity: the same in every snapshot that finds it."""
+
+    kind: str
+    worker_id: str
+    epoch: int
+    subject: str
+    """What of the worker's it is about, such as `ticket 7`; empty if it is the worker as a whole."""
+    num_blocks: int
+    """What it keeps from others; 0 if that is nothing, or not known."""
+    message: str
+
+    @property
+    def key(self) -> tuple[str, str, int, str]:
+        return self.kind, self.worker_id, self.epoch, self.subject
+
+
+def find_leaks(workers: Sequence[Audited], lease_s: float, patience_s: float) -> list[Leak]:
+    """Every inconsistency of one snapshot, worker by worker. `patience_s` is how long the workers had to answer."""
+    return [leak for worker in workers for leak in _leaks_of(worker, workers, lease_s, patience_s)]
+
+
+def _leaks_of(worker: Audited, workers: Sequence[Audited], lease_s: float, patience_s: float) -> Iterator[Leak]:
+    books = worker.books
+    if books is None:
+        yield _leak("silent", worker, f"did not answer within {patience_s:g} s")
+        return
+    found: list[Leak]
+    if isinstance(books, DecodeBooks):
+        found = list(_block_leaks(worker, books, sum(row.num_blocks for row in books.tickets)))
+        yield from _ticket_leaks(worker, books, _expected_transfers(workers), lease_s)
+    else:
+        found = list(_block_leaks(worker, books, books.owned_blocks))
+        found += _reference_leaks(worker, books)
+        yield from _prompt_leaks(worker, books, workers)
+    yield from found
+    if not found:  # the worker's own check would say the same in fewer words
+        for problem in books.problems:
+            yield _leak("books", worker, f"contradicts itself: {problem}", problem)
+
+
+def _block_leaks(worker: Audited, books: DecodeBooks | PrefillBooks, owned: int) -> Iterator[Leak]:
+    missing = books.total_blocks - books.free_blocks - owned
+    if missing:
+        count = f"{missing} blocks are lost" if missing > 0 else f"{-missing} blocks are too many"
+        sums = f"{books.free_blocks} free and {owned} owned of {books.total_blocks}"
+        yield _leak("blocks", worker, f"has {sums}: {count}", num_blocks=max(0, missing))
+
+
+def _reference_leaks(worker: Audited, books: PrefillBooks) -> Iterator[Leak]:
+    held = sum(prompt.num_blocks for prompt in books.prompts)
+    if books.references != held:
+        yield _leak("references", worker, f"counts {books.references} references to blocks, but its prompts hold {held}")
+
+
+def _ticket_leaks(
+    worker: Audited, books: DecodeBooks, transfers: Collection[tuple[Life, int]] | None, lease_s: float
+) -> Iterator[Leak]:
+    """At most one for each ticket, the plainest first."""
+    for row in books.tickets:
+        reason = _why_not(row, worker, transfers, lease_s)
+        if reason is not None:
+            kind, sentence = reason
+            blocks = f"{row.num_blocks} blocks, {row.state.value}"
+            subject = f"ticket {row.ticket_id}"
+            yield _leak(kind, worker, f"{subject} ({blocks}) {sentence}", subject, row.num_blocks)
+    known = {row.ticket_id for row in books.tickets}
+    for ticket_id, waits in worker.claims.items():
+        if waits and ticket_id not in known:
+            subject = f"ticket {ticket_id}"
+            yield _leak("stream", worker, f"owes tokens of {subject}, but has no such ticket", subject)
+
+
+def _why_not(
+    row: TicketRow, worker: Audited, transfers: Collection[tuple[Life, int]] | None, lease_s: float
+) -> tuple[str, str] | None:
+    """Kind and reason if nobody needs this ticket."""
+    if row.state is not TicketState.ATTACHED and row.overdue_s > lease_s:
+        return "overdue", f"should have gone {row.overdue_s:.0f} s ago; {row.pushes_in_flight} pushes write into it"
+    if row.state.final:
+        return None  # quarantined, within its time
+    if row.owner is Owner.NOBODY:
+        return "owner", "belongs to a router that is gone"
+    if row.owner is Owner.ASKER and row.ticket_id not in worker.claims:
+        return "claim", "belongs to this router, which has no request for it"
+    waits = row.state in (TicketState.RESERVED, TicketState.RECEIVING)
+    if waits and transfers is not None and (worker.life, row.ticket_id) not in transfers:
+        return "transfer", "waits for KV that no prefill worker has a prompt for"
+    return None
+
+
+def _expected_transfers(workers: Sequence[Audited]) -> Collection[tuple[Life, int]] | None:
+    """Tickets for which there are prompts; None if a prefill worker may have more of them than we know."""
+    found: set[tuple[Life, int]] = set()
+    for worker in workers:
+        if worker.books is None and worker.ref.role is Role.PREFILL:
+            return None
+        if isinstance(worker.books, PrefillBooks):
+            found |= {((row.decode_id, row.decode_epoch), row.ticket_id) for row in worker.books.prompts}
+    return found
+
+
+def _prompt_leaks(worker: Audited, books: PrefillBooks, workers: Sequence[Audited]) -> Iterator[Leak]:
+    transfers = {other.life: _transfers(other.books) for other in workers if other.ref.role is Role.DECODE}
+    pushes = {(pair.decode_id, pair.decode_epoch): pair.pushes_in_flight for pair in books.pairs}
+    for row in books.prompts:
+        life = (row.decode_id, row.decode_epoch)
+        if row.stopped:
+            if not row.in_step and not pushes.get(life):
+                yield _prompt_leak("prompt", worker, row, "was stopped and is still there; nothing reads its blocks")
+        elif life not in transfers:
+            yield _prompt_leak("ticket", worker, row, "whose worker is not part of the cluster")
+        else:
+            known = transfers[life]
+            if known is not None and (row.ticket_id, row.transfer_id) not in known:
+                yield _prompt_leak("ticket", worker, row, f"which is unknown there with transfer {row.transfer_id}")
+    wanted = {(row.decode_id, row.decode_epoch) for row in books.prompts}
+    for (decode_id, epoch), count in pushes.items():
+        if count and (decode_id, epoch) not in wanted:
+            subject = f"pushes to {decode_id} (epoch {epoch})"
+            yield _leak("pushes", worker, f"has {count} {subject} under way, but no prompt for it", subject)
+
+
+def _transfers(books: DecodeBooks | PrefillBooks | None) -> Collection[tuple[int, int]] | None:
+    """Ticket and transfer id of each ticket; None if the worker did not answer."""
+    return {(row.ticket_id, row.transfer_id) for row in books.tickets} if isinstance(books, DecodeBooks) else None
+
+
+def _prompt_leak(kind: str, worker: Audited, row: PromptRow, reason: str) -> Leak:
+    ticket = f"ticket {row.ticket_id} of {row.decode_id} (epoch {row.decode_epoch})"
+    return _leak(kind, worker, f"a prompt ({row.num_blocks} blocks) for {ticket}, {reason}", ticket, row.num_blocks)
+
+
+def _leak(kind: str, worker: Audited, sentence: str, subject: str = "", num_blocks: int = 0) -> Leak:
+    worker_id, epoch = worker.life
+    return Leak(kind, worker_id, epoch, subject, num_blocks, f"{worker_id} (epoch {epoch}): {sentence}")
