@@ -7,8 +7,10 @@
       │◄──────────────────────────── welcome ───│   from here on: messages of `protocol.messages`
 
 Both sides prove that they know the cluster secret; a recorded handshake is worthless because the nonces are fresh. What
-an unknown peer sends before its proof is dropped with a log line. A ZeroMQ identity belongs to one TCP connection, so
-an authenticated identity is an authenticated connection; clients never reconnect by themselves, they report the loss.
+an unknown peer sends before its proof is dropped with a log line and answered with an empty message, so that a client whom
+the server has given up (one of the two was stopped for longer than a lease) learns of it at its next heartbeat. A ZeroMQ
+identity belongs to one TCP connection, so an authenticated identity is an authenticated connection; clients never
+reconnect by themselves, they report the loss.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ log = logging.getLogger(__name__)
 
 WIRE_VERSION = b"tandem/1"
 _NONCE_BYTES = 32
+_NOT_KNOWN = b""
 _MAX_UNPROVEN = 1024
 """Handshakes that may be under way at once."""
 _HANDSHAKE_S = 10.0
@@ -176,7 +179,8 @@ class WireServer:
                 self._answer(identity, WIRE_VERSION)
                 return
             self.forget(identity)
-        log.warning("refused a connection that does not know the cluster secret")
+        log.warning("refused a connection that does not know the cluster secret, or was given up")
+        self._answer(identity, _NOT_KNOWN)
 
     def _drop_stale_handshakes(self, now: float) -> None:
         unproven = [(peer.last_heard, identity) for identity, peer in self._peers.items() if not peer.proven]
@@ -255,7 +259,12 @@ class WireClient:
             raise ProtocolError(f"{self._address} speaks another version")
 
     def _arrived(self, parts: list[bytes]) -> None:
-        self._inbox.put_nowait(b"".join(parts))
+        body = b"".join(parts)
+        if body == _NOT_KNOWN:
+            log.warning("%s has given up this connection", self._address)
+            self._lose()
+        else:
+            self._inbox.put_nowait(body)
 
     def _monitored(self, parts: list[bytes]) -> None:
         log.debug("%s: connection closed (event %d)", self._address, int.from_bytes(parts[0][:2], "little"))

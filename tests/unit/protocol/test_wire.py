@@ -195,6 +195,23 @@ def test_loss_of_a_client_is_noticed_when_sending() -> None:
     run(scenario)
 
 
+def test_a_client_that_was_given_up_learns_of_it_when_it_speaks() -> None:
+    async def scenario() -> None:
+        async with serving() as server:
+            client = await WireClient.connect(server.address, SECRET, 5)
+            client.send(Ping())
+            peer, _ = await server.receive()
+            server.forget(peer)
+            client.send(Ping())
+            with pytest.raises(WorkerLostError):
+                await client.receive()
+            with pytest.raises(WorkerLostError):
+                client.send(Ping())
+            client.close()
+
+    run(scenario)
+
+
 def test_nobody_there() -> None:
     async def scenario() -> None:
         with pytest.raises(WorkerLostError):
