@@ -40,15 +40,10 @@ class WeightFormat:
     """A row's result may not depend on the number of rows."""
     library: NativeLibrary | None
 
-    def quantized(self, weights: list[QuantizedWeight | None], dense_OI: Tensor, bits: int) -> QuantizedWeight | None:
-        """The matrix in few bits, if it is to be used so. `weights`: its parts as they are stored."""
-        if self.quantization == "none":
-            return None
-        if self.quantization != "auto":
-            return quantize(dense_OI, bits) if dense_OI.shape[1] % GROUP == 0 else None
-        stored = [weight for weight in weights if weight is not None]
-        same_bits = len({weight.bits for weight in stored}) == 1
-        return QuantizedWeight.stack(stored) if same_bits and len(stored) == len(weights) else None
+    @property
+    def uses_quantized(self) -> bool:
+        """Whether anything multiplies quantized weights."""
+        return self.dtype == torch.bfloat16 and self.library is not None and not self.deterministic
 
     def head(self, dense_VD: Tensor, quantized: QuantizedWeight | None) -> Callable[[Tensor], Tensor]:
         """The output head: float32 logits."""
@@ -62,7 +57,7 @@ class WeightFormat:
         return Linear(dense_OI.to(self.dtype), bias_O, self._few_rows(quantized), same_bits=same_bits)
 
     def _few_rows(self, quantized: QuantizedWeight | None) -> QuantizedMatrix | None:
-        if quantized is None or self.dtype != torch.bfloat16 or self.library is None or self.deterministic:
+        if quantized is None or self.library is None or not self.uses_quantized:
             return None
         return QuantizedMatrix(quantized, self.library) if can_pack(quantized.values_OI) else None
 
@@ -120,14 +115,17 @@ def _read(parameter: Parameter, source: WeightSource, dtype: torch.dtype) -> Ten
 
 def _matrix(weight: Parameter, source: WeightSource, format_: WeightFormat, bits: int) -> tuple[Tensor, QuantizedWeight | None]:
     """A matrix in full, and in few bits (in `bits` if it is quantized by us) if it is to be used so."""
-    rounds = format_.quantization in ("int8", "int4")
-    dense_OI = _read(weight, source, torch.float32 if rounds else format_.dtype)
-    stored = [source.read_quantized(part) for part in weight.parts]
-    quantized = format_.quantized(stored, dense_OI, bits)
-    if rounds and quantized is not None:
-        # Every number of rows sees the same weights.
-        dense_OI = quantized.dequantize(format_.dtype)
-    return dense_OI, quantized
+    if format_.quantization in ("int8", "int4") and weight.shape[1] % GROUP == 0:
+        rounded = quantize(_read(weight, source, torch.float32), bits)
+        return rounded.dequantize(format_.dtype), rounded  # every number of rows sees the same weights
+    stored = _stored(weight, source) if format_.quantization == "auto" and format_.uses_quantized else None
+    return _read(weight, source, format_.dtype), stored
+
+
+def _stored(weight: Parameter, source: WeightSource) -> QuantizedWeight | None:
+    """A matrix as the file has it; None if a part is not quantized, or not in as many bits as the others."""
+    parts = [part for part in map(source.read_quantized, weight.parts) if part is not None]
+    return QuantizedWeight.stack(parts) if len(parts) == len(weight.parts) and len({part.bits for part in parts}) == 1 else None
 
 
 def _linear(weight: Parameter, bias_O: Tensor | None, source: WeightSource, format_: WeightFormat) -> Linear:

@@ -57,6 +57,14 @@ struct Context {
   }
 };
 
+// Take a chunk, its largest score and its weights' sum, into the running ones. Returns what earlier sums are multiplied by.
+inline float fold(float now, __m512 sum, float& largest, float& total) {
+  const float shrink = std::exp(largest - now);
+  total = total * shrink + _mm512_reduce_add_ps(sum);
+  largest = now;
+  return shrink;
+}
+
 // ---- decode: one new token per sequence ---------------------------------------------------------------------------
 
 constexpr i64 kDecodeChunk = 128;
@@ -92,10 +100,7 @@ inline float weigh_chunk(float* scores, i64 length, float& largest, float& total
     _mm512_storeu_ps(scores + t, weight);
     sum = _mm512_add_ps(sum, weight);
   }
-  const float shrink = std::exp(largest - now);
-  total = total * shrink + _mm512_reduce_add_ps(sum);
-  largest = now;
-  return shrink;
+  return fold(now, sum, largest, total);
 }
 
 template <int GT, int HZ>
@@ -203,10 +208,7 @@ inline float weigh_row(const float* scores, bf16* weights, i64 length, i64 visib
     store(weights + t, weight);
     sum = _mm512_add_ps(sum, weight);
   }
-  const float shrink = std::exp(largest - now);
-  total = total * shrink + _mm512_reduce_add_ps(sum);
-  largest = now;
-  return shrink;
+  return fold(now, sum, largest, total);
 }
 
 struct Workspace {

@@ -154,26 +154,14 @@ class NativeLibrary:
         _check(gate_up_TI, out_TI)
         self._library.swiglu(gate_up_TI.data_ptr(), out_TI.data_ptr(), rows, width, self._threads)
 
-    def quantized_linear(self, x_TI: Tensor, records: Tensor, outputs: int, bits: int) -> Tensor:
-        """[T, I] to [T, O]; `records` as `pack_quantized` makes them."""
+    def quantized_product(self, x_TI: Tensor, records: Tensor, outputs: int, bits: int, dtype: torch.dtype) -> Tensor:
+        """[T, I] to [T, O] in bfloat16 or float32; `records` as `pack_quantized` makes them."""
         rows, inputs = x_TI.shape
         assert records.numel() == outputs * inputs // GROUP * (4 + GROUP * bits // 8)
         _check(x_TI)
-        y_TO = torch.empty((rows, outputs), dtype=torch.bfloat16)
-        self._library.quantized_linear(
-            x_TI.data_ptr(), records.data_ptr(), y_TO.data_ptr(), rows, inputs, outputs, bits, self._threads
-        )
-        return y_TO
-
-    def quantized_logits(self, x_TI: Tensor, records: Tensor, outputs: int, bits: int) -> Tensor:
-        """The same in float32."""
-        rows, inputs = x_TI.shape
-        assert records.numel() == outputs * inputs // GROUP * (4 + GROUP * bits // 8)
-        _check(x_TI)
-        y_TO = torch.empty((rows, outputs))
-        self._library.quantized_logits(
-            x_TI.data_ptr(), records.data_ptr(), y_TO.data_ptr(), rows, inputs, outputs, bits, self._threads
-        )
+        y_TO = torch.empty((rows, outputs), dtype=dtype)
+        multiply = self._library.quantized_logits if dtype == torch.float32 else self._library.quantized_linear
+        multiply(x_TI.data_ptr(), records.data_ptr(), y_TO.data_ptr(), rows, inputs, outputs, bits, self._threads)
         return y_TO
 
     def dense_logits(self, x_TI: Tensor, packed: Tensor, outputs: int) -> Tensor:
@@ -199,7 +187,7 @@ def can_pack(values_OI: Tensor) -> bool:
 
 
 def pack_quantized(values_OI: Tensor, scales_OG: Tensor, minimums_OG: Tensor, bits: int) -> Tensor:
-    """The records that quantized.cpp reads, as bytes. Values: 0 to 15, or int8; scales and minimums: float16."""
+    """The records that products.cpp reads, as bytes. Values: 0 to 15, or int8; scales and minimums: float16."""
     outputs, inputs = values_OI.shape
     blocks, groups, pairs = outputs // OUTPUT_MULTIPLE, inputs // GROUP, GROUP // 2
     values = values_OI.to(torch.int16).view(blocks, OUTPUT_MULTIPLE, groups, pairs, 2).permute(0, 2, 3, 1, 4)
@@ -208,7 +196,7 @@ def pack_quantized(values_OI: Tensor, scales_OG: Tensor, minimums_OG: Tensor, bi
     words = sum(part << (bits * place) for place, part in enumerate(parts))
     assert isinstance(words, Tensor)
     scales, minimums = (
-        each.half().view(blocks, OUTPUT_MULTIPLE, groups).transpose(1, 2).contiguous().view(torch.int16)
+        each.view(blocks, OUTPUT_MULTIPLE, groups).transpose(1, 2).contiguous().view(torch.int16)
         for each in (scales_OG, minimums_OG)
     )
     return torch.cat((scales, minimums, words.reshape(blocks, groups, -1)), dim=-1).view(torch.uint8).view(-1)

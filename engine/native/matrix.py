@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from engine.kernels.quantized import QuantizedWeight
@@ -27,16 +28,18 @@ class QuantizedMatrix:
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """[T, I] to [T, O]."""
-        return self._library.quantized_linear(x_TI, self._records, self._outputs, self._bits)
+        return self._library.quantized_product(x_TI, self._records, self._outputs, self._bits, torch.bfloat16)
 
     def logits(self, x_TI: Tensor) -> Tensor:
         """The same product with a result in float32."""
-        return self._library.quantized_logits(x_TI, self._records, self._outputs, self._bits)
+        return self._library.quantized_product(x_TI, self._records, self._outputs, self._bits, torch.float32)
 
 
 class NativeHead:
-    """Float32 logits, by a bfloat16 weight or, for few rows, by the same one quantized. Without the latter, rows have the
-    same bits in any company."""
+    """Float32 logits, by a bfloat16 weight or, for few rows, by the same one quantized.
+
+    Without the latter, rows have the same bits in any company.
+    """
 
     def __init__(self, weight_VD: Tensor, few_rows: QuantizedMatrix | None, library: NativeLibrary) -> None:
         assert self.fits(weight_VD), f"{list(weight_VD.shape)} can't be packed"

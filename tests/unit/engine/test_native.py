@@ -234,7 +234,5 @@ def test_a_matrix_that_makes_no_records_stays_bfloat16() -> None:
     """A vocabulary of 211 is no multiple of 16 outputs."""
     weights = WeightFormat(torch.bfloat16, "int8", deterministic=False, library=library())
     dense, x = torch.randn(211, 64), torch.randn(2, 64).bfloat16()
-    rounded = weights.quantized([], dense, 8)
-    assert rounded is not None
-    y = weights.linear(dense, None, rounded)(x)
+    y = weights.linear(dense, None, quantize(dense, 8))(x)
     assert relative_error(y, x.double() @ dense.double().T) < 1e-2
