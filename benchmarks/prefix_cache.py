@@ -82,7 +82,7 @@ def _tokens(rng: random.Random, count: int) -> tuple[int, ...]:
 
 async def _ask(prefill: Caller, decode: Caller, worker: DecodeWorker, prompt: tuple[int, ...]) -> tuple[float, FirstToken]:
     sampling = SamplingParams(seed=0, max_tokens=2, temperature=0.0)
-    reserved: Reserved = await decode.ask(lambda call_id: Reserve(call_id, "b", prompt, 2), 10)
+    reserved: Reserved = await decode.ask(lambda call_id: Reserve(call_id, "b", prompt, 2, ""), 10)
     committed = worker.transfer_stats.committed
     began = time.perf_counter()
     first: FirstToken = await prefill.ask(lambda call_id: Prefill(call_id, "b", reserved.ticket, prompt, 0, sampling, ""), 60)

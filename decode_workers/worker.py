@@ -19,9 +19,9 @@ from decode_workers.ledger import Ledger, TicketEntry
 from decode_workers.outbox import Outbox
 from decode_workers.scheduler import DecodeScheduler, Stream
 from decode_workers.step_loop import StepLoop
-from engine.block_manager import BlockManager
 from engine.engine_thread import EngineThread
 from engine.model_runner import ModelRunner
+from engine.prefix_cache import PrefixCache
 from kv_transfer.pool_view import PoolView
 from kv_transfer.receiver import ReceivingPair, TransferStats
 from kv_transfer.transport import ReceiveTransport
@@ -70,9 +70,9 @@ class DecodeWorker:
         self._vocab_size = runner.facts.vocab_size
         self._transports = transports
         self._pool_view = PoolView(runner.pool.layers())
-        self._blocks = BlockManager(runner.pool.num_blocks)
+        self._cache = PrefixCache(runner.pool.num_blocks)
         self.ledger = Ledger(
-            self._blocks,
+            self._cache,
             runner.pool.block_size,
             config.answer_room,
             self._limits.lease_s,
@@ -80,6 +80,7 @@ class DecodeWorker:
             on_committed=self._committed,
             on_failed=self._failed,
             on_settled=self._changed,
+            shares_prefixes=not config.deterministic,
         )
         self._scheduler = DecodeScheduler(self.ledger, config.decode.max_batch_size, config.prefill.max_batch_tokens)
         self._waiting_attaches: dict[int, Attach] = {}
@@ -136,16 +137,16 @@ class DecodeWorker:
             running=running,
             waiting=max(0, waiting),
             queued_tokens=0,
-            free_blocks=self._blocks.num_free,
-            total_blocks=self._blocks.num_blocks,
+            free_blocks=self._cache.num_free,
+            total_blocks=self._cache.num_blocks,
             tickets=len(self.ledger),
             transfers=self.ledger.pushes_in_flight,
             steps=self._engine.steps,
             busy_s=self._engine.busy_s,
             step_age_s=self._engine.step_age_s,
             tokens=self._loop.tokens,
-            prefix_cache_queries=0,
-            prefix_cache_hits=0,
+            prefix_cache_queries=self.ledger.cache_queries,
+            prefix_cache_hits=self.ledger.cache_hits,
             reservable_blocks=self.ledger.reservable_blocks,
             num_preemptions=self._scheduler.preemptions,
             recomputed_tokens=self._scheduler.recomputed_tokens,
@@ -166,6 +167,7 @@ class DecodeWorker:
             self._pool.block_size,
             tuple(entry.block_table),
             len(entry.token_ids),
+            entry.held_tokens,
         )
         self._endpoint.send(router, Reserved(message.call_id, ticket))
         self._changed()
@@ -176,10 +178,12 @@ class DecodeWorker:
         if not self.ledger.fits(len(message.prompt_token_ids), message.max_tokens):
             raise InvalidRequestError(
                 f"prompt ({len(message.prompt_token_ids)}) and max_tokens ({message.max_tokens}) take more than the "
-                f"{self._blocks.num_blocks} KV blocks that this worker has in all",
+                f"{self._cache.num_blocks} KV blocks that this worker has in all",
                 param="max_tokens",
             )
-        entry = None if self._draining else self.ledger.reserve(router, message.prompt_token_ids, message.max_tokens)
+        entry = None
+        if not self._draining:
+            entry = self.ledger.reserve(router, message.prompt_token_ids, message.max_tokens, message.cache_salt)
         if entry is None:
             raise OverloadedError(f"full: {self.ledger.reservable_blocks} KV blocks may be reserved", retry_after_s=1.0)
         return entry
@@ -249,7 +253,7 @@ class DecodeWorker:
         books = decode_books(
             message.call_id,
             router,
-            self._blocks,
+            self._cache,
             self.ledger,
             self._scheduler,
             self._waiting_attaches,

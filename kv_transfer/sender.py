@@ -80,9 +80,13 @@ class OutgoingTransfer:
 
     ticket: Ticket
     fingerprints: BlockFingerprints = field(default_factory=BlockFingerprints)
-    sent_tokens: int = 0
+    sent_tokens: int = field(init=False)
+    """At the prompt's beginning, those included that decode held already."""
     refused: bool = False
     """Decode no longer has the ticket: nothing more is sent."""
+
+    def __post_init__(self) -> None:
+        self.sent_tokens = self.ticket.held_tokens
 
 
 @dataclass(frozen=True)
@@ -180,7 +184,10 @@ class SendingPair:
         return done
 
     async def commit(self, transfer: OutgoingTransfer) -> None:
-        """Close a transfer after its last push. Returns when decode has checked it; raises TandemError otherwise."""
+        """Close a transfer after its last push, or at once if decode holds all of it.
+
+        Returns when decode has checked it; raises TandemError otherwise.
+        """
         if transfer.refused:
             raise KvTransferError("the decode worker no longer holds the ticket")
         await self._caller.ask(

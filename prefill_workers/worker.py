@@ -55,7 +55,7 @@ class _Job:
     pair: SendingPair | None = None
     """None when the answer is one token long: nothing is handed over."""
     last_push: asyncio.Future[None] | None = None
-    """Pushes of a pair end in order, so this one's end is the end of all."""
+    """Pushes of a pair end in order, so this one's end is the end of all. None as long as decode holds what was computed."""
     began: float | None = None
     answered: bool = False
     stopped: bool = False
@@ -183,7 +183,7 @@ class PrefillWorker:
         if not all(0 <= token_id < self._facts.vocab_size for token_id in message.token_ids):
             raise InvalidRequestError(f"token ids must lie in [0, {self._facts.vocab_size})", param="prompt")
         message.sampling.check(self._facts.vocab_size)
-        if message.ticket.num_prompt_tokens != num_tokens:
+        if message.ticket.num_prompt_tokens != num_tokens or not 0 <= message.ticket.held_tokens <= num_tokens:
             raise InvalidRequestError("the ticket was made for a prompt of another length")
 
     async def _admit(self, job: _Job) -> None:
@@ -276,8 +276,8 @@ class PrefillWorker:
         for job, chunk in zip(jobs, plan, strict=True):
             job.in_step = True
             job.began = job.began or now
-            if job.pair is not None:
-                start = chunk.handoff_start
+            start = max(chunk.handoff_start, job.message.ticket.held_tokens)
+            if job.pair is not None and start < chunk.end:
                 part = PushPart(job.transfer, chunk.prompt.block_table, start, chunk.end - start)
                 parts.setdefault(job.pair, []).append((job, part))
         for pair, items in parts.items():
@@ -311,9 +311,9 @@ class PrefillWorker:
     async def _hand_over(self, job: _Job) -> None:
         """Wait for the last push, commit, and give the blocks back."""
         assert job.pair is not None
-        assert job.last_push is not None
         try:
-            await job.last_push
+            if job.last_push is not None:
+                await job.last_push
             await job.pair.commit(job.transfer)
         except TandemError as error:
             log.warning("handoff to %s failed: %s", job.pair.peer.worker_id, error.message)

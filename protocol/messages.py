@@ -110,6 +110,8 @@ class Ticket:
     block_size: int
     block_table: tuple[int, ...]
     num_prompt_tokens: int
+    held_tokens: int
+    """At the prompt's beginning, whose KV the decode worker has already: whole blocks, and nothing is sent for them."""
 
 
 @dataclass(frozen=True)
@@ -190,9 +192,9 @@ class LoadReport:
     tokens: int
     """Prompt tokens computed (prefill) or tokens generated (decode) since start."""
     prefix_cache_queries: int
-    """Tokens of the prompts that were looked up in the prefix cache since start; 0 where there is none (decode)."""
+    """Tokens of the prompts that were looked up in the worker's prefix cache since start."""
     prefix_cache_hits: int
-    """Those of them whose KV was taken from it."""
+    """Those of them whose KV was there: not computed again (prefill), not sent again (decode)."""
     reservable_blocks: int
     """Free blocks that a new ticket may take (decode); 0 at a prefill worker, which gives no tickets."""
     num_preemptions: int
@@ -213,6 +215,8 @@ class Reserve:
     """Prompt and, on a resumed stream, the tokens that were already emitted."""
     max_tokens: int
     """Of the answer. Blocks are taken for its beginning, but a whole that can never fit is refused."""
+    cache_salt: str
+    """Only requests with the same salt share cached KV; empty is a salt like any other."""
 
 
 @message(11)
@@ -279,7 +283,7 @@ class Prefill:
     """How many at the end of `token_ids` were emitted before; 0 for a fresh request."""
     sampling: SamplingParams
     cache_salt: str
-    """Only prompts with the same salt share cached KV; empty is a salt like any other."""
+    """As in `Reserve`."""
 
 
 @message(21)

@@ -61,8 +61,10 @@ class ScriptedRouter:
         self.decode = decode
         self.frames = frames
 
-    async def reserve(self, prompt: list[int], max_tokens: int) -> Ticket:
-        asking = asyncio.ensure_future(self.decode.ask(lambda call_id: Reserve(call_id, "r", tuple(prompt), max_tokens), 10))
+    async def reserve(self, prompt: list[int], max_tokens: int, cache_salt: str = "") -> Ticket:
+        asking = asyncio.ensure_future(
+            self.decode.ask(lambda call_id: Reserve(call_id, "r", tuple(prompt), max_tokens, cache_salt), 10)
+        )
         try:
             reserved: Reserved = await asyncio.shield(asking)
         except asyncio.CancelledError:
@@ -104,7 +106,7 @@ class ScriptedRouter:
         self, prompt: list[int], sampling: SamplingParams, request_id: str = "r", cache_salt: str = ""
     ) -> list[int]:
         """A whole request, as the router does it."""
-        ticket = await self.reserve(prompt, sampling.max_tokens)
+        ticket = await self.reserve(prompt, sampling.max_tokens, cache_salt)
         try:
             first = await self.compute(ticket, prompt, sampling, request_id, cache_salt)
             if first.finish_reason is not None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from decode_workers.ledger import Ledger, TicketEntry
-from engine.block_manager import BlockManager
+from engine.prefix_cache import PrefixCache
 from engine.kv_pool import KVPool
 from kv_transfer.gloo import GlooTransport
 from kv_transfer.loopback import LoopbackNetwork, LoopbackTransport
@@ -51,7 +51,7 @@ class Decode:
     def __init__(self, transports: Sequence[ReceiveTransport]) -> None:
         self.pool = pool()
         self.pool.data.zero_()
-        self.blocks = BlockManager(BLOCKS)
+        self.blocks = PrefixCache(BLOCKS)
         self.committed: list[int] = []
         self.failed: list[int] = []
         self.ledger = Ledger(
@@ -63,6 +63,7 @@ class Decode:
             on_committed=lambda entry: self.committed.append(entry.ticket_id),
             on_failed=lambda entry: self.failed.append(entry.ticket_id),
             on_settled=lambda: None,
+            shares_prefixes=True,
         )
         self.stats = TransferStats()
         self.pairs: dict[bytes, ReceivingPair] = {}
@@ -86,11 +87,16 @@ class Decode:
     def report(self) -> LoadReport:
         return LoadReport("decode-0", 5, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0, 0, 0)
 
-    def ticket(self, num_tokens: int) -> tuple[Ticket, TicketEntry]:
-        entry = self.ledger.reserve(b"router", tuple(range(num_tokens)), 1)
+    def ticket(self, num_tokens: int, salt: str | None = None) -> tuple[Ticket, TicketEntry]:
+        """Of a prompt that shares its beginning with those of the same salt, or with none."""
+        salt = f"{time.monotonic_ns()}" if salt is None else salt
+        entry = self.ledger.reserve(b"router", tuple(range(num_tokens)), 1, salt)
         assert entry is not None
         table = tuple(entry.block_table)
-        return Ticket(entry.ticket_id, entry.transfer_id, self.ref, BLOCK_SIZE, table, num_tokens), entry
+        ticket = Ticket(
+            entry.ticket_id, entry.transfer_id, self.ref, BLOCK_SIZE, table, num_tokens, entry.held_tokens
+        )
+        return ticket, entry
 
     def content(self, entry: TicketEntry, num_tokens: int) -> torch.Tensor:
         data = self.pool.data[:, :, torch.tensor(entry.block_table)].flatten(2, 3)
