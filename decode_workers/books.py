@@ -43,9 +43,7 @@ def decode_books(
         for entry in ledger
     )
     problems = tuple(_problems(ledger, scheduler, waiting_attaches))
-    return DecodeBooks(
-        call_id, cache.num_blocks, cache.num_free, cache.num_owned, cache.num_references, tickets, problems
-    )
+    return DecodeBooks(call_id, cache.num_blocks, cache.num_free, cache.num_owned, cache.num_references, tickets, problems)
 
 
 def _problems(ledger: Ledger, scheduler: DecodeScheduler, waiting_attaches: Collection[int]) -> Iterator[str]:

@@ -15,10 +15,11 @@ from collections.abc import Sequence
 
 from configs.schema import ClusterConfig
 from decode_workers.books import decode_books
-from decode_workers.ledger import Ledger, TicketEntry
+from decode_workers.ledger import Ledger
 from decode_workers.outbox import Outbox
 from decode_workers.scheduler import DecodeScheduler, Stream
 from decode_workers.step_loop import StepLoop
+from decode_workers.ticket_entry import TicketEntry
 from engine.engine_thread import EngineThread
 from engine.model_runner import ModelRunner
 from engine.prefix_cache import PrefixCache

@@ -250,9 +250,7 @@ class WorkerLink:
             raise ProtocolError(f"{self.ref.worker_id} answered with {type(answer).__name__} where {kind.__name__} was due")
         return answer
 
-    async def _ask_for_ticket(
-        self, request_id: str, token_ids: tuple[int, ...], max_tokens: int, cache_salt: str
-    ) -> Ticket:
+    async def _ask_for_ticket(self, request_id: str, token_ids: tuple[int, ...], max_tokens: int, cache_salt: str) -> Ticket:
         """A worker that doesn't answer within a lease is lost: our heartbeats would keep a ticket that we never heard of."""
         lease_s = self._limits.lease_s
         try:

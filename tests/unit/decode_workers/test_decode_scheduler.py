@@ -8,8 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from decode_workers.ledger import Ledger, TicketEntry
+from decode_workers.ledger import Ledger
 from decode_workers.scheduler import DecodeScheduler, Stream
+from decode_workers.ticket_entry import TicketEntry
 from engine.batch import Chunk
 from engine.prefix_cache import PrefixCache
 from protocol.messages import SamplingParams

@@ -11,7 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from decode_workers.ledger import Ledger, TicketEntry
+from decode_workers.ledger import Ledger
+from decode_workers.ticket_entry import TicketEntry
 from engine.prefix_cache import PrefixCache, block_keys
 from protocol.ticket import TicketState, check_transition
 
@@ -60,9 +61,7 @@ class LedgerMachine(RuleBasedStateMachine):
         for number in range(len(token_ids) // BLOCK_SIZE):
             self.contents[entry.block_table[number]] = (entry.cache_salt, token_ids[: (number + 1) * BLOCK_SIZE])
 
-    @rule(
-        owner=st.sampled_from(ROUTERS), prompt=st.integers(1, 20), answer=st.integers(1, 20), salt=st.sampled_from(["", "a"])
-    )
+    @rule(owner=st.sampled_from(ROUTERS), prompt=st.integers(1, 20), answer=st.integers(1, 20), salt=st.sampled_from(["", "a"]))
     def reserve(self, owner: bytes, prompt: int, answer: int, salt: str) -> None:
         live = [entry for entry in self.ledger if not entry.state.final]
         room = self.cache.num_free - sum(bool(entry.block_table) for entry in live)
@@ -397,7 +396,8 @@ def test_what_is_held_is_shared_and_not_sent() -> None:
     assert (second.held_tokens, other.held_tokens) == (2 * BLOCK_SIZE, 0)
     assert second.block_table[:2] == first.block_table[:2]
     assert cache.num_references - cache.num_owned == 2
-    assert ledger.begin_push(b"p", second.ticket_id, second.transfer_id, 0, len(prompt) + 1) is None, "held KV is not overwritten"
+    overwriting = ledger.begin_push(b"p", second.ticket_id, second.transfer_id, 0, len(prompt) + 1)
+    assert overwriting is None
     assert receive(ledger, second)
 
 

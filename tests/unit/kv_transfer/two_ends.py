@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from decode_workers.ledger import Ledger, TicketEntry
-from engine.prefix_cache import PrefixCache
+from decode_workers.ledger import Ledger
+from decode_workers.ticket_entry import TicketEntry
 from engine.kv_pool import KVPool
+from engine.prefix_cache import PrefixCache
 from kv_transfer.gloo import GlooTransport
 from kv_transfer.loopback import LoopbackNetwork, LoopbackTransport
 from kv_transfer.pool_view import PoolView
@@ -93,9 +94,7 @@ class Decode:
         entry = self.ledger.reserve(b"router", tuple(range(num_tokens)), 1, salt)
         assert entry is not None
         table = tuple(entry.block_table)
-        ticket = Ticket(
-            entry.ticket_id, entry.transfer_id, self.ref, BLOCK_SIZE, table, num_tokens, entry.held_tokens
-        )
+        ticket = Ticket(entry.ticket_id, entry.transfer_id, self.ref, BLOCK_SIZE, table, num_tokens, entry.held_tokens)
         return ticket, entry
 
     def content(self, entry: TicketEntry, num_tokens: int) -> torch.Tensor:
