@@ -32,8 +32,8 @@ from decode_workers.worker import DecodeWorker
 from engine.kv_pool import KVPool
 from engine.model_runner import ModelRunner
 from kv_transfer.choice import receiving_transports, sending_transports
-from kv_transfer.fingerprint import BlockFingerprints
-from kv_transfer.plan import cut, layer_groups, slot_runs
+from kv_transfer.fingerprint import PushFingerprints
+from kv_transfer.plan import Piece, cut, layer_groups, slot_runs
 from kv_transfer.pool_view import PoolView, Slots
 from kv_transfer.transport import ReceiveChannel
 from prefill_workers.worker import PrefillWorker
@@ -195,7 +195,7 @@ async def _run(role: Role, transport: TransportName, told: Connection) -> None:
 
 def transport_alone(name: TransportName, rounds: int) -> dict[str, Any]:
     source, destination = _pool(), _pool()
-    slots = Slots(slot_runs(cut(range(PROMPT_TOKENS), CONFIG.block_size, 0, PROMPT_TOKENS)))
+    slots = Slots(slot_runs(_pieces()))
     layers = source.data.shape[0]
     num_bytes = source.data[:, :, : PROMPT_TOKENS // CONFIG.block_size].nbytes
     groups = layer_groups(layers, num_bytes // layers)
@@ -235,15 +235,18 @@ def fingerprints_ms(rounds: int) -> list[float]:
     """CPU time of one side's fingerprints of a prompt."""
     source = _pool()
     view = PoolView(source.layers())
-    pieces = cut(range(PROMPT_TOKENS), CONFIG.block_size, 0, PROMPT_TOKENS)
-    groups = layer_groups(len(view.bytes), 2 * PROMPT_TOKENS * view.row_bytes)
+    groups = layer_groups(len(view.layers), PROMPT_TOKENS * view.layer_bytes)
 
     def work() -> None:
-        fingerprints = BlockFingerprints()
+        fingerprints = PushFingerprints(view, [_pieces()])
         for group in groups:
-            fingerprints.update(view.bytes[group.start : group.stop], view.row_bytes, pieces)
+            fingerprints.update(group)
 
     return [_ms(work, time.thread_time) for _ in range(rounds)]
+
+
+def _pieces() -> list[Piece]:
+    return cut(range(PROMPT_TOKENS), CONFIG.block_size, 0, PROMPT_TOKENS, CONFIG.block_size)
 
 
 def _ms(work: Callable[[], object], clock: Callable[[], float]) -> float:

@@ -22,7 +22,7 @@ blocks are quarantined. A ticket leaves the books at that moment and not before.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from decode_workers.ticket_entry import TicketEntry
 from engine.prefix_cache import PrefixCache, block_keys
@@ -144,10 +144,10 @@ class Ledger:
             self._fail(entry, TicketState.ABORTED)
         self._settle(entry)
 
-    def fingerprints(self, ticket_id: int, transfer_id: int) -> bytes | None:
-        """Of each block that has arrived for this transfer; None if the ticket is gone."""
+    def fingerprints(self, ticket_id: int, transfer_id: int) -> Mapping[int, bytes] | None:
+        """Of what has arrived for this transfer, by lane; None if the ticket is gone."""
         entry = self._of_transfer(ticket_id, transfer_id)
-        return None if entry is None else entry.fingerprints.digest()
+        return None if entry is None else entry.digests
 
     def commit(self, ticket_id: int, transfer_id: int, num_tokens: int) -> bool:
         """Close a transfer whose fingerprint was checked. False: something is missing or the ticket is gone."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 
-from kv_transfer.fingerprint import BlockFingerprints
 from protocol.ticket import TicketState
 
 
@@ -37,11 +37,15 @@ class TicketEntry:
     """The engine is computing a step that writes into its blocks."""
     source: bytes | None = None
     """Wire identity of the prefill worker that fills it."""
-    fingerprints: BlockFingerprints = field(default_factory=BlockFingerprints)
-    """Of what has arrived so far."""
+    digests: defaultdict[int, bytes] = field(default_factory=lambda: defaultdict(bytes))
+    """Fingerprints of what has arrived so far, by lane."""
 
     def __post_init__(self) -> None:
         self.announced_tokens = self.received_tokens = self.held_tokens
+
+    def arrived(self, lane: int, digests: bytes) -> None:
+        """A push has brought this on a lane."""
+        self.digests[lane] += digests
 
     @property
     def quarantined(self) -> bool:

@@ -23,7 +23,7 @@ from decode_workers.ticket_entry import TicketEntry
 from engine.engine_thread import EngineThread
 from engine.model_runner import ModelRunner
 from engine.prefix_cache import PrefixCache
-from kv_transfer.pool_view import PoolView
+from kv_transfer.lanes import LocalReceiveRank
 from kv_transfer.receiver import ReceivingPair, TransferStats
 from kv_transfer.transport import ReceiveTransport
 from protocol.audit import Audit
@@ -69,8 +69,7 @@ class DecodeWorker:
         self._pool = runner.pool
         self._layout = runner.layout()
         self._vocab_size = runner.facts.vocab_size
-        self._transports = transports
-        self._pool_view = PoolView(runner.pool.layers())
+        self._ranks = [LocalReceiveRank(self._pool.layers(), self._pool.block_size, transports, self._limits.lease_s)]
         self._cache = PrefixCache(runner.pool.num_blocks)
         self.ledger = Ledger(
             self._cache,
@@ -268,17 +267,20 @@ class DecodeWorker:
     # -- transfers ---------------------------------------------------------------------------------------------------
 
     def _open_pair(self, prefill: bytes, message: PairOpen) -> None:
-        self._close_pair(prefill)
-        pair = ReceivingPair(
-            prefill,
-            self.ledger,
-            self._layout,
-            self._pool_view,
-            lambda answer: self._endpoint.send(prefill, answer),
-            self.transfer_stats,
-        )
-        self._pairs[prefill] = pair
-        pair.open(message, self.me, self._transports, self._limits.lease_s)
+        pair = self._pairs.get(prefill)
+        if pair is None or pair.closed:
+            self._close_pair(prefill)
+            pair = self._pairs[prefill] = ReceivingPair(
+                prefill,
+                self.me,
+                self.ledger,
+                self._layout,
+                self._pool.block_size,
+                self._ranks,
+                lambda answer: self._endpoint.send(prefill, answer),
+                self.transfer_stats,
+            )
+        pair.open(message)
 
     def _announce(self, prefill: bytes, message: PushAnnounce) -> None:
         pair = self._pairs.get(prefill)

@@ -73,7 +73,6 @@ class ModelRunner:
             num_layers=self.facts.num_layers,
             num_kv_heads=self.facts.num_kv_heads,
             head_dim=self.facts.head_dim,
-            block_size=self.pool.block_size,
             layout_version=LAYOUT_VERSION,
         )
 

@@ -1,17 +1,15 @@
 """Which part of the KV goes from which prefill rank to which decode rank: pure arithmetic, the same on both sides.
 
 A tensor-parallel replica of R ranks shares out H KV heads. With R <= H each rank holds H / R neighbouring heads; with R > H
-each head is held by R / H neighbouring ranks, all of them the same bytes. The two sides may differ in R and in block size.
+each head is held by R / H neighbouring ranks, all of them the same bytes. The two sides may differ in R.
 Every decode rank gets each of its heads once, from one prefill rank; the ranks that hold the same head take turns, so that no
 copy of a head serves all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kv_transfer.plan import Copy, copies, cut, slot_runs
 from protocol.errors import IncompatiblePeerError
 
 
@@ -51,14 +49,6 @@ def head_moves(prefill_ranks: int, decode_ranks: int, num_kv_heads: int) -> list
             else:
                 moves.append(HeadMove(rank, decode_rank, source, destination, 1))
     return moves
-
-
-def token_moves(
-    source_table: Sequence[int], source_block: int, table: Sequence[int], block: int, start: int, num_tokens: int
-) -> list[Copy]:
-    """Slots to copy for tokens [start, start + num_tokens), between pools whose block sizes may differ."""
-    source = slot_runs(cut(source_table, source_block, start, num_tokens))
-    return list(copies(source, slot_runs(cut(table, block, start, num_tokens))))
 
 
 def _holder(head: int, decode_rank: int, prefill_ranks: int, num_kv_heads: int) -> int:

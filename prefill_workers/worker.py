@@ -21,8 +21,9 @@ from engine.engine_thread import EngineThread
 from engine.model_runner import ModelRunner
 from engine.prefix_cache import PrefixCache
 from engine.sampler import finish_reason
-from kv_transfer.pool_view import PoolView
-from kv_transfer.sender import OutgoingTransfer, PushPart, SendingPair, StepSignal
+from kv_transfer.lanes import LocalSendRank
+from kv_transfer.progress import StepProgress
+from kv_transfer.sender import OutgoingTransfer, PushPart, SendingPair
 from kv_transfer.transport import SendTransport
 from prefill_workers.books import prefill_books
 from prefill_workers.peers import DecodePeers
@@ -95,7 +96,10 @@ class PrefillWorker:
             config.prefill.max_batch_tokens,
             shares_prefixes=not config.deterministic,
         )
-        self._peers = DecodePeers(me, secret, runner.layout(), PoolView(runner.pool.layers()), transports, config.limits)
+        self._progress = StepProgress()
+        pool = runner.pool
+        rank = LocalSendRank(pool.layers(), pool.block_size, transports, self._progress, self._limits.lease_s)
+        self._peers = DecodePeers(me, secret, runner.layout(), [rank], config.limits)
         self._jobs: dict[Prompt, _Job] = {}
         self._tokens = 0
         self._wake = asyncio.Event()
@@ -251,11 +255,10 @@ class PrefillWorker:
                 self._wake.clear()
                 await self._wake.wait()
                 continue
-            signal = StepSignal()
             jobs = [self._jobs[chunk.prompt] for chunk in plan]
-            self._push(signal, jobs, plan)
+            self._push(self._progress.begin(), jobs, plan)
             step = self._engine.start(
-                [_engine_chunk(job, chunk) for job, chunk in zip(jobs, plan, strict=True)], signal.layer_done
+                [_engine_chunk(job, chunk) for job, chunk in zip(jobs, plan, strict=True)], self._progress.layer_done
             )
             self._endpoint.load_changed()
             outputs = await step
@@ -267,9 +270,9 @@ class PrefillWorker:
                     self._part(job)
                 elif output is not None:
                     self._answer(job, output)
-            signal.finish()
+            self._progress.finish()
 
-    def _push(self, signal: StepSignal, jobs: Sequence[_Job], plan: Sequence[PlannedChunk]) -> None:
+    def _push(self, step: int, jobs: Sequence[_Job], plan: Sequence[PlannedChunk]) -> None:
         """Announce this step's KV to every decode worker that gets some of it."""
         parts: dict[SendingPair, list[tuple[_Job, PushPart]]] = {}
         now = time.monotonic()
@@ -281,7 +284,7 @@ class PrefillWorker:
                 part = PushPart(job.transfer, chunk.prompt.block_table, start, chunk.end - start)
                 parts.setdefault(job.pair, []).append((job, part))
         for pair, items in parts.items():
-            done = pair.push(signal, [part for _, part in items])
+            done = pair.push(step, [part for _, part in items])
             for job, _ in items:
                 job.last_push = done
 

@@ -124,6 +124,20 @@ def test_the_next_turn_finds_the_answer_at_decode(two_workers: Factory, referenc
     run(scenario())
 
 
+@pytest.mark.parametrize("prefill_block_size", [4, 16])
+def test_workers_with_blocks_of_other_sizes(two_workers: Factory, reference: Reference, prefill_block_size: int) -> None:
+    async def scenario() -> None:
+        async with two_workers(prefill_block_size=prefill_block_size) as workers:
+            router = await workers.router()
+            for prompt in (prompt_of(100), prompt_of(100), prompt_of(107), prompt_of(45, 1)):
+                _, tokens = await first_and_rest(router, prompt, 8)
+                assert tokens == reference(prompt, 8)
+            assert (workers.decode.transfer_stats.committed, workers.decode.transfer_stats.failed) == (4, 0)
+            await workers.until(workers.all_free)
+
+    run(scenario())
+
+
 def test_two_alike_in_flight_at_once(two_workers: Factory, reference: Reference) -> None:
     async def scenario() -> None:
         async with two_workers() as workers:

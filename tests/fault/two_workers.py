@@ -195,19 +195,23 @@ async def _ping(caller: Caller) -> None:
 
 
 @asynccontextmanager
-async def run_two_workers(facts: ModelFacts, config: ClusterConfig) -> AsyncIterator[TwoWorkers]:
+async def run_two_workers(
+    facts: ModelFacts, config: ClusterConfig, prefill_block_size: int | None = None
+) -> AsyncIterator[TwoWorkers]:
     network = LoopbackNetwork()
     transport = LoopbackTransport(network)
 
-    def runner(num_kv_tokens: int) -> ModelRunner:
-        return ModelRunner.load(facts, dtype="float32", block_size=config.block_size, num_kv_tokens=num_kv_tokens)
+    def runner(num_kv_tokens: int, block_size: int | None = None) -> ModelRunner:
+        size = block_size or config.block_size
+        return ModelRunner.load(facts, dtype="float32", block_size=size, num_kv_tokens=num_kv_tokens)
 
     servers = [WireServer(SECRET, "127.0.0.1") for _ in range(2)]
     refs = [
         WorkerRef(f"{role.value}-0", 1, role, server.address)
         for role, server in zip((Role.PREFILL, Role.DECODE), servers, strict=True)
     ]
-    prefill = PrefillWorker(refs[0], SECRET, runner(config.prefill.kv_cache_tokens), servers[0], [transport], config)
+    prefill_runner = runner(config.prefill.kv_cache_tokens, prefill_block_size)
+    prefill = PrefillWorker(refs[0], SECRET, prefill_runner, servers[0], [transport], config)
     decode = DecodeWorker(refs[1], runner(config.decode.kv_cache_tokens), servers[1], [transport], config)
     tasks = {"prefill": asyncio.create_task(prefill.run()), "decode": asyncio.create_task(decode.run())}
     workers = TwoWorkers(prefill, decode, network, tasks)
