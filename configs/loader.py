@@ -131,9 +131,6 @@ def _suggestion(location: tuple[int | str, ...]) -> str:
 def _contradictions(config: ClusterConfig) -> list[tuple[str, str]]:
     """Values that are right one by one and impossible together, as (key, sentence)."""
     found = _too_small(config, config.max_model_len or 1)
-    for role, pool in (("prefill", config.prefill), ("decode", config.decode)):
-        if pool.tensor_parallel_size != 1:
-            found.append((f"{role}.tensor_parallel_size", f"{pool.tensor_parallel_size} is not supported yet; use 1"))
     limits = config.limits
     if limits.heartbeat_s * 2 > limits.lease_s:
         problem = (

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_transfer.shards import head_moves, heads_of, token_moves
+from configs.sharding import heads_of
+from kv_transfer.shards import head_moves, token_moves
 from protocol.errors import IncompatiblePeerError
 
 LAYERS, HEAD_DIM = 2, 3
