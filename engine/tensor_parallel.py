@@ -40,7 +40,7 @@ class TensorParallel:
         if self.size == 1:
             return part
         parts = part.new_empty((self.size * part.shape[0], *part.shape[1:]))
-        self._wait(lambda: self._group._allgather_base(parts, part.contiguous()))
+        self._wait(lambda group: group._allgather_base(parts, part.contiguous()))
         first, *others = parts.chunk(self.size)
         total = first.float()
         for other in others:
@@ -55,17 +55,21 @@ class TensorParallel:
         parts = [torch.empty_like(padded_SV) for _ in widths] if self.rank == 0 else []
         options = _dist.GatherOptions()
         options.rootRank = 0
-        self._wait(lambda: self._group.gather([parts] if parts else [], [padded_SV], options))
+        self._wait(lambda group: group.gather([parts] if parts else [], [padded_SV], options))
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1) if parts else None
 
     def close(self) -> None:
-        """Leave the group; the other ranks' collectives raise from then on."""
+        """Leave the group: the other ranks' collectives raise from then on, and so do this one's."""
         self._group = None
 
-    def _wait(self, begin: Callable[[], Any]) -> None:
+    def _wait(self, begin: Callable[[Any], Any]) -> None:
+        if self._group is None:
+            raise WorkerLostError(f"rank {self.rank} of {self.size} has left its group")
         try:
-            begin().wait()
+            begin(self._group).wait()
         except RuntimeError as error:
+            # Ranks that do not talk to the lost one themselves would wait for this one until the deadline.
+            self.close()
             raise WorkerLostError(f"rank {self.rank} of {self.size} lost another one: {_first_line(error)}") from None
 
 
