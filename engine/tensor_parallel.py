@@ -34,18 +34,25 @@ class TensorParallel:
         self.rank = rank
         self.size = size
         self._group = group
+        self._buffers: dict[torch.dtype, Tensor] = {}
 
     def sum(self, part: Tensor) -> Tensor:
-        """The sum of the ranks' tensors, of equal shapes and dtypes: the same bits on every rank."""
+        """The sum of the ranks' tensors, of equal shapes and dtypes: the same bits on every rank.
+
+        Good until the next sum, unless there is only one rank.
+        """
         if self.size == 1:
             return part
-        parts = part.new_empty((self.size * part.shape[0], *part.shape[1:]))
+        parts = self._kept(part, part.dtype, self.size * part.numel()).view(self.size * part.shape[0], *part.shape[1:])
         self._wait(lambda group: group._allgather_base(parts, part.contiguous()))
         first, *others = parts.chunk(self.size)
-        total = first.float()
+        if part.dtype == torch.float32:
+            total = first
+        else:
+            total = self._kept(part, torch.float32, part.numel()).view(part.shape).copy_(first)
         for other in others:
             total += other
-        return total.to(part.dtype)
+        return total if total is first else first.copy_(total)
 
     def columns(self, part_SV: Tensor, widths: Sequence[int]) -> Tensor | None:
         """All ranks' columns, of these widths, side by side on rank 0; None on the others."""
@@ -61,6 +68,13 @@ class TensorParallel:
     def close(self) -> None:
         """Leave the group: the other ranks' collectives raise from then on, and so do this one's."""
         self._group = None
+
+    def _kept(self, like: Tensor, dtype: torch.dtype, size: int) -> Tensor:
+        """Memory that stays warm from sum to sum: the first touch of fresh pages takes longer than the sum."""
+        kept = self._buffers.get(dtype)
+        if kept is None or len(kept) < size:
+            kept = self._buffers[dtype] = like.new_empty(size, dtype=dtype)
+        return kept[:size]
 
     def _wait(self, begin: Callable[[Any], Any]) -> None:
         if self._group is None:

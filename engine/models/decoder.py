@@ -74,7 +74,7 @@ class Decoder:
         norms = [*(layer.attention_norm for layer in layers[1:]), self._weights.final_norm]
         step = self._begin_step(batch, pool, self._weights.rope_frequencies)
         # The sum over all layers is kept in float32: what is rounded away in one layer is missing in all later ones.
-        x_TD = self._embed(torch.from_numpy(batch.token_ids_T)).float()
+        x_TD = self._embed(torch.from_numpy(batch.token_ids_T))
         normed_TD = step.add_norm(x_TD, None, layers[0].attention_norm, eps)
         for index, (layer, next_norm) in enumerate(zip(layers, norms, strict=True)):
             qkv_TA = layer.qkv(normed_TD)
@@ -95,13 +95,13 @@ class Decoder:
         return self._ranks.columns(self._weights.head(normed_TD), [len(tokens) for tokens in self._vocabulary])
 
     def _embed(self, token_ids_T: Tensor) -> Tensor:
-        """[T, D]. Each token is known to one rank, so the sum over the ranks is exact."""
+        """[T, D] in float32. Each token is known to one rank, so the sum over the ranks is exact."""
         if self._ranks.size == 1:
-            return F.embedding(token_ids_T, self._weights.embedding_VD)
+            return F.embedding(token_ids_T, self._weights.embedding_VD).float()
         own = self._vocabulary[self._ranks.rank]
         others_T = (token_ids_T < own.start) | (token_ids_T >= own.stop)
         rows_TD = F.embedding((token_ids_T - own.start).masked_fill_(others_T, 0), self._weights.embedding_VD)
-        return self._ranks.sum(rows_TD.masked_fill_(others_T[:, None], 0.0))
+        return self._ranks.sum(rows_TD.masked_fill_(others_T[:, None], 0.0)).to(torch.float32, copy=True)
 
     def _norm_heads(self, layer: Layer, qkv_TA: Tensor) -> None:
         """Qwen3's norms on each head of q and k, in place."""

@@ -30,8 +30,8 @@ START_S = 60.0
 
 
 def in_threads(size: int, work: Callable[[int], Any]) -> list[Any]:
-    """`work(rank)` of all ranks at the same time."""
-    with ThreadPoolExecutor(size) as pool:
+    """`work(rank)` of all ranks at the same time, each on one core."""
+    with ThreadPoolExecutor(size, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         futures = [pool.submit(work, rank) for rank in range(size)]
         return [future.result(START_S) for future in futures]
 
@@ -68,6 +68,11 @@ class ProcessGang:
     def __init__(self, connections: list[Connection], processes: list[BaseProcess]) -> None:
         self._connections = connections
         self._processes = processes
+        # All are started before any has to connect in time.
+        for rank in range(len(connections)):
+            assert self.answer(rank, START_S) == "started"
+        for connection in connections:
+            connection.send("connect")
         self.pool, *_ = [self.answer(rank, START_S) for rank in range(len(connections))]
 
     def execute(self, chunks: Sequence[Chunk]) -> list[SampledToken | None]:
@@ -118,6 +123,8 @@ def _serve(
     rank: int, size: int, rendezvous: Path, deadline_s: float, facts: ModelFacts, load: dict[str, Any], asked: Connection
 ) -> None:
     torch.set_num_threads(1)
+    asked.send("started")
+    asked.recv()
     ranks = connect(dist.FileStore(str(rendezvous), size), rank, size, CPU, HOST, deadline_s)
     runner = ModelRunner.load(facts, ranks=ranks, **load)
     asked.send(PoolSize(runner.pool.block_size, runner.pool.num_blocks))
