@@ -1,16 +1,16 @@
 """Which part of the KV goes from which prefill rank to which decode rank: pure arithmetic, the same on both sides.
 
-A tensor-parallel replica of R ranks shares out H KV heads. With R <= H each rank holds H / R neighbouring heads; with R > H
-each head is held by R / H neighbouring ranks, all of them the same bytes. The two sides may differ in R.
-Every decode rank gets each of its heads once, from one prefill rank; the ranks that hold the same head take turns, so that no
-copy of a head serves all.
+A tensor-parallel replica of R ranks shares out H KV heads by `configs.sharding.heads_of`. With R <= H each rank holds H / R
+neighbouring heads; with R > H each head is held by R / H neighbouring ranks, all of them the same bytes. The two sides may
+differ in R. Every decode rank gets each of its heads once, from one prefill rank; the ranks that hold the
+same head take turns, so that no copy of a head serves all.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protocol.errors import IncompatiblePeerError
+from configs.sharding import heads_of
 
 
 @dataclass(frozen=True)
@@ -22,17 +22,6 @@ class HeadMove:
     source_head: int
     destination_head: int
     num_heads: int
-
-
-def heads_of(rank: int, num_ranks: int, num_kv_heads: int) -> range:
-    """The KV heads that a rank holds. Raises IncompatiblePeerError if they can't be shared out evenly."""
-    if num_kv_heads % num_ranks and num_ranks % num_kv_heads:
-        raise IncompatiblePeerError(f"{num_kv_heads} KV heads can't be shared out evenly to {num_ranks} ranks")
-    if num_ranks >= num_kv_heads:
-        head = rank * num_kv_heads // num_ranks
-        return range(head, head + 1)
-    share = num_kv_heads // num_ranks
-    return range(rank * share, (rank + 1) * share)
 
 
 def head_moves(prefill_ranks: int, decode_ranks: int, num_kv_heads: int) -> list[HeadMove]:

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.shards import head_moves, heads_of
+from configs.sharding import heads_of
+from kv_transfer.shards import head_moves
 from protocol.errors import IncompatiblePeerError
 
 RANKS = st.sampled_from([1, 2, 4, 8])
