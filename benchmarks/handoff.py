@@ -29,6 +29,7 @@ from benchmarks.environment import write_result
 from configs.models import resolve
 from configs.schema import ClusterConfig, TransportName
 from decode_workers.worker import DecodeWorker
+from engine.gang import Gang
 from engine.kv_pool import KVPool
 from engine.model_runner import ModelRunner
 from kv_transfer.choice import receiving_transports, sending_transports
@@ -183,9 +184,9 @@ async def _run(role: Role, transport: TransportName, told: Connection) -> None:
     worker: PrefillWorker | DecodeWorker
     if role is Role.PREFILL:
         sending = sending_transports(transport, HOST, runner.pool.memory_fd)
-        worker = PrefillWorker(me, SECRET, runner, server, sending, CONFIG)
+        worker = PrefillWorker(me, SECRET, runner, server, sending, CONFIG, Gang.alone())
     else:
-        worker = DecodeWorker(me, runner, server, receiving_transports(transport, HOST), CONFIG)
+        worker = DecodeWorker(me, runner, server, receiving_transports(transport, HOST), CONFIG, Gang.alone())
     told.send(server.address)
     await worker.run()
 

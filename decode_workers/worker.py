@@ -21,10 +21,12 @@ from decode_workers.scheduler import DecodeScheduler, Stream
 from decode_workers.step_loop import StepLoop
 from decode_workers.ticket_entry import TicketEntry
 from engine.engine_thread import EngineThread
+from engine.gang import Gang
 from engine.model_runner import ModelRunner
 from engine.prefix_cache import PrefixCache
-from kv_transfer.lanes import LocalReceiveRank
+from kv_transfer.lanes import LocalReceiveRank, ReceiveRank
 from kv_transfer.receiver import ReceivingPair, TransferStats
+from kv_transfer.remote_lanes import RemoteReceiveRank
 from kv_transfer.transport import ReceiveTransport
 from protocol.audit import Audit
 from protocol.endpoint import Endpoint
@@ -62,14 +64,18 @@ class DecodeWorker:
         server: WireServer,
         transports: Sequence[ReceiveTransport],
         config: ClusterConfig,
+        gang: Gang,
     ) -> None:
         self.me = me
         self._limits = config.limits
-        self._engine = EngineThread(runner)
+        self._gang = gang
+        self._engine = EngineThread(runner, gang)
         self._pool = runner.pool
         self._layout = runner.layout()
         self._vocab_size = runner.facts.vocab_size
-        self._ranks = [LocalReceiveRank(self._pool.layers(), self._pool.block_size, transports, self._limits.lease_s)]
+        first = LocalReceiveRank(self._pool.layers(), self._pool.block_size, transports, self._limits.lease_s)
+        others = [RemoteReceiveRank(gang.asker(rank), first.transports) for rank in range(1, gang.size)]
+        self._ranks: Sequence[ReceiveRank] = [first, *others]
         self._cache = PrefixCache(runner.pool.num_blocks)
         self.ledger = Ledger(
             self._cache,
@@ -113,6 +119,7 @@ class DecodeWorker:
     async def run(self) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._gang.run())
                 tasks.create_task(self._endpoint.run())
                 tasks.create_task(self._loop.run())
                 tasks.create_task(self._expire_leases())
@@ -120,6 +127,7 @@ class DecodeWorker:
             for peer in list(self._pairs):
                 self._close_pair(peer)
             await asyncio.gather(*self._closing, return_exceptions=True)
+            await self._gang.close()
             self._engine.close()
 
     async def drain(self) -> None:

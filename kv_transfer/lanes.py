@@ -23,10 +23,9 @@ from kv_transfer.fingerprint import PushFingerprints
 from kv_transfer.plan import Piece, cut, layer_groups, slot_runs
 from kv_transfer.pool_view import PoolView, Slots
 from kv_transfer.progress import StepProgress
-from kv_transfer.shards import HeadMove
 from kv_transfer.transport import ReceiveChannel, ReceiveTransport, SendChannel, SendTransport, TransportError
 from protocol.errors import TransportUnavailableError
-from protocol.gang import TokenSpan
+from protocol.gang import HeadMove, TokenSpan
 
 Exchange = Callable[[bytes], Awaitable[bytes]]
 """Sends our offer to the peer and returns its answer, or raises its refusal."""

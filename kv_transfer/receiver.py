@@ -21,10 +21,9 @@ from typing import Protocol
 from kv_transfer.fingerprint import first_difference
 from kv_transfer.lanes import ReceiveLane, ReceiveRank
 from kv_transfer.rendezvous import check, check_transport
-from kv_transfer.shards import HeadMove
 from kv_transfer.transport import TransportError
 from protocol.errors import KvTransferError, TandemError, TransportUnavailableError
-from protocol.gang import TokenSpan
+from protocol.gang import HeadMove, TokenSpan
 from protocol.messages import (
     Committed,
     Failed,

@@ -15,9 +15,10 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from kv_transfer.lanes import ReceiveRank, SendLane, SendRank
-from kv_transfer.shards import HeadMove, head_moves
+from kv_transfer.shards import head_moves
 from kv_transfer.transport import TransportError
 from protocol.errors import IncompatiblePeerError, KvTransferError, TandemError, TransportUnavailableError, WorkerLostError
+from protocol.gang import HeadMove
 from protocol.messages import KvLayout, PairOpen, PairOpened, WorkerRef
 
 log = logging.getLogger(__name__)

@@ -8,20 +8,8 @@ same head take turns, so that no copy of a head serves all.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from configs.sharding import heads_of
-
-
-@dataclass(frozen=True)
-class HeadMove:
-    """Neighbouring heads that one rank's pool gives to another's; indices count within each pool."""
-
-    prefill_rank: int
-    decode_rank: int
-    source_head: int
-    destination_head: int
-    num_heads: int
+from protocol.gang import HeadMove
 
 
 def head_moves(prefill_ranks: int, decode_ranks: int, num_kv_heads: int) -> list[HeadMove]:

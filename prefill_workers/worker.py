@@ -18,11 +18,13 @@ from dataclasses import dataclass
 from configs.schema import ClusterConfig
 from engine.batch import Chunk, SampledToken
 from engine.engine_thread import EngineThread
+from engine.gang import Gang
 from engine.model_runner import ModelRunner
 from engine.prefix_cache import PrefixCache
 from engine.sampler import finish_reason
 from kv_transfer.lanes import LocalSendRank
 from kv_transfer.progress import StepProgress
+from kv_transfer.remote_lanes import RemoteSendRank
 from kv_transfer.sender import OutgoingTransfer, PushPart, SendingPair
 from kv_transfer.transport import SendTransport
 from prefill_workers.books import prefill_books
@@ -83,12 +85,14 @@ class PrefillWorker:
         server: WireServer,
         transports: Sequence[SendTransport],
         config: ClusterConfig,
+        gang: Gang,
     ) -> None:
         self.me = me
         self._limits = config.limits
         self._max_queued = config.prefill.max_queued_requests
         self._facts = runner.facts
-        self._engine = EngineThread(runner)
+        self._gang = gang
+        self._engine = EngineThread(runner, gang)
         self._cache = PrefixCache(runner.pool.num_blocks)
         self._scheduler = PrefillScheduler(
             self._cache,
@@ -98,8 +102,9 @@ class PrefillWorker:
         )
         self._progress = StepProgress()
         pool = runner.pool
-        rank = LocalSendRank(pool.layers(), pool.block_size, transports, self._progress, self._limits.lease_s)
-        self._peers = DecodePeers(me, secret, runner.layout(), [rank], config.limits)
+        first = LocalSendRank(pool.layers(), pool.block_size, transports, self._progress, self._limits.lease_s)
+        others = [RemoteSendRank(gang.asker(rank), first.transports) for rank in range(1, gang.size)]
+        self._peers = DecodePeers(me, secret, runner.layout(), [first, *others], config.limits)
         self._jobs: dict[Prompt, _Job] = {}
         self._tokens = 0
         self._wake = asyncio.Event()
@@ -118,11 +123,13 @@ class PrefillWorker:
     async def run(self) -> None:
         try:
             async with self._tasks as tasks:
+                tasks.create_task(self._gang.run())
                 tasks.create_task(self._endpoint.run())
                 tasks.create_task(self._steps())
                 tasks.create_task(self._retire_broken_pairs())
         finally:
             await self._peers.close()
+            await self._gang.close()
             self._engine.close()
 
     async def drain(self) -> None:

@@ -23,7 +23,7 @@ class FixedController:
 
     def __init__(self, workers: Any) -> None:
         refs = (workers.prefill.me, workers.decode.me)
-        infos = (WorkerInfo(ref.worker_id, ref.role, ref.epoch, WorkerState.READY, ref, 1, "", 0, None) for ref in refs)
+        infos = (WorkerInfo(ref.worker_id, ref.role, ref.epoch, WorkerState.READY, ref, (1,), "", 0, None) for ref in refs)
         self._view = ClusterView(1, tuple(infos))
 
     async def watch(self, known_version: int) -> ClusterView:

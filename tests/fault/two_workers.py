@@ -13,6 +13,7 @@ from typing import Any
 from configs.facts import ModelFacts
 from configs.schema import ClusterConfig, DecodeConfig, LimitsConfig, PrefillConfig
 from decode_workers.worker import DecodeWorker
+from engine.gang import Gang
 from engine.model_runner import ModelRunner
 from kv_transfer.loopback import LoopbackNetwork, LoopbackTransport
 from prefill_workers.worker import PrefillWorker
@@ -211,8 +212,9 @@ async def run_two_workers(
         for role, server in zip((Role.PREFILL, Role.DECODE), servers, strict=True)
     ]
     prefill_runner = runner(config.prefill.kv_cache_tokens, prefill_block_size)
-    prefill = PrefillWorker(refs[0], SECRET, prefill_runner, servers[0], [transport], config)
-    decode = DecodeWorker(refs[1], runner(config.decode.kv_cache_tokens), servers[1], [transport], config)
+    prefill = PrefillWorker(refs[0], SECRET, prefill_runner, servers[0], [transport], config, Gang.alone())
+    decode_runner = runner(config.decode.kv_cache_tokens)
+    decode = DecodeWorker(refs[1], decode_runner, servers[1], [transport], config, Gang.alone())
     tasks = {"prefill": asyncio.create_task(prefill.run()), "decode": asyncio.create_task(decode.run())}
     workers = TwoWorkers(prefill, decode, network, tasks)
     try:
