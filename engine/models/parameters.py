@@ -77,6 +77,11 @@ class Parameter:
     """Field of `decoder.Layer` or `decoder.DecoderWeights`; unique within the layer."""
     parts: tuple[Part, ...]
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole."""
+        return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
+
     def shards(self, rank: int, size: int) -> tuple[Shard, ...]:
         return tuple(part.shard(rank, size) for part in self.parts)
 

@@ -121,8 +121,8 @@ class _Reader:
 
     def matrix(self, weight: Parameter, bits: int) -> tuple[Tensor, QuantizedWeight | None]:
         """A matrix in full, and in few bits (in `bits` if it is quantized by us) if it is to be used so."""
-        wanted, inputs = self.format_.quantization, weight.parts[0].shape[1]
-        if wanted in ("int8", "int4") and inputs % GROUP == 0:
+        wanted = self.format_.quantization
+        if wanted in ("int8", "int4") and weight.shape[1] % GROUP == 0:
             rounded = quantize(self._read(weight, torch.float32), bits)
             return rounded.dequantize(self.format_.dtype), rounded  # every number of rows sees the same weights
         stored = self._stored(weight) if wanted == "auto" and self.format_.uses_quantized else None
