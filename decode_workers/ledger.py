@@ -17,6 +17,7 @@ blocks are quarantined. A ticket leaves the books at that moment and not before.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -119,8 +120,8 @@ class Ledger:
             return None
         block_table = self._blocks.allocate(num_blocks)
         assert block_table is not None, "reservable blocks are free"
-        # Ticket and transfer ids count separately, so that using one in place of the other is noticed.
-        transfer_id = self._next_id + (1 << 32)
+        # Whoever fills or aborts a transfer has been told its id: a number that comes from elsewhere meets no ticket.
+        transfer_id = secrets.randbits(63)
         entry = TicketEntry(self._next_id, transfer_id, owner, token_ids, max_tokens, block_table, self._deadline())
         self._next_id += 1
         self._entries[entry.ticket_id] = entry

@@ -17,7 +17,7 @@ import itertools
 import logging
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -26,11 +26,14 @@ from kv_transfer.plan import cut, layer_groups, slot_runs
 from kv_transfer.pool_view import PoolView, Slots
 from kv_transfer.rendezvous import offer
 from kv_transfer.transport import SendChannel, SendTransport, TransportError
-from protocol.calls import Caller
-from protocol.errors import KvTransferError, TandemError, UnavailableError
+from protocol.calls import Caller, expect
+from protocol.errors import KvTransferError, TandemError
 from protocol.messages import (
+    Committed,
     KvLayout,
     PairClosed,
+    PairOpen,
+    PairOpened,
     Ping,
     PushAnnounce,
     PushCommit,
@@ -99,7 +102,7 @@ class PushPart:
 class _Push:
     step: StepSignal
     parts: Sequence[PushPart]
-    posted: asyncio.Task[PushPosted]
+    posted: asyncio.Task[object]
     done: asyncio.Future[None]
 
 
@@ -152,10 +155,12 @@ class SendingPair:
         client = await WireClient.connect(peer.address, secret, connect_s)
         pair = cls(me, peer, layout, client, pool, lease_s=lease_s, heartbeat_s=heartbeat_s)
         pair._tasks.append(asyncio.create_task(pair._caller.run()))
+
+        async def ask(build: Callable[[int], PairOpen]) -> PairOpened:
+            return expect(await pair._caller.ask(build, connect_s), PairOpened)
+
         try:
-            pair._channel = await offer(
-                lambda build: pair._caller.ask(build, connect_s), me, peer, layout, transports, pool, pair._thread, lease_s
-            )
+            pair._channel = await offer(ask, me, peer, layout, transports, pool, pair._thread, lease_s)
         except BaseException:
             await pair.close()
             raise
@@ -183,7 +188,7 @@ class SendingPair:
         """Close a transfer after its last push. Returns when decode has checked it; raises TandemError otherwise."""
         if transfer.refused:
             raise KvTransferError("the decode worker no longer holds the ticket")
-        await self._caller.ask(
+        answer = await self._caller.ask(
             lambda call_id: PushCommit(
                 call_id,
                 transfer.ticket.ticket_id,
@@ -195,6 +200,7 @@ class SendingPair:
             ),
             self._lease_s,
         )
+        expect(answer, Committed)
 
     def abort(self, transfer: OutgoingTransfer) -> None:
         """Tell decode that no more will come. A broken pair has told it already by being broken."""
@@ -222,11 +228,11 @@ class SendingPair:
         while True:
             push = await self._pushes.get()
             try:
-                posted = await push.posted
+                posted = expect(await push.posted, PushPosted)
                 for part in push.parts:
                     part.transfer.refused |= part.transfer.ticket.ticket_id in posted.refused_ticket_ids
                 await asyncio.get_running_loop().run_in_executor(self._thread, self._send_layers, push)
-            except (TransportError, UnavailableError) as error:
+            except (TransportError, TandemError) as error:
                 log.warning("KV channel to %s broke: %s", self.peer.worker_id, error)
                 self.broken = True
                 self._fail(push)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -270,8 +271,12 @@ class PrefillWorker:
             signal.finish()
 
     def _push(self, signal: StepSignal, jobs: Sequence[_Job], plan: Sequence[PlannedChunk]) -> None:
-        """Announce this step's KV to every decode worker that gets some of it."""
-        parts: dict[SendingPair, list[tuple[_Job, PushPart]]] = {}
+        """Announce this step's KV to every decode worker that gets some of it.
+
+        Decode refuses by ticket, so parts that name the same one, as only a confused router asks for, go apart.
+        """
+        parts: dict[tuple[SendingPair, int], list[tuple[_Job, PushPart]]] = {}
+        namesakes: Counter[tuple[SendingPair, int]] = Counter()
         now = time.monotonic()
         for job, chunk in zip(jobs, plan, strict=True):
             job.in_step = True
@@ -279,8 +284,10 @@ class PrefillWorker:
             if job.pair is not None:
                 start = chunk.handoff_start
                 part = PushPart(job.transfer, chunk.prompt.block_table, start, chunk.end - start)
-                parts.setdefault(job.pair, []).append((job, part))
-        for pair, items in parts.items():
+                ticket = (job.pair, job.message.ticket.ticket_id)
+                parts.setdefault((job.pair, namesakes[ticket]), []).append((job, part))
+                namesakes[ticket] += 1
+        for (pair, _), items in parts.items():
             done = pair.push(signal, [part for _, part in items])
             for job, _ in items:
                 job.last_push = done
