@@ -66,7 +66,7 @@ class Endpoint:
         except PeerGone:
             self._forget(peer)
         except ProtocolError as error:
-            self._refuse(peer, message, error)
+            self._refuse(peer, getattr(message, "call_id", None), error)
 
     def is_connected(self, peer: bytes) -> bool:
         """Whether this peer has spoken and is not lost."""
@@ -81,15 +81,15 @@ class Endpoint:
             peer, message = await self._server.receive()
             handler = self._handlers.get(type(message))
             if handler is None:
-                self._refuse(peer, message, ProtocolError(f"a {type(message).__name__} is not for this worker"))
+                call_id = None if isinstance(message, Failed) else getattr(message, "call_id", None)
+                self._refuse(peer, call_id, ProtocolError(f"a {type(message).__name__} is not for this worker"))
                 continue
             self._known.add(peer)
             handler(peer, message)
 
-    def _refuse(self, peer: bytes, message: Any, error: ProtocolError) -> None:
+    def _refuse(self, peer: bytes, call_id: int | None, error: ProtocolError) -> None:
         self._refusals.warn("refused a message: %s", error.message)
-        call_id = getattr(message, "call_id", None)
-        if call_id is not None and not isinstance(message, Failed):
+        if call_id is not None:
             self.send(peer, Failed.from_error(call_id, error))
 
     async def _send_reports(self) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 
 from hostile_peers import watch
 from scenarios import Factory, Reference, greedy, prompt_of
-from two_workers import SECRET, ScriptedRouter, TwoWorkers
+from two_workers import CONFIG, SECRET, ScriptedRouter, TwoWorkers
 
+from configs.schema import LimitsConfig
 from protocol.codec import encode
 from protocol.errors import WorkerLostError
 from protocol.messages import LoadReport
@@ -18,6 +19,8 @@ from protocol.wire import WireClient
 
 MIB = 1 << 20
 PROMPT = prompt_of(40, 3)
+PATIENT = CONFIG.model_copy(update={"limits": LimitsConfig(lease_s=4.0, heartbeat_s=0.1, connect_s=5.0)})
+"""Both workers, the router and the others share one loop, on a machine that may be busy."""
 
 
 class Company:
@@ -44,7 +47,7 @@ class Company:
 @asynccontextmanager
 async def company(two_workers: Factory, reference: Reference) -> AsyncIterator[Company]:
     expected = reference(PROMPT, 8)
-    async with two_workers() as workers:
+    async with two_workers(PATIENT) as workers:
         here = Company(workers, await workers.router(), expected)
         asking = asyncio.create_task(here.ask())
         try:

@@ -41,7 +41,7 @@ from protocol.messages import (
     WorkerRef,
 )
 
-SEEDS = range(12 if THOROUGH else 1)
+SEEDS = range(6 if THOROUGH else 1)
 ROUNDS = 150 if THOROUGH else 40
 """With every message type once or twice in each, at both workers."""
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from protocol import audit, messages
 from protocol.codec import _CLASSES
 
-EXAMPLES = 20_000 if os.environ.get("TANDEM_THOROUGH") else 200
+EXAMPLES = 5_000 if os.environ.get("TANDEM_THOROUGH") else 200
 """Of each property, where it is about hostile bytes."""
 MESSAGES = sorted(_CLASSES.values(), key=lambda cls: cls.__name__)
 assert {messages.__name__, audit.__name__} == {cls.__module__ for cls in MESSAGES}, "both modules register theirs"
