@@ -30,6 +30,8 @@ _UNREAD_LIMIT = 64
 """Messages of one client that a server takes in before they are read; the client keeps the rest. They may be large."""
 _BACKLOG = 1024
 """Connections that the kernel holds until they are accepted; whoever comes then has to try again after a second."""
+_CURVE_BYTES = 33
+"""By which a message grows when it is encrypted."""
 _TURN_S = 0.005
 """So long may one socket's messages keep the loop from everything else."""
 
@@ -84,7 +86,7 @@ def _new_socket(kind: int, unread_limit: int) -> zmq.Socket[bytes]:
     """A socket with our limits, which ZeroMQ heeds only if they are set before it binds or connects."""
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES + _CURVE_BYTES)
     socket.setsockopt(zmq.SNDHWM, _QUEUE_LIMIT)
     socket.setsockopt(zmq.RCVHWM, unread_limit)
     return socket

@@ -19,6 +19,7 @@ from protocol.messages import (
     Attach,
     Cancel,
     Failed,
+    KvLayout,
     PairOpen,
     PairOpened,
     Prefill,
@@ -133,10 +134,9 @@ def test_an_answer_that_is_too_large_becomes_a_refusal(two_workers: Factory, ref
 
     async def scenario() -> None:
         async with company(two_workers, reference) as here, insiders(here.addresses[1:]) as (at_decode,):
-            layout = here.workers.decode._layout
-            half = "x" * (8 * MIB - 30)
+            half = "x" * (8 * MIB - 60)
             me = WorkerRef(half, 1, Role.PREFILL, "")
-            at_decode.send(PairOpen(5, me, 1, dataclasses.replace(layout, model_hash=half), "", b""))
+            at_decode.send(PairOpen(5, me, 1, KvLayout(half, "", 0, 0, 0, 0, 0), "", b""))
             answer = await at_decode.answer_to(5)
             assert isinstance(answer, Failed)
 

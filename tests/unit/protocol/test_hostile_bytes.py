@@ -7,6 +7,7 @@ stay well-formed msgpack and so get past its parser.
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 import tracemalloc
 from typing import Any
@@ -90,13 +91,13 @@ def damaged_trees(draw: st.DrawFn) -> bytes:
         kind = draw(st.sampled_from(["other value", "other type", "remove", "double", "wrap", "tag"]))
         if kind == "other value":
             alike = [value for value in HOSTILE_VALUES if type(value) is type(parent[index])]
-            parent[index] = draw(st.sampled_from(alike or HOSTILE_VALUES))
+            parent[index] = copy.deepcopy(draw(st.sampled_from(alike or HOSTILE_VALUES)))
         elif kind == "other type":
-            parent[index] = draw(st.sampled_from(HOSTILE_VALUES))
+            parent[index] = copy.deepcopy(draw(st.sampled_from(HOSTILE_VALUES)))
         elif kind == "remove" and len(tree) > 1:
             del parent[index]
         elif kind == "double":
-            parent.insert(index, parent[index])
+            parent.insert(index, copy.deepcopy(parent[index]))
         elif kind == "wrap":
             parent[index] = [parent[index]]
         elif kind == "tag":
