@@ -36,7 +36,8 @@ def decode_follower(config: ClusterConfig, secret: bytes, host: str, rank: int, 
     def load(ranks: TensorParallel) -> Share:
         torch.set_num_threads(threads)
         runner = load_share(config, ranks)
-        pool, transports = runner.pool, receiving_transports(config.transport, host)
+        pool = runner.pool
+        transports = receiving_transports(config.transport, host, pool.data.device)
         lanes = ReceiveHost(LocalReceiveRank(pool.layers(), pool.block_size, transports, config.limits.lease_s))
         steps = itertools.count(1)
         return Share(runner, lanes.handlers, lambda: next(steps), lambda layer: None, lambda: None, lanes.close)

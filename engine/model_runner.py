@@ -81,6 +81,7 @@ class ModelRunner:
             num_kv_heads=self.facts.num_kv_heads,
             head_dim=self.facts.head_dim,
             layout_version=LAYOUT_VERSION,
+            memory=self.pool.data.device.type,
         )
 
     def execute(self, chunks: Sequence[Chunk], on_layer: Callable[[int], None] | None = None) -> list[SampledToken | None]:

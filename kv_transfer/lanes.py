@@ -19,9 +19,9 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from kv_transfer.fingerprint import PushFingerprints
+from kv_transfer.fingerprint import push_fingerprints
 from kv_transfer.plan import Piece, cut, layer_groups, slot_runs
-from kv_transfer.pool_view import PoolView, Slots
+from kv_transfer.pool_view import PoolView, Slots, view_of
 from kv_transfer.progress import StepProgress
 from kv_transfer.transport import ReceiveChannel, ReceiveTransport, SendChannel, SendTransport, TransportError
 from protocol.errors import TransportUnavailableError
@@ -88,8 +88,8 @@ class LocalSendRank:
 
     async def connect(self, move: HeadMove, transport: str, exchange: Exchange) -> SendLane:
         loop = asyncio.get_running_loop()
-        pool = PoolView(self._layers, range(move.source_head, move.source_head + move.num_heads))
-        thread = ThreadPoolExecutor(1, thread_name_prefix=f"kv-send-{move.decode_rank}")
+        pool = view_of(self._layers, range(move.source_head, move.source_head + move.num_heads))
+        thread = ThreadPoolExecutor(1, f"kv-send-{move.decode_rank}", pool.begin_thread)
 
         async def ask(ours: bytes) -> bytes:
             return await exchange(ours)
@@ -119,8 +119,8 @@ class LocalReceiveRank:
 
     async def accept(self, move: HeadMove, transport: str, offer: bytes, answer: Callable[[bytes], None]) -> ReceiveLane:
         loop = asyncio.get_running_loop()
-        pool = PoolView(self._layers, range(move.destination_head, move.destination_head + move.num_heads))
-        thread = ThreadPoolExecutor(1, thread_name_prefix=f"kv-receive-{move.prefill_rank}")
+        pool = view_of(self._layers, range(move.destination_head, move.destination_head + move.num_heads))
+        thread = ThreadPoolExecutor(1, f"kv-receive-{move.prefill_rank}", pool.begin_thread)
         answered = False
 
         def answer_from_thread(ours: bytes) -> None:
@@ -157,6 +157,12 @@ def _close_late(connecting: Future[SendChannel] | Future[ReceiveChannel]) -> Non
         connecting.result().close()
 
 
+def _close(thread: ThreadPoolExecutor, channel: SendChannel | ReceiveChannel) -> None:
+    """Both may block: the thread until the transport's deadline."""
+    thread.shutdown()
+    channel.close()
+
+
 class _Push:
     """The tokens of one push, on one lane."""
 
@@ -164,9 +170,9 @@ class _Push:
         cuts: list[list[Piece]] = [
             cut(span.block_table, block_size, span.start, span.num_tokens, span.digest_block_size) for span in spans
         ]
-        self.slots = Slots(slot_runs(itertools.chain(*cuts)))
+        self.slots = Slots(slot_runs(itertools.chain(*cuts)), pool.device)
         self.groups = layer_groups(len(pool.layers), len(self.slots) * pool.layer_bytes)
-        self.fingerprints = PushFingerprints(pool, cuts)
+        self.fingerprints = push_fingerprints(pool, cuts)
 
 
 class _LocalSendLane:
@@ -202,8 +208,7 @@ class _LocalSendLane:
         return push.fingerprints.digests()
 
     async def close(self) -> None:
-        await asyncio.to_thread(self._thread.shutdown)
-        self._channel.close()
+        await asyncio.to_thread(_close, self._thread, self._channel)
 
 
 class _LocalReceiveLane:
@@ -218,13 +223,11 @@ class _LocalReceiveLane:
 
     def _receive(self, spans: Sequence[TokenSpan]) -> list[bytes]:
         push = _Push(self._pool, self._block_size, spans)
-        self._pool.touch(push.slots)  # while prefill computes
+        self._pool.make_ready(push.slots)  # while prefill computes
         for layers in push.groups:
             self._channel.receive(layers, push.slots)
             push.fingerprints.update(layers)
         return push.fingerprints.digests()
 
     async def close(self) -> None:
-        """The thread may sit in a receive until the transport's deadline."""
-        await asyncio.to_thread(self._thread.shutdown)
-        self._channel.close()
+        await asyncio.to_thread(_close, self._thread, self._channel)

@@ -125,6 +125,8 @@ class KvLayout:
     """Of the whole model, however many ranks share them."""
     head_dim: int
     layout_version: int
+    memory: str
+    """The kind of device in whose memory the pool lies, such as cpu or cuda: by it go fingerprints and transports."""
 
     def differences(self, other: KvLayout) -> list[str]:
         """Sentences such as `dtype: float32 here, bfloat16 there`; empty if the two fit."""
