@@ -183,7 +183,7 @@ async def _run(role: Role, transport: TransportName, told: Connection) -> None:
     me = WorkerRef(role.value, 1, role, server.address)
     worker: PrefillWorker | DecodeWorker
     if role is Role.PREFILL:
-        sending = sending_transports(transport, HOST, runner.pool.data.device, runner.pool.memory_fd)
+        sending = sending_transports(transport, HOST, runner.pool.data, runner.pool.memory_fd)
         worker = PrefillWorker(me, SECRET, runner, server, sending, CONFIG, Gang.alone())
     else:
         worker = DecodeWorker(
@@ -202,7 +202,7 @@ def transport_alone(name: TransportName, rounds: int) -> dict[str, Any]:
     layers = source.data.shape[0]
     num_bytes = source.data[:, :, : PROMPT_TOKENS // CONFIG.block_size].nbytes
     groups = layer_groups(layers, num_bytes // layers)
-    sending = sending_transports(name, HOST, source.data.device, source.memory_fd)[0]
+    sending = sending_transports(name, HOST, source.data, source.memory_fd)[0]
     receiving = receiving_transports(name, HOST, destination.data.device)[0]
     from_view, to_view = view_of(source.layers()), view_of(destination.layers())
     times: dict[str, list[float]] = {"transfer_ms": [], "memcpy_ms": []}

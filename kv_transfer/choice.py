@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from configs.schema import TransportName
-from kv_transfer.cuda_ipc import CudaIpcReceiver, CudaIpcSender
+from kv_transfer.cuda_ipc import CudaIpcReceiver, CudaIpcSender, share_storage
 from kv_transfer.gloo import GlooTransport
 from kv_transfer.nccl import NcclTransport
 from kv_transfer.nccl_library import NcclLibrary, find_nccl
@@ -21,22 +23,31 @@ _FindNccl = Callable[[], NcclLibrary | None]
 
 
 def sending_transports(
-    wanted: TransportName, host: str, device: torch.device, pool_fd: int | None, find_nccl: _FindNccl = find_nccl
+    wanted: TransportName,
+    host: str,
+    pool: Tensor,
+    pool_fd: int | None,
+    share: Callable[[Tensor], bytes] = share_storage,
+    find_nccl: _FindNccl = find_nccl,
 ) -> Sequence[SendTransport]:
-    """For a prefill worker. `host`: its address; `device`: where its pool lies; `pool_fd`: in which memfd, if in one.
+    """For a prefill worker that does not compute yet. `host`: its address; `pool_fd`: the memfd of its pool, if it lies in one.
 
     Raises ConfigError if it can't have what is wanted.
     """
-    if device.type == "cuda":
-        return _chosen(wanted, device, [CudaIpcSender(), *_nccl(find_nccl)])
-    shared: list[SendTransport] = [] if pool_fd is None else [SharedMemorySender(pool_fd)]
-    return _chosen(wanted, device, [*shared, GlooTransport(host)])
+    shared: list[SendTransport] = []
+    if pool.device.type == "cuda":
+        with contextlib.suppress(RuntimeError):  # a driver or a container that does not let processes share
+            shared.append(CudaIpcSender(share(pool)))
+        return _chosen(wanted, pool.device, [*shared, *_nccl(find_nccl)])
+    if pool_fd is not None:
+        shared.append(SharedMemorySender(pool_fd))
+    return _chosen(wanted, pool.device, [*shared, GlooTransport(host)])
 
 
 def receiving_transports(
     wanted: TransportName, host: str, device: torch.device, find_nccl: _FindNccl = find_nccl
 ) -> Sequence[ReceiveTransport]:
-    """For a decode worker, likewise."""
+    """For a decode worker whose pool lies on `device`, likewise."""
     if device.type == "cuda":
         return _chosen(wanted, device, [CudaIpcReceiver(), *_nccl(find_nccl)])
     return _chosen(wanted, device, [SharedMemoryReceiver(), GlooTransport(host)])
@@ -55,10 +66,11 @@ def _chosen(wanted: TransportName, device: torch.device, transports: Sequence[_T
 
 
 def _what_is_missing(wanted: TransportName, device: torch.device) -> str:
-    if device.type == "cuda" and wanted != "nccl":
+    on_gpu = device.type == "cuda"
+    if on_gpu and wanted in ("shared_memory", "gloo"):
         return f"{wanted} is for KV pools in the processor's memory, and this one lies on a GPU; use cuda_ipc, nccl or auto"
-    if device.type == "cuda":
-        return "there is no NCCL of version 2.14 or newer (libnccl.so.2) here; install a torch that brings it, or use auto"
-    if wanted == "shared_memory":
+    if not on_gpu and wanted in ("cuda_ipc", "nccl"):
+        return f"{wanted} is for KV pools on GPUs, and this one lies in the processor's memory; use shared_memory, gloo or auto"
+    if wanted in ("shared_memory", "cuda_ipc"):
         return "KV pools can't be shared between processes on this system; use auto"
-    return f"{wanted} is for KV pools on GPUs, and this one lies in the processor's memory; use shared_memory, gloo or auto"
+    return "there is no NCCL of version 2.14 or newer (libnccl.so.2) here; install a torch that brings it"

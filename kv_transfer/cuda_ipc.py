@@ -32,19 +32,14 @@ _storage: Any = torch.UntypedStorage  # torch's stubs do not know how storages a
 
 
 class CudaIpcSender:
-    """Prefill's side. The layers of its pool lie in one storage, from its first byte on, one after the other."""
+    """Prefill's side. `handle`: of the storage that holds the pool, from its first byte on, layer after layer."""
 
     name = NAME
 
-    def __init__(self) -> None:
-        self._handle: bytes | None = None
+    def __init__(self, handle: bytes) -> None:
+        self._handle = handle
 
     def connect_sender(self, exchange: Callable[[bytes], bytes], pool: PoolView, deadline_s: float) -> SendChannel:
-        try:
-            # One handle for all lanes: torch keeps a count for each that it gives out, in a file.
-            self._handle = self._handle or share_storage(pool.layers[0])
-        except RuntimeError as error:
-            raise TransportError(f"this GPU's memory can't be shared: {_first_line(error)}") from None
         return SameHostSendChannel(meet_decode(exchange, pool, deadline_s, memory=self._handle), pool)
 
 
@@ -94,7 +89,11 @@ class _ForeignPool:
 
 
 def share_storage(tensor: Tensor) -> bytes:
-    """What another process of this host needs to open the storage that this tensor lies in. Raises RuntimeError."""
+    """What other processes of this host need to open the storage that this tensor lies in. Raises RuntimeError.
+
+    Not beside anything that uses the tensor: torch exchanges what the storage holds its memory by. One handle serves all; for
+    each that it gives out torch keeps a count in a small file of /dev/shm, until the process ends by itself.
+    """
     storage: Any = tensor.untyped_storage()
     _, *handle = storage._share_cuda_()
     packed: bytes = msgpack.packb(handle)

@@ -12,11 +12,13 @@ A push that fails with TransportError has broken its lane, and that the pair.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from kv_transfer.fingerprint import push_fingerprints
@@ -138,6 +140,7 @@ class LocalReceiveRank:
         return _LocalReceiveLane(channel, pool, self._block_size, thread)
 
 
+_Move = TypeVar("_Move", bound=Callable[..., list[bytes]])
 _Channel = TypeVar("_Channel", SendChannel, ReceiveChannel)
 
 
@@ -161,6 +164,19 @@ def _close(thread: ThreadPoolExecutor, channel: SendChannel | ReceiveChannel) ->
     """Both may block: the thread until the transport's deadline."""
     thread.shutdown()
     channel.close()
+
+
+def _breaks_the_lane(move: _Move) -> _Move:
+    """What a GPU can't do, for want of memory or because it has failed, ends a lane as a lost peer does."""
+
+    @functools.wraps(move)
+    def moving(*arguments: Any) -> Any:
+        try:
+            return move(*arguments)
+        except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+            raise TransportError(str(error).partition("\n")[0]) from None
+
+    return cast(_Move, moving)
 
 
 class _Push:
@@ -195,6 +211,7 @@ class _LocalSendLane:
     async def send(self, step: int, spans: Sequence[TokenSpan]) -> list[bytes]:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._send, step, spans)
 
+    @_breaks_the_lane
     def _send(self, step: int, spans: Sequence[TokenSpan]) -> list[bytes]:
         push = _Push(self._pool, self._block_size, spans)
         for layers in push.groups:
@@ -221,13 +238,17 @@ class _LocalReceiveLane:
     async def receive(self, spans: Sequence[TokenSpan]) -> list[bytes]:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._receive, spans)
 
+    @_breaks_the_lane
     def _receive(self, spans: Sequence[TokenSpan]) -> list[bytes]:
         push = _Push(self._pool, self._block_size, spans)
         self._pool.make_ready(push.slots)  # while prefill computes
-        for layers in push.groups:
-            self._channel.receive(layers, push.slots)
-            push.fingerprints.update(layers)
-        return push.fingerprints.digests()
+        try:
+            for layers in push.groups:
+                self._channel.receive(layers, push.slots)
+                push.fingerprints.update(layers)
+            return push.fingerprints.digests()
+        finally:
+            self._pool.settle()  # also of a push that failed: its blocks may be another's as soon as it has ended
 
     async def close(self) -> None:
         await asyncio.to_thread(_close, self._thread, self._channel)

@@ -37,7 +37,7 @@ def prefill_follower(config: ClusterConfig, secret: bytes, host: str, rank: int,
         torch.set_num_threads(threads)
         runner = load_share(config, ranks)
         pool = runner.pool
-        transports = sending_transports(config.transport, host, pool.data.device, pool.memory_fd)
+        transports = sending_transports(config.transport, host, pool.data, pool.memory_fd)
         progress = StepProgress(pool.data.device)
         lanes = SendHost(LocalSendRank(pool.layers(), pool.block_size, transports, progress, config.limits.lease_s))
         return Share(runner, lanes.handlers, progress.begin, progress.layer_done, progress.finish, lanes.close)

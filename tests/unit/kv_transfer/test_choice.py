@@ -6,6 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from configs.schema import TransportName
 from kv_transfer.choice import receiving_transports, sending_transports
@@ -25,6 +26,19 @@ def no_nccl() -> None:
     return None
 
 
+def pool_on(device: torch.device) -> Tensor:
+    """As far as the choice looks at it."""
+    return Mock(spec=Tensor, device=device)
+
+
+def share(pool: Tensor) -> bytes:
+    return b"handle"
+
+
+def can_not_share(pool: Tensor) -> bytes:
+    raise RuntimeError("CUDA error: operation not supported")
+
+
 @pytest.mark.parametrize(
     ("device", "wanted", "names"),
     [
@@ -37,14 +51,14 @@ def no_nccl() -> None:
     ],
 )
 def test_both_sides_have_what_is_wanted_the_best_first(device: torch.device, wanted: TransportName, names: list[str]) -> None:
-    assert [transport.name for transport in sending_transports(wanted, HOST, device, FD, some_nccl)] == names
+    assert [transport.name for transport in sending_transports(wanted, HOST, pool_on(device), FD, share, some_nccl)] == names
     assert [transport.name for transport in receiving_transports(wanted, HOST, device, some_nccl)] == names
 
 
 def test_a_pool_that_is_not_shared_leaves_gloo() -> None:
-    assert [transport.name for transport in sending_transports("auto", HOST, CPU, None)] == ["gloo"]
+    assert [transport.name for transport in sending_transports("auto", HOST, pool_on(CPU), None)] == ["gloo"]
     with pytest.raises(ConfigError, match="can't be shared") as caught:
-        sending_transports("shared_memory", HOST, CPU, None)
+        sending_transports("shared_memory", HOST, pool_on(CPU), None)
     assert caught.value.param == "transport"
 
 
@@ -60,7 +74,7 @@ def test_a_pool_that_is_not_shared_leaves_gloo() -> None:
 )
 def test_what_can_not_be_had_is_refused_with_what_is_missing(device: torch.device, wanted: TransportName, missing: str) -> None:
     for choose in (
-        lambda: sending_transports(wanted, HOST, device, None, no_nccl),
+        lambda: sending_transports(wanted, HOST, pool_on(device), None, share, no_nccl),
         lambda: receiving_transports(wanted, HOST, device, no_nccl),
     ):
         with pytest.raises(ConfigError, match=missing) as caught:
@@ -68,5 +82,11 @@ def test_what_can_not_be_had_is_refused_with_what_is_missing(device: torch.devic
         assert caught.value.param == "transport"
 
 
-def test_a_gpu_without_nccl_has_cuda_ipc() -> None:
+def test_gpus_that_lack_one_have_the_other() -> None:
+    pool = pool_on(GPU)
+    assert [transport.name for transport in sending_transports("auto", HOST, pool, None, can_not_share, some_nccl)] == ["nccl"]
+    with pytest.raises(ConfigError, match="can't be shared between processes"):
+        sending_transports("cuda_ipc", HOST, pool, None, can_not_share, some_nccl)
+    with pytest.raises(ConfigError, match=r"no NCCL of version 2\.14"):
+        sending_transports("auto", HOST, pool, None, can_not_share, no_nccl)
     assert [transport.name for transport in receiving_transports("auto", HOST, GPU, no_nccl)] == ["cuda_ipc"]

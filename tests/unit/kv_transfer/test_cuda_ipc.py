@@ -5,7 +5,7 @@ What CUDA itself does is in tests/gpu/test_gpu_transports.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 import pytest
@@ -26,25 +26,17 @@ def pool(num_slots: int, heads: int = HEADS) -> Tensor:
     return torch.randn(LAYERS, 2, num_slots, heads, HEAD_DIM).to(torch.bfloat16)
 
 
-@pytest.fixture
-def shared(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Whose bytes a handle leads to: those of the first tensor in it, which is shared once."""
-    exported: list[Tensor] = []
-
-    def share(tensor: Tensor) -> bytes:
-        exported.append(tensor)
-        return HANDLE
+def open_here(exported: Tensor) -> Callable[[bytes, torch.device], Tensor]:
+    """In place of `open_storage`: the bytes of this tensor."""
 
     def open_(handle: bytes, device: torch.device) -> Tensor:
         assert (handle, device.type) == (HANDLE, "cpu")
-        return torch.empty(0, dtype=torch.uint8).set_(exported[0].untyped_storage())
+        return torch.empty(0, dtype=torch.uint8).set_(exported.untyped_storage())
 
-    monkeypatch.setattr(cuda_ipc, "share_storage", share)
-    monkeypatch.setattr(cuda_ipc, "open_storage", open_)
-    return exported
+    return open_
 
 
-def connect(sender: CudaIpcSender, source: PoolView, destination: PoolView) -> tuple[SendChannel, ReceiveChannel]:
+def connect(source: PoolView, destination: PoolView) -> tuple[SendChannel, ReceiveChannel]:
     with ThreadPoolExecutor(1) as decode:
         receiving: list[Future[ReceiveChannel]] = []
 
@@ -56,38 +48,39 @@ def connect(sender: CudaIpcSender, source: PoolView, destination: PoolView) -> t
                 receiving[0].result(0)  # raises
             return answered.result(0)
 
-        sending = sender.connect_sender(exchange, source, 5.0)
+        sending = CudaIpcSender(HANDLE).connect_sender(exchange, source, 5.0)
         return sending, receiving[0].result(5)
 
 
 @pytest.mark.parametrize("heads", [range(0, 2), range(1, 2)], ids=["all heads", "one head"])
-def test_tokens_arrive_and_nothing_else_changes(shared: Sequence[Tensor], heads: range) -> None:
-    """From a pool of another size, and of other heads; over two channels by one handle."""
-    source, target, sender = pool(20, HEADS), pool(32, len(heads)), CudaIpcSender()
+def test_tokens_arrive_and_nothing_else_changes(monkeypatch: pytest.MonkeyPatch, heads: range) -> None:
+    """From a pool of another size, and of other heads."""
+    source, target = pool(20, HEADS), pool(32, len(heads))
+    monkeypatch.setattr(cuda_ipc, "open_storage", open_here(source))
     from_slots, to_slots = Slots([SlotRun(12, 6), SlotRun(3, 2)]), Slots([SlotRun(30, 2), SlotRun(0, 3), SlotRun(9, 3)])
+    sending, receiving = connect(PoolView(source.unbind(0), heads), PoolView(target.unbind(0)))
+    expected = target.clone()
     for layers in (range(0, 2), range(2, 3)):
-        expected = target.clone()
-        expected[layers.start : layers.stop, :, to_slots.ids_T] = source[
-            layers.start : layers.stop, :, from_slots.ids_T, heads.start : heads.stop
-        ]
-        sending, receiving = connect(sender, PoolView(source.unbind(0), heads), PoolView(target.unbind(0)))
+        for layer in layers:
+            expected[layer, :, to_slots.ids_T] = source[layer, :, from_slots.ids_T, heads.start : heads.stop]
         sending.send(layers, from_slots)
         receiving.receive(layers, to_slots)
         sending.flush()
         assert torch.equal(target, expected)
-        sending.close()
-        receiving.close()
-    assert len(shared) == 1
+    sending.close()
+    receiving.close()
 
 
-def test_a_pool_of_another_layout_is_refused(shared: Sequence[Tensor]) -> None:
+def test_a_pool_of_another_layout_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    fewer_layers, target = pool(8)[:2].clone(), PoolView(pool(8).unbind(0))
+    monkeypatch.setattr(cuda_ipc, "open_storage", open_here(fewer_layers))
     with pytest.raises(TransportError, match="not a pool of this layout"):
-        connect(CudaIpcSender(), PoolView(pool(8)[:2].clone().unbind(0)), PoolView(pool(8).unbind(0)))
+        connect(PoolView(fewer_layers.unbind(0)), target)
     with pytest.raises(TransportError, match="not of this layout"):
-        connect(CudaIpcSender(), PoolView(pool(8).unbind(0), range(0, 1)), PoolView(pool(8, 4).unbind(0)))
+        connect(PoolView(pool(8).unbind(0), range(0, 1)), PoolView(pool(8, 4).unbind(0)))
 
 
-def test_memory_that_can_not_be_reached_is_a_refusal(shared: Sequence[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_can_not_be_reached_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before decode answers, so that the next transport is tried."""
 
     def unreachable(handle: bytes, device: torch.device) -> Tensor:
@@ -95,10 +88,4 @@ def test_memory_that_can_not_be_reached_is_a_refusal(shared: Sequence[Tensor], m
 
     monkeypatch.setattr(cuda_ipc, "open_storage", unreachable)
     with pytest.raises(TransportError, match=r"can't be reached from this GPU: CUDA error: peer access .* devices$"):
-        connect(CudaIpcSender(), PoolView(pool(8).unbind(0)), PoolView(pool(8).unbind(0)))
-
-
-def test_this_torch_without_cuda_says_so() -> None:
-    """What a worker hears whose driver can't share, from the real functions."""
-    with pytest.raises(TransportError, match="can't be shared"):
-        CudaIpcSender().connect_sender(lambda offer: b"", PoolView(pool(8).unbind(0)), 1.0)
+        connect(PoolView(pool(8).unbind(0)), PoolView(pool(8).unbind(0)))

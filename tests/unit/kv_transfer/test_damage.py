@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
+import torch
 from two_ends import (
     BLOCK_SIZE,
     BLOCKS,
@@ -122,6 +123,27 @@ def test_damage_in_memory_is_caught_before_the_commit(kind: str, damage: Damage)
             with pytest.raises(KvTransferError, match=r"not the KV that was sent, from part [02] on"):
                 await pair.commit(transfer)
             assert w.decode.committed == []
+            assert w.decode.blocks.num_free == BLOCKS
+            await pair.close()
+
+    asyncio.run(scenario())
+
+
+def run_out_of_memory(pool: CpuPoolView, layers: range, slots: Slots) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.\nSee documentation")
+
+
+def test_a_gpu_without_memory_breaks_the_pair_and_frees_its_blocks() -> None:
+    async def scenario() -> None:
+        async with world(["shared_memory"]) as w:
+            w.decode.transports = [DamagedReceiver(w.decode.transports[0], run_out_of_memory)]
+            pair = await w.pair()
+            ticket, _ = w.decode.ticket(11)
+            transfer = OutgoingTransfer(ticket)
+            with pytest.raises(KvTransferError):
+                await push_and_commit(pair, pair.push(DONE, [PushPart(transfer, [4, 1, 2], 0, 11)]), transfer)
+            [receiver] = w.decode.pairs.values()
+            await until(lambda: receiver.closed)
             assert w.decode.blocks.num_free == BLOCKS
             await pair.close()
 
