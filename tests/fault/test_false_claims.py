@@ -35,7 +35,7 @@ from protocol.messages import (
 )
 from protocol.wire import WireServer
 
-_TICKET = Ticket(1, 1, WorkerRef("false", 1, Role.DECODE, ""), 8, (1, 2), len(PROMPT))
+_TICKET = Ticket(1, 1, WorkerRef("false", 1, Role.DECODE, ""), 8, (1, 2), len(PROMPT), 0)
 
 
 ADDRESSES = ["", "nonsense", "tcp://127.0.0.1:1", "inproc://x", "tcp://" + "x" * 100_000 + ":1", "its own"]
@@ -63,7 +63,7 @@ def test_a_false_decode_worker_hangs_no_prompt(two_workers: Factory, reference: 
 
     def wrong(call_id: int) -> list[Any]:
         refusal = Failed(call_id, "invalid_request", "no", None, None)
-        return [Reserved(call_id, _TICKET), refusal, PushPosted(call_id, (1,)), Failed(0, "", "", None, None)]
+        return [Reserved(call_id, _TICKET), refusal, PushPosted(call_id, (0,)), Failed(0, "", "", None, None)]
 
     async def answer(server: WireServer, network: LoopbackNetwork, kind: type[Any], which: int) -> None:
         while True:
@@ -136,7 +136,7 @@ def test_an_answer_that_is_too_large_becomes_a_refusal(two_workers: Factory, ref
         async with company(two_workers, reference) as here, insiders(here.addresses[1:]) as (at_decode,):
             half = "x" * (8 * MIB - 60)
             me = WorkerRef(half, 1, Role.PREFILL, "")
-            at_decode.send(PairOpen(5, me, 1, KvLayout(half, "", 0, 0, 0, 0, 0), "", b""))
+            at_decode.send(PairOpen(5, me, 1, KvLayout(half, "", 0, 0, 0, 0), 0, "", b""))
             answer = await at_decode.answer_to(5)
             assert isinstance(answer, Failed)
 

@@ -51,7 +51,7 @@ def test_size_limits_hold_both_ways() -> None:
 
 
 def test_what_no_peer_would_accept_is_not_sent() -> None:
-    for bad in (Release(2**64), Release(-(2**63) - 1), Reserve(1, "\ud800", (), 1)):
+    for bad in (Release(2**64), Release(-(2**63) - 1), Reserve(1, "\ud800", (), 1, "")):
         with pytest.raises(ProtocolError, match="can't be sent"):
             encode(bad)
 
