@@ -165,6 +165,11 @@ class TwoWorkers:
             while not condition():  # noqa: ASYNC110 - what is waited for has no event of its own
                 await asyncio.sleep(0.005)
 
+    async def bury(self, role: Role) -> None:
+        """This worker has ended, as the test wanted: nothing more is expected of it."""
+        self.tasks[role.value] = asyncio.create_task(asyncio.sleep(0))
+        await self.tasks[role.value]
+
     def all_free(self) -> bool:
         """No ticket, no prompt and no transfer is left, and every block is free."""
         loads = [self.decode.load(), self.prefill.load()]
@@ -215,6 +220,13 @@ async def run_two_workers(
     prefill = PrefillWorker(refs[0], SECRET, prefill_runner, servers[0], [transport], config, Gang.alone())
     decode_runner = runner(config.decode.kv_cache_tokens)
     decode = DecodeWorker(refs[1], decode_runner, servers[1], [transport], config, Gang.alone())
+    async with served(prefill, decode, network) as workers:
+        yield workers
+
+
+@asynccontextmanager
+async def served(prefill: PrefillWorker, decode: DecodeWorker, network: LoopbackNetwork) -> AsyncIterator[TwoWorkers]:
+    """Runs both, audits them at the end, and stops them."""
     tasks = {"prefill": asyncio.create_task(prefill.run()), "decode": asyncio.create_task(decode.run())}
     workers = TwoWorkers(prefill, decode, network, tasks)
     try:
