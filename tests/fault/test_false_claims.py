@@ -35,7 +35,7 @@ from protocol.messages import (
 )
 from protocol.wire import WireServer
 
-_TICKET = Ticket(1, 1, WorkerRef("false", 1, Role.DECODE, ""), 8, (1, 2), len(PROMPT))
+_TICKET = Ticket(1, 1, WorkerRef("false", 1, Role.DECODE, ""), 8, (1, 2), len(PROMPT), 0)
 
 
 ADDRESSES = ["", "nonsense", "tcp://127.0.0.1:1", "inproc://x", "tcp://" + "x" * 100_000 + ":1", "its own"]
@@ -63,7 +63,7 @@ def test_a_false_decode_worker_hangs_no_prompt(two_workers: Factory, reference: 
 
     def wrong(call_id: int) -> list[Any]:
         refusal = Failed(call_id, "invalid_request", "no", None, None)
-        return [Reserved(call_id, _TICKET), refusal, PushPosted(call_id, (1,)), Failed(0, "", "", None, None)]
+        return [Reserved(call_id, _TICKET), refusal, PushPosted(call_id, (0,)), Failed(0, "", "", None, None)]
 
     async def answer(server: WireServer, network: LoopbackNetwork, kind: type[Any], which: int) -> None:
         while True:

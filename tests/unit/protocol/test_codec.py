@@ -34,8 +34,8 @@ def test_every_message_survives_the_wire(message: Any) -> None:
         (7, "not a registered message"),
         ([], "not a registered message"),
         ([1, 1, "code", "message", 5, None], "fits none"),
-        ([41, 1, 1, 1, [[1, 1, "asker", "no such state", 1, 1, True, 0.5]], []], "no TicketState has the value"),
-        ([41, 1, 1, 1, [[1, 1, ["asker"], "reserved", 1, 1, True, 0.5]], []], "Owner expected, got list"),
+        ([41, 1, 1, 1, 1, 1, [[1, 1, "asker", "no such state", 1, 1, True, 0.5]], []], "no TicketState has the value"),
+        ([41, 1, 1, 1, 1, 1, [[1, 1, ["asker"], "reserved", 1, 1, True, 0.5]], []], "Owner expected, got list"),
     ],
 )
 def test_wrong_types_are_named(raw: Any, complaint: str) -> None:
@@ -51,7 +51,7 @@ def test_size_limits_hold_both_ways() -> None:
 
 
 def test_what_no_peer_would_accept_is_not_sent() -> None:
-    for bad in (Release(2**64), Release(-(2**63) - 1), Reserve(1, "\ud800", (), 1)):
+    for bad in (Release(2**64), Release(-(2**63) - 1), Reserve(1, "\ud800", (), 1, "")):
         with pytest.raises(ProtocolError, match="can't be sent"):
             encode(bad)
 
