@@ -376,7 +376,7 @@ class PushCommit:
     num_layers: int
     layout: KvLayout
     fingerprints: tuple[bytes, ...]
-    """For each lane an xxh3_64 of each block, in order (`kv_transfer.fingerprint`)."""
+    """For each lane 64 bits of each block, in order (`kv_transfer.fingerprint`)."""
 
 
 @message(35)

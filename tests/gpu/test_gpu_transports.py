@@ -159,10 +159,10 @@ async def scene(case: Case) -> AsyncIterator[Scene]:
         finally:
             await lane.close()
     finally:
+        told.close()  # which a child that still listens takes for the end
         child.join(30)
         child.kill()
         child.join(30)
-        told.close()
 
 
 def tokens(data: Tensor, table: Sequence[int], num_tokens: int) -> Tensor:
