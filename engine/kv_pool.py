@@ -18,6 +18,7 @@ from protocol.errors import ConfigError
 LAYOUT_VERSION = 1
 """Grows whenever the meaning of the bytes changes: two workers with different versions refuse each other."""
 
+_CPU = torch.device("cpu")
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
@@ -25,7 +26,7 @@ class KVPool:
     """`data` is [layers, 2 (K, V), blocks, block size, KV heads, head size]. Its memory is touched only when written.
 
     A `shared` pool lies in a memfd, `memory_fd`, which other processes of this host can be given to read; elsewhere than on
-    Linux there is no such thing and `memory_fd` is None.
+    Linux, and in the memory of a GPU, there is no such thing and `memory_fd` is None.
     """
 
     def __init__(
@@ -38,14 +39,15 @@ class KVPool:
         head_dim: int,
         dtype: torch.dtype,
         shared: bool = False,
+        device: torch.device = _CPU,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype
         shape = torch.Size((num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim))
-        self.memory_fd = _memory_file(shape.numel() * dtype.itemsize) if shared else None
+        self.memory_fd = _memory_file(shape.numel() * dtype.itemsize) if shared and device.type == "cpu" else None
         if self.memory_fd is None:
-            self.data = torch.empty(shape, dtype=dtype)
+            self.data = torch.empty(shape, dtype=dtype, device=device)
         else:
             weakref.finalize(self, os.close, self.memory_fd)
             self.data = torch.frombuffer(mmap.mmap(self.memory_fd, 0), dtype=dtype).view(shape)
