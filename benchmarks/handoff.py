@@ -29,11 +29,12 @@ from benchmarks.environment import write_result
 from configs.models import resolve
 from configs.schema import ClusterConfig, TransportName
 from decode_workers.worker import DecodeWorker
+from engine.gang import Gang
 from engine.kv_pool import KVPool
 from engine.model_runner import ModelRunner
 from kv_transfer.choice import receiving_transports, sending_transports
-from kv_transfer.fingerprint import BlockFingerprints
-from kv_transfer.plan import cut, layer_groups, slot_runs
+from kv_transfer.fingerprint import PushFingerprints
+from kv_transfer.plan import Piece, cut, layer_groups, slot_runs
 from kv_transfer.pool_view import PoolView, Slots
 from kv_transfer.transport import ReceiveChannel
 from prefill_workers.worker import PrefillWorker
@@ -122,7 +123,7 @@ async def first_tokens(transport: TransportName, rounds: int) -> dict[str, list[
 async def _ask(prefill: Caller, decode: Caller, prompt: tuple[int, ...], max_tokens: int) -> tuple[float, float]:
     """Seconds to the first token, and from there until the answer can go on."""
     sampling = SamplingParams(seed=0, max_tokens=max_tokens, temperature=0.0)
-    reserved: Reserved = await decode.ask(lambda call_id: Reserve(call_id, "b", prompt, max_tokens), 10)
+    reserved: Reserved = await decode.ask(lambda call_id: Reserve(call_id, "b", prompt, max_tokens, ""), 10)
     ticket = reserved.ticket
     began = time.perf_counter()
     first: FirstToken = await prefill.ask(lambda call_id: Prefill(call_id, "b", ticket, prompt, 0, sampling, ""), 60)
@@ -183,9 +184,9 @@ async def _run(role: Role, transport: TransportName, told: Connection) -> None:
     worker: PrefillWorker | DecodeWorker
     if role is Role.PREFILL:
         sending = sending_transports(transport, HOST, runner.pool.memory_fd)
-        worker = PrefillWorker(me, SECRET, runner, server, sending, CONFIG)
+        worker = PrefillWorker(me, SECRET, runner, server, sending, CONFIG, Gang.alone())
     else:
-        worker = DecodeWorker(me, runner, server, receiving_transports(transport, HOST), CONFIG)
+        worker = DecodeWorker(me, runner, server, receiving_transports(transport, HOST), CONFIG, Gang.alone())
     told.send(server.address)
     await worker.run()
 
@@ -195,7 +196,7 @@ async def _run(role: Role, transport: TransportName, told: Connection) -> None:
 
 def transport_alone(name: TransportName, rounds: int) -> dict[str, Any]:
     source, destination = _pool(), _pool()
-    slots = Slots(slot_runs(cut(range(PROMPT_TOKENS), CONFIG.block_size, 0, PROMPT_TOKENS)))
+    slots = Slots(slot_runs(_pieces()))
     layers = source.data.shape[0]
     num_bytes = source.data[:, :, : PROMPT_TOKENS // CONFIG.block_size].nbytes
     groups = layer_groups(layers, num_bytes // layers)
@@ -235,15 +236,18 @@ def fingerprints_ms(rounds: int) -> list[float]:
     """CPU time of one side's fingerprints of a prompt."""
     source = _pool()
     view = PoolView(source.layers())
-    pieces = cut(range(PROMPT_TOKENS), CONFIG.block_size, 0, PROMPT_TOKENS)
-    groups = layer_groups(len(view.bytes), 2 * PROMPT_TOKENS * view.row_bytes)
+    groups = layer_groups(len(view.layers), PROMPT_TOKENS * view.layer_bytes)
 
     def work() -> None:
-        fingerprints = BlockFingerprints()
+        fingerprints = PushFingerprints(view, [_pieces()])
         for group in groups:
-            fingerprints.update(view.bytes[group.start : group.stop], view.row_bytes, pieces)
+            fingerprints.update(group)
 
     return [_ms(work, time.thread_time) for _ in range(rounds)]
+
+
+def _pieces() -> list[Piece]:
+    return cut(range(PROMPT_TOKENS), CONFIG.block_size, 0, PROMPT_TOKENS, CONFIG.block_size)
 
 
 def _ms(work: Callable[[], object], clock: Callable[[], float]) -> float:

@@ -22,6 +22,7 @@ from benchmarks.environment import write_result
 from configs.models import resolve
 from configs.schema import ClusterConfig
 from decode_workers.worker import DecodeWorker
+from engine.gang import Gang
 from engine.model_runner import ModelRunner
 from kv_transfer.gloo import GlooTransport
 from prefill_workers.worker import PrefillWorker
@@ -82,7 +83,7 @@ def _tokens(rng: random.Random, count: int) -> tuple[int, ...]:
 
 async def _ask(prefill: Caller, decode: Caller, worker: DecodeWorker, prompt: tuple[int, ...]) -> tuple[float, FirstToken]:
     sampling = SamplingParams(seed=0, max_tokens=2, temperature=0.0)
-    reserved: Reserved = await decode.ask(lambda call_id: Reserve(call_id, "b", prompt, 2), 10)
+    reserved: Reserved = await decode.ask(lambda call_id: Reserve(call_id, "b", prompt, 2, ""), 10)
     committed = worker.transfer_stats.committed
     began = time.perf_counter()
     first: FirstToken = await prefill.ask(lambda call_id: Prefill(call_id, "b", reserved.ticket, prompt, 0, sampling, ""), 60)
@@ -104,8 +105,8 @@ async def _workers() -> AsyncIterator[tuple[Caller, Caller, DecodeWorker]]:
         WorkerRef(role.value, 1, role, server.address)
         for role, server in zip((Role.PREFILL, Role.DECODE), servers, strict=True)
     ]
-    prefill = PrefillWorker(refs[0], SECRET, runners[0], servers[0], [GlooTransport(HOST)], CONFIG)
-    decode = DecodeWorker(refs[1], runners[1], servers[1], [GlooTransport(HOST)], CONFIG)
+    prefill = PrefillWorker(refs[0], SECRET, runners[0], servers[0], [GlooTransport(HOST)], CONFIG, Gang.alone())
+    decode = DecodeWorker(refs[1], runners[1], servers[1], [GlooTransport(HOST)], CONFIG, Gang.alone())
     tasks = [asyncio.create_task(prefill.run()), asyncio.create_task(decode.run())]
     callers = [Caller(await WireClient.connect(ref.address, SECRET, 5), lambda message: None) for ref in refs]
     for caller in callers:

@@ -21,6 +21,7 @@ from engine.models.decoder import Decoder
 from engine.models.weights import Quantization, WeightFormat, load_weights
 from engine.native.library import NativeLibrary
 from engine.operators import step_factory
+from engine.tensor_parallel import ALONE
 from router.text.tokenizer import Tokenizer
 
 TEXT = ROOT / "benchmarks" / "texts" / "public_domain.txt"
@@ -51,7 +52,7 @@ def logprobs(model: Model, token_ids: list[int], dtype: torch.dtype, quantizatio
     """The distribution after every token of the text, [T, V] in float32, computed `step_rows` tokens at a time."""
     library = NativeLibrary.load(torch.get_num_threads()) if dtype == torch.bfloat16 else None
     weights = load_weights(model.facts, WeightFormat(dtype, quantization, deterministic=False, library=library))
-    decoder = Decoder(model.facts, weights, step_factory(model.facts, dtype, library))
+    decoder = Decoder(model.facts, weights, step_factory(model.facts, dtype, library), ALONE)
     num_blocks = -(-len(token_ids) // BLOCK_SIZE)
     pool = KVPool.for_model(model.facts, num_blocks * BLOCK_SIZE, BLOCK_SIZE, dtype)
     steps = []

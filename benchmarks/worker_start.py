@@ -42,7 +42,7 @@ async def start_worker(began: float) -> None:
 
     imported = time.monotonic()
     config = ClusterConfig()
-    await DecodeActor("decode-0", 1, config, SECRET, HOST, threads=1).start()
+    await DecodeActor("decode-0", 1, config, SECRET, HOST, threads=1, others=[]).start()
     ready = time.monotonic()
     import torch
 

@@ -61,6 +61,9 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
     prefill: Annotated[int | None, typer.Option(help="Number of prefill workers.")] = None,
     decode: Annotated[int | None, typer.Option(help="Number of decode workers.")] = None,
+    tensor_parallel_size: Annotated[int | None, typer.Option(help="Ranks that compute one worker's model together.")] = None,
+    prefill_tensor_parallel_size: Annotated[int | None, typer.Option(help="The same for prefill workers alone.")] = None,
+    decode_tensor_parallel_size: Annotated[int | None, typer.Option(help="The same for decode workers alone.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")] = None,
     quantization: Annotated[str | None, typer.Option(help="auto (as the file is), none, int8 or int4.")] = None,
     deterministic: Annotated[
@@ -84,6 +87,8 @@ def serve(
         "http.port": port,
         "prefill.workers": prefill,
         "decode.workers": decode,
+        "prefill.tensor_parallel_size": prefill_tensor_parallel_size or tensor_parallel_size,
+        "decode.tensor_parallel_size": decode_tensor_parallel_size or tensor_parallel_size,
         "dtype": dtype,
         "quantization": quantization,
         "deterministic": deterministic,

@@ -52,15 +52,13 @@ def unplaceable(config: ClusterConfig, nodes: Sequence[Resources]) -> str | None
     return None
 
 
-def threads_per_worker(config: ClusterConfig, role: Role, nodes: Sequence[Resources]) -> int:
-    """Cores that one worker computes with: what the configuration says, or an equal share of all nodes' cores, at least 1
-    and at most one node's."""
+def threads_per_rank(config: ClusterConfig, role: Role, nodes: Sequence[Resources]) -> int:
+    """Cores that one rank computes with: of what the configuration gives its worker, or of an equal share of all nodes' cores
+    for every worker, at most one node's; at least 1."""
     pool = pool_of(config, role)
-    if pool.threads is not None:
-        return pool.threads
     cores = [int(node.get("CPU", 0.0)) for node in nodes]
-    share = sum(cores) // (config.prefill.workers + config.decode.workers)
-    return max(1, min(share, max(cores, default=1)))
+    share = min(sum(cores) // (config.prefill.workers + config.decode.workers), max(cores, default=1))
+    return max(1, (pool.threads or share) // pool.tensor_parallel_size)
 
 
 def _holds(node: Resources, need: Resources) -> bool:

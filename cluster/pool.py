@@ -94,11 +94,11 @@ class Pool:
         actions += [self._dismiss(member) for member in reversed(active[workers:])]
         return actions
 
-    def started(self, ref: WorkerRef, pid: int, node: str) -> list[Action]:
+    def started(self, ref: WorkerRef, pids: tuple[int, ...], node: str) -> list[Action]:
         """This life listens at `ref` and takes requests from now on."""
         member = self._living(ref.worker_id, ref.epoch)
         if member is not None and member.info.state is WorkerState.STARTING:
-            info = replace(member.info, state=WorkerState.READY, ref=ref, pid=pid, node=node)
+            info = replace(member.info, state=WorkerState.READY, ref=ref, pids=pids, node=node)
             self._members[ref.worker_id] = replace(member, info=info, failures=0)
         return []
 
@@ -138,7 +138,7 @@ class Pool:
 
     def _fresh(self, worker_id: str, restarts: int, last_error: str | None) -> WorkerInfo:
         epoch = self._epochs[worker_id] = self._epochs.get(worker_id, 0) + 1
-        return WorkerInfo(worker_id, self.role, epoch, WorkerState.STARTING, None, None, None, restarts, last_error)
+        return WorkerInfo(worker_id, self.role, epoch, WorkerState.STARTING, None, (), None, restarts, last_error)
 
     def _dismiss(self, member: _Member) -> Action:
         if member.info.state is WorkerState.STARTING:

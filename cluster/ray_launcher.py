@@ -1,4 +1,4 @@
-"""Worker processes as Ray actors: one placement group per worker id, one detached named actor per life.
+"""Worker processes as Ray actors: one placement group per worker id, one detached named actor per rank and life.
 
 A placement group is made with a worker's first life and given back by `release`; the lives in between follow each other in
 it. Actors are detached and carry no restart policy of Ray's: the supervisor alone decides about new lives. Ray's calls that
@@ -13,18 +13,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Coroutine, Sequence
 from typing import Any, cast
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.placement import Resources, bundle_of, missing, pool_of, threads_per_worker
+from cluster.placement import Resources, bundle_of, missing, pool_of, threads_per_rank
 from cluster.ray_errors import answer
 from cluster.supervisor import Process, Started
 from cluster.worker_process import WorkerProcess
 from configs.schema import ClusterConfig
-from protocol.errors import TandemError
+from protocol.errors import TandemError, WorkerLostError
 from protocol.messages import Role
 
 log = logging.getLogger(__name__)
@@ -53,20 +54,22 @@ class RayLauncher:
     def process(self, role: Role, worker_id: str, epoch: int) -> Process:
         return RayProcess(self, role, worker_id, epoch)
 
-    async def create(self, role: Role, worker_id: str, epoch: int) -> Any:
-        """Handle of an actor for this life: the spare one if there is one, else a new one, perhaps not placed yet."""
-        spare, self._spare = self._spare, None
+    async def create(self, role: Role, worker_id: str, epoch: int) -> list[Any]:
+        """Handles of actors for the ranks of this life. The first is the spare one if there is one, else, as the others, a
+        new one, perhaps not placed yet."""
+        first, spare, self._spare = 0, self._spare, None
+        handles = []
         if spare is not None:
             # One that is not ready yet is still ahead of one that would begin now and compete with it.
             await asyncio.wait([spare])
             if spare.exception() is None:
-                return spare.result()
-        return await asyncio.to_thread(self._create_in_group, role, worker_id, epoch)
+                first, handles = 1, [spare.result()]
+        return handles + await asyncio.to_thread(self._create_in_group, role, worker_id, epoch, first)
 
     async def start_arguments(self, role: Role) -> tuple[ClusterConfig, bytes, int]:
-        """What a process needs to know to become a worker of this role."""
+        """What a process needs to know to become a rank of a worker of this role."""
         nodes = await asyncio.to_thread(node_resources)
-        return self._config, self._secret, threads_per_worker(self._config, role, nodes)
+        return self._config, self._secret, threads_per_rank(self._config, role, nodes)
 
     def started(self) -> None:
         """A process became a worker: a good time to make the next spare."""
@@ -98,15 +101,20 @@ class RayLauncher:
             if self._spare.exception() is None:
                 await asyncio.to_thread(ray.kill, self._spare.result())
 
-    def _create_in_group(self, role: Role, worker_id: str, epoch: int) -> Any:
+    def _create_in_group(self, role: Role, worker_id: str, epoch: int, first: int) -> list[Any]:
+        """The ranks from `first` on."""
         pool = pool_of(self._config, role)
         bundle = bundle_of(pool)
         if worker_id not in self._groups:
             self._groups[worker_id] = placement_group(
                 [bundle] * pool.tensor_parallel_size, strategy="STRICT_PACK", name=NAME_PREFIX + worker_id, lifetime="detached"
             )
-        group = PlacementGroupSchedulingStrategy(self._groups[worker_id], placement_group_bundle_index=0)
-        return _new_actor(f"{NAME_PREFIX}{worker_id}-{epoch}", bundle, scheduling_strategy=group)
+        handles = []
+        for rank in range(first, pool.tensor_parallel_size):
+            group = PlacementGroupSchedulingStrategy(self._groups[worker_id], placement_group_bundle_index=rank)
+            name = f"{NAME_PREFIX}{worker_id}-{epoch}" + (f"-rank-{rank}" if rank else "")
+            handles.append(_new_actor(name, bundle, scheduling_strategy=group))
+        return handles
 
     async def _make_spare(self, name: str) -> Any:
         handle = await asyncio.to_thread(_new_actor, name, {})
@@ -120,41 +128,67 @@ class RayLauncher:
 
 
 class RayProcess:
-    """Process of cluster.supervisor: one actor, from creation to its end."""
+    """Process of cluster.supervisor: the actors of one life's ranks, from creation to their end."""
 
     def __init__(self, launcher: RayLauncher, role: Role, worker_id: str, epoch: int) -> None:
         self._launcher = launcher
         self._role = role
         self._worker_id = worker_id
         self._epoch = epoch
-        self._creation: asyncio.Task[Any] | None = None
+        self._creation: asyncio.Task[list[Any]] | None = None
+        self._following: list[asyncio.Future[Any]] = []
+        """The other ranks' `run`."""
 
     async def start(self) -> Started:
         creation = self._launcher.create(self._role, self._worker_id, self._epoch)
         self._creation = asyncio.get_running_loop().create_task(creation)
-        handle = await asyncio.shield(self._creation)
-        config, secret, threads = await self._launcher.start_arguments(self._role)
-        started = await answer(handle.start.remote(self._role, self._worker_id, self._epoch, config, secret, threads))
+        first, *others = await asyncio.shield(self._creation)
+        arguments = await self._launcher.start_arguments(self._role)
+        following = await asyncio.gather(
+            *(
+                answer(other.follow.remote(self._role, self._worker_id, rank, *arguments))
+                for rank, other in enumerate(others, start=1)
+            )
+        )
+        waiting = answer(first.start.remote(self._role, self._worker_id, self._epoch, *arguments, following))
+        started = await self._while_running(others, waiting)
         self._launcher.started()
         return cast(Started, started)
 
     async def run(self) -> None:
-        await answer(self._handle().run.remote())
+        first, *others = self._handles()
+        await self._while_running(others, answer(first.run.remote()))
 
     async def drain(self) -> None:
-        await answer(self._handle().drain.remote())
+        await answer(self._handles()[0].drain.remote())
 
     async def stop(self) -> None:
-        await answer(self._handle().stop.remote())
+        await answer(self._handles()[0].stop.remote())
 
     async def kill(self) -> None:
         if self._creation is None:
             return
         await asyncio.wait([self._creation])
         if self._creation.exception() is None:
-            await asyncio.to_thread(ray.kill, self._handle())
+            await asyncio.gather(*(asyncio.to_thread(ray.kill, handle) for handle in self._handles()))
+        await asyncio.gather(*self._following, return_exceptions=True)
 
-    def _handle(self) -> Any:
+    async def _while_running(self, others: Sequence[Any], waiting: Coroutine[Any, Any, Any]) -> Any:
+        """What the first rank answers. Raises if one of the other ranks ends before."""
+        if not self._following:
+            self._following = [asyncio.ensure_future(answer(other.run.remote())) for other in others]
+        first = asyncio.ensure_future(waiting)
+        try:
+            await asyncio.wait((first, *self._following), return_when=asyncio.FIRST_COMPLETED)
+            if first.done():
+                return first.result()
+            ended = next(other for other in self._following if other.done())
+            ended.result()
+            raise WorkerLostError("a rank has ended")
+        finally:
+            first.cancel()
+
+    def _handles(self) -> list[Any]:
         assert self._creation is not None, "nothing is asked of a process before its start"
         return self._creation.result()
 

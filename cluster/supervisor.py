@@ -38,7 +38,8 @@ class Started:
     """Where a worker listens and runs."""
 
     ref: WorkerRef
-    pid: int
+    pids: tuple[int, ...]
+    """Of its ranks, the first one's first."""
     node: str
 
 
@@ -160,8 +161,8 @@ class Supervisor:
         process = self._processes[worker_id, epoch] = self._launcher.process(pool.role, worker_id, epoch)
         try:
             started = await self._start(pool.role, process)
-            self._obey(pool, pool.started(started.ref, started.pid, started.node))
-            log.info("%s epoch %d is ready, process %d on %s", worker_id, epoch, started.pid, started.node)
+            self._obey(pool, pool.started(started.ref, started.pids, started.node))
+            log.info("%s epoch %d is ready, process %d on %s", worker_id, epoch, started.pids[0], started.node)
             await process.run()
             error = "its loop ended"
         except TandemError as failure:

@@ -1,4 +1,4 @@
-"""The actor that one worker's process runs: finds out where it is, then hands everything to the role's own actor class.
+"""The actor that one rank's process runs: finds out where it is, then hands everything to the role's own classes.
 
 A process is made without a role, so that a spare one can take over whichever worker dies next. Importing torch and the engine
 takes longer than anything else at a start but the model; a spare has it behind it.
@@ -7,8 +7,11 @@ takes longer than anything else at a start but the model; a spare has it behind 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import ray
 
@@ -16,33 +19,67 @@ from cluster.supervisor import Started
 from configs.schema import ClusterConfig
 from protocol.actor import WorkerActor
 from protocol.messages import Role
+from telemetry.logging import setup_logging
 
-ActorClass = Callable[[str, int, ClusterConfig, bytes, str, int], WorkerActor]
+
+@dataclass(frozen=True)
+class Following:
+    """Where a rank that is not the first listens and runs."""
+
+    address: str
+    pid: int
+
+
+class _Running(Protocol):
+    async def run(self) -> None: ...
 
 
 class WorkerProcess:
-    """At most one life of one worker, wrapped by `ray.remote` in cluster.ray_launcher. Cheap to make."""
+    """At most one life of one rank, wrapped by `ray.remote` in cluster.ray_launcher. Cheap to make."""
 
     def __init__(self) -> None:
-        self._worker: WorkerActor | None = None
+        self._first: WorkerActor | None = None
+        self._running: _Running | None = None
 
     async def warm_up(self) -> None:
         """Import what any worker needs."""
         for role in Role:
-            await asyncio.to_thread(_actor_class, role)
+            await asyncio.to_thread(_module, role, "actor")
+
+    async def follow(
+        self, role: Role, worker_id: str, rank: int, config: ClusterConfig, secret: bytes, threads: int
+    ) -> Following:
+        """Become this rank and listen; the first one makes it load."""
+        module = await asyncio.to_thread(_module, role, "rank")
+        setup_logging(f"{worker_id}-rank-{rank}")
+        make = module.prefill_follower if role is Role.PREFILL else module.decode_follower
+        follower = make(config, secret, _node_address(), rank, threads)
+        self._running = follower
+        return Following(follower.address, os.getpid())
 
     async def start(
-        self, role: Role, worker_id: str, epoch: int, config: ClusterConfig, secret: bytes, threads: int
+        self,
+        role: Role,
+        worker_id: str,
+        epoch: int,
+        config: ClusterConfig,
+        secret: bytes,
+        threads: int,
+        others: Sequence[Following],
     ) -> Started:
-        """Become this worker: load the model and listen. Raises TandemError."""
-        actor_class = await asyncio.to_thread(_actor_class, role)
+        """Become this worker, whose other ranks are listening: load the model and listen. Raises TandemError."""
+        module = await asyncio.to_thread(_module, role, "actor")
         address = _node_address()
-        self._worker = actor_class(worker_id, epoch, config, secret, address, threads)
-        return Started(await self._worker.start(), os.getpid(), address)
+        actor_class: Any = module.PrefillActor if role is Role.PREFILL else module.DecodeActor
+        addresses = [other.address for other in others]
+        self._running = self._first = actor_class(worker_id, epoch, config, secret, address, threads, addresses)
+        ref = await self._first.start()
+        return Started(ref, (os.getpid(), *(other.pid for other in others)), address)
 
     async def run(self) -> None:
-        """Serve until `stop`; raises what ended the worker otherwise."""
-        await self._started().run()
+        """Serve until `stop`; raises what ended the rank otherwise."""
+        assert self._running is not None, "start comes first"
+        await self._running.run()
 
     async def drain(self) -> None:
         """Returns once the worker has nothing left to do; it takes nothing new."""
@@ -52,19 +89,13 @@ class WorkerProcess:
         await self._started().stop()
 
     def _started(self) -> WorkerActor:
-        assert self._worker is not None, "start comes first"
-        return self._worker
+        assert self._first is not None, "only the first rank, and start comes first"
+        return self._first
 
 
-def _actor_class(role: Role) -> ActorClass:
+def _module(role: Role, name: str) -> Any:
     # Imported where they run: the controller names this module's class and must not load torch for it.
-    if role is Role.PREFILL:
-        from prefill_workers.actor import PrefillActor
-
-        return PrefillActor
-    from decode_workers.actor import DecodeActor
-
-    return DecodeActor
+    return importlib.import_module(f"{role.value}_workers.{name}")
 
 
 def _node_address() -> str:

@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails
 
 from configs.facts import ModelFacts
 from configs.schema import ClusterConfig
+from configs.sharding import check_tensor_parallel_size
 from protocol.errors import ConfigError
 
 
@@ -41,7 +42,13 @@ def load_config(path: Path | None, overrides: Mapping[str, Any]) -> ClusterConfi
 
 
 def served_context(config: ClusterConfig, facts: ModelFacts) -> int:
-    """Tokens of prompt and answer that this cluster serves. Raises ConfigError if model or pools can't hold them."""
+    """Tokens of prompt and answer that this cluster serves.
+
+    Raises ConfigError if model or pools can't hold them, or if the model can't be shared out to a worker's ranks.
+    """
+    for role, pool in (("prefill", config.prefill), ("decode", config.decode)):
+        key = f"{role}.tensor_parallel_size"
+        check_tensor_parallel_size(facts, pool.tensor_parallel_size, config.quantization, param=key)
     wanted = config.max_model_len or facts.max_model_len
     if wanted > facts.max_model_len:
         problem = f"max_model_len: {wanted} is more than the context of {facts.name}: use at most {facts.max_model_len}"
@@ -131,9 +138,6 @@ def _suggestion(location: tuple[int | str, ...]) -> str:
 def _contradictions(config: ClusterConfig) -> list[tuple[str, str]]:
     """Values that are right one by one and impossible together, as (key, sentence)."""
     found = _too_small(config, config.max_model_len or 1)
-    for role, pool in (("prefill", config.prefill), ("decode", config.decode)):
-        if pool.tensor_parallel_size != 1:
-            found.append((f"{role}.tensor_parallel_size", f"{pool.tensor_parallel_size} is not supported yet; use 1"))
     limits = config.limits
     if limits.heartbeat_s * 2 > limits.lease_s:
         problem = (

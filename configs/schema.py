@@ -34,6 +34,7 @@ class PoolConfig(_Section):
 
     workers: Annotated[int, Field(ge=1, le=1024)] = 1
     tensor_parallel_size: Positive = 1
+    """Ranks that compute one worker's model together: `configs.sharding` says which sizes a model has."""
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Cores per worker; None shares the machine's cores between the workers of both roles."""
     kv_cache_tokens: Positive = 65_536

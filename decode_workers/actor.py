@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import torch
 
-from configs.models import resolve_for
 from configs.schema import ClusterConfig
+from decode_workers.rank import load_share
 from decode_workers.worker import DecodeWorker
-from engine.model_runner import ModelRunner
+from engine.gang import Gang
 from kv_transfer.choice import receiving_transports
 from protocol.actor import WorkerActor
 from protocol.messages import Role, WorkerRef
@@ -18,9 +19,21 @@ from telemetry.logging import setup_logging
 
 
 class DecodeActor(WorkerActor):
-    """One life of one decode worker. `host` is the address to listen on, `threads` the cores to compute with."""
+    """One life of one decode worker: its first rank. `others` are the addresses at which the other ranks listen, in order.
 
-    def __init__(self, worker_id: str, epoch: int, config: ClusterConfig, secret: bytes, host: str, threads: int) -> None:
+    `host` is the address to listen on, `threads` the cores to compute with.
+    """
+
+    def __init__(
+        self,
+        worker_id: str,
+        epoch: int,
+        config: ClusterConfig,
+        secret: bytes,
+        host: str,
+        threads: int,
+        others: Sequence[str],
+    ) -> None:
         super().__init__()
         self._worker_id = worker_id
         self._epoch = epoch
@@ -28,23 +41,23 @@ class DecodeActor(WorkerActor):
         self._secret = secret
         self._host = host
         self._threads = threads
+        self._others = others
 
     async def build(self) -> DecodeWorker:
         setup_logging(self._worker_id)
         torch.set_num_threads(self._threads)
-        runner = await asyncio.to_thread(self._load)
-        transports = receiving_transports(self._config.transport, self._host)
-        server = WireServer(self._secret, self._host)
-        me = WorkerRef(self._worker_id, self._epoch, Role.DECODE, server.address)
-        return DecodeWorker(me, runner, server, transports, self._config)
-
-    def _load(self) -> ModelRunner:
-        config = self._config
-        return ModelRunner.load(
-            resolve_for(config).facts,
-            dtype=config.dtype,
-            quantization=config.quantization,
-            deterministic=config.deterministic,
-            block_size=config.block_size,
-            num_kv_tokens=config.decode.kv_cache_tokens,
+        config, limits = self._config, self._config.limits
+        gang = await Gang.connect(
+            self._others,
+            self._secret,
+            connect_s=limits.connect_s,
+            lease_s=limits.lease_s,
+            heartbeat_s=limits.heartbeat_s,
         )
+        ranks = await gang.form(self._host, limits.worker_start_s)
+        runner = await asyncio.to_thread(load_share, config, ranks)
+        await gang.joined(runner.pool.num_blocks)
+        server = WireServer(self._secret, self._host)
+        me = WorkerRef(self._worker_id, self._epoch, Role.DECODE, server.address, gang.size)
+        transports = receiving_transports(config.transport, self._host)
+        return DecodeWorker(me, runner, server, transports, config, gang)

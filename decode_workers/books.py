@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 
 from decode_workers.ledger import Ledger
 from decode_workers.scheduler import DecodeScheduler
-from engine.block_manager import BlockManager
+from engine.prefix_cache import PrefixCache
 from protocol.audit import DecodeBooks, Owner, TicketRow
 from protocol.ticket import TicketState
 
@@ -15,7 +15,7 @@ from protocol.ticket import TicketState
 def decode_books(
     call_id: int,
     asker: bytes,
-    blocks: BlockManager,
+    cache: PrefixCache,
     ledger: Ledger,
     scheduler: DecodeScheduler,
     waiting_attaches: Collection[int],
@@ -43,7 +43,7 @@ def decode_books(
         for entry in ledger
     )
     problems = tuple(_problems(ledger, scheduler, waiting_attaches))
-    return DecodeBooks(call_id, blocks.num_blocks, blocks.num_free, tickets, problems)
+    return DecodeBooks(call_id, cache.num_blocks, cache.num_free, cache.num_owned, cache.num_references, tickets, problems)
 
 
 def _problems(ledger: Ledger, scheduler: DecodeScheduler, waiting_attaches: Collection[int]) -> Iterator[str]:

@@ -11,66 +11,36 @@ with its answer; the scheduler may preempt it, which takes all its blocks, and r
 So that a new ticket does not preempt others at once, one block for each ticket that holds some has to stay free beside it, and
 while a preempted one waits, none is granted.
 
+Full blocks are kept when their ticket is gone (`engine.prefix_cache`): those of a committed prompt, and those of an answer that
+was preempted or came to its end. A new ticket shares what is there of its prompt's beginning; it is `held`, never written
+again, and not sent.
+
 Who frees: `_settle`, when a ticket is final and neither a push nor an engine step writes into its blocks. Until then the
 blocks are quarantined. A ticket leaves the books at that moment and not before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from engine.block_manager import BlockManager
-from kv_transfer.fingerprint import BlockFingerprints
+from decode_workers.ticket_entry import TicketEntry
+from engine.prefix_cache import PrefixCache, block_keys
 from protocol.ticket import TicketState, check_transition, reserved_tokens
-
-
-@dataclass
-class TicketEntry:
-    """One ticket's row in the books."""
-
-    ticket_id: int
-    transfer_id: int
-    owner: bytes
-    """Wire identity of the router that reserved it."""
-    token_ids: tuple[int, ...]
-    """Prompt and earlier answer, whose KV is to arrive."""
-    max_tokens: int
-    """The reservation is for an answer of up to so many tokens."""
-    block_table: list[int]
-    deadline: float
-    """When the present state must have been left, on the worker's clock."""
-    state: TicketState = TicketState.RESERVED
-    received_tokens: int = 0
-    pushes_in_flight: int = 0
-    announced_tokens: int = 0
-    in_step: bool = False
-    """The engine is computing a step that writes into its blocks."""
-    source: bytes | None = None
-    """Wire identity of the prefill worker that fills it."""
-    fingerprints: BlockFingerprints = field(default_factory=BlockFingerprints)
-    """Of what has arrived so far."""
-
-    @property
-    def quarantined(self) -> bool:
-        return self.in_step or self.pushes_in_flight > 0
-
-    @property
-    def preempted(self) -> bool:
-        return self.state is TicketState.ATTACHED and not self.block_table
 
 
 class Ledger:
     """All tickets of one decode worker.
 
-    `answer_room` is how many tokens of an answer are reserved at most (`ClusterConfig.answer_room`). `clock` gives monotonic
-    seconds. `on_committed` is called when a ticket may be attached; `on_failed` when one is aborted or expired, so that whoever
-    waits for it can be told; `on_settled` when a ticket's blocks are free again.
+    `answer_room` is how many tokens of an answer are reserved at most (`ClusterConfig.answer_room`). Without `shares_prefixes`
+    no block is kept or shared. `clock` gives monotonic seconds. `on_committed` is called when a ticket may be attached;
+    `on_failed` when one is aborted or expired, so that whoever waits for it can be told; `on_settled` when a ticket's blocks
+    are free again.
     """
 
     def __init__(
         self,
-        blocks: BlockManager,
+        cache: PrefixCache,
         block_size: int,
         answer_room: int,
         lease_s: float,
@@ -78,8 +48,10 @@ class Ledger:
         on_committed: Callable[[TicketEntry], None],
         on_failed: Callable[[TicketEntry], None],
         on_settled: Callable[[], None],
+        *,
+        shares_prefixes: bool,
     ) -> None:
-        self._blocks = blocks
+        self._cache = cache
         self._block_size = block_size
         self._answer_room = answer_room
         self._lease_s = lease_s
@@ -87,8 +59,13 @@ class Ledger:
         self._on_committed = on_committed
         self._on_failed = on_failed
         self._on_settled = on_settled
+        self._shares_prefixes = shares_prefixes
         self._entries: dict[int, TicketEntry] = {}
         self._next_id = 1
+        self.cache_queries = 0
+        """Prompt tokens that were reserved for."""
+        self.cache_hits = 0
+        """Those of them that were held."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -105,25 +82,32 @@ class Ledger:
         """How many blocks a new ticket may take."""
         if any(entry.preempted for entry in self._entries.values()):
             return 0
-        return max(0, self._blocks.num_free - self._num_holders)
+        return max(0, self._cache.num_free - self._num_holders)
 
     def fits(self, num_tokens: int, max_tokens: int) -> bool:
         """Whether the pool can hold a prompt and its whole answer, whose last token is never fed back, so needs no slot."""
-        return self._blocks_for(num_tokens + max_tokens - 1) <= self._blocks.num_blocks
+        return self._blocks_for(num_tokens + max_tokens - 1) <= self._cache.num_blocks
 
-    def reserve(self, owner: bytes, token_ids: tuple[int, ...], max_tokens: int) -> TicketEntry | None:
+    def reserve(self, owner: bytes, token_ids: tuple[int, ...], max_tokens: int, cache_salt: str) -> TicketEntry | None:
         """A new ticket with blocks for the prompt and the beginning of the answer, or None when there are too few."""
         assert self.fits(len(token_ids), max_tokens), "too long for this pool: refuse it on arrival"
         num_blocks = self._blocks_for(reserved_tokens(len(token_ids), max_tokens, self._answer_room))
-        if num_blocks > self.reservable_blocks:
+        keys = self._keys(token_ids, cache_salt)
+        cached = keys[: self._cache.match(keys)]
+        if self._cache.cost(num_blocks, cached) > self.reservable_blocks:
             return None
-        block_table = self._blocks.allocate(num_blocks)
+        block_table = self._cache.allocate(num_blocks, cached)
         assert block_table is not None, "reservable blocks are free"
+        held = len(cached) * self._block_size
         # Ticket and transfer ids count separately, so that using one in place of the other is noticed.
         transfer_id = self._next_id + (1 << 32)
-        entry = TicketEntry(self._next_id, transfer_id, owner, token_ids, max_tokens, block_table, self._deadline())
+        entry = TicketEntry(
+            self._next_id, transfer_id, owner, token_ids, max_tokens, cache_salt, keys, held, block_table, self._deadline()
+        )
         self._next_id += 1
         self._entries[entry.ticket_id] = entry
+        self.cache_queries += len(token_ids)
+        self.cache_hits += held
         return entry
 
     def find(self, ticket_id: int) -> TicketEntry | None:
@@ -160,19 +144,20 @@ class Ledger:
             self._fail(entry, TicketState.ABORTED)
         self._settle(entry)
 
-    def fingerprints(self, ticket_id: int, transfer_id: int) -> bytes | None:
-        """Of each block that has arrived for this transfer; None if the ticket is gone."""
+    def fingerprints(self, ticket_id: int, transfer_id: int) -> Mapping[int, bytes] | None:
+        """Of what has arrived for this transfer, by lane; None if the ticket is gone."""
         entry = self._of_transfer(ticket_id, transfer_id)
-        return None if entry is None else entry.fingerprints.digest()
+        return None if entry is None else entry.digests
 
     def commit(self, ticket_id: int, transfer_id: int, num_tokens: int) -> bool:
         """Close a transfer whose fingerprint was checked. False: something is missing or the ticket is gone."""
         entry = self._of_transfer(ticket_id, transfer_id)
-        if entry is None or entry.state is not TicketState.RECEIVING or entry.pushes_in_flight:
+        if entry is None or entry.state not in (TicketState.RESERVED, TicketState.RECEIVING) or entry.pushes_in_flight:
             return False
         if not (num_tokens == entry.received_tokens == len(entry.token_ids)):
             return False
         self._move(entry, TicketState.COMMITTED)
+        self._cache.insert(entry.keys, entry.block_table)
         self._on_committed(entry)
         return True
 
@@ -189,25 +174,41 @@ class Ledger:
         entry = self._attached(ticket_id)
         missing = self._blocks_for(num_tokens) - len(entry.block_table)
         if missing > 0:
-            more = self._blocks.allocate(missing)
+            more = self._cache.allocate(missing, ())
             if more is None:
                 return False
             entry.block_table += more
         return True
 
+    def keep(self, ticket_id: int, token_ids: Sequence[int]) -> None:
+        """The KV of these tokens, prompt and answer, is complete in an attached ticket's blocks: others may share it."""
+        entry = self._attached(ticket_id)
+        keys = self._keys(token_ids, entry.cache_salt)
+        self._cache.insert(keys, entry.block_table)
+        entry.keys = max(entry.keys, keys, key=len)
+
     def preempt(self, ticket_id: int) -> None:
         """Take all blocks of an attached ticket; it keeps its state. Between two steps, so that nothing writes into them."""
         entry = self._attached(ticket_id)
         assert not entry.quarantined, "blocks are written into"
-        self._blocks.free(entry.block_table)
+        self._cache.release(entry.keys, entry.block_table)
         entry.block_table.clear()
 
-    def readmit(self, ticket_id: int, num_tokens: int) -> bool:
-        """Blocks for all tokens of a preempted ticket, if as many stay free as beside a new one. False changes nothing."""
-        assert self._attached(ticket_id).preempted, "only what was preempted comes back"
-        if self._blocks_for(num_tokens) > self._blocks.num_free - self._num_holders:
-            return False
-        return self.grow(ticket_id, num_tokens)
+    def readmit(self, ticket_id: int, num_tokens: int) -> int | None:
+        """Blocks for all tokens of a preempted ticket, if as many stay free as beside a new one.
+
+        Returns how many tokens at the beginning are still there. None changes nothing.
+        """
+        entry = self._attached(ticket_id)
+        assert entry.preempted, "only what was preempted comes back"
+        num_blocks = self._blocks_for(num_tokens)
+        cached = entry.keys[: self._cache.match(entry.keys)]
+        if self._cache.cost(num_blocks, cached) > self._cache.num_free - self._num_holders:
+            return None
+        block_table = self._cache.allocate(num_blocks, cached)
+        assert block_table is not None, "as many are free"
+        entry.block_table += block_table
+        return len(cached) * self._block_size
 
     def begin_step(self, ticket_ids: Iterable[int]) -> None:
         """The engine starts to compute these attached tickets; their blocks stay theirs until `end_step`."""
@@ -266,18 +267,22 @@ class Ledger:
                 self._settle(entry)
 
     def check_integrity(self) -> None:
-        """Assert that every block is either free or owned by exactly one ticket."""
-        self._blocks.check_integrity()
-        owned = [block for entry in self._entries.values() for block in entry.block_table]
-        assert len(owned) == len(set(owned)), "a block has two owners"
-        assert len(owned) + self._blocks.num_free == self._blocks.num_blocks, "a block has leaked"
+        """Assert that every block is free, kept, or owned by tickets, and that nobody writes into a block of two tickets."""
+        self._cache.check_integrity(entry.block_table for entry in self._entries.values())
+        written: list[int] = []
         for entry in self._entries.values():
             assert not entry.state.final or entry.quarantined, "a settled ticket is still in the books"
+            written += entry.block_table[entry.held_tokens // self._block_size :] if entry.pushes_in_flight else ()
+        owners = Counter(block for entry in self._entries.values() for block in entry.block_table)
+        assert all(owners[block] == 1 for block in written), "a push writes into a shared block"
 
     @property
     def _num_holders(self) -> int:
         """Tickets that hold blocks, of which each may soon want another one."""
         return sum(bool(entry.block_table) for entry in self._entries.values() if not entry.state.final)
+
+    def _keys(self, token_ids: Sequence[int], cache_salt: str) -> list[bytes]:
+        return block_keys(token_ids, self._block_size, cache_salt) if self._shares_prefixes else []
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
@@ -306,5 +311,5 @@ class Ledger:
     def _settle(self, entry: TicketEntry) -> None:
         if entry.state.final and not entry.quarantined:
             del self._entries[entry.ticket_id]
-            self._blocks.free(entry.block_table)
+            self._cache.release(entry.keys, entry.block_table)
             self._on_settled()

@@ -3,8 +3,8 @@
     add ──► RUNNING ──no block is free──► PREEMPTED ──blocks are free again──► RECOMPUTING ──last chunk──► RUNNING ──► remove
 
 RUNNING       holds blocks for all its tokens; each step computes its newest token and samples the next
-PREEMPTED     holds none, and waits; its tokens are kept
-RECOMPUTING   holds blocks for all its tokens again; each step computes a chunk of them and samples nothing
+PREEMPTED     holds none, and waits; its tokens are kept, and its KV as long as nobody else needs the blocks
+RECOMPUTING   holds blocks for all its tokens again; each step computes a chunk of what is lost and samples nothing
 
 Streams are served in the order in which they were attached, and keep their place while they wait. The batch of a step is the
 oldest `max_batch_size` streams that hold blocks. A running stream gets a further block just before the step that needs it. If
@@ -123,8 +123,8 @@ class DecodeScheduler:
         return True
 
     def _preempt(self, stream: Stream) -> None:
+        self._ledger.keep(stream.ticket_id, stream.token_ids[: stream.computed])
         self._ledger.preempt(stream.ticket_id)
-        stream.computed = 0
         self.preemptions += 1
 
     def _readmit(self) -> Stream | None:
@@ -132,7 +132,11 @@ class DecodeScheduler:
         preempted = next((stream for stream in self._streams.values() if stream.preempted), None)
         if preempted is None or any(stream.recomputing for stream in self._streams.values()):
             return None
-        return preempted if self._ledger.readmit(preempted.ticket_id, len(preempted.token_ids)) else None
+        cached = self._ledger.readmit(preempted.ticket_id, len(preempted.token_ids))
+        if cached is None:
+            return None
+        preempted.computed = cached
+        return preempted
 
     def _holders(self, youngest_first: bool = False) -> Iterator[Stream]:
         streams = self._streams.values()

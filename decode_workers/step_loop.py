@@ -85,4 +85,5 @@ class StepLoop:
         self._outbox.put(stream.owner, StreamOutput(stream.ticket_id, (output.token_id,), logprobs, finish, None))
         if finish is not None:
             self._scheduler.remove(stream.ticket_id)
+            self._ledger.keep(stream.ticket_id, stream.token_ids[: stream.computed])
             self._ledger.release(stream.ticket_id)

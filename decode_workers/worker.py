@@ -15,15 +15,18 @@ from collections.abc import Sequence
 
 from configs.schema import ClusterConfig
 from decode_workers.books import decode_books
-from decode_workers.ledger import Ledger, TicketEntry
+from decode_workers.ledger import Ledger
 from decode_workers.outbox import Outbox
 from decode_workers.scheduler import DecodeScheduler, Stream
 from decode_workers.step_loop import StepLoop
-from engine.block_manager import BlockManager
+from decode_workers.ticket_entry import TicketEntry
 from engine.engine_thread import EngineThread
+from engine.gang import Gang
 from engine.model_runner import ModelRunner
-from kv_transfer.pool_view import PoolView
+from engine.prefix_cache import PrefixCache
+from kv_transfer.lanes import LocalReceiveRank, ReceiveRank
 from kv_transfer.receiver import ReceivingPair, TransferStats
+from kv_transfer.remote_lanes import RemoteReceiveRank
 from kv_transfer.transport import ReceiveTransport
 from protocol.audit import Audit
 from protocol.endpoint import Endpoint
@@ -61,18 +64,21 @@ class DecodeWorker:
         server: WireServer,
         transports: Sequence[ReceiveTransport],
         config: ClusterConfig,
+        gang: Gang,
     ) -> None:
         self.me = me
         self._limits = config.limits
-        self._engine = EngineThread(runner)
+        self._gang = gang
+        self._engine = EngineThread(runner, gang)
         self._pool = runner.pool
         self._layout = runner.layout()
         self._vocab_size = runner.facts.vocab_size
-        self._transports = transports
-        self._pool_view = PoolView(runner.pool.layers())
-        self._blocks = BlockManager(runner.pool.num_blocks)
+        first = LocalReceiveRank(self._pool.layers(), self._pool.block_size, transports, self._limits.lease_s)
+        others = [RemoteReceiveRank(gang.asker(rank), first.transports) for rank in range(1, gang.size)]
+        self._ranks: Sequence[ReceiveRank] = [first, *others]
+        self._cache = PrefixCache(runner.pool.num_blocks)
         self.ledger = Ledger(
-            self._blocks,
+            self._cache,
             runner.pool.block_size,
             config.answer_room,
             self._limits.lease_s,
@@ -80,6 +86,7 @@ class DecodeWorker:
             on_committed=self._committed,
             on_failed=self._failed,
             on_settled=self._changed,
+            shares_prefixes=not config.deterministic,
         )
         self._scheduler = DecodeScheduler(self.ledger, config.decode.max_batch_size, config.prefill.max_batch_tokens)
         self._waiting_attaches: dict[int, Attach] = {}
@@ -112,6 +119,7 @@ class DecodeWorker:
     async def run(self) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._gang.run())
                 tasks.create_task(self._endpoint.run())
                 tasks.create_task(self._loop.run())
                 tasks.create_task(self._expire_leases())
@@ -119,6 +127,7 @@ class DecodeWorker:
             for peer in list(self._pairs):
                 self._close_pair(peer)
             await asyncio.gather(*self._closing, return_exceptions=True)
+            await self._gang.close()
             self._engine.close()
 
     async def drain(self) -> None:
@@ -136,16 +145,16 @@ class DecodeWorker:
             running=running,
             waiting=max(0, waiting),
             queued_tokens=0,
-            free_blocks=self._blocks.num_free,
-            total_blocks=self._blocks.num_blocks,
+            free_blocks=self._cache.num_free,
+            total_blocks=self._cache.num_blocks,
             tickets=len(self.ledger),
             transfers=self.ledger.pushes_in_flight,
             steps=self._engine.steps,
             busy_s=self._engine.busy_s,
             step_age_s=self._engine.step_age_s,
             tokens=self._loop.tokens,
-            prefix_cache_queries=0,
-            prefix_cache_hits=0,
+            prefix_cache_queries=self.ledger.cache_queries,
+            prefix_cache_hits=self.ledger.cache_hits,
             reservable_blocks=self.ledger.reservable_blocks,
             num_preemptions=self._scheduler.preemptions,
             recomputed_tokens=self._scheduler.recomputed_tokens,
@@ -166,6 +175,7 @@ class DecodeWorker:
             self._pool.block_size,
             tuple(entry.block_table),
             len(entry.token_ids),
+            entry.held_tokens,
         )
         self._endpoint.send(router, Reserved(message.call_id, ticket))
         self._changed()
@@ -176,10 +186,12 @@ class DecodeWorker:
         if not self.ledger.fits(len(message.prompt_token_ids), message.max_tokens):
             raise InvalidRequestError(
                 f"prompt ({len(message.prompt_token_ids)}) and max_tokens ({message.max_tokens}) take more than the "
-                f"{self._blocks.num_blocks} KV blocks that this worker has in all",
+                f"{self._cache.num_blocks} KV blocks that this worker has in all",
                 param="max_tokens",
             )
-        entry = None if self._draining else self.ledger.reserve(router, message.prompt_token_ids, message.max_tokens)
+        entry = None
+        if not self._draining:
+            entry = self.ledger.reserve(router, message.prompt_token_ids, message.max_tokens, message.cache_salt)
         if entry is None:
             raise OverloadedError(f"full: {self.ledger.reservable_blocks} KV blocks may be reserved", retry_after_s=1.0)
         return entry
@@ -249,7 +261,7 @@ class DecodeWorker:
         books = decode_books(
             message.call_id,
             router,
-            self._blocks,
+            self._cache,
             self.ledger,
             self._scheduler,
             self._waiting_attaches,
@@ -263,17 +275,20 @@ class DecodeWorker:
     # -- transfers ---------------------------------------------------------------------------------------------------
 
     def _open_pair(self, prefill: bytes, message: PairOpen) -> None:
-        self._close_pair(prefill)
-        pair = ReceivingPair(
-            prefill,
-            self.ledger,
-            self._layout,
-            self._pool_view,
-            lambda answer: self._endpoint.send(prefill, answer),
-            self.transfer_stats,
-        )
-        self._pairs[prefill] = pair
-        pair.open(message, self.me, self._transports, self._limits.lease_s)
+        pair = self._pairs.get(prefill)
+        if pair is None or pair.closed:
+            self._close_pair(prefill)
+            pair = self._pairs[prefill] = ReceivingPair(
+                prefill,
+                self.me,
+                self.ledger,
+                self._layout,
+                self._pool.block_size,
+                self._ranks,
+                lambda answer: self._endpoint.send(prefill, answer),
+                self.transfer_stats,
+            )
+        pair.open(message)
 
     def _announce(self, prefill: bytes, message: PushAnnounce) -> None:
         pair = self._pairs.get(prefill)

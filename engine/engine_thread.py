@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from engine.batch import Chunk, SampledToken
+from engine.gang import Gang
 from engine.model_runner import ModelRunner
 
 
 class EngineThread:
-    """Runs one step at a time and keeps account of it."""
+    """Runs one step at a time, on all ranks of the gang, and keeps account of it."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, gang: Gang) -> None:
         self._runner = runner
+        self._gang = gang
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._step_began: float | None = None
         self.steps = 0
@@ -30,7 +32,9 @@ class EngineThread:
         """Begin a step; the future is its result. The caller awaits it before the next one."""
         assert self._step_began is None, "one step at a time"
         self._step_began = time.monotonic()
-        return asyncio.get_running_loop().run_in_executor(self._thread, self._run, chunks, on_layer)
+        others = self._gang.begin(chunks)
+        step = asyncio.get_running_loop().run_in_executor(self._thread, self._run, chunks, on_layer)
+        return asyncio.ensure_future(_together(step, others)) if others else step
 
     @property
     def step_age_s(self) -> float:
@@ -49,3 +53,11 @@ class EngineThread:
             self.busy_s += time.monotonic() - began
             self.steps += 1
             self._step_began = None
+
+
+async def _together(
+    step: asyncio.Future[list[SampledToken | None]], others: Sequence[Awaitable[object]]
+) -> list[SampledToken | None]:
+    """What the first rank sampled, when nothing of the step runs any more on any rank."""
+    await asyncio.gather(step, *others)
+    return step.result()

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from configs.facts import ModelFacts
+from configs.sharding import check_tensor_parallel_size, rank_facts
 from engine.batch import Chunk, ForwardBatch, SampledToken
 from engine.kv_pool import LAYOUT_VERSION, KVPool
 from engine.models.decoder import Decoder
@@ -19,6 +20,7 @@ from engine.models.weights import Quantization, WeightFormat, load_weights
 from engine.native.library import NativeLibrary
 from engine.operators import step_factory
 from engine.sampler import SampleRequest, sample
+from engine.tensor_parallel import ALONE, TensorParallel
 from protocol.errors import ConfigError
 from protocol.messages import KvLayout
 
@@ -30,7 +32,7 @@ _NATIVE_BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16")
 
 
 class ModelRunner:
-    """One model with its KV pool."""
+    """One rank's model with its KV pool. `facts` and `layout` are those of the whole model."""
 
     def __init__(self, facts: ModelFacts, decoder: Decoder, pool: KVPool, dtype_name: str) -> None:
         self.facts = facts
@@ -49,20 +51,25 @@ class ModelRunner:
         shared_kv: bool = False,
         quantization: Quantization = "auto",
         deterministic: bool = False,
+        ranks: TensorParallel = ALONE,
     ) -> ModelRunner:
         """Read the weights and set aside the pool, for as many threads as torch has. Raises ConfigError for what can't work.
 
         A pool of `shared_kv` lies in memory that other processes can read. `quantization` and `deterministic` as in
-        `engine.models.weights.WeightFormat`.
+        `engine.models.weights.WeightFormat`. With several `ranks` this one reads its share of the weights, and its pool has as
+        many tokens, of its own KV heads.
         """
         _check_sizes(facts)
+        check_tensor_parallel_size(facts, ranks.size, quantization, param="tensor_parallel_size")
+        own = rank_facts(facts, ranks.size)
         dtype_name = resolve_dtype(dtype)
         torch_dtype = _DTYPES[dtype_name]
-        pool = KVPool.for_model(facts, num_kv_tokens, block_size, torch_dtype, shared=shared_kv)
+        pool = KVPool.for_model(own, num_kv_tokens, block_size, torch_dtype, shared=shared_kv)
         library = NativeLibrary.load(torch.get_num_threads()) if torch_dtype == torch.bfloat16 else None
         with torch.inference_mode():
-            weights = load_weights(facts, WeightFormat(torch_dtype, quantization, deterministic, library))
-            decoder = Decoder(facts, weights, step_factory(facts, torch_dtype, library))
+            format_ = WeightFormat(torch_dtype, quantization, deterministic, library)
+            weights = load_weights(facts, format_, ranks.rank, ranks.size)
+            decoder = Decoder(own, weights, step_factory(own, torch_dtype, library), ranks)
         return cls(facts, decoder, pool, dtype_name)
 
     def layout(self) -> KvLayout:
@@ -73,7 +80,6 @@ class ModelRunner:
             num_layers=self.facts.num_layers,
             num_kv_heads=self.facts.num_kv_heads,
             head_dim=self.facts.head_dim,
-            block_size=self.pool.block_size,
             layout_version=LAYOUT_VERSION,
         )
 
@@ -82,6 +88,9 @@ class ModelRunner:
 
         Returns one entry per chunk, in order; None where nothing was to be sampled. `on_layer(i)` is called from this
         thread right after layer i's KV of all chunks is in the pool, before the layer's attention.
+
+        All ranks execute the same chunks in the same order. The first samples, the others return None everywhere. Raises
+        WorkerLostError if a rank is lost.
         """
         with torch.inference_mode():
             batch = ForwardBatch.build(chunks, self.pool.block_size)

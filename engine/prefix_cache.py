@@ -78,16 +78,20 @@ class PrefixCache:
                 return count
         return len(keys)
 
+    def cost(self, num_blocks: int, keys: Sequence[bytes]) -> int:
+        """By how much `num_free` falls when this is allocated: cached blocks that somebody owns come for nothing."""
+        assert len(keys) <= num_blocks, "more cached blocks than the table has"
+        return num_blocks - sum(self._references[self._block_of[key]] > 0 for key in keys)
+
     def allocate(self, num_blocks: int, keys: Sequence[bytes]) -> list[int] | None:
         """A block table of `num_blocks`: the cached blocks of these keys, shared, then fresh ones of the caller's own.
 
         Every key must be cached (`match`). None, and nothing changed, if there are too few blocks.
         """
-        assert len(keys) <= num_blocks, "more cached blocks than the table has"
+        if self.cost(num_blocks, keys) > self.num_free:
+            return None
         shared = [self._block_of[key] for key in keys]
         num_fresh = num_blocks - len(shared)
-        if num_fresh > self.num_free - sum(block in self._idle for block in shared):
-            return None
         for block in shared:
             self._idle.pop(block, None)
         self._evict(num_fresh - self._blocks.num_free)

@@ -1,52 +1,60 @@
-"""What proves that the KV in decode's blocks is the KV in prefill's: one xxh3_64 per block of a transfer.
+"""What proves that the KV in decode's blocks is the KV in prefill's: an xxh3_64 for every block of a transfer.
 
-Both sides hash the bytes in their own pool, not those under way, so a wrong slot is found like a flipped bit. A block's hash
-takes in its bytes as they are pushed: push by push, within a push layer by layer, K before V. A block that a push cuts in
-two is hashed in two pieces, by both sides alike.
+Both sides hash the bytes in their own pool, not those under way, so a wrong slot is found like a flipped bit. Blocks are
+decode's; where prefill's are of another size, it cuts its tokens as decode does. A hash takes in a block's bytes as they are
+pushed: layer by layer, K before V, token by token, on each lane the heads of that lane. A block that two pushes share has a
+hash of each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 
 import xxhash
 
 from kv_transfer.plan import Piece
+from kv_transfer.pool_view import PoolView
 
 DIGEST_BYTES = 8
 
 
-class BlockFingerprints:
-    """Of one transfer, on one side. Fed from that side's transfer thread, read after its last push."""
+class PushFingerprints:
+    """Of one push on one lane, on one side. `cuts`: for each transfer that has a part in the push, its pieces."""
 
-    def __init__(self) -> None:
-        self._hashes: list[xxhash.xxh3_64] = []
+    def __init__(self, pool: PoolView, cuts: Sequence[Sequence[Piece]]) -> None:
+        self._pool = pool
+        self._hashes: list[list[xxhash.xxh3_64]] = []
+        spans = []
+        at = 0
+        for pieces in cuts:
+            hashes: dict[int, xxhash.xxh3_64] = {}
+            for digest, slot, count in pieces:
+                one = hashes.setdefault(digest, xxhash.xxh3_64())
+                begin = slot if pool.whole_rows else at
+                spans.append((one.update, begin * pool.row_bytes, (begin + count) * pool.row_bytes))
+                at += count
+            self._hashes.append(list(hashes.values()))
+        self._spans = spans
+        self._slots = [slice(piece.slot, piece.slot + piece.length) for pieces in cuts for piece in pieces]
 
-    def update(self, layers: Iterable[memoryview], row_bytes: int, pieces: Sequence[Piece]) -> None:
-        """Take in these tokens of some layers.
-
-        `layers`: each one's bytes, K of all slots and then V of all slots.
-        """
-        while len(self._hashes) <= pieces[-1].block:
-            self._hashes.append(xxhash.xxh3_64())
-        spans = [(self._hashes[block].update, slot * row_bytes, (slot + count) * row_bytes) for block, slot, count in pieces]
+    def update(self, layers: range) -> None:
+        """Take in some layers, which are complete in the pool."""
         for layer in layers:
-            half = len(layer) // 2
-            for half_of_layer in (layer[:half], layer[half:]):
-                for update, begin, end in spans:
-                    update(half_of_layer[begin:end])
+            for half in self._pool.halves(layer, self._slots):
+                for update, begin, end in self._spans:
+                    update(half[begin:end])
 
-    def digest(self) -> bytes:
-        """DIGEST_BYTES for each block, in order."""
-        return b"".join(one.digest() for one in self._hashes)
+    def digests(self) -> list[bytes]:
+        """For each transfer DIGEST_BYTES of each of its blocks in this push, in order."""
+        return [b"".join(one.digest() for one in hashes) for hashes in self._hashes]
 
 
 def first_difference(mine: bytes, theirs: bytes) -> int | None:
-    """The first block whose digests differ, a block that only one side has included; None if there is none."""
-    pairs = zip_longest(_blocks(mine), _blocks(theirs))
-    return next((block for block, (one, other) in enumerate(pairs) if one != other), None)
+    """The first digest that differs, or that only one side has; None if there is none."""
+    pairs = zip_longest(_split(mine), _split(theirs))
+    return next((index for index, (one, other) in enumerate(pairs) if one != other), None)
 
 
-def _blocks(digest: bytes) -> list[bytes]:
-    return [digest[begin : begin + DIGEST_BYTES] for begin in range(0, len(digest), DIGEST_BYTES)]
+def _split(digests: bytes) -> list[bytes]:
+    return [digests[begin : begin + DIGEST_BYTES] for begin in range(0, len(digests), DIGEST_BYTES)]

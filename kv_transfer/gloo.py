@@ -1,7 +1,7 @@
 """KV over gloo: one two-rank process group per pair and epoch, for workers on CPUs of one or several hosts.
 
 A pair needs no world group and no TCP store: gloo asks its store for nothing but the other side's 170-byte address, which
-travels in our own authenticated messages (`_AddressStore`). Each group listens on the worker's own address only.
+travels in our own authenticated messages (`engine.store`). Each group listens on the worker's own address only.
 
 Measured on torch 2.13: the peer's death raises here in 22 to 120 ms; `is_completed()` stays False until `wait()`, so one
 thread per pair waits; after a timeout the pair is dead.
@@ -9,14 +9,14 @@ thread per pair waits; after a timeout the pair is dead.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
+from engine.store import RelayStore
 from kv_transfer.pool_view import PoolView
 from kv_transfer.staged import StagedReceiver, StagedSender
 from kv_transfer.transport import ReceiveChannel, SendChannel, TransportError
@@ -25,47 +25,12 @@ _SENDER, _RECEIVER = 0, 1
 
 
 _gloo: Any = dist.ProcessGroupGloo  # torch's stubs know neither its options nor send and recv
-_Store: Any = dist.Store  # type: ignore[attr-defined]
-
-
-class _AddressStore(_Store):  # type: ignore[misc]  # the base is Any, see above
-    """The part of torch's store that gloo's rendezvous uses: every rank sets its own address and reads the other's."""
-
-    def __init__(self, rank: int, publish: Callable[[bytes], None], deadline_s: float) -> None:
-        super().__init__()
-        self._rank = rank
-        self._publish = publish
-        self._deadline_s = deadline_s
-        self._values: dict[str, bytes] = {}
-        self._changed = threading.Condition()
-
-    def deliver(self, rank: int, address: bytes) -> None:
-        """A side's address is known."""
-        with self._changed:
-            self._values[f"0/{rank}"] = address
-            self._changed.notify_all()
-
-    def set(self, key: str, value: bytes) -> None:
-        self.deliver(self._rank, bytes(value))
-        self._publish(bytes(value))
-
-    def get(self, key: str) -> bytes:
-        self.wait([key])
-        return self._values[key]
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        with self._changed:
-            if not self._changed.wait_for(lambda: all(key in self._values for key in keys), self._deadline_s):
-                raise TimeoutError("the peer's address did not arrive")
-
-    def has_extended_api(self) -> bool:
-        return False
 
 
 class _GlooPipe:
     """One direction of a two-rank group."""
 
-    def __init__(self, store: _AddressStore, rank: int, host: str, deadline_s: float) -> None:
+    def __init__(self, store: RelayStore, rank: int, host: str, deadline_s: float) -> None:
         options = _gloo._Options()
         options._timeout = timedelta(seconds=deadline_s)
         options._devices = [_gloo.create_device(hostname=host)]
@@ -100,15 +65,20 @@ class GlooTransport:
         self._host = host
 
     def connect_sender(self, exchange: Callable[[bytes], bytes], pool: PoolView, deadline_s: float) -> SendChannel:
-        store = _AddressStore(_SENDER, lambda mine: store.deliver(_RECEIVER, exchange(mine)), deadline_s)
+        store = RelayStore(lambda _, mine: store.deliver(_key(_RECEIVER), exchange(mine)), deadline_s)
         return StagedSender(_GlooPipe(store, _SENDER, self._host, deadline_s), pool)
 
     def connect_receiver(
         self, offer: bytes, answer: Callable[[bytes], None], pool: PoolView, deadline_s: float
     ) -> ReceiveChannel:
-        store = _AddressStore(_RECEIVER, answer, deadline_s)
-        store.deliver(_SENDER, offer)
+        store = RelayStore(lambda _, mine: answer(mine), deadline_s)
+        store.deliver(_key(_SENDER), offer)
         return StagedReceiver(_GlooPipe(store, _RECEIVER, self._host, deadline_s), pool)
+
+
+def _key(rank: int) -> str:
+    """Under which gloo looks for a rank's address."""
+    return f"0/{rank}"
 
 
 def _first_line(error: Exception) -> str:

@@ -44,6 +44,7 @@ class LoopbackNetwork:
     def __init__(self) -> None:
         self.faults = Faults()
         self.payloads_sent = 0
+        self.bytes_sent = 0
         self._pipes: dict[bytes, queue.Queue[Tensor | None]] = {}
         self._keys = itertools.count(1)
 
@@ -67,6 +68,7 @@ class _LoopbackPipe:
     def send(self, payload: Tensor) -> None:
         faults, number = self._network.faults, self._network.payloads_sent
         self._network.payloads_sent += 1
+        self._network.bytes_sent += len(payload)
         if number == faults.die_at:
             self._pipe.put(None)
             raise TransportError("injected death")

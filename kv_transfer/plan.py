@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 
 class Piece(NamedTuple):
-    """Tokens of a push that lie in one block."""
+    """Tokens of a push that lie in one block of this side and belong to one fingerprint."""
 
-    block: int
-    """Index in the sequence's block table."""
+    digest: int
+    """Number of the sequence's block, in blocks of the size that fingerprints have."""
     slot: int
     """Of the first token, in the pool."""
     length: int
@@ -31,14 +31,15 @@ class Copy(NamedTuple):
     length: int
 
 
-def cut(block_table: Sequence[int], block_size: int, start: int, num_tokens: int) -> list[Piece]:
-    """Tokens [start, start + num_tokens) of a sequence, cut at its block borders."""
+def cut(block_table: Sequence[int], block_size: int, start: int, num_tokens: int, digest_block_size: int) -> list[Piece]:
+    """Tokens [start, start + num_tokens) of a sequence, cut at its block borders and at those of its fingerprints."""
     end = start + num_tokens
     found = []
     while start < end:
         block, offset = divmod(start, block_size)
-        count = min(block_size - offset, end - start)
-        found.append(Piece(block, block_table[block] * block_size + offset, count))
+        digest, digest_offset = divmod(start, digest_block_size)
+        count = min(block_size - offset, digest_block_size - digest_offset, end - start)
+        found.append(Piece(digest, block_table[block] * block_size + offset, count))
         start += count
     return found
 

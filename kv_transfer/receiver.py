@@ -1,7 +1,9 @@
 """Decode's end of the handoff: one ReceivingPair per prefill worker that is sending.
 
+    lane, lane … all connected ──► push ──► push ──► commit ──► …
+
 Announcements, pushes and commits of one prefill worker are handled strictly in the order in which it sent them: one pump
-task and one thread per pair. A commit therefore meets a transfer whose pushes have all ended.
+task per pair and one thread per lane. A commit therefore meets a transfer whose pushes have all ended.
 
 Who owns what: blocks and ticket states belong to the decode worker's ledger (`TransferBooks`); this part only tells it when
 a push begins and ends. A push that began always ends, also when its ticket was cancelled meanwhile: the bytes still arrive
@@ -11,19 +13,17 @@ into the quarantined blocks. When the channel breaks, every push on it ends as f
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kv_transfer.fingerprint import BlockFingerprints, first_difference
-from kv_transfer.plan import cut, layer_groups, slot_runs
-from kv_transfer.pool_view import PoolView, Slots
-from kv_transfer.rendezvous import check
-from kv_transfer.transport import ReceiveChannel, ReceiveTransport, TransportError
+from kv_transfer.fingerprint import first_difference
+from kv_transfer.lanes import ReceiveLane, ReceiveRank
+from kv_transfer.rendezvous import check, check_transport
+from kv_transfer.transport import TransportError
 from protocol.errors import KvTransferError, TandemError, TransportUnavailableError
+from protocol.gang import HeadMove, TokenSpan
 from protocol.messages import (
     Committed,
     Failed,
@@ -47,8 +47,8 @@ class Destination(Protocol):
     @property
     def block_table(self) -> Sequence[int]: ...
 
-    @property
-    def fingerprints(self) -> BlockFingerprints: ...
+    def arrived(self, lane: int, digests: bytes) -> None:
+        """Fingerprints of what a push has brought on this lane."""
 
 
 class TransferBooks(Protocol):
@@ -60,7 +60,7 @@ class TransferBooks(Protocol):
 
     def end_push(self, ticket_id: int, num_tokens: int, ok: bool) -> None: ...
 
-    def fingerprints(self, ticket_id: int, transfer_id: int) -> bytes | None: ...
+    def fingerprints(self, ticket_id: int, transfer_id: int) -> Mapping[int, bytes] | None: ...
 
     def commit(self, ticket_id: int, transfer_id: int, num_tokens: int) -> bool: ...
 
@@ -82,37 +82,51 @@ class _Push:
 
 
 class ReceivingPair:
-    """One prefill worker's channel. Lives until that worker is lost, opens a new pair, or the channel breaks."""
+    """One prefill worker's lanes. Lives until that worker is lost, or a lane breaks."""
 
     def __init__(
         self,
         source: bytes,
+        me: WorkerRef,
         books: TransferBooks,
         layout: KvLayout,
-        pool: PoolView,
+        block_size: int,
+        ranks: Sequence[ReceiveRank],
         send: Callable[[object], None],
         stats: TransferStats,
     ) -> None:
         self._source = source
+        self._me = me
         self._books = books
         self._layout = layout
-        self._pool = pool
+        self._block_size = block_size
+        self._ranks = ranks
         self._send = send
         self._stats = stats
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-receive")
+        self._moves: list[HeadMove] = []
+        """One for each lane; known when the first is opened."""
+        self._connecting: dict[int, asyncio.Task[None]] = {}
+        self._lanes: dict[int, ReceiveLane] = {}
+        self._connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """All lanes are, or one has failed to."""
         self._work: asyncio.Queue[_Push | PushCommit] = asyncio.Queue()
-        self._pump_task: asyncio.Task[None] | None = None
-        self._channel: ReceiveChannel | None = None
-        self._closed = False
+        self._life: asyncio.Task[None] | None = None
+        self.closed = False
 
-    def open(self, message: PairOpen, me: WorkerRef, transports: Sequence[ReceiveTransport], lease_s: float) -> None:
-        """Start to connect; the answer goes out when our address is known. Refuses what does not fit."""
+    def open(self, message: PairOpen) -> None:
+        """Start to connect one lane; the answer goes out when our address is known. Refuses what does not fit."""
         try:
-            transport = check(message, me, self._layout, transports)
+            moves = check(message, self._me, self._layout)
+            if message.lane in self._connecting or self._moves not in ([], moves):
+                raise KvTransferError(f"lane {message.lane} does not belong to this pair, or is open already")
+            move = moves[message.lane]
+            check_transport(message.transport, self._me, self._ranks[move.decode_rank])
         except TandemError as error:
             self._send(Failed.from_error(message.call_id, error))
             return
-        self._pump_task = asyncio.create_task(self._pump(message, transport, lease_s))
+        self._moves = moves
+        self._connecting[message.lane] = asyncio.create_task(self._connect(message, move))
+        self._life = self._life or asyncio.create_task(self._live(message.prefill.worker_id))
 
     def announce(self, message: PushAnnounce) -> None:
         """Begin the pushes that the ledger allows and answer which it refuses."""
@@ -120,7 +134,7 @@ class ReceivingPair:
         refused: list[int] = []
         for segment in message.segments:
             destination = None
-            if not self._closed:
+            if not self.closed:
                 destination = self._books.begin_push(
                     self._source, segment.ticket_id, segment.transfer_id, segment.start, segment.num_tokens
                 )
@@ -135,91 +149,78 @@ class ReceivingPair:
 
     def commit(self, message: PushCommit) -> None:
         """Checked, in order, after the pushes that came before it."""
-        if self._closed:
+        if self.closed:
             self._send(Failed.from_error(message.call_id, KvTransferError("the KV channel is closed")))
         else:
             self._work.put_nowait(message)
 
     async def close(self) -> None:
-        """End every push as failed and give the channel back. Idempotent."""
-        if self._pump_task is not None:
-            if not self._closed:  # a pump that is ending already must not be kept from it
-                self._pump_task.cancel()
-            self._closed = True
-            await asyncio.wait((self._pump_task,))
+        """End every push as failed and give the lanes back. Idempotent."""
+        if self._life is not None:
+            if not self.closed:  # one that is ending already must not be kept from it
+                self._life.cancel()
+            self.closed = True
+            await asyncio.wait((self._life,))
 
-    async def _pump(self, opening: PairOpen, transport: ReceiveTransport, lease_s: float) -> None:
+    async def _connect(self, opening: PairOpen, move: HeadMove) -> None:
+        """Bring one lane up."""
+        answer: Callable[[bytes], None] = lambda address: self._send(PairOpened(opening.call_id, address))  # noqa: E731
         try:
-            self._channel = await self._connect(opening, transport, lease_s)
+            rank = self._ranks[move.decode_rank]
+            self._lanes[opening.lane] = await rank.accept(move, opening.transport, opening.rendezvous, answer)
+        except TransportUnavailableError as error:
+            del self._connecting[opening.lane]
+            self._send(Failed.from_error(opening.call_id, error))
+        except TransportError as error:
+            if not self._connected.done():
+                self._connected.set_exception(error)
+        else:
+            if len(self._lanes) == len(self._moves) and not self._connected.done():
+                self._connected.set_result(None)
+
+    async def _live(self, prefill_id: str) -> None:
+        """From the first lane's opening to the end of all."""
+        try:
+            await self._connected
             while True:
                 work = await self._work.get()
                 if isinstance(work, _Push):
                     await self._receive(work)
                 else:
                     self._finish(work)
-        except TransportUnavailableError as error:
-            self._send(Failed.from_error(opening.call_id, error))
         except TransportError as error:
-            log.warning("KV channel from %s broke: %s", opening.prefill.worker_id, error)
+            log.warning("KV channel from %s broke: %s", prefill_id, error)
             self._send(PairClosed(str(error)))
         finally:
-            self._closed = True
+            self.closed = True
             self._fail_queued()
-            # The thread may sit in a receive until the transport's deadline; its blocks stay quarantined until then.
-            await asyncio.to_thread(self._thread.shutdown)
-            if self._channel is not None:
-                self._channel.close()
-
-    async def _connect(self, opening: PairOpen, transport: ReceiveTransport, lease_s: float) -> ReceiveChannel:
-        """Raises TransportUnavailableError if it failed before our answer went out, TransportError after that."""
-        loop = asyncio.get_running_loop()
-        answered = False
-
-        def answer(address: bytes) -> None:
-            nonlocal answered
-            answered = True
-            loop.call_soon_threadsafe(self._send, PairOpened(opening.call_id, address))
-
-        def connect() -> ReceiveChannel:
-            return transport.connect_receiver(opening.rendezvous, answer, self._pool, lease_s)
-
-        try:
-            return await loop.run_in_executor(self._thread, connect)
-        except TransportError as error:
-            if answered:
-                raise
-            raise TransportUnavailableError(str(error)) from None
+            for task in self._connecting.values():
+                task.cancel()
+            await asyncio.gather(*self._connecting.values(), return_exceptions=True)
+            await asyncio.gather(*(lane.close() for lane in self._lanes.values()))
 
     async def _receive(self, push: _Push) -> None:
-        receiving = asyncio.get_running_loop().run_in_executor(self._thread, self._receive_layers, push)
+        spans = [
+            TokenSpan(tuple(destination.block_table), segment.start, segment.num_tokens, self._block_size)
+            for segment, destination in zip(push.segments, push.destinations, strict=True)
+        ]
+        lanes = sorted(self._lanes)
+        receiving = [asyncio.create_task(self._lanes[lane].receive(spans)) for lane in lanes]
         ok = False
         try:
-            await asyncio.shield(receiving)
+            await asyncio.wait(receiving)
+            for lane, digests in zip(lanes, await asyncio.gather(*receiving), strict=True):
+                for destination, digest in zip(push.destinations, digests, strict=True):
+                    destination.arrived(lane, digest)
             ok = True
         except asyncio.CancelledError:
-            # Only the thread's end makes the blocks safe to reuse, whatever became of this pair.
-            await asyncio.wait((receiving,))
-            receiving.exception()
+            # Only the threads' end makes the blocks safe to reuse, whatever became of this pair.
+            await asyncio.wait(receiving)
             raise
         finally:
             for segment in push.segments:
                 self._books.end_push(segment.ticket_id, segment.num_tokens, ok)
             self._stats.failed += not ok
-
-    def _receive_layers(self, push: _Push) -> None:
-        """In the pair's thread."""
-        assert self._channel is not None
-        cuts = [
-            cut(destination.block_table, self._layout.block_size, segment.start, segment.num_tokens)
-            for segment, destination in zip(push.segments, push.destinations, strict=True)
-        ]
-        slots = Slots(slot_runs(itertools.chain(*cuts)))
-        self._pool.touch(slots)  # while prefill computes
-        for layers in layer_groups(self._layout.num_layers, len(slots) * self._layout.token_bytes):
-            self._channel.receive(layers, slots)
-            for destination, pieces in zip(push.destinations, cuts, strict=True):
-                arrived = self._pool.bytes[layers.start : layers.stop]
-                destination.fingerprints.update(arrived, self._pool.row_bytes, pieces)
 
     def _finish(self, message: PushCommit) -> None:
         problem = self._problem(message)
@@ -238,9 +239,14 @@ class ReceivingPair:
             return f"KV caches differ: {'; '.join(differences)}"
         if message.num_layers != self._layout.num_layers:
             return f"{message.num_layers} of {self._layout.num_layers} layers were sent"
+        if len(message.fingerprints) != len(self._moves):
+            return f"fingerprints of {len(message.fingerprints)} lanes of {len(self._moves)}"
         arrived = self._books.fingerprints(message.ticket_id, message.transfer_id)
-        if arrived is not None and (block := first_difference(arrived, message.fingerprints)) is not None:
-            return f"the KV that arrived is not the KV that was sent, from block {block} on"
+        if arrived is None:
+            return None  # the commit will find that the ticket is gone
+        for lane, sent in enumerate(message.fingerprints):
+            if (part := first_difference(arrived[lane], sent)) is not None:
+                return f"the KV that arrived is not the KV that was sent, from part {part} on (lane {lane})"
         return None
 
     def _fail_queued(self) -> None:

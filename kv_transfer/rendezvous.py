@@ -1,4 +1,4 @@
-"""How a pair agrees on a transport: prefill offers what it has, the best first; decode takes it or says why not.
+"""How a lane of a pair agrees on a transport: prefill offers what it has, the best first; decode takes it or says why not.
 
     prefill                                          decode
       │ PairOpen(shared_memory, offer) ──────────────► │ has no such transport, or can't reach it (another host)
@@ -11,14 +11,14 @@ What does not depend on the transport (epoch, layout) is refused for good at the
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Executor
+from collections.abc import Awaitable, Callable
 
-from kv_transfer.pool_view import PoolView
-from kv_transfer.transport import ReceiveTransport, SendChannel, SendTransport, TransportError
+from kv_transfer.lanes import ReceiveRank, SendLane, SendRank
+from kv_transfer.shards import head_moves
+from kv_transfer.transport import TransportError
 from protocol.errors import IncompatiblePeerError, KvTransferError, TandemError, TransportUnavailableError, WorkerLostError
+from protocol.gang import HeadMove
 from protocol.messages import KvLayout, PairOpen, PairOpened, WorkerRef
 
 log = logging.getLogger(__name__)
@@ -28,53 +28,42 @@ Ask = Callable[[Callable[[int], PairOpen]], Awaitable[PairOpened]]
 
 
 async def offer(
-    ask: Ask,
-    me: WorkerRef,
-    peer: WorkerRef,
-    layout: KvLayout,
-    transports: Sequence[SendTransport],
-    pool: PoolView,
-    thread: Executor,
-    deadline_s: float,
-) -> SendChannel:
-    """Prefill's side: a channel over the first of `transports` that decode takes. They connect in `thread`.
+    ask: Ask, me: WorkerRef, peer: WorkerRef, layout: KvLayout, lane: int, move: HeadMove, rank: SendRank
+) -> SendLane:
+    """Prefill's side: this lane, from its rank, over the first of the rank's transports that decode takes.
 
     Raises IncompatiblePeerError, naming both sides, when there is none; else decode's refusal, or KvTransferError.
     """
-    loop = asyncio.get_running_loop()
     refusals = []
-    for transport in transports:
+    for transport in rank.transports:
         refusal: list[TandemError] = []
 
-        def exchange(ours: bytes, name: str = transport.name, refusal: list[TandemError] = refusal) -> bytes:
-            async def question() -> PairOpened:
-                return await ask(lambda call_id: PairOpen(call_id, me, peer.epoch, layout, name, ours))
-
+        async def exchange(ours: bytes, name: str = transport, refusal: list[TandemError] = refusal) -> bytes:
             try:
-                return asyncio.run_coroutine_threadsafe(question(), loop).result().rendezvous
+                opened = await ask(lambda call_id: PairOpen(call_id, me, peer.epoch, layout, lane, name, ours))
             except TandemError as error:
                 refusal.append(error)
                 raise
+            return opened.rendezvous
 
         try:
-            channel = await loop.run_in_executor(thread, transport.connect_sender, exchange, pool, deadline_s)
+            connected = await rank.connect(move, transport, exchange)
         except (TransportError, TandemError) as error:
             if not refusal:
-                raise KvTransferError(f"no KV channel to {peer.worker_id} over {transport.name}: {error}") from None
+                raise KvTransferError(f"no KV channel to {peer.worker_id} over {transport}: {error}") from None
             if not isinstance(refusal[0], TransportUnavailableError):
                 raise refusal[0] from None
-            refusals.append(f"{transport.name}: {refusal[0].message}")
+            refusals.append(f"{transport}: {refusal[0].message}")
             continue
-        log.info("KV to %s goes over %s%s", peer.worker_id, transport.name, "".join(f" ({text})" for text in refusals))
-        return channel
+        log.info("KV to %s goes over %s%s", peer.worker_id, transport, "".join(f" ({text})" for text in refusals))
+        return connected
     raise IncompatiblePeerError(f"{me.worker_id} and {peer.worker_id} have no KV transport in common ({'; '.join(refusals)})")
 
 
-def check(message: PairOpen, me: WorkerRef, layout: KvLayout, transports: Sequence[ReceiveTransport]) -> ReceiveTransport:
-    """Decode's side: the transport that is offered, if the peer fits.
+def check(message: PairOpen, me: WorkerRef, layout: KvLayout) -> list[HeadMove]:
+    """Decode's side: the moves of the pair, if the peer fits.
 
-    Raises WorkerLostError for another epoch, IncompatiblePeerError with every difference of the layouts, or
-    TransportUnavailableError.
+    Raises WorkerLostError for another epoch, or IncompatiblePeerError with every difference of the layouts.
     """
     if message.decode_epoch != me.epoch:
         raise WorkerLostError(f"{me.worker_id} is in epoch {me.epoch}, not {message.decode_epoch}")
@@ -82,8 +71,15 @@ def check(message: PairOpen, me: WorkerRef, layout: KvLayout, transports: Sequen
         raise IncompatiblePeerError(
             f"KV caches of {me.worker_id} (here) and {message.prefill.worker_id} (there) differ: {'; '.join(differences)}"
         )
-    for transport in transports:
-        if transport.name == message.transport:
-            return transport
-    names = ", ".join(transport.name for transport in transports)
-    raise TransportUnavailableError(f"{me.worker_id} has {names}")
+    if message.prefill.num_ranks < 1:
+        raise IncompatiblePeerError(f"{message.prefill.worker_id} has {message.prefill.num_ranks} ranks")
+    moves = head_moves(message.prefill.num_ranks, me.num_ranks, layout.num_kv_heads)
+    if not 0 <= message.lane < len(moves):
+        raise IncompatiblePeerError(f"lane {message.lane} of {len(moves)}")
+    return moves
+
+
+def check_transport(name: str, me: WorkerRef, rank: ReceiveRank) -> None:
+    """Raises TransportUnavailableError if this rank does not have it."""
+    if name not in rank.transports:
+        raise TransportUnavailableError(f"{me.worker_id} has {', '.join(rank.transports)}")

@@ -1,10 +1,10 @@
 """Prefill's end of the handoff: one SendingPair per decode worker that is being sent to.
 
-    announce ──► posted ──► first layers … last layers ──► (next push) … ──► commit ──► committed
+    announce ──► posted ──► first layers … last layers, on every lane ──► (next push) … ──► commit ──► committed
 
 A push is what one prefill step adds to the transfers of one decode worker. It is announced before the step computes, so
 that decode has posted its receives by the time the first layers are there, and these travel while the next are computed.
-Pushes leave in the order of their announcements: one pump task and one thread per pair see to it.
+Pushes leave in the order of their announcements: one pump task per pair and one thread per lane see to it.
 
 Who frees: nobody here. The prefill worker keeps its blocks until `push` and `commit` have returned or raised. A pair that
 fails once is broken for good: everything on it raises KvTransferError, and the next request opens a new pair.
@@ -13,21 +13,18 @@ fails once is broken for good: everything on it raises KvTransferError, and the 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-import sys
-import threading
+from collections import defaultdict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from kv_transfer.fingerprint import BlockFingerprints
-from kv_transfer.plan import cut, layer_groups, slot_runs
-from kv_transfer.pool_view import PoolView, Slots
-from kv_transfer.rendezvous import offer
-from kv_transfer.transport import SendChannel, SendTransport, TransportError
+from kv_transfer.lanes import SendLane, SendRank
+from kv_transfer.rendezvous import Ask, offer
+from kv_transfer.shards import head_moves
+from kv_transfer.transport import TransportError
 from protocol.calls import Caller
 from protocol.errors import KvTransferError, TandemError, UnavailableError
+from protocol.gang import TokenSpan
 from protocol.messages import (
     KvLayout,
     PairClosed,
@@ -45,44 +42,20 @@ from protocol.wire import WireClient
 log = logging.getLogger(__name__)
 
 
-class StepSignal:
-    """How far the engine's current step has come, told from the engine's thread to the transfer threads."""
-
-    def __init__(self) -> None:
-        self._layers_done = 0
-        self._wanted: list[int] = []
-        self._changed = threading.Condition()
-
-    def layer_done(self, layer: int) -> None:
-        """K and V of this layer are in the pool."""
-        with self._changed:
-            self._layers_done = layer + 1
-            if layer in self._wanted:  # waking a thread for nothing would take the interpreter from the engine
-                self._changed.notify_all()
-
-    def finish(self) -> None:
-        """The step is over and its first tokens are on their way."""
-        with self._changed:
-            self._layers_done = sys.maxsize
-            self._changed.notify_all()
-
-    def wait_for(self, layer: int, deadline_s: float) -> None:
-        with self._changed:
-            self._wanted.append(layer)
-            if not self._changed.wait_for(lambda: self._layers_done > layer, deadline_s):
-                raise TransportError(f"layer {layer} was not computed within {deadline_s:g} s")
-            self._wanted.remove(layer)
-
-
 @dataclass
 class OutgoingTransfer:
     """One ticket's transfer as prefill sees it."""
 
     ticket: Ticket
-    fingerprints: BlockFingerprints = field(default_factory=BlockFingerprints)
-    sent_tokens: int = 0
+    digests: defaultdict[int, bytes] = field(default_factory=lambda: defaultdict(bytes))
+    """Fingerprints of what was sent, by lane."""
+    sent_tokens: int = field(init=False)
+    """At the prompt's beginning, those included that decode held already."""
     refused: bool = False
     """Decode no longer has the ticket: nothing more is sent."""
+
+    def __post_init__(self) -> None:
+        self.sent_tokens = self.ticket.held_tokens
 
 
 @dataclass(frozen=True)
@@ -94,10 +67,13 @@ class PushPart:
     start: int
     num_tokens: int
 
+    def span(self) -> TokenSpan:
+        return TokenSpan(tuple(self.block_table), self.start, self.num_tokens, self.transfer.ticket.block_size)
+
 
 @dataclass
 class _Push:
-    step: StepSignal
+    step: int
     parts: Sequence[PushPart]
     posted: asyncio.Task[PushPosted]
     done: asyncio.Future[None]
@@ -112,7 +88,6 @@ class SendingPair:
         peer: WorkerRef,
         layout: KvLayout,
         client: WireClient,
-        pool: PoolView,
         *,
         lease_s: float,
         heartbeat_s: float,
@@ -121,11 +96,9 @@ class SendingPair:
         self._me = me
         self._layout = layout
         self._caller = Caller(client, self._told)
-        self._pool = pool
         self._lease_s = lease_s
         self._heartbeat_s = heartbeat_s
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"kv-to-{peer.worker_id}")
-        self._channel: SendChannel | None = None
+        self._lanes: list[SendLane] = []
         self._pushes: asyncio.Queue[_Push] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self.broken = False
@@ -138,32 +111,32 @@ class SendingPair:
         peer: WorkerRef,
         secret: bytes,
         layout: KvLayout,
-        transports: Sequence[SendTransport],
-        pool: PoolView,
+        ranks: Sequence[SendRank],
         *,
         connect_s: float,
         lease_s: float,
         heartbeat_s: float,
     ) -> SendingPair:
-        """Connect to a decode worker over the first transport that it takes.
+        """Connect the ranks of this worker to those of a decode worker, each lane over the first transport that it takes.
 
         Raises WorkerLostError, IncompatiblePeerError or KvTransferError.
         """
         client = await WireClient.connect(peer.address, secret, connect_s)
-        pair = cls(me, peer, layout, client, pool, lease_s=lease_s, heartbeat_s=heartbeat_s)
+        pair = cls(me, peer, layout, client, lease_s=lease_s, heartbeat_s=heartbeat_s)
         pair._tasks.append(asyncio.create_task(pair._caller.run()))
         try:
-            pair._channel = await offer(
-                lambda build: pair._caller.ask(build, connect_s), me, peer, layout, transports, pool, pair._thread, lease_s
-            )
+            for lane, move in enumerate(head_moves(me.num_ranks, peer.num_ranks, layout.num_kv_heads)):
+                rank = ranks[move.prefill_rank]
+                ask: Ask = lambda build: pair._caller.ask(build, connect_s)  # noqa: E731
+                pair._lanes.append(await offer(ask, me, peer, layout, lane, move, rank))
         except BaseException:
             await pair.close()
             raise
         pair._tasks += [asyncio.create_task(pair._pump()), asyncio.create_task(pair._ping())]
         return pair
 
-    def push(self, step: StepSignal, parts: Sequence[PushPart]) -> asyncio.Future[None]:
-        """Announce a push and queue it; the future ends when its last byte has left, or with KvTransferError."""
+    def push(self, step: int, parts: Sequence[PushPart]) -> asyncio.Future[None]:
+        """Announce what a step computes and queue it; the future ends when its last byte has left, or with KvTransferError."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
         done.add_done_callback(_observe)
@@ -180,7 +153,10 @@ class SendingPair:
         return done
 
     async def commit(self, transfer: OutgoingTransfer) -> None:
-        """Close a transfer after its last push. Returns when decode has checked it; raises TandemError otherwise."""
+        """Close a transfer after its last push, or at once if decode holds all of it.
+
+        Returns when decode has checked it; raises TandemError otherwise.
+        """
         if transfer.refused:
             raise KvTransferError("the decode worker no longer holds the ticket")
         await self._caller.ask(
@@ -191,7 +167,7 @@ class SendingPair:
                 transfer.sent_tokens,
                 self._layout.num_layers,
                 self._layout,
-                transfer.fingerprints.digest(),
+                tuple(transfer.digests[lane] for lane in range(len(self._lanes))),
             ),
             self._lease_s,
         )
@@ -212,10 +188,8 @@ class SendingPair:
         self._caller.close()
         while not self._pushes.empty():
             self._fail(self._pushes.get_nowait())
-        await asyncio.to_thread(self._thread.shutdown)
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+        lanes, self._lanes = self._lanes, []
+        await asyncio.gather(*(lane.close() for lane in lanes))
 
     async def _pump(self) -> None:
         """Send pushes in the order in which they were announced."""
@@ -225,7 +199,7 @@ class SendingPair:
                 posted = await push.posted
                 for part in push.parts:
                     part.transfer.refused |= part.transfer.ticket.ticket_id in posted.refused_ticket_ids
-                await asyncio.get_running_loop().run_in_executor(self._thread, self._send_layers, push)
+                await self._send(push)
             except (TransportError, UnavailableError) as error:
                 log.warning("KV channel to %s broke: %s", self.peer.worker_id, error)
                 self.broken = True
@@ -240,24 +214,23 @@ class SendingPair:
             self.pushes_in_flight -= 1
             push.done.set_result(None)
 
-    def _send_layers(self, push: _Push) -> None:
-        """In the pair's thread."""
-        assert self._channel is not None
+    async def _send(self, push: _Push) -> None:
+        """On all lanes at once. Raises TransportError when all have ended, if one has failed."""
         parts = [part for part in push.parts if not part.transfer.refused]
         if not parts:
             return
-        cuts = [cut(part.block_table, self._layout.block_size, part.start, part.num_tokens) for part in parts]
-        slots = Slots(slot_runs(itertools.chain(*cuts)))
-        for layers in layer_groups(self._layout.num_layers, len(slots) * self._layout.token_bytes):
-            # What goes last waits for the whole step: sending takes the interpreter from the engine, and nobody waits for
-            # KV before the first token is out.
-            is_last = layers.stop == self._layout.num_layers
-            push.step.wait_for(layers.stop if is_last else layers[-1], self._lease_s)
-            self._channel.send(layers, slots)
-            for part, pieces in zip(parts, cuts, strict=True):
-                sent = self._pool.bytes[layers.start : layers.stop]
-                part.transfer.fingerprints.update(sent, self._pool.row_bytes, pieces)
-        self._channel.flush()
+        spans = [part.span() for part in parts]
+        sending = [asyncio.create_task(lane.send(push.step, spans)) for lane in self._lanes]
+        try:
+            await asyncio.wait(sending)
+        except asyncio.CancelledError:
+            for task in sending:
+                task.cancel()
+            raise
+        results = await asyncio.gather(*sending)
+        for lane, digests in enumerate(results):
+            for part, digest in zip(parts, digests, strict=True):
+                part.transfer.digests[lane] += digest
         for part in parts:
             part.transfer.sent_tokens += part.num_tokens
 

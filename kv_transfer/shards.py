@@ -1,40 +1,15 @@
 """Which part of the KV goes from which prefill rank to which decode rank: pure arithmetic, the same on both sides.
 
-A tensor-parallel replica of R ranks shares out H KV heads. With R <= H each rank holds H / R neighbouring heads; with R > H
-each head is held by R / H neighbouring ranks, all of them the same bytes. The two sides may differ in R and in block size.
-Every decode rank gets each of its heads once, from one prefill rank; the ranks that hold the same head take turns, so that no
-copy of a head serves all.
+A tensor-parallel replica of R ranks shares out H KV heads by `configs.sharding.heads_of`. With R <= H each rank holds H / R
+neighbouring heads; with R > H each head is held by R / H neighbouring ranks, all of them the same bytes. The two sides may
+differ in R. Every decode rank gets each of its heads once, from one prefill rank; the ranks that hold the
+same head take turns, so that no copy of a head serves all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-from kv_transfer.plan import Copy, copies, cut, slot_runs
-from protocol.errors import IncompatiblePeerError
-
-
-@dataclass(frozen=True)
-class HeadMove:
-    """Neighbouring heads that one rank's pool gives to another's; indices count within each pool."""
-
-    prefill_rank: int
-    decode_rank: int
-    source_head: int
-    destination_head: int
-    num_heads: int
-
-
-def heads_of(rank: int, num_ranks: int, num_kv_heads: int) -> range:
-    """The KV heads that a rank holds. Raises IncompatiblePeerError if they can't be shared out evenly."""
-    if num_kv_heads % num_ranks and num_ranks % num_kv_heads:
-        raise IncompatiblePeerError(f"{num_kv_heads} KV heads can't be shared out evenly to {num_ranks} ranks")
-    if num_ranks >= num_kv_heads:
-        head = rank * num_kv_heads // num_ranks
-        return range(head, head + 1)
-    share = num_kv_heads // num_ranks
-    return range(rank * share, (rank + 1) * share)
+from configs.sharding import heads_of
+from protocol.gang import HeadMove
 
 
 def head_moves(prefill_ranks: int, decode_ranks: int, num_kv_heads: int) -> list[HeadMove]:
@@ -51,14 +26,6 @@ def head_moves(prefill_ranks: int, decode_ranks: int, num_kv_heads: int) -> list
             else:
                 moves.append(HeadMove(rank, decode_rank, source, destination, 1))
     return moves
-
-
-def token_moves(
-    source_table: Sequence[int], source_block: int, table: Sequence[int], block: int, start: int, num_tokens: int
-) -> list[Copy]:
-    """Slots to copy for tokens [start, start + num_tokens), between pools whose block sizes may differ."""
-    source = slot_runs(cut(source_table, source_block, start, num_tokens))
-    return list(copies(source, slot_runs(cut(table, block, start, num_tokens))))
 
 
 def _holder(head: int, decode_rank: int, prefill_ranks: int, num_kv_heads: int) -> int:

@@ -37,8 +37,8 @@ from kv_transfer.transport import ReceiveChannel, SendChannel, TransportError
 NAME = "shared_memory"
 
 _KEY_BYTES = 32
-_GREETING = struct.Struct("<Q")
-"""Slots of prefill's pool."""
+_GREETING = struct.Struct("<QQQ")
+"""Slots of prefill's pool, bytes of a slot, and where in a slot the rows of this channel begin."""
 _NOTICE = struct.Struct("<I")
 """Runs of slots that follow, each as `_RUN`: where the chunk lies in prefill's pool."""
 _RUN = struct.Struct("<QQ")
@@ -70,7 +70,8 @@ class SharedMemorySender:
         try:
             if not hmac.compare_digest(pipe.receive(hashlib.sha256().digest_size), _proof(key, b"decode")):
                 raise TransportError("somebody else connected")
-            self._greet(connection, _proof(key, b"prefill") + _GREETING.pack(pool.num_slots))
+            place = _GREETING.pack(pool.num_slots, pool.stride_bytes, pool.first_byte)
+            self._greet(connection, _proof(key, b"prefill") + place)
         except BaseException:
             pipe.close()
             raise
@@ -109,7 +110,7 @@ class SharedMemoryReceiver:
         return _SharedMemoryReceiveChannel(pipe, source, pool)
 
     def _welcomed(self, connection: socket.socket, key: bytes, pool: PoolView) -> ByteArray:
-        """Prefill's pool, [layers, 2, slots, row bytes], read-only."""
+        """The rows in prefill's pool, [layers, 2, slots, row bytes], read-only."""
         expected = _proof(key, b"prefill")
         try:
             greeting, fds, _, _ = socket.recv_fds(connection, len(expected) + _GREETING.size, 1, socket.MSG_CMSG_CLOEXEC)
@@ -118,9 +119,11 @@ class SharedMemoryReceiver:
         try:
             if len(fds) != 1 or not hmac.compare_digest(greeting[: len(expected)], expected):
                 raise TransportError("somebody else answered")
-            (num_slots,) = _GREETING.unpack(greeting[len(expected) :])
-            shape = (len(pool.rows), 2, num_slots, pool.row_bytes)
+            num_slots, stride_bytes, first_byte = _GREETING.unpack(greeting[len(expected) :])
+            shape = (len(pool.rows), 2, num_slots, stride_bytes)
             size = int(np.prod(shape, dtype=object))
+            if first_byte + pool.row_bytes > stride_bytes:
+                raise TransportError("prefill's rows are not of this layout")
             # Memory that could shrink would kill us when we read it.
             if os.fstat(fds[0]).st_size < size or not fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
                 raise TransportError("prefill's memory is not a sealed pool of this layout")
@@ -130,7 +133,8 @@ class SharedMemoryReceiver:
         finally:
             for fd in fds:
                 os.close(fd)
-        return np.frombuffer(mapped, dtype=np.uint8).reshape(shape)
+        slots = np.frombuffer(mapped, dtype=np.uint8).reshape(shape)
+        return slots[..., first_byte : first_byte + pool.row_bytes]
 
 
 class _SharedMemorySendChannel:

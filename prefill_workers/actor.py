@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import torch
 
-from configs.models import resolve_for
 from configs.schema import ClusterConfig
-from engine.model_runner import ModelRunner
+from engine.gang import Gang
 from kv_transfer.choice import sending_transports
+from prefill_workers.rank import load_share
 from prefill_workers.worker import PrefillWorker
 from protocol.actor import WorkerActor
 from protocol.messages import Role, WorkerRef
@@ -18,9 +19,21 @@ from telemetry.logging import setup_logging
 
 
 class PrefillActor(WorkerActor):
-    """One life of one prefill worker. `host` is the address to listen on, `threads` the cores to compute with."""
+    """One life of one prefill worker: its first rank. `others` are the addresses at which the other ranks listen, in order.
 
-    def __init__(self, worker_id: str, epoch: int, config: ClusterConfig, secret: bytes, host: str, threads: int) -> None:
+    `host` is the address to listen on, `threads` the cores to compute with.
+    """
+
+    def __init__(
+        self,
+        worker_id: str,
+        epoch: int,
+        config: ClusterConfig,
+        secret: bytes,
+        host: str,
+        threads: int,
+        others: Sequence[str],
+    ) -> None:
         super().__init__()
         self._worker_id = worker_id
         self._epoch = epoch
@@ -28,24 +41,23 @@ class PrefillActor(WorkerActor):
         self._secret = secret
         self._host = host
         self._threads = threads
+        self._others = others
 
     async def build(self) -> PrefillWorker:
         setup_logging(self._worker_id)
         torch.set_num_threads(self._threads)
-        runner = await asyncio.to_thread(self._load)
-        transports = sending_transports(self._config.transport, self._host, runner.pool.memory_fd)
-        server = WireServer(self._secret, self._host)
-        me = WorkerRef(self._worker_id, self._epoch, Role.PREFILL, server.address)
-        return PrefillWorker(me, self._secret, runner, server, transports, self._config)
-
-    def _load(self) -> ModelRunner:
-        config = self._config
-        return ModelRunner.load(
-            resolve_for(config).facts,
-            dtype=config.dtype,
-            quantization=config.quantization,
-            deterministic=config.deterministic,
-            block_size=config.block_size,
-            num_kv_tokens=config.prefill.kv_cache_tokens,
-            shared_kv=config.transport != "gloo",
+        config, limits = self._config, self._config.limits
+        gang = await Gang.connect(
+            self._others,
+            self._secret,
+            connect_s=limits.connect_s,
+            lease_s=limits.lease_s,
+            heartbeat_s=limits.heartbeat_s,
         )
+        ranks = await gang.form(self._host, limits.worker_start_s)
+        runner = await asyncio.to_thread(load_share, config, ranks)
+        await gang.joined(runner.pool.num_blocks)
+        server = WireServer(self._secret, self._host)
+        me = WorkerRef(self._worker_id, self._epoch, Role.PREFILL, server.address, gang.size)
+        transports = sending_transports(config.transport, self._host, runner.pool.memory_fd)
+        return PrefillWorker(me, self._secret, runner, server, transports, config, gang)

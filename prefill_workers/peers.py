@@ -7,9 +7,8 @@ import logging
 from collections.abc import Sequence
 
 from configs.schema import LimitsConfig
-from kv_transfer.pool_view import PoolView
+from kv_transfer.lanes import SendRank
 from kv_transfer.sender import SendingPair
-from kv_transfer.transport import SendTransport
 from protocol.audit import PairRow
 from protocol.errors import TandemError
 from protocol.messages import KvLayout, WorkerRef
@@ -25,15 +24,13 @@ class DecodePeers:
         me: WorkerRef,
         secret: bytes,
         layout: KvLayout,
-        pool: PoolView,
-        transports: Sequence[SendTransport],
+        ranks: Sequence[SendRank],
         limits: LimitsConfig,
     ) -> None:
         self._me = me
         self._secret = secret
         self._layout = layout
-        self._pool = pool
-        self._transports = transports
+        self._ranks = ranks
         self._limits = limits
         self._pairs: dict[WorkerRef, asyncio.Task[SendingPair]] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -75,8 +72,7 @@ class DecodePeers:
             peer,
             self._secret,
             self._layout,
-            self._transports,
-            self._pool,
+            self._ranks,
             connect_s=self._limits.connect_s,
             lease_s=self._limits.lease_s,
             heartbeat_s=self._limits.heartbeat_s,

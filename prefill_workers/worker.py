@@ -18,11 +18,14 @@ from dataclasses import dataclass
 from configs.schema import ClusterConfig
 from engine.batch import Chunk, SampledToken
 from engine.engine_thread import EngineThread
+from engine.gang import Gang
 from engine.model_runner import ModelRunner
 from engine.prefix_cache import PrefixCache
 from engine.sampler import finish_reason
-from kv_transfer.pool_view import PoolView
-from kv_transfer.sender import OutgoingTransfer, PushPart, SendingPair, StepSignal
+from kv_transfer.lanes import LocalSendRank
+from kv_transfer.progress import StepProgress
+from kv_transfer.remote_lanes import RemoteSendRank
+from kv_transfer.sender import OutgoingTransfer, PushPart, SendingPair
 from kv_transfer.transport import SendTransport
 from prefill_workers.books import prefill_books
 from prefill_workers.peers import DecodePeers
@@ -55,7 +58,7 @@ class _Job:
     pair: SendingPair | None = None
     """None when the answer is one token long: nothing is handed over."""
     last_push: asyncio.Future[None] | None = None
-    """Pushes of a pair end in order, so this one's end is the end of all."""
+    """Pushes of a pair end in order, so this one's end is the end of all. None as long as decode holds what was computed."""
     began: float | None = None
     answered: bool = False
     stopped: bool = False
@@ -82,12 +85,14 @@ class PrefillWorker:
         server: WireServer,
         transports: Sequence[SendTransport],
         config: ClusterConfig,
+        gang: Gang,
     ) -> None:
         self.me = me
         self._limits = config.limits
         self._max_queued = config.prefill.max_queued_requests
         self._facts = runner.facts
-        self._engine = EngineThread(runner)
+        self._gang = gang
+        self._engine = EngineThread(runner, gang)
         self._cache = PrefixCache(runner.pool.num_blocks)
         self._scheduler = PrefillScheduler(
             self._cache,
@@ -95,7 +100,11 @@ class PrefillWorker:
             config.prefill.max_batch_tokens,
             shares_prefixes=not config.deterministic,
         )
-        self._peers = DecodePeers(me, secret, runner.layout(), PoolView(runner.pool.layers()), transports, config.limits)
+        self._progress = StepProgress()
+        pool = runner.pool
+        first = LocalSendRank(pool.layers(), pool.block_size, transports, self._progress, self._limits.lease_s)
+        others = [RemoteSendRank(gang.asker(rank), first.transports) for rank in range(1, gang.size)]
+        self._peers = DecodePeers(me, secret, runner.layout(), [first, *others], config.limits)
         self._jobs: dict[Prompt, _Job] = {}
         self._tokens = 0
         self._wake = asyncio.Event()
@@ -114,11 +123,13 @@ class PrefillWorker:
     async def run(self) -> None:
         try:
             async with self._tasks as tasks:
+                tasks.create_task(self._gang.run())
                 tasks.create_task(self._endpoint.run())
                 tasks.create_task(self._steps())
                 tasks.create_task(self._retire_broken_pairs())
         finally:
             await self._peers.close()
+            await self._gang.close()
             self._engine.close()
 
     async def drain(self) -> None:
@@ -183,7 +194,7 @@ class PrefillWorker:
         if not all(0 <= token_id < self._facts.vocab_size for token_id in message.token_ids):
             raise InvalidRequestError(f"token ids must lie in [0, {self._facts.vocab_size})", param="prompt")
         message.sampling.check(self._facts.vocab_size)
-        if message.ticket.num_prompt_tokens != num_tokens:
+        if message.ticket.num_prompt_tokens != num_tokens or not 0 <= message.ticket.held_tokens <= num_tokens:
             raise InvalidRequestError("the ticket was made for a prompt of another length")
 
     async def _admit(self, job: _Job) -> None:
@@ -251,11 +262,10 @@ class PrefillWorker:
                 self._wake.clear()
                 await self._wake.wait()
                 continue
-            signal = StepSignal()
             jobs = [self._jobs[chunk.prompt] for chunk in plan]
-            self._push(signal, jobs, plan)
+            self._push(self._progress.begin(), jobs, plan)
             step = self._engine.start(
-                [_engine_chunk(job, chunk) for job, chunk in zip(jobs, plan, strict=True)], signal.layer_done
+                [_engine_chunk(job, chunk) for job, chunk in zip(jobs, plan, strict=True)], self._progress.layer_done
             )
             self._endpoint.load_changed()
             outputs = await step
@@ -267,21 +277,21 @@ class PrefillWorker:
                     self._part(job)
                 elif output is not None:
                     self._answer(job, output)
-            signal.finish()
+            self._progress.finish()
 
-    def _push(self, signal: StepSignal, jobs: Sequence[_Job], plan: Sequence[PlannedChunk]) -> None:
+    def _push(self, step: int, jobs: Sequence[_Job], plan: Sequence[PlannedChunk]) -> None:
         """Announce this step's KV to every decode worker that gets some of it."""
         parts: dict[SendingPair, list[tuple[_Job, PushPart]]] = {}
         now = time.monotonic()
         for job, chunk in zip(jobs, plan, strict=True):
             job.in_step = True
             job.began = job.began or now
-            if job.pair is not None:
-                start = chunk.handoff_start
+            start = max(chunk.handoff_start, job.message.ticket.held_tokens)
+            if job.pair is not None and start < chunk.end:
                 part = PushPart(job.transfer, chunk.prompt.block_table, start, chunk.end - start)
                 parts.setdefault(job.pair, []).append((job, part))
         for pair, items in parts.items():
-            done = pair.push(signal, [part for _, part in items])
+            done = pair.push(step, [part for _, part in items])
             for job, _ in items:
                 job.last_push = done
 
@@ -311,9 +321,9 @@ class PrefillWorker:
     async def _hand_over(self, job: _Job) -> None:
         """Wait for the last push, commit, and give the blocks back."""
         assert job.pair is not None
-        assert job.last_push is not None
         try:
-            await job.last_push
+            if job.last_push is not None:
+                await job.last_push
             await job.pair.commit(job.transfer)
         except TandemError as error:
             log.warning("handoff to %s failed: %s", job.pair.peer.worker_id, error.message)

@@ -79,6 +79,11 @@ class DecodeBooks:
     call_id: int
     total_blocks: int
     free_blocks: int
+    """Those included that are cached and idle."""
+    owned_blocks: int
+    """Those to which there is at least one reference."""
+    references: int
+    """A block that n tickets share has n."""
     tickets: tuple[TicketRow, ...]
     problems: tuple[str, ...]
 

@@ -25,11 +25,17 @@ class WorkerInfo:
     epoch: int
     state: WorkerState
     ref: WorkerRef | None
-    pid: int | None
+    pids: tuple[int, ...]
+    """Of its ranks, the first one's first; empty until it is ready."""
     node: str | None
     restarts: int
     last_error: str | None
     """Why the former life ended, for `tandem status`."""
+
+    @property
+    def pid(self) -> int | None:
+        """Of the rank that speaks for all."""
+        return self.pids[0] if self.pids else None
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,6 @@ from enum import Enum
 from protocol.codec import message
 from protocol.errors import InvalidRequestError, TandemError, error_from_code
 
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
-
 
 class Role(Enum):
     PREFILL = "prefill"
@@ -43,6 +41,8 @@ class WorkerRef:
     role: Role
     address: str
     """Where its socket listens, as `tcp://host:port`."""
+    num_ranks: int = 1
+    """Its tensor-parallel size. The first rank speaks for all."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,8 @@ class Ticket:
     block_size: int
     block_table: tuple[int, ...]
     num_prompt_tokens: int
+    held_tokens: int
+    """At the prompt's beginning, whose KV the decode worker has already: whole blocks, and nothing is sent for them."""
 
 
 @dataclass(frozen=True)
@@ -120,14 +122,9 @@ class KvLayout:
     dtype: str
     num_layers: int
     num_kv_heads: int
+    """Of the whole model, however many ranks share them."""
     head_dim: int
-    block_size: int
     layout_version: int
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token's K and V in one layer."""
-        return 2 * self.num_kv_heads * self.head_dim * _ITEM_BYTES[self.dtype]
 
     def differences(self, other: KvLayout) -> list[str]:
         """Sentences such as `dtype: float32 here, bfloat16 there`; empty if the two fit."""
@@ -190,9 +187,9 @@ class LoadReport:
     tokens: int
     """Prompt tokens computed (prefill) or tokens generated (decode) since start."""
     prefix_cache_queries: int
-    """Tokens of the prompts that were looked up in the prefix cache since start; 0 where there is none (decode)."""
+    """Tokens of the prompts that were looked up in the worker's prefix cache since start."""
     prefix_cache_hits: int
-    """Those of them whose KV was taken from it."""
+    """Those of them whose KV was there: not computed again (prefill), not sent again (decode)."""
     reservable_blocks: int
     """Free blocks that a new ticket may take (decode); 0 at a prefill worker, which gives no tickets."""
     num_preemptions: int
@@ -213,6 +210,8 @@ class Reserve:
     """Prompt and, on a resumed stream, the tokens that were already emitted."""
     max_tokens: int
     """Of the answer. Blocks are taken for its beginning, but a whole that can never fit is refused."""
+    cache_salt: str
+    """Only requests with the same salt share cached KV; empty is a salt like any other."""
 
 
 @message(11)
@@ -279,7 +278,7 @@ class Prefill:
     """How many at the end of `token_ids` were emitted before; 0 for a fresh request."""
     sampling: SamplingParams
     cache_salt: str
-    """Only prompts with the same salt share cached KV; empty is a salt like any other."""
+    """As in `Reserve`."""
 
 
 @message(21)
@@ -311,15 +310,18 @@ class Cancel:
 @message(30)
 @dataclass(frozen=True)
 class PairOpen:
-    """Asks for a channel over this transport; `rendezvous` is the transport's own address material.
+    """Asks for a lane over this transport; `rendezvous` is the transport's own address material.
 
-    Refused with transport_unavailable, another transport may be offered.
+    A pair has one for each move of `kv_transfer.shards.head_moves`. Refused with transport_unavailable, another transport may
+    be offered.
     """
 
     call_id: int
     prefill: WorkerRef
     decode_epoch: int
     layout: KvLayout
+    lane: int
+    """Which of the moves."""
     transport: str
     rendezvous: bytes
 
@@ -370,8 +372,8 @@ class PushCommit:
     num_tokens: int
     num_layers: int
     layout: KvLayout
-    fingerprints: bytes
-    """xxh3_64 of each block, in order (`kv_transfer.fingerprint`)."""
+    fingerprints: tuple[bytes, ...]
+    """For each lane an xxh3_64 of each block, in order (`kv_transfer.fingerprint`)."""
 
 
 @message(35)

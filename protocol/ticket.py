@@ -1,16 +1,20 @@
 """The life of a ticket: one request's claim on KV blocks of one decode worker.
 
+        ┌──── nothing to send ────┐
+        │                         ▼
     RESERVED ──► RECEIVING ──► COMMITTED ──► ATTACHED ──► RELEASED
         │            │             │            │
         └────────────┴─────────────┴────────────┴──► ABORTED | EXPIRED
 
 RESERVED    decode holds blocks for the prompt and some of the answer; no KV was sent     (router: Reserve)
 RECEIVING   a prefill worker announced a push; its transfer writes into the blocks        (prefill: PushAnnounce)
-COMMITTED   every token of every layer has arrived and the commit record was checked      (prefill: PushCommit)
+COMMITTED   every token of every layer is there and the commit record was checked         (prefill: PushCommit)
 ATTACHED    the sequence is in the decode batch, or preempted and waiting to go on        (router: Attach)
 RELEASED    the router gave it back, or the sequence finished: blocks free
 ABORTED     cancelled, or its peer died: blocks free once no transfer writes into them
 EXPIRED     its lease ran out; otherwise like ABORTED
+
+A ticket whose prompt is cached at decode as a whole goes from RESERVED to COMMITTED: nothing has to be sent for it.
 
 Blocks return to the free list only in a final state *and* with no transfer in flight (quarantine).
 """
@@ -38,7 +42,7 @@ _FINAL = frozenset({TicketState.RELEASED, TicketState.ABORTED, TicketState.EXPIR
 _FAILED = frozenset({TicketState.ABORTED, TicketState.EXPIRED})
 
 _NEXT: dict[TicketState, frozenset[TicketState]] = {
-    TicketState.RESERVED: frozenset({TicketState.RECEIVING, TicketState.RELEASED}) | _FAILED,
+    TicketState.RESERVED: frozenset({TicketState.RECEIVING, TicketState.COMMITTED, TicketState.RELEASED}) | _FAILED,
     TicketState.RECEIVING: frozenset({TicketState.COMMITTED}) | _FAILED,
     TicketState.COMMITTED: frozenset({TicketState.ATTACHED, TicketState.RELEASED}) | _FAILED,
     TicketState.ATTACHED: frozenset({TicketState.RELEASED}) | _FAILED,

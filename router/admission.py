@@ -200,7 +200,9 @@ class Admission:
         ticket = None
         decode.book.give(need_blocks)
         try:
-            ticket = await decode.reserve(attempt_id, journal.token_ids, journal.remaining_tokens, patience_s)
+            ticket = await decode.reserve(
+                attempt_id, journal.token_ids, journal.remaining_tokens, journal.cache_salt, patience_s
+            )
         except OverloadedError:
             decode.book.refuse(need_blocks)
         except UnavailableError as error:

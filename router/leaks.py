@@ -68,13 +68,10 @@ def _leaks_of(worker: Audited, workers: Sequence[Audited], lease_s: float, patie
     if books is None:
         yield _leak("silent", worker, f"did not answer within {patience_s:g} s")
         return
-    found: list[Leak]
+    found = _block_leaks(worker, books)
     if isinstance(books, DecodeBooks):
-        found = list(_block_leaks(worker, books, sum(row.num_blocks for row in books.tickets)))
         yield from _ticket_leaks(worker, books, _expected_transfers(workers), lease_s)
     else:
-        found = list(_block_leaks(worker, books, books.owned_blocks))
-        found += _reference_leaks(worker, books)
         yield from _prompt_leaks(worker, books, workers)
     yield from found
     if not found:  # the worker's own check would say the same in fewer words
@@ -82,18 +79,19 @@ def _leaks_of(worker: Audited, workers: Sequence[Audited], lease_s: float, patie
             yield _leak("books", worker, f"contradicts itself: {problem}", problem)
 
 
-def _block_leaks(worker: Audited, books: DecodeBooks | PrefillBooks, owned: int) -> Iterator[Leak]:
-    missing = books.total_blocks - books.free_blocks - owned
+def _block_leaks(worker: Audited, books: DecodeBooks | PrefillBooks) -> list[Leak]:
+    found = []
+    missing = books.total_blocks - books.free_blocks - books.owned_blocks
     if missing:
         count = f"{missing} blocks are lost" if missing > 0 else f"{-missing} blocks are too many"
-        sums = f"{books.free_blocks} free and {owned} owned of {books.total_blocks}"
-        yield _leak("blocks", worker, f"has {sums}: {count}", num_blocks=max(0, missing))
-
-
-def _reference_leaks(worker: Audited, books: PrefillBooks) -> Iterator[Leak]:
-    held = sum(prompt.num_blocks for prompt in books.prompts)
+        sums = f"{books.free_blocks} free and {books.owned_blocks} owned of {books.total_blocks}"
+        found.append(_leak("blocks", worker, f"has {sums}: {count}", num_blocks=max(0, missing)))
+    rows, holders = (books.tickets, "tickets") if isinstance(books, DecodeBooks) else (books.prompts, "prompts")
+    held = sum(row.num_blocks for row in rows)
     if books.references != held:
-        yield _leak("references", worker, f"counts {books.references} references to blocks, but its prompts hold {held}")
+        sentence = f"counts {books.references} references to blocks, but its {holders} hold {held}"
+        found.append(_leak("references", worker, sentence))
+    return found
 
 
 def _ticket_leaks(

@@ -39,6 +39,7 @@ def worker_status(info: WorkerInfo, link: WorkerLink | None) -> dict[str, Any]:
         "epoch": info.epoch,
         "state": info.state.value,
         "pid": info.pid,
+        "rank_pids": list(info.pids),
         "node": info.node,
         "restarts": info.restarts,
         "last_error": info.last_error,

@@ -29,7 +29,7 @@ def write(facts: ModelFacts, directory: Path) -> None:
     for parameter in [*model_parameters(facts), *(parameter for layer in layers for parameter in layer)]:
         for part in parameter.parts:
             tensor = torch.empty(part.shape, dtype=torch.bfloat16)
-            source.read(part, tensor)
+            source.read(part.shard(0, 1), tensor)
             tensors[names.stored_name(part.name)] = tensor
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(_config(facts), indent=2) + "\n")

@@ -3,6 +3,9 @@
 The families differ in flags of `ModelFacts`: biases on q, k and v (Qwen2), a norm on each head of q and k (Qwen3),
 stretched rotary frequencies (Llama 3.1), an output head of its own or tied to the embedding.
 
+On a rank of a tensor-parallel worker all widths but the hidden size are its share: the model is the same, and what attention,
+feed-forward network and embedding give is added up over the ranks.
+
 Shape suffixes as in `engine.kernels`; D is the hidden size, S the rows that are sampled from.
 """
 
@@ -16,11 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from configs.facts import ModelFacts
+from configs.sharding import vocabulary_of
 from engine.batch import ForwardBatch
 from engine.kernels.linear import Linear
 from engine.kernels.norm import rms_norm
 from engine.kv_pool import KVPool
 from engine.operators import StepFactory
+from engine.tensor_parallel import TensorParallel
 
 
 @dataclass(frozen=True)
@@ -38,10 +43,11 @@ class Layer:
 @dataclass(frozen=True)
 class DecoderWeights:
     embedding_VD: Tensor
+    """Of this rank's tokens."""
     layers: tuple[Layer, ...]
     final_norm: Tensor
     head: Callable[[Tensor], Tensor]
-    """[S, D] to float32 logits [S, V]."""
+    """[S, D] to float32 logits of this rank's tokens, [S, V]."""
     rope_frequencies: Tensor
     """[H/2], float32, scaling included."""
 
@@ -49,22 +55,26 @@ class DecoderWeights:
 class Decoder:
     """The model on one rank. Holds weights, no state."""
 
-    def __init__(self, facts: ModelFacts, weights: DecoderWeights, begin_step: StepFactory) -> None:
+    def __init__(self, facts: ModelFacts, weights: DecoderWeights, begin_step: StepFactory, ranks: TensorParallel) -> None:
+        """`facts` are those of one rank: `configs.sharding.rank_facts`."""
         self._facts = facts
         self._weights = weights
         self._begin_step = begin_step
+        self._ranks = ranks
+        self._vocabulary = [vocabulary_of(rank, ranks.size, facts.vocab_size) for rank in range(ranks.size)]
 
     def forward(self, batch: ForwardBatch, pool: KVPool, on_layer: Callable[[int], None] | None) -> Tensor | None:
-        """Compute the batch, write its KV to the pool; float32 logits [S, V], None if no row is sampled from.
+        """Compute the batch, write its KV to the pool; float32 logits [S, V] of the whole vocabulary.
 
+        None if no row is sampled from, and on every rank but the first.
         `on_layer(i)` is called as soon as layer i's KV of the whole batch is in the pool. After the last layer's KV only the
         rows that are sampled from are computed any further.
         """
-        layers, eps = self._weights.layers, self._facts.rms_norm_eps
+        layers, eps, add_up = self._weights.layers, self._facts.rms_norm_eps, self._ranks.sum
         norms = [*(layer.attention_norm for layer in layers[1:]), self._weights.final_norm]
         step = self._begin_step(batch, pool, self._weights.rope_frequencies)
         # The sum over all layers is kept in float32: what is rounded away in one layer is missing in all later ones.
-        x_TD = F.embedding(torch.from_numpy(batch.token_ids_T), self._weights.embedding_VD).float()
+        x_TD = self._embed(torch.from_numpy(batch.token_ids_T))
         normed_TD = step.add_norm(x_TD, None, layers[0].attention_norm, eps)
         for index, (layer, next_norm) in enumerate(zip(layers, norms, strict=True)):
             qkv_TA = layer.qkv(normed_TD)
@@ -78,9 +88,20 @@ class Decoder:
                 if batch.num_longer or len(batch.sampled_chunks) < x_TD.shape[0]:
                     x_TD, qkv_TA = x_TD[batch.sample_rows_S], qkv_TA[batch.sample_rows_S]
                     step = self._begin_step(batch.sampled_rows(), pool, self._weights.rope_frequencies)
-            normed_TD = step.add_norm(x_TD, layer.output(step.attend(index, qkv_TA)), layer.ffn_norm, eps)
-            normed_TD = step.add_norm(x_TD, layer.down(step.swiglu(layer.gate_up(normed_TD))), next_norm, eps)
-        return self._weights.head(normed_TD)
+            attended_TD = add_up(layer.output(step.attend(index, qkv_TA)))
+            normed_TD = step.add_norm(x_TD, attended_TD, layer.ffn_norm, eps)
+            fed_TD = add_up(layer.down(step.swiglu(layer.gate_up(normed_TD))))
+            normed_TD = step.add_norm(x_TD, fed_TD, next_norm, eps)
+        return self._ranks.columns(self._weights.head(normed_TD), [len(tokens) for tokens in self._vocabulary])
+
+    def _embed(self, token_ids_T: Tensor) -> Tensor:
+        """[T, D] in float32. Each token is known to one rank, so the sum over the ranks is exact."""
+        if self._ranks.size == 1:
+            return F.embedding(token_ids_T, self._weights.embedding_VD).float()
+        own = self._vocabulary[self._ranks.rank]
+        others_T = (token_ids_T < own.start) | (token_ids_T >= own.stop)
+        rows_TD = F.embedding((token_ids_T - own.start).masked_fill_(others_T, 0), self._weights.embedding_VD)
+        return self._ranks.sum(rows_TD.masked_fill_(others_T[:, None], 0.0)).to(torch.float32, copy=True)
 
     def _norm_heads(self, layer: Layer, qkv_TA: Tensor) -> None:
         """Qwen3's norms on each head of q and k, in place."""

@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
 from configs.facts import Architecture
 from configs.gguf_file import GgufTensor, read_gguf_index
 from engine.kernels.quantized import QuantizedWeight
-from engine.models.parameters import Part
+from engine.models.parameters import Part, Shard
 from protocol.errors import ConfigError
 
 _ROPE_DIVISORS = "rope_freqs.weight"
@@ -58,34 +58,52 @@ class GgufWeights:
     def stored_name(self, name: str) -> str:
         return name
 
-    def read(self, part: Part, out: Tensor) -> None:
-        type_name = self._tensors[part.name].type_name
-        unpack = _UNPACK.get(type_name) or _unpack_with_gguf(part.name, type_name)
-        permuted_heads = self._permuted_heads(part)
+    def read(self, shard: Shard, out: Tensor) -> None:
+        name = shard.part.name
+        type_name = self._tensors[name].type_name
+        unpack = _UNPACK.get(type_name) or _unpack_with_gguf(name, type_name)
         # Rows of one head move within the head, so a slab of whole heads can be put in order by itself.
-        unit = part.shape[0] // permuted_heads if permuted_heads else 1
-        row_values = out[0].numel()
-        slab_rows = max(1, _SLAB_ELEMENTS // (unit * row_values)) * unit if out.dim() > 1 else len(out)
-        row_bytes = self._bytes[part.name].view(len(out), -1) if out.dim() > 1 else self._bytes[part.name].view(1, -1)
+        unit = self._permuted_rows(shard.part)
+        if shard.columns is None:
+            values = unpack(self._bytes[name]).view(-1)[shard.rows.start : shard.rows.stop]
+            out.copy_(_in_order(values, unit) if unit else values)
+            return
+        columns, row_bytes = self._enclosing_blocks(shard, shard.columns)
+        slab_rows = max(1, _SLAB_ELEMENTS // ((unit or 1) * shard.shape[1])) * (unit or 1)
         for start in range(0, len(out), slab_rows):
             target = out[start : start + slab_rows]
             raw = row_bytes[start : start + slab_rows].reshape(-1)
-            values = unpack(raw).view(target.shape)
-            target.copy_(_in_order(values, unit) if permuted_heads else values)
+            values = unpack(raw).view(len(target), -1)[:, columns]
+            target.copy_(_in_order(values, unit) if unit else values)
 
-    def read_quantized(self, part: Part) -> QuantizedWeight | None:
+    def read_quantized(self, shard: Shard) -> QuantizedWeight | None:
+        part, columns = shard.part, shard.columns
         read_blocks = _QUANTIZED.get(self._tensors[part.name].type_name)
         if read_blocks is None:
             return None
-        outputs, inputs = part.shape
-        values, scales, minimums = read_blocks(self._bytes[part.name].view(outputs, inputs // _BLOCK, -1))
-        values = values.reshape(outputs, inputs)
-        if heads := self._permuted_heads(part):
-            values, scales, minimums = (_in_order(rows, outputs // heads) for rows in (values, scales, minimums))
+        assert columns is not None, "only matrices are quantized"
+        assert columns.start % _BLOCK == len(columns) % _BLOCK == 0, "a rank's inputs are whole groups"
+        blocks = self._bytes[part.name].view(part.shape[0], part.shape[1] // _BLOCK, -1)
+        blocks = blocks[shard.rows.start : shard.rows.stop, columns.start // _BLOCK : columns.stop // _BLOCK]
+        values, scales, minimums = read_blocks(blocks)
+        values = values.reshape(shard.shape)
+        if unit := self._permuted_rows(part):
+            values, scales, minimums = (_in_order(rows, unit) for rows in (values, scales, minimums))
         return QuantizedWeight(values, scales, minimums)
 
-    def _permuted_heads(self, part: Part) -> int | None:
-        return part.rope_heads if self._interleaved else None
+    def _enclosing_blocks(self, shard: Shard, columns: range) -> tuple[slice, Tensor]:
+        """The bytes of the blocks that hold a shard, row by row, and where its columns are among their values."""
+        block_values, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[self._tensors[shard.part.name].type_name]]
+        first, end = columns.start // block_values, -(-columns.stop // block_values)
+        rows = self._bytes[shard.part.name].view(shard.part.shape[0], -1)[shard.rows.start : shard.rows.stop]
+        skipped = columns.start - first * block_values
+        return slice(skipped, skipped + len(columns)), rows[:, first * block_bytes : end * block_bytes]
+
+    def _permuted_rows(self, part: Part) -> int | None:
+        """Rows of each head of a tensor whose heads are stored in another order."""
+        if not self._interleaved or not part.rotary or part.heads is None:
+            return None
+        return part.shape[0] // part.heads
 
 
 def _in_order(rows: Tensor, head_rows: int) -> Tensor:

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.kernels.quantized import QuantizedWeight
-from engine.models.parameters import OUTPUT_HEAD, TOKEN_EMBEDDING, Part
+from engine.models.parameters import OUTPUT_HEAD, TOKEN_EMBEDDING, Shard
 from protocol.errors import ConfigError
 
 _MODEL_NAMES = {
@@ -39,15 +39,15 @@ _CANONICAL = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
 
 
 class SafetensorsWeights:
-    """All tensors of a model's shards. Raises ConfigError for a file that is not safetensors."""
+    """All tensors of a model's files. Raises ConfigError for a file that is not safetensors."""
 
     def __init__(self, files: tuple[Path, ...], *, tied_head: bool) -> None:
-        self._shards: dict[str, Any] = {}
+        self._files: dict[str, Any] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         for file in files:
             try:
-                shard: Any = safe_open(file, framework="pt")
-                shapes = {stored: tuple(shard.get_slice(stored).get_shape()) for stored in shard.keys()}  # noqa: SIM118
+                opened: Any = safe_open(file, framework="pt")
+                shapes = {stored: tuple(opened.get_slice(stored).get_shape()) for stored in opened.keys()}  # noqa: SIM118
             except (SafetensorError, OSError) as error:
                 raise ConfigError(f"{file}: not readable as safetensors: {error}", param="model") from None
             for stored, shape in shapes.items():
@@ -55,7 +55,7 @@ class SafetensorsWeights:
                 # Old checkpoints store what follows from the configuration: frequencies, and the embedding a second time.
                 if stored.endswith("rotary_emb.inv_freq") or (tied_head and name == OUTPUT_HEAD):
                     continue
-                self._shards[name] = shard
+                self._files[name] = opened
                 self._shapes[name] = shape
 
     @property
@@ -68,16 +68,18 @@ class SafetensorsWeights:
             return f"model.layers.{layer[1]}.{_MODULES[layer[2]]}.{layer[3]}"
         return _MODEL_NAMES.get(name, name)
 
-    def read(self, part: Part, out: Tensor) -> None:
-        stored = self.stored_name(part.name)
-        tensor: Tensor = self._shards[part.name].get_tensor(stored)
+    def read(self, shard: Shard, out: Tensor) -> None:
+        stored = self.stored_name(shard.part.name)
+        # A view of the mapped file: only what is copied below is read.
+        tensor: Tensor = self._files[shard.part.name].get_tensor(stored)
         if not tensor.is_floating_point():
             raise ConfigError(
                 f"tensor {stored} holds {tensor.dtype}; weights must be float32, float16 or bfloat16", param="model"
             )
-        out.copy_(tensor)
+        rows = tensor[shard.rows.start : shard.rows.stop]
+        out.copy_(rows if shard.columns is None else rows[:, shard.columns.start : shard.columns.stop])
 
-    def read_quantized(self, part: Part) -> QuantizedWeight | None:
+    def read_quantized(self, shard: Shard) -> QuantizedWeight | None:
         return None
 
 

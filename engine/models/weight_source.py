@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.kernels.quantized import QuantizedWeight
-from engine.models.parameters import Part
+from engine.models.parameters import Shard
 
 
 class WeightSource(Protocol):
@@ -21,10 +21,10 @@ class WeightSource(Protocol):
         """What the tensor is called in the file, for messages."""
         ...
 
-    def read(self, part: Part, out: Tensor) -> None:
-        """Copy one tensor into `out` (of `part.shape`, any float type), rotary rows in the Hugging Face order."""
+    def read(self, shard: Shard, out: Tensor) -> None:
+        """Copy one tensor's shard into `out` (of its shape, any float type), rotary rows in the Hugging Face order."""
         ...
 
-    def read_quantized(self, part: Part) -> QuantizedWeight | None:
-        """A matrix as it is stored, rows ordered as `read` does; None if it is not of a kind that can be used so."""
+    def read_quantized(self, shard: Shard) -> QuantizedWeight | None:
+        """A matrix's shard as it is stored, rows ordered as `read` does; None if it is not of a kind that can be used so."""
         ...

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -62,17 +62,20 @@ class WeightFormat:
         return QuantizedMatrix(quantized, self.library) if can_pack(quantized.values_OI) else None
 
 
-def load_weights(facts: ModelFacts, format_: WeightFormat) -> DecoderWeights:
-    """Read, convert, fuse and pack. Raises ConfigError naming a tensor that is missing, misshaped or unknown."""
+def load_weights(facts: ModelFacts, format_: WeightFormat, rank: int = 0, size: int = 1) -> DecoderWeights:
+    """Read, convert, fuse and pack what one of `size` ranks holds of the model.
+
+    Raises ConfigError naming a tensor that is missing, misshaped or unknown.
+    """
     source = _open(facts)
     _check(facts, source)
+    reader = _Reader(source, format_, rank, size)
     model = {p.name: p for p in model_parameters(facts)}
-    layers = tuple(_layer(facts, layer, source, format_) for layer in range(facts.num_layers))
+    layers = tuple(_layer({p.name: p for p in layer_parameters(facts, layer)}, reader) for layer in range(facts.num_layers))
     # Packing copies: the tied embedding is kept beside the head, because rows can't be looked up in a packed matrix.
-    embedding_VD = _read(model["embedding"], source, format_.dtype)
-    head = format_.head(*_matrix(model["embedding" if facts.tie_word_embeddings else "head"], source, format_, _HEAD_BITS))
-    final_norm = _read(model["final_norm"], source, format_.dtype)
-    return DecoderWeights(embedding_VD, layers, final_norm, head, _rope_frequencies(facts))
+    embedding_VD = reader.tensor(model["embedding"])
+    head = format_.head(*reader.matrix(model["embedding" if facts.tie_word_embeddings else "head"], _HEAD_BITS))
+    return DecoderWeights(embedding_VD, layers, reader.tensor(model["final_norm"]), head, _rope_frequencies(facts))
 
 
 def _open(facts: ModelFacts) -> WeightSource:
@@ -104,53 +107,60 @@ def _check(facts: ModelFacts, source: WeightSource) -> None:
             )
 
 
-def _read(parameter: Parameter, source: WeightSource, dtype: torch.dtype) -> Tensor:
-    fused = torch.empty(parameter.shape, dtype=dtype)
-    row = 0
-    for part in parameter.parts:
-        source.read(part, fused[row : row + part.shape[0]])
-        row += part.shape[0]
-    return fused
+@dataclass(frozen=True)
+class _Reader:
+    """One rank's shards from a model's files, parts stacked."""
+
+    source: WeightSource
+    format_: WeightFormat
+    rank: int
+    size: int
+
+    def tensor(self, parameter: Parameter) -> Tensor:
+        return self._read(parameter, self.format_.dtype)
+
+    def matrix(self, weight: Parameter, bits: int) -> tuple[Tensor, QuantizedWeight | None]:
+        """A matrix in full, and in few bits (in `bits` if it is quantized by us) if it is to be used so."""
+        wanted = self.format_.quantization
+        if wanted in ("int8", "int4") and weight.shape[1] % GROUP == 0:
+            rounded = quantize(self._read(weight, torch.float32), bits)
+            return rounded.dequantize(self.format_.dtype), rounded  # every number of rows sees the same weights
+        stored = self._stored(weight) if wanted == "auto" and self.format_.uses_quantized else None
+        return self.tensor(weight), stored
+
+    def linear(self, weight: Parameter, bias: Parameter | None = None) -> Linear:
+        dense_OI, quantized = self.matrix(weight, 4 if self.format_.quantization == "int4" else 8)
+        return self.format_.linear(dense_OI, None if bias is None else self.tensor(bias), quantized)
+
+    def _read(self, parameter: Parameter, dtype: torch.dtype) -> Tensor:
+        shards = parameter.shards(self.rank, self.size)
+        fused = torch.empty((sum(len(shard.rows) for shard in shards), *shards[0].shape[1:]), dtype=dtype)
+        row = 0
+        for shard in shards:
+            self.source.read(shard, fused[row : row + len(shard.rows)])
+            row += len(shard.rows)
+        return fused
+
+    def _stored(self, weight: Parameter) -> QuantizedWeight | None:
+        """A matrix as the file has it; None if a part is not quantized, or not in as many bits as the others."""
+        shards = weight.shards(self.rank, self.size)
+        parts = [part for part in map(self.source.read_quantized, shards) if part is not None]
+        return QuantizedWeight.stack(parts) if len(parts) == len(shards) and len({part.bits for part in parts}) == 1 else None
 
 
-def _matrix(weight: Parameter, source: WeightSource, format_: WeightFormat, bits: int) -> tuple[Tensor, QuantizedWeight | None]:
-    """A matrix in full, and in few bits (in `bits` if it is quantized by us) if it is to be used so."""
-    if format_.quantization in ("int8", "int4") and weight.shape[1] % GROUP == 0:
-        rounded = quantize(_read(weight, source, torch.float32), bits)
-        return rounded.dequantize(format_.dtype), rounded  # every number of rows sees the same weights
-    stored = _stored(weight, source) if format_.quantization == "auto" and format_.uses_quantized else None
-    return _read(weight, source, format_.dtype), stored
-
-
-def _stored(weight: Parameter, source: WeightSource) -> QuantizedWeight | None:
-    """A matrix as the file has it; None if a part is not quantized, or not in as many bits as the others."""
-    parts = [part for part in map(source.read_quantized, weight.parts) if part is not None]
-    return QuantizedWeight.stack(parts) if len(parts) == len(weight.parts) and len({part.bits for part in parts}) == 1 else None
-
-
-def _linear(weight: Parameter, bias_O: Tensor | None, source: WeightSource, format_: WeightFormat) -> Linear:
-    dense_OI, quantized = _matrix(weight, source, format_, 4 if format_.quantization == "int4" else 8)
-    return format_.linear(dense_OI, bias_O, quantized)
-
-
-def _layer(facts: ModelFacts, layer: int, source: WeightSource, format_: WeightFormat) -> Layer:
-    parameters = {p.name: p for p in layer_parameters(facts, layer)}
-
-    def vector(name: str) -> Tensor | None:
-        return _read(parameters[name], source, format_.dtype) if name in parameters else None
-
-    def norm(name: str) -> Tensor:
-        return _read(parameters[name], source, format_.dtype)
+def _layer(parameters: Mapping[str, Parameter], reader: _Reader) -> Layer:
+    def optional(name: str) -> Tensor | None:
+        return reader.tensor(parameters[name]) if name in parameters else None
 
     return Layer(
-        attention_norm=norm("attention_norm"),
-        qkv=_linear(parameters["qkv_weight"], vector("qkv_bias"), source, format_),
-        q_norm=vector("q_norm"),
-        k_norm=vector("k_norm"),
-        output=_linear(parameters["output_weight"], None, source, format_),
-        ffn_norm=norm("ffn_norm"),
-        gate_up=_linear(parameters["gate_up_weight"], None, source, format_),
-        down=_linear(parameters["down_weight"], None, source, format_),
+        attention_norm=reader.tensor(parameters["attention_norm"]),
+        qkv=reader.linear(parameters["qkv_weight"], parameters.get("qkv_bias")),
+        q_norm=optional("q_norm"),
+        k_norm=optional("k_norm"),
+        output=reader.linear(parameters["output_weight"]),
+        ffn_norm=reader.tensor(parameters["ffn_norm"]),
+        gate_up=reader.linear(parameters["gate_up_weight"]),
+        down=reader.linear(parameters["down_weight"]),
     )
 
 

@@ -60,8 +60,10 @@ TwoWorkersFactory = Callable[..., AbstractAsyncContextManager[TwoWorkers]]
 
 @pytest.fixture
 def two_workers(small_model: ModelFacts) -> TwoWorkersFactory:
-    def make(config: ClusterConfig = CONFIG, facts: ModelFacts = small_model) -> AbstractAsyncContextManager[TwoWorkers]:
-        return run_two_workers(facts, config)
+    def make(
+        config: ClusterConfig = CONFIG, facts: ModelFacts = small_model, prefill_block_size: int | None = None
+    ) -> AbstractAsyncContextManager[TwoWorkers]:
+        return run_two_workers(facts, config, prefill_block_size)
 
     return make
 

@@ -23,7 +23,7 @@ class FixedController:
 
     def __init__(self, workers: Any) -> None:
         refs = (workers.prefill.me, workers.decode.me)
-        infos = (WorkerInfo(ref.worker_id, ref.role, ref.epoch, WorkerState.READY, ref, 1, "", 0, None) for ref in refs)
+        infos = (WorkerInfo(ref.worker_id, ref.role, ref.epoch, WorkerState.READY, ref, (1,), "", 0, None) for ref in refs)
         self._view = ClusterView(1, tuple(infos))
 
     async def watch(self, known_version: int) -> ClusterView:
@@ -93,14 +93,14 @@ def test_a_client_that_reserves_and_only_pings_is_found(two_workers: Factory) ->
 def test_blocks_that_nobody_owns_are_counted(two_workers: Factory) -> None:
     async def scenario() -> None:
         async with two_workers() as workers, auditing(workers) as roster:
-            lost = workers.decode._blocks.allocate(2)
+            lost = workers.decode._cache._blocks.allocate(2)
             held = workers.prefill._cache.allocate(3, [])
             messages = [leak.message for leak in await audit(roster, CONFIG.limits.lease_s)]
             assert messages == [
                 "prefill-0 (epoch 1): counts 3 references to blocks, but its prompts hold 0",
                 "decode-0 (epoch 1): has 126 free and 0 owned of 128: 2 blocks are lost",
             ]
-            workers.decode._blocks.free(lost)
+            workers.decode._cache._blocks.free(lost)
             workers.prefill._cache.release([], held)
             assert await audit(roster, CONFIG.limits.lease_s) == []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import pytest
@@ -50,6 +50,13 @@ async def insist(router: Any, prompt: list[int], sampling: SamplingParams, reque
 async def together(router: Any, prompts: Iterable[list[int]], params: Iterable[SamplingParams]) -> list[list[int]]:
     cases = enumerate(zip(prompts, params, strict=True))
     return await asyncio.gather(*(insist(router, prompt, sampling, str(n)) for n, (prompt, sampling) in cases))
+
+
+async def reserved(router: Any, prompt: list[int], sampling: SamplingParams) -> Callable[[], Awaitable[Any]]:
+    """A request up to its first token, which holds its blocks but does not grow; what is returned starts its decode."""
+    ticket: Ticket = await router.reserve(prompt, sampling.max_tokens)
+    first = await router.compute(ticket, prompt, sampling)
+    return lambda: router.attach(ticket, first, sampling)
 
 
 async def started(router: Any, prompt: list[int], sampling: SamplingParams) -> Ticket:
@@ -157,9 +164,10 @@ def test_a_lost_router_takes_its_preempted_streams_along(two_workers: Factory) -
     async def scenario() -> None:
         async with two_workers(TIGHT) as workers:
             staying, leaving = await workers.router(), await workers.router()
+            leavers = [await reserved(leaving, prompt_of(50, n), endless(180)) for n in range(2)]
             ticket = await started(staying, prompt_of(90), endless(140))
-            for n in range(2):
-                await started(leaving, prompt_of(50, n), endless(180))
+            for attach in leavers:
+                await attach()
             await workers.until(lambda: workers.decode.load().num_preemptions > 0)
             leaving.prefill.close()
             leaving.decode.close()

@@ -26,7 +26,7 @@ class FixedController:
     def __init__(self, workers: TwoWorkers) -> None:
         refs = (workers.prefill.me, workers.decode.me)
         ready = WorkerState.READY
-        infos = (WorkerInfo(ref.worker_id, ref.role, ref.epoch, ready, ref, None, None, 0, None) for ref in refs)
+        infos = (WorkerInfo(ref.worker_id, ref.role, ref.epoch, ready, ref, (), None, 0, None) for ref in refs)
         self._view = ClusterView(1, tuple(infos))
 
     async def watch(self, known_version: int) -> ClusterView:

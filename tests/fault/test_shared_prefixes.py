@@ -30,7 +30,7 @@ TIGHT = ClusterConfig.model_validate(
 async def first_and_rest(router: Any, prompt: list[int], max_tokens: int, salt: str = "") -> tuple[FirstToken, list[int]]:
     """A whole greedy request with logprobs for the first token: that token's message, and all tokens."""
     sampling = dataclasses.replace(greedy(max_tokens), num_logprobs=3)
-    ticket = await router.reserve(prompt, max_tokens)
+    ticket = await router.reserve(prompt, max_tokens, salt)
     try:
         first = await router.compute(ticket, prompt, sampling, cache_salt=salt)
         if first.finish_reason is not None:
@@ -83,6 +83,61 @@ def test_a_shared_beginning_serves_many_at_once(two_workers: Factory, reference:
     run(scenario())
 
 
+@pytest.mark.parametrize("length", [64, 67, 100])
+def test_what_decode_holds_is_not_sent(two_workers: Factory, reference: Reference, length: int) -> None:
+    """A prompt of whole blocks is handed over without a byte the second time; of others, only the last block is sent."""
+
+    async def scenario() -> None:
+        async with two_workers() as workers:
+            router = await workers.router()
+            prompt = prompt_of(length)
+            await first_and_rest(router, prompt, 8)
+            sent = workers.network.bytes_sent
+            token_bytes = sent // length
+            _, tokens = await first_and_rest(router, prompt, 8)
+            assert tokens == reference(prompt, 8)
+            assert workers.network.bytes_sent - sent == length % BLOCK_SIZE * token_bytes
+            assert workers.decode.transfer_stats.committed == 2
+            assert workers.decode.load().prefix_cache_hits == length // BLOCK_SIZE * BLOCK_SIZE
+            await workers.until(workers.all_free)
+
+    run(scenario())
+
+
+def test_the_next_turn_finds_the_answer_at_decode(two_workers: Factory, reference: Reference) -> None:
+    """Prefill has to compute the answer's KV, which decode has: it is not sent, and the tokens are those of a fresh system."""
+
+    async def scenario() -> None:
+        async with two_workers() as workers:
+            router = await workers.router()
+            prompt = prompt_of(40)
+            _, answer = await first_and_rest(router, prompt, 17)
+            turn = prompt + answer + prompt_of(9, 1)
+            sent = workers.network.bytes_sent
+            first, tokens = await first_and_rest(router, turn, 12)
+            assert tokens == reference(turn, 12)
+            assert first.cached_tokens == 40
+            assert workers.decode.load().prefix_cache_hits == 56, "40 tokens, and 16 of the answer's 17"
+            assert workers.network.bytes_sent - sent == sent // 40 * (len(turn) - 56)
+            await workers.until(workers.all_free)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("prefill_block_size", [4, 16])
+def test_workers_with_blocks_of_other_sizes(two_workers: Factory, reference: Reference, prefill_block_size: int) -> None:
+    async def scenario() -> None:
+        async with two_workers(prefill_block_size=prefill_block_size) as workers:
+            router = await workers.router()
+            for prompt in (prompt_of(100), prompt_of(100), prompt_of(107), prompt_of(45, 1)):
+                _, tokens = await first_and_rest(router, prompt, 8)
+                assert tokens == reference(prompt, 8)
+            assert (workers.decode.transfer_stats.committed, workers.decode.transfer_stats.failed) == (4, 0)
+            await workers.until(workers.all_free)
+
+    run(scenario())
+
+
 def test_two_alike_in_flight_at_once(two_workers: Factory, reference: Reference) -> None:
     async def scenario() -> None:
         async with two_workers() as workers:
@@ -100,8 +155,12 @@ def test_salts_share_nothing(two_workers: Factory) -> None:
         async with two_workers() as workers:
             router = await workers.router()
             prompt = prompt_of(33)
-            hits = [(await first_and_rest(router, prompt, 2, salt))[0].cached_tokens for salt in ("", "a", "b", "a", "")]
-            assert hits == [0, 0, 0, 32, 32]
+            hits, held = [], []
+            for salt in ("", "a", "b", "a", ""):
+                before = workers.decode.load().prefix_cache_hits
+                hits.append((await first_and_rest(router, prompt, 2, salt))[0].cached_tokens)
+                held.append(workers.decode.load().prefix_cache_hits - before)
+            assert hits == held == [0, 0, 0, 32, 32]
 
     run(scenario())
 

@@ -13,6 +13,7 @@ from typing import Any
 from configs.facts import ModelFacts
 from configs.schema import ClusterConfig, DecodeConfig, LimitsConfig, PrefillConfig
 from decode_workers.worker import DecodeWorker
+from engine.gang import Gang
 from engine.model_runner import ModelRunner
 from kv_transfer.loopback import LoopbackNetwork, LoopbackTransport
 from prefill_workers.worker import PrefillWorker
@@ -61,8 +62,10 @@ class ScriptedRouter:
         self.decode = decode
         self.frames = frames
 
-    async def reserve(self, prompt: list[int], max_tokens: int) -> Ticket:
-        asking = asyncio.ensure_future(self.decode.ask(lambda call_id: Reserve(call_id, "r", tuple(prompt), max_tokens), 10))
+    async def reserve(self, prompt: list[int], max_tokens: int, cache_salt: str = "") -> Ticket:
+        asking = asyncio.ensure_future(
+            self.decode.ask(lambda call_id: Reserve(call_id, "r", tuple(prompt), max_tokens, cache_salt), 10)
+        )
         try:
             reserved: Reserved = await asyncio.shield(asking)
         except asyncio.CancelledError:
@@ -104,7 +107,7 @@ class ScriptedRouter:
         self, prompt: list[int], sampling: SamplingParams, request_id: str = "r", cache_salt: str = ""
     ) -> list[int]:
         """A whole request, as the router does it."""
-        ticket = await self.reserve(prompt, sampling.max_tokens)
+        ticket = await self.reserve(prompt, sampling.max_tokens, cache_salt)
         try:
             first = await self.compute(ticket, prompt, sampling, request_id, cache_salt)
             if first.finish_reason is not None:
@@ -193,20 +196,25 @@ async def _ping(caller: Caller) -> None:
 
 
 @asynccontextmanager
-async def run_two_workers(facts: ModelFacts, config: ClusterConfig) -> AsyncIterator[TwoWorkers]:
+async def run_two_workers(
+    facts: ModelFacts, config: ClusterConfig, prefill_block_size: int | None = None
+) -> AsyncIterator[TwoWorkers]:
     network = LoopbackNetwork()
     transport = LoopbackTransport(network)
 
-    def runner(num_kv_tokens: int) -> ModelRunner:
-        return ModelRunner.load(facts, dtype="float32", block_size=config.block_size, num_kv_tokens=num_kv_tokens)
+    def runner(num_kv_tokens: int, block_size: int | None = None) -> ModelRunner:
+        size = block_size or config.block_size
+        return ModelRunner.load(facts, dtype="float32", block_size=size, num_kv_tokens=num_kv_tokens)
 
     servers = [WireServer(SECRET, "127.0.0.1") for _ in range(2)]
     refs = [
         WorkerRef(f"{role.value}-0", 1, role, server.address)
         for role, server in zip((Role.PREFILL, Role.DECODE), servers, strict=True)
     ]
-    prefill = PrefillWorker(refs[0], SECRET, runner(config.prefill.kv_cache_tokens), servers[0], [transport], config)
-    decode = DecodeWorker(refs[1], runner(config.decode.kv_cache_tokens), servers[1], [transport], config)
+    prefill_runner = runner(config.prefill.kv_cache_tokens, prefill_block_size)
+    prefill = PrefillWorker(refs[0], SECRET, prefill_runner, servers[0], [transport], config, Gang.alone())
+    decode_runner = runner(config.decode.kv_cache_tokens)
+    decode = DecodeWorker(refs[1], decode_runner, servers[1], [transport], config, Gang.alone())
     tasks = {"prefill": asyncio.create_task(prefill.run()), "decode": asyncio.create_task(decode.run())}
     workers = TwoWorkers(prefill, decode, network, tasks)
     try:

@@ -18,6 +18,7 @@ from two_workers import SECRET
 from configs.facts import ModelFacts
 from configs.schema import ClusterConfig, TransportName
 from decode_workers.worker import DecodeWorker
+from engine.gang import Gang
 from engine.model_runner import ModelRunner
 from kv_transfer.choice import receiving_transports, sending_transports
 from prefill_workers.worker import PrefillWorker
@@ -53,8 +54,8 @@ def make_worker(
     me = WorkerRef(worker_id, 1, role, server.address)
     if role is Role.PREFILL:
         sending = sending_transports(transport, HOST, runner.pool.memory_fd)
-        return PrefillWorker(me, SECRET, runner, server, sending, config)
-    return DecodeWorker(me, runner, server, receiving_transports(transport, HOST), config)
+        return PrefillWorker(me, SECRET, runner, server, sending, config, Gang.alone())
+    return DecodeWorker(me, runner, server, receiving_transports(transport, HOST), config, Gang.alone())
 
 
 @contextmanager

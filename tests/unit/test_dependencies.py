@@ -14,7 +14,7 @@ ALLOWED: dict[str, set[str]] = {
     "router": LEAVES,
     "prefill_workers": {"engine", "kv_transfer", *LEAVES},
     "decode_workers": {"engine", "kv_transfer", *LEAVES},
-    "kv_transfer": {"engine.kernels", *LEAVES},
+    "kv_transfer": {"engine.kernels", "engine.store", *LEAVES},
     "engine": LEAVES,
     "configs": {"protocol.errors"},
     "protocol": set(),

@@ -120,7 +120,7 @@ def test_what_is_pending_after_a_scale() -> None:
 
 def info(worker_id: str, epoch: int, state: WorkerState, error: str | None = None) -> WorkerInfo:
     role = Role(worker_id.partition("-")[0])
-    return WorkerInfo(worker_id, role, epoch, state, None, 17, "10.0.0.1", epoch - 1, error)
+    return WorkerInfo(worker_id, role, epoch, state, None, (17,), "10.0.0.1", epoch - 1, error)
 
 
 def test_changes_of_workers_are_told_once_each() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.placement import bundle_of, missing, threads_per_worker, unplaceable
+from cluster.placement import bundle_of, missing, threads_per_rank, unplaceable
 from configs.schema import ClusterConfig, DecodeConfig, PoolConfig, PrefillConfig
 from protocol.messages import Role
 
@@ -64,13 +64,19 @@ def test_a_gang_needs_its_resources_on_one_node() -> None:
 )
 def test_cores_are_shared_equally(prefill: int, decode: int, nodes: list[float], threads: int) -> None:
     config = ClusterConfig(prefill=PrefillConfig(workers=prefill), decode=DecodeConfig(workers=decode))
-    assert threads_per_worker(config, Role.DECODE, [{"CPU": cores} for cores in nodes]) == threads
+    assert threads_per_rank(config, Role.DECODE, [{"CPU": cores} for cores in nodes]) == threads
 
 
 def test_the_configured_number_of_threads_counts() -> None:
     config = ClusterConfig(decode=DecodeConfig(threads=3))
-    assert threads_per_worker(config, Role.DECODE, LAPTOP) == 3
-    assert threads_per_worker(config, Role.PREFILL, LAPTOP) == 1
+    assert threads_per_rank(config, Role.DECODE, LAPTOP) == 3
+    assert threads_per_rank(config, Role.PREFILL, LAPTOP) == 1
+
+
+@pytest.mark.parametrize(("threads", "ranks", "each"), [(8, 2, 4), (8, 3, 2), (2, 4, 1), (None, 2, 4)])
+def test_the_ranks_of_a_worker_share_its_cores(threads: int | None, ranks: int, each: int) -> None:
+    config = ClusterConfig(decode=DecodeConfig(threads=threads, tensor_parallel_size=ranks))
+    assert threads_per_rank(config, Role.DECODE, [{"CPU": 16.0}]) == each
 
 
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 5), st.integers(0, 5))

@@ -16,7 +16,7 @@ from protocol.messages import Role, WorkerRef
 
 
 def ready(pool: Pool, worker_id: str, epoch: int) -> None:
-    pool.started(WorkerRef(worker_id, epoch, pool.role, "tcp://127.0.0.1:1"), pid=1, node="127.0.0.1")
+    pool.started(WorkerRef(worker_id, epoch, pool.role, "tcp://127.0.0.1:1"), pids=(1,), node="127.0.0.1")
 
 
 def states(pool: Pool) -> dict[str, WorkerState]:

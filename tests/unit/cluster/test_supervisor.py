@@ -29,7 +29,7 @@ class ScriptedProcess:
     async def start(self) -> Started:
         assert not any(other.alive for other in self._launcher.lives_of(self.ref.worker_id) if other is not self)
         await self._launcher.on_start(self.ref)
-        return Started(self.ref, pid=self.ref.epoch, node="127.0.0.1")
+        return Started(self.ref, pids=(self.ref.epoch,), node="127.0.0.1")
 
     async def run(self) -> None:
         await asyncio.shield(self._end)

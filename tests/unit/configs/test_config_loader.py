@@ -86,7 +86,7 @@ def test_a_whole_number_will_do_for_seconds(yaml_file: Path) -> None:
         ("decode: {kv_cache_tokens: 8}", "decode.kv_cache_tokens", "less than one block of 16"),
         ("{max_model_len: 100, decode: {kv_cache_tokens: 100}}", "decode.kv_cache_tokens", "6 blocks) can't hold one request"),
         ("max_model_len: 70000", "prefill.kv_cache_tokens", "can't hold one request of 70000 tokens"),
-        ("prefill: {tensor_parallel_size: 2}", "prefill.tensor_parallel_size", "not supported yet; use 1"),
+        ("prefill: {tensor_parallel_size: 0}", "prefill.tensor_parallel_size", "greater than 0"),
         ("limits: {lease_s: 1}", "limits.heartbeat_s", "more than half of limits.lease_s"),
         ("- a", "config", "should hold a mapping of keys, not a list"),
         ("a: [", "config", "line 1"),

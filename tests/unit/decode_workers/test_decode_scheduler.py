@@ -8,10 +8,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from decode_workers.ledger import Ledger, TicketEntry
+from decode_workers.ledger import Ledger
 from decode_workers.scheduler import DecodeScheduler, Stream
+from decode_workers.ticket_entry import TicketEntry
 from engine.batch import Chunk
-from engine.block_manager import BlockManager
+from engine.prefix_cache import PrefixCache
 from protocol.messages import SamplingParams
 from protocol.ticket import TicketState
 
@@ -79,9 +80,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.blocks = BlockManager(NUM_BLOCKS)
+        self.cache = PrefixCache(NUM_BLOCKS)
         self.ledger = Ledger(
-            self.blocks,
+            self.cache,
             BLOCK_SIZE,
             BLOCK_SIZE,
             LEASE_S,
@@ -89,6 +90,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             on_committed=lambda entry: None,
             on_failed=lambda entry: self.scheduler.remove(entry.ticket_id),
             on_settled=lambda: None,
+            shares_prefixes=True,
         )
         self.scheduler = DecodeScheduler(self.ledger, MAX_BATCH_SIZE, CUT)
         self.engine = Engine()
@@ -102,12 +104,19 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # -- what may happen at any moment, also during a step -----------------------------------------------------------
 
-    @rule(owner=st.sampled_from(ROUTERS), prompt=st.integers(1, 20), answer=st.integers(2, 29), copies=st.integers(1, 4))
-    def arrive(self, owner: bytes, prompt: int, answer: int, copies: int) -> None:
+    @rule(
+        owner=st.sampled_from(ROUTERS),
+        kind=st.integers(0, 2),
+        prompt=st.integers(1, 20),
+        answer=st.integers(2, 29),
+        copies=st.integers(1, 4),
+    )
+    def arrive(self, owner: bytes, kind: int, prompt: int, answer: int, copies: int) -> None:
+        """Prompts of one kind begin alike."""
         for _ in range(copies):
             number = len(self.requests)
             waiting = self.scheduler.num_preempted
-            entry = self.ledger.reserve(owner, tuple(range(1000 * number, 1000 * number + prompt)), answer)
+            entry = self.ledger.reserve(owner, tuple(range(1000 * kind, 1000 * kind + prompt)), answer, "")
             assert entry is None or not waiting, "a new ticket overtook a preempted stream"
             if entry is not None:
                 self.requests.append(Request(entry, SamplingParams(seed=number, max_tokens=answer)))
@@ -119,9 +128,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _hand_over(self, request: Request) -> None:
         entry, num_tokens = request.entry, len(request.entry.token_ids)
-        assert self.ledger.begin_push(b"prefill", entry.ticket_id, entry.transfer_id, 0, num_tokens)
-        self.engine.write(entry.block_table, list(entry.token_ids), 0)
-        self.ledger.end_push(entry.ticket_id, num_tokens, ok=True)
+        start = entry.held_tokens
+        if start < num_tokens:
+            assert self.ledger.begin_push(b"prefill", entry.ticket_id, entry.transfer_id, start, num_tokens - start)
+            self.engine.write(entry.block_table, list(entry.token_ids), start)
+            self.ledger.end_push(entry.ticket_id, num_tokens - start, ok=True)
         assert self.ledger.commit(entry.ticket_id, entry.transfer_id, num_tokens)
 
     @rule(data=st.data())
@@ -199,6 +210,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if stream.num_generated == request.sampling.max_tokens:
             request.finished = True
             self.scheduler.remove(stream.ticket_id)
+            self.ledger.keep(stream.ticket_id, stream.token_ids[: stream.computed])
             self.ledger.release(stream.ticket_id)
 
     @invariant()
@@ -217,7 +229,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.end_step()
         assert all(request.finished for request in attached), "a stream starves"
         assert len(self.ledger) == 0
-        assert self.blocks.num_free == NUM_BLOCKS
+        assert self.cache.num_free == NUM_BLOCKS
 
 
 SchedulerMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=50)
@@ -229,7 +241,8 @@ class Crowd:
 
     def __init__(self, num_streams: int, max_tokens: int) -> None:
         self.world = SchedulerMachine()
-        self.world.arrive(b"router-1", BLOCK_SIZE, max_tokens, num_streams)
+        for kind in range(num_streams):
+            self.world.arrive(b"router-1", kind, BLOCK_SIZE, max_tokens, 1)
         self.world.start_all()
         self.requests = self.world.requests
 
@@ -257,18 +270,18 @@ def test_the_youngest_gives_way_and_comes_back_beside_the_others() -> None:
     while len(scheduler):
         crowd.step()
     assert scheduler.preemptions > 1
-    assert crowd.world.blocks.num_free == NUM_BLOCKS
+    assert crowd.world.cache.num_free == NUM_BLOCKS
 
 
 def test_alone_and_with_nothing_free_the_oldest_waits_for_tickets_that_come_or_go() -> None:
     crowd = Crowd(1, 30)
     world = crowd.world
-    world.arrive(b"router-2", 20, 2, 1)
-    world.arrive(b"router-2", 1, 2, 1)
+    world.arrive(b"router-2", 1, 20, 2, 1)
+    world.arrive(b"router-2", 2, 1, 2, 1)
     pending = [request.ticket_id for request in world.requests[1:]]
     assert len(pending) == 2
     assert [len(planned) for planned in iter(crowd.step, [])] == [1] * 16, "five blocks have 20 slots"
-    assert world.blocks.num_free == 0
+    assert world.cache.num_free == 0
     assert world.scheduler.preemptions == 0
     world.ledger.release(pending[0])
     assert crowd.step() == [(1, 1, True)]

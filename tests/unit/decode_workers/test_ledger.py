@@ -11,8 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from decode_workers.ledger import Ledger, TicketEntry
-from engine.block_manager import BlockManager
+from decode_workers.ledger import Ledger
+from decode_workers.ticket_entry import TicketEntry
+from engine.prefix_cache import PrefixCache, block_keys
 from protocol.ticket import TicketState, check_transition
 
 BLOCK_SIZE = 4
@@ -28,12 +29,12 @@ class LedgerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.blocks = BlockManager(NUM_BLOCKS)
+        self.cache = PrefixCache(NUM_BLOCKS)
         self.committed: list[int] = []
         self.failed: list[int] = []
         self.settled = 0
         self.ledger = Ledger(
-            self.blocks,
+            self.cache,
             BLOCK_SIZE,
             BLOCK_SIZE,
             LEASE_S,
@@ -41,10 +42,13 @@ class LedgerMachine(RuleBasedStateMachine):
             on_committed=lambda entry: self.committed.append(entry.ticket_id),
             on_failed=lambda entry: self.failed.append(entry.ticket_id),
             on_settled=self._settled,
+            shares_prefixes=True,
         )
         self.entries: dict[int, TicketEntry] = {}
         self.pushes: list[tuple[TicketEntry, int]] = []
         self.stepping: list[int] = []
+        self.contents: dict[int, tuple[str, tuple[int, ...]] | None] = {}
+        """Of each block: salt and tokens up to its end if it is full, None if it is being filled."""
 
     def _settled(self) -> None:
         self.settled += 1
@@ -52,17 +56,28 @@ class LedgerMachine(RuleBasedStateMachine):
     def _id(self, data: st.DataObject) -> int:
         return data.draw(st.integers(0, len(self.entries) + 1))
 
-    @rule(owner=st.sampled_from(ROUTERS), prompt=st.integers(1, 20), answer=st.integers(1, 20))
-    def reserve(self, owner: bytes, prompt: int, answer: int) -> None:
+    def _fill(self, entry: TicketEntry, token_ids: tuple[int, ...]) -> None:
+        """The KV of these tokens has been written, or was there."""
+        for number in range(len(token_ids) // BLOCK_SIZE):
+            self.contents[entry.block_table[number]] = (entry.cache_salt, token_ids[: (number + 1) * BLOCK_SIZE])
+
+    @rule(owner=st.sampled_from(ROUTERS), prompt=st.integers(1, 20), answer=st.integers(1, 20), salt=st.sampled_from(["", "a"]))
+    def reserve(self, owner: bytes, prompt: int, answer: int, salt: str) -> None:
         live = [entry for entry in self.ledger if not entry.state.final]
-        room = self.blocks.num_free - sum(bool(entry.block_table) for entry in live)
-        needed = -(-(prompt + min(answer, BLOCK_SIZE) - 1) // BLOCK_SIZE)
-        entry = self.ledger.reserve(owner, tuple(range(prompt)), answer)
+        room = self.cache.num_free - sum(bool(entry.block_table) for entry in live)
+        num_blocks = -(-(prompt + min(answer, BLOCK_SIZE) - 1) // BLOCK_SIZE)
+        keys = block_keys(range(prompt), BLOCK_SIZE, salt)
+        cached = self.cache.match(keys)
+        needed = self.cache.cost(num_blocks, keys[:cached])
+        entry = self.ledger.reserve(owner, tuple(range(prompt)), answer, salt)
         waiting = any(entry.preempted for entry in live)
         assert (entry is None) == (needed > room or waiting), "full means full, and only then"
         if entry is not None:
-            assert len(entry.block_table) == needed
+            assert len(entry.block_table) == num_blocks
             assert entry.transfer_id != entry.ticket_id
+            assert entry.held_tokens == cached * BLOCK_SIZE
+            for number, block in enumerate(entry.block_table[:cached]):
+                assert self.contents[block] == (salt, tuple(range((number + 1) * BLOCK_SIZE))), "held KV is what it should be"
             self.entries[entry.ticket_id] = entry
 
     @rule(
@@ -82,7 +97,10 @@ class LedgerMachine(RuleBasedStateMachine):
         if entry is not None:
             assert transfer_id == entry.transfer_id
             assert entry.announced_tokens <= len(entry.token_ids)
+            assert start >= entry.held_tokens, "what is held is not written"
             self.pushes.append((entry, count))
+            for block in entry.block_table[start // BLOCK_SIZE : -(-(start + count) // BLOCK_SIZE)]:
+                self.contents[block] = None
 
     @rule(data=st.data(), ok=st.booleans())
     def end_push(self, data: st.DataObject, ok: bool) -> None:
@@ -94,6 +112,8 @@ class LedgerMachine(RuleBasedStateMachine):
     def commit(self, data: st.DataObject, off: int) -> None:
         entry = self.entries.get(self._id(data))
         if entry is not None:
+            if entry.state in (TicketState.RESERVED, TicketState.RECEIVING):
+                self._fill(entry, entry.token_ids[: entry.received_tokens])
             done = self.ledger.commit(entry.ticket_id, entry.transfer_id, len(entry.token_ids) + off)
             whole = entry.received_tokens == len(entry.token_ids)
             assert not done or (off == 0 and whole and not entry.pushes_in_flight)
@@ -112,8 +132,12 @@ class LedgerMachine(RuleBasedStateMachine):
         entry = self.entries.get(self._id(data))
         if entry is not None and entry.state is TicketState.RESERVED:
             num_tokens = len(entry.token_ids)
-            assert self.ledger.begin_push(PREFILLS[0], entry.ticket_id, entry.transfer_id, 0, num_tokens) is entry
-            self.ledger.end_push(entry.ticket_id, num_tokens, ok=True)
+            missing = num_tokens - entry.held_tokens
+            if missing:
+                start = entry.held_tokens
+                assert self.ledger.begin_push(PREFILLS[0], entry.ticket_id, entry.transfer_id, start, missing) is entry
+                self.ledger.end_push(entry.ticket_id, missing, ok=True)
+            self._fill(entry, entry.token_ids)
             assert self.ledger.commit(entry.ticket_id, entry.transfer_id, num_tokens)
             assert self.ledger.attach(entry.ticket_id) is entry
 
@@ -124,17 +148,29 @@ class LedgerMachine(RuleBasedStateMachine):
             before = len(entry.block_table)
             num_tokens = len(entry.token_ids) + more
             missing = max(0, -(-num_tokens // BLOCK_SIZE) - before)
-            fits = missing <= self.blocks.num_free
+            fits = missing <= self.cache.num_free
             assert self.ledger.grow(entry.ticket_id, num_tokens) == fits
             assert len(entry.block_table) == before + (missing if fits else 0), "wholly or not at all"
+            self.contents |= dict.fromkeys(entry.block_table[before:])
+
+    @rule(data=st.data(), answer=st.integers(0, 20))
+    def keep(self, data: st.DataObject, answer: int) -> None:
+        entry = self._between_steps(data)
+        if entry is not None and entry.block_table:
+            room = len(entry.block_table) * BLOCK_SIZE - len(entry.token_ids)
+            token_ids = (*entry.token_ids, *(range(100, 100 + min(answer, room))))
+            self._fill(entry, token_ids)
+            self.ledger.keep(entry.ticket_id, token_ids)
 
     @rule(data=st.data())
     def preempt(self, data: st.DataObject) -> None:
         entry = self._between_steps(data)
         if entry is not None:
-            free = self.blocks.num_free + len(entry.block_table)
+            table = list(entry.block_table)
+            others = {block for other in self.ledger if other is not entry for block in other.block_table}
+            free = self.cache.num_free + sum(block not in others for block in table)
             self.ledger.preempt(entry.ticket_id)
-            assert self.blocks.num_free == free
+            assert self.cache.num_free == free
             assert entry.preempted
             assert self.ledger.reservable_blocks == 0, "nobody overtakes it"
 
@@ -143,10 +179,18 @@ class LedgerMachine(RuleBasedStateMachine):
         entry = self._between_steps(data)
         if entry is not None and entry.preempted:
             others = sum(bool(other.block_table) for other in self.ledger if not other.state.final)
-            needed = -(-(len(entry.token_ids) + more) // BLOCK_SIZE)
-            fits = needed <= self.blocks.num_free - others
-            assert self.ledger.readmit(entry.ticket_id, len(entry.token_ids) + more) == fits
-            assert len(entry.block_table) == (needed if fits else 0)
+            more = max(more, len(entry.keys) * BLOCK_SIZE - len(entry.token_ids))
+            num_blocks = -(-(len(entry.token_ids) + more) // BLOCK_SIZE)
+            cached = entry.keys[: self.cache.match(entry.keys)]
+            fits = self.cache.cost(num_blocks, cached) <= self.cache.num_free - others
+            there = self.ledger.readmit(entry.ticket_id, len(entry.token_ids) + more)
+            assert there == (len(cached) * BLOCK_SIZE if fits else None)
+            assert len(entry.block_table) == (num_blocks if fits else 0)
+            for block in entry.block_table[: len(cached)]:
+                assert self.contents[block] is not None, "what is still there is whole"
+            self.contents |= dict.fromkeys(entry.block_table[len(cached) :])
+            if fits:
+                self._fill(entry, entry.token_ids)  # by the engine, before anybody may share it
 
     def _between_steps(self, data: st.DataObject) -> TicketEntry | None:
         entry = self.entries.get(self._id(data))
@@ -214,7 +258,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.ledger.end_push(entry.ticket_id, count, ok=False)
         self.end_step()
         assert len(self.ledger) == 0
-        assert self.blocks.num_free == NUM_BLOCKS
+        assert self.cache.num_free == NUM_BLOCKS
         assert self.settled == len(self.entries)
         assert len(self.failed) == len(set(self.failed)), "a failure is told once"
 
@@ -224,18 +268,37 @@ LedgerMachine.TestCase.settings = settings(max_examples=_NUM_SCHEDULES, stateful
 TestLedger = LedgerMachine.TestCase
 
 
-def book(lease_s: float = LEASE_S, clock: Callable[[], float] = lambda: 0.0) -> tuple[Ledger, BlockManager]:
-    blocks = BlockManager(NUM_BLOCKS)
+def book(
+    lease_s: float = LEASE_S, clock: Callable[[], float] = lambda: 0.0, answer_room: int = BLOCK_SIZE, shares: bool = True
+) -> tuple[Ledger, PrefixCache]:
+    cache = PrefixCache(NUM_BLOCKS)
     quiet: Callable[[TicketEntry], None] = lambda entry: None  # noqa: E731
     ledger = Ledger(
-        blocks, BLOCK_SIZE, BLOCK_SIZE, lease_s, clock, on_committed=quiet, on_failed=quiet, on_settled=lambda: None
+        cache,
+        BLOCK_SIZE,
+        answer_room,
+        lease_s,
+        clock,
+        on_committed=quiet,
+        on_failed=quiet,
+        on_settled=lambda: None,
+        shares_prefixes=shares,
     )
-    return ledger, blocks
+    return ledger, cache
+
+
+def receive(ledger: Ledger, entry: TicketEntry) -> bool:
+    """The whole transfer of what is not held, and its commit."""
+    start, num_tokens = entry.held_tokens, len(entry.token_ids)
+    if start < num_tokens:
+        assert ledger.begin_push(b"p", entry.ticket_id, entry.transfer_id, start, num_tokens - start) is entry
+        ledger.end_push(entry.ticket_id, num_tokens - start, ok=True)
+    return ledger.commit(entry.ticket_id, entry.transfer_id, num_tokens)
 
 
 def test_a_whole_life() -> None:
     ledger, blocks = book()
-    entry = ledger.reserve(b"r", tuple(range(10)), 38)
+    entry = ledger.reserve(b"r", tuple(range(10)), 38, "")
     assert entry is not None
     assert len(entry.block_table) == 4, "10 tokens and a block's worth of the answer, whose last token needs no slot"
     for start, count in ((0, 8), (8, 2)):
@@ -247,7 +310,7 @@ def test_a_whole_life() -> None:
     assert len(entry.block_table) == 5
     ledger.preempt(entry.ticket_id)
     assert blocks.num_free == NUM_BLOCKS
-    assert ledger.readmit(entry.ticket_id, 17)
+    assert ledger.readmit(entry.ticket_id, 17) == 8, "of 10 tokens, the full blocks"
     ledger.begin_step([entry.ticket_id])
     ledger.release(entry.ticket_id)
     assert blocks.num_free == NUM_BLOCKS - 5, "quarantined while the engine writes"
@@ -260,8 +323,8 @@ def test_a_whole_life() -> None:
 def test_pings_keep_a_waiting_ticket_but_not_a_forgotten_one() -> None:
     now = [0.0]
     ledger, _ = book(clock=lambda: now[0])
-    waiting = ledger.reserve(b"r", (1,), 1)
-    forgotten = ledger.reserve(b"r", (1,), 1)
+    waiting = ledger.reserve(b"r", (1,), 1, "")
+    forgotten = ledger.reserve(b"r", (1,), 1, "")
     assert waiting is not None
     assert forgotten is not None
     ledger.begin_push(b"p", forgotten.ticket_id, forgotten.transfer_id, 0, 1)
@@ -281,14 +344,14 @@ def test_one_block_for_each_ticket_stays_free_beside_a_new_one() -> None:
     assert ledger.fits(len(prompt), 40)
     assert not ledger.fits(len(prompt), 41)
     granted = 0
-    while ledger.reserve(b"r", prompt, 40) is not None:
+    while ledger.reserve(b"r", prompt, 40, "") is not None:
         granted += 1
     assert (granted, blocks.num_free, ledger.reservable_blocks) == (3, 3, 0)
 
 
 def test_no_new_ticket_overtakes_a_preempted_one() -> None:
     ledger, blocks = book()
-    entry = ledger.reserve(b"r", (1,), 40)
+    entry = ledger.reserve(b"r", (1,), 40, "")
     assert entry is not None
     ledger.begin_push(b"p", entry.ticket_id, entry.transfer_id, 0, 1)
     ledger.end_push(entry.ticket_id, 1, ok=True)
@@ -297,9 +360,9 @@ def test_no_new_ticket_overtakes_a_preempted_one() -> None:
     assert ledger.reservable_blocks == NUM_BLOCKS - 2
     ledger.preempt(entry.ticket_id)
     assert blocks.num_free == NUM_BLOCKS
-    assert ledger.reserve(b"r", (1,), 1) is None
-    assert ledger.readmit(entry.ticket_id, 9)
-    assert ledger.reserve(b"r", (1,), 1) is not None
+    assert ledger.reserve(b"r", (1,), 1, "") is None
+    assert ledger.readmit(entry.ticket_id, 9) == 0
+    assert ledger.reserve(b"r", (1,), 1, "") is not None
     ledger.preempt(entry.ticket_id)
     ledger.release(entry.ticket_id)
     assert ledger.reservable_blocks == NUM_BLOCKS - 2, "it left while it waited, and holds up nobody"
@@ -313,11 +376,82 @@ def test_nothing_leads_out_of_a_final_state(final: TicketState) -> None:
 
 
 def test_a_ticket_that_reserves_its_whole_answer_never_grows() -> None:
-    blocks = BlockManager(NUM_BLOCKS)
-    quiet: Callable[[TicketEntry], None] = lambda entry: None  # noqa: E731
-    ledger = Ledger(
-        blocks, BLOCK_SIZE, sys.maxsize, LEASE_S, lambda: 0.0, on_committed=quiet, on_failed=quiet, on_settled=lambda: None
-    )
-    entry = ledger.reserve(b"r", (1,), 4 * BLOCK_SIZE)
+    ledger, _ = book(answer_room=sys.maxsize)
+    entry = ledger.reserve(b"r", (1,), 4 * BLOCK_SIZE, "")
     assert entry is not None
     assert len(entry.block_table) == 4
+
+
+def test_what_is_held_is_shared_and_not_sent() -> None:
+    ledger, cache = book()
+    prompt = tuple(range(2 * BLOCK_SIZE + 1))
+    first = ledger.reserve(b"r", prompt, 1, "")
+    assert first is not None
+    assert first.held_tokens == 0
+    assert receive(ledger, first)
+    second = ledger.reserve(b"r", (*prompt, 99), 1, "")
+    other = ledger.reserve(b"r", prompt, 1, "somebody else's")
+    assert second is not None
+    assert other is not None
+    assert (second.held_tokens, other.held_tokens) == (2 * BLOCK_SIZE, 0)
+    assert second.block_table[:2] == first.block_table[:2]
+    assert cache.num_references - cache.num_owned == 2
+    overwriting = ledger.begin_push(b"p", second.ticket_id, second.transfer_id, 0, len(prompt) + 1)
+    assert overwriting is None
+    assert receive(ledger, second)
+
+
+def test_a_prompt_that_is_held_as_a_whole_is_committed_without_a_push() -> None:
+    ledger, _ = book()
+    prompt = tuple(range(2 * BLOCK_SIZE))
+    first = ledger.reserve(b"r", prompt, 1, "")
+    assert first is not None
+    assert receive(ledger, first)
+    ledger.release(first.ticket_id)
+    second = ledger.reserve(b"r", prompt, 1, "")
+    assert second is not None
+    assert second.held_tokens == len(prompt)
+    assert not ledger.commit(second.ticket_id, second.transfer_id, len(prompt) - 1)
+    assert ledger.commit(second.ticket_id, second.transfer_id, len(prompt))
+    assert ledger.attach(second.ticket_id) is second
+
+
+def test_nothing_of_an_uncommitted_transfer_is_kept() -> None:
+    ledger, cache = book()
+    prompt = tuple(range(2 * BLOCK_SIZE))
+    first = ledger.reserve(b"r", prompt, 1, "")
+    assert first is not None
+    ledger.begin_push(b"p", first.ticket_id, first.transfer_id, 0, len(prompt))
+    ledger.end_push(first.ticket_id, len(prompt), ok=True)
+    second = ledger.reserve(b"r", prompt, 1, "")
+    assert second is not None
+    assert second.held_tokens == 0
+    ledger.abort(first.ticket_id)
+    ledger.release(second.ticket_id)
+    assert cache.match(block_keys(prompt, BLOCK_SIZE, "")) == 0
+
+
+def test_an_answer_is_kept_for_the_next_turn() -> None:
+    ledger, _ = book()
+    prompt, answer = tuple(range(BLOCK_SIZE)), tuple(range(100, 100 + BLOCK_SIZE))
+    entry = ledger.reserve(b"r", prompt, BLOCK_SIZE, "")
+    assert entry is not None
+    assert receive(ledger, entry)
+    ledger.attach(entry.ticket_id)
+    ledger.grow(entry.ticket_id, 2 * BLOCK_SIZE)
+    ledger.keep(entry.ticket_id, prompt + answer)
+    ledger.release(entry.ticket_id)
+    turn = ledger.reserve(b"r", (*prompt, *answer, 7), 1, "")
+    assert turn is not None
+    assert turn.held_tokens == 2 * BLOCK_SIZE
+
+
+def test_a_ledger_that_shares_nothing_holds_nothing() -> None:
+    ledger, cache = book(shares=False)
+    for _ in range(2):
+        entry = ledger.reserve(b"r", tuple(range(2 * BLOCK_SIZE)), 1, "")
+        assert entry is not None
+        assert entry.held_tokens == 0
+        assert receive(ledger, entry)
+        ledger.release(entry.ticket_id)
+    assert cache.num_owned == 0

@@ -27,6 +27,8 @@ SMALL = {
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-5,
 }
+WIDE = SMALL | {"hidden_size": 128, "intermediate_size": 128, "vocab_size": 256}
+"""Sizes that the native operators and products have, also on two ranks."""
 LLAMA3_SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=64)
 
 
@@ -62,7 +64,7 @@ def generate() -> Generate:
 
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], SmallModel]]:
-    """Makes `llama`, `llama-tied`, `llama3-rope`, `qwen2` and `qwen3` models, each once."""
+    """Makes `llama`, `llama-tied`, `llama-wide`, `llama3-rope`, `qwen2` and `qwen3` models, each once."""
     made: dict[str, SmallModel] = {}
 
     def make(kind: str) -> SmallModel:
@@ -78,7 +80,8 @@ def _make_small_model(kind: str, folder: Path) -> SmallModel:
     import transformers
 
     tied = kind in ("llama-tied", "qwen3")
-    head_dim = 32 if kind == "qwen3" else 16
+    sizes = WIDE if kind == "llama-wide" else SMALL
+    head_dim = {"qwen3": 32, "llama-wide": 64}.get(kind, 16)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0}
     if kind == "llama3-rope":
         rope |= {
@@ -90,7 +93,7 @@ def _make_small_model(kind: str, folder: Path) -> SmallModel:
         }
     family = {"qwen2": "Qwen2", "qwen3": "Qwen3"}.get(kind, "Llama")
     own_head_dim = {} if family == "Qwen2" else {"head_dim": head_dim}
-    config = getattr(transformers, f"{family}Config")(**SMALL, **own_head_dim, tie_word_embeddings=tied, rope_parameters=rope)
+    config = getattr(transformers, f"{family}Config")(**sizes, **own_head_dim, tie_word_embeddings=tied, rope_parameters=rope)
     torch.manual_seed(7)
     reference = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.float32).eval()
     with torch.no_grad():
@@ -102,14 +105,14 @@ def _make_small_model(kind: str, folder: Path) -> SmallModel:
     facts = ModelFacts(
         name=kind,
         architecture=Architecture(family.lower()),
-        num_layers=SMALL["num_hidden_layers"],
-        hidden_size=SMALL["hidden_size"],
-        intermediate_size=SMALL["intermediate_size"],
-        num_heads=SMALL["num_attention_heads"],
-        num_kv_heads=SMALL["num_key_value_heads"],
+        num_layers=sizes["num_hidden_layers"],
+        hidden_size=sizes["hidden_size"],
+        intermediate_size=sizes["intermediate_size"],
+        num_heads=sizes["num_attention_heads"],
+        num_kv_heads=sizes["num_key_value_heads"],
         head_dim=head_dim,
-        vocab_size=SMALL["vocab_size"],
-        max_model_len=SMALL["max_position_embeddings"],
+        vocab_size=sizes["vocab_size"],
+        max_model_len=sizes["max_position_embeddings"],
         rope_theta=10_000.0,
         rope_scaling=LLAMA3_SCALING if kind == "llama3-rope" else None,
         rms_norm_eps=1e-5,

@@ -75,23 +75,21 @@ def test_dequantization_equals_gguf(ggml_type: Any, tmp_path: Path, small_model:
     write_gguf(path, {"some.weight": values}, ggml_type)
     source = GgufWeights((path,), small_model("llama").facts.architecture)
     out = torch.empty(96, 64)
-    source.read(Part("some.weight", (96, 64)), out)
+    source.read(Part("some.weight", (96, 64)).shard(0, 1), out)
     expected = gguf.quants.dequantize(gguf.quants.quantize(values, ggml_type), ggml_type)
     assert torch.equal(out, torch.from_numpy(np.ascontiguousarray(expected, dtype=np.float32)))
 
 
-@pytest.mark.parametrize("rope_heads", [None, 4])
+@pytest.mark.parametrize("heads", [None, 4])
 @pytest.mark.parametrize("ggml_type", [Q.Q4_0, Q.Q4_1, Q.Q8_0], ids=lambda t: t.name)
-def test_quantized_values_are_those_of_the_file(
-    ggml_type: Any, rope_heads: int | None, tmp_path: Path, small_model: Any
-) -> None:
+def test_quantized_values_are_those_of_the_file(ggml_type: Any, heads: int | None, tmp_path: Path, small_model: Any) -> None:
     values = np.random.default_rng(0).normal(size=(96, 64)).astype(np.float32)
-    path, part = tmp_path / "one.gguf", Part("some.weight", (96, 64), rope_heads)
+    path, shard = tmp_path / "one.gguf", Part("some.weight", (96, 64), heads=heads, rotary=True).shard(0, 1)
     write_gguf(path, {"some.weight": values}, ggml_type)
     source = GgufWeights((path,), small_model("llama").facts.architecture)
     dense = torch.empty(96, 64)
-    source.read(part, dense)
-    quantized = source.read_quantized(part)
+    source.read(shard, dense)
+    quantized = source.read_quantized(shard)
     assert quantized is not None
     assert torch.equal(quantized.dequantize(torch.float32), dense)
 
@@ -101,7 +99,7 @@ def test_other_formats_are_not_taken_for_quantized(ggml_type: Any, tmp_path: Pat
     path = tmp_path / "one.gguf"
     write_gguf(path, {"some.weight": np.zeros((96, 64), dtype=np.float32)}, ggml_type)
     source = GgufWeights((path,), small_model("llama").facts.architecture)
-    assert source.read_quantized(Part("some.weight", (96, 64))) is None
+    assert source.read_quantized(Part("some.weight", (96, 64)).shard(0, 1)) is None
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])

@@ -10,9 +10,9 @@ import pytest
 from two_ends import (
     BLOCK_SIZE,
     BLOCKS,
+    DONE,
     HEAD_DIM,
     HEADS,
-    finished_step,
     until,
     world,
 )
@@ -48,7 +48,7 @@ def test_damage_is_caught_before_the_commit(faults: Faults) -> None:
             network.faults = faults
             ticket, _ = w.decode.ticket(8)
             transfer = OutgoingTransfer(ticket)
-            push = pair.push(finished_step(), [PushPart(transfer, [1, 2], 0, 8)])
+            push = pair.push(DONE, [PushPart(transfer, [1, 2], 0, 8)])
             with pytest.raises(TandemError):
                 await push_and_commit(pair, push, transfer)
             await until(lambda: len(w.decode.ledger) == 0)
@@ -117,8 +117,8 @@ def test_damage_in_memory_is_caught_before_the_commit(kind: str, damage: Damage)
             pair = await w.pair()
             ticket, _ = w.decode.ticket(11)
             transfer = OutgoingTransfer(ticket)
-            await pair.push(finished_step(), [PushPart(transfer, [4, 1, 2], 0, 11)])
-            with pytest.raises(KvTransferError, match=r"not the KV that was sent, from block [02] on"):
+            await pair.push(DONE, [PushPart(transfer, [4, 1, 2], 0, 11)])
+            with pytest.raises(KvTransferError, match=r"not the KV that was sent, from part [02] on"):
                 await pair.commit(transfer)
             assert w.decode.committed == []
             assert w.decode.blocks.num_free == BLOCKS

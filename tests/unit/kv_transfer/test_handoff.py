@@ -8,17 +8,17 @@ import pytest
 import torch
 from two_ends import (
     BLOCKS,
+    DONE,
     EVERY_TRANSPORT,
     LAYERS,
     Kind,
-    finished_step,
     until,
     world,
 )
 
 from kv_transfer.loopback import Faults, LoopbackNetwork
 from kv_transfer.pool_view import Slots
-from kv_transfer.sender import OutgoingTransfer, PushPart, StepSignal
+from kv_transfer.sender import OutgoingTransfer, PushPart
 from protocol.errors import KvTransferError
 from protocol.ticket import TicketState
 
@@ -34,14 +34,14 @@ def test_two_interleaved_prompts_arrive_exactly(kind: Kind) -> None:
             short_ticket, short_entry = w.decode.ticket(6)
             long, short = OutgoingTransfer(long_ticket), OutgoingTransfer(short_ticket)
             long_table, short_table = [9, 2, 14], [7, 0]
-            first = StepSignal()
+            first = w.progress.begin()
             pushes = [pair.push(first, [PushPart(long, long_table, 0, 7)])]
-            pushes.append(pair.push(finished_step(), [PushPart(long, long_table, 7, 4), PushPart(short, short_table, 0, 6)]))
+            pushes.append(pair.push(DONE, [PushPart(long, long_table, 7, 4), PushPart(short, short_table, 0, 6)]))
             for layer in range(LAYERS):
                 await asyncio.sleep(0.02)
                 assert not pushes[0].done(), "nothing ends before the step does"
-                first.layer_done(layer)
-            first.finish()
+                w.progress.layer_done(layer)
+            w.progress.finish()
             await asyncio.gather(*pushes)
             await pair.commit(long)
             await pair.commit(short)
@@ -62,19 +62,19 @@ def test_death_of_the_sender_in_the_middle_of_a_push() -> None:
         async with world([network]) as w:
             pair = await w.pair()
             ticket, _ = w.decode.ticket(8)
-            push = pair.push(finished_step(), [PushPart(OutgoingTransfer(ticket), [1, 2], 0, 8)])
+            push = pair.push(DONE, [PushPart(OutgoingTransfer(ticket), [1, 2], 0, 8)])
             with pytest.raises(KvTransferError):
                 await push
             assert pair.broken
             with pytest.raises(KvTransferError):
-                await pair.push(finished_step(), [])
+                await pair.push(DONE, [])
             await until(lambda: len(w.decode.ledger) == 0)
             assert w.decode.blocks.num_free == BLOCKS
             await pair.close()
             again = await w.pair()
             ticket, _ = w.decode.ticket(8)
             transfer = OutgoingTransfer(ticket)
-            await again.push(finished_step(), [PushPart(transfer, [1, 2], 0, 8)])
+            await again.push(DONE, [PushPart(transfer, [1, 2], 0, 8)])
             await again.commit(transfer)
             assert w.decode.committed == [ticket.ticket_id], "a new epoch of the pair works"
             await again.close()
@@ -87,13 +87,13 @@ def test_blocks_of_a_cancelled_ticket_stay_quarantined_until_its_push_ends() -> 
         async with world([LoopbackNetwork()]) as w:
             pair = await w.pair()
             ticket, entry = w.decode.ticket(8)
-            signal = StepSignal()
-            push = pair.push(signal, [PushPart(OutgoingTransfer(ticket), [1, 2], 0, 8)])
+            step = w.progress.begin()
+            push = pair.push(step, [PushPart(OutgoingTransfer(ticket), [1, 2], 0, 8)])
             await until(lambda: entry.pushes_in_flight == 1)
             w.decode.ledger.release(ticket.ticket_id)
             assert entry.state is TicketState.ABORTED
             assert w.decode.blocks.num_free == BLOCKS - 2, "the push may still write into them"
-            signal.finish()
+            w.progress.finish()
             await push
             await until(lambda: w.decode.blocks.num_free == BLOCKS)
             await pair.close()
@@ -107,16 +107,14 @@ def test_a_pair_that_is_closed_while_it_breaks_gives_its_channel_back() -> None:
             pair = await w.pair()
             [receiver] = w.decode.pairs.values()
             ticket, _ = w.decode.ticket(8)
-            push = pair.push(StepSignal(), [PushPart(OutgoingTransfer(ticket), [1, 2], 0, 8)])
+            push = pair.push(w.progress.begin(), [PushPart(OutgoingTransfer(ticket), [1, 2], 0, 8)])
             await until(lambda: w.decode.ledger.pushes_in_flight == 1)
-            assert pair._channel is not None
-            pair._channel.close()
-            while not receiver._closed:  # noqa: ASYNC110 - the moment between its thread's end and its own
+            pair._lanes[0]._channel.close()  # type: ignore[attr-defined]
+            while not receiver.closed:  # noqa: ASYNC110 - the moment between its thread's end and its own
                 await asyncio.sleep(0)
             await asyncio.gather(receiver.close(), receiver.close())
-            assert receiver._channel is not None
             with pytest.raises(AssertionError, match="closed"):
-                receiver._channel.receive(range(1), Slots([]))
+                receiver._lanes[0]._channel.receive(range(1), Slots([]))  # type: ignore[attr-defined]
             assert w.decode.blocks.num_free == BLOCKS
             with pytest.raises(KvTransferError):
                 await push
@@ -133,7 +131,7 @@ def test_a_ticket_that_is_gone_is_refused_and_the_others_go_on() -> None:
             ticket, _ = w.decode.ticket(4)
             gone, good = OutgoingTransfer(gone_ticket), OutgoingTransfer(ticket)
             w.decode.ledger.release(gone_ticket.ticket_id)
-            await pair.push(finished_step(), [PushPart(gone, [1], 0, 4), PushPart(good, [2], 0, 4)])
+            await pair.push(DONE, [PushPart(gone, [1], 0, 4), PushPart(good, [2], 0, 4)])
             with pytest.raises(KvTransferError, match="no longer holds"):
                 await pair.commit(gone)
             await pair.commit(good)
@@ -149,7 +147,7 @@ def test_an_incomplete_transfer_is_not_committed() -> None:
             pair = await w.pair()
             ticket, _ = w.decode.ticket(8)
             transfer = OutgoingTransfer(ticket)
-            await pair.push(finished_step(), [PushPart(transfer, [1, 2], 0, 4)])
+            await pair.push(DONE, [PushPart(transfer, [1, 2], 0, 4)])
             with pytest.raises(KvTransferError, match="incomplete"):
                 await pair.commit(transfer)
             assert w.decode.committed == []
@@ -167,7 +165,7 @@ def test_many_transfers_in_a_row_change_nothing(kind: Kind) -> None:
             for number in range(300):
                 ticket, _ = w.decode.ticket(1 + number % 16)
                 transfer = OutgoingTransfer(ticket)
-                await pair.push(finished_step(), [PushPart(transfer, [3, 1, 4, 0], 0, ticket.num_prompt_tokens)])
+                await pair.push(DONE, [PushPart(transfer, [3, 1, 4, 0], 0, ticket.num_prompt_tokens)])
                 await pair.commit(transfer)
                 w.decode.ledger.release(ticket.ticket_id)
             assert w.decode.stats.committed == 300

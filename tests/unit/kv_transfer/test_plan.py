@@ -31,10 +31,12 @@ def test_pieces_follow_the_block_table(data: st.DataObject, block_size: int, tab
     start = data.draw(st.integers(0, len(table) * block_size - 1))
     count = data.draw(st.integers(1, len(table) * block_size - start))
     every = [block * block_size + offset for block in table for offset in range(block_size)]
-    pieces = cut(table, block_size, start, count)
+    digest_size = data.draw(BLOCK_SIZES)
+    pieces = cut(table, block_size, start, count, digest_size)
     assert slots(pieces) == every[start : start + count]
-    assert all(table[piece.block] == piece.slot // block_size for piece in pieces)
-    assert [piece.block for piece in pieces] == list(range(start // block_size, -(-(start + count) // block_size)))
+    assert all(piece.slot // block_size == (piece.slot + piece.length - 1) // block_size for piece in pieces)
+    digests = [piece.digest for piece in pieces for _ in range(piece.length)]
+    assert digests == [position // digest_size for position in range(start, start + count)]
 
 
 @given(data=st.data(), source_table=TABLES, source_block=BLOCK_SIZES, table=TABLES, block=BLOCK_SIZES)
@@ -43,7 +45,7 @@ def test_copies_put_each_token_where_it_belongs(
 ) -> None:
     """Also between pools of different block sizes."""
     count = data.draw(st.integers(1, min(len(source_table) * source_block, len(table) * block)))
-    source, destination = cut(source_table, source_block, 0, count), cut(table, block, 0, count)
+    source, destination = (cut(each, size, 0, count, block) for each, size in ((source_table, source_block), (table, block)))
     source_runs, destination_runs = slot_runs(source), slot_runs(destination)
     for runs in (source_runs, destination_runs):
         assert all(sum(one) != other.start for one, other in itertools.pairwise(runs)), "no fewer would do"

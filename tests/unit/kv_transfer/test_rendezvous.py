@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from two_ends import (
-    BLOCK_SIZE,
+    DONE,
     EVERY_TRANSPORT,
     HEAD_DIM,
     HEADS,
@@ -18,7 +18,6 @@ from two_ends import (
     LAYOUT,
     Kind,
     World,
-    finished_step,
     world,
 )
 
@@ -36,7 +35,6 @@ from protocol.errors import IncompatiblePeerError, WorkerLostError
         {"num_layers": LAYERS + 1},
         {"num_kv_heads": HEADS * 2},
         {"head_dim": HEAD_DIM * 2},
-        {"block_size": BLOCK_SIZE * 2},
         {"layout_version": 2},
     ],
     ids=lambda difference: next(iter(difference)),
@@ -56,8 +54,10 @@ def test_every_difference_of_the_layouts_is_named(difference: dict[str, Any]) ->
 def test_a_former_life_and_several_differences_are_refused(kind: Kind) -> None:
     async def scenario() -> None:
         async with world([kind]) as w:
-            with pytest.raises(IncompatiblePeerError, match="dtype: float32 here, bfloat16 there; block_size: 4 here, 8 there"):
-                await w.pair(replace(LAYOUT, dtype="bfloat16", block_size=8))
+            with pytest.raises(
+                IncompatiblePeerError, match="dtype: float32 here, bfloat16 there; layout_version: 1 here, 2 there"
+            ):
+                await w.pair(replace(LAYOUT, dtype="bfloat16", layout_version=2))
             with pytest.raises(WorkerLostError, match="epoch 5, not 4"):
                 await w.pair(peer=replace(w.decode.ref, epoch=4))
 
@@ -80,7 +80,7 @@ async def one_transfer(w: World) -> None:
     pair = await w.pair()
     ticket, entry = w.decode.ticket(8)
     transfer = OutgoingTransfer(ticket)
-    await pair.push(finished_step(), [PushPart(transfer, [1, 2], 0, 8)])
+    await pair.push(DONE, [PushPart(transfer, [1, 2], 0, 8)])
     await pair.commit(transfer)
     assert torch.equal(w.decode.content(entry, 8), w.source.data[:, :, 1:3].flatten(2, 3))
     await pair.close()

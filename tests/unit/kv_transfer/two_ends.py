@@ -6,20 +6,22 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
-from decode_workers.ledger import Ledger, TicketEntry
-from engine.block_manager import BlockManager
+from decode_workers.ledger import Ledger
+from decode_workers.ticket_entry import TicketEntry
 from engine.kv_pool import KVPool
+from engine.prefix_cache import PrefixCache
 from kv_transfer.gloo import GlooTransport
+from kv_transfer.lanes import LocalReceiveRank, LocalSendRank
 from kv_transfer.loopback import LoopbackNetwork, LoopbackTransport
-from kv_transfer.pool_view import PoolView
+from kv_transfer.progress import StepProgress
 from kv_transfer.receiver import ReceivingPair, TransferStats
-from kv_transfer.sender import SendingPair, StepSignal
+from kv_transfer.sender import SendingPair
 from kv_transfer.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from kv_transfer.transport import ReceiveTransport, SendTransport
 from protocol.endpoint import Endpoint
@@ -28,17 +30,19 @@ from protocol.wire import WireServer
 
 SECRET = b"k" * 32
 LAYERS, HEADS, HEAD_DIM, BLOCK_SIZE, BLOCKS = 3, 2, 8, 4, 16
-LAYOUT = KvLayout("hash", "float32", LAYERS, HEADS, HEAD_DIM, BLOCK_SIZE, 1)
+LAYOUT = KvLayout("hash", "float32", LAYERS, HEADS, HEAD_DIM, 1)
 PREFILL = WorkerRef("prefill-0", 1, Role.PREFILL, "tcp://127.0.0.1:1")
 LEASE_S = 1.0
+DONE = 0
+"""A step that is over."""
 
 
-def pool() -> KVPool:
+def pool(num_heads: int = HEADS, block_size: int = BLOCK_SIZE) -> KVPool:
     return KVPool(
         num_layers=LAYERS,
-        num_blocks=BLOCKS,
-        block_size=BLOCK_SIZE,
-        num_kv_heads=HEADS,
+        num_blocks=BLOCKS * BLOCK_SIZE // block_size,
+        block_size=block_size,
+        num_kv_heads=num_heads,
         head_dim=HEAD_DIM,
         dtype=torch.float32,
         shared=True,
@@ -48,27 +52,32 @@ def pool() -> KVPool:
 class Decode:
     """The receiving half of a decode worker: ledger, pairs and socket, without an engine."""
 
-    def __init__(self, transports: Sequence[ReceiveTransport]) -> None:
-        self.pool = pool()
-        self.pool.data.zero_()
-        self.blocks = BlockManager(BLOCKS)
+    def __init__(self, transports: Sequence[ReceiveTransport], pools: Sequence[KVPool]) -> None:
+        """`pools`: one for each rank."""
+        self.pools = pools
+        self.pool = pools[0]
+        self.block_size = self.pool.block_size
+        for each in pools:
+            each.data.zero_()
+        self.blocks = PrefixCache(self.pool.num_blocks)
         self.committed: list[int] = []
         self.failed: list[int] = []
         self.ledger = Ledger(
             self.blocks,
-            BLOCK_SIZE,
-            BLOCK_SIZE,
+            self.block_size,
+            self.block_size,
             60.0,
             time.monotonic,
             on_committed=lambda entry: self.committed.append(entry.ticket_id),
             on_failed=lambda entry: self.failed.append(entry.ticket_id),
             on_settled=lambda: None,
+            shares_prefixes=True,
         )
         self.stats = TransferStats()
         self.pairs: dict[bytes, ReceivingPair] = {}
         self.transports = transports
         server = WireServer(SECRET, "127.0.0.1")
-        self.ref = WorkerRef("decode-0", 5, Role.DECODE, server.address)
+        self.ref = WorkerRef("decode-0", 5, Role.DECODE, server.address, len(pools))
         handlers: dict[type[Any], Callable[[bytes, Any], None]] = {
             PairOpen: self.open_pair,
             PushAnnounce: lambda peer, message: self.pairs[peer].announce(message),
@@ -78,19 +87,24 @@ class Decode:
         self.endpoint = Endpoint(server, handlers, self.report, self.ledger.peer_lost, lease_s=60, heartbeat_s=1)
 
     def open_pair(self, peer: bytes, message: PairOpen) -> None:
-        self.pairs[peer] = ReceivingPair(
-            peer, self.ledger, LAYOUT, PoolView(self.pool.layers()), lambda answer: self.endpoint.send(peer, answer), self.stats
-        )
-        self.pairs[peer].open(message, self.ref, self.transports, LEASE_S)
+        if peer not in self.pairs or self.pairs[peer].closed:
+            size = self.block_size
+            ranks = [LocalReceiveRank(each.layers(), size, self.transports, LEASE_S) for each in self.pools]
+            answer: Callable[[object], None] = lambda message: self.endpoint.send(peer, message)  # noqa: E731
+            self.pairs[peer] = ReceivingPair(peer, self.ref, self.ledger, LAYOUT, size, ranks, answer, self.stats)
+        self.pairs[peer].open(message)
 
     def report(self) -> LoadReport:
         return LoadReport("decode-0", 5, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0, 0, 0)
 
-    def ticket(self, num_tokens: int) -> tuple[Ticket, TicketEntry]:
-        entry = self.ledger.reserve(b"router", tuple(range(num_tokens)), 1)
+    def ticket(self, num_tokens: int, salt: str | None = None) -> tuple[Ticket, TicketEntry]:
+        """Of a prompt that shares its beginning with those of the same salt, or with none."""
+        salt = f"{time.monotonic_ns()}" if salt is None else salt
+        entry = self.ledger.reserve(b"router", tuple(range(num_tokens)), 1, salt)
         assert entry is not None
         table = tuple(entry.block_table)
-        return Ticket(entry.ticket_id, entry.transfer_id, self.ref, BLOCK_SIZE, table, num_tokens), entry
+        ticket = Ticket(entry.ticket_id, entry.transfer_id, self.ref, self.block_size, table, num_tokens, entry.held_tokens)
+        return ticket, entry
 
     def content(self, entry: TicketEntry, num_tokens: int) -> torch.Tensor:
         data = self.pool.data[:, :, torch.tensor(entry.block_table)].flatten(2, 3)
@@ -100,17 +114,23 @@ class Decode:
 @dataclass
 class World:
     decode: Decode
-    source: KVPool
+    sources: Sequence[KVPool]
+    """One for each rank of prefill."""
     transports: Sequence[SendTransport]
+    """Of one rank; more ranks than one have gloo or loopback."""
+    progress: StepProgress
+
+    @property
+    def source(self) -> KVPool:
+        return self.sources[0]
 
     async def pair(self, layout: KvLayout = LAYOUT, peer: WorkerRef | None = None) -> SendingPair:
         return await SendingPair.open(
-            PREFILL,
+            replace(PREFILL, num_ranks=len(self.sources)),
             peer or self.decode.ref,
             SECRET,
             layout,
-            self.transports,
-            PoolView(self.source.layers()),
+            [LocalSendRank(each.layers(), each.block_size, self.transports, self.progress, LEASE_S) for each in self.sources],
             connect_s=5,
             lease_s=LEASE_S,
             heartbeat_s=1,
@@ -134,27 +154,27 @@ def receiving(kind: Kind) -> ReceiveTransport:
 
 
 @asynccontextmanager
-async def world(prefill: Sequence[Kind], decode: Sequence[Kind] | None = None) -> AsyncIterator[World]:
-    """The transports that each side has; by default decode's are prefill's."""
-    receiver = Decode([receiving(kind) for kind in (prefill if decode is None else decode)])
-    source = pool()
-    source.data.normal_(generator=torch.Generator().manual_seed(1))
+async def world(
+    prefill: Sequence[Kind],
+    decode: Sequence[Kind] | None = None,
+    sources: Sequence[KVPool] = (),
+    targets: Sequence[KVPool] = (),
+) -> AsyncIterator[World]:
+    """The transports that each side has, by default decode's are prefill's; the pools of each side's ranks, by default one."""
+    receiver = Decode([receiving(kind) for kind in (prefill if decode is None else decode)], targets or [pool()])
+    sources = sources or [pool()]
+    for number, source in enumerate(sources):
+        source.data.normal_(generator=torch.Generator().manual_seed(1 + number))
     serving = asyncio.create_task(receiver.endpoint.run())
     try:
         async with asyncio.timeout(60):
-            yield World(receiver, source, [sending(kind, source) for kind in prefill])
+            yield World(receiver, sources, [sending(kind, sources[0]) for kind in prefill], StepProgress())
         receiver.ledger.check_integrity()
     finally:
         for pair in receiver.pairs.values():
             await pair.close()
         serving.cancel()
         await asyncio.wait((serving,))
-
-
-def finished_step() -> StepSignal:
-    signal = StepSignal()
-    signal.finish()
-    return signal
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -78,7 +78,7 @@ def test_truncated_and_altered_messages_never_crash(data: st.DataObject) -> None
         ([14, True], "int expected, got bool"),
         ([14], "takes 1 fields"),
         ([14, 1, 2], "takes 1 fields"),
-        ([10, 1, "r", [1, "2"], 5], "list of ints"),
+        ([10, 1, "r", [1, "2"], 5, ""], "list of ints"),
         ([999, 1], "not a registered message"),
         ({"a": 1}, "not a registered message"),
         ([], "not a registered message"),
@@ -92,7 +92,7 @@ def test_wrong_types_are_named(raw: Any, complaint: str) -> None:
 
 def test_size_limits_hold_both_ways() -> None:
     with pytest.raises(ProtocolError, match="over the limit"):
-        encode(Reserve(1, "x" * (MAX_MESSAGE_BYTES + 1), (), 1))
+        encode(Reserve(1, "x" * (MAX_MESSAGE_BYTES + 1), (), 1, ""))
     with pytest.raises(ProtocolError, match="over the limit"):
         decode(encode(Release(1)) + b"x" * MAX_MESSAGE_BYTES)
     with pytest.raises(ProtocolError):
@@ -114,7 +114,7 @@ def test_errors_keep_their_class_across_the_wire() -> None:
 
 
 def test_layout_differences_are_named() -> None:
-    layout = KvLayout("h", "float32", 30, 3, 64, 16, 1)
+    layout = KvLayout("h", "float32", 30, 3, 64, 1)
     assert layout.differences(layout) == []
-    other = dataclasses.replace(layout, dtype="bfloat16", block_size=32)
-    assert layout.differences(other) == ["dtype: float32 here, bfloat16 there", "block_size: 16 here, 32 there"]
+    other = dataclasses.replace(layout, dtype="bfloat16", layout_version=32)
+    assert layout.differences(other) == ["dtype: float32 here, bfloat16 there", "layout_version: 1 here, 32 there"]

@@ -84,7 +84,7 @@ class Cluster:
         states = {worker: self.states.get(worker.ref.worker_id, WorkerState.READY) for worker in listed}
         self.controller.show(
             *(
-                WorkerInfo(w.ref.worker_id, w.role, w.ref.epoch, state, w.ref, 4711, "node", w.ref.epoch - 1, None)
+                WorkerInfo(w.ref.worker_id, w.role, w.ref.epoch, state, w.ref, (4711,), "node", w.ref.epoch - 1, None)
                 for w, state in states.items()
             )
         )

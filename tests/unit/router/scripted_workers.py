@@ -238,7 +238,7 @@ class ScriptedDecode(ScriptedWorker):
         ticket_id = next(self._ids)
         self.tickets[ticket_id] = need
         num_tokens = len(message.prompt_token_ids)
-        ticket = Ticket(ticket_id, ticket_id + 1000, self.ref, BLOCK_SIZE, tuple(range(need)), num_tokens)
+        ticket = Ticket(ticket_id, ticket_id + 1000, self.ref, BLOCK_SIZE, tuple(range(need)), num_tokens, 0)
         self.send(router, Reserved(message.call_id, ticket))
 
     def _attach(self, router: bytes, message: Attach) -> None:
@@ -290,4 +290,5 @@ class ScriptedDecode(ScriptedWorker):
             )
             for ticket_id, num_blocks in self.tickets.items()
         )
-        self.send(router, DecodeBooks(message.call_id, self.total_blocks, self.free_blocks, rows, ()))
+        owned = sum(self.tickets.values())
+        self.send(router, DecodeBooks(message.call_id, self.total_blocks, self.free_blocks, owned, owned, rows, ()))

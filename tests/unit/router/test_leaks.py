@@ -47,9 +47,10 @@ def decode_workers(draw: st.DrawFn, number: int) -> tuple[Audited, list[TicketRo
             claims[ticket_id] = state is TicketState.ATTACHED and draw(st.booleans())
     if draw(st.booleans()):
         claims[77] = False  # its ticket lapsed, or its stream has ended and is not read to the end
-    free, owned = draw(st.integers(0, 50)), sum(row.num_blocks for row in rows)
+    free, references = draw(st.integers(0, 50)), sum(row.num_blocks for row in rows)
+    owned = references - draw(st.integers(0, references // 2))
     ref = WorkerRef(f"decode-{number}", draw(st.integers(1, 3)), Role.DECODE, "tcp://127.0.0.1:1")
-    books = DecodeBooks(1, free + owned, free, tuple(rows), ())
+    books = DecodeBooks(1, free + owned, free, owned, references, tuple(rows), ())
     return Audited(ref, books, claims), [row for row in rows if row.state in WAITING]
 
 
@@ -152,12 +153,13 @@ def wait_for_nobody(worker: Audited, data: st.DataObject) -> tuple[Audited, str]
     """As a client that speaks our wire, reserves and only pings."""
     assert isinstance(worker.books, DecodeBooks)
     row = TicketRow(88, 1088, Owner.OTHER, data.draw(st.sampled_from(WAITING)), 3, 0, False, -1.0)
-    total = worker.books.total_blocks + 3
-    return change(worker, tickets=(*worker.books.tickets, row), total_blocks=total), "ticket 88"
+    tickets = (*worker.books.tickets, row)
+    references = worker.books.references + 3  # to blocks that it shares with others
+    return change(worker, tickets=tickets, references=references), "ticket 88"
 
 
 def count_references(worker: Audited, data: st.DataObject) -> tuple[Audited, str]:
-    assert isinstance(worker.books, PrefillBooks)
+    assert worker.books is not None
     return change(worker, references=worker.books.references + 1, problems=("references differ",)), ""
 
 
@@ -198,6 +200,7 @@ CORRUPTIONS = [
     Corruption("overdue", overdue, Role.DECODE),
     Corruption("transfer", wait_for_nobody, Role.DECODE),
     Corruption("references", count_references, Role.PREFILL),
+    Corruption("references", count_references, Role.DECODE),
     Corruption("ticket", other_transfer, Role.PREFILL),
     Corruption("ticket", for_another_life, Role.PREFILL),
     Corruption("prompt", leave_behind, Role.PREFILL),
@@ -220,7 +223,7 @@ def test_a_single_corruption_is_found_and_nothing_else(
 def test_a_prompt_that_vanished_is_missed_by_its_ticket() -> None:
     """Seen from the other side: the worker that should have it says nothing wrong."""
     ticket = TicketRow(7, 1007, Owner.ASKER, TicketState.RECEIVING, 3, 0, False, -1.0)
-    decode = Audited(WorkerRef("decode-0", 2, Role.DECODE, ""), DecodeBooks(1, 10, 7, (ticket,), ()), {7: False})
+    decode = Audited(WorkerRef("decode-0", 2, Role.DECODE, ""), DecodeBooks(1, 10, 7, 3, 3, (ticket,), ()), {7: False})
     prefill = Audited(WorkerRef("prefill-0", 1, Role.PREFILL, ""), PrefillBooks(1, 10, 10, 0, 0, (), (), ()))
     [leak] = leaks([decode, prefill])
     assert (leak.kind, leak.num_blocks) == ("transfer", 3)

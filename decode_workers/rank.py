@@ -1,0 +1,45 @@
+"""One rank of a decode worker: its share of the model, and the lanes by which its KV arrives."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from configs.models import resolve_for
+from configs.schema import ClusterConfig
+from engine.follower import Follower, Share
+from engine.model_runner import ModelRunner
+from engine.tensor_parallel import TensorParallel
+from kv_transfer.choice import receiving_transports
+from kv_transfer.lanes import LocalReceiveRank
+from kv_transfer.remote_lanes import ReceiveHost
+from protocol.wire import WireServer
+
+
+def load_share(config: ClusterConfig, ranks: TensorParallel) -> ModelRunner:
+    """Raises ConfigError when the model can't be loaded."""
+    return ModelRunner.load(
+        resolve_for(config).facts,
+        dtype=config.dtype,
+        quantization=config.quantization,
+        deterministic=config.deterministic,
+        block_size=config.block_size,
+        num_kv_tokens=config.decode.kv_cache_tokens,
+        ranks=ranks,
+    )
+
+
+def decode_follower(config: ClusterConfig, secret: bytes, host: str, rank: int, threads: int) -> Follower:
+    """A rank that is not the first. Listens on `host`, computes with `threads` cores."""
+
+    def load(ranks: TensorParallel) -> Share:
+        torch.set_num_threads(threads)
+        runner = load_share(config, ranks)
+        pool, transports = runner.pool, receiving_transports(config.transport, host)
+        lanes = ReceiveHost(LocalReceiveRank(pool.layers(), pool.block_size, transports, config.limits.lease_s))
+        steps = itertools.count(1)
+        return Share(runner, lanes.handlers, lambda: next(steps), lambda layer: None, lambda: None, lanes.close)
+
+    server = WireServer(secret, host)
+    return Follower(server, rank, config.decode.tensor_parallel_size, host, load, config.limits.lease_s)

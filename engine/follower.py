@@ -1,0 +1,164 @@
+"""A rank of a tensor-parallel worker that is not the first: it joins, executes what it is told, and goes with the first one.
+
+    listen ──► joined (group connected, share loaded) ──► steps, in order … ──► the first rank is silent or gone: over
+
+It decides nothing and samples nothing. Questions of other kinds (KV lanes) go to the handlers that its model's loading has
+brought along.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.batch import Chunk
+from engine.gang import STEP_LEASES
+from engine.model_runner import ModelRunner
+from engine.store import RelayStore
+from engine.tensor_parallel import TensorParallel, connect
+from protocol.errors import TandemError, WorkerLostError
+from protocol.gang import GangJoin, GangJoined, RunStep, StepChunk, StepDone, StoreValue
+from protocol.messages import Failed, SamplingParams
+from protocol.wire import PeerGone, WireServer
+
+log = logging.getLogger(__name__)
+
+_SOMEHOW = SamplingParams(seed=0, max_tokens=1)
+"""Tells the model that a chunk's logits are wanted. How they are sampled is the first rank's business."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank has loaded, and who wants to know how far its steps have come."""
+
+    runner: ModelRunner
+    handlers: Mapping[type[Any], Callable[[Any], Awaitable[Any]]]
+    """By type of question: the answer, or a TandemError."""
+    begin_step: Callable[[], int]
+    """The number of the step that begins."""
+    layer_done: Callable[[int], None]
+    finish_step: Callable[[], None]
+    close: Callable[[], Awaitable[None]]
+
+
+class Follower:
+    """`load` makes the share of this rank, in a thread."""
+
+    def __init__(
+        self, server: WireServer, rank: int, size: int, host: str, load: Callable[[TensorParallel], Share], lease_s: float
+    ) -> None:
+        self.address = server.address
+        self._server = server
+        self._rank = rank
+        self._size = size
+        self._host = host
+        self._load = load
+        self._lease_s = lease_s
+        self._engine = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._first: bytes | None = None
+        """Wire identity of the first rank."""
+        self._store: RelayStore | None = None
+        self._share: Share | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Serve until cancelled. Raises WorkerLostError when the first rank is gone."""
+        watching = asyncio.create_task(self._watch())
+        try:
+            while True:
+                receiving = asyncio.create_task(self._server.receive())
+                done, _ = await asyncio.wait((receiving, watching), return_when=asyncio.FIRST_COMPLETED)
+                if watching in done:
+                    receiving.cancel()
+                    watching.result()
+                self._arrived(*receiving.result())
+        finally:
+            watching.cancel()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(watching, *self._tasks, return_exceptions=True)
+            if self._share is not None:
+                await self._share.close()
+            self._engine.shutdown(wait=False)
+            self._server.close()
+
+    async def _watch(self) -> None:
+        """Until the first rank, once it has come, is silent for a lease."""
+        while self._first is None or self._server.silent_for(self._first) < self._lease_s:  # noqa: ASYNC110 - silence is no event
+            await asyncio.sleep(self._lease_s / 10)
+        raise WorkerLostError(f"rank {self._rank} of {self._size}: the first rank is silent")
+
+    def _arrived(self, peer: bytes, message: Any) -> None:
+        if isinstance(message, GangJoin) and self._first is None:
+            self._first = peer
+            self._answer(message.call_id, self._join(message))
+        elif peer != self._first:
+            log.warning("dropped a %s: not from the first rank", type(message).__name__)
+        elif isinstance(message, StoreValue):
+            if self._store is not None:
+                self._store.deliver(message.key, message.value)
+        elif isinstance(message, RunStep):
+            self._answer(message.call_id, self._execute(message))
+        elif self._share is not None and (handler := self._share.handlers.get(type(message))) is not None:
+            self._answer(message.call_id, handler(message))
+
+    def _answer(self, call_id: int, work: Awaitable[Any]) -> None:
+        async def answered() -> None:
+            try:
+                answer = await work
+            except TandemError as error:
+                answer = Failed.from_error(call_id, error)
+            self._send(answer)
+
+        task = asyncio.create_task(answered())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _send(self, message: Any) -> None:
+        assert self._first is not None, "there is nobody to tell"
+        try:
+            self._server.send(self._first, message)
+        except PeerGone:
+            log.info("the first rank is gone")
+
+    async def _join(self, message: GangJoin) -> GangJoined:
+        loop = asyncio.get_running_loop()
+        deadline_s = STEP_LEASES * self._lease_s
+        store = self._store = RelayStore(
+            lambda key, value: loop.call_soon_threadsafe(self._send, StoreValue(key, value)), deadline_s
+        )
+
+        def join() -> Share:
+            return self._load(connect(store, self._rank, self._size, torch.device("cpu"), self._host, deadline_s))
+
+        share = self._share = await loop.run_in_executor(self._engine, join)
+        return GangJoined(message.call_id, share.runner.pool.num_blocks)
+
+    async def _execute(self, message: RunStep) -> StepDone:
+        share = self._share
+        if share is None:
+            raise WorkerLostError(f"rank {self._rank} of {self._size} has no model yet")
+        await asyncio.get_running_loop().run_in_executor(self._engine, _run_step, share, message)
+        return StepDone(message.call_id)
+
+
+def _run_step(share: Share, message: RunStep) -> None:
+    step = share.begin_step()
+    try:
+        if step != message.step:
+            raise WorkerLostError(f"step {message.step} came where {step} was due")
+        share.runner.execute([_chunk(plan) for plan in message.chunks], share.layer_done)
+    finally:
+        share.finish_step()
+
+
+def _chunk(plan: StepChunk) -> Chunk:
+    sampling = _SOMEHOW if plan.samples else None
+    return Chunk(array("i", plan.token_ids), plan.start, array("i", plan.block_table), sampling, num_generated=0)

@@ -1,0 +1,230 @@
+"""Lanes: what one prefill rank sends to one decode rank, the heads of one `HeadMove`. A pair of workers has one for each move.
+
+    connect / accept ──► send / receive, one push after the other ──► close
+
+A lane ends in a rank's own process, next to its pool: one thread that moves bytes and nothing else. Who drives the lanes, of
+all ranks alike, is the worker's first rank (`sender`, `receiver`); it meets `SendRank` and `ReceiveRank`, which are these
+here for itself and go over a socket for the others.
+
+A push that fails with TransportError has broken its lane, and that the pair.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from kv_transfer.fingerprint import PushFingerprints
+from kv_transfer.plan import Piece, cut, layer_groups, slot_runs
+from kv_transfer.pool_view import PoolView, Slots
+from kv_transfer.progress import StepProgress
+from kv_transfer.transport import ReceiveChannel, ReceiveTransport, SendChannel, SendTransport, TransportError
+from protocol.errors import TransportUnavailableError
+from protocol.gang import HeadMove, TokenSpan
+
+Exchange = Callable[[bytes], Awaitable[bytes]]
+"""Sends our offer to the peer and returns its answer, or raises its refusal."""
+
+
+class SendLane(Protocol):
+    async def send(self, step: int, spans: Sequence[TokenSpan]) -> list[bytes]:
+        """Send these spans as this step computes them; the digests of each. Raises TransportError."""
+
+    async def close(self) -> None: ...
+
+
+class ReceiveLane(Protocol):
+    async def receive(self, spans: Sequence[TokenSpan]) -> list[bytes]:
+        """Receive these spans; the digests of each. Ends when nothing writes into them any more. Raises TransportError."""
+
+    async def close(self) -> None: ...
+
+
+class SendRank(Protocol):
+    @property
+    def transports(self) -> Sequence[str]:
+        """What it can send over, the best first."""
+
+    async def connect(self, move: HeadMove, transport: str, exchange: Exchange) -> SendLane:
+        """Raises TransportError, or what `exchange` raised."""
+
+
+class ReceiveRank(Protocol):
+    @property
+    def transports(self) -> Sequence[str]: ...
+
+    async def accept(self, move: HeadMove, transport: str, offer: bytes, answer: Callable[[bytes], None]) -> ReceiveLane:
+        """`answer` is called once, before it waits for the peer.
+
+        Raises TransportUnavailableError if it fails before that, TransportError after.
+        """
+
+
+class LocalSendRank:
+    """A rank of this process. `layers` are its pool's, `progress` its engine's."""
+
+    def __init__(
+        self,
+        layers: Sequence[Tensor],
+        block_size: int,
+        transports: Sequence[SendTransport],
+        progress: StepProgress,
+        deadline_s: float,
+    ) -> None:
+        self._layers = layers
+        self._block_size = block_size
+        self._transports = {transport.name: transport for transport in transports}
+        self._progress = progress
+        self._deadline_s = deadline_s
+
+    @property
+    def transports(self) -> Sequence[str]:
+        return list(self._transports)
+
+    async def connect(self, move: HeadMove, transport: str, exchange: Exchange) -> SendLane:
+        loop = asyncio.get_running_loop()
+        pool = PoolView(self._layers, range(move.source_head, move.source_head + move.num_heads))
+        thread = ThreadPoolExecutor(1, thread_name_prefix=f"kv-send-{move.decode_rank}")
+
+        async def ask(ours: bytes) -> bytes:
+            return await exchange(ours)
+
+        def blocking_exchange(ours: bytes) -> bytes:
+            return asyncio.run_coroutine_threadsafe(ask(ours), loop).result()
+
+        connect = self._transports[transport].connect_sender
+        channel = await _connected(thread, lambda: connect(blocking_exchange, pool, self._deadline_s))
+        return _LocalSendLane(channel, pool, self._block_size, thread, self._progress, self._deadline_s)
+
+
+class LocalReceiveRank:
+    """A rank of this process. `layers` are its pool's."""
+
+    def __init__(
+        self, layers: Sequence[Tensor], block_size: int, transports: Sequence[ReceiveTransport], deadline_s: float
+    ) -> None:
+        self._layers = layers
+        self._block_size = block_size
+        self._transports = {transport.name: transport for transport in transports}
+        self._deadline_s = deadline_s
+
+    @property
+    def transports(self) -> Sequence[str]:
+        return list(self._transports)
+
+    async def accept(self, move: HeadMove, transport: str, offer: bytes, answer: Callable[[bytes], None]) -> ReceiveLane:
+        loop = asyncio.get_running_loop()
+        pool = PoolView(self._layers, range(move.destination_head, move.destination_head + move.num_heads))
+        thread = ThreadPoolExecutor(1, thread_name_prefix=f"kv-receive-{move.prefill_rank}")
+        answered = False
+
+        def answer_from_thread(ours: bytes) -> None:
+            nonlocal answered
+            answered = True
+            loop.call_soon_threadsafe(answer, ours)
+
+        connect = self._transports[transport].connect_receiver
+        try:
+            channel = await _connected(thread, lambda: connect(offer, answer_from_thread, pool, self._deadline_s))
+        except TransportError as error:
+            if answered:
+                raise
+            raise TransportUnavailableError(str(error)) from None
+        return _LocalReceiveLane(channel, pool, self._block_size, thread)
+
+
+_Channel = TypeVar("_Channel", SendChannel, ReceiveChannel)
+
+
+async def _connected(thread: ThreadPoolExecutor, connect: Callable[[], _Channel]) -> _Channel:
+    """What `connect` makes in the thread, which ends if it fails. One that comes up after we were cancelled is closed."""
+    connecting = thread.submit(connect)
+    try:
+        return await asyncio.wrap_future(connecting)
+    except BaseException:
+        connecting.add_done_callback(_close_late)
+        thread.shutdown(wait=False)
+        raise
+
+
+def _close_late(connecting: Future[SendChannel] | Future[ReceiveChannel]) -> None:
+    if not connecting.cancelled() and connecting.exception() is None:
+        connecting.result().close()
+
+
+class _Push:
+    """The tokens of one push, on one lane."""
+
+    def __init__(self, pool: PoolView, block_size: int, spans: Sequence[TokenSpan]) -> None:
+        cuts: list[list[Piece]] = [
+            cut(span.block_table, block_size, span.start, span.num_tokens, span.digest_block_size) for span in spans
+        ]
+        self.slots = Slots(slot_runs(itertools.chain(*cuts)))
+        self.groups = layer_groups(len(pool.layers), len(self.slots) * pool.layer_bytes)
+        self.fingerprints = PushFingerprints(pool, cuts)
+
+
+class _LocalSendLane:
+    def __init__(
+        self,
+        channel: SendChannel,
+        pool: PoolView,
+        block_size: int,
+        thread: ThreadPoolExecutor,
+        progress: StepProgress,
+        deadline_s: float,
+    ) -> None:
+        self._channel = channel
+        self._pool = pool
+        self._block_size = block_size
+        self._thread = thread
+        self._progress = progress
+        self._deadline_s = deadline_s
+
+    async def send(self, step: int, spans: Sequence[TokenSpan]) -> list[bytes]:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._send, step, spans)
+
+    def _send(self, step: int, spans: Sequence[TokenSpan]) -> list[bytes]:
+        push = _Push(self._pool, self._block_size, spans)
+        for layers in push.groups:
+            # What goes last waits for the whole step: sending takes the interpreter from the engine, and nobody waits for
+            # KV before the first token is out.
+            is_last = layers.stop == len(self._pool.layers)
+            self._progress.wait_for(step, layers.stop if is_last else layers[-1], self._deadline_s)
+            self._channel.send(layers, push.slots)
+            push.fingerprints.update(layers)
+        self._channel.flush()
+        return push.fingerprints.digests()
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._thread.shutdown)
+        self._channel.close()
+
+
+class _LocalReceiveLane:
+    def __init__(self, channel: ReceiveChannel, pool: PoolView, block_size: int, thread: ThreadPoolExecutor) -> None:
+        self._channel = channel
+        self._pool = pool
+        self._block_size = block_size
+        self._thread = thread
+
+    async def receive(self, spans: Sequence[TokenSpan]) -> list[bytes]:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._receive, spans)
+
+    def _receive(self, spans: Sequence[TokenSpan]) -> list[bytes]:
+        push = _Push(self._pool, self._block_size, spans)
+        self._pool.touch(push.slots)  # while prefill computes
+        for layers in push.groups:
+            self._channel.receive(layers, push.slots)
+            push.fingerprints.update(layers)
+        return push.fingerprints.digests()
+
+    async def close(self) -> None:
+        """The thread may sit in a receive until the transport's deadline."""
+        await asyncio.to_thread(self._thread.shutdown)
+        self._channel.close()

@@ -1,0 +1,223 @@
+"""Lanes that end in another process of the same worker: the first rank asks, the rank with the pool does it.
+
+`RemoteSendRank` and `RemoteReceiveRank` are the first rank's view of another rank; `SendHost` and `ReceiveHost` answer there,
+by a `LocalSendRank` or `LocalReceiveRank` of theirs. An error of the other rank, and its loss, is a broken lane here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, Generic, TypeVar
+
+from kv_transfer.lanes import Exchange, LocalReceiveRank, LocalSendRank, ReceiveLane, SendLane
+from kv_transfer.transport import TransportError
+from protocol.errors import KvTransferError, TandemError, TransportUnavailableError
+from protocol.gang import (
+    HeadMove,
+    LaneAccept,
+    LaneAwait,
+    LaneClose,
+    LaneClosed,
+    LaneConnect,
+    LaneConnected,
+    LaneDone,
+    LaneOffer,
+    LaneOffered,
+    LaneReceive,
+    LaneSend,
+    TokenSpan,
+)
+
+_Answer = TypeVar("_Answer")
+_Lane = TypeVar("_Lane", SendLane, ReceiveLane)
+_lane_ids = itertools.count(1)
+
+Handler = Callable[[Any], Awaitable[Any]]
+Ask = Callable[[Callable[[int], Any], type[Any]], Awaitable[Any]]
+"""Asks the rank the question that is built from a call id; its answer, of this type. Raises TandemError."""
+
+
+class RemoteSendRank:
+    """A `SendRank` in another process, with these transports."""
+
+    def __init__(self, ask: Ask, transports: Sequence[str]) -> None:
+        self._ask = ask
+        self.transports = transports
+
+    async def connect(self, move: HeadMove, transport: str, exchange: Exchange) -> SendLane:
+        lane = _RemoteLane(self._ask)
+        try:
+            offered = await lane.ask(lambda call_id: LaneOffer(call_id, lane.id, move, transport), LaneOffered)
+            answer = await exchange(offered.rendezvous)
+            await lane.ask(lambda call_id: LaneConnect(call_id, lane.id, answer), LaneConnected)
+        except BaseException:
+            await lane.close()
+            raise
+        return lane
+
+
+class RemoteReceiveRank:
+    """A `ReceiveRank` in another process, with these transports."""
+
+    def __init__(self, ask: Ask, transports: Sequence[str]) -> None:
+        self._ask = ask
+        self.transports = transports
+
+    async def accept(self, move: HeadMove, transport: str, offer: bytes, answer: Callable[[bytes], None]) -> ReceiveLane:
+        lane = _RemoteLane(self._ask)
+        try:
+            offered = await lane.ask(lambda call_id: LaneAccept(call_id, lane.id, move, transport, offer), LaneOffered)
+            answer(offered.rendezvous)
+            await lane.ask(lambda call_id: LaneAwait(call_id, lane.id), LaneConnected)
+        except BaseException:
+            await lane.close()
+            raise
+        return lane
+
+
+class _RemoteLane:
+    """Either end, as the first rank sees it."""
+
+    def __init__(self, ask: Ask) -> None:
+        self.id = next(_lane_ids)
+        self._ask = ask
+
+    async def ask(self, build: Callable[[int], Any], kind: type[_Answer]) -> _Answer:
+        try:
+            answer: _Answer = await self._ask(build, kind)
+        except TransportUnavailableError:
+            raise
+        except TandemError as error:
+            raise TransportError(error.message) from None
+        return answer
+
+    async def send(self, step: int, spans: Sequence[TokenSpan]) -> list[bytes]:
+        done = await self.ask(lambda call_id: LaneSend(call_id, self.id, step, tuple(spans)), LaneDone)
+        return list(done.digests)
+
+    async def receive(self, spans: Sequence[TokenSpan]) -> list[bytes]:
+        done = await self.ask(lambda call_id: LaneReceive(call_id, self.id, tuple(spans)), LaneDone)
+        return list(done.digests)
+
+    async def close(self) -> None:
+        with contextlib.suppress(TransportError):  # then it went with its rank
+            await self.ask(lambda call_id: LaneClose(call_id, self.id), LaneClosed)
+
+
+class _Host(Generic[_Lane]):
+    """The lanes of this rank that are driven from the first, from the moment that they begin to connect."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[int, asyncio.Task[_Lane]] = {}
+
+    async def close(self) -> None:
+        for lane in list(self._lanes):
+            await self._end(lane)
+
+    async def _begin(self, lane: int, connecting: Coroutine[Any, Any, _Lane], ours: asyncio.Future[bytes]) -> bytes:
+        """Our address material, as soon as the transport has it."""
+        task = self._lanes[lane] = asyncio.create_task(connecting)
+        await asyncio.wait((ours, task), return_when=asyncio.FIRST_COMPLETED)
+        if not ours.done():
+            await _moved(task)
+        return ours.result()
+
+    async def _connected(self, lane: int) -> _Lane:
+        if lane not in self._lanes:
+            raise KvTransferError(f"there is no lane {lane}")
+        return await _moved(asyncio.shield(self._lanes[lane]))
+
+    async def _closed(self, message: LaneClose) -> LaneClosed:
+        await self._end(message.lane)
+        return LaneClosed(message.call_id)
+
+    async def _end(self, lane: int) -> None:
+        connecting = self._lanes.pop(lane, None)
+        if connecting is not None:
+            connecting.cancel()
+            await asyncio.wait((connecting,))
+            if not connecting.cancelled() and connecting.exception() is None:
+                await connecting.result().close()
+
+
+class SendHost(_Host[SendLane]):
+    """A rank of prefill. `handlers`: what it answers, by type of question."""
+
+    def __init__(self, rank: LocalSendRank) -> None:
+        super().__init__()
+        self._rank = rank
+        self._answers: dict[int, asyncio.Future[bytes]] = {}
+        """The peers', of lanes that connect."""
+        self.handlers: dict[type[Any], Handler] = {
+            LaneOffer: self._offer,
+            LaneConnect: self._connect,
+            LaneSend: self._send,
+            LaneClose: self._closed,
+        }
+
+    async def _offer(self, message: LaneOffer) -> LaneOffered:
+        ours: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        theirs: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._answers[message.lane] = theirs
+
+        async def exchange(offer: bytes) -> bytes:
+            ours.set_result(offer)
+            return await theirs
+
+        connecting = self._rank.connect(message.move, message.transport, exchange)
+        return LaneOffered(message.call_id, await self._begin(message.lane, connecting, ours))
+
+    async def _connect(self, message: LaneConnect) -> LaneConnected:
+        theirs = self._answers.get(message.lane)
+        if theirs is not None and not theirs.done():
+            theirs.set_result(message.rendezvous)
+        await self._connected(message.lane)
+        return LaneConnected(message.call_id)
+
+    async def _send(self, message: LaneSend) -> LaneDone:
+        lane = await self._connected(message.lane)
+        return LaneDone(message.call_id, tuple(await _moved(lane.send(message.step, message.spans))))
+
+    async def _end(self, lane: int) -> None:
+        theirs = self._answers.pop(lane, None)
+        if theirs is not None:
+            theirs.cancel()
+        await super()._end(lane)
+
+
+class ReceiveHost(_Host[ReceiveLane]):
+    """A rank of decode. `handlers`: what it answers, by type of question."""
+
+    def __init__(self, rank: LocalReceiveRank) -> None:
+        super().__init__()
+        self._rank = rank
+        self.handlers: dict[type[Any], Handler] = {
+            LaneAccept: self._accept,
+            LaneAwait: self._await,
+            LaneReceive: self._receive,
+            LaneClose: self._closed,
+        }
+
+    async def _accept(self, message: LaneAccept) -> LaneOffered:
+        ours: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        connecting = self._rank.accept(message.move, message.transport, message.rendezvous, ours.set_result)
+        return LaneOffered(message.call_id, await self._begin(message.lane, connecting, ours))
+
+    async def _await(self, message: LaneAwait) -> LaneConnected:
+        await self._connected(message.lane)
+        return LaneConnected(message.call_id)
+
+    async def _receive(self, message: LaneReceive) -> LaneDone:
+        lane = await self._connected(message.lane)
+        return LaneDone(message.call_id, tuple(await _moved(lane.receive(message.spans))))
+
+
+async def _moved(moving: Awaitable[_Answer]) -> _Answer:
+    """What a lane does, with errors that can be sent."""
+    try:
+        return await moving
+    except TransportError as error:
+        raise KvTransferError(str(error)) from None
