@@ -56,16 +56,23 @@ class KVPool:
 
     @classmethod
     def for_model(
-        cls, facts: ModelFacts, num_tokens: int, block_size: int, dtype: torch.dtype, *, shared: bool = False
+        cls,
+        facts: ModelFacts,
+        num_tokens: int,
+        block_size: int,
+        dtype: torch.dtype,
+        *,
+        shared: bool = False,
+        device: torch.device = _CPU,
     ) -> KVPool:
         """A pool of `num_tokens` (rounded down to whole blocks). Raises ConfigError if it is empty or can't fit."""
         if block_size < 1 or num_tokens < block_size:
             raise ConfigError(f"{num_tokens} tokens of KV cache do not make one block of {block_size}", param="kv_cache_tokens")
         token_bytes = facts.num_layers * 2 * facts.num_kv_heads * facts.head_dim * dtype.itemsize
-        memory = _memory_bytes()
+        memory = _memory_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
         if num_tokens * token_bytes > memory:
             raise ConfigError(
-                f"{num_tokens} tokens of KV cache take {num_tokens * token_bytes / 2**30:.1f} GiB and this machine has "
+                f"{num_tokens} tokens of KV cache take {num_tokens * token_bytes / 2**30:.1f} GiB and there are "
                 f"{memory / 2**30:.1f} GiB: at most {memory // token_bytes} tokens can be had",
                 param="kv_cache_tokens",
             )
@@ -77,6 +84,7 @@ class KVPool:
             head_dim=facts.head_dim,
             dtype=dtype,
             shared=shared,
+            device=device,
         )
 
     def layer_slots(self, layer: int) -> Tensor:

@@ -25,6 +25,9 @@ class Step(Protocol):
     What a method returns is good until the same method is called again.
     """
 
+    token_ids_T: Tensor
+    """The batch's tokens, where the weights are."""
+
     def add_norm(self, x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
         """Add `delta_TD` to the float32 `x_TD` in place and return the sum's RMS norm in the weight's dtype: [T, D]."""
         ...

@@ -30,6 +30,7 @@ class TritonStep:
         """Set aside what the step's kernels write, on the device of `batch`."""
         shape, heads = batch.shape, facts.num_heads
         device = batch.positions_T.device
+        self.token_ids_T = batch.token_ids_T
         self._num_heads = heads
         self._batch = batch
         self._pool = pool

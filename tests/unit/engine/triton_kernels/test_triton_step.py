@@ -21,6 +21,7 @@ from engine.operators import StepFactory
 from engine.operators.device_batch import BatchShape, DeviceBatch
 from engine.operators.torch_step import TorchStep
 from engine.operators.triton_step import TritonStep
+from engine.tensor_parallel import ALONE
 from protocol.messages import SamplingParams
 from tests.unit.engine.triton_kernels.triton_cases import relative_error
 
@@ -63,7 +64,7 @@ def test_a_forward_pass_is_the_same_as_torch_s(kind: str, small_model: Callable[
         for make in makers:
             pool = a_pool(facts, seed=2)
             batch = ForwardBatch.build(mixed_chunks(), pool.block_size)
-            results.append((Decoder(facts, weights, make).forward(batch, pool, None), pool.data))
+            results.append((Decoder(facts, weights, make, ALONE).forward(batch, pool, None), pool.data))
     (logits, kv), (expected_logits, expected_kv) = results
     assert logits is not None
     assert expected_logits is not None
@@ -112,12 +113,13 @@ def test_a_batch_arrives_as_it_is(spans: list[tuple[int, int]], spare: int, wide
     shape = BatchShape(longer, rows - num_singles, 3, num_singles + spare, width + wider)
     sent = DeviceBatch(shape, torch.device("cpu"))
     sent.fill(batch, tiles)
+    assert sent.token_ids_T.tolist() == [1] * rows + [0] * spare
     assert sent.positions_T[:rows].tolist() == batch.positions_T.tolist()
     assert sent.slots_T.tolist() == batch.slots_T.tolist() + [-1] * spare
     assert sent.lengths_R.tolist() == batch.ends_C[longer:].tolist() + [0] * spare
     assert sent.tiles_P4.tolist() == tiles.tolist()
     assert sent.longer_tables_CW[:, :width].tolist() == batch.tables_CW[:longer].tolist()
     assert sent.single_tables_RW[:num_singles, :width].tolist() == batch.tables_CW[longer:].tolist()
-    for part in (sent.slots_T, sent.tiles_P4, sent.longer_tables_CW, sent.lengths_R, sent.single_tables_RW):
-        assert part.data_ptr() % 16 == sent.positions_T.data_ptr() % 16
-        assert part.ndim == 1 or part.shape[1] % 4 == 0
+    for part in (sent.positions_T, sent.slots_T, sent.tiles_P4, sent.lengths_R):
+        assert part.data_ptr() % 16 == sent.token_ids_T.data_ptr() % 16
+    assert sent.longer_tables_CW.shape[1] % 4 == sent.single_tables_RW.shape[1] % 4 == 0
