@@ -26,6 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks.environment import write_result
+from benchmarks.gpu_model import LLAMA_8B
 from engine.kernels.triton.decode_attention import DecodeAttention
 from engine.kernels.triton.kv_cache import gather_tokens, rotate_and_store, scatter_tokens
 from engine.kernels.triton.launch import Launch
@@ -34,7 +35,8 @@ from engine.kernels.triton.prefill_attention import prefill_attention, prefill_t
 from engine.kernels.triton.sampling import SamplingRows, sample
 
 CAPABILITIES = (80, 90)
-LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 32, 4096, 14336, 32, 8, 128, 128_256
+LAYERS, HIDDEN, INNER = LLAMA_8B.num_layers, LLAMA_8B.hidden_size, LLAMA_8B.intermediate_size
+HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = LLAMA_8B.num_heads, LLAMA_8B.num_kv_heads, LLAMA_8B.head_dim, LLAMA_8B.vocab_size
 BLOCK_SIZE, NUM_BLOCKS = 16, 8192
 _TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
