@@ -1,7 +1,7 @@
 """Times of the Triton kernels on a GPU, against what it can do and against torch's attention operator.
 
-Work is captured into a CUDA graph, so launches are not measured; medians of its replays. Decoding goes over all layers of a pool
-larger than any cache, as a step does. What is small enough to stay in a cache between replays may do so, as it does in a step.
+Work is captured into a CUDA graph, so launches are not measured; medians of its replays. Decoding goes over all layers of a
+pool larger than any cache, as a step does. What is small enough to stay in a cache between replays may do so, as in a step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Whole steps on a GPU beside `transformers` on the same weights: the same tokens, and the time they take.
 
-A step of ours is `ModelRunner.execute`, from chunks to sampled tokens on the host; one of transformers is a forward pass and the
-best token of each row, with the cache that it uses by default.
+A step of ours is `ModelRunner.execute`, from chunks to sampled tokens on the host; one of transformers is a forward pass and
+the best token of each row, with the cache that it uses by default.
 """
 
 from __future__ import annotations

@@ -90,6 +90,8 @@ class DeviceBatch:
             (batch.tables_CW[:longer], self.longer_tables_CW),
             (batch.tables_CW[longer:], self.single_tables_RW),
         ):
+            if not len(tables):
+                continue
             used = into[: tables.shape[0], : tables.shape[1]]
             used.copy_(sendable(torch.from_numpy(tables.astype(np.int32)), device), non_blocking=True)
 

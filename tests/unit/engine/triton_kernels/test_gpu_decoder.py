@@ -14,11 +14,13 @@ from engine.batch import Chunk, ForwardBatch
 from engine.cuda_graphs import GraphedDecoder
 from engine.device_sampler import sample_on_device
 from engine.kv_pool import KVPool
+from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
 from engine.models.weights import WeightFormat, load_weights
 from engine.operators import step_factory
 from engine.sampler import SampleRequest, sample
 from engine.tensor_parallel import ALONE
+from protocol.errors import ConfigError
 from protocol.messages import SamplingParams
 from tests.unit.engine.triton_kernels.triton_cases import DEVICE, relative_error
 
@@ -41,6 +43,7 @@ class Recorder:
         return replay, result
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # numpy's, of rows that hold whatever their memory held
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the weights of this test are on the CPU; tests/gpu captures real graphs")
 def test_steps_go_to_the_smallest_graph_that_holds_them(small_model: Callable[[str], Any]) -> None:
     facts = replace(small_model("llama").facts, num_layers=3)
@@ -68,6 +71,14 @@ def test_steps_go_to_the_smallest_graph_that_holds_them(small_model: Callable[[s
             assert relative_error(logits, expected.double()) < 1e-5
             assert torch.allclose(first.data, second.data, atol=1e-5)
     assert recorder.replayed == [2, 1], "prompts, steps that do not sample everywhere and large ones are launched one by one"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(("device", "dtype", "field"), [("cuda", "auto", "device"), ("cpu", "float16", "dtype")])
+def test_what_cannot_be_had_is_refused(device: Any, dtype: Any, field: str, small_model: Callable[[str], Any]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        ModelRunner.load(small_model("llama").facts, dtype=dtype, block_size=8, num_kv_tokens=64, device=device)
+    assert refused.value.param == field
 
 
 def test_the_device_s_sampler_answers_like_the_other() -> None:

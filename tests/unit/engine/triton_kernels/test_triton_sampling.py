@@ -31,11 +31,11 @@ def _noise_kernel(seeds: tl.tensor, choice: tl.tensor, position: tl.tensor, word
 @pytest.mark.parametrize("seed", [0, 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 0x0123_4567_89AB_CDEF])
 @pytest.mark.parametrize(("choice", "position"), [(0, 0), (3, 8191), (2**31 - 1, 2**20)])
 def test_words_are_the_same(seed: int, choice: int, position: int) -> None:
-    words = torch.zeros(512, dtype=torch.uint32, device=DEVICE)
+    words = torch.zeros(512, dtype=torch.int32, device=DEVICE)
     noises = torch.zeros(512, dtype=torch.float64, device=DEVICE)
     _noise_kernel[(1,)](torch.tensor([seed], device=DEVICE), choice, position, words, noises)
     expected = noise_words(noise_key(seed, choice, position), np.arange(512, dtype=np.uint32))
-    assert np.array_equal(words.cpu().numpy(), expected)
+    assert np.array_equal(words.cpu().numpy().view(np.uint32), expected)
     np.testing.assert_allclose(noises.cpu().numpy(), gumbel(expected), rtol=1e-14, atol=1e-14)
 
 

@@ -1,14 +1,19 @@
-"""Every Triton kernel on the device in bfloat16, which Triton's interpreter can't multiply, in sizes that fill a GPU."""
+"""What needs a GPU: every Triton kernel in bfloat16, in sizes that fill one; graphs; a whole model."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from benchmarks.gpu_model import LLAMA_8B, decoder_weights, transformers_model
+from benchmarks.gpu_steps import same_tokens, token_ids
 from engine.batch import Chunk, ForwardBatch
 from engine.kernels.rope import inverse_frequencies
 from engine.kv_pool import KVPool
+from engine.model_runner import ModelRunner
 from engine.operators.device_batch import BatchShape, DeviceBatch
 from engine.operators.triton_step import TritonStep
 from tests.unit.engine.triton_kernels.triton_cases import (
@@ -101,6 +106,19 @@ def test_a_captured_step_computes_other_batches() -> None:
         expected = eager.attend(0, rows)
         assert torch.equal(pool.data, other_pool.data)
         assert relative_error(out[: len(chunks)], expected.double().cpu()) < LIMIT
+
+
+def test_a_model_says_what_transformers_says() -> None:
+    """In float32, through prefill, graphs of two sizes and sampling on the device."""
+    facts = replace(LLAMA_8B, num_layers=3, hidden_size=256, intermediate_size=512, num_heads=4, num_kv_heads=2, head_dim=64)
+    torch.manual_seed(5)
+    with torch.inference_mode():
+        peer = transformers_model(facts, torch.float32, torch.device("cuda"))
+        pool = KVPool.for_model(facts, 4096, 16, torch.float32, device=torch.device("cuda"))
+        runner = ModelRunner.on_gpu(facts, decoder_weights(peer, facts), pool, "float32")
+        for lengths in ((1, 17, 300), (5, 64)):
+            found = same_tokens(runner, peer, [token_ids(length) for length in lengths], steps=16)
+            assert found.startswith(f"{16 * len(lengths)} of")
 
 
 def a_pool(heads: Heads, seed: int) -> KVPool:
