@@ -21,6 +21,7 @@ blocks are quarantined. A ticket leaves the books at that moment and not before.
 
 from __future__ import annotations
 
+import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -99,8 +100,8 @@ class Ledger:
         block_table = self._cache.allocate(num_blocks, cached)
         assert block_table is not None, "reservable blocks are free"
         held = len(cached) * self._block_size
-        # Ticket and transfer ids count separately, so that using one in place of the other is noticed.
-        transfer_id = self._next_id + (1 << 32)
+        # Whoever fills or aborts a transfer has been told its id: a number that comes from elsewhere meets no ticket.
+        transfer_id = secrets.randbits(63)
         entry = TicketEntry(
             self._next_id, transfer_id, owner, token_ids, max_tokens, cache_salt, keys, held, block_table, self._deadline()
         )

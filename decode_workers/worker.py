@@ -183,6 +183,8 @@ class DecodeWorker:
     def _try_reserve(self, router: bytes, message: Reserve) -> TicketEntry:
         if not message.prompt_token_ids or message.max_tokens < 1:
             raise InvalidRequestError("a reservation needs at least one prompt token and one token of answer")
+        if not 0 <= min(message.prompt_token_ids) <= max(message.prompt_token_ids) < self._vocab_size:
+            raise InvalidRequestError(f"token ids must lie in [0, {self._vocab_size})", param="prompt")
         if not self.ledger.fits(len(message.prompt_token_ids), message.max_tokens):
             raise InvalidRequestError(
                 f"prompt ({len(message.prompt_token_ids)}) and max_tokens ({message.max_tokens}) take more than the "

@@ -18,7 +18,7 @@ import torch
 from engine.batch import Chunk
 from engine.store import RelayStore
 from engine.tensor_parallel import ALONE, TensorParallel, connect
-from protocol.calls import Caller
+from protocol.calls import Caller, expect
 from protocol.errors import WorkerLostError
 from protocol.gang import GangJoin, GangJoined, RunStep, StepChunk, StepDone, StoreValue
 from protocol.messages import Ping
@@ -53,7 +53,14 @@ class Gang:
         cls, addresses: Sequence[str], secret: bytes, *, connect_s: float, lease_s: float, heartbeat_s: float
     ) -> Gang:
         """To the ranks behind the first one, in their order. Raises WorkerLostError."""
-        clients = [await WireClient.connect(address, secret, connect_s) for address in addresses]
+        clients: list[WireClient] = []
+        try:
+            for address in addresses:
+                clients.append(await WireClient.connect(address, secret, connect_s))
+        except BaseException:
+            for client in clients:
+                client.close()
+            raise
         return cls(clients, lease_s=lease_s, heartbeat_s=heartbeat_s)
 
     @property
@@ -95,9 +102,7 @@ class Gang:
 
     async def ask(self, rank: int, build: Callable[[int], Any], kind: type[_Answer], deadline_s: float) -> _Answer:
         """One rank's answer. Raises the error that it answers with, WorkerLostError, or UnavailableError after the deadline."""
-        answer = await self._callers[rank - 1].ask(build, deadline_s)
-        assert isinstance(answer, kind), f"{type(answer).__name__} where {kind.__name__} was due"
-        return answer
+        return expect(await self._callers[rank - 1].ask(build, deadline_s), kind)
 
     def asker(self, rank: int) -> Callable[[Callable[[int], Any], type[Any]], Awaitable[Any]]:
         """For the KV lanes that end at this rank."""

@@ -82,8 +82,11 @@ def narrow(logits_V: _Row, best: int, sampling: SamplingParams) -> tuple[_Ids, _
 
     Tokens that no noise could make win are left out too; they weigh V * exp(-26) of the best one at most.
     """
-    with np.errstate(over="ignore"):  # near temperature 0 all but the best lie infinitely far below
+    # Near temperature 0 all but the best lie infinitely far below. The best stays even where its own gap is no number: the
+    # temperature is 0 in float32, or every token is masked.
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         gaps_V = (logits_V - logits_V[best]) / np.float32(sampling.temperature)
+    gaps_V[best] = 0
     hopeful_V = gaps_V >= -_NOISE_RANGE
     ids, gaps = np.flatnonzero(hopeful_V).astype(np.uint32), gaps_V[hopeful_V]
     if 0 < sampling.top_k < len(ids):

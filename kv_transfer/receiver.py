@@ -132,14 +132,14 @@ class ReceivingPair:
         """Begin the pushes that the ledger allows and answer which it refuses."""
         begun: list[tuple[PushSegment, Destination]] = []
         refused: list[int] = []
-        for segment in message.segments:
+        for number, segment in enumerate(message.segments):
             destination = None
             if not self.closed:
                 destination = self._books.begin_push(
                     self._source, segment.ticket_id, segment.transfer_id, segment.start, segment.num_tokens
                 )
             if destination is None:
-                refused.append(segment.ticket_id)
+                refused.append(number)
             else:
                 begun.append((segment, destination))
         if begun:

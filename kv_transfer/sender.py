@@ -15,19 +15,22 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kv_transfer.lanes import SendLane, SendRank
-from kv_transfer.rendezvous import Ask, offer
+from kv_transfer.rendezvous import offer
 from kv_transfer.shards import head_moves
 from kv_transfer.transport import TransportError
-from protocol.calls import Caller
-from protocol.errors import KvTransferError, TandemError, UnavailableError
+from protocol.calls import Caller, expect
+from protocol.errors import KvTransferError, TandemError
 from protocol.gang import TokenSpan
 from protocol.messages import (
+    Committed,
     KvLayout,
     PairClosed,
+    PairOpen,
+    PairOpened,
     Ping,
     PushAnnounce,
     PushCommit,
@@ -75,7 +78,7 @@ class PushPart:
 class _Push:
     step: int
     parts: Sequence[PushPart]
-    posted: asyncio.Task[PushPosted]
+    posted: asyncio.Task[object]
     done: asyncio.Future[None]
 
 
@@ -124,10 +127,13 @@ class SendingPair:
         client = await WireClient.connect(peer.address, secret, connect_s)
         pair = cls(me, peer, layout, client, lease_s=lease_s, heartbeat_s=heartbeat_s)
         pair._tasks.append(asyncio.create_task(pair._caller.run()))
+
+        async def ask(build: Callable[[int], PairOpen]) -> PairOpened:
+            return expect(await pair._caller.ask(build, connect_s), PairOpened)
+
         try:
             for lane, move in enumerate(head_moves(me.num_ranks, peer.num_ranks, layout.num_kv_heads)):
                 rank = ranks[move.prefill_rank]
-                ask: Ask = lambda build: pair._caller.ask(build, connect_s)  # noqa: E731
                 pair._lanes.append(await offer(ask, me, peer, layout, lane, move, rank))
         except BaseException:
             await pair.close()
@@ -159,7 +165,7 @@ class SendingPair:
         """
         if transfer.refused:
             raise KvTransferError("the decode worker no longer holds the ticket")
-        await self._caller.ask(
+        answer = await self._caller.ask(
             lambda call_id: PushCommit(
                 call_id,
                 transfer.ticket.ticket_id,
@@ -171,6 +177,7 @@ class SendingPair:
             ),
             self._lease_s,
         )
+        expect(answer, Committed)
 
     def abort(self, transfer: OutgoingTransfer) -> None:
         """Tell decode that no more will come. A broken pair has told it already by being broken."""
@@ -196,11 +203,11 @@ class SendingPair:
         while True:
             push = await self._pushes.get()
             try:
-                posted = await push.posted
-                for part in push.parts:
-                    part.transfer.refused |= part.transfer.ticket.ticket_id in posted.refused_ticket_ids
+                posted = expect(await push.posted, PushPosted)
+                for number, part in enumerate(push.parts):
+                    part.transfer.refused |= number in posted.refused
                 await self._send(push)
-            except (TransportError, UnavailableError) as error:
+            except (TransportError, TandemError) as error:
                 log.warning("KV channel to %s broke: %s", self.peer.worker_id, error)
                 self.broken = True
                 self._fail(push)

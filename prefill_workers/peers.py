@@ -10,7 +10,7 @@ from configs.schema import LimitsConfig
 from kv_transfer.lanes import SendRank
 from kv_transfer.sender import SendingPair
 from protocol.audit import PairRow
-from protocol.errors import TandemError
+from protocol.errors import KvTransferError, TandemError
 from protocol.messages import KvLayout, WorkerRef
 
 log = logging.getLogger(__name__)
@@ -40,10 +40,13 @@ class DecodePeers:
         task = self._pairs.get(peer)
         if task is None or _is_broken(task):
             self._retire(peer)
-            for former in [ref for ref in self._pairs if ref.worker_id == peer.worker_id]:
-                self._retire(former)
             task = self._pairs[peer] = asyncio.create_task(self._open(peer))
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise KvTransferError(f"the pair to {peer.worker_id} was given up while it opened") from None
+            raise
 
     @property
     def pushes_in_flight(self) -> int:
@@ -67,7 +70,7 @@ class DecodePeers:
         await asyncio.gather(*self._closing, return_exceptions=True)
 
     async def _open(self, peer: WorkerRef) -> SendingPair:
-        return await SendingPair.open(
+        pair = await SendingPair.open(
             self._me,
             peer,
             self._secret,
@@ -77,6 +80,10 @@ class DecodePeers:
             lease_s=self._limits.lease_s,
             heartbeat_s=self._limits.heartbeat_s,
         )
+        # Not before: who only claims to be another life of a worker must not part us from it.
+        for former in [ref for ref in self._pairs if ref.worker_id == peer.worker_id and ref != peer]:
+            self._retire(former)
+        return pair
 
     def _retire(self, peer: WorkerRef) -> None:
         opening = self._pairs.pop(peer, None)

@@ -10,13 +10,22 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
-from protocol.errors import UnavailableError, WorkerLostError
+from protocol.errors import ProtocolError, UnavailableError, WorkerLostError
 from protocol.messages import Failed
 from protocol.wire import WireClient
 
 log = logging.getLogger(__name__)
+
+_Answer = TypeVar("_Answer")
+
+
+def expect(answer: Any, kind: type[_Answer]) -> _Answer:
+    """The answer, if it is one to what was asked. Raises ProtocolError."""
+    if not isinstance(answer, kind):
+        raise ProtocolError(f"{type(answer).__name__} was answered where {kind.__name__} was due")
+    return answer
 
 
 class Caller:

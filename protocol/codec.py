@@ -3,7 +3,7 @@
 A message is a frozen dataclass registered with `@message(tag)`. On the wire it is the msgpack array
 `[tag, field, field, ...]`. Decoding checks the tag, the number of fields and every field's type against the
 annotation, so that a handler never meets a surprise. Supported annotations: int, float, str, bytes, bool, None,
-unions of these, enums (by value), `tuple[X, ...]` and other dataclasses (as arrays of their fields).
+unions of these, enums of strings (by value), `tuple[X, ...]` and other dataclasses (as arrays of their fields).
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ from protocol.errors import ProtocolError
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """Upper limit of one message; a prompt of 131,072 token ids takes less than 1 MiB."""
+_MAX_LISTS = 65_536
+"""In one message. A list takes one byte on the wire and up to 100 in memory, so this bounds what decoding costs: at most 20
+times the message's size. The largest messages have few: a prompt is one list, a frame has 25 for a token with 20 logprobs."""
 
 _Check = Callable[[Any], Any]
 _T = TypeVar("_T")
 
 
 class _Mismatch(Exception):
-    """A value that doesn't fit its annotation."""
+    """A value that doesn't fit its annotation, or the wire."""
 
 
 _TAGS: dict[type[Any], int] = {}
@@ -48,8 +51,11 @@ def message(tag: int) -> Callable[[type[_T]], type[_T]]:
 
 
 def encode(value: Any) -> bytes:
-    """Bytes of a registered message. Raises ProtocolError if it would be larger than a peer accepts."""
-    packed = msgpack.packb([_TAGS[type(value)], *_fields(value)], default=_plain)
+    """Bytes of a registered message. Raises ProtocolError if a peer would not accept them: too large, ints over 64 bits."""
+    try:
+        packed = msgpack.packb([_TAGS[type(value)], *_fields(value)], default=_plain)
+    except (_Mismatch, UnicodeEncodeError) as error:
+        raise ProtocolError(f"{type(value).__name__} can't be sent: {error}") from None
     if len(packed) > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"{type(value).__name__} of {len(packed)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
     return bytes(packed)
@@ -59,10 +65,12 @@ def decode(data: bytes) -> Any:
     """The message in `data`. Raises ProtocolError on anything else; never returns a half-checked value."""
     if len(data) > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"{len(data)} bytes are over the limit of {MAX_MESSAGE_BYTES}")
+    list_hook = _count_lists() if len(data) > _MAX_LISTS else None  # fewer bytes can't hold too many
     try:
-        raw = msgpack.unpackb(data, use_list=True, raw=False, strict_map_key=True)
-    except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
-        raise ProtocolError(f"not msgpack: {type(error).__name__}") from None
+        _check_lengths(data)
+        raw = msgpack.unpackb(data, use_list=True, raw=False, max_ext_len=0, object_hook=_refuse_map, list_hook=list_hook)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"not msgpack of ours: {str(error) or type(error).__name__:.100}") from None
     if not isinstance(raw, list) or not raw or type(raw[0]) is not int or raw[0] not in _CLASSES:
         raise ProtocolError("not a registered message")
     cls = _CLASSES[raw[0]]
@@ -70,6 +78,31 @@ def decode(data: bytes) -> Any:
         return _build(cls, raw[1:])
     except _Mismatch as mismatch:
         raise ProtocolError(f"bad {cls.__name__}: {mismatch}") from None
+
+
+def _check_lengths(data: bytes) -> None:
+    """Raise unless everything that is announced is there: nested lists would be given room for what they only announce."""
+    walker = msgpack.Unpacker(max_buffer_size=max(1, len(data)))
+    walker.feed(data)
+    walker.skip()
+
+
+def _refuse_map(items: dict[Any, Any]) -> None:
+    raise ValueError("there are no maps in any message")
+
+
+def _count_lists() -> Callable[[list[Any]], list[Any]]:
+    """Called by msgpack with every list as soon as it is complete."""
+    left = _MAX_LISTS
+
+    def count(items: list[Any]) -> list[Any]:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise ValueError(f"more than {_MAX_LISTS} lists")
+        return items
+
+    return count
 
 
 def _fields(value: Any) -> list[Any]:
@@ -81,6 +114,8 @@ def _plain(value: Any) -> Any:
         return value.value
     if dataclasses.is_dataclass(value):
         return _fields(value)
+    if type(value) is int:
+        raise _Mismatch("an int takes more than 64 bits")
     raise TypeError(f"{type(value).__name__} can't be sent")
 
 
@@ -98,7 +133,9 @@ def _check_for(hint: Any) -> _Check:
     """A function that returns the value in its annotated form or raises _Mismatch."""
     origin = typing.get_origin(hint)
     if origin in (Union, types.UnionType):
-        return _check_union(tuple(_check_for(option) for option in typing.get_args(hint)))
+        # None first: it is what most optional fields hold, and asking the others costs an exception each.
+        hints = sorted(typing.get_args(hint), key=lambda option: option is not type(None))
+        return _check_union(tuple(_check_for(option) for option in hints))
     if origin is tuple:
         options = typing.get_args(hint)
         assert options[1:] == (Ellipsis,), "only tuple[X, ...] can be sent"
@@ -131,11 +168,14 @@ def _check_float(value: Any) -> float:
 
 
 def _check_enum(kind: type[Enum]) -> _Check:
+    members = {member.value: member for member in kind}
+
     def check(value: Any) -> Enum:
-        try:
-            return kind(value)
-        except ValueError:
-            raise _Mismatch(f"no {kind.__name__} has the value {value!r:.40}") from None
+        if type(value) is not str:
+            raise _Mismatch(f"{kind.__name__} expected, got {type(value).__name__}")
+        if value not in members:
+            raise _Mismatch(f"no {kind.__name__} has the value {value[:40]!r}")
+        return members[value]
 
     return check
 

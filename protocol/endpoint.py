@@ -1,5 +1,7 @@
 """A worker's side of the wire: dispatch messages by type, report load, notice peers that are gone.
 
+A question that nobody here can answer is answered with Failed, so that the asker need not wait for its deadline.
+
     peer: connects ──► speaks (any message, at least a Ping each heartbeat) ──► silent for a lease, or unreachable ──► lost
 
 `lost` is called once per peer, whichever way it went; what the peer owned is then the worker's to take back.
@@ -12,7 +14,9 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from protocol.messages import LoadReport, Ping
+from protocol.errors import ProtocolError
+from protocol.messages import Failed, LoadReport, Ping
+from protocol.refusals import Refusals
 from protocol.wire import PeerGone, WireServer
 
 log = logging.getLogger(__name__)
@@ -43,6 +47,7 @@ class Endpoint:
         self._heartbeat_s = heartbeat_s
         self._changed = asyncio.Event()
         self._known: set[bytes] = set()
+        self._refusals = Refusals(log)
 
     async def run(self) -> None:
         """Serve until cancelled; closes the socket."""
@@ -55,11 +60,13 @@ class Endpoint:
             self._server.close()
 
     def send(self, peer: bytes, message: Any) -> None:
-        """Send, or find that the peer is gone and tell `lost`."""
+        """Send, or find that the peer is gone and tell `lost`. An answer that can't be sent becomes a Failed."""
         try:
             self._server.send(peer, message)
         except PeerGone:
             self._forget(peer)
+        except ProtocolError as error:
+            self._refuse(peer, getattr(message, "call_id", None), error)
 
     def is_connected(self, peer: bytes) -> bool:
         """Whether this peer has spoken and is not lost."""
@@ -74,10 +81,16 @@ class Endpoint:
             peer, message = await self._server.receive()
             handler = self._handlers.get(type(message))
             if handler is None:
-                log.warning("dropped a %s: not for this kind of worker", type(message).__name__)
+                call_id = None if isinstance(message, Failed) else getattr(message, "call_id", None)
+                self._refuse(peer, call_id, ProtocolError(f"a {type(message).__name__} is not for this worker"))
                 continue
             self._known.add(peer)
             handler(peer, message)
+
+    def _refuse(self, peer: bytes, call_id: int | None, error: ProtocolError) -> None:
+        self._refusals.warn("refused a message: %s", error.message)
+        if call_id is not None:
+            self.send(peer, Failed.from_error(call_id, error))
 
     async def _send_reports(self) -> None:
         while True:

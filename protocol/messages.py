@@ -355,10 +355,11 @@ class PushAnnounce:
 @message(33)
 @dataclass(frozen=True)
 class PushPosted:
-    """Receives are posted for all but the refused tickets (cancelled or expired meanwhile); nothing is sent for those."""
+    """Receives are posted for all but the refused segments; nothing is sent for those."""
 
     call_id: int
-    refused_ticket_ids: tuple[int, ...]
+    refused: tuple[int, ...]
+    """Places in the announcement of segments whose tickets were cancelled or have expired."""
 
 
 @message(34)

@@ -6,10 +6,11 @@
       │ proof ─────────────────────────────────►│   proof = HMAC(secret, "client" + both nonces)
       │◄──────────────────────────── welcome ───│   from here on: messages of `protocol.messages`
 
-Both sides prove that they know the cluster secret; a recorded handshake is worthless because the nonces are fresh. What
-an unknown peer sends before its proof is dropped with a log line and answered with an empty message, so that a client whom
-the server has given up (one of the two was stopped for longer than a lease) learns of it at its next heartbeat. A ZeroMQ
-identity belongs to one TCP connection, so an authenticated identity is an authenticated connection; clients never
+Below, ZeroMQ has encrypted the connection with keys that are made from the cluster secret, and strangers never get here
+(`protocol.sockets`). Both sides prove that they know the secret itself; a recorded handshake is worthless because the nonces
+are fresh. What an unknown peer sends before its proof is dropped with a log line and answered with an empty message, so that
+a client whom the server has given up (one of the two was stopped for longer than a lease) learns of it at its next heartbeat.
+A ZeroMQ identity belongs to one TCP connection, so an authenticated identity is an authenticated connection; clients never
 reconnect by themselves, they report the loss.
 """
 
@@ -20,15 +21,17 @@ import hashlib
 import hmac
 import logging
 import os
+import re
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import zmq
 
-from protocol.codec import MAX_MESSAGE_BYTES, decode, encode
+from protocol.codec import decode, encode
 from protocol.errors import ProtocolError, WorkerLostError
+from protocol.refusals import Refusals
+from protocol.sockets import HANDSHAKE_S, LoopSocket, client_socket, server_socket, watch_connections
 
 log = logging.getLogger(__name__)
 
@@ -37,60 +40,11 @@ _NONCE_BYTES = 32
 _NOT_KNOWN = b""
 _MAX_UNPROVEN = 1024
 """Handshakes that may be under way at once."""
-_HANDSHAKE_S = 10.0
-_QUEUE_LIMIT = 100_000
-"""Messages that may wait for a peer; one that lets more pile up counts as gone."""
+_ADDRESS = re.compile(r"tcp://[^\s/@]{1,253}:\d{1,5}")
 
 
 def _prove(secret: bytes, side: bytes, client_nonce: bytes, server_nonce: bytes) -> bytes:
     return hmac.new(secret, side + client_nonce + server_nonce, hashlib.sha256).digest()
-
-
-def _new_socket(kind: int) -> zmq.Socket[bytes]:
-    """A socket with our limits, which ZeroMQ heeds only if they are set before it binds or connects."""
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-    socket.setsockopt(zmq.SNDHWM, _QUEUE_LIMIT)
-    socket.setsockopt(zmq.RCVHWM, _QUEUE_LIMIT)
-    return socket
-
-
-class _LoopSocket:
-    """A ZeroMQ socket driven by the running asyncio loop.
-
-    ZeroMQ signals readiness by edge, not by level: after every send the socket must be looked at again, or a message
-    that arrived meanwhile would lie there unnoticed. (pyzmq's own asyncio sockets cost several times more per message.)
-    """
-
-    def __init__(self, socket: zmq.Socket[bytes], on_message: Callable[[list[bytes]], None]) -> None:
-        self.socket = socket
-        self._on_message = on_message
-        self._loop = asyncio.get_running_loop()
-        self._fd = int(socket.getsockopt(zmq.FD))
-        self._closed = False
-        self._loop.add_reader(self._fd, self._drain)
-        self._loop.call_soon(self._drain)
-
-    def send(self, parts: list[bytes]) -> None:
-        """Hand the parts to ZeroMQ's thread; raises zmq.ZMQError instead of blocking."""
-        self.socket.send_multipart(parts, zmq.DONTWAIT)
-        if int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._loop.call_soon(self._drain)
-
-    def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._loop.remove_reader(self._fd)
-            self.socket.close()
-
-    def _drain(self) -> None:
-        while not self._closed:
-            try:
-                parts = self.socket.recv_multipart(zmq.DONTWAIT)
-            except zmq.Again:
-                return
-            self._on_message(parts)
 
 
 class PeerGone(Exception):
@@ -110,13 +64,14 @@ class WireServer:
 
     def __init__(self, secret: bytes, host: str) -> None:
         self._secret = secret
-        socket = _new_socket(zmq.ROUTER)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._refusals = Refusals(log)
+        socket = server_socket(secret)
+        self._monitor = watch_connections(socket, self._refusals)
         port = socket.bind_to_random_port(f"tcp://{host}")
         self.address = f"tcp://{host}:{port}"
         self._peers: dict[bytes, _Peer] = {}
         self._inbox: asyncio.Queue[tuple[bytes, Any]] = asyncio.Queue()
-        self._socket = _LoopSocket(socket, self._arrived)
+        self._socket = LoopSocket(socket, self._arrived)
 
     async def receive(self) -> tuple[bytes, Any]:
         """Next message of an authenticated peer, with the peer's identity."""
@@ -139,11 +94,15 @@ class WireServer:
         self._peers.pop(identity, None)
 
     def close(self) -> None:
-        self._socket.close()
+        """Idempotent."""
+        if not self._socket.socket.closed:
+            self._socket.socket.disable_monitor()
+            self._monitor.close()
+            self._socket.close()
 
     def _arrived(self, parts: list[bytes]) -> None:
         if len(parts) != 2:
-            log.warning("dropped a message of %d parts", len(parts))
+            self._refusals.warn("dropped a message of %d parts", len(parts) - 1)
             return
         identity, body = parts
         peer = self._peers.get(identity)
@@ -154,7 +113,7 @@ class WireServer:
         try:
             self._inbox.put_nowait((identity, decode(body)))
         except ProtocolError as error:
-            log.warning("dropped a message: %s", error)
+            self._refusals.warn("dropped a message: %s", error)
 
     def _send_raw(self, identity: bytes, body: bytes) -> None:
         try:
@@ -179,7 +138,7 @@ class WireServer:
                 self._answer(identity, WIRE_VERSION)
                 return
             self.forget(identity)
-        log.warning("refused a connection that does not know the cluster secret, or was given up")
+        self._refusals.warn("refused a peer that does not know the cluster secret, or was given up")
         self._answer(identity, _NOT_KNOWN)
 
     def _drop_stale_handshakes(self, now: float) -> None:
@@ -187,7 +146,7 @@ class WireServer:
         if len(unproven) >= _MAX_UNPROVEN:
             self.forget(min(unproven)[1])
         for started, identity in unproven:
-            if now - started > _HANDSHAKE_S:
+            if now - started > HANDSHAKE_S:
                 self.forget(identity)
 
     def _answer(self, identity: bytes, body: bytes) -> None:
@@ -200,26 +159,35 @@ class WireServer:
 class WireClient:
     """A connection to one worker, made by `connect`. Once lost it stays lost; its owner makes a new one."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, secret: bytes) -> None:
         self._address = address
+        self._refusals = Refusals(log)
         self._inbox: asyncio.Queue[bytes | None] = asyncio.Queue()
-        socket = _new_socket(zmq.DEALER)
-        socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        socket = client_socket(secret)
         monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
-        self._socket = _LoopSocket(socket, self._arrived)
-        self._monitor = _LoopSocket(monitor, self._monitored)
+        self._socket = LoopSocket(socket, self._arrived)
+        self._monitor = LoopSocket(monitor, self._monitored)
         self._lost = False
 
     @classmethod
     async def connect(cls, address: str, secret: bytes, deadline_s: float) -> WireClient:
-        """Connect and prove both sides. Raises WorkerLostError when nobody answers, ProtocolError on a wrong secret."""
-        client = cls(address)
+        """Connect and prove both sides.
+
+        Raises WorkerLostError when nobody answers or the connection is closed, as a worker of another cluster does at once;
+        ProtocolError for what can't be an address, and for a worker of another version.
+        """
+        if not _ADDRESS.fullmatch(address):
+            raise ProtocolError(f"{address[:100]!r} is not an address like tcp://10.0.0.1:5000", param="address")
+        client = cls(address, secret)
         try:
             async with asyncio.timeout(deadline_s):
                 await client._authenticate(secret)
         except TimeoutError:
             client.close()
             raise WorkerLostError(f"{address} did not answer within {deadline_s:g} s") from None
+        except WorkerLostError:
+            client.close()
+            raise WorkerLostError(f"{address} hung up: it is gone, or it has another cluster secret") from None
         except BaseException:
             client.close()
             raise
@@ -236,7 +204,7 @@ class WireClient:
             try:
                 return decode(body)
             except ProtocolError as error:
-                log.warning("dropped a message from %s: %s", self._address, error)
+                self._refusals.warn("dropped a message from %s: %s", self._address, error)
 
     def close(self) -> None:
         """Idempotent; a pending `receive` raises WorkerLostError."""
@@ -247,7 +215,10 @@ class WireClient:
         self._socket.close()
 
     async def _authenticate(self, secret: bytes) -> None:
-        self._socket.socket.connect(self._address)
+        try:
+            self._socket.socket.connect(self._address)
+        except zmq.ZMQError as error:
+            raise ProtocolError(f"{self._address}: {error}", param="address") from None
         nonce = os.urandom(_NONCE_BYTES)
         self._send_raw(WIRE_VERSION + nonce)
         answer = await self._receive_raw()

@@ -136,7 +136,17 @@ def test_extreme_temperatures_are_harmless() -> None:
     cold = sample(logits, [request(replace(PLAIN, temperature=1e-38))])[0]
     hot = [sample(logits, [request(replace(PLAIN, temperature=1e30), position=i)])[0].token_id for i in range(50)]
     assert cold.token_id == int(logits.argmax())
+    frozen = sample(logits, [request(replace(PLAIN, temperature=1e-50, top_k=5, top_p=0.5))])[0]
+    assert frozen == cold, "0 in float32"
     assert len(set(hot)) > 40
+
+
+def test_rows_without_a_best_token_still_give_one() -> None:
+    """A request may mask every token of a small vocabulary, and a broken model may compute anything: the engine goes on."""
+    masks_all = replace(PLAIN, min_tokens=6, stop_token_ids=(0, 1, 2))
+    for row in ([1.0, 2.0, 3.0], [float("nan")] * 3, [float("-inf")] * 3, [float("inf")] * 3, [0.0, float("nan"), 1.0]):
+        for sampling in (masks_all, replace(masks_all, temperature=0.0), PLAIN, replace(PLAIN, top_k=2, top_p=0.5, min_p=0.1)):
+            assert 0 <= sample(torch.tensor([row]), [request(sampling)])[0].token_id < 3
 
 
 def test_logprobs_are_those_of_the_raw_logits() -> None:

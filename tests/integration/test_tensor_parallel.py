@@ -1,0 +1,152 @@
+"""Gangs of ranks through the whole cluster: the tokens of a single rank, whatever the sizes, also after a rank was killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+PROMPTS = [[5, 9, 2, 77], list(range(3, 90)), [200, 31] * 40, [17]]
+"""Token ids that both models have."""
+ANSWER = 24
+
+
+def greedy(url: str, model: str, prompt: list[int]) -> list[int]:
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": ANSWER,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    answer = httpx.post(f"{url}/v1/completions", json=body | {"return_token_ids": True}, timeout=120)
+    assert answer.status_code == 200, answer.text
+    tokens: list[int] = answer.json()["choices"][0]["token_ids"]
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def small_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random two-layer Qwen3 with 4 heads and 2 KV heads, as `save_pretrained` would leave it."""
+    folder = tmp_path_factory.mktemp("qwen3") / "small-qwen3"
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>"])
+    torch.manual_seed(11)
+    config = Qwen3Config(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        eos_token_id=256,
+        bos_token_id=None,
+    )
+    Qwen3ForCausalLM(config).float().save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(small_qwen3: Path) -> list[list[int]]:
+    """By `transformers`."""
+    model = Qwen3ForCausalLM.from_pretrained(small_qwen3).float().eval()
+    answers = []
+    for prompt in PROMPTS:
+        tokens = list(prompt)
+        with torch.inference_mode():
+            for _ in range(ANSWER):
+                tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        answers.append(tokens[len(prompt) :])
+    return answers
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 4), (4, 1)])
+def test_a_small_model_shared_out_says_the_same(
+    serve: Callable[..., Any], small_qwen3: Path, expected: list[list[int]], prefill: int, decode: int
+) -> None:
+    served = serve(
+        *("--model", str(small_qwen3), "--dtype", "float32"),
+        *("--prefill-tensor-parallel-size", str(prefill), "--decode-tensor-parallel-size", str(decode)),
+    )
+    served.wait_ready()
+    assert [len(served.worker(f"{role}-0")["rank_pids"]) for role in ("prefill", "decode")] == [prefill, decode]
+    assert [greedy(served.url, "small-qwen3", prompt) for prompt in PROMPTS] == expected
+    served.until(served.clean, 20)
+    assert served.leaks() == []
+    served.end()
+
+
+def test_the_default_model_on_three_ranks_and_a_killed_one(shared_cluster: Any, serve: Callable[..., Any]) -> None:
+    alone = [greedy(shared_cluster.url, "smollm2", prompt) for prompt in PROMPTS]
+    served = serve("--dtype", "float32", "--decode-tensor-parallel-size", "3")
+    served.wait_ready()
+    assert [greedy(served.url, "smollm2", prompt) for prompt in PROMPTS] == alone
+    for rank in (2, 0):
+        kill_rank(served, rank)
+        assert [greedy(served.url, "smollm2", prompt) for prompt in PROMPTS] == alone
+        served.until(served.clean, 20)
+        assert served.leaks() == []
+    served.end()
+
+
+def kill_rank(served: Any, rank: int) -> None:
+    """Until the gang's next life is ready, and nothing is left of the former one."""
+    former = served.worker("decode-0")
+    os.kill(former["rank_pids"][rank], signal.SIGKILL)
+    served.until(lambda: is_after(served.worker("decode-0"), former), 60)
+    served.until(lambda: not any(pid in served.processes() for pid in former["rank_pids"]), 10)
+
+
+def is_after(worker: dict[str, Any], former: dict[str, Any]) -> bool:
+    """It is ready in its next life, and linked."""
+    return worker["epoch"] == former["epoch"] + 1 and worker["state"] == "ready" and worker["running"] is not None
+
+
+def test_a_rank_that_is_killed_in_a_stream_costs_a_pause(serve: Callable[..., Any], shared_cluster: Any) -> None:
+    """The stream goes on with the gang's next life, or at another worker."""
+    served = serve("--dtype", "float32", "--decode-tensor-parallel-size", "3", "--decode", "2")
+    served.wait_ready()
+    body = {"model": "smollm2", "prompt": PROMPTS[1], "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    body |= {"return_token_ids": True}
+    whole = httpx.post(f"{shared_cluster.url}/v1/completions", json=body, timeout=120).json()["choices"][0]["token_ids"]
+    tokens: list[int] = []
+    with httpx.stream("POST", f"{served.url}/v1/completions", json=body | {"stream": True}, timeout=120) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                tokens += json.loads(line.removeprefix("data: "))["choices"][0]["token_ids"]
+                if len(tokens) == 10:
+                    [busy] = [worker for worker in served.workers() if worker["role"] == "decode" and worker["running"]]
+                    os.kill(busy["rank_pids"][1], signal.SIGKILL)
+    assert tokens == whole
+    served.until(lambda: served.settled(1, 2) and served.clean(), 60)
+    assert served.leaks() == []
+    served.end()
+
+
+def test_sizes_that_do_not_divide_are_refused_with_those_that_would(tandem: str) -> None:
+    ended = subprocess.run(
+        [tandem, "serve", "--decode-tensor-parallel-size", "2"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 2
+    assert ended.stderr.count("\n") == 1
+    assert "decode.tensor_parallel_size" in ended.stderr
+    assert "allow 1, 3" in ended.stderr
