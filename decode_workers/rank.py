@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 
@@ -14,6 +15,7 @@ from engine.tensor_parallel import TensorParallel
 from kv_transfer.choice import receiving_transports
 from kv_transfer.lanes import LocalReceiveRank
 from kv_transfer.remote_lanes import ReceiveHost
+from kv_transfer.transport import ReceiveTransport
 from protocol.wire import WireServer
 
 
@@ -35,11 +37,14 @@ def decode_follower(config: ClusterConfig, secret: bytes, host: str, rank: int, 
 
     def load(ranks: TensorParallel) -> Share:
         torch.set_num_threads(threads)
-        runner = load_share(config, ranks)
-        pool, transports = runner.pool, receiving_transports(config.transport, host)
-        lanes = ReceiveHost(LocalReceiveRank(pool.layers(), pool.block_size, transports, config.limits.lease_s))
-        steps = itertools.count(1)
-        return Share(runner, lanes.handlers, lambda: next(steps), lambda layer: None, lambda: None, lanes.close)
+        return share_of(load_share(config, ranks), receiving_transports(config.transport, host), config.limits.lease_s)
 
     server = WireServer(secret, host)
     return Follower(server, rank, config.decode.tensor_parallel_size, host, load, config.limits.lease_s)
+
+
+def share_of(runner: ModelRunner, transports: Sequence[ReceiveTransport], lease_s: float) -> Share:
+    """Its lanes receive whatever steps are computed."""
+    lanes = ReceiveHost(LocalReceiveRank(runner.pool.layers(), runner.pool.block_size, transports, lease_s))
+    steps = itertools.count(1)
+    return Share(runner, lanes.handlers, lambda: next(steps), lambda layer: None, lambda: None, lanes.close)

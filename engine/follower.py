@@ -25,7 +25,7 @@ from engine.store import RelayStore
 from engine.tensor_parallel import TensorParallel, connect
 from protocol.errors import TandemError, WorkerLostError
 from protocol.gang import GangJoin, GangJoined, RunStep, StepChunk, StepDone, StoreValue
-from protocol.messages import Failed, SamplingParams
+from protocol.messages import Failed, Ping, SamplingParams
 from protocol.wire import PeerGone, WireServer
 
 log = logging.getLogger(__name__)
@@ -66,24 +66,16 @@ class Follower:
         """Wire identity of the first rank."""
         self._store: RelayStore | None = None
         self._share: Share | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = asyncio.TaskGroup()
 
     async def run(self) -> None:
-        """Serve until cancelled. Raises WorkerLostError when the first rank is gone."""
-        watching = asyncio.create_task(self._watch())
+        """Serve until cancelled. Raises WorkerLostError when the first rank is gone, and what else an answer raised."""
         try:
-            while True:
-                receiving = asyncio.create_task(self._server.receive())
-                done, _ = await asyncio.wait((receiving, watching), return_when=asyncio.FIRST_COMPLETED)
-                if watching in done:
-                    receiving.cancel()
-                    watching.result()
-                self._arrived(*receiving.result())
+            async with asyncio.TaskGroup() as self._tasks:
+                self._tasks.create_task(self._watch())
+                while True:
+                    self._arrived(*await self._server.receive())
         finally:
-            watching.cancel()
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(watching, *self._tasks, return_exceptions=True)
             if self._share is not None:
                 await self._share.close()
             self._engine.shutdown(wait=False)
@@ -98,7 +90,14 @@ class Follower:
     def _arrived(self, peer: bytes, message: Any) -> None:
         if isinstance(message, GangJoin) and self._first is None:
             self._first = peer
-            self._answer(message.call_id, self._join(message))
+            loop, deadline_s = asyncio.get_running_loop(), STEP_LEASES * self._lease_s
+            # At once: the other ranks' values may be the next messages.
+            self._store = RelayStore(
+                lambda key, value: loop.call_soon_threadsafe(self._send, StoreValue(key, value)), deadline_s
+            )
+            self._answer(message.call_id, self._join(message, self._store, deadline_s))
+        elif isinstance(message, Ping):
+            return  # the server keeps account of who is silent
         elif peer != self._first:
             log.warning("dropped a %s: not from the first rank", type(message).__name__)
         elif isinstance(message, StoreValue):
@@ -117,9 +116,7 @@ class Follower:
                 answer = Failed.from_error(call_id, error)
             self._send(answer)
 
-        task = asyncio.create_task(answered())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.create_task(answered())
 
     def _send(self, message: Any) -> None:
         assert self._first is not None, "there is nobody to tell"
@@ -128,17 +125,11 @@ class Follower:
         except PeerGone:
             log.info("the first rank is gone")
 
-    async def _join(self, message: GangJoin) -> GangJoined:
-        loop = asyncio.get_running_loop()
-        deadline_s = STEP_LEASES * self._lease_s
-        store = self._store = RelayStore(
-            lambda key, value: loop.call_soon_threadsafe(self._send, StoreValue(key, value)), deadline_s
-        )
-
+    async def _join(self, message: GangJoin, store: RelayStore, deadline_s: float) -> GangJoined:
         def join() -> Share:
             return self._load(connect(store, self._rank, self._size, torch.device("cpu"), self._host, deadline_s))
 
-        share = self._share = await loop.run_in_executor(self._engine, join)
+        share = self._share = await asyncio.get_running_loop().run_in_executor(self._engine, join)
         return GangJoined(message.call_id, share.runner.pool.num_blocks)
 
     async def _execute(self, message: RunStep) -> StepDone:

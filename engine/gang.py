@@ -79,7 +79,11 @@ class Gang:
             lambda key, value: loop.call_soon_threadsafe(self._relay, StoreValue(key, value), None), self._step_s
         )
         self._joining = asyncio.gather(*(self.ask(rank, GangJoin, GangJoined, start_s) for rank in range(1, self.size)))
-        return await asyncio.to_thread(connect, store, 0, self.size, torch.device("cpu"), host, self._step_s)
+        try:
+            return await asyncio.to_thread(connect, store, 0, self.size, torch.device("cpu"), host, self._step_s)
+        except BaseException:
+            await self.close()
+            raise
 
     async def joined(self, num_blocks: int) -> None:
         """Every rank is ready, with a pool of as many blocks. Raises what kept one from it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from configs.models import resolve_for
@@ -13,6 +15,7 @@ from kv_transfer.choice import sending_transports
 from kv_transfer.lanes import LocalSendRank
 from kv_transfer.progress import StepProgress
 from kv_transfer.remote_lanes import SendHost
+from kv_transfer.transport import SendTransport
 from protocol.wire import WireServer
 
 
@@ -37,10 +40,14 @@ def prefill_follower(config: ClusterConfig, secret: bytes, host: str, rank: int,
         torch.set_num_threads(threads)
         runner = load_share(config, ranks)
         transports = sending_transports(config.transport, host, runner.pool.memory_fd)
-        progress = StepProgress()
-        pool = runner.pool
-        lanes = SendHost(LocalSendRank(pool.layers(), pool.block_size, transports, progress, config.limits.lease_s))
-        return Share(runner, lanes.handlers, progress.begin, progress.layer_done, progress.finish, lanes.close)
+        return share_of(runner, transports, config.limits.lease_s)
 
     server = WireServer(secret, host)
     return Follower(server, rank, config.prefill.tensor_parallel_size, host, load, config.limits.lease_s)
+
+
+def share_of(runner: ModelRunner, transports: Sequence[SendTransport], lease_s: float) -> Share:
+    """Its lanes send a step's layers as they are computed."""
+    progress = StepProgress()
+    lanes = SendHost(LocalSendRank(runner.pool.layers(), runner.pool.block_size, transports, progress, lease_s))
+    return Share(runner, lanes.handlers, progress.begin, progress.layer_done, progress.finish, lanes.close)

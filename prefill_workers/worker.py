@@ -194,7 +194,8 @@ class PrefillWorker:
         if not all(0 <= token_id < self._facts.vocab_size for token_id in message.token_ids):
             raise InvalidRequestError(f"token ids must lie in [0, {self._facts.vocab_size})", param="prompt")
         message.sampling.check(self._facts.vocab_size)
-        if message.ticket.num_prompt_tokens != num_tokens or not 0 <= message.ticket.held_tokens <= num_tokens:
+        ticket = message.ticket
+        if ticket.num_prompt_tokens != num_tokens or not 0 <= ticket.held_tokens <= num_tokens or ticket.block_size < 1:
             raise InvalidRequestError("the ticket was made for a prompt of another length")
 
     async def _admit(self, job: _Job) -> None:

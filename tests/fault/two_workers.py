@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -165,6 +165,11 @@ class TwoWorkers:
             while not condition():  # noqa: ASYNC110 - what is waited for has no event of its own
                 await asyncio.sleep(0.005)
 
+    async def bury(self, role: Role) -> None:
+        """This worker has ended, as the test wanted: nothing more is expected of it."""
+        self.tasks[role.value] = asyncio.create_task(asyncio.sleep(0))
+        await self.tasks[role.value]
+
     def all_free(self) -> bool:
         """No ticket, no prompt and no transfer is left, and every block is free."""
         loads = [self.decode.load(), self.prefill.load()]
@@ -176,16 +181,21 @@ class TwoWorkers:
         self.prefill.check_integrity()
 
     async def leaks(self) -> list[Leak]:
-        """What a router that has just come finds in the books of the running workers, when nothing is under way."""
-        audited = []
-        for worker in (self.prefill, self.decode):
-            if not self.tasks[worker.me.role.value].done():
-                caller = Caller(await WireClient.connect(worker.me.address, SECRET, 5), lambda message: None)
-                reading = asyncio.create_task(caller.run())
-                audited.append(Audited(worker.me, await caller.ask(Audit, 5)))
-                caller.close()
-                await reading
-        return find_leaks(audited, CONFIG.limits.lease_s, 5)
+        """What an audit finds in the books of the workers that still run."""
+        refs = [worker.me for worker in (self.prefill, self.decode)]
+        return await leaks_of(ref for ref in refs if not self.tasks[ref.role.value].done())
+
+
+async def leaks_of(workers: Iterable[WorkerRef]) -> list[Leak]:
+    """What a router that has just come finds in the books of these workers, when nothing is under way."""
+    audited = []
+    for ref in workers:
+        caller = Caller(await WireClient.connect(ref.address, SECRET, 5), lambda message: None)
+        reading = asyncio.create_task(caller.run())
+        audited.append(Audited(ref, await caller.ask(Audit, 5)))
+        caller.close()
+        await reading
+    return find_leaks(audited, CONFIG.limits.lease_s, 5)
 
 
 async def _ping(caller: Caller) -> None:
@@ -215,6 +225,13 @@ async def run_two_workers(
     prefill = PrefillWorker(refs[0], SECRET, prefill_runner, servers[0], [transport], config, Gang.alone())
     decode_runner = runner(config.decode.kv_cache_tokens)
     decode = DecodeWorker(refs[1], decode_runner, servers[1], [transport], config, Gang.alone())
+    async with served(prefill, decode, network) as workers:
+        yield workers
+
+
+@asynccontextmanager
+async def served(prefill: PrefillWorker, decode: DecodeWorker, network: LoopbackNetwork) -> AsyncIterator[TwoWorkers]:
+    """Runs both, audits them at the end, and stops them."""
     tasks = {"prefill": asyncio.create_task(prefill.run()), "decode": asyncio.create_task(decode.run())}
     workers = TwoWorkers(prefill, decode, network, tasks)
     try:

@@ -1,0 +1,83 @@
+"""Two workers of several ranks each in one process: every rank has an engine, a pool, a socket and lanes of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from two_workers import CONFIG, SECRET, TwoWorkers, served
+
+import decode_workers.rank
+import prefill_workers.rank
+from configs.facts import ModelFacts
+from decode_workers.worker import DecodeWorker
+from engine.follower import Follower, Share
+from engine.gang import Gang
+from engine.model_runner import ModelRunner
+from engine.tensor_parallel import TensorParallel
+from kv_transfer.loopback import LoopbackNetwork, LoopbackTransport
+from prefill_workers.worker import PrefillWorker
+from protocol.messages import Role, WorkerRef
+from protocol.wire import WireServer
+
+HOST = "127.0.0.1"
+LEASE_S = CONFIG.limits.lease_s
+
+
+@dataclass
+class Ranks:
+    """The ranks of one worker that are not the first."""
+
+    followers: list[Follower]
+    running: list[asyncio.Task[None]]
+
+
+@asynccontextmanager
+async def run_gangs(
+    facts: ModelFacts, num_prefill: int, num_decode: int
+) -> AsyncIterator[tuple[TwoWorkers, dict[Role, Ranks]]]:
+    network = LoopbackNetwork()
+    transports = [LoopbackTransport(network)]
+
+    def load(tokens: int) -> Callable[[TensorParallel], ModelRunner]:
+        return lambda ranks: ModelRunner.load(
+            facts, dtype="float32", block_size=CONFIG.block_size, num_kv_tokens=tokens, ranks=ranks
+        )
+
+    load_prefill, load_decode = load(CONFIG.prefill.kv_cache_tokens), load(CONFIG.decode.kv_cache_tokens)
+    prefill_ranks, prefill_gang, prefill_runner = await _gang(
+        num_prefill, load_prefill, lambda runner: prefill_workers.rank.share_of(runner, transports, LEASE_S)
+    )
+    decode_ranks, decode_gang, decode_runner = await _gang(
+        num_decode, load_decode, lambda runner: decode_workers.rank.share_of(runner, transports, LEASE_S)
+    )
+    servers = [WireServer(SECRET, HOST) for _ in range(2)]
+    me = WorkerRef("prefill-0", 1, Role.PREFILL, servers[0].address, num_prefill)
+    prefill = PrefillWorker(me, SECRET, prefill_runner, servers[0], transports, CONFIG, prefill_gang)
+    me = WorkerRef("decode-0", 1, Role.DECODE, servers[1].address, num_decode)
+    decode = DecodeWorker(me, decode_runner, servers[1], transports, CONFIG, decode_gang)
+    try:
+        async with served(prefill, decode, network) as workers:
+            yield workers, {Role.PREFILL: prefill_ranks, Role.DECODE: decode_ranks}
+    finally:
+        for ranks in (prefill_ranks, decode_ranks):
+            for task in ranks.running:
+                task.cancel()
+            await asyncio.gather(*ranks.running, return_exceptions=True)
+
+
+async def _gang(
+    size: int, load: Callable[[TensorParallel], ModelRunner], share: Callable[[ModelRunner], Share]
+) -> tuple[Ranks, Gang, ModelRunner]:
+    followers = [
+        Follower(WireServer(SECRET, HOST), rank, size, HOST, lambda ranks: share(load(ranks)), LEASE_S)
+        for rank in range(1, size)
+    ]
+    running = [asyncio.create_task(follower.run()) for follower in followers]
+    addresses = [follower.address for follower in followers]
+    gang = await Gang.connect(addresses, SECRET, connect_s=5, lease_s=LEASE_S, heartbeat_s=CONFIG.limits.heartbeat_s)
+    runner = await asyncio.to_thread(load, await gang.form(HOST, 30))
+    await gang.joined(runner.pool.num_blocks)
+    return Ranks(followers, running), gang, runner

@@ -1,0 +1,92 @@
+"""Workers of several tensor-parallel ranks: the tokens of one, and nothing left over when a rank or a lane is lost."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from gangs import run_gangs
+from scenarios import Reference, greedy, prompt_of, run
+
+from configs.facts import ModelFacts
+from kv_transfer.loopback import Faults
+from protocol.errors import TandemError, WorkerLostError
+from protocol.gang import RunStep
+from protocol.messages import Role
+
+SIZES = [1, 2, 4]
+
+
+@pytest.mark.parametrize("decode", SIZES)
+@pytest.mark.parametrize("prefill", SIZES)
+def test_all_pairs_of_sizes_say_the_same(small_model: ModelFacts, reference: Reference, prefill: int, decode: int) -> None:
+    """A model with 4 heads and 2 KV heads; prompts of several chunks, some with a beginning that is known already."""
+
+    async def scenario() -> None:
+        async with run_gangs(small_model, prefill, decode) as (workers, _):
+            router = await workers.router()
+            prompts = [prompt_of(100), prompt_of(7, 1), prompt_of(100), prompt_of(64, 2)]
+            for prompt in prompts[:2]:
+                assert await router.generate(prompt, greedy(8)) == reference(prompt, 8)
+            answers = await asyncio.gather(*(router.generate(prompt, greedy(8), str(n)) for n, prompt in enumerate(prompts)))
+            assert answers == [reference(prompt, 8) for prompt in prompts]
+            await workers.until(workers.all_free)
+
+    run(scenario())
+
+
+def test_a_cancelled_prompt_and_a_broken_lane_leave_nothing(small_model: ModelFacts, reference: Reference) -> None:
+    async def scenario() -> None:
+        async with run_gangs(small_model, 2, 4) as (workers, _):
+            router = await workers.router()
+            assert await router.generate(prompt_of(50), greedy(4)) == reference(prompt_of(50), 4)
+            long = asyncio.create_task(router.generate(prompt_of(900, 1), greedy(4), "long"))
+            await workers.until(lambda: workers.prefill.load().running > 0)
+            router.cancel("long")
+            long.cancel()
+            await asyncio.gather(long, return_exceptions=True)
+            await workers.until(workers.all_free)
+            for faults in (Faults(die_at=0), Faults(flip_bit_at=0), Faults(lose_at=0)):
+                shift = workers.network.payloads_sent + 1
+                changed = {name: shift for name, at in vars(faults).items() if at == 0 and name.endswith("_at")}
+                workers.network.faults = Faults(**changed)
+                with pytest.raises(TandemError):
+                    await router.generate(prompt_of(60, shift), greedy(4), str(shift))
+                workers.network.faults = Faults()
+                await workers.until(workers.all_free)
+                assert await router.generate(prompt_of(60, shift), greedy(4)) == reference(prompt_of(60, shift), 4)
+            await workers.until(workers.all_free)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_a_lost_rank_ends_its_worker_at_once(small_model: ModelFacts, role: Role) -> None:
+    async def scenario() -> None:
+        async with run_gangs(small_model, 2, 2) as (workers, ranks):
+            router = await workers.router()
+            await router.generate(prompt_of(20), greedy(4))
+            ranks[role].running[0].cancel()
+            with pytest.raises(ExceptionGroup) as ended:
+                await asyncio.wait_for(workers.tasks[role.value], 5)
+            assert ended.value.subgroup(WorkerLostError) is not None
+            await workers.bury(role)
+
+    run(scenario())
+
+
+def test_a_rank_ends_when_the_first_is_silent_or_a_step_goes_wrong(small_model: ModelFacts) -> None:
+    async def scenario() -> None:
+        async with run_gangs(small_model, 2, 2) as (workers, ranks):
+            gang = workers.prefill._gang
+            with pytest.raises(WorkerLostError, match="step 7 came where 1 was due"):
+                await gang.ask(1, lambda call_id: RunStep(call_id, 7, ()), RunStep, 5)
+            gang._heartbeat_s = 100
+            with pytest.raises(ExceptionGroup) as ended:
+                await asyncio.wait_for(ranks[Role.PREFILL].running[0], 10)
+            assert "the first rank is silent" in str(ended.value.exceptions[0])
+            with pytest.raises(ExceptionGroup):
+                await asyncio.wait_for(workers.tasks["prefill"], 10)
+            await workers.bury(Role.PREFILL)
+
+    run(scenario())
