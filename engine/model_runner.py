@@ -66,8 +66,8 @@ class ModelRunner:
         `engine.models.weights.WeightFormat`. With several `ranks` this one reads its share of the weights, and its pool has as
         many tokens, of its own KV heads.
 
-        On `cuda`, the current GPU, weights and pool lie in its memory. Its pool can't be handed over yet (docs/gpu.md), so
-        workers do not ask for it.
+        On `cuda`, the current GPU, weights and pool lie in its memory. No worker asks for it yet
+        (docs/gpu.md).
         """
         _check_sizes(facts)
         if device == "cuda":
