@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Positive = Annotated[int, Field(gt=0)]
 Text = Annotated[str, Field(min_length=1)]
-TransportName = Literal["auto", "shared_memory", "gloo"]
+TransportName = Literal["auto", "shared_memory", "gloo", "cuda_ipc", "nccl"]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 
@@ -85,7 +85,7 @@ class ClusterConfig(_Section):
     block_size: Literal[8, 16, 32, 64] = 16
     """Tokens per KV block."""
     transport: TransportName = "auto"
-    """How KV goes from prefill to decode. auto: shared memory within a host, gloo between hosts."""
+    """How KV goes from prefill to decode. auto: shared memory within a host, gloo between hosts; on GPUs CUDA IPC and NCCL."""
     http: HttpConfig = HttpConfig()
     prefill: PrefillConfig = PrefillConfig()
     decode: DecodeConfig = DecodeConfig()

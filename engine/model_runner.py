@@ -66,8 +66,8 @@ class ModelRunner:
         `engine.models.weights.WeightFormat`. With several `ranks` this one reads its share of the weights, and its pool has as
         many tokens, of its own KV heads.
 
-        On `cuda`, the current GPU, weights and pool lie in its memory. Its pool can't be handed over yet (docs/gpu.md), so
-        workers do not ask for it.
+        On `cuda`, the current GPU, weights and pool lie in its memory. No worker asks for it yet
+        (docs/gpu.md).
         """
         _check_sizes(facts)
         if device == "cuda":
@@ -107,6 +107,7 @@ class ModelRunner:
             num_kv_heads=self.facts.num_kv_heads,
             head_dim=self.facts.head_dim,
             layout_version=LAYOUT_VERSION,
+            memory=self.pool.data.device.type,
         )
 
     def execute(self, chunks: Sequence[Chunk], on_layer: Callable[[int], None] | None = None) -> list[SampledToken | None]:

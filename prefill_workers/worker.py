@@ -100,8 +100,8 @@ class PrefillWorker:
             config.prefill.max_batch_tokens,
             shares_prefixes=not config.deterministic,
         )
-        self._progress = StepProgress()
         pool = runner.pool
+        self._progress = StepProgress(pool.data.device)
         first = LocalSendRank(pool.layers(), pool.block_size, transports, self._progress, self._limits.lease_s)
         others = [RemoteSendRank(gang.asker(rank), first.transports) for rank in range(1, gang.size)]
         self._peers = DecodePeers(me, secret, runner.layout(), [first, *others], config.limits)
