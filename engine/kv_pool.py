@@ -22,6 +22,11 @@ _CPU = torch.device("cpu")
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
+def token_bytes(facts: ModelFacts, dtype: torch.dtype) -> int:
+    """What one token takes in all layers."""
+    return facts.num_layers * 2 * facts.num_kv_heads * facts.head_dim * dtype.itemsize
+
+
 class KVPool:
     """`data` is [layers, 2 (K, V), blocks, block size, KV heads, head size]. Its memory is touched only when written.
 
@@ -68,12 +73,12 @@ class KVPool:
         """A pool of `num_tokens` (rounded down to whole blocks). Raises ConfigError if it is empty or can't fit."""
         if block_size < 1 or num_tokens < block_size:
             raise ConfigError(f"{num_tokens} tokens of KV cache do not make one block of {block_size}", param="kv_cache_tokens")
-        token_bytes = facts.num_layers * 2 * facts.num_kv_heads * facts.head_dim * dtype.itemsize
         memory = _memory_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
-        if num_tokens * token_bytes > memory:
+        size = token_bytes(facts, dtype)
+        if num_tokens * size > memory:
             raise ConfigError(
-                f"{num_tokens} tokens of KV cache take {num_tokens * token_bytes / 2**30:.1f} GiB and there are "
-                f"{memory / 2**30:.1f} GiB: at most {memory // token_bytes} tokens can be had",
+                f"{num_tokens} tokens of KV cache take {num_tokens * size / 2**30:.1f} GiB and there are "
+                f"{memory / 2**30:.1f} GiB: at most {memory // size} tokens can be had",
                 param="kv_cache_tokens",
             )
         return cls(

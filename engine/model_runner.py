@@ -15,7 +15,7 @@ from torch import Tensor
 from configs.facts import ModelFacts
 from configs.sharding import check_tensor_parallel_size, rank_facts
 from engine.batch import Chunk, ForwardBatch, SampledToken
-from engine.kv_pool import LAYOUT_VERSION, KVPool
+from engine.kv_pool import LAYOUT_VERSION, KVPool, token_bytes
 from engine.models.decoder import Decoder, DecoderWeights
 from engine.models.weights import Quantization, WeightFormat, load_weights
 from engine.native.library import NativeLibrary
@@ -26,7 +26,7 @@ from protocol.errors import ConfigError
 from protocol.messages import KvLayout
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-DeviceName = Literal["cpu", "cuda"]
+DeviceName = Literal["auto", "cpu", "cuda"]
 Forward = Callable[[ForwardBatch, Callable[[int], None] | None], Tensor | None]
 """A batch, and what to call after each layer, to logits: `Decoder.forward` with its pool."""
 Sample = Callable[[Tensor, Sequence[SampleRequest]], list[SampledToken]]
@@ -59,6 +59,7 @@ class ModelRunner:
         deterministic: bool = False,
         ranks: TensorParallel = ALONE,
         device: DeviceName = "cpu",
+        gpu_memory_utilization: float = 0.9,
     ) -> ModelRunner:
         """Read the weights and set aside the pool, for as many threads as torch has. Raises ConfigError for what can't work.
 
@@ -66,22 +67,26 @@ class ModelRunner:
         `engine.models.weights.WeightFormat`. With several `ranks` this one reads its share of the weights, and its pool has as
         many tokens, of its own KV heads.
 
-        On `cuda`, the current GPU, weights and pool lie in its memory. No worker asks for it yet
-        (docs/gpu.md).
+        On `cuda`, the current GPU, weights and pool lie in its memory, of which the two take `gpu_memory_utilization`: the pool
+        has at least `num_kv_tokens`, and as many more as that allows. `auto` is cuda where there is a GPU.
         """
         _check_sizes(facts)
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
         if device == "cuda":
             _check_gpu(facts, ranks, deterministic)
         check_tensor_parallel_size(facts, ranks.size, quantization, param="tensor_parallel_size")
         own = rank_facts(facts, ranks.size)
         dtype_name = resolve_dtype(dtype, device)
         torch_dtype, torch_device = _DTYPES[dtype_name], torch.device(device)
-        pool = KVPool.for_model(own, num_kv_tokens, block_size, torch_dtype, shared=shared_kv, device=torch_device)
         uses_native = torch_dtype == torch.bfloat16 and device == "cpu"
         library = NativeLibrary.load(torch.get_num_threads()) if uses_native else None
         with torch.inference_mode():
             format_ = WeightFormat(torch_dtype, quantization, deterministic, library, torch_device)
             weights = load_weights(facts, format_, ranks.rank, ranks.size)
+            if device == "cuda":
+                num_kv_tokens = max(num_kv_tokens, _tokens_that_fit(facts, torch_dtype, gpu_memory_utilization))
+            pool = KVPool.for_model(own, num_kv_tokens, block_size, torch_dtype, shared=shared_kv, device=torch_device)
             if device == "cuda":
                 return cls.on_gpu(facts, weights, pool, dtype_name)
             decoder = Decoder(own, weights, step_factory(own, torch_dtype, library), ranks)
@@ -146,6 +151,12 @@ def resolve_dtype(name: DtypeName, device: DeviceName = "cpu") -> str:
 def _request(chunk: Chunk) -> SampleRequest:
     assert chunk.sampling is not None, "only chunks that sample have logits"
     return SampleRequest(chunk.sampling, chunk.end, chunk.num_generated)
+
+
+def _tokens_that_fit(facts: ModelFacts, dtype: torch.dtype, utilization: float) -> int:
+    """Into what the weights have left of this share of the current GPU's memory."""
+    free, total = torch.cuda.mem_get_info()
+    return max(0, int(free - (1 - utilization) * total)) // token_bytes(facts, dtype)
 
 
 def _check_gpu(facts: ModelFacts, ranks: TensorParallel, deterministic: bool) -> None:

@@ -23,6 +23,8 @@ def load_share(config: ClusterConfig, ranks: TensorParallel) -> ModelRunner:
     """Raises ConfigError when the model can't be loaded."""
     return ModelRunner.load(
         resolve_for(config).facts,
+        device=config.device,
+        gpu_memory_utilization=config.gpu_memory_utilization,
         dtype=config.dtype,
         quantization=config.quantization,
         deterministic=config.deterministic,
