@@ -84,12 +84,12 @@ class ModelRunner:
         with torch.inference_mode():
             format_ = WeightFormat(torch_dtype, quantization, deterministic, library, torch_device)
             weights = load_weights(facts, format_, ranks.rank, ranks.size)
-            if device == "cuda":
-                num_kv_tokens = max(num_kv_tokens, _tokens_that_fit(facts, torch_dtype, gpu_memory_utilization))
-            pool = KVPool.for_model(own, num_kv_tokens, block_size, torch_dtype, shared=shared_kv, device=torch_device)
-            if device == "cuda":
-                return cls.on_gpu(facts, weights, pool, dtype_name)
-            decoder = Decoder(own, weights, step_factory(own, torch_dtype, library), ranks)
+        if device == "cuda":
+            num_kv_tokens = max(num_kv_tokens, _tokens_that_fit(facts, torch_dtype, gpu_memory_utilization))
+        pool = KVPool.for_model(own, num_kv_tokens, block_size, torch_dtype, shared=shared_kv, device=torch_device)
+        if device == "cuda":
+            return cls.on_gpu(facts, weights, pool, dtype_name)
+        decoder = Decoder(own, weights, step_factory(own, torch_dtype, library), ranks)
         return cls(facts, lambda batch, on_layer: decoder.forward(batch, pool, on_layer), sample, pool, dtype_name)
 
     @classmethod
