@@ -35,6 +35,8 @@ class Chunk:
     """None: no token is wanted, because more of the prompt follows."""
     num_generated: int
     """Tokens of the answer so far, before the one to be sampled."""
+    history: Sequence[int] = ()
+    """Prompt and answer so far, for sampling that looks back."""
 
     @property
     def end(self) -> int:

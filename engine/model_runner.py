@@ -115,7 +115,7 @@ def resolve_dtype(name: DtypeName) -> str:
 
 def _request(chunk: Chunk) -> SampleRequest:
     assert chunk.sampling is not None, "only chunks that sample have logits"
-    return SampleRequest(chunk.sampling, chunk.end, chunk.num_generated)
+    return SampleRequest(chunk.sampling, chunk.end, chunk.num_generated, chunk.history)
 
 
 def _check_sizes(facts: ModelFacts) -> None:

@@ -359,4 +359,5 @@ class PrefillWorker:
 def _engine_chunk(job: _Job, chunk: PlannedChunk) -> Chunk:
     token_ids = job.message.token_ids[chunk.start : chunk.start + chunk.num_tokens]
     sampling = job.message.sampling if chunk.last else None
-    return Chunk(token_ids, chunk.start, chunk.prompt.block_table, sampling, job.message.num_generated)
+    message = job.message
+    return Chunk(token_ids, chunk.start, chunk.prompt.block_table, sampling, message.num_generated, message.token_ids)

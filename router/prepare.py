@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from configs.facts import ModelFacts
 from protocol.errors import ContextLengthError, InvalidRequestError
-from protocol.messages import SamplingParams
+from protocol.messages import SamplingParams, TokenBias
 from router.api.chat import ChatBody, ChatMessage
 from router.api.completions import CompletionBody
 from router.api.fields import MAX_SEED
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer
+
+_MAX_ID_DIGITS = 10
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,20 @@ class Preparer:
             min_tokens=body.min_tokens,
             stop_token_ids=tuple(dict.fromkeys((*own_stops, *body.stop_token_ids))),
             num_logprobs=body.num_logprobs,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            repetition_penalty=body.repetition_penalty,
+            logit_bias=self._biases(body.logit_bias),
         )
         return Generation(tuple(token_ids), sampling, body.stops(), body.cache_salt or "")
+
+    def _biases(self, logit_bias: Mapping[str, float]) -> tuple[TokenBias, ...]:
+        """Raises InvalidRequestError for keys that are no token ids. Several spellings of one id add up."""
+        for key in logit_bias:
+            if not (key.isascii() and key.isdecimal() and len(key) <= _MAX_ID_DIGITS):
+                raise InvalidRequestError(f"`logit_bias` must have token ids as keys; got {key!r:.40}", param="logit_bias")
+        self.check_tokens([int(key) for key in logit_bias], "logit_bias")
+        return tuple(TokenBias(int(key), bias) for key, bias in logit_bias.items())
 
     def _answer_room(self, num_prompt_tokens: int, wanted: int | None, param: str) -> int:
         """How long the answer may get: what the client wants, or all that the context has left."""

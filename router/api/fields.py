@@ -13,19 +13,16 @@ MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_SEED = 2**63 - 1
 MAX_SALT_CHARS = 256
+MAX_BIASES = 1024
 
 NOT_YET: dict[str, tuple[object, ...]] = {
     # OpenAI
     "n": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
     "service_tier": ("auto", "default"),
     "metadata": ({},),
     "store": (False,),
     "prompt_cache_key": (),
     # vLLM and others
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
     "priority": (0,),
     "use_beam_search": (False,),
@@ -68,6 +65,14 @@ class SamplingBody(Body):
     top_p: float = Field(default=1.0, gt=0, le=1, description="a number over 0, up to 1")
     top_k: int = Field(default=0, ge=-1, le=2**31 - 1, description="an integer of at least 1, or 0 or -1 for all tokens")
     min_p: float = Field(default=0.0, ge=0, le=1, description="a number from 0 to 1")
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2, description="a number from -2 to 2")
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2, description="a number from -2 to 2")
+    repetition_penalty: float = Field(default=1.0, ge=0.01, le=100, description="a number from 0.01 to 100")
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(
+        default={},
+        max_length=MAX_BIASES,
+        description=f"an object of up to {MAX_BIASES} token ids, each with a number from -100 to 100",
+    )
     min_tokens: int = Field(default=0, ge=0, le=2**31 - 1, description="an integer from 0 to max_tokens")
     seed: int | None = Field(default=None, ge=0, le=MAX_SEED, description="an integer from 0 to 2**63 - 1")
     stop: str | list[str] = Field(
