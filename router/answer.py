@@ -47,8 +47,10 @@ class TextLogprobs:
 
 @dataclass(frozen=True)
 class Delta:
-    """What one piece of an answer adds. `text` may be empty while a character or a stop string is still open."""
+    """What one piece of a choice adds. `text` may be empty while a character or a stop string is still open."""
 
+    index: int
+    """Of the choice in its request."""
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TextLogprobs, ...]
@@ -59,7 +61,7 @@ class Delta:
 
 @dataclass
 class Answer:
-    """A whole answer, for a client that doesn't stream."""
+    """A whole choice, for a client that doesn't stream."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -108,9 +110,12 @@ class TokenTexts:
 
 
 class AnswerText:
-    """Makes one answer's text out of its tokens. A result does not depend on how the tokens were cut into pieces."""
+    """Makes one choice's text out of its tokens. A result does not depend on how the tokens were cut into pieces."""
 
-    def __init__(self, detokenizer: Detokenizer, texts: TokenTexts, sampling: SamplingParams, stops: tuple[str, ...]) -> None:
+    def __init__(
+        self, index: int, detokenizer: Detokenizer, texts: TokenTexts, sampling: SamplingParams, stops: tuple[str, ...]
+    ) -> None:
+        self._index = index
         self._detokenizer = detokenizer
         self._texts = texts
         self._stop_token_ids = frozenset(sampling.stop_token_ids)
@@ -135,7 +140,8 @@ class AnswerText:
             text, num_used = self._push_until_stop(self._matcher, spoken, finish is not None)
             if num_used is not None:
                 token_ids, finish = token_ids[:num_used], "stop"
-        return Delta(text, token_ids, self._texts.describe(token_ids, tokens.logprobs), finish, tokens.cached_tokens)
+        logprobs = self._texts.describe(token_ids, tokens.logprobs)
+        return Delta(self._index, text, token_ids, logprobs, finish, tokens.cached_tokens)
 
     def _push_until_stop(self, matcher: StopMatcher, token_ids: tuple[int, ...], last: bool) -> tuple[str, int | None]:
         """Text up to a stop string, and how many tokens it took to complete one (None: there is none).

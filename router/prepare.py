@@ -20,13 +20,14 @@ _MAX_ID_DIGITS = 10
 
 @dataclass(frozen=True)
 class Generation:
-    """A request in the terms of the pipeline."""
+    """A prompt and what is wanted of it, in the terms of the pipeline."""
 
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     stops: tuple[str, ...]
     cache_salt: str
     """Only requests with the same salt share cached KV; empty if the client sent none."""
+    num_choices: int
 
 
 class Preparer:
@@ -38,19 +39,21 @@ class Preparer:
         self._template = template
         self._max_model_len = max_model_len
 
-    def chat(self, body: ChatBody) -> Generation:
-        """Raises InvalidRequestError, and ContextLengthError when prompt and answer are too long."""
-        return self._generation(body, self.chat_tokens(body.messages), "messages")
+    def chat(self, body: ChatBody) -> list[Generation]:
+        """One. Raises InvalidRequestError, and ContextLengthError when prompt and answer are too long."""
+        body.check_together()
+        return [self._generation(body, self.chat_tokens(body.messages), "messages")]
 
-    def completion(self, body: CompletionBody) -> Generation:
-        """Raises InvalidRequestError, and ContextLengthError when prompt and answer are too long."""
-        prompt = body.single_prompt()
+    def completion(self, body: CompletionBody) -> list[Generation]:
+        """One for each prompt. Raises InvalidRequestError, and ContextLengthError when prompt and answer are too long."""
+        body.check_together()
+        return [self._generation(body, self._prompt_tokens(prompt), "prompt") for prompt in body.prompts()]
+
+    def _prompt_tokens(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
-            token_ids = self.text_tokens(prompt)
-        else:
-            self.check_tokens(prompt, "prompt")
-            token_ids = prompt
-        return self._generation(body, token_ids, "prompt")
+            return self.text_tokens(prompt)
+        self.check_tokens(prompt, "prompt")
+        return prompt
 
     def text_tokens(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self._tokenizer.encode(text, add_bos=add_special_tokens)
@@ -74,7 +77,6 @@ class Preparer:
             )
 
     def _generation(self, body: ChatBody | CompletionBody, token_ids: Sequence[int], param: str) -> Generation:
-        body.check_together()
         self.check_tokens(body.stop_token_ids, "stop_token_ids")
         if not token_ids:
             raise InvalidRequestError(f"`{param}` must not be empty", param=param)
@@ -100,7 +102,7 @@ class Preparer:
             repetition_penalty=body.repetition_penalty,
             logit_bias=self._biases(body.logit_bias),
         )
-        return Generation(tuple(token_ids), sampling, body.stops(), body.cache_salt or "")
+        return Generation(tuple(token_ids), sampling, body.stops(), body.cache_salt or "", body.n)
 
     def _biases(self, logit_bias: Mapping[str, float]) -> tuple[TokenBias, ...]:
         """Raises InvalidRequestError for keys that are no token ids. Several spellings of one id add up."""

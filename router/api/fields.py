@@ -14,10 +14,10 @@ MAX_STOPS = 16
 MAX_SEED = 2**63 - 1
 MAX_SALT_CHARS = 256
 MAX_BIASES = 1024
+MAX_CHOICES = 128
 
 NOT_YET: dict[str, tuple[object, ...]] = {
     # OpenAI
-    "n": (1,),
     "service_tier": ("auto", "default"),
     "metadata": ({},),
     "store": (False,),
@@ -60,6 +60,7 @@ class SamplingBody(Body):
     """Fields of both completion endpoints."""
 
     model: str = Field(min_length=1, description="the name of the served model (see /v1/models)")
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES, description=f"an integer from 1 to {MAX_CHOICES}")
     max_tokens: Count | None = Field(default=None, description="an integer of at least 1")
     temperature: float = Field(default=1.0, ge=0, le=2, description="a number from 0 to 2")
     top_p: float = Field(default=1.0, gt=0, le=1, description="a number over 0, up to 1")
