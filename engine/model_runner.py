@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from configs.facts import ModelFacts
 from configs.sharding import check_tensor_parallel_size, rank_facts
@@ -97,8 +98,11 @@ class ModelRunner:
             logits_SV = self._decoder.forward(batch, self.pool, on_layer)
             results: list[SampledToken | None] = [None] * len(chunks)
             if logits_SV is not None:
-                requests = [_request(chunks[i]) for i in batch.sampled_chunks]
-                for i, token in zip(batch.sampled_chunks, sample(logits_SV, requests), strict=True):
+                sampled: Sequence[int] = batch.sampled_chunks
+                if any(chunk.scores is not None for chunk in chunks):
+                    logits_SV, sampled = _score(logits_SV, batch, chunks)
+                requests = [_request(chunks[i]) for i in sampled]
+                for i, token in zip(sampled, sample(logits_SV, requests), strict=True):
                     results[i] = token
         return results
 
@@ -111,6 +115,21 @@ def resolve_dtype(name: DtypeName) -> str:
     if name not in _DTYPES:
         raise ConfigError(f"{name} is not supported; choose one of auto, {', '.join(_DTYPES)}", param="dtype")
     return name
+
+
+def _score(logits_SV: Tensor, batch: ForwardBatch, chunks: Sequence[Chunk]) -> tuple[Tensor, Sequence[int]]:
+    """Give prompts their logprobs. What is left are the rows to sample from, and their chunks."""
+    positions = batch.positions_T[batch.sample_rows_S.numpy()].tolist()
+    for i, chunk in enumerate(chunks):
+        if chunk.scores is not None:
+            rows = [row for row, of in enumerate(batch.sampled_chunks) if of == i]
+            chunk.scores.add(logits_SV, rows, [positions[row] for row in rows])
+    ends = [
+        (row, i)
+        for row, i in enumerate(batch.sampled_chunks)
+        if chunks[i].sampling is not None and positions[row] == chunks[i].end - 1
+    ]
+    return logits_SV[[row for row, _ in ends]], [i for _, i in ends]
 
 
 def _request(chunk: Chunk) -> SampleRequest:

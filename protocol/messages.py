@@ -82,6 +82,9 @@ class SamplingParams:
     logit_bias: tuple[TokenBias, ...] = ()
     """From -100 to 100 each."""
 
+    num_prompt_logprobs: int | None = None
+    """Likewise for the prompt's own tokens, which are all computed then."""
+
     @property
     def penalizes(self) -> bool:
         """Whether earlier tokens change what comes next."""
@@ -99,6 +102,7 @@ class SamplingParams:
             "min_tokens": self.min_tokens >= 0,
             "stop_token_ids": all(0 <= token_id < vocab_size for token_id in self.stop_token_ids),
             "logprobs": self.num_logprobs is None or 0 <= self.num_logprobs <= vocab_size,
+            "prompt_logprobs": self.num_prompt_logprobs is None or 0 <= self.num_prompt_logprobs <= vocab_size,
             "choice": 0 <= self.choice < 2**31,
             "presence_penalty": abs(self.presence_penalty) <= 100,
             "frequency_penalty": abs(self.frequency_penalty) <= 100,
@@ -122,6 +126,22 @@ class TokenLogprobs:
 
     chosen: float
     top: tuple[TokenProb, ...]
+
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """Logprobs of the T tokens of a prompt but the first, which nothing precedes, as little-endian arrays: there are many.
+
+    float32 [T-1], int32 [T-1, N], float32 [T-1, N].
+    """
+
+    chosen: bytes
+    top_ids: bytes
+    top_logprobs: bytes
+
+
+MAX_PROMPT_LOGPROBS = 1_000_000
+"""T * (N + 1) is at most this much, so that they fit into a message."""
 
 
 @dataclass(frozen=True)
@@ -321,6 +341,8 @@ class FirstToken:
     """From the first chunk to the token."""
     cached_tokens: int
     """Tokens at the beginning of `token_ids` whose KV was cached, and so not computed."""
+    prompt_logprobs: PromptLogprobs | None
+    """Set if asked for, unless some of the answer was emitted before."""
 
 
 @message(22)

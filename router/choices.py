@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Container, Sequence
 
+from protocol.messages import PromptLogprobs
 from router.answer import Delta
 
 _AT_ONCE = 32
@@ -35,6 +36,8 @@ class SharedPrompt:
     def __init__(self) -> None:
         self._known = asyncio.Event()
         self._pair: frozenset[str] = frozenset()
+        self.logprobs: PromptLogprobs | None = None
+        """Of the prompt, if they were asked for, when the first choice has begun."""
 
     def placed(self, *worker_ids: str) -> None:
         """It is cached at these workers."""

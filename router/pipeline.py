@@ -65,7 +65,9 @@ class Pipeline:
                     if first.finish_reason is not None:
                         claim.finished()
                         _note_place(prompt, claim)
-                    yield journal.record(_tokens(first, journal))
+                    if prompt is not None and first.prompt_logprobs is not None:
+                        prompt.logprobs = first.prompt_logprobs
+                    yield journal.record(_tokens(first, journal, prompt))
                     if first.finish_reason is not None:
                         return
                     await claim.attach(first.token_id, journal.sampling, journal.num_generated)
@@ -108,9 +110,10 @@ def _note_first(first: FirstToken, times: RequestTimes) -> None:
     times.prefill_s += first.prefill_s
 
 
-def _tokens(first: FirstToken, journal: Journal) -> Tokens:
+def _tokens(first: FirstToken, journal: Journal, prompt: SharedPrompt | None) -> Tokens:
     """What a resumed attempt finds cached may be the answer's own tokens, what a further choice does is the first one's prompt;
     clients are told what the first attempt of the first choice found."""
     logprobs = () if first.logprobs is None else (first.logprobs,)
     cached_tokens = 0 if journal.num_generated or journal.sampling.choice else first.cached_tokens
-    return Tokens((first.token_id,), logprobs, first.finish_reason, cached_tokens)
+    prompt_logprobs = first.prompt_logprobs if prompt is None or journal.num_generated else prompt.logprobs
+    return Tokens((first.token_id,), logprobs, first.finish_reason, cached_tokens, prompt_logprobs)

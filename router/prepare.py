@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from configs.facts import ModelFacts
 from protocol.errors import ContextLengthError, InvalidRequestError
-from protocol.messages import SamplingParams, TokenBias
+from protocol.messages import MAX_PROMPT_LOGPROBS, SamplingParams, TokenBias
 from router.api.chat import ChatBody, ChatMessage
 from router.api.completions import CompletionBody
 from router.api.fields import MAX_SEED
+from router.echo import Echo
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer
 
@@ -28,6 +29,8 @@ class Generation:
     cache_salt: str
     """Only requests with the same salt share cached KV; empty if the client sent none."""
     num_choices: int
+    echo: Echo | None
+    """The prompt, if it is to be said before the answer."""
 
 
 class Preparer:
@@ -42,12 +45,28 @@ class Preparer:
     def chat(self, body: ChatBody) -> list[Generation]:
         """One. Raises InvalidRequestError, and ContextLengthError when prompt and answer are too long."""
         body.check_together()
-        return [self._generation(body, self.chat_tokens(body.messages), "messages")]
+        return [self._generation(body, self.chat_tokens(body.messages), "messages", body.answer_tokens)]
 
     def completion(self, body: CompletionBody) -> list[Generation]:
         """One for each prompt. Raises InvalidRequestError, and ContextLengthError when prompt and answer are too long."""
         body.check_together()
-        return [self._generation(body, self._prompt_tokens(prompt), "prompt") for prompt in body.prompts()]
+        return [self._completion(body, prompt) for prompt in body.prompts()]
+
+    def _completion(self, body: CompletionBody, prompt: str | list[int]) -> Generation:
+        token_ids = self._prompt_tokens(prompt)
+        # An answer of no token is one token long for the workers, and dropped here.
+        generation = self._generation(body, token_ids, "prompt", max(1, body.answer_tokens))
+        if not body.echo:
+            return generation
+        if len(token_ids) * (1 + (body.logprobs or 0)) > MAX_PROMPT_LOGPROBS:
+            raise InvalidRequestError(
+                f"`logprobs` must be smaller: with `echo`, {len(token_ids)} prompt tokens times (logprobs + 1) may be "
+                f"{MAX_PROMPT_LOGPROBS}",
+                param="logprobs",
+            )
+        text = prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt, skip_special=False)
+        echo = Echo(text, tuple(token_ids), alone=body.answer_tokens == 0)
+        return replace(generation, sampling=replace(generation.sampling, num_prompt_logprobs=body.logprobs), echo=echo)
 
     def _prompt_tokens(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -76,11 +95,13 @@ class Preparer:
                 f"`{param}` must hold token ids from 0 to {self._facts.vocab_size - 1}; got {outside[0]}", param=param
             )
 
-    def _generation(self, body: ChatBody | CompletionBody, token_ids: Sequence[int], param: str) -> Generation:
+    def _generation(
+        self, body: ChatBody | CompletionBody, token_ids: Sequence[int], param: str, wanted: int | None
+    ) -> Generation:
         self.check_tokens(body.stop_token_ids, "stop_token_ids")
         if not token_ids:
             raise InvalidRequestError(f"`{param}` must not be empty", param=param)
-        max_tokens = self._answer_room(len(token_ids), body.answer_tokens, param)
+        max_tokens = self._answer_room(len(token_ids), wanted, param)
         if body.min_tokens > max_tokens:
             raise InvalidRequestError(
                 f"`min_tokens` must be an integer from 0 to max_tokens ({max_tokens}); got {body.min_tokens}",
@@ -102,7 +123,7 @@ class Preparer:
             repetition_penalty=body.repetition_penalty,
             logit_bias=self._biases(body.logit_bias),
         )
-        return Generation(tuple(token_ids), sampling, body.stops(), body.cache_salt or "", body.n)
+        return Generation(tuple(token_ids), sampling, body.stops(), body.cache_salt or "", body.n, echo=None)
 
     def _biases(self, logit_bias: Mapping[str, float]) -> tuple[TokenBias, ...]:
         """Raises InvalidRequestError for keys that are no token ids. Several spellings of one id add up."""

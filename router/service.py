@@ -108,9 +108,12 @@ class Router:
         for generation in generations:
             prompt = SharedPrompt() if generation.num_choices > 1 else None
             for choice in range(generation.num_choices):
-                sampling = dataclasses.replace(generation.sampling, choice=choice)
+                # The others show what the first one found out about the prompt.
+                num_prompt_logprobs = None if choice else generation.sampling.num_prompt_logprobs
+                sampling = dataclasses.replace(generation.sampling, choice=choice, num_prompt_logprobs=num_prompt_logprobs)
                 journal = Journal(generation.prompt_token_ids, sampling, generation.cache_salt)
-                text = AnswerText(len(choices), self._tokenizer.detokenizer(), self._texts, sampling, generation.stops)
+                detokenizer = self._tokenizer.detokenizer()
+                text = AnswerText(len(choices), detokenizer, self._texts, sampling, generation.stops, generation.echo)
                 choices.append(self._answer(journal, text, prompt, request_id, RequestTimes(arrival)))
         return interleaved(choices)
 
@@ -131,7 +134,8 @@ class Router:
                         self.metrics.inter_token_latency.observe(now - latest)
                     latest = now
                     self.metrics.generation_tokens.inc(len(tokens.token_ids))
-                    delta = text.push(tokens)
+                    scored = tokens.prompt_logprobs
+                    delta = await self.offload(len(scored.chosen + scored.top_ids) if scored else 0, text.push, tokens)
                     if delta.finish_reason is not None:
                         outcome.append(delta.finish_reason)
                         times.finish = now

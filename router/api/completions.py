@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -21,7 +21,6 @@ _PROMPT = f"a non-empty string, a non-empty list of token ids, or a list of up t
 
 class CompletionBody(SamplingBody):
     neutral: ClassVar[Neutral] = NOT_YET | {
-        "echo": (False,),
         "suffix": ("",),
         "response_format": ({"type": "text"},),
         "add_special_tokens": (True,),
@@ -29,6 +28,10 @@ class CompletionBody(SamplingBody):
     }
 
     prompt: str | list[int] | list[str] | list[list[int]] = Field(description=_PROMPT)
+    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = Field(
+        default=None, description="an integer of at least 1, or 0 with echo"
+    )
+    echo: bool = Field(default=False, description="true or false")
     best_of: int | None = Field(default=None, ge=1, description="an integer equal to n")
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS, description=f"an integer from 0 to {MAX_LOGPROBS}")
 
@@ -39,7 +42,7 @@ class CompletionBody(SamplingBody):
     @property
     def answer_tokens(self) -> int:
         """How many tokens the client wants at most; OpenAI's default if it doesn't say."""
-        return self.max_tokens or _DEFAULT_MAX_TOKENS
+        return _DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     def prompts(self) -> list[str | list[int]]:
         """All prompts, in order. Raises InvalidRequestError if there is none, one is empty, or there are too many."""
@@ -62,6 +65,8 @@ class CompletionBody(SamplingBody):
 
     def check_together(self) -> None:
         super().check_together()
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequestError("`max_tokens` must be an integer of at least 1 without `echo`; got 0", param="max_tokens")
         if self.best_of not in (None, self.n):
             raise InvalidRequestError(f"`best_of` is not supported yet unless it equals `n` ({self.n})", param="best_of")
 
@@ -124,9 +129,14 @@ class CompletionShape:
         }
 
 
-def _likeliest(entry: TextLogprobs) -> dict[str, float]:
-    """By text, the chosen token included. Tokens with the same text (parts of a character) share the likeliest one's entry."""
-    likeliest: dict[str, float] = {}
+def _likeliest(entry: TextLogprobs) -> dict[str, float | None] | None:
+    """By text, the chosen token included. Tokens with the same text (parts of a character) share the likeliest one's entry.
+
+    A prompt's first token has none.
+    """
+    if entry.chosen.logprob is None:
+        return None
+    likeliest: dict[str, float | None] = {}
     for option in (*entry.top, entry.chosen):
         likeliest.setdefault(option.token.text, clipped(option.logprob))
     return likeliest

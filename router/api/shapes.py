@@ -69,5 +69,5 @@ def whole_usage(info: AnswerInfo, answers: Sequence[Answer]) -> Json:
     return usage(info, sum(len(each.token_ids) for each in answers), sum(each.cached_tokens for each in answers))
 
 
-def clipped(logprob: float) -> float:
-    return max(logprob, _LOWEST_LOGPROB)
+def clipped(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, _LOWEST_LOGPROB)
