@@ -37,6 +37,7 @@ from router.api.completions import CompletionBody, CompletionShape
 from router.api.envelope import Envelope
 from router.api.errors import install_error_handlers
 from router.api.intake import read_json_bytes
+from router.api.openapi import operation
 from router.api.respond import AnswerResponse
 from router.api.shapes import AnswerInfo, AnswerShape, Json
 from router.api.tools import DetokenizeBody, ScaleBody, TokenizeBody
@@ -69,14 +70,8 @@ def create_app(router: Router, *, echo_request_id: bool = True) -> FastAPI:
         ("POST", "/admin/scale", endpoints.scale, ScaleBody),
     ]
     for method, path, endpoint, body in routes:
-        app.add_api_route(path, endpoint, methods=[method], response_model=None, openapi_extra=_openapi(body))
+        app.add_api_route(path, endpoint, methods=[method], response_model=None, openapi_extra=operation(body))
     return app
-
-
-def _openapi(body: type[Body] | None) -> Json | None:
-    if body is None:
-        return None
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": body.model_json_schema()}}}}
 
 
 class _Endpoints:

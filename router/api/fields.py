@@ -47,6 +47,7 @@ NOT_YET: dict[str, tuple[object, ...]] = {
 }
 """Fields of both endpoints that are not supported yet, with their neutral values."""
 
+_Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 
@@ -76,7 +77,7 @@ class SamplingBody(Body):
     )
     min_tokens: int = Field(default=0, ge=0, le=2**31 - 1, description="an integer from 0 to max_tokens")
     seed: int | None = Field(default=None, ge=0, le=MAX_SEED, description="an integer from 0 to 2**63 - 1")
-    stop: str | list[str] = Field(
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)] = Field(
         default=[], description=f"a non-empty string or up to {MAX_STOPS} of them, each up to 1024 long"
     )
     stop_token_ids: list[int] = Field(default=[], max_length=128, description="a list of up to 128 token ids")
@@ -98,12 +99,7 @@ class SamplingBody(Body):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def stops(self) -> tuple[str, ...]:
-        """The stop strings. Raises InvalidRequestError."""
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if len(stops) > MAX_STOPS or not all(1 <= len(stop) <= 1024 for stop in stops):
-            expected = SamplingBody.model_fields["stop"].description
-            raise InvalidRequestError(f"`stop` must be {expected}; got {len(stops)}", param="stop")
-        return stops
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def check_together(self) -> None:
         """Raise InvalidRequestError for fields that don't go together."""
