@@ -101,7 +101,8 @@ class DecodeScheduler:
         """What the next step computes of a planned stream."""
         start = stream.computed
         if not stream.recomputing:
-            return Chunk((stream.token_ids[-1],), start, stream.block_table, stream.sampling, stream.num_generated)
+            newest = (stream.token_ids[-1],)
+            return Chunk(newest, start, stream.block_table, stream.sampling, stream.num_generated, stream.token_ids)
         cut = (start // self._max_chunk_tokens + 1) * self._max_chunk_tokens
         token_ids = stream.token_ids[start : min(cut, len(stream.token_ids) - 1)]
         return Chunk(token_ids, start, stream.block_table, None, stream.num_generated)

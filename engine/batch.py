@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.scoring import PromptScores
 from protocol.messages import SamplingParams, TokenLogprobs
 
 _Ints = npt.NDArray[np.int64]
@@ -35,6 +36,10 @@ class Chunk:
     """None: no token is wanted, because more of the prompt follows."""
     num_generated: int
     """Tokens of the answer so far, before the one to be sampled."""
+    history: Sequence[int] = ()
+    """Prompt and answer so far, for sampling that looks back."""
+    scores: PromptScores | None = None
+    """Gets the logprobs of the prompt's tokens, if they are wanted."""
 
     @property
     def end(self) -> int:
@@ -65,9 +70,9 @@ class ForwardBatch:
     """The blocks of each chunk's context; any block beyond."""
     block_size: int
     sampled_chunks: tuple[int, ...]
-    """Chunks that sample, as indices into the chunks given."""
+    """Chunks whose logits are wanted, as indices into the chunks given: once if they sample, for each token if they score."""
     sample_rows_S: Tensor
-    """Their last rows, by falling context length."""
+    """Their last rows, or all, by falling context length."""
 
     @classmethod
     def build(cls, chunks: Sequence[Chunk], block_size: int) -> ForwardBatch:
@@ -81,8 +86,9 @@ class ForwardBatch:
         ordered = [chunks[i] for i in order]
         ends = np.array([chunk.end for chunk in ordered])
         row_ends = np.cumsum([len(chunk.token_ids) for chunk in ordered])
-        sampled = [(row, i) for row, i in zip(row_ends - 1, order, strict=True) if chunks[i].sampling is not None]
-        sampled.sort(key=lambda row_and_chunk: -chunks[row_and_chunk[1]].end)
+        wanted = [(range(_num_wanted(chunks[i])), row_end - 1, i) for row_end, i in zip(row_ends, order, strict=True)]
+        sampled = [(row - back, i, chunks[i].end - back) for backs, row, i in wanted for back in backs]
+        sampled.sort(key=lambda row_chunk_and_end: -row_chunk_and_end[2])
         return cls(
             token_ids_T=np.concatenate([np.asarray(chunk.token_ids, dtype=np.int64) for chunk in ordered]),
             starts_C=np.array([chunk.start for chunk in ordered]),
@@ -91,8 +97,8 @@ class ForwardBatch:
             num_longer=num_longer,
             tables_CW=_tables(ordered, -(-ends // block_size)),
             block_size=block_size,
-            sampled_chunks=tuple(i for _, i in sampled),
-            sample_rows_S=torch.tensor([row for row, _ in sampled], dtype=torch.int64),
+            sampled_chunks=tuple(i for _, i, _ in sampled),
+            sample_rows_S=torch.tensor([row for row, _, _ in sampled], dtype=torch.int64),
         )
 
     @cached_property
@@ -133,6 +139,11 @@ class ForwardBatch:
 def sendable(values: Tensor, device: torch.device) -> Tensor:
     """The same, where a copy to `device` need not be waited for. torch uses pinned memory again only after such a copy."""
     return values.pin_memory() if device.type == "cuda" else values
+
+
+def _num_wanted(chunk: Chunk) -> int:
+    """How many of its tokens, the last ones, the logits behind them are wanted of."""
+    return len(chunk.token_ids) if chunk.scores is not None else int(chunk.sampling is not None)
 
 
 def _tables(chunks: list[Chunk], num_blocks: _Ints) -> _Ints:

@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.batch import SampledToken, sendable
 from engine.kernels.triton.sampling import SamplingRows, max_gap
 from engine.kernels.triton.sampling import sample as sampling_launches
-from engine.sampler import SampleRequest, logprobs
+from engine.sampler import SampleRequest, adjusted, logprobs
 
 _ALIGNED = 4
 """32-bit numbers in 16 bytes."""
@@ -23,10 +23,10 @@ _ALIGNED = 4
 
 def sample_on_device(logits_SV: Tensor, requests: Sequence[SampleRequest]) -> list[SampledToken]:
     """One token per row of the float32 logits, those that `engine.sampler.sample` takes (`engine.kernels.triton.sampling`)."""
-    allowed_SV = _without_stops(logits_SV, requests)
+    adjusted_SV = _adjusted(logits_SV, requests)
     picks_S = torch.empty(len(requests), dtype=torch.int32, device=logits_SV.device)
     gaps_SV = torch.empty_like(logits_SV, dtype=torch.int32)
-    for launch in sampling_launches(allowed_SV, _sampling_rows(requests, logits_SV.device), gaps_SV, picks_S):
+    for launch in sampling_launches(adjusted_SV, _sampling_rows(requests, logits_SV.device), gaps_SV, picks_S):
         launch.run()
     token_ids = picks_S.tolist()
     return [
@@ -35,14 +35,14 @@ def sample_on_device(logits_SV: Tensor, requests: Sequence[SampleRequest]) -> li
     ]
 
 
-def _without_stops(logits_SV: Tensor, requests: Sequence[SampleRequest]) -> Tensor:
-    """Minus infinity for stop tokens that must not come yet."""
-    masked = [(i, request.sampling.stop_token_ids) for i, request in enumerate(requests) if request.masks_stops]
-    places = [(i, token_id) for i, token_ids in masked for token_id in token_ids]
-    if not places:
+def _adjusted(logits_SV: Tensor, requests: Sequence[SampleRequest]) -> Tensor:
+    """With masks, biases and penalties. Rows that have any are computed on the host; few requests ask for it."""
+    rows = [row for row, request in enumerate(requests) if request.adjusts]
+    if not rows:
         return logits_SV.contiguous()
-    rows, columns = sendable(torch.tensor(places), logits_SV.device).to(logits_SV.device, non_blocking=True).unbind(1)
-    return logits_SV.index_put((rows, columns), logits_SV.new_tensor(-torch.inf))
+    fetched = logits_SV[rows].cpu().numpy()
+    changed = torch.from_numpy(np.stack([adjusted(row_V, requests[row]) for row_V, row in zip(fetched, rows, strict=True)]))
+    return logits_SV.index_copy(0, torch.tensor(rows, device=logits_SV.device), changed.to(logits_SV.device))
 
 
 def _sampling_rows(requests: Sequence[SampleRequest], device: torch.device) -> SamplingRows:

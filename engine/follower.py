@@ -21,6 +21,7 @@ import torch
 from engine.batch import Chunk
 from engine.gang import STEP_LEASES
 from engine.model_runner import ModelRunner
+from engine.scoring import PromptScores
 from engine.store import RelayStore
 from engine.tensor_parallel import TensorParallel, connect
 from protocol.errors import TandemError, WorkerLostError
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 
 _SOMEHOW = SamplingParams(seed=0, max_tokens=1)
 """Tells the model that a chunk's logits are wanted. How they are sampled is the first rank's business."""
+_SCORED = PromptScores((), 0)
+"""Likewise that those of all its tokens are."""
 
 
 @dataclass(frozen=True)
@@ -152,4 +155,6 @@ def _run_step(share: Share, message: RunStep) -> None:
 
 def _chunk(plan: StepChunk) -> Chunk:
     sampling = _SOMEHOW if plan.samples else None
-    return Chunk(array("i", plan.token_ids), plan.start, array("i", plan.block_table), sampling, num_generated=0)
+    scores = _SCORED if plan.scores else None
+    table = array("i", plan.block_table)
+    return Chunk(array("i", plan.token_ids), plan.start, table, sampling, num_generated=0, scores=scores)

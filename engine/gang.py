@@ -152,7 +152,8 @@ class Gang:
 
 
 def _plan(chunk: Chunk) -> StepChunk:
-    return StepChunk(_packed(chunk.token_ids), chunk.start, _packed(chunk.block_table), chunk.sampling is not None)
+    samples, scores = chunk.sampling is not None, chunk.scores is not None
+    return StepChunk(_packed(chunk.token_ids), chunk.start, _packed(chunk.block_table), samples, scores)
 
 
 def _packed(numbers: Sequence[int]) -> bytes:

@@ -129,8 +129,11 @@ class ModelRunner:
             logits_SV = self._forward(batch, on_layer)
             results: list[SampledToken | None] = [None] * len(chunks)
             if logits_SV is not None:
-                requests = [_request(chunks[i]) for i in batch.sampled_chunks]
-                for i, token in zip(batch.sampled_chunks, self._sample(logits_SV, requests), strict=True):
+                sampled: Sequence[int] = batch.sampled_chunks
+                if any(chunk.scores is not None for chunk in chunks):
+                    logits_SV, sampled = _score(logits_SV, batch, chunks)
+                requests = [_request(chunks[i]) for i in sampled]
+                for i, token in zip(sampled, self._sample(logits_SV, requests), strict=True):
                     results[i] = token
         return results
 
@@ -148,9 +151,24 @@ def resolve_dtype(name: DtypeName, device: DeviceName = "cpu") -> str:
     return name
 
 
+def _score(logits_SV: Tensor, batch: ForwardBatch, chunks: Sequence[Chunk]) -> tuple[Tensor, Sequence[int]]:
+    """Give prompts their logprobs. What is left are the rows to sample from, and their chunks."""
+    positions = batch.positions_T[batch.sample_rows_S.numpy()].tolist()
+    for i, chunk in enumerate(chunks):
+        if chunk.scores is not None:
+            rows = [row for row, of in enumerate(batch.sampled_chunks) if of == i]
+            chunk.scores.add(logits_SV, rows, [positions[row] for row in rows])
+    ends = [
+        (row, i)
+        for row, i in enumerate(batch.sampled_chunks)
+        if chunks[i].sampling is not None and positions[row] == chunks[i].end - 1
+    ]
+    return logits_SV[[row for row, _ in ends]], [i for _, i in ends]
+
+
 def _request(chunk: Chunk) -> SampleRequest:
     assert chunk.sampling is not None, "only chunks that sample have logits"
-    return SampleRequest(chunk.sampling, chunk.end, chunk.num_generated)
+    return SampleRequest(chunk.sampling, chunk.end, chunk.num_generated, chunk.history)
 
 
 def _tokens_that_fit(facts: ModelFacts, dtype: torch.dtype, utilization: float) -> int:

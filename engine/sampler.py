@@ -1,8 +1,9 @@
-"""From logits to tokens: a pure function of (seed, choice, position of the new token, logits row).
+"""From logits to tokens: a pure function of (seed, choice, position of the new token, tokens before it, logits row).
 
 A row is treated alone, so what else is in the batch can't change its token. The order is that of vLLM and transformers:
-stop tokens are masked while `min_tokens` is not reached; logits are divided by the temperature; then top-k, top-p and
-min-p narrow the choice, each seeing what the one before left; then one token is drawn.
+stop tokens are masked while `min_tokens` is not reached; biases are added; penalties are taken off, counted anew from the
+token ids at every step, so that a stream that goes on elsewhere needs nothing else; logits are divided by the temperature;
+then top-k, top-p and min-p narrow the choice, each seeing what the one before left; then one token is drawn.
 
 The draw is the Gumbel-max trick (Gumbel, 1954; see Maddison et al., "A* Sampling", 2014): the token with the largest
 `logit / temperature + noise` is distributed as softmax. The noise is counter-based (`engine.kernels.noise`), so a draw
@@ -42,10 +43,17 @@ class SampleRequest:
     """Of the new token in its sequence."""
     num_generated: int
     """Tokens of the answer before it."""
+    history: Sequence[int] = ()
+    """All tokens before it, prompt and answer; read only for penalties."""
 
     @property
     def masks_stops(self) -> bool:
         return self.num_generated < self.sampling.min_tokens and bool(self.sampling.stop_token_ids)
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether anything is done to the logits before the temperature."""
+        return self.masks_stops or self.sampling.penalizes or bool(self.sampling.logit_bias)
 
 
 def sample(logits_SV: Tensor, requests: Sequence[SampleRequest]) -> list[SampledToken]:
@@ -66,15 +74,33 @@ def finish_reason(sampling: SamplingParams, token_id: int, num_generated: int) -
 
 def _sample_row(row_V: _Row, best: int, request: SampleRequest) -> SampledToken:
     sampling = request.sampling
-    allowed_V = row_V
-    if request.masks_stops:
-        allowed_V = row_V.copy()
-        allowed_V[list(sampling.stop_token_ids)] = -np.inf
-        best = int(allowed_V.argmax())
-    token_id = best if sampling.temperature == 0 else _gumbel_max(*narrow(allowed_V, best, sampling), request)
+    adjusted_V = row_V
+    if request.adjusts:
+        adjusted_V = adjusted(row_V, request)
+        best = int(adjusted_V.argmax())
+    token_id = best if sampling.temperature == 0 else _gumbel_max(*narrow(adjusted_V, best, sampling), request)
     if sampling.num_logprobs is None:
         return SampledToken(token_id, None)
     return SampledToken(token_id, logprobs(row_V, token_id, sampling.num_logprobs))
+
+
+def adjusted(row_V: _Row, request: SampleRequest) -> _Row:
+    """A copy of the logits with stop tokens masked, biases added and penalties taken off, as vLLM defines them."""
+    sampling, result_V = request.sampling, row_V.copy()
+    if request.masks_stops:
+        result_V[list(sampling.stop_token_ids)] = -np.inf
+    for each in sampling.logit_bias:
+        result_V[each.token_id] += np.float32(each.bias)
+    if sampling.repetition_penalty != 1:
+        seen = np.unique(np.asarray(request.history, dtype=np.int64))
+        logits, factor = result_V[seen], np.float32(sampling.repetition_penalty)
+        result_V[seen] = np.where(logits > 0, logits / factor, logits * factor)
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        answer = request.history[len(request.history) - request.num_generated :]
+        said, counts = np.unique(np.asarray(answer, dtype=np.int64), return_counts=True)
+        result_V[said] -= np.float32(sampling.frequency_penalty) * counts.astype(np.float32)
+        result_V[said] -= np.float32(sampling.presence_penalty)
+    return result_V
 
 
 def narrow(logits_V: _Row, best: int, sampling: SamplingParams) -> tuple[_Ids, _Row]:

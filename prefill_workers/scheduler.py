@@ -30,6 +30,8 @@ class Prompt:
     token_ids: Sequence[int]
     keys: Sequence[bytes]
     """Of its full blocks, for the prefix cache."""
+    whole: bool = False
+    """All of it is computed, whatever is cached: the logits behind each token are wanted."""
     block_table: list[int] = field(default_factory=list)
     """Empty while queued."""
     cached: int = 0
@@ -93,10 +95,11 @@ class PrefillScheduler:
         """Whether a prompt of this length can ever be computed here."""
         return self._blocks_for(num_tokens) <= self._cache.num_blocks
 
-    def new_prompt(self, token_ids: Sequence[int], cache_salt: str) -> Prompt:
-        """A prompt to `add`. It shares KV only with prompts of the same salt."""
+    def new_prompt(self, token_ids: Sequence[int], cache_salt: str, *, whole: bool = False) -> Prompt:
+        """A prompt to `add`. It shares KV only with prompts of the same salt, and takes none from others if `whole`."""
         assert self.fits(len(token_ids)), "too long for this pool: refuse it on arrival"
-        return Prompt(token_ids, block_keys(token_ids, self._block_size, cache_salt) if self._shares_prefixes else ())
+        keys = block_keys(token_ids, self._block_size, cache_salt) if self._shares_prefixes else ()
+        return Prompt(token_ids, keys, whole)
 
     def add(self, prompt: Prompt) -> None:
         self._prompts.append(prompt)
@@ -137,7 +140,7 @@ class PrefillScheduler:
             self._held -= 1
 
     def _usable_keys(self, prompt: Prompt) -> Sequence[bytes]:
-        return prompt.keys[: (len(prompt.token_ids) - 1) // self._block_size]
+        return () if prompt.whole else prompt.keys[: (len(prompt.token_ids) - 1) // self._block_size]
 
     def _start(self, prompt: Prompt, hit: int) -> bool:
         """Give the prompt its blocks, of which the first `hit` are cached; False if there are too few."""

@@ -22,6 +22,7 @@ from engine.gang import Gang
 from engine.model_runner import ModelRunner
 from engine.prefix_cache import PrefixCache
 from engine.sampler import finish_reason
+from engine.scoring import PromptScores
 from kv_transfer.lanes import LocalSendRank
 from kv_transfer.progress import StepProgress
 from kv_transfer.remote_lanes import RemoteSendRank
@@ -40,7 +41,15 @@ from protocol.errors import (
     TandemError,
     WorkerLostError,
 )
-from protocol.messages import Cancel, Failed, FirstToken, LoadReport, Prefill, WorkerRef
+from protocol.messages import (
+    MAX_PROMPT_LOGPROBS,
+    Cancel,
+    Failed,
+    FirstToken,
+    LoadReport,
+    Prefill,
+    WorkerRef,
+)
 from protocol.wire import WireServer
 
 log = logging.getLogger(__name__)
@@ -55,6 +64,8 @@ class _Job:
     prompt: Prompt
     transfer: OutgoingTransfer
     arrived: float
+    scores: PromptScores | None
+    """Logprobs of the prompt, if they are wanted."""
     pair: SendingPair | None = None
     """None when the answer is one token long: nothing is handed over."""
     last_push: asyncio.Future[None] | None = None
@@ -176,8 +187,10 @@ class PrefillWorker:
         except TandemError as error:
             self._endpoint.send(router, Failed.from_error(message.call_id, error))
             return
-        prompt = self._scheduler.new_prompt(message.token_ids, message.cache_salt)
-        job = _Job(router, message, prompt, OutgoingTransfer(message.ticket), time.monotonic())
+        num_top = None if message.num_generated else message.sampling.num_prompt_logprobs
+        scores = None if num_top is None else PromptScores(message.token_ids, num_top)
+        prompt = self._scheduler.new_prompt(message.token_ids, message.cache_salt, whole=scores is not None)
+        job = _Job(router, message, prompt, OutgoingTransfer(message.ticket), time.monotonic(), scores)
         self._jobs[prompt] = job
         self._tasks.create_task(self._admit(job))
 
@@ -194,6 +207,8 @@ class PrefillWorker:
         if not all(0 <= token_id < self._facts.vocab_size for token_id in message.token_ids):
             raise InvalidRequestError(f"token ids must lie in [0, {self._facts.vocab_size})", param="prompt")
         message.sampling.check(self._facts.vocab_size)
+        if num_tokens * (1 + (message.sampling.num_prompt_logprobs or 0)) > MAX_PROMPT_LOGPROBS:
+            raise InvalidRequestError(f"more than {MAX_PROMPT_LOGPROBS} logprobs of a prompt", param="logprobs")
         ticket = message.ticket
         if ticket.num_prompt_tokens != num_tokens or not 0 <= ticket.held_tokens <= num_tokens or ticket.block_size < 1:
             raise InvalidRequestError("the ticket was made for a prompt of another length")
@@ -312,6 +327,7 @@ class PrefillWorker:
                 queue_s=job.began - job.arrived,
                 prefill_s=now - job.began,
                 cached_tokens=job.prompt.cached,
+                prompt_logprobs=None if job.scores is None else job.scores.packed(),
             ),
         )
         if finish is not None:
@@ -360,4 +376,7 @@ class PrefillWorker:
 def _engine_chunk(job: _Job, chunk: PlannedChunk) -> Chunk:
     token_ids = job.message.token_ids[chunk.start : chunk.start + chunk.num_tokens]
     sampling = job.message.sampling if chunk.last else None
-    return Chunk(token_ids, chunk.start, chunk.prompt.block_table, sampling, job.message.num_generated)
+    message = job.message
+    return Chunk(
+        token_ids, chunk.start, chunk.prompt.block_table, sampling, message.num_generated, message.token_ids, job.scores
+    )

@@ -62,6 +62,7 @@ class StepChunk:
     start: int
     block_table: bytes
     samples: bool
+    scores: bool
 
 
 @message(53)

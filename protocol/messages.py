@@ -46,6 +46,14 @@ class WorkerRef:
 
 
 @dataclass(frozen=True)
+class TokenBias:
+    """Is added to a token's logit."""
+
+    token_id: int
+    bias: float
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How to choose tokens. Defaults are neutral. `temperature` 0 is greedy."""
 
@@ -64,7 +72,23 @@ class SamplingParams:
     num_logprobs: int | None = None
     """None: no logprobs. n: the chosen token's and the n likeliest ones' (0 to 20)."""
     choice: int = 0
-    """Index of the choice in its request: part of the randomness."""
+    """Index of the choice among those of its prompt: part of the randomness."""
+    presence_penalty: float = 0.0
+    """Is taken off the logit of every token that the answer holds."""
+    frequency_penalty: float = 0.0
+    """Likewise, once for each time that it does."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens in the prompt or the answer are divided by it if positive, else multiplied by it."""
+    logit_bias: tuple[TokenBias, ...] = ()
+    """From -100 to 100 each."""
+
+    num_prompt_logprobs: int | None = None
+    """Likewise for the prompt's own tokens, which are all computed then."""
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether earlier tokens change what comes next."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
     def check(self, vocab_size: int) -> None:
         """Raise InvalidRequestError if an engine can't sample like this. The router's own checks come first and say more."""
@@ -78,7 +102,12 @@ class SamplingParams:
             "min_tokens": self.min_tokens >= 0,
             "stop_token_ids": all(0 <= token_id < vocab_size for token_id in self.stop_token_ids),
             "logprobs": self.num_logprobs is None or 0 <= self.num_logprobs <= vocab_size,
+            "prompt_logprobs": self.num_prompt_logprobs is None or 0 <= self.num_prompt_logprobs <= vocab_size,
             "choice": 0 <= self.choice < 2**31,
+            "presence_penalty": abs(self.presence_penalty) <= 100,
+            "frequency_penalty": abs(self.frequency_penalty) <= 100,
+            "repetition_penalty": 0.01 <= self.repetition_penalty <= 100,
+            "logit_bias": all(0 <= each.token_id < vocab_size and abs(each.bias) <= 100 for each in self.logit_bias),
         }
         for name, holds in limits.items():
             if not holds:
@@ -97,6 +126,22 @@ class TokenLogprobs:
 
     chosen: float
     top: tuple[TokenProb, ...]
+
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """Logprobs of the T tokens of a prompt but the first, which nothing precedes, as little-endian arrays: there are many.
+
+    float32 [T-1], int32 [T-1, N], float32 [T-1, N].
+    """
+
+    chosen: bytes
+    top_ids: bytes
+    top_logprobs: bytes
+
+
+MAX_PROMPT_LOGPROBS = 1_000_000
+"""T * (N + 1) is at most this much, so that they fit into a message."""
 
 
 @dataclass(frozen=True)
@@ -298,6 +343,8 @@ class FirstToken:
     """From the first chunk to the token."""
     cached_tokens: int
     """Tokens at the beginning of `token_ids` whose KV was cached, and so not computed."""
+    prompt_logprobs: PromptLogprobs | None
+    """Set if asked for, unless some of the answer was emitted before."""
 
 
 @message(22)

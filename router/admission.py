@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Collection
+from collections.abc import Container
 from types import TracebackType
 
 from configs.schema import ClusterConfig
@@ -115,9 +115,7 @@ class Admission:
         self._metrics = metrics
         self._line = WaitingLine(config.limits.max_waiting_requests)
 
-    async def admit(
-        self, attempt_id: str, journal: Journal, deadline: float, *, resumed: bool, avoid: Collection[str]
-    ) -> Claim:
+    async def admit(self, attempt_id: str, journal: Journal, deadline: float, *, resumed: bool, avoid: Container[str]) -> Claim:
         """A pair with room for what is left of the request; the caller leaves the Claim. Workers in `avoid` come last.
 
         Raises InvalidRequestError when no worker's pool could ever hold it; OverloadedError when too many wait already or
@@ -170,7 +168,7 @@ class Admission:
         pool = self._config.prefill if role is Role.PREFILL else self._config.decode
         return (max(sizes) if sizes else pool.kv_cache_tokens // block_size) * block_size
 
-    async def _try(self, attempt_id: str, journal: Journal, avoid: Collection[str]) -> Claim | None:
+    async def _try(self, attempt_id: str, journal: Journal, avoid: Container[str]) -> Claim | None:
         """A claim if some pair has room now. Decode workers are asked in turn, the one with the most room first."""
         num_tokens = len(journal.token_ids)
         block_size = self._config.block_size
@@ -213,7 +211,7 @@ class Admission:
                 decode.book.done(need_blocks)
         return ticket
 
-    def _best_prefill(self, avoid: Collection[str]) -> WorkerLink | None:
+    def _best_prefill(self, avoid: Container[str]) -> WorkerLink | None:
         links = {link.ref.worker_id: link for link in self._roster.ready(Role.PREFILL)}
         order = prefill_order((link.load() for link in links.values()), avoid)
         return links[order[0]] if order else None

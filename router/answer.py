@@ -6,12 +6,13 @@ tokens ─► whole characters ─► text that can no longer become a stop stri
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
 
 from configs.facts import TokenizerFacts
-from protocol.messages import FinishReason, SamplingParams, TokenLogprobs
+from protocol.messages import FinishReason, PromptLogprobs, SamplingParams, TokenLogprobs
+from router.echo import Echo, unpack
 from router.journal import Tokens
 from router.text.byte_bpe import byte_alphabet
 from router.text.detokenizer import Detokenizer
@@ -34,7 +35,8 @@ class TokenText:
 @dataclass(frozen=True)
 class TextLogprob:
     token: TokenText
-    logprob: float
+    logprob: float | None
+    """None for a prompt's first token, which nothing precedes."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,10 @@ class TextLogprobs:
 
 @dataclass(frozen=True)
 class Delta:
-    """What one piece of an answer adds. `text` may be empty while a character or a stop string is still open."""
+    """What one piece of a choice adds. `text` may be empty while a character or a stop string is still open."""
 
+    index: int
+    """Of the choice in its request."""
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TextLogprobs, ...]
@@ -59,7 +63,7 @@ class Delta:
 
 @dataclass
 class Answer:
-    """A whole answer, for a client that doesn't stream."""
+    """A whole choice, for a client that doesn't stream."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -99,6 +103,11 @@ class TokenTexts:
             for token_id, entry in zip(token_ids, logprobs, strict=False)
         )
 
+    def describe_prompt(self, token_ids: tuple[int, ...], logprobs: PromptLogprobs) -> tuple[TextLogprobs, ...]:
+        """A prompt's logprobs with its tokens in text. Raises ProtocolError if they don't belong to it."""
+        first = TextLogprobs(TextLogprob(self.find(token_ids[0]), None), ())
+        return (first, *self.describe(token_ids[1:], unpack(logprobs, len(token_ids))))
+
     def _find(self, token_id: int) -> TokenText:
         text = self._tokenizer.decode((token_id,), skip_special=False)
         if "\ufffd" in text and self._spellings is not None:
@@ -108,9 +117,19 @@ class TokenTexts:
 
 
 class AnswerText:
-    """Makes one answer's text out of its tokens. A result does not depend on how the tokens were cut into pieces."""
+    """Makes one choice's text out of its tokens. A result does not depend on how the tokens were cut into pieces."""
 
-    def __init__(self, detokenizer: Detokenizer, texts: TokenTexts, sampling: SamplingParams, stops: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        index: int,
+        detokenizer: Detokenizer,
+        texts: TokenTexts,
+        sampling: SamplingParams,
+        stops: tuple[str, ...],
+        echo: Echo | None,
+    ) -> None:
+        self._index = index
+        self._echo = echo
         self._detokenizer = detokenizer
         self._texts = texts
         self._stop_token_ids = frozenset(sampling.stop_token_ids)
@@ -123,6 +142,16 @@ class AnswerText:
 
         A token that ends the answer is not part of its text, as in vLLM, but counts among its tokens.
         """
+        if self._echo is None:
+            return self._push(tokens)
+        echo, self._echo = self._echo, None
+        said = () if tokens.prompt_logprobs is None else self._texts.describe_prompt(echo.token_ids, tokens.prompt_logprobs)
+        if echo.alone:
+            return Delta(self._index, echo.text, (), said, "length", tokens.cached_tokens)
+        delta = self._push(tokens)
+        return replace(delta, text=echo.text + delta.text, logprobs=said + delta.logprobs)
+
+    def _push(self, tokens: Tokens) -> Delta:
         token_ids = tokens.token_ids
         finish = _FINISH[tokens.finish_reason] if tokens.finish_reason is not None else None
         stopped = finish == "stop" and bool(token_ids) and token_ids[-1] in self._stop_token_ids
@@ -135,7 +164,8 @@ class AnswerText:
             text, num_used = self._push_until_stop(self._matcher, spoken, finish is not None)
             if num_used is not None:
                 token_ids, finish = token_ids[:num_used], "stop"
-        return Delta(text, token_ids, self._texts.describe(token_ids, tokens.logprobs), finish, tokens.cached_tokens)
+        logprobs = self._texts.describe(token_ids, tokens.logprobs)
+        return Delta(self._index, text, token_ids, logprobs, finish, tokens.cached_tokens)
 
     def _push_until_stop(self, matcher: StopMatcher, token_ids: tuple[int, ...], last: bool) -> tuple[str, int | None]:
         """Text up to a stop string, and how many tokens it took to complete one (None: there is none).

@@ -22,6 +22,7 @@ import hmac
 import ipaddress
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from fastapi import FastAPI
@@ -36,12 +37,12 @@ from router.api.completions import CompletionBody, CompletionShape
 from router.api.envelope import Envelope
 from router.api.errors import install_error_handlers
 from router.api.intake import read_json_bytes
+from router.api.openapi import operation
 from router.api.respond import AnswerResponse
 from router.api.shapes import AnswerInfo, AnswerShape, Json
 from router.api.tools import DetokenizeBody, ScaleBody, TokenizeBody
 from router.prepare import Generation
 from router.service import Router
-from telemetry.ledger import RequestTimes
 
 _B = TypeVar("_B", bound=Body)
 
@@ -69,14 +70,8 @@ def create_app(router: Router, *, echo_request_id: bool = True) -> FastAPI:
         ("POST", "/admin/scale", endpoints.scale, ScaleBody),
     ]
     for method, path, endpoint, body in routes:
-        app.add_api_route(path, endpoint, methods=[method], response_model=None, openapi_extra=_openapi(body))
+        app.add_api_route(path, endpoint, methods=[method], response_model=None, openapi_extra=operation(body))
     return app
-
-
-def _openapi(body: type[Body] | None) -> Json | None:
-    if body is None:
-        return None
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": body.model_json_schema()}}}}
 
 
 class _Endpoints:
@@ -86,16 +81,16 @@ class _Endpoints:
     async def chat(self, request: Request) -> Response:
         body, size = await self._read(request, ChatBody)
         self._router.check_model(body.model)
-        generation = await self._router.offload(size, self._router.preparer.chat, body)
-        info = self._info("chatcmpl", body, generation)
-        return self._answer(request, generation, body, ChatShape(info), "messages")
+        generations = await self._router.offload(size, self._router.preparer.chat, body)
+        info = self._info("chatcmpl", body, generations)
+        return self._answer(request, generations, body, ChatShape(info), info, "messages")
 
     async def complete(self, request: Request) -> Response:
         body, size = await self._read(request, CompletionBody)
         self._router.check_model(body.model)
-        generation = await self._router.offload(size, self._router.preparer.completion, body)
-        info = self._info("cmpl", body, generation)
-        return self._answer(request, generation, body, CompletionShape(info), "prompt")
+        generations = await self._router.offload(size, self._router.preparer.completion, body)
+        info = self._info("cmpl", body, generations)
+        return self._answer(request, generations, body, CompletionShape(info), info, "prompt")
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model_card()]})
@@ -153,25 +148,34 @@ class _Endpoints:
         return await self._router.offload(len(data), parse_body, kind, data), len(data)
 
     def _answer(
-        self, request: Request, generation: Generation, body: ChatBody | CompletionBody, shape: AnswerShape, param: str
+        self,
+        request: Request,
+        generations: Sequence[Generation],
+        body: ChatBody | CompletionBody,
+        shape: AnswerShape,
+        info: AnswerInfo,
+        param: str,
     ) -> Response:
-        self._router.check_room(generation, param)
+        for generation in generations:
+            self._router.check_room(generation, param)
         state = request.scope["state"]
         return AnswerResponse(
-            self._router.answer(generation, state["request_id"], RequestTimes(state["arrival"])),
+            self._router.answers(generations, state["request_id"], state["arrival"]),
             shape,
+            info.num_choices,
             stream=body.stream,
             include_usage=body.include_usage,
             sparse=not body.return_token_ids and body.num_logprobs is None,
         )
 
-    def _info(self, prefix: str, body: ChatBody | CompletionBody, generation: Generation) -> AnswerInfo:
+    def _info(self, prefix: str, body: ChatBody | CompletionBody, generations: Sequence[Generation]) -> AnswerInfo:
         return AnswerInfo(
             answer_id=f"{prefix}-{uuid.uuid4().hex}",
             created=int(time.time()),
             model=self._router.facts.name,
             fingerprint=f"fp_{self._router.facts.model_hash[:12]}",
-            prompt_token_ids=generation.prompt_token_ids,
+            prompts=tuple(generation.prompt_token_ids for generation in generations),
+            choices_per_prompt=body.n,
             logprobs=body.num_logprobs is not None,
             return_token_ids=body.return_token_ids,
             include_usage=body.include_usage,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from protocol.messages import FinishReason, SamplingParams, TokenLogprobs
+from protocol.messages import FinishReason, PromptLogprobs, SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,8 @@ class Tokens:
     finish_reason: FinishReason | None
     cached_tokens: int = 0
     """With the first token of an answer: how many of the prompt's tokens prefill did not have to compute."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """Likewise: of the prompt's tokens, if they were asked for."""
 
 
 @dataclass

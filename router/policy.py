@@ -10,7 +10,7 @@ id: the same inputs give the same choice, and idle workers take turns.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from protocol.messages import LoadReport
@@ -85,7 +85,7 @@ class WorkerLoad:
         return self.book.refused_size - 1 if free is None else min(free, self.book.refused_size - 1)
 
 
-def prefill_order(loads: Iterable[WorkerLoad], avoid: Collection[str] = ()) -> list[str]:
+def prefill_order(loads: Iterable[WorkerLoad], avoid: Container[str] = ()) -> list[str]:
     """Worker ids, the one with the least prompt tokens ahead first.
 
     A worker that refused a request since its last report (queue full) is left out; those in `avoid` come last.
@@ -95,7 +95,7 @@ def prefill_order(loads: Iterable[WorkerLoad], avoid: Collection[str] = ()) -> l
     return [load.worker_id for load in open_loads]
 
 
-def decode_order(loads: Iterable[WorkerLoad], need_blocks: int, avoid: Collection[str] = ()) -> list[str]:
+def decode_order(loads: Iterable[WorkerLoad], need_blocks: int, avoid: Container[str] = ()) -> list[str]:
     """Ids of the workers that may have `need_blocks` to give, the one with the most room first; those in `avoid` come last.
 
     A worker of which nothing is known yet may have room, but goes after those that are known to.

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from configs.facts import ModelFacts
 from protocol.errors import ContextLengthError, InvalidRequestError
-from protocol.messages import SamplingParams
+from protocol.messages import MAX_PROMPT_LOGPROBS, SamplingParams, TokenBias
 from router.api.chat import ChatBody, ChatMessage
 from router.api.completions import CompletionBody
 from router.api.fields import MAX_SEED
+from router.echo import Echo
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer
+
+_MAX_ID_DIGITS = 10
 
 
 @dataclass(frozen=True)
 class Generation:
-    """A request in the terms of the pipeline."""
+    """A prompt and what is wanted of it, in the terms of the pipeline."""
 
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     stops: tuple[str, ...]
     cache_salt: str
     """Only requests with the same salt share cached KV; empty if the client sent none."""
+    num_choices: int
+    echo: Echo | None
+    """The prompt, if it is to be said before the answer."""
 
 
 class Preparer:
@@ -36,19 +42,37 @@ class Preparer:
         self._template = template
         self._max_model_len = max_model_len
 
-    def chat(self, body: ChatBody) -> Generation:
-        """Raises InvalidRequestError, and ContextLengthError when prompt and answer are too long."""
-        return self._generation(body, self.chat_tokens(body.messages), "messages")
+    def chat(self, body: ChatBody) -> list[Generation]:
+        """One. Raises InvalidRequestError, and ContextLengthError when prompt and answer are too long."""
+        body.check_together()
+        return [self._generation(body, self.chat_tokens(body.messages), "messages", body.answer_tokens)]
 
-    def completion(self, body: CompletionBody) -> Generation:
-        """Raises InvalidRequestError, and ContextLengthError when prompt and answer are too long."""
-        prompt = body.single_prompt()
+    def completion(self, body: CompletionBody) -> list[Generation]:
+        """One for each prompt. Raises InvalidRequestError, and ContextLengthError when prompt and answer are too long."""
+        body.check_together()
+        return [self._completion(body, prompt) for prompt in body.prompts()]
+
+    def _completion(self, body: CompletionBody, prompt: str | list[int]) -> Generation:
+        token_ids = self._prompt_tokens(prompt)
+        # An answer of no token is one token long for the workers, and dropped here.
+        generation = self._generation(body, token_ids, "prompt", max(1, body.answer_tokens))
+        if not body.echo:
+            return generation
+        if len(token_ids) * (1 + (body.logprobs or 0)) > MAX_PROMPT_LOGPROBS:
+            raise InvalidRequestError(
+                f"`logprobs` must be smaller: with `echo`, {len(token_ids)} prompt tokens times (logprobs + 1) may be "
+                f"{MAX_PROMPT_LOGPROBS}",
+                param="logprobs",
+            )
+        text = prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt, skip_special=False)
+        echo = Echo(text, tuple(token_ids), alone=body.answer_tokens == 0)
+        return replace(generation, sampling=replace(generation.sampling, num_prompt_logprobs=body.logprobs), echo=echo)
+
+    def _prompt_tokens(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
-            token_ids = self.text_tokens(prompt)
-        else:
-            self.check_tokens(prompt, "prompt")
-            token_ids = prompt
-        return self._generation(body, token_ids, "prompt")
+            return self.text_tokens(prompt)
+        self.check_tokens(prompt, "prompt")
+        return prompt
 
     def text_tokens(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self._tokenizer.encode(text, add_bos=add_special_tokens)
@@ -71,12 +95,13 @@ class Preparer:
                 f"`{param}` must hold token ids from 0 to {self._facts.vocab_size - 1}; got {outside[0]}", param=param
             )
 
-    def _generation(self, body: ChatBody | CompletionBody, token_ids: Sequence[int], param: str) -> Generation:
-        body.check_together()
+    def _generation(
+        self, body: ChatBody | CompletionBody, token_ids: Sequence[int], param: str, wanted: int | None
+    ) -> Generation:
         self.check_tokens(body.stop_token_ids, "stop_token_ids")
         if not token_ids:
             raise InvalidRequestError(f"`{param}` must not be empty", param=param)
-        max_tokens = self._answer_room(len(token_ids), body.answer_tokens, param)
+        max_tokens = self._answer_room(len(token_ids), wanted, param)
         if body.min_tokens > max_tokens:
             raise InvalidRequestError(
                 f"`min_tokens` must be an integer from 0 to max_tokens ({max_tokens}); got {body.min_tokens}",
@@ -93,8 +118,20 @@ class Preparer:
             min_tokens=body.min_tokens,
             stop_token_ids=tuple(dict.fromkeys((*own_stops, *body.stop_token_ids))),
             num_logprobs=body.num_logprobs,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            repetition_penalty=body.repetition_penalty,
+            logit_bias=self._biases(body.logit_bias),
         )
-        return Generation(tuple(token_ids), sampling, body.stops(), body.cache_salt or "")
+        return Generation(tuple(token_ids), sampling, body.stops(), body.cache_salt or "", body.n, echo=None)
+
+    def _biases(self, logit_bias: Mapping[str, float]) -> tuple[TokenBias, ...]:
+        """Raises InvalidRequestError for keys that are no token ids. Several spellings of one id add up."""
+        for key in logit_bias:
+            if not (key.isascii() and key.isdecimal() and len(key) <= _MAX_ID_DIGITS):
+                raise InvalidRequestError(f"`logit_bias` must have token ids as keys; got {key!r:.40}", param="logit_bias")
+        self.check_tokens([int(key) for key in logit_bias], "logit_bias")
+        return tuple(TokenBias(int(key), bias) for key, bias in logit_bias.items())
 
     def _answer_room(self, num_prompt_tokens: int, wanted: int | None, param: str) -> int:
         """How long the answer may get: what the client wants, or all that the context has left."""

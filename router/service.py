@@ -13,7 +13,7 @@ import dataclasses
 import gc
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ from protocol.messages import Role
 from router.admission import Admission
 from router.answer import AnswerText, Delta, TokenTexts
 from router.audit import audit
+from router.choices import SharedPrompt, interleaved
 from router.controller_client import ControllerClient
 from router.journal import Journal
 from router.pipeline import Pipeline
@@ -95,26 +96,46 @@ class Router:
         return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: work(*args))
 
     def check_room(self, generation: Generation, prompt_param: str) -> None:
-        """Raise InvalidRequestError if no worker's pool could ever hold this request."""
+        """Raise InvalidRequestError if no worker's pool could ever hold a choice of this."""
         self._admission.check_possible(len(generation.prompt_token_ids), generation.sampling.max_tokens, prompt_param)
 
-    async def answer(self, generation: Generation, request_id: str, times: RequestTimes) -> AsyncGenerator[Delta, None]:
-        """The answer, piece by piece; the last piece has the finish reason. Closing the generator frees everything."""
-        journal = Journal(generation.prompt_token_ids, generation.sampling, generation.cache_salt)
-        text = AnswerText(self._tokenizer.detokenizer(), self._texts, generation.sampling, generation.stops)
+    def answers(self, generations: Sequence[Generation], request_id: str, arrival: float) -> AsyncGenerator[Delta, None]:
+        """All choices of all prompts, piece by piece; the last piece of each has its finish reason.
+
+        Closing the generator frees everything. `arrival` is the request's, on `time.monotonic`.
+        """
+        choices: list[AsyncGenerator[Delta, None]] = []
+        for generation in generations:
+            prompt = SharedPrompt() if generation.num_choices > 1 else None
+            for choice in range(generation.num_choices):
+                # The others show what the first one found out about the prompt.
+                num_prompt_logprobs = None if choice else generation.sampling.num_prompt_logprobs
+                sampling = dataclasses.replace(generation.sampling, choice=choice, num_prompt_logprobs=num_prompt_logprobs)
+                journal = Journal(generation.prompt_token_ids, sampling, generation.cache_salt)
+                detokenizer = self._tokenizer.detokenizer()
+                text = AnswerText(len(choices), detokenizer, self._texts, sampling, generation.stops, generation.echo)
+                choices.append(self._answer(journal, text, prompt, request_id, RequestTimes(arrival)))
+        return interleaved(choices)
+
+    async def _answer(
+        self, journal: Journal, text: AnswerText, prompt: SharedPrompt | None, request_id: str, times: RequestTimes
+    ) -> AsyncGenerator[Delta, None]:
+        """One choice."""
         latest: float | None = None
-        with self._accounting(request_id, journal, times) as outcome:
-            async with contextlib.aclosing(self._pipeline.run(journal, times)) as pieces:
+        is_first = journal.sampling.choice == 0
+        with self._accounting(request_id, journal, times) as outcome, _given_up(prompt if is_first else None):
+            async with contextlib.aclosing(self._pipeline.run(journal, times, prompt)) as pieces:
                 async for tokens in pieces:
                     now = time.monotonic()
                     if latest is None:
-                        self.metrics.prompt_tokens.inc(len(journal.prompt_token_ids))
+                        self.metrics.prompt_tokens.inc(len(journal.prompt_token_ids) if is_first else 0)
                         self.metrics.time_to_first_token.observe(now - times.arrival)
                     else:
                         self.metrics.inter_token_latency.observe(now - latest)
                     latest = now
                     self.metrics.generation_tokens.inc(len(tokens.token_ids))
-                    delta = text.push(tokens)
+                    scored = tokens.prompt_logprobs
+                    delta = await self.offload(len(scored.chosen + scored.top_ids) if scored else 0, text.push, tokens)
                     if delta.finish_reason is not None:
                         outcome.append(delta.finish_reason)
                         times.finish = now
@@ -182,3 +203,13 @@ class Router:
         self.metrics.request_prefill_time.observe(times.prefill_s)
         self.metrics.request_decode_time.observe(times.finish - times.first_token)
         self.metrics.e2e_request_latency.observe(times.finish - times.arrival)
+
+
+@contextlib.contextmanager
+def _given_up(prompt: SharedPrompt | None) -> Iterator[None]:
+    """However the first choice ends, the others do not wait for it any longer."""
+    try:
+        yield
+    finally:
+        if prompt is not None:
+            prompt.given_up()

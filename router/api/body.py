@@ -12,9 +12,10 @@ import typing
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar, Union
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError, model_validator
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails, PydanticCustomError, from_json
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, from_json
 
 from protocol.errors import InvalidRequestError
 
@@ -51,6 +52,21 @@ class Body(BaseModel):
                 continue
             kept[name] = value
         return kept
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """With what `_without_neutral` lets through: nulls, and neutral values of fields that are not supported."""
+        result = handler(core_schema)
+        schema = handler.resolve_ref_schema(result)
+        required = schema.get("required", [])
+        for name, field in schema["properties"].items():
+            if name not in required and {"type": "null"} not in field.get("anyOf", []):
+                described = {key: field.pop(key) for key in ("default", "description", "title") if key in field}
+                schema["properties"][name] = {"anyOf": [field, {"type": "null"}], **described}
+        for name, values in cls.neutral.items():
+            described = {"description": "not supported yet with any other value"}
+            schema["properties"][name] = {"enum": [None, *values], **described}
+        return result
 
 
 def parse_body(kind: type[_B], data: bytes) -> _B:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -11,7 +11,7 @@ from protocol.errors import InvalidRequestError
 from router.answer import Answer, Delta, TextLogprob, TextLogprobs
 from router.api.body import Body, Neutral
 from router.api.fields import MAX_LOGPROBS, NOT_YET, Count, SamplingBody
-from router.api.shapes import AnswerInfo, Json, clipped, usage
+from router.api.shapes import AnswerInfo, Json, clipped, usage, whole_usage
 
 _ROLES = "one of system, developer, user, assistant"
 
@@ -100,16 +100,16 @@ class ChatShape:
         self._info = info
         self._chunk_head = self._head("chat.completion.chunk")
 
-    def opening(self) -> Json:
-        """The first chunk: the role and, in vLLM's way, the prompt's tokens if asked for."""
+    def opening(self, index: int) -> Json:
+        """A choice's first chunk: the role and, in vLLM's way, the prompt's tokens if asked for."""
         chunk = self._chunk(
-            {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+            {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         )
-        return {**chunk, "prompt_token_ids": self._info.prompt_token_ids} if self._info.return_token_ids else chunk
+        return {**chunk, "prompt_token_ids": self._info.prompt_of(index)} if self._info.return_token_ids else chunk
 
     def chunk(self, delta: Delta) -> Json:
         choice: Json = {
-            "index": 0,
+            "index": delta.index,
             "delta": {"content": delta.text} if delta.text or delta.finish_reason is None else {},
             "logprobs": self._logprobs(delta.logprobs) if self._info.logprobs else None,
             "finish_reason": delta.finish_reason,
@@ -119,26 +119,24 @@ class ChatShape:
         return self._chunk(choice)
 
     def usage_chunk(self, num_completion_tokens: int, cached_tokens: int) -> Json:
-        num_prompt_tokens = len(self._info.prompt_token_ids)
-        return {**self._chunk_head, "choices": [], "usage": usage(num_prompt_tokens, num_completion_tokens, cached_tokens)}
+        return {**self._chunk_head, "choices": [], "usage": usage(self._info, num_completion_tokens, cached_tokens)}
 
-    def whole(self, answer: Answer) -> Json:
+    def whole(self, answers: Sequence[Answer]) -> Json:
+        body = {
+            **self._head("chat.completion"),
+            "choices": [self._choice(index, answer) for index, answer in enumerate(answers)],
+            "usage": whole_usage(self._info, answers),
+        }
+        return {**body, "prompt_token_ids": self._info.prompt_of(0)} if self._info.return_token_ids else body
+
+    def _choice(self, index: int, answer: Answer) -> Json:
         choice: Json = {
-            "index": 0,
+            "index": index,
             "message": {"role": "assistant", "content": answer.text, "refusal": None},
             "logprobs": self._logprobs(answer.logprobs) if self._info.logprobs else None,
             "finish_reason": answer.finish_reason,
         }
-        num_prompt_tokens = len(self._info.prompt_token_ids)
-        body = {
-            **self._head("chat.completion"),
-            "choices": [choice],
-            "usage": usage(num_prompt_tokens, len(answer.token_ids), answer.cached_tokens),
-        }
-        if self._info.return_token_ids:
-            choice["token_ids"] = answer.token_ids
-            body["prompt_token_ids"] = self._info.prompt_token_ids
-        return body
+        return {**choice, "token_ids": answer.token_ids} if self._info.return_token_ids else choice
 
     def _chunk(self, choice: Json) -> Json:
         chunk = {**self._chunk_head, "choices": [choice]}

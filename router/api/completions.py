@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -11,16 +12,15 @@ from protocol.errors import InvalidRequestError
 from router.answer import Answer, Delta, TextLogprobs
 from router.api.body import Neutral
 from router.api.fields import MAX_LOGPROBS, NOT_YET, SamplingBody
-from router.api.shapes import AnswerInfo, Json, clipped, usage
+from router.api.shapes import AnswerInfo, Json, clipped, usage, whole_usage
 
 _DEFAULT_MAX_TOKENS = 16
-_PROMPT = "a non-empty string, a non-empty list of token ids, or a list with exactly one of either"
+_MAX_PROMPTS = 1024
+_PROMPT = f"a non-empty string, a non-empty list of token ids, or a list of up to {_MAX_PROMPTS} of either"
 
 
 class CompletionBody(SamplingBody):
     neutral: ClassVar[Neutral] = NOT_YET | {
-        "best_of": (1,),
-        "echo": (False,),
         "suffix": ("",),
         "response_format": ({"type": "text"},),
         "add_special_tokens": (True,),
@@ -28,6 +28,11 @@ class CompletionBody(SamplingBody):
     }
 
     prompt: str | list[int] | list[str] | list[list[int]] = Field(description=_PROMPT)
+    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = Field(
+        default=None, description="an integer of at least 1, or 0 with echo"
+    )
+    echo: bool = Field(default=False, description="true or false")
+    best_of: int | None = Field(default=None, ge=1, description="an integer equal to n")
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS, description=f"an integer from 0 to {MAX_LOGPROBS}")
 
     @property
@@ -37,18 +42,33 @@ class CompletionBody(SamplingBody):
     @property
     def answer_tokens(self) -> int:
         """How many tokens the client wants at most; OpenAI's default if it doesn't say."""
-        return self.max_tokens or _DEFAULT_MAX_TOKENS
+        return _DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
-    def single_prompt(self) -> str | list[int]:
-        """The one prompt. Raises InvalidRequestError if there is none, it is empty, or there are several."""
-        prompt: str | Sequence[int | str | list[int]] = self.prompt
-        if not isinstance(prompt, str) and prompt and not isinstance(prompt[0], int):
-            if len(prompt) > 1:
-                raise InvalidRequestError(f"`prompt` must be {_PROMPT}; got {len(prompt)} prompts", param="prompt")
-            prompt = prompt[0]
-        if not prompt:
+    def prompts(self) -> list[str | list[int]]:
+        """All prompts, in order. Raises InvalidRequestError if there is none, one is empty, or there are too many."""
+        prompts: list[str | list[int]] = []
+        if isinstance(self.prompt, str):
+            prompts = [self.prompt]
+        else:
+            for part in self.prompt:
+                if not isinstance(part, int):
+                    prompts.append(part)
+            prompts = prompts or [[part for part in self.prompt if isinstance(part, int)]]
+        if not all(prompts):
             raise InvalidRequestError(f"`prompt` must be {_PROMPT}; got an empty one", param="prompt")
-        return prompt if isinstance(prompt, str) else [token_id for token_id in prompt if isinstance(token_id, int)]
+        if len(prompts) * self.n > _MAX_PROMPTS:
+            raise InvalidRequestError(
+                f"`prompt` must be {_PROMPT}, n times as many choices included; got {len(prompts)} with n {self.n}",
+                param="prompt",
+            )
+        return prompts
+
+    def check_together(self) -> None:
+        super().check_together()
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequestError("`max_tokens` must be an integer of at least 1 without `echo`; got 0", param="max_tokens")
+        if self.best_of not in (None, self.n):
+            raise InvalidRequestError(f"`best_of` is not supported yet unless it equals `n` ({self.n})", param="best_of")
 
 
 class CompletionShape:
@@ -56,8 +76,9 @@ class CompletionShape:
 
     def __init__(self, info: AnswerInfo) -> None:
         self._info = info
-        self._num_chunks = 0
-        self._offset = 0
+        self._begun: set[int] = set()
+        self._offsets: defaultdict[int, int] = defaultdict(int)
+        """How far the text of each choice goes."""
         self._head: Json = {
             "id": info.answer_id,
             "object": "text_completion",
@@ -66,41 +87,40 @@ class CompletionShape:
             "system_fingerprint": info.fingerprint,
         }
 
-    def opening(self) -> None:
+    def opening(self, index: int) -> None:
         return None
 
     def chunk(self, delta: Delta) -> Json:
-        choice = self._choice(delta.text, delta.token_ids, delta.logprobs, delta.finish_reason)
-        if self._info.return_token_ids and self._num_chunks == 0:
-            choice["prompt_token_ids"] = self._info.prompt_token_ids
-        self._num_chunks += 1
+        choice = self._choice(delta.index, delta)
+        if self._info.return_token_ids and delta.index not in self._begun:
+            choice["prompt_token_ids"] = self._info.prompt_of(delta.index)
+        self._begun.add(delta.index)
         chunk = {**self._head, "choices": [choice]}
         return {**chunk, "usage": None} if self._info.include_usage else chunk
 
     def usage_chunk(self, num_completion_tokens: int, cached_tokens: int) -> Json:
-        num_prompt_tokens = len(self._info.prompt_token_ids)
-        return {**self._head, "choices": [], "usage": usage(num_prompt_tokens, num_completion_tokens, cached_tokens)}
+        return {**self._head, "choices": [], "usage": usage(self._info, num_completion_tokens, cached_tokens)}
 
-    def whole(self, answer: Answer) -> Json:
-        choice = self._choice(answer.text, answer.token_ids, answer.logprobs, answer.finish_reason)
+    def whole(self, answers: Sequence[Answer]) -> Json:
+        choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
         if self._info.return_token_ids:
-            choice["prompt_token_ids"] = self._info.prompt_token_ids
-        numbers = usage(len(self._info.prompt_token_ids), len(answer.token_ids), answer.cached_tokens)
-        return {**self._head, "choices": [choice], "usage": numbers}
+            for index, choice in enumerate(choices):
+                choice["prompt_token_ids"] = self._info.prompt_of(index)
+        return {**self._head, "choices": choices, "usage": whole_usage(self._info, answers)}
 
-    def _choice(self, text: str, token_ids: Sequence[int], logprobs: Sequence[TextLogprobs], finish_reason: str | None) -> Json:
-        choice: Json = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason}
+    def _choice(self, index: int, piece: Delta | Answer) -> Json:
+        choice: Json = {"index": index, "text": piece.text, "logprobs": None, "finish_reason": piece.finish_reason}
         if self._info.logprobs:
-            choice["logprobs"] = self._logprobs(logprobs)
+            choice["logprobs"] = self._logprobs(index, piece.logprobs)
         if self._info.return_token_ids:
-            choice["token_ids"] = token_ids
+            choice["token_ids"] = piece.token_ids
         return choice
 
-    def _logprobs(self, entries: Sequence[TextLogprobs]) -> Json:
+    def _logprobs(self, index: int, entries: Sequence[TextLogprobs]) -> Json:
         offsets = []
         for entry in entries:
-            offsets.append(self._offset)
-            self._offset += len(entry.chosen.token.text)
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(entry.chosen.token.text)
         return {
             "text_offset": offsets,
             "token_logprobs": [clipped(entry.chosen.logprob) for entry in entries],
@@ -109,9 +129,14 @@ class CompletionShape:
         }
 
 
-def _likeliest(entry: TextLogprobs) -> dict[str, float]:
-    """By text, the chosen token included. Tokens with the same text (parts of a character) share the likeliest one's entry."""
-    likeliest: dict[str, float] = {}
+def _likeliest(entry: TextLogprobs) -> dict[str, float | None] | None:
+    """By text, the chosen token included. Tokens with the same text (parts of a character) share the likeliest one's entry.
+
+    A prompt's first token has none.
+    """
+    if entry.chosen.logprob is None:
+        return None
+    likeliest: dict[str, float | None] = {}
     for option in (*entry.top, entry.chosen):
         likeliest.setdefault(option.token.text, clipped(option.logprob))
     return likeliest

@@ -13,19 +13,16 @@ MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_SEED = 2**63 - 1
 MAX_SALT_CHARS = 256
+MAX_BIASES = 1024
+MAX_CHOICES = 128
 
 NOT_YET: dict[str, tuple[object, ...]] = {
     # OpenAI
-    "n": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
     "service_tier": ("auto", "default"),
     "metadata": ({},),
     "store": (False,),
     "prompt_cache_key": (),
     # vLLM and others
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
     "priority": (0,),
     "use_beam_search": (False,),
@@ -50,6 +47,7 @@ NOT_YET: dict[str, tuple[object, ...]] = {
 }
 """Fields of both endpoints that are not supported yet, with their neutral values."""
 
+_Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 
@@ -63,14 +61,23 @@ class SamplingBody(Body):
     """Fields of both completion endpoints."""
 
     model: str = Field(min_length=1, description="the name of the served model (see /v1/models)")
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES, description=f"an integer from 1 to {MAX_CHOICES}")
     max_tokens: Count | None = Field(default=None, description="an integer of at least 1")
     temperature: float = Field(default=1.0, ge=0, le=2, description="a number from 0 to 2")
     top_p: float = Field(default=1.0, gt=0, le=1, description="a number over 0, up to 1")
     top_k: int = Field(default=0, ge=-1, le=2**31 - 1, description="an integer of at least 1, or 0 or -1 for all tokens")
     min_p: float = Field(default=0.0, ge=0, le=1, description="a number from 0 to 1")
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2, description="a number from -2 to 2")
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2, description="a number from -2 to 2")
+    repetition_penalty: float = Field(default=1.0, ge=0.01, le=100, description="a number from 0.01 to 100")
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(
+        default={},
+        max_length=MAX_BIASES,
+        description=f"an object of up to {MAX_BIASES} token ids, each with a number from -100 to 100",
+    )
     min_tokens: int = Field(default=0, ge=0, le=2**31 - 1, description="an integer from 0 to max_tokens")
     seed: int | None = Field(default=None, ge=0, le=MAX_SEED, description="an integer from 0 to 2**63 - 1")
-    stop: str | list[str] = Field(
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)] = Field(
         default=[], description=f"a non-empty string or up to {MAX_STOPS} of them, each up to 1024 long"
     )
     stop_token_ids: list[int] = Field(default=[], max_length=128, description="a list of up to 128 token ids")
@@ -92,12 +99,7 @@ class SamplingBody(Body):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def stops(self) -> tuple[str, ...]:
-        """The stop strings. Raises InvalidRequestError."""
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if len(stops) > MAX_STOPS or not all(1 <= len(stop) <= 1024 for stop in stops):
-            expected = SamplingBody.model_fields["stop"].description
-            raise InvalidRequestError(f"`stop` must be {expected}; got {len(stops)}", param="stop")
-        return stops
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def check_together(self) -> None:
         """Raise InvalidRequestError for fields that don't go together."""

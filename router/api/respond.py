@@ -34,12 +34,20 @@ class AnswerResponse(Response):
     """Owns the answer's generator: it is closed when this response is done, was cut off or failed."""
 
     def __init__(
-        self, deltas: AsyncGenerator[Delta, None], shape: AnswerShape, *, stream: bool, include_usage: bool, sparse: bool
+        self,
+        deltas: AsyncGenerator[Delta, None],
+        shape: AnswerShape,
+        num_choices: int,
+        *,
+        stream: bool,
+        include_usage: bool,
+        sparse: bool,
     ):
         """`sparse` leaves out chunks without text (a character or a stop string that is still open)."""
         super().__init__()
         self._deltas = deltas
         self._shape = shape
+        self._num_choices = num_choices
         self._stream = stream
         self._include_usage = include_usage
         self._sparse = sparse
@@ -62,24 +70,32 @@ class AnswerResponse(Response):
             if self._stream:
                 await self._send_events(send)
             else:
-                answer = Answer.of([delta async for delta in self._deltas])
-                await JSONResponse(self._shape.whole(answer))(scope, receive, send)
+                pieces: list[list[Delta]] = [[] for _ in range(self._num_choices)]
+                async for delta in self._deltas:
+                    pieces[delta.index].append(delta)
+                answers = [Answer.of(of_choice) for of_choice in pieces]
+                await JSONResponse(self._shape.whole(answers))(scope, receive, send)
 
     async def _send_events(self, send: Send) -> None:
         delta = await anext(self._deltas)  # an error up to here still chooses the status
         start = Response(media_type="text/event-stream", headers=_HEADERS)
         headers = [header for header in start.raw_headers if header[0] != b"content-length"]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        opening = self._shape.opening()
-        pending = b"" if opening is None else event(opening)
-        num_tokens = cached_tokens = 0
+        pending = b""
+        begun: set[int] = set()
+        num_tokens = cached_tokens = num_finished = 0
         try:
             while True:
+                if delta.index not in begun:
+                    begun.add(delta.index)
+                    opening = self._shape.opening(delta.index)
+                    pending += b"" if opening is None else event(opening)
                 num_tokens += len(delta.token_ids)
                 cached_tokens += delta.cached_tokens
                 if delta.text or delta.finish_reason is not None or not self._sparse:
                     pending += event(self._shape.chunk(delta))
-                if delta.finish_reason is not None:
+                num_finished += delta.finish_reason is not None
+                if num_finished == self._num_choices:
                     break
                 if pending:
                     await send({"type": "http.response.body", "body": pending, "more_body": True})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,28 +23,39 @@ class AnswerInfo:
     """Unix time, s."""
     model: str
     fingerprint: str
-    prompt_token_ids: tuple[int, ...]
+    prompts: tuple[tuple[int, ...], ...]
+    """Token ids."""
+    choices_per_prompt: int
     logprobs: bool
     return_token_ids: bool
     include_usage: bool
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.choices_per_prompt
+
+    def prompt_of(self, index: int) -> tuple[int, ...]:
+        """What choice `index` answers: those of a prompt follow each other."""
+        return self.prompts[index // self.choices_per_prompt]
 
 
 class AnswerShape(Protocol):
     """One endpoint's way of writing an answer as JSON objects."""
 
-    def opening(self) -> Json | None:
-        """A chunk that goes before the first text, if the endpoint has one."""
+    def opening(self, index: int) -> Json | None:
+        """A chunk that goes before the first text of a choice, if the endpoint has one."""
         ...
 
     def chunk(self, delta: Delta) -> Json: ...
 
     def usage_chunk(self, num_completion_tokens: int, cached_tokens: int) -> Json: ...
 
-    def whole(self, answer: Answer) -> Json: ...
+    def whole(self, answers: Sequence[Answer]) -> Json: ...
 
 
-def usage(num_prompt_tokens: int, num_completion_tokens: int, cached_tokens: int) -> Json:
-    """`cached_tokens`: how many of the prompt's tokens were cached."""
+def usage(info: AnswerInfo, num_completion_tokens: int, cached_tokens: int) -> Json:
+    """A prompt counts once however many choices it has. `cached_tokens`: how many of the prompts' tokens were cached."""
+    num_prompt_tokens = sum(map(len, info.prompts))
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_completion_tokens,
@@ -52,5 +64,10 @@ def usage(num_prompt_tokens: int, num_completion_tokens: int, cached_tokens: int
     }
 
 
-def clipped(logprob: float) -> float:
-    return max(logprob, _LOWEST_LOGPROB)
+def whole_usage(info: AnswerInfo, answers: Sequence[Answer]) -> Json:
+    """Of an answer that was not streamed."""
+    return usage(info, sum(len(each.token_ids) for each in answers), sum(each.cached_tokens for each in answers))
+
+
+def clipped(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, _LOWEST_LOGPROB)

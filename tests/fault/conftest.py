@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, RepetitionPenaltyLogitsProcessor
 from two_workers import CONFIG, TwoWorkers, run_two_workers
 
 from configs.facts import Architecture, ModelFacts, WeightFormat
@@ -69,15 +69,19 @@ def two_workers(small_model: ModelFacts) -> TwoWorkersFactory:
 
 
 @pytest.fixture(scope="session")
-def reference(small_model: ModelFacts) -> Callable[[list[int], int], list[int]]:
-    """Greedy tokens by `transformers`, computed from the whole sequence every time."""
+def reference(small_model: ModelFacts) -> Callable[..., list[int]]:
+    """Greedy tokens by `transformers`, computed and penalized from the whole sequence every time."""
     model = LlamaForCausalLM.from_pretrained(small_model.weight_files[0].parent).float().eval()
 
-    def generate(prompt: list[int], max_tokens: int) -> list[int]:
+    def generate(prompt: list[int], max_tokens: int, repetition: float = 1.0, frequency: float = 0.0) -> list[int]:
         tokens = list(prompt)
         with torch.inference_mode():
             for _ in range(max_tokens):
-                tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+                logits = model(torch.tensor([tokens])).logits[:, -1]
+                logits = RepetitionPenaltyLogitsProcessor(repetition)(torch.tensor([tokens]), logits)
+                answer = torch.tensor(tokens[len(prompt) :], dtype=torch.int64)
+                logits -= frequency * torch.bincount(answer, minlength=logits.shape[1])
+                tokens.append(int(logits.argmax()))
                 if tokens[-1] == 0:
                     break
         return tokens[len(prompt) :]

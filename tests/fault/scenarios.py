@@ -15,7 +15,7 @@ THOROUGH = bool(os.environ.get("TANDEM_THOROUGH"))
 """Runs as many random schedules as docs/kv_transfer.md speaks of, for minutes instead of seconds."""
 
 Factory = Callable[..., AbstractAsyncContextManager[Any]]
-Reference = Callable[[list[int], int], list[int]]
+Reference = Callable[..., list[int]]
 
 
 def greedy(max_tokens: int) -> SamplingParams:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -70,6 +71,7 @@ def test_eight_streams_that_need_three_times_the_pool(two_workers: Factory) -> N
     """8 x (12 + 84 tokens) in a pool of 256, greedy and sampled, against the same with room for all."""
     prompts = [prompt_of(12, n) for n in range(8)]
     params = [endless(84, seed=n, temperature=0.0 if n % 2 else 0.9) for n in range(8)]
+    params[4:] = [replace(each, repetition_penalty=1.2, presence_penalty=0.5) for each in params[4:]]
     answers: list[list[list[int]]] = []
     loads = []
 

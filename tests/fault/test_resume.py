@@ -1,8 +1,12 @@
-"""A router's own pipeline with real workers: damaged KV costs a second prefill, and neither a token nor the answer."""
+"""A router's own pipeline with real workers: damaged KV costs a second prefill, and neither a token nor the answer.
+
+The requests are penalized: what an answer must not repeat is counted anew at prefill, at decode and after a loss.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,11 +61,12 @@ def test_damage_is_computed_again_and_counted(two_workers: Factory, reference: R
             roster.start()
             prompt = prompt_of(70)
             workers.network.faults = faults
-            journal = Journal(tuple(prompt), greedy(8), "")
+            sampling = replace(greedy(20), repetition_penalty=1.3, frequency_penalty=0.4)
+            journal = Journal(tuple(prompt), sampling, "")
             times = RequestTimes()
             async for _ in pipeline.run(journal, times):
                 pass
-            assert journal.emitted == reference(prompt, 8)
+            assert journal.emitted == reference(prompt, 20, repetition=1.3, frequency=0.4) != reference(prompt, 20)
             assert _count(metrics.kv_transfer_failures) == 1
             assert _count(metrics.resumed_streams) == times.resumes <= 1
             await workers.until(workers.all_free)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from engine.batch import SampledToken
 from engine.kernels.noise import MAX_NOISE, MIN_NOISE, gumbel, noise_key, noise_words
-from engine.sampler import SampleRequest, finish_reason, narrow, sample
-from protocol.messages import FinishReason, SamplingParams
+from engine.sampler import SampleRequest, adjusted, finish_reason, narrow, sample
+from protocol.messages import FinishReason, SamplingParams, TokenBias
 
 PLAIN = SamplingParams(seed=11, max_tokens=100)
 
@@ -130,6 +130,55 @@ def test_stop_tokens_wait_for_min_tokens(temperature: float) -> None:
     assert late.token_id in (1, 3)
     assert early.logprobs is not None
     assert early.logprobs.top[0].token_id == 1  # logprobs are those of the model
+
+
+PENALIZED = [
+    replace(PLAIN, presence_penalty=1.5),
+    replace(PLAIN, frequency_penalty=0.75),
+    replace(PLAIN, repetition_penalty=1.5),
+    replace(PLAIN, repetition_penalty=0.5, frequency_penalty=-0.5, presence_penalty=0.25),
+    replace(PLAIN, logit_bias=(TokenBias(3, 4.0), TokenBias(7, -100.0)), repetition_penalty=2.0),
+]
+
+
+@pytest.mark.parametrize("sampling", PENALIZED)
+@given(
+    prompt=st.lists(st.integers(0, 19), max_size=12), answer=st.lists(st.integers(0, 19), max_size=12), seed=st.integers(0, 99)
+)
+def test_penalties_are_those_of_vllm(sampling: SamplingParams, prompt: list[int], answer: list[int], seed: int) -> None:
+    """Written out as `vllm.model_executor.layers.utils.apply_penalties` does it: over whole rows, from counts."""
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    row = random_logits(1, 20, seed)
+    expected = row.clone()
+    for each in sampling.logit_bias:
+        expected[0, each.token_id] += each.bias
+    if sampling.repetition_penalty != 1 and prompt + answer:
+        penalize = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)
+        expected = penalize(torch.tensor([prompt + answer]), expected)
+    counts = torch.bincount(torch.tensor(answer, dtype=torch.int64), minlength=20)
+    expected -= sampling.frequency_penalty * counts
+    expected -= sampling.presence_penalty * (counts > 0)
+    asked = SampleRequest(sampling, len(prompt + answer), len(answer), prompt + answer)
+    assert adjusted(row[0].numpy(), asked).tolist() == pytest.approx(expected[0].tolist(), abs=1e-5)
+    greedy = replace(asked, sampling=replace(sampling, temperature=0.0, num_logprobs=0))
+    token = sample(row, [greedy])[0]
+    assert token.token_id == int(torch.from_numpy(adjusted(row[0].numpy(), asked)).argmax())
+    assert token.logprobs is not None
+    assert token.logprobs.chosen == pytest.approx(float(torch.log_softmax(row[0], 0)[token.token_id]), abs=1e-5)
+
+
+def test_neutral_sampling_adjusts_nothing() -> None:
+    assert not SampleRequest(PLAIN, 10, 5, range(10)).adjusts
+    assert all(SampleRequest(sampling, 10, 5, range(10)).adjusts for sampling in PENALIZED)
+
+
+def test_a_bias_of_minus_100_bans_and_of_100_forces() -> None:
+    row = random_logits(1, 50)
+    forced = replace(PLAIN, logit_bias=(TokenBias(int(row.argmin()), 100.0),))
+    banned = replace(PLAIN, temperature=0.0, logit_bias=(TokenBias(int(row.argmax()), -100.0),))
+    assert {sample(row, [request(forced, position=i)])[0].token_id for i in range(50)} == {int(row.argmin())}
+    assert sample(row, [request(banned)])[0].token_id == int(row[0].topk(2).indices[1])
 
 
 def test_extreme_temperatures_are_harmless() -> None:

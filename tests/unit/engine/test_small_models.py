@@ -11,6 +11,7 @@ import torch
 
 from engine.batch import Chunk, SampledToken
 from engine.model_runner import ModelRunner, resolve_dtype
+from engine.scoring import PromptScores
 from protocol.errors import ConfigError
 from protocol.messages import SamplingParams
 
@@ -194,3 +195,28 @@ def test_what_cannot_work_is_refused(small_model: Any, changes: dict[str, int], 
     facts = replace(small_model("llama").facts, **changes)
     with pytest.raises(ConfigError, match=named):
         ModelRunner.load(facts, dtype=dtype, block_size=8, num_kv_tokens=64)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 64, 100])
+def test_prompts_are_scored_as_by_transformers(chunk_tokens: int, runner: Any, small_model: Any) -> None:
+    """Beside another prompt, which is not scored, and a stream."""
+    model, token_ids = runner("qwen2"), prompt(90)
+    expected = reference_logprobs(small_model("qwen2").reference, token_ids)
+    alone = model.execute([Chunk(token_ids, 0, range(12), greedy(1), 0)])[0]
+    scores = PromptScores(token_ids, 3)
+    for start in range(0, len(token_ids), chunk_tokens):
+        part = token_ids[start : start + chunk_tokens]
+        asks = greedy(1) if start + chunk_tokens >= len(token_ids) else None
+        others = [Chunk(prompt(5, 1), 0, [20], greedy(1), 0), Chunk([7], 0, [21], greedy(1), 0)]
+        chunks = [others[0], Chunk(part, start, range(12), asks, 0, token_ids, scores), others[1]]
+        results = model.execute(chunks)
+        assert [result is None for result in results] == [False, asks is None, False]
+    torch.testing.assert_close(logprobs(results[1]), logprobs(alone), atol=2e-4, rtol=0)
+    packed = scores.packed()
+    chosen = torch.frombuffer(bytearray(packed.chosen), dtype=torch.float32)
+    following = torch.tensor(token_ids[1:])[:, None]
+    torch.testing.assert_close(chosen, expected[:-1].gather(1, following)[:, 0], atol=2e-4, rtol=0)
+    top = torch.frombuffer(bytearray(packed.top_logprobs), dtype=torch.float32).view(-1, 3)
+    torch.testing.assert_close(top, expected[:-1].topk(3).values, atol=2e-4, rtol=0)
+    ids = torch.frombuffer(bytearray(packed.top_ids), dtype=torch.int32).view(-1, 3)
+    torch.testing.assert_close(top, expected[:-1].gather(1, ids.long()), atol=2e-4, rtol=0)

@@ -33,6 +33,8 @@ class Run:
         self.cache = PrefixCache(num_blocks)
         self.scheduler = PrefillScheduler(self.cache, BLOCK_SIZE, budget, shares_prefixes=True)
         self.prompts = added(self.scheduler, *prompts)
+        for prompt in self.prompts[::3]:
+            prompt.whole = True
         self.reached = dict.fromkeys(self.prompts, 0)
         """How far its KV goes."""
         self.started: list[Prompt] = []
@@ -61,6 +63,7 @@ class Run:
     def check(self, chunk: PlannedChunk) -> None:
         prompt = chunk.prompt
         assert prompt not in self.dropped
+        assert not (prompt.whole and prompt.cached), "nothing is taken from the cache"
         assert chunk.handoff_start == self.reached[prompt], "the handoff has no gap and no overlap"
         if prompt not in self.started:
             self.started.append(prompt)

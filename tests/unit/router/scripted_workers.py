@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from array import array
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from protocol.messages import (
     FirstToken,
     LoadReport,
     Prefill,
+    PromptLogprobs,
     Release,
     Reserve,
     Reserved,
@@ -63,6 +65,17 @@ class Script:
             return None
         top = tuple(TokenProb(token_id + offset, -0.5 - offset) for offset in range(sampling.num_logprobs))
         return TokenLogprobs(-0.5, top)
+
+    def prompt_logprobs(self, message: Prefill) -> PromptLogprobs | None:
+        """Token i of the prompt has -i, and so has the likeliest; the next likeliest have a tenth less each."""
+        num_top = message.sampling.num_prompt_logprobs
+        if num_top is None:
+            return None
+        positions = range(1, len(message.token_ids))
+        chosen = array("f", (-float(i) for i in positions))
+        ids = array("i", (message.token_ids[i] + offset for i in positions for offset in range(num_top)))
+        top = array("f", (-i - offset / 10 for i in positions for offset in range(num_top)))
+        return PromptLogprobs(chosen.tobytes(), ids.tobytes(), top.tobytes())
 
 
 class ScriptedWorker:
@@ -181,7 +194,10 @@ class ScriptedPrefill(ScriptedWorker):
         token_id = self.script.token(message.num_generated)
         finish = finish_of(message.sampling, token_id, message.num_generated + 1)
         logprobs = self.script.logprobs(message.sampling, token_id)
-        self.send(router, FirstToken(message.call_id, token_id, logprobs, finish, 0.001, 0.002, self.cached_tokens))
+        prompt_logprobs = None if message.num_generated else self.script.prompt_logprobs(message)
+        self.send(
+            router, FirstToken(message.call_id, token_id, logprobs, finish, 0.001, 0.002, self.cached_tokens, prompt_logprobs)
+        )
 
     def _audit(self, router: bytes, message: Audit) -> None:
         tickets = [prefill.ticket for prefill in self.working.values()]

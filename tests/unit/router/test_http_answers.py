@@ -9,6 +9,8 @@ from typing import Any
 
 import openai
 
+from protocol.messages import TokenBias
+
 TEXT = "Paris is the capital of France. Ünïcödé, 日本語 and 🧑‍🚀 too."
 CHAT = {"model": "smollm2", "messages": [{"role": "user", "content": "What is the capital of France?"}]}
 
@@ -137,6 +139,20 @@ def test_cache_salt_reaches_prefill(run_cluster: Callable[..., None]) -> None:
         await cluster.complete()
         await cluster.http.post("/v1/chat/completions", json=CHAT | {"cache_salt": "b"})
         assert [message.cache_salt for message in cluster.prefill[0].seen] == ["tenant ü", "", "b"]
+
+    run_cluster(test)
+
+
+def test_penalties_reach_both_phases(run_cluster: Callable[..., None]) -> None:
+    fields = {"presence_penalty": 0.5, "frequency_penalty": -1, "repetition_penalty": 1.5, "logit_bias": {"17": -100, "5": 2}}
+
+    async def test(cluster: Any) -> None:
+        cluster.says(TEXT)
+        await cluster.complete(**fields)
+        sampling = cluster.prefill[0].seen[0].sampling
+        assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.5, -1.0, 1.5)
+        assert sampling.logit_bias == (TokenBias(17, -100.0), TokenBias(5, 2.0))
+        assert cluster.decode[0].attached[0].sampling == sampling
 
     run_cluster(test)
 

@@ -158,6 +158,11 @@ def test_request_ids(run_cluster: Run) -> None:
     async def test(cluster: Any) -> None:
         given = await cluster.http.get("/v1/models", headers={"x-request-id": "mine-1"})
         assert given.headers.get_list("x-request-id") == ["mine-1"]
+        for path, status in (("/v1/completions", 200), ("/v1/chat/completions", 400), ("/v1/nothing", 404)):
+            headers = {"x-request-id": "mine-2", "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+            body = {"model": "smollm2", "prompt": "a", "max_tokens": 2, "stream": True}
+            answer = await cluster.http.post(path, json=body, headers=headers)
+            assert (answer.status_code, answer.headers.get_list("x-request-id")) == (status, ["mine-2"])
         made = await cluster.http.get("/nothing", headers={"x-request-id": "x" * 200})
         assert len(made.headers["x-request-id"]) == 32
         transport = httpx.ASGITransport(create_app(cluster.router, echo_request_id=False))
@@ -166,7 +171,7 @@ def test_request_ids(run_cluster: Run) -> None:
         bodies = [{"model": "smollm2", "prompt": "a", "max_tokens": 5}] * 2
         same = [cluster.http.post("/v1/completions", json=body, headers={"x-request-id": "same"}) for body in bodies]
         assert [response.status_code for response in await asyncio.gather(*same)] == [200, 200]
-        assert len({message.request_id for message in cluster.prefill[0].seen}) == 2, "clients' ids need not be unique"
+        assert len({message.request_id for message in cluster.prefill[0].seen}) == 3, "clients' ids need not be unique"
 
     run_cluster(test)
 
@@ -193,5 +198,7 @@ def test_openapi_describes_the_bodies(run_cluster: Run) -> None:
         schema = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
         assert set(schema["required"]) == {"model", "prompt"}
         assert schema["additionalProperties"] is False
+        assert "$ref" not in str(document["paths"])
+        assert "default" in document["paths"]["/v1/models"]["get"]["responses"]
 
     run_cluster(test)

@@ -1,0 +1,92 @@
+"""A request of several choices: which prompt they share, and their pieces in one stream.
+
+    first choice of a prompt ──► prefilled, KV at a pair of workers ──► the others begin there, as cache hits
+    every choice ──► pieces, in the order in which they come ──► one response
+
+A choice is a request of its own to the workers: it waits its turn, holds a ticket, and goes on elsewhere when a worker is lost.
+One that fails ends all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Container, Sequence
+
+from protocol.messages import PromptLogprobs
+from router.answer import Delta
+
+_AT_ONCE = 32
+"""So many choices of a request are at the workers at the same time; the others follow as these end."""
+
+
+class _Others(Container[str]):
+    """All workers but a few."""
+
+    def __init__(self, few: frozenset[str]) -> None:
+        self._few = few
+
+    def __contains__(self, worker_id: object) -> bool:
+        return worker_id not in self._few
+
+
+class SharedPrompt:
+    """Where the KV of a prompt of several choices is to be found. The first choice says so; the others wait for it."""
+
+    def __init__(self) -> None:
+        self._known = asyncio.Event()
+        self._pair: frozenset[str] = frozenset()
+        self.logprobs: PromptLogprobs | None = None
+        """Of the prompt, if they were asked for, when the first choice has begun."""
+
+    def placed(self, *worker_ids: str) -> None:
+        """It is cached at these workers."""
+        self._pair = frozenset(worker_ids)
+        self._known.set()
+
+    def given_up(self) -> None:
+        """The first choice has ended; nobody waits for it any more. Changes nothing after `placed`."""
+        self._known.set()
+
+    async def elsewhere(self) -> Container[str]:
+        """The workers that don't have it; empty if none has. Waits no longer than the first choice's life."""
+        await self._known.wait()
+        return _Others(self._pair) if self._pair else ()
+
+
+async def interleaved(answers: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[Delta, None]:
+    """The pieces of all answers as they come. Closing it closes all of them; what one raises is raised here."""
+    if len(answers) == 1:
+        async with contextlib.aclosing(answers[0]) as pieces:
+            async for delta in pieces:
+                yield delta
+        return
+    not_begun = iter(answers)
+    # A client that reads slowly holds up the answers, as it does with one.
+    queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue(_AT_ONCE)
+
+    async def work() -> None:
+        try:
+            for answer in not_begun:
+                async with contextlib.aclosing(answer) as pieces:
+                    async for delta in pieces:
+                        await queue.put(delta)
+            await queue.put(None)
+        except Exception as error:  # noqa: BLE001 - raised where the pieces are read
+            await queue.put(error)
+
+    workers = [asyncio.create_task(work()) for _ in range(min(_AT_ONCE, len(answers)))]
+    running = len(workers)
+    try:
+        while running:
+            piece = await queue.get()
+            if isinstance(piece, Exception):
+                raise piece
+            if piece is None:
+                running -= 1
+            else:
+                yield piece
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)

@@ -1,0 +1,33 @@
+"""A prompt that is said before its answer, with its logprobs if they were asked for."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+from protocol.errors import ProtocolError
+from protocol.messages import PromptLogprobs, TokenLogprobs, TokenProb
+
+
+@dataclass(frozen=True)
+class Echo:
+    text: str
+    token_ids: tuple[int, ...]
+    alone: bool
+    """Nothing shall follow: the one token that the workers make all the same is dropped."""
+
+
+def unpack(logprobs: PromptLogprobs, num_tokens: int) -> tuple[TokenLogprobs, ...]:
+    """Of all tokens of a prompt of this length but the first. Raises ProtocolError unless just these are there."""
+    chosen, ids, likeliest = array("f"), array("i"), array("f")
+    try:
+        chosen.frombytes(logprobs.chosen)
+        ids.frombytes(logprobs.top_ids)
+        likeliest.frombytes(logprobs.top_logprobs)
+    except ValueError as error:
+        raise ProtocolError(f"logprobs of a prompt: {error}") from None
+    num_top = len(ids) // max(1, num_tokens - 1)
+    if len(chosen) != num_tokens - 1 or len(ids) != len(likeliest) or len(ids) != num_top * len(chosen):
+        raise ProtocolError(f"logprobs of a prompt of {num_tokens} tokens: {len(chosen)}, {len(ids)} and {len(likeliest)}")
+    top = [TokenProb(token_id, logprob) for token_id, logprob in zip(ids, likeliest, strict=True)]
+    return tuple(TokenLogprobs(each, tuple(top[i * num_top : (i + 1) * num_top])) for i, each in enumerate(chosen))

@@ -1,0 +1,53 @@
+"""Several choices of a prompt, and the prompt's own logprobs, through the whole cluster."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+
+TEXT = "Prompts of some length are read once, however many answers they get. " * 12
+
+
+def test_four_choices_share_one_prefill(cluster: Any) -> None:
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        alone = client.completions.create(model="smollm2", prompt=TEXT, max_tokens=12, temperature=0.9, seed=7)
+        before = cluster.worker("prefill-0")["tokens"], cluster.worker("decode-0")["prefix_cache_hits"]
+        answer = client.completions.create(
+            model="smollm2", prompt=TEXT + "Now.", max_tokens=12, temperature=0.9, seed=7, n=4, extra_body={"cache_salt": "n"}
+        )
+        greedy = client.completions.create(model="smollm2", prompt=TEXT, max_tokens=12, temperature=0, n=3)
+    assert alone.usage is not None
+    assert answer.usage is not None
+    num_prompt = answer.usage.prompt_tokens
+    assert num_prompt == pytest.approx(alone.usage.prompt_tokens, abs=4)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert len({choice.text for choice in answer.choices}) == 4, "each choice has a randomness of its own"
+    assert len({choice.text for choice in greedy.choices}) == 1
+    cluster.until(lambda: cluster.worker("prefill-0")["tokens"] > before[0] + num_prompt, 5)
+    cluster.until(cluster.clean, 10)
+    computed = cluster.worker("prefill-0")["tokens"] - before[0]
+    assert computed < num_prompt + 6 * 16 + 16, "the others compute no more than their last block"
+    held = cluster.worker("decode-0")["prefix_cache_hits"] - before[1]
+    assert held >= 3 * (num_prompt // 16 * 16), "nor is it sent again"
+
+
+def test_echo_scores_prompts_as_transformers_does(cluster: Any, transformers_smollm2: Any) -> None:
+    rng = random.Random(5)
+    prompts = [[rng.randrange(17, 40_000) for _ in range(length)] for length in (1, 2, 40, 700)]
+    body = {"model": "smollm2", "prompt": prompts, "max_tokens": 0, "echo": True, "logprobs": 1, "temperature": 0}
+    for _ in range(2):  # the second time all of it is cached
+        answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=120)
+        assert answer.status_code == 200, answer.text
+        for prompt, choice in zip(prompts, answer.json()["choices"], strict=True):
+            first, *scores = choice["logprobs"]["token_logprobs"]
+            with torch.inference_mode():
+                expected = torch.log_softmax(transformers_smollm2(torch.tensor([prompt])).logits[0, :-1], dim=-1)
+            assert first is None
+            assert scores == pytest.approx(expected.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist(), abs=2e-3)
+            likeliest = [max(top.values()) for top in choice["logprobs"]["top_logprobs"][1:]]
+            assert likeliest == pytest.approx(expected.max(dim=-1).values.tolist(), abs=2e-3)
