@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import httpx
@@ -28,6 +29,7 @@ from configs.models import resolve_for
 from configs.schema import ClusterConfig
 from protocol.cluster_view import ClusterView
 from protocol.errors import ConfigError, UnavailableError
+from router.keyring import Keyring
 
 Report = Callable[[str], None]
 """Told what is being done, for people."""
@@ -68,6 +70,12 @@ def check_model(config: ClusterConfig) -> str:
     facts = resolve_for(config).facts
     served_context(config, facts)
     return facts.name
+
+
+def check_keys(config: ClusterConfig) -> None:
+    """ConfigError if the routers could not read the API keys."""
+    if config.http.keys_file is not None:
+        Keyring(Path(config.http.keys_file), config.tiers)
 
 
 @contextmanager
