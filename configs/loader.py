@@ -145,6 +145,8 @@ def _contradictions(config: ClusterConfig) -> list[tuple[str, str]]:
     if http.keys_file is None and not http.allow_anonymous and not is_loopback(http.host):
         problem = f"others reach {http.host}: name http.keys_file (see `tandem keys`), or set http.allow_anonymous to true"
         found.append(("http.host", problem))
+    if http.redis_url is not None and http.keys_file is None:
+        found.append(("http.redis_url", "it keeps the rates of API keys: name http.keys_file too"))
     if DEFAULT_TIER not in config.tiers:
         found.append(("tiers", f"there must be a tier {DEFAULT_TIER}; keys that name none are of it"))
     limits = config.limits

@@ -39,6 +39,8 @@ class HttpConfig(_Section):
     """API keys, as `tandem keys` writes them. Without one, everybody who reaches a loopback address is served."""
     allow_anonymous: bool = False
     """Serve whoever reaches the port, without keys, also on other addresses than loopback."""
+    redis_url: Text | None = None
+    """Redis (redis://, rediss://) keeps what each key has used of its rates. Without one, an actor of the cluster does."""
 
 
 class TierConfig(_Section):

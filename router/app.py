@@ -1,7 +1,7 @@
 """The HTTP endpoints. Thin: each reads a body, lets the router work, and writes the answer in OpenAI's shape.
 
-How to serve it: `create_app(router)` builds a FastAPI app around a started Router. It has no lifespan of its own; whoever owns
-the router calls `await router.start()` before and `await router.close()` after. Under Ray Serve, build it in the replica:
+How to serve it: `create_app(router, meter)` builds a FastAPI app around a started Router. It has no lifespan of its own: the
+owner of the two calls `await router.start()` before, and closes both after. Under Ray Serve, build it in the replica:
 
     @serve.deployment(...)
     @serve.ingress()                                   # no app here: it is built after __init__, in the replica
@@ -11,7 +11,7 @@ the router calls `await router.start()` before and `await router.close()` after.
             await self._router.start()
 
         def __serve_build_asgi_app__(self):
-            return create_app(self._router, echo_request_id=False)   # Serve adds X-Request-ID by itself
+            return create_app(self._router, self._meter, echo_request_id=False)   # Serve adds X-Request-ID by itself
 
 Who may use /v1 is checked in `router.gate`; the key and the loopback rule of /admin here, on the peer's address, because
 Serve's proxies may listen on every interface.
@@ -42,6 +42,7 @@ from router.api.respond import AnswerResponse
 from router.api.shapes import AnswerInfo, AnswerShape, Json
 from router.api.tools import DetokenizeBody, ScaleBody, TokenizeBody
 from router.gate import Doorkeeper, Gate, caller_of
+from router.meter import Meter
 from router.prepare import Generation
 from router.service import Router
 from telemetry.ledger import RequestTimes
@@ -51,7 +52,7 @@ _B = TypeVar("_B", bound=Body)
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def create_app(router: Router, *, echo_request_id: bool = True) -> FastAPI:
+def create_app(router: Router, meter: Meter, *, echo_request_id: bool = True) -> FastAPI:
     """The app of one started router. `echo_request_id` False leaves the x-request-id header of answers to the server.
 
     Raises ConfigError if the API keys can't be read.
@@ -61,7 +62,7 @@ def create_app(router: Router, *, echo_request_id: bool = True) -> FastAPI:
     install_error_handlers(app)
     app.add_middleware(Gate, doorkeeper=Doorkeeper(router.config))
     app.add_middleware(Envelope, echo_request_id=echo_request_id)
-    endpoints = _Endpoints(router)
+    endpoints = _Endpoints(router, meter)
     routes: list[tuple[str, str, Any, type[Body] | None]] = [
         ("POST", "/v1/chat/completions", endpoints.chat, ChatBody),
         ("POST", "/v1/completions", endpoints.complete, CompletionBody),
@@ -87,8 +88,9 @@ def _openapi(body: type[Body] | None) -> Json | None:
 
 
 class _Endpoints:
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, meter: Meter) -> None:
         self._router = router
+        self._meter = meter
 
     async def chat(self, request: Request) -> Response:
         body, size = await self._read(request, ChatBody)
@@ -173,8 +175,10 @@ class _Endpoints:
         generation = dataclasses.replace(generation, cache_salt=caller.salted(generation.cache_salt))
         self._router.check_room(generation, param)
         state = request.scope["state"]
+        answer = self._router.answer(generation, state["request_id"], RequestTimes(state["arrival"]))
+        num_prompt_tokens, max_tokens = len(generation.prompt_token_ids), generation.sampling.max_tokens
         return AnswerResponse(
-            self._router.answer(generation, state["request_id"], RequestTimes(state["arrival"])),
+            self._meter.metered(caller, num_prompt_tokens, max_tokens, answer),
             shape,
             stream=body.stream,
             include_usage=body.include_usage,

@@ -107,7 +107,7 @@ def test_a_keys_context(run_cluster: Run, path: Path) -> None:
 @pytest.mark.parametrize(("allowed", "status"), [(True, 200), (False, 403)])
 def test_anonymous_requests_from_elsewhere_need_the_flag(run_cluster: Run, allowed: bool, status: int) -> None:
     async def test(cluster: Any) -> None:
-        transport = httpx.ASGITransport(create_app(cluster.router), client=("10.0.0.7", 1234))
+        transport = httpx.ASGITransport(create_app(cluster.router, cluster.meter), client=("10.0.0.7", 1234))
         async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
             response = await client.get("/v1/models")
             assert response.status_code == status

@@ -136,7 +136,7 @@ def test_without_keys_only_loopback_is_served(
     run_cluster: Run, bound: str, peer: str, status: int, forwarded: str | None
 ) -> None:
     async def test(cluster: Any) -> None:
-        transport = httpx.ASGITransport(create_app(cluster.router), client=(peer, 1234))
+        transport = httpx.ASGITransport(create_app(cluster.router, cluster.meter), client=(peer, 1234))
         async with httpx.AsyncClient(transport=transport, base_url="http://router") as http:
             headers = {} if forwarded is None else {"x-forwarded-for": forwarded}
             assert (await http.get("/admin/status", headers=headers)).status_code == status
@@ -161,7 +161,7 @@ def test_request_ids(run_cluster: Run) -> None:
         assert given.headers.get_list("x-request-id") == ["mine-1"]
         made = await cluster.http.get("/nothing", headers={"x-request-id": "x" * 200})
         assert len(made.headers["x-request-id"]) == 32
-        transport = httpx.ASGITransport(create_app(cluster.router, echo_request_id=False))
+        transport = httpx.ASGITransport(create_app(cluster.router, cluster.meter, echo_request_id=False))
         async with httpx.AsyncClient(transport=transport, base_url="http://router") as http:
             assert "x-request-id" not in (await http.get("/v1/models")).headers
         bodies = [{"model": "smollm2", "prompt": "a", "max_tokens": 5}] * 2
