@@ -16,7 +16,7 @@ Text = Annotated[str, Field(min_length=1)]
 LocalPath = Annotated[Text, AfterValidator(lambda path: os.path.abspath(os.path.expanduser(path)))]
 """Made absolute where the file is read: routers run in other directories."""
 TransportName = Literal["auto", "shared_memory", "gloo"]
-Priority = Annotated[int, Field(ge=-100, le=100)]
+Priority = Annotated[int, Field(ge=-20, le=20)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 

@@ -172,7 +172,8 @@ class _Endpoints:
     ) -> Response:
         caller = caller_of(request.scope)
         generation = caller.fit(generation, body.answer_tokens, param)
-        generation = dataclasses.replace(generation, cache_salt=caller.salted(generation.cache_salt))
+        salt, standing = caller.salted(generation.cache_salt), caller.standing(body.priority)
+        generation = dataclasses.replace(generation, cache_salt=salt, standing=standing)
         self._router.check_room(generation, param)
         state = request.scope["state"]
         answer = self._router.answer(generation, state["request_id"], RequestTimes(state["arrival"]))

@@ -12,6 +12,7 @@ from protocol.messages import SamplingParams
 from router.api.chat import ChatBody, ChatMessage
 from router.api.completions import CompletionBody
 from router.api.fields import MAX_SEED
+from router.fair_queue import ANYBODY, Standing
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer
 
@@ -25,6 +26,8 @@ class Generation:
     stops: tuple[str, ...]
     cache_salt: str
     """Only requests with the same salt share cached KV; empty if the client sent none."""
+    standing: Standing = ANYBODY
+    """Decides about its place in line."""
 
 
 class Preparer:

@@ -100,7 +100,7 @@ class Router:
 
     async def answer(self, generation: Generation, request_id: str, times: RequestTimes) -> AsyncGenerator[Delta, None]:
         """The answer, piece by piece; the last piece has the finish reason. Closing the generator frees everything."""
-        journal = Journal(generation.prompt_token_ids, generation.sampling, generation.cache_salt)
+        journal = Journal(generation.prompt_token_ids, generation.sampling, generation.cache_salt, generation.standing)
         text = AnswerText(self._tokenizer.detokenizer(), self._texts, generation.sampling, generation.stops)
         latest: float | None = None
         with self._accounting(request_id, journal, times) as outcome:

@@ -27,7 +27,6 @@ NOT_YET: dict[str, tuple[object, ...]] = {
     # vLLM and others
     "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "priority": (0,),
     "use_beam_search": (False,),
     "early_stopping": (False,),
     "include_stop_str_in_output": (False,),
@@ -84,6 +83,7 @@ class SamplingBody(Body):
         max_length=MAX_SALT_CHARS,
         description=f"a non-empty string of up to {MAX_SALT_CHARS} characters",
     )
+    priority: int = Field(default=0, ge=-20, le=20, description="an integer from -20 to 20; lower goes first")
     user: str | None = Field(default=None, description="a string")
     safety_identifier: str | None = Field(default=None, description="a string")
 

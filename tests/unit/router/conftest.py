@@ -184,6 +184,8 @@ def run_cluster(model: Model, tokenizer: Tokenizer) -> Callable[..., None]:
     def run(test: Callable[[Cluster], Coroutine[Any, Any, None]], prefill: int = 1, decode: int = 1, **overrides: Any) -> None:
         blocks = overrides.pop("total_blocks", 4096)
         store = overrides.pop("store", None)
+        if "max_batch_tokens" in overrides:
+            overrides["prefill"] = {"max_batch_tokens": overrides.pop("max_batch_tokens")}
 
         async def main() -> None:
             async with asyncio.timeout(60), serving(model, tokenizer, store, **overrides) as cluster:

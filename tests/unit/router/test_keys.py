@@ -19,11 +19,12 @@ from protocol.errors import AuthenticationError, ConfigError, ContextLengthError
 from protocol.messages import SamplingParams
 from router import keys as keys_module
 from router.callers import Caller, anonymous
+from router.fair_queue import Standing
 from router.keyring import Keyring
 from router.keys import ApiKey, check_key, read_key_file
 from router.prepare import Generation
 
-TIERS = {"standard": TierConfig(), "small": TierConfig(max_context=100, earliest_priority=-5)}
+TIERS = {"standard": TierConfig(), "small": TierConfig(max_context=100, weight=2.0, priority=3, earliest_priority=-5)}
 
 
 @pytest.fixture
@@ -200,9 +201,9 @@ def test_models_context_and_priority() -> None:
     with pytest.raises(NotAllowedError):
         limited.check_model("n")
     assert limited.max_context == 100, "the smaller of the two"
-    limited.check_priority(-5)
-    with pytest.raises(InvalidRequestError, match="at least -5"):
-        limited.check_priority(-6)
+    assert limited.standing(-5) == Standing("a", 2.0, -2)
+    with pytest.raises(InvalidRequestError, match="at least -5 with an API key of tier small"):
+        limited.standing(-6)
     assert limited.fit(generation(60, 40), 40, "prompt").sampling.max_tokens == 40
     assert limited.fit(generation(60, 1000), None, "prompt").sampling.max_tokens == 40
     for prompt, answer, wanted, min_tokens, param in (
@@ -216,6 +217,7 @@ def test_models_context_and_priority() -> None:
     free = anonymous(TIERS)
     assert free.fit(generation(60, 10**6), None, "prompt").sampling.max_tokens == 10**6
     assert free.may_use("anything")
+    assert free.standing(7) == Standing("", 1.0, 7), "whoever wants to may wait"
     assert free.salted("own") == "own"
 
 
