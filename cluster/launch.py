@@ -1,8 +1,8 @@
 """Bring a whole cluster up and take it down again: what `tandem serve` does between its flags and Ctrl-C.
 
-    resolve model ─► check port ─► Ray ─► controller ─► pools start ──────────────► settled ─► reported ─► followed
-                                             └────────► Serve, HAProxy, routers ─────┘                        │
-                                                                    Ctrl-C, SIGTERM or a failure ─► down ◄────┘
+    check keys, model, port ─► Ray ─► controller ─► pools start ──────────────► settled ─► reported ─► followed
+                                         └────────► Serve, HAProxy, routers ─────┘                        │
+                                                                Ctrl-C, SIGTERM or a failure ─► down ◄────┘
 
 Everything that can be found wrong before a process is started is found there. A failure at any step, and the end, leave
 nothing behind: a local Ray instance ends with all its processes; in a Ray cluster that was joined, the workers, the
