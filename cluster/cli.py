@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cluster.keys_command import app as keys_app
 from protocol.errors import ConfigError, TandemError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -24,6 +25,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(keys_app, name="keys")
 
 Url = Annotated[str, typer.Option("--url", envvar="TANDEM_URL", help="Where the cluster answers.")]
 AdminKey = Annotated[
@@ -76,6 +78,10 @@ def serve(
     max_num_seqs: Annotated[int | None, typer.Option(help="Sequences per decode step.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Prompt tokens per prefill step.")] = None,
     admin_key: AdminKey = None,
+    keys_file: Annotated[Path | None, typer.Option(help="API keys, as `tandem keys` makes them.")] = None,
+    allow_anonymous: Annotated[
+        bool | None, typer.Option("--allow-anonymous", help="Serve other machines without asking for keys.")
+    ] = None,
     address: RayAddress = None,
 ) -> None:
     """Start a cluster and serve it until Ctrl-C."""
@@ -101,6 +107,8 @@ def serve(
         "decode.max_batch_size": max_num_seqs,
         "prefill.max_batch_tokens": max_num_batched_tokens,
         "http.admin_key": admin_key,
+        "http.keys_file": None if keys_file is None else str(keys_file),
+        "http.allow_anonymous": allow_anonymous,
     }
     overrides = {key: value for key, value in flags.items() if value is not None}
     serve_until_interrupted(load_config(config, overrides), address)

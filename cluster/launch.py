@@ -1,8 +1,8 @@
 """Bring a whole cluster up and take it down again: what `tandem serve` does between its flags and Ctrl-C.
 
-    resolve model ─► check port ─► Ray ─► controller ─► pools start ──────────────► settled ─► reported ─► followed
-                                             └────────► Serve, HAProxy, routers ─────┘                        │
-                                                                    Ctrl-C, SIGTERM or a failure ─► down ◄────┘
+    check keys, model, port ─► Ray ─► controller ─► pools start ──────────────► settled ─► reported ─► followed
+                                         └────────► Serve, HAProxy, routers ─────┘                        │
+                                                                Ctrl-C, SIGTERM or a failure ─► down ◄────┘
 
 Everything that can be found wrong before a process is started is found there. A failure at any step, and the end, leave
 nothing behind: a local Ray instance ends with all its processes; in a Ray cluster that was joined, the workers, the
@@ -17,9 +17,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import httpx
+import redis
 
 from cluster.placement import unplaceable
 from cluster.ray_session import check_port_free, joined_ray, local_ray
@@ -28,12 +30,14 @@ from configs.models import resolve_for
 from configs.schema import ClusterConfig
 from protocol.cluster_view import ClusterView
 from protocol.errors import ConfigError, UnavailableError
+from router.keyring import Keyring
 
 Report = Callable[[str], None]
 """Told what is being done, for people."""
 
 _HEALTH_S = 30.0
 _HEALTH_RETRY_S = 0.1
+_REDIS_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,19 @@ def check_model(config: ClusterConfig) -> str:
     return facts.name
 
 
+def check_keys(config: ClusterConfig) -> None:
+    """ConfigError if the routers could not read the API keys, or if nobody would keep their rates."""
+    http = config.http
+    if http.keys_file is not None:
+        Keyring(Path(http.keys_file), config.tiers)
+    if http.redis_url is not None:
+        try:
+            with redis.Redis.from_url(http.redis_url, socket_timeout=_REDIS_S, socket_connect_timeout=_REDIS_S) as client:
+                client.ping()
+        except (redis.RedisError, ValueError) as error:
+            raise ConfigError(f"http.redis_url: no Redis answers there: {error}", param="http.redis_url") from None
+
+
 @contextmanager
 def running_cluster(config: ClusterConfig, address: str | None, report: Report) -> Iterator[RunningCluster]:
     """Start everything (the model has been checked), yield once every worker is ready and HTTP answers, then take it down.
@@ -91,6 +108,7 @@ def running_cluster(config: ClusterConfig, address: str | None, report: Report) 
 @contextmanager
 def _pools_and_http(config: ClusterConfig, place: _Place, report: Report) -> Iterator[RunningCluster]:
     from cluster.controller import find_controller, start_controller
+    from cluster.rates import start_rate_keeper
     from cluster.ray_launcher import node_resources
     from cluster.serve_app import deploy_router, start_http
     from cluster.teardown import remove_cluster, sweep
@@ -107,7 +125,7 @@ def _pools_and_http(config: ClusterConfig, place: _Place, report: Report) -> Ite
         settled = controller.settle.remote(config.limits.worker_start_s)
         report("workers and router")
         start_http(config)
-        deploy_router(config, secret, controller, place.head_resources)
+        deploy_router(config, secret, controller, start_rate_keeper(config, place.head_resources), place.head_resources)
         report("workers")
         _ask(settled)
         report("HTTP")

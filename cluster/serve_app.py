@@ -14,10 +14,12 @@ from fastapi import FastAPI
 from ray import serve
 
 from cluster.controller import RayControllerClient
+from cluster.rates import rate_store
 from configs.models import resolve_for
 from configs.schema import ClusterConfig
 from protocol.errors import UnavailableError
 from router.app import create_app
+from router.meter import Meter
 from router.service import Router
 from telemetry.logging import setup_logging
 
@@ -30,17 +32,21 @@ _NEVER_REACHED = 100_000
 class RouterReplica:
     """One replica. Serve builds the ASGI app after the constructor has returned."""
 
-    async def __init__(self, config: ClusterConfig, secret: bytes, controller: Any) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: ClusterConfig, secret: bytes, controller: Any, rate_keeper: Any | None
+    ) -> None:
         setup_logging("router")
         model = await asyncio.to_thread(resolve_for, config)
         self._router = Router(config, model, secret, RayControllerClient(controller))
+        self._meter = Meter(rate_store(config, rate_keeper))
         await self._router.start()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_app(self._router, echo_request_id=False)
+        return create_app(self._router, self._meter, echo_request_id=False)
 
     async def __del__(self) -> None:
         await self._router.close()
+        await self._meter.close()
 
 
 def start_http(config: ClusterConfig) -> None:
@@ -48,7 +54,9 @@ def start_http(config: ClusterConfig) -> None:
     serve.start(proxy_location="HeadOnly", http_options={"host": config.http.host, "port": config.http.port})
 
 
-def deploy_router(config: ClusterConfig, secret: bytes, controller: Any, head_resources: dict[str, float]) -> None:
+def deploy_router(
+    config: ClusterConfig, secret: bytes, controller: Any, rate_keeper: Any | None, head_resources: dict[str, float]
+) -> None:
     """Deploy the router and wait until every replica serves. Raises UnavailableError if one can't."""
     deployment: Any = serve.deployment(
         name="router",
@@ -60,7 +68,7 @@ def deploy_router(config: ClusterConfig, secret: bytes, controller: Any, head_re
         graceful_shutdown_timeout_s=10,
     )
     try:
-        serve.run(deployment(RouterReplica).bind(config, secret, controller), name=APPLICATION, route_prefix="/")
+        serve.run(deployment(RouterReplica).bind(config, secret, controller, rate_keeper), name=APPLICATION, route_prefix="/")
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[-1]
         raise UnavailableError(f"the router did not start: {reason}") from None

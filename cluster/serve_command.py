@@ -12,7 +12,7 @@ from types import FrameType
 
 from rich.console import Console
 
-from cluster.launch import RunningCluster, check_model, running_cluster
+from cluster.launch import RunningCluster, check_keys, check_model, running_cluster
 from configs.schema import ClusterConfig
 from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState
 from protocol.messages import Role
@@ -25,6 +25,7 @@ def serve_until_interrupted(config: ClusterConfig, address: str | None) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: a shell starts background jobs with it ignored
         signal.signal(number, _interrupt)
     try:
+        check_keys(config)
         model_name = check_model(config)
         with (
             open(os.devnull, "w") as nowhere,
@@ -64,7 +65,8 @@ def greeting(view: ClusterView, config: ClusterConfig, model_name: str) -> list[
     counts = " + ".join(f"{sum(info.role is role for info in view.workers)} {role.value}" for role in Role)
     question = [{"role": "user", "content": "What is the capital of France?"}]
     body = json.dumps({"model": model_name, "messages": question, "temperature": 0})
-    command = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    key = "" if config.http.keys_file is None else ' -H "Authorization: Bearer $TANDEM_API_KEY"'
+    command = f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
     return [f"ready: {counts}, {url}", command]
 
 

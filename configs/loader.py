@@ -6,16 +6,18 @@ Whatever is wrong is a ConfigError of one line; its `param` is the path of the f
 from __future__ import annotations
 
 import difflib
+import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from configs.addresses import is_loopback
 from configs.facts import ModelFacts
-from configs.schema import ClusterConfig
+from configs.schema import DEFAULT_TIER, ClusterConfig
 from configs.sharding import check_tensor_parallel_size
 from protocol.errors import ConfigError
 
@@ -122,12 +124,11 @@ def _sentence(detail: ErrorDetails) -> str:
 
 
 def _suggestion(location: tuple[int | str, ...]) -> str:
-    section: type[BaseModel] = ClusterConfig
+    section: Any = ClusterConfig
     for part in location[:-1]:
-        nested = section.model_fields[str(part)].annotation
-        assert isinstance(nested, type)
-        assert issubclass(nested, BaseModel), "only sections have keys that can be unknown"
-        section = nested
+        # Below a section lie its keys, below a mapping its values, whatever they are called.
+        mapping = typing.get_origin(section) is dict
+        section = typing.get_args(section)[1] if mapping else section.model_fields[str(part)].annotation
     name, known = str(location[-1]), list(section.model_fields)
     close = difflib.get_close_matches(name, known, n=1)
     if close:
@@ -138,6 +139,16 @@ def _suggestion(location: tuple[int | str, ...]) -> str:
 def _contradictions(config: ClusterConfig) -> list[tuple[str, str]]:
     """Values that are right one by one and impossible together, as (key, sentence)."""
     found = _too_small(config, config.max_model_len or 1)
+    http = config.http
+    if http.keys_file is not None and http.allow_anonymous:
+        found.append(("http.allow_anonymous", "true makes no sense beside http.keys_file: one or the other"))
+    if http.keys_file is None and not http.allow_anonymous and not is_loopback(http.host):
+        problem = f"others reach {http.host}: name http.keys_file (see `tandem keys`), or set http.allow_anonymous to true"
+        found.append(("http.host", problem))
+    if http.redis_url is not None and http.keys_file is None:
+        found.append(("http.redis_url", "it keeps the rates of API keys: name http.keys_file too"))
+    if DEFAULT_TIER not in config.tiers:
+        found.append(("tiers", f"there must be a tier {DEFAULT_TIER}; keys that name none are of it"))
     limits = config.limits
     if limits.heartbeat_s * 2 > limits.lease_s:
         problem = (

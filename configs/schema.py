@@ -5,15 +5,23 @@ Read with `configs.loader.load_config`; unknown keys and impossible values are a
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 Positive = Annotated[int, Field(gt=0)]
 Text = Annotated[str, Field(min_length=1)]
+LocalPath = Annotated[Text, AfterValidator(lambda path: os.path.abspath(os.path.expanduser(path)))]
+"""Made absolute where the file is read: routers run in other directories."""
 TransportName = Literal["auto", "shared_memory", "gloo", "cuda_ipc", "nccl"]
+Priority = Annotated[int, Field(ge=-20, le=20)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
+
+
+DEFAULT_TIER = "standard"
+"""The tier of keys that name none, and of requests without a key."""
 
 
 class _Section(BaseModel):
@@ -27,6 +35,25 @@ class HttpConfig(_Section):
     max_body_bytes: Positive = 16 * 1024 * 1024
     admin_key: Text | None = None
     """Bearer key for /admin. Without one, /admin is served on loopback addresses only."""
+    keys_file: LocalPath | None = None
+    """API keys, as `tandem keys` writes them. Without one, everybody who reaches a loopback address is served."""
+    allow_anonymous: bool = False
+    """Serve whoever reaches the port, without keys, also on other addresses than loopback."""
+    redis_url: Text | None = None
+    """Redis (redis://, rediss://) keeps what each key has used of its rates. Without one, an actor of the cluster does."""
+
+
+class TierConfig(_Section):
+    """What the keys of one tier have in common."""
+
+    weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
+    """Share of a tenant that waits, in proportion to the others that wait at the same priority."""
+    priority: Priority = 0
+    """Lower goes first, as in vLLM; what waits catches up with the time."""
+    earliest_priority: Priority = 0
+    """The lowest `priority` that a request may ask for; it is added to the tier's."""
+    max_context: Positive | None = None
+    """Tokens of prompt and answer together, at most."""
 
 
 class PoolConfig(_Section):
@@ -94,6 +121,8 @@ class ClusterConfig(_Section):
     prefill: PrefillConfig = PrefillConfig()
     decode: DecodeConfig = DecodeConfig()
     limits: LimitsConfig = LimitsConfig()
+    tiers: dict[Text, TierConfig] = {DEFAULT_TIER: TierConfig()}
+    """Every key is of one of these."""
 
     @property
     def answer_room(self) -> int:

@@ -38,8 +38,16 @@ class ContextLengthError(InvalidRequestError):
     code = "context_length_exceeded"
 
 
+class AuthenticationError(TandemError):
+    """The request carries no API key that is good now. The code is OpenAI's."""
+
+    code = "invalid_api_key"
+    http_status = 401
+    openai_type = "invalid_request_error"
+
+
 class NotAllowedError(TandemError):
-    """The caller may not do this (an operator's call without the operator's key)."""
+    """The caller may not do this (an operator's call without the operator's key, a model that an API key is not for)."""
 
     code = "permission_denied"
     http_status = 403
@@ -60,6 +68,12 @@ class OverloadedError(TandemError):
     code = "overloaded"
     http_status = 429
     openai_type = "rate_limit_error"
+
+
+class RateLimitError(OverloadedError):
+    """An API key has used up what it may use in a minute. The code is OpenAI's."""
+
+    code = "rate_limit_exceeded"
 
 
 class UnavailableError(TandemError):

@@ -1,10 +1,11 @@
 """From a request to a pair of workers with room for it.
 
-    arrive ──► a pair has room ────────────────────────────────► Claim
-       └─► everything is full, or nobody is up: wait in line ──► Claim | 429 | 503
+    arrive ──► wait in line: at the front, and a pair has room ──► Claim
+                  └─► no room in time, or nobody is up ──────────► 429 | 503
 
-Blocks are reserved at the decode worker before any prefill work is spent. A `Claim` holds what the request has at both
-workers and gives all of it back when it is left, on every way out.
+A worker's queue is first come, first served, so requests are held back here, where it is known who is due: a prefill worker
+gets no more from one router than keeps it busy for a step. Blocks are reserved at the decode worker before any prefill work
+is spent. A `Claim` holds what the request has at both workers and gives all of it back when it is left, on every way out.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Container
+from collections.abc import Callable, Container
 from types import TracebackType
 
 from configs.schema import ClusterConfig
@@ -32,6 +33,9 @@ _RETRY_WHEN_DOWN_S = 5.0
 _IMPATIENCE = 0.25
 """Share of a lease that a decode worker gets to answer while there are others to ask."""
 
+_LEVELS_PER_QUEUE_TIME = 40
+"""So many levels of priority what waits may gain: one every 1.5 s by default (`limits.queue_s` / 40)."""
+
 
 class Claim:
     """A pair of workers and a ticket, for one attempt of one request.
@@ -40,7 +44,14 @@ class Claim:
     """
 
     def __init__(
-        self, attempt_id: str, prefill: WorkerLink, decode: WorkerLink, ticket: Ticket, num_tokens: int, num_blocks: int
+        self,
+        attempt_id: str,
+        prefill: WorkerLink,
+        decode: WorkerLink,
+        ticket: Ticket,
+        num_tokens: int,
+        num_blocks: int,
+        on_prefilled: Callable[[], None],
     ) -> None:
         self.prefill = prefill
         self.decode = decode
@@ -48,6 +59,7 @@ class Claim:
         self._ticket = ticket
         self._num_tokens = num_tokens
         self._num_blocks = num_blocks
+        self._on_prefilled = on_prefilled
         self._prefilling = True
         self._handed_over = False
         self._stream = decode.open_stream(ticket.ticket_id)
@@ -104,6 +116,7 @@ class Claim:
         if self._prefilling:
             self._prefilling = False
             self.prefill.book.done(self._num_tokens)
+            self._on_prefilled()
 
 
 class Admission:
@@ -112,35 +125,30 @@ class Admission:
     def __init__(self, config: ClusterConfig, roster: Roster, metrics: Metrics) -> None:
         self._config = config
         self._roster = roster
-        self._metrics = metrics
-        self._line = WaitingLine(config.limits.max_waiting_requests)
+        self._line = WaitingLine(config.limits.max_waiting_requests, config.limits.queue_s / _LEVELS_PER_QUEUE_TIME)
+        metrics.waiting_requests.set_function(lambda: len(self._line))
 
     async def admit(self, attempt_id: str, journal: Journal, deadline: float, *, resumed: bool, avoid: Container[str]) -> Claim:
         """A pair with room for what is left of the request; the caller leaves the Claim. Workers in `avoid` come last.
 
-        Raises InvalidRequestError when no worker's pool could ever hold it; OverloadedError when too many wait already or
-        no room came until `deadline` (the loop's time); UnavailableError when no worker of a role was up until then.
+        Raises InvalidRequestError when no worker's pool could ever hold it; OverloadedError when too many wait already, or
+        no room came until `deadline` (the loop's time), or none would at the present pace; UnavailableError when no worker of
+        a role was up until then.
         """
-        self._roster.check_open()
         self.check_possible(len(journal.token_ids), journal.remaining_tokens)
-        if not len(self._line):
-            claim = await self._try(attempt_id, journal, avoid)
-            if claim is not None:
-                return claim
-        self._metrics.waiting_requests.inc()
         try:
-            async with self._line.turn(deadline, ahead=resumed):
+            with self._line.place(journal.standing, self._cost(journal), deadline, ahead=resumed) as place:
                 while True:
+                    await place.front()
+                    self._roster.check_open()
                     seen = self._roster.changes
                     claim = await self._try(attempt_id, journal, avoid)
                     if claim is not None:
+                        place.served = True
                         return claim
                     await self._roster.next_change(seen, deadline)
-                    self._roster.check_open()
         except TimeoutError:
-            raise self._refusal() from None
-        finally:
-            self._metrics.waiting_requests.dec()
+            raise self._refusal(journal) from None
 
     def check_possible(self, num_prompt_tokens: int, max_tokens: int, prompt_param: str = "prompt") -> None:
         """Raise InvalidRequestError if the request is larger than the largest pool of either role.
@@ -168,15 +176,18 @@ class Admission:
         pool = self._config.prefill if role is Role.PREFILL else self._config.decode
         return (max(sizes) if sizes else pool.kv_cache_tokens // block_size) * block_size
 
+    def _cost(self, journal: Journal) -> int:
+        """Tokens that a claim takes at once: those to prefill, and the answer's first room."""
+        return reserved_tokens(len(journal.token_ids), journal.remaining_tokens, self._config.answer_room)
+
     async def _try(self, attempt_id: str, journal: Journal, avoid: Container[str]) -> Claim | None:
         """A claim if some pair has room now. Decode workers are asked in turn, the one with the most room first."""
         num_tokens = len(journal.token_ids)
-        block_size = self._config.block_size
-        need_blocks = blocks_for(reserved_tokens(num_tokens, journal.remaining_tokens, self._config.answer_room), block_size)
+        need_blocks = blocks_for(self._cost(journal), self._config.block_size)
         decodes = {link.ref.worker_id: link for link in self._roster.ready(Role.DECODE)}
         order = decode_order((link.load() for link in decodes.values()), need_blocks, avoid)
         for worker_id in order:
-            if self._best_prefill(avoid) is None:
+            if self._best_prefill(num_tokens, avoid) is None:
                 return None
             decode = decodes[worker_id]
             lease_s = self._config.limits.lease_s
@@ -184,9 +195,9 @@ class Admission:
             ticket = await self._reserve(decode, attempt_id, journal, need_blocks, patience_s)
             if ticket is None:
                 continue
-            prefill = self._best_prefill(avoid)
+            prefill = self._best_prefill(num_tokens, avoid)
             if prefill is not None:
-                return Claim(attempt_id, prefill, decode, ticket, num_tokens, need_blocks)
+                return Claim(attempt_id, prefill, decode, ticket, num_tokens, need_blocks, self._roster.note_change)
             decode.release(ticket.ticket_id)
             decode.book.done(need_blocks)
         return None
@@ -211,16 +222,18 @@ class Admission:
                 decode.book.done(need_blocks)
         return ticket
 
-    def _best_prefill(self, avoid: Container[str]) -> WorkerLink | None:
+    def _best_prefill(self, num_tokens: int, avoid: Container[str]) -> WorkerLink | None:
         links = {link.ref.worker_id: link for link in self._roster.ready(Role.PREFILL)}
-        order = prefill_order((link.load() for link in links.values()), avoid)
+        window_tokens = self._config.prefill.max_batch_tokens
+        order = prefill_order((link.load() for link in links.values()), num_tokens, window_tokens, avoid)
         return links[order[0]] if order else None
 
-    def _refusal(self) -> TandemError:
+    def _refusal(self, journal: Journal) -> TandemError:
         waited_s = self._config.limits.queue_s
         for role in (Role.PREFILL, Role.DECODE):
             if not self._roster.ready(role):
                 return UnavailableError(
                     f"no {role.value} worker came up within {waited_s:g} s", retry_after_s=_RETRY_WHEN_DOWN_S
                 )
-        return OverloadedError(f"no room within {waited_s:g} s: all workers are full", retry_after_s=self._line.retry_after_s)
+        retry_after_s = self._line.retry_after_s(journal.standing)
+        return OverloadedError(f"no room within {waited_s:g} s: all workers are full", retry_after_s=retry_after_s)

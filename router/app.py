@@ -1,7 +1,7 @@
 """The HTTP endpoints. Thin: each reads a body, lets the router work, and writes the answer in OpenAI's shape.
 
-How to serve it: `create_app(router)` builds a FastAPI app around a started Router. It has no lifespan of its own; whoever owns
-the router calls `await router.start()` before and `await router.close()` after. Under Ray Serve, build it in the replica:
+How to serve it: `create_app(router, meter)` builds a FastAPI app around a started Router. It has no lifespan of its own: the
+owner of the two calls `await router.start()` before, and closes both after. Under Ray Serve, build it in the replica:
 
     @serve.deployment(...)
     @serve.ingress()                                   # no app here: it is built after __init__, in the replica
@@ -11,15 +11,16 @@ the router calls `await router.start()` before and `await router.close()` after.
             await self._router.start()
 
         def __serve_build_asgi_app__(self):
-            return create_app(self._router, echo_request_id=False)   # Serve adds X-Request-ID by itself
+            return create_app(self._router, self._meter, echo_request_id=False)   # Serve adds X-Request-ID by itself
 
-Keys and the loopback rule of /admin are checked here, on the peer's address, because Serve's proxies listen on every interface.
+Who may use /v1 is checked in `router.gate`; the key and the loopback rule of /admin here, on the peer's address, because
+Serve's proxies may listen on every interface.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hmac
-import ipaddress
 import time
 import uuid
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from configs.addresses import is_loopback
 from protocol.errors import ModelNotFoundError, NotAllowedError
 from protocol.messages import Role
 from router.api.body import Body, parse_body
@@ -41,6 +43,9 @@ from router.api.openapi import operation
 from router.api.respond import AnswerResponse
 from router.api.shapes import AnswerInfo, AnswerShape, Json
 from router.api.tools import DetokenizeBody, ScaleBody, TokenizeBody
+from router.callers import Caller
+from router.gate import Doorkeeper, Gate, caller_of
+from router.meter import Meter
 from router.prepare import Generation
 from router.service import Router
 
@@ -49,13 +54,17 @@ _B = TypeVar("_B", bound=Body)
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def create_app(router: Router, *, echo_request_id: bool = True) -> FastAPI:
-    """The app of one started router. `echo_request_id` False leaves the x-request-id header of answers to the server."""
+def create_app(router: Router, meter: Meter, *, echo_request_id: bool = True) -> FastAPI:
+    """The app of one started router. `echo_request_id` False leaves the x-request-id header of answers to the server.
+
+    Raises ConfigError if the API keys can't be read.
+    """
     # OpenAPI's own pages load scripts from other hosts, so they stay off.
     app = FastAPI(title="Tandem", docs_url=None, redoc_url=None)
     install_error_handlers(app)
+    app.add_middleware(Gate, doorkeeper=Doorkeeper(router.config))
     app.add_middleware(Envelope, echo_request_id=echo_request_id)
-    endpoints = _Endpoints(router)
+    endpoints = _Endpoints(router, meter)
     routes: list[tuple[str, str, Any, type[Body] | None]] = [
         ("POST", "/v1/chat/completions", endpoints.chat, ChatBody),
         ("POST", "/v1/completions", endpoints.complete, CompletionBody),
@@ -75,43 +84,45 @@ def create_app(router: Router, *, echo_request_id: bool = True) -> FastAPI:
 
 
 class _Endpoints:
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, meter: Meter) -> None:
         self._router = router
+        self._meter = meter
 
     async def chat(self, request: Request) -> Response:
         body, size = await self._read(request, ChatBody)
-        self._router.check_model(body.model)
+        self._check_model(request, body.model)
         generations = await self._router.offload(size, self._router.preparer.chat, body)
         info = self._info("chatcmpl", body, generations)
         return self._answer(request, generations, body, ChatShape(info), info, "messages")
 
     async def complete(self, request: Request) -> Response:
         body, size = await self._read(request, CompletionBody)
-        self._router.check_model(body.model)
+        self._check_model(request, body.model)
         generations = await self._router.offload(size, self._router.preparer.completion, body)
         info = self._info("cmpl", body, generations)
         return self._answer(request, generations, body, CompletionShape(info), info, "prompt")
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model_card()]})
+        cards = [self._model_card()] if caller_of(request.scope).may_use(self._router.facts.name) else []
+        return JSONResponse({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
         if not name:
             raise ModelNotFoundError("give a model's name", param="model")
-        self._router.check_model(name)
+        self._check_model(request, name)
         return JSONResponse(self._model_card())
 
     async def tokenize(self, request: Request) -> Response:
         body, size = await self._read(request, TokenizeBody)
-        self._router.check_model(body.model)
+        self._check_model(request, body.model)
         body.check_together()
         tokens = await self._router.offload(size, self._tokens, body)
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": self._router.max_model_len})
 
     async def detokenize(self, request: Request) -> Response:
         body, size = await self._read(request, DetokenizeBody)
-        self._router.check_model(body.model)
+        self._check_model(request, body.model)
         return JSONResponse({"prompt": await self._router.offload(size, self._router.preparer.text, body.tokens)})
 
     async def health(self, request: Request) -> Response:
@@ -141,6 +152,11 @@ class _Endpoints:
                 await self._router.scale(role, workers)
         return JSONResponse({role.value: workers for role, workers in wanted.items() if workers is not None})
 
+    def _check_model(self, request: Request, name: str | None) -> None:
+        """Raise ModelNotFoundError if this is not the served model, NotAllowedError if it is not for this caller."""
+        self._router.check_model(name)
+        caller_of(request.scope).check_model(self._router.facts.name)
+
     async def _read(self, request: Request, kind: type[_B]) -> tuple[_B, int]:
         """The checked body and its size in bytes."""
         limits = self._router.config.limits
@@ -156,17 +172,27 @@ class _Endpoints:
         info: AnswerInfo,
         param: str,
     ) -> Response:
-        for generation in generations:
-            self._router.check_room(generation, param)
+        caller = caller_of(request.scope)
+        own = [self._of_caller(caller, generation, body, param) for generation in generations]
         state = request.scope["state"]
+        answer = self._router.answers(own, state["request_id"], state["arrival"])
+        num_prompt_tokens = sum(len(generation.prompt_token_ids) for generation in own)
+        max_tokens = sum(generation.num_choices * generation.sampling.max_tokens for generation in own)
         return AnswerResponse(
-            self._router.answers(generations, state["request_id"], state["arrival"]),
+            self._meter.metered(caller, num_prompt_tokens, max_tokens, answer),
             shape,
             info.num_choices,
             stream=body.stream,
             include_usage=body.include_usage,
             sparse=not body.return_token_ids and body.num_logprobs is None,
         )
+
+    def _of_caller(self, caller: Caller, generation: Generation, body: ChatBody | CompletionBody, param: str) -> Generation:
+        """Within what the caller may ask for, and in its name."""
+        fitted = caller.fit(generation, body.answer_tokens, param)
+        salt, standing = caller.salted(fitted.cache_salt), caller.standing(body.priority)
+        self._router.check_room(fitted, param)
+        return dataclasses.replace(fitted, cache_salt=salt, standing=standing)
 
     def _info(self, prefix: str, body: ChatBody | CompletionBody, generations: Sequence[Generation]) -> AnswerInfo:
         return AnswerInfo(
@@ -206,16 +232,5 @@ class _Endpoints:
             right = hmac.compare_digest(given.encode("latin-1"), http.admin_key.encode())
             if scheme.lower() != "bearer" or not right:
                 raise NotAllowedError("this needs the operator's key: send `Authorization: Bearer <http.admin_key>`")
-        elif not (_is_loopback(http.host) and request.client is not None and _is_loopback(request.client.host)):
+        elif not (is_loopback(http.host) and request.client is not None and is_loopback(request.client.host)):
             raise NotAllowedError("without http.admin_key this is only served on loopback addresses; set a key to use it here")
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (mapped or address).is_loopback

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from protocol.messages import FinishReason, PromptLogprobs, SamplingParams, TokenLogprobs
+from router.fair_queue import ANYBODY, Standing
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Journal:
     sampling: SamplingParams
     cache_salt: str
     """Whoever goes on with the choice elsewhere may share KV with the same requests only."""
+    standing: Standing = ANYBODY
+    """Decides about its place in line."""
     emitted: list[int] = field(default_factory=list)
 
     def record(self, tokens: Tokens) -> Tokens:

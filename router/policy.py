@@ -85,12 +85,18 @@ class WorkerLoad:
         return self.book.refused_size - 1 if free is None else min(free, self.book.refused_size - 1)
 
 
-def prefill_order(loads: Iterable[WorkerLoad], avoid: Container[str] = ()) -> list[str]:
-    """Worker ids, the one with the least prompt tokens ahead first.
+def prefill_order(loads: Iterable[WorkerLoad], num_tokens: int, window_tokens: int, avoid: Container[str] = ()) -> list[str]:
+    """Ids of the workers that may get a prompt, the one with the least prompt tokens ahead first; those in `avoid` come last.
 
-    A worker that refused a request since its last report (queue full) is left out; those in `avoid` come last.
+    Left out are workers that refused a request since their last report (queue full), and those for which this router would
+    have more than `window_tokens` to wait for: what is queued there is out of its hands, and would go before whoever comes
+    next and is due. One prompt of any length is always let through.
     """
-    open_loads = [load for load in loads if load.book.refused_size is None]
+    open_loads = []
+    for load in loads:
+        ahead = load.book.in_flight_size
+        if load.book.refused_size is None and (not ahead or ahead + num_tokens <= window_tokens):
+            open_loads.append(load)
     open_loads.sort(key=lambda load: (load.worker_id in avoid, load.queued_tokens, load._turn))
     return [load.worker_id for load in open_loads]
 

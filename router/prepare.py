@@ -13,6 +13,7 @@ from router.api.chat import ChatBody, ChatMessage
 from router.api.completions import CompletionBody
 from router.api.fields import MAX_SEED
 from router.echo import Echo
+from router.fair_queue import ANYBODY, Standing
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer
 
@@ -31,6 +32,8 @@ class Generation:
     num_choices: int
     echo: Echo | None
     """The prompt, if it is to be said before the answer."""
+    standing: Standing = ANYBODY
+    """Decides about its place in line."""
 
 
 class Preparer:

@@ -48,7 +48,7 @@ class Roster:
     def __init__(self, controller: ControllerClient, secret: bytes, limits: LimitsConfig, on_lost: Callable[[], None]) -> None:
         self.view = ClusterView(-1, ())
         self.changes = 0
-        """Counts everything that may make room: load reports, new links, new views."""
+        """Counts everything that may make room: load reports, new links, new views, finished prefills."""
         self._controller = controller
         self._secret = secret
         self._limits = limits
@@ -69,7 +69,7 @@ class Roster:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._entries.clear()
-        self._note_change()
+        self.note_change()
 
     def check_open(self) -> None:
         """Raise UnavailableError once the roster is closed: no worker will come any more."""
@@ -128,7 +128,7 @@ class Roster:
         for info in view.workers:
             if info.ref is not None and (info.worker_id, info.epoch) not in self._entries:
                 self._open(info.ref, info.state)
-        self._note_change()
+        self.note_change()
 
     def _open(self, ref: WorkerRef, state: WorkerState) -> None:
         entry = _Entry(ref, state, self._spawn(self._keep(ref)))
@@ -165,9 +165,9 @@ class Roster:
         self._entries.pop((ref.worker_id, ref.epoch), None)
 
     async def _hold(self, entry: _Entry, client: WireClient) -> None:
-        link = entry.link = WorkerLink(entry.ref, client, self._limits, self._note_change)
+        link = entry.link = WorkerLink(entry.ref, client, self._limits, self.note_change)
         log.info("linked", extra=fields(worker=entry.ref.worker_id, epoch=entry.ref.epoch))
-        self._note_change()
+        self.note_change()
         try:
             reason = await link.run()
             if not entry.retired:
@@ -175,7 +175,7 @@ class Roster:
             log.info("link ended", extra=fields(worker=entry.ref.worker_id, epoch=entry.ref.epoch, reason=reason))
         finally:
             entry.link = None
-            self._note_change()
+            self.note_change()
 
     async def _watch(self) -> None:
         """Follow the controller's view."""
@@ -204,7 +204,8 @@ class Roster:
         if not task.cancelled() and task.exception() is not None:
             log.error("a task of the roster failed", exc_info=task.exception())
 
-    def _note_change(self) -> None:
+    def note_change(self) -> None:
+        """Wake who waits for room: there may be some."""
         self.changes += 1
         self._changed.set()
         self._changed = asyncio.Event()

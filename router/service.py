@@ -111,7 +111,7 @@ class Router:
                 # The others show what the first one found out about the prompt.
                 num_prompt_logprobs = None if choice else generation.sampling.num_prompt_logprobs
                 sampling = dataclasses.replace(generation.sampling, choice=choice, num_prompt_logprobs=num_prompt_logprobs)
-                journal = Journal(generation.prompt_token_ids, sampling, generation.cache_salt)
+                journal = Journal(generation.prompt_token_ids, sampling, generation.cache_salt, generation.standing)
                 detokenizer = self._tokenizer.detokenizer()
                 text = AnswerText(len(choices), detokenizer, self._texts, sampling, generation.stops, generation.echo)
                 choices.append(self._answer(journal, text, prompt, request_id, RequestTimes(arrival)))

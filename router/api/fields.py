@@ -24,7 +24,6 @@ NOT_YET: dict[str, tuple[object, ...]] = {
     "prompt_cache_key": (),
     # vLLM and others
     "length_penalty": (1,),
-    "priority": (0,),
     "use_beam_search": (False,),
     "early_stopping": (False,),
     "include_stop_str_in_output": (False,),
@@ -91,6 +90,7 @@ class SamplingBody(Body):
         max_length=MAX_SALT_CHARS,
         description=f"a non-empty string of up to {MAX_SALT_CHARS} characters",
     )
+    priority: int = Field(default=0, ge=-20, le=20, description="an integer from -20 to 20; lower goes first")
     user: str | None = Field(default=None, description="a string")
     safety_identifier: str | None = Field(default=None, description="a string")
 

@@ -51,6 +51,44 @@ def test_cluster_yaml_gives_each_role_its_nodes() -> None:
     assert config.decode.resources == {"GPU": 1.0, "tandem_decode": 1.0}
 
 
+def test_tiers(yaml_file: Path) -> None:
+    yaml_file.write_text("tiers: {standard: {}, gold: {weight: 4, priority: -1}}")
+    assert load_config(yaml_file, {}).tiers["gold"].weight == 4
+    yaml_file.write_text("tiers: {gold: {wieght: 4}, standard: {}}")
+    error = refused(yaml_file)
+    assert error.param == "tiers.gold.wieght"
+    assert "did you mean tiers.gold.weight?" in error.message
+    yaml_file.write_text("tiers: {gold: {}}")
+    assert refused(yaml_file).param == "tiers"
+
+
+@pytest.mark.parametrize(
+    ("http", "param"),
+    [
+        ("{host: 0.0.0.0}", "http.host"),
+        ("{host: '::'}", "http.host"),
+        ("{host: somewhere}", "http.host"),
+        ("{host: 10.0.0.7, allow_anonymous: true}", None),
+        ("{host: 10.0.0.7, keys_file: k.json}", None),
+        ("{host: '::1'}", None),
+        ("{keys_file: k.json, allow_anonymous: true}", "http.allow_anonymous"),
+    ],
+)
+def test_other_addresses_than_loopback_need_keys_or_the_flag(yaml_file: Path, http: str, param: str | None) -> None:
+    yaml_file.write_text(f"http: {http}")
+    if param is None:
+        load_config(yaml_file, {})
+    else:
+        assert refused(yaml_file).param == param
+
+
+def test_the_path_of_the_keys_is_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert load_config(None, {"http.keys_file": "k.json"}).http.keys_file == str(tmp_path / "k.json")
+    assert load_config(None, {"http.keys_file": "~/k.json"}).http.keys_file == str(tmp_path / "home" / "k.json")
+
+
 def test_overrides_win_over_the_file(yaml_file: Path) -> None:
     yaml_file.write_text("decode:\n  workers: 2\nhttp:\n")
     config = load_config(yaml_file, {"decode.workers": 3, "http.port": 8001, "model": "other"})

@@ -21,6 +21,8 @@ from configs.schema import ClusterConfig
 from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState
 from protocol.messages import Role
 from router.app import create_app
+from router.meter import Meter
+from router.rates import RateStore
 from router.service import Router
 from router.text.tokenizer import Tokenizer
 
@@ -63,6 +65,7 @@ class Cluster:
     script: Script
     controller: ScriptedController
     router: Router
+    meter: Meter
     http: httpx.AsyncClient
     url: str
     tokenizer: Tokenizer
@@ -132,22 +135,25 @@ async def eventually(condition: Callable[[], bool], what: str = "it did not happ
 
 
 @contextlib.asynccontextmanager
-async def serving(model: Model, tokenizer: Tokenizer, **overrides: Any) -> AsyncIterator[Cluster]:
+async def serving(
+    model: Model, tokenizer: Tokenizer, store: RateStore | None = None, **overrides: Any
+) -> AsyncIterator[Cluster]:
     config = ClusterConfig.model_validate({"limits": {"heartbeat_s": 0.05}} | overrides)
     secret = os.urandom(32)
     controller = ScriptedController()
     router = Router(config, model, secret, controller)
+    meter = Meter(store)
     await router.start()
     # Without the protocol, asyncio does not know it for TCP and leaves Nagle's algorithm on: 40 ms per answer.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.bind(("127.0.0.1", 0))
         server = uvicorn.Server(
-            uvicorn.Config(create_app(router), log_config=None, lifespan="off", timeout_graceful_shutdown=1)
+            uvicorn.Config(create_app(router, meter), log_config=None, lifespan="off", timeout_graceful_shutdown=1)
         )
         serving_task = asyncio.create_task(server.serve(sockets=[listener]))
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         http = httpx.AsyncClient(base_url=url, timeout=20, verify=False)
-        cluster = Cluster(config, secret, Script(), controller, router, http, url, tokenizer)
+        cluster = Cluster(config, secret, Script(), controller, router, meter, http, url, tokenizer)
         try:
             await eventually(lambda: server.started)
             yield cluster
@@ -156,6 +162,7 @@ async def serving(model: Model, tokenizer: Tokenizer, **overrides: Any) -> Async
             server.should_exit = True
             await serving_task
             await router.close()
+            await meter.close()
             for worker in (*cluster.prefill, *cluster.decode):
                 await worker.die()
 
@@ -176,9 +183,12 @@ def run_cluster(model: Model, tokenizer: Tokenizer) -> Callable[..., None]:
 
     def run(test: Callable[[Cluster], Coroutine[Any, Any, None]], prefill: int = 1, decode: int = 1, **overrides: Any) -> None:
         blocks = overrides.pop("total_blocks", 4096)
+        store = overrides.pop("store", None)
+        if "max_batch_tokens" in overrides:
+            overrides["prefill"] = {"max_batch_tokens": overrides.pop("max_batch_tokens")}
 
         async def main() -> None:
-            async with asyncio.timeout(60), serving(model, tokenizer, **overrides) as cluster:
+            async with asyncio.timeout(60), serving(model, tokenizer, store, **overrides) as cluster:
                 for _ in range(prefill):
                     cluster.add(Role.PREFILL)
                 for _ in range(decode):

@@ -56,6 +56,8 @@ class Script:
 
     answer: tuple[int, ...] = (1, 2, 3)
     step_s: float = 0.0
+    prompt_token_s: float = 0.0
+    """What prefill takes for each token of a prompt, one prompt after the other."""
 
     def token(self, position: int) -> int:
         return self.answer[position % len(self.answer)]
@@ -169,6 +171,7 @@ class ScriptedPrefill(ScriptedWorker):
         self.gate = asyncio.Event()
         """Prompts are answered while it is set."""
         self.gate.set()
+        self._engine = asyncio.Lock()
         self.cached_tokens = 0
         """What is said to have been cached of each prompt."""
         super().__init__(*args)
@@ -189,6 +192,8 @@ class ScriptedPrefill(ScriptedWorker):
 
     async def _answer(self, router: bytes, message: Prefill) -> None:
         await self.gate.wait()
+        async with self._engine:
+            await asyncio.sleep(self.script.prompt_token_s * len(message.token_ids))
         if self.working.pop(message.request_id, None) is None:
             return
         token_id = self.script.token(message.num_generated)

@@ -124,7 +124,9 @@ def test_no_room_in_time_is_429(run_cluster: Run) -> None:
 def test_too_long_a_line_is_429_at_once(run_cluster: Run) -> None:
     async def test(cluster: Any) -> None:
         cluster.prefill[0].gate.clear()
-        tasks = [asyncio.ensure_future(cluster.complete(prompt=prompt(120))) for _ in range(3)]
+        tasks = [asyncio.ensure_future(cluster.complete(prompt=prompt(120)))]
+        await cluster.until(lambda: bool(cluster.decode[0].tickets))
+        tasks += [asyncio.ensure_future(cluster.complete(prompt=prompt(120))) for _ in range(2)]
         await cluster.until(lambda: len(cluster.router._admission._line) == 2)
         refused = await cluster.complete(prompt=prompt(120))
         assert refused.status_code == 429

@@ -132,15 +132,16 @@ def test_admin_key(run_cluster: Run, header: str | None) -> None:
 
 @pytest.mark.parametrize(("bound", "peer", "status"), [("127.0.0.1", "127.0.0.1", 200), ("127.0.0.1", "10.0.0.7", 403)])
 @pytest.mark.parametrize("forwarded", [None, "127.0.0.1"])
-def test_admin_without_a_key_is_for_loopback(
+def test_without_keys_only_loopback_is_served(
     run_cluster: Run, bound: str, peer: str, status: int, forwarded: str | None
 ) -> None:
     async def test(cluster: Any) -> None:
-        transport = httpx.ASGITransport(create_app(cluster.router), client=(peer, 1234))
+        transport = httpx.ASGITransport(create_app(cluster.router, cluster.meter), client=(peer, 1234))
         async with httpx.AsyncClient(transport=transport, base_url="http://router") as http:
             headers = {} if forwarded is None else {"x-forwarded-for": forwarded}
             assert (await http.get("/admin/status", headers=headers)).status_code == status
-            assert (await http.get("/v1/models")).status_code == 200
+            assert (await http.get("/v1/models", headers=headers)).status_code == status
+            assert (await http.get("/metrics", headers=headers)).status_code == 200
 
     run_cluster(test, http=HttpConfig(host=bound).model_dump())
 
@@ -165,7 +166,7 @@ def test_request_ids(run_cluster: Run) -> None:
             assert (answer.status_code, answer.headers.get_list("x-request-id")) == (status, ["mine-2"])
         made = await cluster.http.get("/nothing", headers={"x-request-id": "x" * 200})
         assert len(made.headers["x-request-id"]) == 32
-        transport = httpx.ASGITransport(create_app(cluster.router, echo_request_id=False))
+        transport = httpx.ASGITransport(create_app(cluster.router, cluster.meter, echo_request_id=False))
         async with httpx.AsyncClient(transport=transport, base_url="http://router") as http:
             assert "x-request-id" not in (await http.get("/v1/models")).headers
         bodies = [{"model": "smollm2", "prompt": "a", "max_tokens": 5}] * 2

@@ -1,51 +1,92 @@
-"""The waiting line: order, bounds, leaving early."""
+"""The waiting line: the front, bounds, leaving early, who is refused for the pace."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.errors import OverloadedError
-from router.line import WaitingLine
+from router.fair_queue import ANYBODY, Standing
+from router.line import Pace, WaitingLine
+
+A, B = Standing("a"), Standing("b")
+
+
+async def wait_in(
+    line: WaitingLine,
+    until: float,
+    order: list[str] | None = None,
+    name: str = "",
+    *,
+    standing: Standing = ANYBODY,
+    ahead: bool = False,
+    hold_s: float = 0.0,
+) -> None:
+    """Come to the front, stay there for a moment, and be served."""
+    with line.place(standing, 1, until, ahead=ahead) as place:
+        await place.front()
+        await asyncio.sleep(hold_s)
+        place.served = True
+        if order is not None:
+            order.append(name)
+
+
+def deadline(seconds: float = 5.0) -> float:
+    return asyncio.get_running_loop().time() + seconds
 
 
 def test_first_come_first_served_and_resumed_go_ahead() -> None:
     async def main() -> None:
-        line, order, gate = WaitingLine(10), [], asyncio.Event()
-
-        async def one(name: str, ahead: bool) -> None:
-            async with line.turn(deadline(), ahead=ahead):
-                await gate.wait()
-                order.append(name)
-
-        names = [("a", False), ("b", False), ("r1", True), ("c", False), ("r2", True)]
-        tasks = []
-        for name, ahead in names:
-            tasks.append(asyncio.create_task(one(name, ahead)))
-            await asyncio.sleep(0)
-        assert len(line) == 5
-        gate.set()
+        line, order = WaitingLine(10, 1.0), list[str]()
+        with line.place(ANYBODY, 1, deadline()) as first:
+            await first.front()
+            tasks = []
+            for name, ahead in [("b", False), ("r1", True), ("c", False), ("r2", True)]:
+                tasks.append(asyncio.create_task(wait_in(line, deadline(), order, name, ahead=ahead)))
+                await asyncio.sleep(0)
+            assert len(line) == 5
+            await asyncio.sleep(0.01)
+            assert order == [], "one at a time"
         await asyncio.gather(*tasks)
-        assert order == ["a", "r1", "r2", "b", "c"], "who is at the front stays, who resumes goes next"
+        assert order == ["r1", "r2", "b", "c"]
         assert len(line) == 0
+
+    asyncio.run(main())
+
+
+def test_who_finds_no_room_steps_back_for_whoever_is_due() -> None:
+    async def main() -> None:
+        line, order = WaitingLine(10, 1.0), list[str]()
+        with line.place(Standing("low", 1.0, 5), 1, deadline()) as place:
+            await place.front()
+            await place.front()
+            task = asyncio.create_task(wait_in(line, deadline(), order, "better"))
+            await asyncio.sleep(0.01)
+            assert order == [], "it looks for room now"
+            await place.front()
+            assert order == ["better"]
+            await task
 
     asyncio.run(main())
 
 
 def test_limit_and_deadline() -> None:
     async def main() -> None:
-        line = WaitingLine(2)
-        async with line.turn(deadline()):
+        line = WaitingLine(2, 1.0)
+        with line.place(ANYBODY, 1, deadline()) as front:
+            await front.front()
             waiting = asyncio.create_task(wait_in(line, deadline(0.05)))
             await asyncio.sleep(0)
-            with pytest.raises(OverloadedError, match="2 requests are waiting") as refused:
-                async with line.turn(deadline()):
-                    pass
+            with pytest.raises(OverloadedError, match="2 requests are waiting") as refused, line.place(ANYBODY, 1, deadline()):
+                pass
             assert refused.value.retry_after_s is not None
             assert refused.value.retry_after_s >= 1
+            with line.place(ANYBODY, 1, deadline(), ahead=True):
+                assert len(line) == 3, "a resumed stream is never refused"
             with pytest.raises(TimeoutError):
                 await waiting
             assert len(line) == 1
@@ -53,29 +94,77 @@ def test_limit_and_deadline() -> None:
     asyncio.run(main())
 
 
+def test_a_full_line_makes_room_for_whoever_has_less_in_it() -> None:
+    async def main() -> None:
+        line, order = WaitingLine(3, 1.0), list[str]()
+        with line.place(A, 1, deadline()) as front:
+            await front.front()
+            crowd = []
+            for name in ("a1", "a2"):
+                crowd.append(asyncio.create_task(wait_in(line, deadline(), order, name, standing=A)))
+                await asyncio.sleep(0)
+            other = asyncio.create_task(wait_in(line, deadline(), order, "b", standing=B))
+            await asyncio.sleep(0)
+            with pytest.raises(OverloadedError):
+                await crowd[1]
+            assert len(line) == 3
+            with pytest.raises(OverloadedError), line.place(A, 1, deadline()):
+                pass
+        await asyncio.gather(crowd[0], other)
+        assert set(order) == {"a1", "b"}
+
+    asyncio.run(main())
+
+
+def test_who_would_wait_too_long_at_the_present_pace_is_refused_at_once() -> None:
+    async def main() -> None:
+        line = WaitingLine(1000, 1.0)
+        await asyncio.gather(*(wait_in(line, deadline(), standing=A, hold_s=0.02) for _ in range(9)))
+        tasks = [asyncio.create_task(wait_in(line, deadline(60), standing=A)) for _ in range(200)]
+        with line.place(Standing("first", 1.0, -9), 1, deadline()) as front:
+            await front.front()
+            await asyncio.sleep(0)
+            with pytest.raises(OverloadedError, match="as requests are served now") as refused, line.place(A, 1, deadline(1.0)):
+                pass
+            assert refused.value.retry_after_s is not None
+            assert 3 <= refused.value.retry_after_s <= 20, "200 requests of 20 ms, on a busy machine"
+            with line.place(A, 1, deadline(60)):
+                pass
+            with line.place(B, 1, deadline(1.0)):
+                pass  # another tenant goes before most of them
+        await asyncio.gather(*tasks)
+
+    asyncio.run(main())
+
+
+def test_the_pace_counts_only_while_others_wait() -> None:
+    pace = Pace()
+    for now in (0.0, 1.0, 2.0, 3.0):
+        pace.served(now, True)
+        assert pace.gap_s is None, "too few to go by"
+    pace.served(4.0, False)
+    pace.served(1000.0, True)
+    for now in (1001.0, 1002.0, 1003.0, 1004.0, 1005.0):
+        pace.served(now, True)
+    assert pace.gap_s == pytest.approx(1.0)
+    for number in range(1, 100):
+        pace.served(1005.0 + 3.0 * number, True)
+    assert pace.gap_s == pytest.approx(3.0, rel=0.01)
+
+
 @settings(max_examples=60)
 @given(st.lists(st.booleans(), min_size=1, max_size=12), st.randoms(use_true_random=False))
-def test_leaving_never_blocks_those_behind(ahead: list[bool], random: object) -> None:
+def test_leaving_never_blocks_those_behind(ahead: list[bool], chance: random.Random) -> None:
     async def main() -> None:
-        line = WaitingLine(100)
+        line = WaitingLine(100, 1.0)
         tasks = []
         for flag in ahead:
             tasks.append(asyncio.create_task(wait_in(line, deadline(), ahead=flag)))
             await asyncio.sleep(0)
-        leavers = random.sample(tasks, k=len(tasks) // 2)  # type: ignore[attr-defined]
-        for task in leavers:
+        for task in chance.sample(tasks, k=len(tasks) // 2):
             task.cancel()
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert len(line) == 0
         assert all(result is None or isinstance(result, asyncio.CancelledError) for result in results)
 
     asyncio.run(main())
-
-
-async def wait_in(line: WaitingLine, until: float, *, ahead: bool = False) -> None:
-    async with line.turn(until, ahead=ahead):
-        await asyncio.sleep(0)
-
-
-def deadline(seconds: float = 5.0) -> float:
-    return asyncio.get_running_loop().time() + seconds

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from protocol.messages import LoadReport
 from router.policy import Book, WorkerLoad, blocks_for, decode_order, prefill_order
 
+WINDOW = 300
+
 
 def report(worker_id: str, queued_tokens: int = 0, reservable_blocks: int = 0) -> LoadReport:
     return LoadReport(worker_id, 1, 0, 0, queued_tokens, 999, 1000, 0, 0, 0, 0.0, 0.0, 0, 0, 0, reservable_blocks, 0, 0)
@@ -42,15 +44,16 @@ def loads(draw: st.DrawFn) -> list[WorkerLoad]:
 def test_order_is_a_function_of_the_inputs(workers: list[WorkerLoad], avoid: set[str], random: object) -> None:
     shuffled = workers.copy()
     random.shuffle(shuffled)  # type: ignore[attr-defined]
-    assert prefill_order(workers, avoid) == prefill_order(shuffled, avoid)
+    assert prefill_order(workers, 10, WINDOW, avoid) == prefill_order(shuffled, 10, WINDOW, avoid)
     assert decode_order(workers, 10, avoid) == decode_order(shuffled, 10, avoid)
 
 
 @given(loads(), st.sets(st.sampled_from("abcdefgh")))
 def test_prefill_goes_to_the_shortest_queue(workers: list[WorkerLoad], avoid: set[str]) -> None:
-    order = prefill_order(workers, avoid)
+    order = prefill_order(workers, 10, WINDOW, avoid)
     by_id = {load.worker_id: load for load in workers}
-    assert set(order) == {load.worker_id for load in workers if load.book.refused_size is None}
+    within = {load.worker_id for load in workers if load.book.in_flight_size == 0 or load.book.in_flight_size <= WINDOW - 10}
+    assert set(order) == {load.worker_id for load in workers if load.book.refused_size is None} & within
     ranks = [(name in avoid, by_id[name].queued_tokens) for name in order]
     assert ranks == sorted(ranks)
 
@@ -74,10 +77,21 @@ def test_decode_never_gets_what_is_known_not_to_fit(workers: list[WorkerLoad], n
 def test_burst_between_two_reports_spreads_by_tokens(num_workers: int, prompts: list[int]) -> None:
     workers = [WorkerLoad(f"p{index}", report(f"p{index}"), Book()) for index in range(num_workers)]
     for prompt in prompts:
-        chosen = prefill_order(workers)[0]
+        chosen = prefill_order(workers, prompt, sum(prompts))[0]
         next(load for load in workers if load.worker_id == chosen).book.give(prompt)
     queues = [load.queued_tokens for load in workers]
     assert max(queues) - min(queues) <= max(prompts), "greedy balancing is off by one prompt at most"
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=20), st.integers(1, 600))
+def test_what_is_out_of_hand_is_a_window_or_one_prompt(prompts: list[int], window: int) -> None:
+    worker = WorkerLoad("p", report("p"), Book())
+    for prompt in prompts:
+        if prefill_order([worker], prompt, window):
+            worker.book.give(prompt)
+        elif worker.book.in_flight == 1:
+            assert worker.book.in_flight_size + prompt > window
+        assert worker.book.in_flight == 1 or worker.book.in_flight_size <= window
 
 
 @given(st.integers(2, 5), st.integers(1, 30))
@@ -85,7 +99,7 @@ def test_idle_workers_take_turns(num_workers: int, num_requests: int) -> None:
     workers = [WorkerLoad(f"p{index}", report(f"p{index}"), Book()) for index in range(num_workers)]
     taken: Counter[str] = Counter()
     for _ in range(num_requests):
-        chosen = prefill_order(workers)[0]
+        chosen = prefill_order(workers, 10, WINDOW)[0]
         taken[chosen] += 1
         book = next(load for load in workers if load.worker_id == chosen).book
         book.give(10)

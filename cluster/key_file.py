@@ -1,0 +1,79 @@
+"""Edits of the file of API keys: one at a time, and each of them wholly or not at all.
+
+lock `<file>.lock` ─► read ─► change ─► write beside it, fsync ─► rename over it ─► unlock
+
+Routers see the old file or the new one, never half of one, and read the new one with their next request.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from protocol.errors import ConfigError
+from router.keys import ApiKey, KeyFile, new_secret, read_key_file, render_key_file
+
+
+def add_key(path: Path, values: dict[str, Any]) -> str:
+    """Add a key with these `values` of ApiKey; makes the file if there is none. Returns the key, which is kept nowhere.
+
+    Raises ConfigError.
+    """
+    given, key_id, salt, digest = new_secret()
+    try:
+        key = ApiKey(salt=salt, digest=digest, created=datetime.now(UTC), **values)
+    except ValidationError as invalid:
+        first = invalid.errors(include_url=False)[0]
+        name = str(first["loc"][0])
+        raise ConfigError(f"{name}: {first['msg']}, not {first['input']!r:.40}", param=name) from None
+    with _edited(path, may_be_new=True) as keys:
+        keys[key_id] = key
+    return given
+
+
+def revoke_key(path: Path, key_id: str) -> None:
+    """From now on the key is refused. Raises ConfigError if there is none of this id, or if it was revoked before."""
+    with _edited(path, may_be_new=False) as keys:
+        if key_id not in keys:
+            raise ConfigError(f"{path} has no key {key_id!r:.100}; `tandem keys list` shows them", param="id")
+        if keys[key_id].revoked is not None:
+            raise ConfigError(f"the key {key_id} was revoked before", param="id")
+        keys[key_id] = keys[key_id].model_copy(update={"revoked": datetime.now(UTC)})
+
+
+@contextmanager
+def _edited(path: Path, *, may_be_new: bool) -> Iterator[dict[str, ApiKey]]:
+    """The file's keys, to be changed inside; written back unless something is raised."""
+    try:
+        with open(f"{path}.lock", "w", opener=_private) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # held for a few milliseconds by whoever edits
+            keys = dict(KeyFile().keys if may_be_new and not path.exists() else read_key_file(path).keys)
+            yield keys
+            _replace(path, render_key_file(KeyFile(keys=keys)))
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be written: {error.strerror}", param="http.keys_file") from None
+
+
+def _replace(path: Path, data: bytes) -> None:
+    descriptor, temporary = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)  # readable by its owner alone
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

@@ -1,0 +1,110 @@
+"""`tandem keys`: the API keys of a cluster. They are in a file (http.keys_file), so no cluster has to run.
+
+Every router reads the file again when it has changed.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    from configs.schema import TierConfig
+    from router.keys import ApiKey
+
+app = typer.Typer(help="Add, list and revoke API keys.", no_args_is_help=True)
+
+KeysFile = Annotated[
+    Path | None, typer.Option("--keys-file", envvar="TANDEM_KEYS_FILE", help="The file; otherwise the one that --config names.")
+]
+Config = Annotated[Path | None, typer.Option("--config", help="The cluster's YAML file: its http.keys_file and its tiers.")]
+
+
+@app.command()
+def add(
+    tenant: Annotated[str, typer.Option(help="Whose key it is; tenants share no cached prefixes.")],
+    tier: Annotated[str, typer.Option(help="One of the tiers of the configuration.")] = "standard",
+    requests_per_minute: Annotated[int | None, typer.Option(help="No limit if not given.")] = None,
+    tokens_per_minute: Annotated[int | None, typer.Option(help="Prompts and answers; no limit if not given.")] = None,
+    max_context: Annotated[int | None, typer.Option(help="Tokens of prompt and answer of one request.")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="A model that it is for (again for more); otherwise all.")] = None,
+    expires: Annotated[
+        datetime | None, typer.Option(formats=["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S"], help="When it ends, in UTC; otherwise never.")
+    ] = None,
+    keys_file: KeysFile = None,
+    config: Config = None,
+) -> None:
+    """Make a key and print it. It is shown this once: the file has only a hash of it."""
+    from cluster.key_file import add_key
+
+    path, tiers = _file(keys_file, config)
+    if tier not in tiers:
+        raise ConfigError(f"there is no tier {tier!r}; the configuration has {', '.join(tiers)}", param="tier")
+    values = {
+        "tenant": tenant,
+        "tier": tier,
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+        "max_context": max_context,
+        "models": tuple(model) if model else None,
+        "expires": None if expires is None else expires.replace(tzinfo=UTC),
+    }
+    typer.echo(add_key(path, values))
+
+
+@app.command("list")
+def show(keys_file: KeysFile = None, config: Config = None) -> None:
+    """Show all keys, without their secrets."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from router.keys import read_key_file
+
+    path, _ = _file(keys_file, config)
+    table = Table(box=None, pad_edge=False)
+    for title in ("id", "tenant", "tier", "requests/min", "tokens/min", "context", "models", "state"):
+        table.add_column(title, overflow="fold")
+    for key_id, key in sorted(read_key_file(path).keys.items(), key=lambda item: (item[1].tenant, item[1].created)):
+        limits = [key.requests_per_minute, key.tokens_per_minute, key.max_context]
+        cells = ["-" if limit is None else str(limit) for limit in limits]
+        table.add_row(key_id, key.tenant, key.tier, *cells, ", ".join(key.models or ["all"]), _state(key))
+    Console(width=None, highlight=False).print(table)
+
+
+@app.command()
+def revoke(
+    key_id: Annotated[str, typer.Argument(metavar="ID", help="As `tandem keys list` shows it.")],
+    keys_file: KeysFile = None,
+    config: Config = None,
+) -> None:
+    """Refuse a key from now on. Requests that run already go on."""
+    from cluster.key_file import revoke_key
+
+    path, _ = _file(keys_file, config)
+    revoke_key(path, key_id)
+    typer.echo(f"{key_id} is revoked")
+
+
+def _file(keys_file: Path | None, config: Path | None) -> tuple[Path, dict[str, TierConfig]]:
+    from configs.loader import load_config
+
+    loaded = load_config(config, {} if keys_file is None else {"http.keys_file": str(keys_file)})
+    if loaded.http.keys_file is None:
+        raise ConfigError(
+            "name the file with --keys-file, or with --config one that has http.keys_file", param="http.keys_file"
+        )
+    return Path(loaded.http.keys_file), loaded.tiers
+
+
+def _state(key: ApiKey) -> str:
+    if key.revoked is not None:
+        return f"revoked {key.revoked.astimezone(UTC):%Y-%m-%d %H:%M}"
+    if key.expires is None:
+        return "good"
+    when = f"{key.expires.astimezone(UTC):%Y-%m-%d %H:%M}"
+    return f"good until {when}" if key.expires > datetime.now(UTC) else f"expired {when}"

@@ -1,0 +1,61 @@
+"""Who keeps the keys' token buckets for all routers: an actor of the cluster, or Redis."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from cluster.ray_launcher import NAME_PREFIX, NAMESPACE
+from configs.schema import ClusterConfig
+from router.meter import PATIENCE_S
+from router.rates import Buckets, Charge, RateStore
+from router.redis_rates import RedisRates
+
+
+class RateKeeper:
+    """The actor. When it is started anew all buckets are full."""
+
+    def __init__(self) -> None:
+        self._buckets = Buckets()
+
+    async def take(self, charges: Sequence[Charge]) -> float:
+        return self._buckets.take(charges, time.monotonic())
+
+
+class RayRates:
+    """router.rates.RateStore over the actor's handle."""
+
+    def __init__(self, keeper: Any) -> None:
+        self._keeper = keeper
+
+    async def take(self, charges: Sequence[Charge]) -> float:
+        return float(await self._keeper.take.remote(charges))
+
+    async def close(self) -> None:
+        """The actor is the cluster's, and other routers use it."""
+
+
+def start_rate_keeper(config: ClusterConfig, head_resources: dict[str, float]) -> Any | None:
+    """Handle of the actor; None if there are no keys, or Redis keeps their buckets."""
+    if config.http.keys_file is None or config.http.redis_url is not None:
+        return None
+    options: dict[str, Any] = {
+        "name": NAME_PREFIX + "rates",
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "num_cpus": 0,
+        "resources": head_resources,
+        "max_restarts": -1,
+    }
+    actor: Any = ray.remote(RateKeeper)
+    return actor.options(**options).remote()
+
+
+def rate_store(config: ClusterConfig, keeper: Any | None) -> RateStore | None:
+    """What a router asks; it closes it."""
+    if config.http.redis_url is not None:
+        return RedisRates(config.http.redis_url, PATIENCE_S)
+    return None if keeper is None else RayRates(keeper)

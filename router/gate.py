@@ -1,0 +1,77 @@
+"""Who may pass: a request is let in on somebody's behalf, or refused before its body is read.
+
+The caller is in `scope["state"]`. With keys: Bearer authentication. Without: whoever comes over loopback to a cluster that
+listens there alone, or everybody where the configuration says so. This is checked here, on the peer's address, because Serve's
+proxies may listen on every interface. Open to all are the paths of `_OPEN`; /admin has a key of its own (router/app.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from configs.addresses import is_loopback
+from configs.schema import ClusterConfig
+from protocol.errors import AuthenticationError, NotAllowedError, TandemError
+from router.api.envelope import AsgiApp, Receive, Scope, Send
+from router.api.errors import error_response
+from router.callers import Caller, anonymous
+from router.keyring import Keyring
+
+_OPEN = ("/", "/health", "/metrics", "/openapi.json")
+_OPERATORS = "/admin/"
+_CALLER = "caller"
+
+
+class Doorkeeper:
+    """Tells callers from strangers. Raises ConfigError if the keys can't be read."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self._http = config.http
+        self._anonymous = anonymous(config.tiers)
+        keys_file = config.http.keys_file
+        self._keyring = None if keys_file is None else Keyring(Path(keys_file), config.tiers)
+
+    def caller(self, scope: Scope) -> Caller:
+        """Whose request this is. Raises AuthenticationError, NotAllowedError."""
+        if self._keyring is not None:
+            return self._keyring.caller(_bearer(scope))
+        peer = scope["client"]
+        if self._http.allow_anonymous or (is_loopback(self._http.host) and peer is not None and is_loopback(peer[0])):
+            return self._anonymous
+        raise NotAllowedError("without http.keys_file or http.allow_anonymous only loopback addresses are served")
+
+
+class Gate:
+    """ASGI middleware, inside the Envelope."""
+
+    def __init__(self, app: AsgiApp, doorkeeper: Doorkeeper) -> None:
+        self._app = app
+        self._doorkeeper = doorkeeper
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in _OPEN and not scope["path"].startswith(_OPERATORS):
+            try:
+                scope["state"][_CALLER] = self._doorkeeper.caller(scope)
+            except TandemError as error:
+                response = error_response(error)
+                if isinstance(error, AuthenticationError):
+                    response.headers["www-authenticate"] = "Bearer"
+                await response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def caller_of(scope: Scope) -> Caller:
+    """On whose behalf a request that passed the gate runs."""
+    caller = scope["state"][_CALLER]
+    assert isinstance(caller, Caller)
+    return caller
+
+
+def _bearer(scope: Scope) -> str:
+    for name, value in scope["headers"]:
+        if name == b"authorization":
+            scheme, _, given = value.decode("latin-1").partition(" ")
+            if scheme.lower() == "bearer":
+                return str(given.strip())
+    raise AuthenticationError("an API key is needed: send `Authorization: Bearer tk-...`")

@@ -1,0 +1,65 @@
+"""The keys that are good now: the file in memory, read again when it has changed.
+
+The file is replaced as a whole (cluster/keys_command.py), so looking at its inode, size and time before each request is enough
+to see every change, and costs two microseconds. A file that has become unreadable or wrong changes nothing: the log says so,
+and the keys that were good stay good until it is mended.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+
+from configs.schema import TierConfig
+from protocol.errors import ConfigError
+from router.callers import Caller
+from router.keys import ApiKey, check_key, read_key_file
+
+log = logging.getLogger(__name__)
+
+_Version = tuple[int, int, int] | None
+
+
+class Keyring:
+    """Raises ConfigError if the file can't be read or a key is of a tier that there is not."""
+
+    def __init__(self, path: Path, tiers: dict[str, TierConfig]) -> None:
+        self._path = path
+        self._tiers = tiers
+        self._seen = self._version()
+        self._keys = self._read()
+
+    def caller(self, given: str) -> Caller:
+        """Whose key this is. Raises AuthenticationError."""
+        self._refresh()
+        key_id, key = check_key(self._keys, given, datetime.now(UTC))
+        return Caller(key.tenant, key.tier, self._tiers[key.tier], key_id, key)
+
+    def _refresh(self) -> None:
+        version = self._version()
+        if version == self._seen:
+            return
+        self._seen = version
+        try:
+            self._keys = self._read()
+        except ConfigError as error:
+            log.error("the API keys stay as they were: %s", error.message)
+        else:
+            log.info("read %d API keys", len(self._keys))
+
+    def _read(self) -> dict[str, ApiKey]:
+        keys = read_key_file(self._path).keys
+        for key_id, key in keys.items():
+            if key.tier not in self._tiers:
+                problem = f"the key {key_id} is of tier {key.tier!r}, but the configuration has {', '.join(self._tiers)}"
+                raise ConfigError(f"{self._path}: {problem}", param="http.keys_file")
+        return keys
+
+    def _version(self) -> _Version:
+        try:
+            found = os.stat(self._path)
+        except OSError:
+            return None
+        return found.st_ino, found.st_size, found.st_mtime_ns

@@ -1,0 +1,100 @@
+"""Charges keys for what their requests use.
+
+prompt + longest answer are charged ──► answer ──► what was not generated is given back
+    └─ the key has used up its minute: 429 with the time when it will do
+
+The buckets are the cluster's. While their keeper is away each router counts by itself: a limit then holds per router, which is
+better than none and than no service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Sequence
+
+from protocol.errors import InvalidRequestError, RateLimitError
+from router.answer import Delta
+from router.callers import Caller
+from router.rates import Buckets, Charge, RateStore
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 1.0
+"""What the keeper of the buckets gets to answer."""
+_PAUSE_S = 5.0
+"""After a failure it is not asked for so long."""
+
+
+class Meter:
+    """Owns the store; None will do where there are no keys, or one router. `close` first waits for what is given back."""
+
+    def __init__(self, store: RateStore | None) -> None:
+        self._store = store
+        self._own = Buckets()
+        self._ask_again_at = 0.0
+        self._returns: set[asyncio.Task[float]] = set()
+
+    async def close(self) -> None:
+        await asyncio.gather(*self._returns)
+        if self._store is not None:
+            await self._store.close()
+
+    async def metered(
+        self, caller: Caller, num_prompt_tokens: int, max_answer_tokens: int, answer: AsyncGenerator[Delta, None]
+    ) -> AsyncGenerator[Delta, None]:
+        """The same answer, charged. A request that failed before its first token costs no tokens.
+
+        Raises RateLimitError; InvalidRequestError for what is more than a minute's tokens, which would never be granted.
+        """
+        async with contextlib.aclosing(answer):
+            num_tokens = num_prompt_tokens + max_answer_tokens
+            await self._charge(caller, num_tokens)
+            num_used = 0
+            try:
+                async for delta in answer:
+                    num_used = max(num_used, num_prompt_tokens) + len(delta.token_ids)
+                    yield delta
+            finally:
+                self._give_back(caller, num_tokens - num_used)
+
+    async def _charge(self, caller: Caller, num_tokens: int) -> None:
+        charges = _charges(caller, 1, num_tokens)
+        for charge in charges:
+            if charge.amount > charge.per_minute:
+                raise InvalidRequestError(
+                    f"prompt and max_tokens need {charge.amount} tokens, but this API key may use {charge.per_minute} a minute",
+                    param="max_tokens",
+                )
+        wait_s = await self._take(charges) if charges else 0.0
+        if wait_s > 0:
+            raise RateLimitError("this API key has used up its requests or tokens of this minute", retry_after_s=wait_s)
+
+    def _give_back(self, caller: Caller, num_tokens: int) -> None:
+        """In a task of its own: the end of an answer does not wait for it."""
+        charges = _charges(caller, 0, -num_tokens)
+        if charges:
+            task = asyncio.get_running_loop().create_task(self._take(charges))
+            self._returns.add(task)
+            task.add_done_callback(self._returns.discard)
+
+    async def _take(self, charges: Sequence[Charge]) -> float:
+        now = time.monotonic()
+        if self._store is not None and now >= self._ask_again_at:
+            try:
+                async with asyncio.timeout(PATIENCE_S):
+                    return await self._store.take(charges)
+            except Exception as error:  # noqa: BLE001 (whatever ails it, serving goes on without it)
+                self._ask_again_at = now + _PAUSE_S
+                log.warning("each router keeps to the rate limits by itself: their keeper is away (%s)", type(error).__name__)
+        return self._own.take(charges, now)
+
+
+def _charges(caller: Caller, num_requests: int, num_tokens: int) -> list[Charge]:
+    """For the limits that the key has; what is nothing is left out."""
+    if caller.key is None:
+        return []
+    wanted = (("requests", caller.key.requests_per_minute, num_requests), ("tokens", caller.key.tokens_per_minute, num_tokens))
+    return [Charge(f"{caller.key_id}/{of}", limit, amount) for of, limit, amount in wanted if limit is not None and amount]

@@ -1,0 +1,57 @@
+"""Token buckets: what a key may use in a minute. Pure, and the interface to whoever keeps them for all routers.
+
+A bucket holds `per_minute` at most, which is what a key may use at once after a minute's rest, and fills at that rate. What is
+not used of a charge is given back by a charge of the opposite sign.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+_MINUTE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Charge:
+    bucket: str
+    per_minute: int
+    amount: int
+    """Over `per_minute` it is never granted; negative gives back."""
+
+
+class RateStore(Protocol):
+    """Keeps the buckets for all routers of a cluster. Any exception means that it is away."""
+
+    async def take(self, charges: Sequence[Charge]) -> float:
+        """Take all charges and return 0, or none of them and return the seconds until all of them could be taken."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Buckets:
+    """Buckets in memory. `now` is any clock in seconds that never goes back."""
+
+    def __init__(self) -> None:
+        self._filled: dict[str, tuple[float, float]] = {}
+        """Level and when it was that. A bucket that was never charged is full."""
+
+    def take(self, charges: Sequence[Charge], now: float) -> float:
+        """As RateStore.take."""
+        levels = {charge.bucket: self._level(charge, now) for charge in charges}
+        wait_s = max((_wait_s(charge, levels[charge.bucket]) for charge in charges), default=0.0)
+        if wait_s > 0:
+            return wait_s
+        for charge in charges:
+            self._filled[charge.bucket] = (min(levels[charge.bucket] - charge.amount, charge.per_minute), now)
+        return 0.0
+
+    def _level(self, charge: Charge, now: float) -> float:
+        level, since = self._filled.get(charge.bucket, (charge.per_minute, now))
+        return min(charge.per_minute, level + (now - since) * charge.per_minute / _MINUTE_S)
+
+
+def _wait_s(charge: Charge, level: float) -> float:
+    return max(0.0, (charge.amount - level) * _MINUTE_S / charge.per_minute)

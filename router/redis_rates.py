@@ -1,0 +1,49 @@
+"""The buckets in Redis (http.redis_url): for several clusters that share their keys, and limits that outlive a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from redis.asyncio import Redis
+
+from router.rates import Charge
+
+_TAKE = """
+-- KEYS: buckets. ARGV: per_minute and amount of each. As Buckets.take in router/rates.py, by Redis' own clock.
+local time = redis.call('TIME')
+local now = time[1] + time[2] / 1000000
+local levels, wait = {}, 0
+for i, key in ipairs(KEYS) do
+  local per_minute, amount = tonumber(ARGV[2 * i - 1]), tonumber(ARGV[2 * i])
+  local filled = redis.call('HMGET', key, 'level', 'since')
+  local level = per_minute
+  if filled[1] then
+    level = math.min(per_minute, filled[1] + math.max(0, now - filled[2]) * per_minute / 60)
+  end
+  levels[i] = math.min(per_minute, level - amount)
+  wait = math.max(wait, (amount - level) * 60 / per_minute)
+end
+if wait > 0 then return tostring(wait) end
+for i, key in ipairs(KEYS) do
+  redis.call('HSET', key, 'level', string.format('%.9f', levels[i]), 'since', string.format('%.6f', now))
+  redis.call('EXPIRE', key, 61)  -- by then it is full, as one that is not there
+end
+return '0'
+"""
+_PREFIX = "tandem:rates:"
+
+
+class RedisRates:
+    """A router.rates.RateStore. Made in the loop that uses it; `close` it there."""
+
+    def __init__(self, url: str, patience_s: float) -> None:
+        self._redis = Redis.from_url(url, socket_timeout=patience_s, socket_connect_timeout=patience_s)
+        self._take = self._redis.register_script(_TAKE)
+
+    async def take(self, charges: Sequence[Charge]) -> float:
+        buckets = [f"{_PREFIX}{charge.bucket}" for charge in charges]
+        numbers = [number for charge in charges for number in (charge.per_minute, charge.amount)]
+        return float(await self._take(keys=buckets, args=numbers))
+
+    async def close(self) -> None:
+        await self._redis.aclose()

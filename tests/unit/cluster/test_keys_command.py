@@ -1,0 +1,93 @@
+"""`tandem keys`, and `tandem serve`'s refusal to serve strangers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cluster import cli
+
+
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    monkeypatch.setattr("sys.argv", ["tandem", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    output = capsys.readouterr()
+    return int(ended.value.code or 0), output.out, output.err
+
+
+def test_add_list_and_revoke(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    monkeypatch.setenv("TANDEM_KEYS_FILE", str(path))
+    monkeypatch.setenv("COLUMNS", "200")
+    limits = ["--requests-per-minute", "60", "--tokens-per-minute", "9000", "--max-context", "2048", "--expires", "2999-01-31"]
+    code, out, err = run(monkeypatch, capsys, "keys", "add", "--tenant", "acme", *limits, "--model", "m", "--model", "n")
+    assert (code, err) == (0, "")
+    key = out.strip()
+    _, key_id, secret = key.split("-", 2)
+    code, out, _ = run(monkeypatch, capsys, "keys", "list")
+    assert code == 0
+    assert secret not in out
+    row = out.splitlines()[1]
+    for shown in (key_id, "acme", "standard", "60", "9000", "2048", "m, n", "good until 2999-01-31 00:00"):
+        assert shown in row
+    assert run(monkeypatch, capsys, "keys", "revoke", key_id)[0] == 0
+    assert "revoked" in run(monkeypatch, capsys, "keys", "list")[1]
+    code, _, err = run(monkeypatch, capsys, "keys", "revoke", key_id)
+    assert (code, err) == (2, f"tandem: the key {key_id} was revoked before\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["add", "--tenant", "a/b"], "tenant: "),
+        (["add", "--tenant", "a", "--tier", "gold"], "there is no tier 'gold'"),
+        (["add", "--tenant", "a", "--requests-per-minute", "0"], "requests_per_minute: "),
+        (["add", "--tenant", "a", "--expires", "tomorrow"], "--expires"),
+        (["add"], "--tenant"),
+        (["list"], "No such file"),
+        (["revoke", "x"], "No such file"),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], says: str
+) -> None:
+    monkeypatch.setenv("TANDEM_KEYS_FILE", str(tmp_path / "keys.json"))
+    code, out, err = run(monkeypatch, capsys, "keys", *arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert says in err
+    assert not (tmp_path / "keys.json").exists()
+
+
+def test_the_file_and_the_tiers_of_a_configuration(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.delenv("TANDEM_KEYS_FILE", raising=False)
+    config = tmp_path / "c.yaml"
+    config.write_text(f"http: {{keys_file: {tmp_path}/k.json}}\ntiers: {{standard: {{}}, gold: {{weight: 4.0}}}}\n")
+    assert run(monkeypatch, capsys, "keys", "add", "--tenant", "a", "--tier", "gold", "--config", str(config))[0] == 0
+    [key] = json.loads((tmp_path / "k.json").read_text())["keys"].values()
+    assert key["tier"] == "gold"
+    code, _, err = run(monkeypatch, capsys, "keys", "list")
+    assert code == 2
+    assert "--keys-file" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--host", "0.0.0.0"], "others reach 0.0.0.0: name http.keys_file"),
+        (["--host", "some-name"], "http.host"),
+        (["--keys-file", "nowhere.json"], "nowhere.json: can't be read"),
+        (["--keys-file", "nowhere.json", "--allow-anonymous"], "http.allow_anonymous"),
+    ],
+)
+def test_serve_refuses_to_serve_strangers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: list[str], says: str
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    code, out, err = run(monkeypatch, capsys, "serve", *flags)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert says in err
