@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import subprocess
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,9 @@ def environment() -> dict[str, Any]:
         "memory_gib": round(memory_gib, 1),
         "system": f"{platform.system()} {platform.release().split('-')[0]}",
         "python": platform.python_version(),
-        "torch": version("torch"),
-        "ray": version("ray"),
-        "commit": _git("rev-parse", "--short=12", "HEAD") + ("+changes" if _git("status", "--porcelain", "-uno") else ""),
+        "torch": _version("torch"),
+        "ray": _version("ray"),
+        "commit": _commit(),
     }
 
 
@@ -43,6 +43,20 @@ def _processor() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return named[0] if named else platform.machine()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def _commit() -> str:
+    try:
+        return _git("rev-parse", "--short=12", "HEAD") + ("+changes" if _git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown: no repository"
 
 
 def _git(*words: str) -> str:

@@ -33,9 +33,9 @@ from engine.gang import Gang
 from engine.kv_pool import KVPool
 from engine.model_runner import ModelRunner
 from kv_transfer.choice import receiving_transports, sending_transports
-from kv_transfer.fingerprint import PushFingerprints
+from kv_transfer.fingerprint import push_fingerprints
 from kv_transfer.plan import Piece, cut, layer_groups, slot_runs
-from kv_transfer.pool_view import PoolView, Slots
+from kv_transfer.pool_view import Slots, view_of
 from kv_transfer.transport import ReceiveChannel
 from prefill_workers.worker import PrefillWorker
 from protocol.calls import Caller
@@ -183,10 +183,12 @@ async def _run(role: Role, transport: TransportName, told: Connection) -> None:
     me = WorkerRef(role.value, 1, role, server.address)
     worker: PrefillWorker | DecodeWorker
     if role is Role.PREFILL:
-        sending = sending_transports(transport, HOST, runner.pool.memory_fd)
+        sending = sending_transports(transport, HOST, runner.pool.data, runner.pool.memory_fd)
         worker = PrefillWorker(me, SECRET, runner, server, sending, CONFIG, Gang.alone())
     else:
-        worker = DecodeWorker(me, runner, server, receiving_transports(transport, HOST), CONFIG, Gang.alone())
+        worker = DecodeWorker(
+            me, runner, server, receiving_transports(transport, HOST, runner.pool.data.device), CONFIG, Gang.alone()
+        )
     told.send(server.address)
     await worker.run()
 
@@ -200,9 +202,9 @@ def transport_alone(name: TransportName, rounds: int) -> dict[str, Any]:
     layers = source.data.shape[0]
     num_bytes = source.data[:, :, : PROMPT_TOKENS // CONFIG.block_size].nbytes
     groups = layer_groups(layers, num_bytes // layers)
-    sending = sending_transports(name, HOST, source.memory_fd)[0]
-    receiving = receiving_transports(name, HOST)[0]
-    from_view, to_view = PoolView(source.layers()), PoolView(destination.layers())
+    sending = sending_transports(name, HOST, source.data, source.memory_fd)[0]
+    receiving = receiving_transports(name, HOST, destination.data.device)[0]
+    from_view, to_view = view_of(source.layers()), view_of(destination.layers())
     times: dict[str, list[float]] = {"transfer_ms": [], "memcpy_ms": []}
     with ThreadPoolExecutor(1) as decode:
         channels: list[Future[ReceiveChannel]] = []
@@ -235,11 +237,11 @@ def transport_alone(name: TransportName, rounds: int) -> dict[str, Any]:
 def fingerprints_ms(rounds: int) -> list[float]:
     """CPU time of one side's fingerprints of a prompt."""
     source = _pool()
-    view = PoolView(source.layers())
+    view = view_of(source.layers())
     groups = layer_groups(len(view.layers), PROMPT_TOKENS * view.layer_bytes)
 
     def work() -> None:
-        fingerprints = PushFingerprints(view, [_pieces()])
+        fingerprints = push_fingerprints(view, [_pieces()])
         for group in groups:
             fingerprints.update(group)
 

@@ -66,7 +66,9 @@ def serve(
     tensor_parallel_size: Annotated[int | None, typer.Option(help="Ranks that compute one worker's model together.")] = None,
     prefill_tensor_parallel_size: Annotated[int | None, typer.Option(help="The same for prefill workers alone.")] = None,
     decode_tensor_parallel_size: Annotated[int | None, typer.Option(help="The same for decode workers alone.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    gpu_memory_utilization: Annotated[float | None, typer.Option(help="Of a GPU, for weights and KV.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16 (GPUs).")] = None,
     quantization: Annotated[str | None, typer.Option(help="auto (as the file is), none, int8 or int4.")] = None,
     deterministic: Annotated[
         bool | None, typer.Option("--deterministic", help="Tokens do not depend on what runs beside a request.")
@@ -95,6 +97,8 @@ def serve(
         "decode.workers": decode,
         "prefill.tensor_parallel_size": prefill_tensor_parallel_size or tensor_parallel_size,
         "decode.tensor_parallel_size": decode_tensor_parallel_size or tensor_parallel_size,
+        "device": device,
+        "gpu_memory_utilization": gpu_memory_utilization,
         "dtype": dtype,
         "quantization": quantization,
         "deterministic": deterministic,

@@ -15,7 +15,7 @@ Positive = Annotated[int, Field(gt=0)]
 Text = Annotated[str, Field(min_length=1)]
 LocalPath = Annotated[Text, AfterValidator(lambda path: os.path.abspath(os.path.expanduser(path)))]
 """Made absolute where the file is read: routers run in other directories."""
-TransportName = Literal["auto", "shared_memory", "gloo"]
+TransportName = Literal["auto", "shared_memory", "gloo", "cuda_ipc", "nccl"]
 Priority = Annotated[int, Field(ge=-20, le=20)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
@@ -65,7 +65,7 @@ class PoolConfig(_Section):
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Cores per worker; None shares the machine's cores between the workers of both roles."""
     kv_cache_tokens: Positive = 65_536
-    """Size of one worker's KV pool, in tokens. Memory is touched only when used."""
+    """Size of one worker's KV pool, in tokens. Memory is touched only when used. On a GPU, the least that must fit."""
     resources: dict[str, Annotated[float, Field(gt=0)]] = {}
     """What Ray sets aside for one worker, such as {GPU: 1, tandem_decode: 1}."""
 
@@ -99,8 +99,12 @@ class ClusterConfig(_Section):
     model: Text = "smollm2"
     """`smollm2`, a GGUF file, a Hugging Face directory or a hub id."""
     served_model_name: Text | None = None
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """auto: bfloat16 where the processor multiplies it natively, else float32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """What workers compute on. auto: a GPU where Ray has given the worker one, else the processor."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """The share of a GPU's memory that weights and KV pool take; the rest is for activations and graphs."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """auto: bfloat16 on GPUs and where the processor multiplies it natively, else float32. float16 is for GPUs."""
     quantization: Literal["auto", "none", "int8", "int4"] = "auto"
     """auto: quantized weights of a GGUF file are used as they are for few rows. int8, int4: weights are rounded when they are
     loaded. none: only `dtype`."""
@@ -112,7 +116,7 @@ class ClusterConfig(_Section):
     block_size: Literal[8, 16, 32, 64] = 16
     """Tokens per KV block."""
     transport: TransportName = "auto"
-    """How KV goes from prefill to decode. auto: shared memory within a host, gloo between hosts."""
+    """How KV goes from prefill to decode. auto: shared memory within a host, gloo between hosts; on GPUs CUDA IPC and NCCL."""
     http: HttpConfig = HttpConfig()
     prefill: PrefillConfig = PrefillConfig()
     decode: DecodeConfig = DecodeConfig()

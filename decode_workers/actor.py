@@ -59,5 +59,5 @@ class DecodeActor(WorkerActor):
         await gang.joined(runner.pool.num_blocks)
         server = WireServer(self._secret, self._host)
         me = WorkerRef(self._worker_id, self._epoch, Role.DECODE, server.address, gang.size)
-        transports = receiving_transports(config.transport, self._host)
+        transports = receiving_transports(config.transport, self._host, runner.pool.data.device)
         return DecodeWorker(me, runner, server, transports, config, gang)

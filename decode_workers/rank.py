@@ -23,6 +23,8 @@ def load_share(config: ClusterConfig, ranks: TensorParallel) -> ModelRunner:
     """Raises ConfigError when the model can't be loaded."""
     return ModelRunner.load(
         resolve_for(config).facts,
+        device=config.device,
+        gpu_memory_utilization=config.gpu_memory_utilization,
         dtype=config.dtype,
         quantization=config.quantization,
         deterministic=config.deterministic,
@@ -37,7 +39,9 @@ def decode_follower(config: ClusterConfig, secret: bytes, host: str, rank: int, 
 
     def load(ranks: TensorParallel) -> Share:
         torch.set_num_threads(threads)
-        return share_of(load_share(config, ranks), receiving_transports(config.transport, host), config.limits.lease_s)
+        runner = load_share(config, ranks)
+        transports = receiving_transports(config.transport, host, runner.pool.data.device)
+        return share_of(runner, transports, config.limits.lease_s)
 
     server = WireServer(secret, host)
     return Follower(server, rank, config.decode.tensor_parallel_size, host, load, config.limits.lease_s)

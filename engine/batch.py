@@ -130,6 +130,11 @@ class ForwardBatch:
         )
 
 
+def sendable(values: Tensor, device: torch.device) -> Tensor:
+    """The same, where a copy to `device` need not be waited for. torch uses pinned memory again only after such a copy."""
+    return values.pin_memory() if device.type == "cuda" else values
+
+
 def _tables(chunks: list[Chunk], num_blocks: _Ints) -> _Ints:
     tables = np.zeros((len(chunks), int(num_blocks.max())), dtype=np.int64)
     for table, chunk, used in zip(tables, chunks, num_blocks.tolist(), strict=True):

@@ -18,14 +18,20 @@ from protocol.errors import ConfigError
 LAYOUT_VERSION = 1
 """Grows whenever the meaning of the bytes changes: two workers with different versions refuse each other."""
 
+_CPU = torch.device("cpu")
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+def token_bytes(facts: ModelFacts, dtype: torch.dtype) -> int:
+    """What one token takes in all layers."""
+    return facts.num_layers * 2 * facts.num_kv_heads * facts.head_dim * dtype.itemsize
 
 
 class KVPool:
     """`data` is [layers, 2 (K, V), blocks, block size, KV heads, head size]. Its memory is touched only when written.
 
     A `shared` pool lies in a memfd, `memory_fd`, which other processes of this host can be given to read; elsewhere than on
-    Linux there is no such thing and `memory_fd` is None.
+    Linux, and in the memory of a GPU, there is no such thing and `memory_fd` is None.
     """
 
     def __init__(
@@ -38,14 +44,15 @@ class KVPool:
         head_dim: int,
         dtype: torch.dtype,
         shared: bool = False,
+        device: torch.device = _CPU,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype
         shape = torch.Size((num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim))
-        self.memory_fd = _memory_file(shape.numel() * dtype.itemsize) if shared else None
+        self.memory_fd = _memory_file(shape.numel() * dtype.itemsize) if shared and device.type == "cpu" else None
         if self.memory_fd is None:
-            self.data = torch.empty(shape, dtype=dtype)
+            self.data = torch.empty(shape, dtype=dtype, device=device)
         else:
             weakref.finalize(self, os.close, self.memory_fd)
             self.data = torch.frombuffer(mmap.mmap(self.memory_fd, 0), dtype=dtype).view(shape)
@@ -54,17 +61,24 @@ class KVPool:
 
     @classmethod
     def for_model(
-        cls, facts: ModelFacts, num_tokens: int, block_size: int, dtype: torch.dtype, *, shared: bool = False
+        cls,
+        facts: ModelFacts,
+        num_tokens: int,
+        block_size: int,
+        dtype: torch.dtype,
+        *,
+        shared: bool = False,
+        device: torch.device = _CPU,
     ) -> KVPool:
         """A pool of `num_tokens` (rounded down to whole blocks). Raises ConfigError if it is empty or can't fit."""
         if block_size < 1 or num_tokens < block_size:
             raise ConfigError(f"{num_tokens} tokens of KV cache do not make one block of {block_size}", param="kv_cache_tokens")
-        token_bytes = facts.num_layers * 2 * facts.num_kv_heads * facts.head_dim * dtype.itemsize
-        memory = _memory_bytes()
-        if num_tokens * token_bytes > memory:
+        memory = _memory_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+        size = token_bytes(facts, dtype)
+        if num_tokens * size > memory:
             raise ConfigError(
-                f"{num_tokens} tokens of KV cache take {num_tokens * token_bytes / 2**30:.1f} GiB and this machine has "
-                f"{memory / 2**30:.1f} GiB: at most {memory // token_bytes} tokens can be had",
+                f"{num_tokens} tokens of KV cache take {num_tokens * size / 2**30:.1f} GiB and there are "
+                f"{memory / 2**30:.1f} GiB: at most {memory // size} tokens can be had",
                 param="kv_cache_tokens",
             )
         return cls(
@@ -75,6 +89,7 @@ class KVPool:
             head_dim=facts.head_dim,
             dtype=dtype,
             shared=shared,
+            device=device,
         )
 
     def layer_slots(self, layer: int) -> Tensor:

@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from configs.facts import ModelFacts
 from configs.sharding import check_tensor_parallel_size, rank_facts
 from engine.batch import Chunk, ForwardBatch, SampledToken
-from engine.kv_pool import LAYOUT_VERSION, KVPool
-from engine.models.decoder import Decoder
+from engine.kv_pool import LAYOUT_VERSION, KVPool, token_bytes
+from engine.models.decoder import Decoder, DecoderWeights
 from engine.models.weights import Quantization, WeightFormat, load_weights
 from engine.native.library import NativeLibrary
 from engine.operators import step_factory
@@ -24,9 +25,13 @@ from engine.tensor_parallel import ALONE, TensorParallel
 from protocol.errors import ConfigError
 from protocol.messages import KvLayout
 
-DtypeName = Literal["auto", "float32", "bfloat16"]
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+DeviceName = Literal["auto", "cpu", "cuda"]
+Forward = Callable[[ForwardBatch, Callable[[int], None] | None], Tensor | None]
+"""A batch, and what to call after each layer, to logits: `Decoder.forward` with its pool."""
+Sample = Callable[[Tensor, Sequence[SampleRequest]], list[SampledToken]]
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NATIVE_BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16")
 """Processor features, as `torch.cpu.get_capabilities` names them, that multiply bfloat16 without emulation."""
 
@@ -34,11 +39,12 @@ _NATIVE_BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16")
 class ModelRunner:
     """One rank's model with its KV pool. `facts` and `layout` are those of the whole model."""
 
-    def __init__(self, facts: ModelFacts, decoder: Decoder, pool: KVPool, dtype_name: str) -> None:
+    def __init__(self, facts: ModelFacts, forward: Forward, sample: Sample, pool: KVPool, dtype_name: str) -> None:
         self.facts = facts
         self.pool = pool
         self.dtype_name = dtype_name
-        self._decoder = decoder
+        self._forward = forward
+        self._sample = sample
 
     @classmethod
     def load(
@@ -52,25 +58,50 @@ class ModelRunner:
         quantization: Quantization = "auto",
         deterministic: bool = False,
         ranks: TensorParallel = ALONE,
+        device: DeviceName = "cpu",
+        gpu_memory_utilization: float = 0.9,
     ) -> ModelRunner:
         """Read the weights and set aside the pool, for as many threads as torch has. Raises ConfigError for what can't work.
 
         A pool of `shared_kv` lies in memory that other processes can read. `quantization` and `deterministic` as in
         `engine.models.weights.WeightFormat`. With several `ranks` this one reads its share of the weights, and its pool has as
         many tokens, of its own KV heads.
+
+        On `cuda`, the current GPU, weights and pool lie in its memory, of which the two take `gpu_memory_utilization`: the pool
+        has at least `num_kv_tokens`, and as many more as that allows. `auto` is cuda where there is a GPU.
         """
         _check_sizes(facts)
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device == "cuda":
+            _check_gpu(facts, ranks, deterministic)
         check_tensor_parallel_size(facts, ranks.size, quantization, param="tensor_parallel_size")
         own = rank_facts(facts, ranks.size)
-        dtype_name = resolve_dtype(dtype)
-        torch_dtype = _DTYPES[dtype_name]
-        pool = KVPool.for_model(own, num_kv_tokens, block_size, torch_dtype, shared=shared_kv)
-        library = NativeLibrary.load(torch.get_num_threads()) if torch_dtype == torch.bfloat16 else None
+        dtype_name = resolve_dtype(dtype, device)
+        torch_dtype, torch_device = _DTYPES[dtype_name], torch.device(device)
+        uses_native = torch_dtype == torch.bfloat16 and device == "cpu"
+        library = NativeLibrary.load(torch.get_num_threads()) if uses_native else None
         with torch.inference_mode():
-            format_ = WeightFormat(torch_dtype, quantization, deterministic, library)
+            format_ = WeightFormat(torch_dtype, quantization, deterministic, library, torch_device)
             weights = load_weights(facts, format_, ranks.rank, ranks.size)
-            decoder = Decoder(own, weights, step_factory(own, torch_dtype, library), ranks)
-        return cls(facts, decoder, pool, dtype_name)
+        if device == "cuda":
+            num_kv_tokens = max(num_kv_tokens, _tokens_that_fit(facts, torch_dtype, gpu_memory_utilization))
+        pool = KVPool.for_model(own, num_kv_tokens, block_size, torch_dtype, shared=shared_kv, device=torch_device)
+        if device == "cuda":
+            return cls.on_gpu(facts, weights, pool, dtype_name)
+        decoder = Decoder(own, weights, step_factory(own, torch_dtype, library), ranks)
+        return cls(facts, lambda batch, on_layer: decoder.forward(batch, pool, on_layer), sample, pool, dtype_name)
+
+    @classmethod
+    def on_gpu(cls, facts: ModelFacts, weights: DecoderWeights, pool: KVPool, dtype_name: str) -> ModelRunner:
+        """With weights and a pool in a GPU's memory; captures the graphs of decode steps."""
+        # Triton exists for Linux alone, and machines without a GPU need not wait for its import.
+        from engine.cuda_graphs import GraphedDecoder, cuda_capture
+        from engine.device_sampler import sample_on_device
+
+        with torch.inference_mode():
+            decoder = GraphedDecoder(facts, weights, pool, cuda_capture())
+        return cls(facts, decoder.forward, sample_on_device, pool, dtype_name)
 
     def layout(self) -> KvLayout:
         """What another worker's KV must look like to fit into this one's pool."""
@@ -81,6 +112,7 @@ class ModelRunner:
             num_kv_heads=self.facts.num_kv_heads,
             head_dim=self.facts.head_dim,
             layout_version=LAYOUT_VERSION,
+            memory=self.pool.data.device.type,
         )
 
     def execute(self, chunks: Sequence[Chunk], on_layer: Callable[[int], None] | None = None) -> list[SampledToken | None]:
@@ -94,28 +126,50 @@ class ModelRunner:
         """
         with torch.inference_mode():
             batch = ForwardBatch.build(chunks, self.pool.block_size)
-            logits_SV = self._decoder.forward(batch, self.pool, on_layer)
+            logits_SV = self._forward(batch, on_layer)
             results: list[SampledToken | None] = [None] * len(chunks)
             if logits_SV is not None:
                 requests = [_request(chunks[i]) for i in batch.sampled_chunks]
-                for i, token in zip(batch.sampled_chunks, sample(logits_SV, requests), strict=True):
+                for i, token in zip(batch.sampled_chunks, self._sample(logits_SV, requests), strict=True):
                     results[i] = token
         return results
 
 
-def resolve_dtype(name: DtypeName) -> str:
-    """`auto` is bfloat16 where the processor multiplies it natively, else float32."""
+def resolve_dtype(name: DtypeName, device: DeviceName = "cpu") -> str:
+    """`auto` is bfloat16 on GPUs and where the processor multiplies it natively, else float32. float16 is for GPUs."""
     if name == "auto":
+        if device == "cuda":
+            return "bfloat16"
         capabilities = torch.cpu.get_capabilities()
         return "bfloat16" if any(capabilities.get(feature) for feature in _NATIVE_BFLOAT16) else "float32"
-    if name not in _DTYPES:
-        raise ConfigError(f"{name} is not supported; choose one of auto, {', '.join(_DTYPES)}", param="dtype")
+    supported = [known for known in _DTYPES if known != "float16" or device == "cuda"]
+    if name not in supported:
+        raise ConfigError(f"{name} is not supported; choose one of auto, {', '.join(supported)}", param="dtype")
     return name
 
 
 def _request(chunk: Chunk) -> SampleRequest:
     assert chunk.sampling is not None, "only chunks that sample have logits"
     return SampleRequest(chunk.sampling, chunk.end, chunk.num_generated)
+
+
+def _tokens_that_fit(facts: ModelFacts, dtype: torch.dtype, utilization: float) -> int:
+    """Into what the weights have left of this share of the current GPU's memory."""
+    free, total = torch.cuda.mem_get_info()
+    return max(0, int(free - (1 - utilization) * total)) // token_bytes(facts, dtype)
+
+
+def _check_gpu(facts: ModelFacts, ranks: TensorParallel, deterministic: bool) -> None:
+    if not torch.cuda.is_available():
+        raise ConfigError("there is no GPU that torch can use here", param="device")
+    from engine.kernels.triton.online_softmax import HEAD_DIMS
+
+    if ranks.size > 1:
+        raise ConfigError("several ranks compute on processors only", param="tensor_parallel_size")
+    if deterministic:
+        raise ConfigError("on a GPU sums are taken in an order that depends on the other rows of a step", param="deterministic")
+    if facts.head_dim not in HEAD_DIMS:
+        raise ConfigError(f"{facts.name}: a head size of {facts.head_dim} has no kernel for GPUs", param="model")
 
 
 def _check_sizes(facts: ModelFacts) -> None:

@@ -74,7 +74,7 @@ def _sample_row(row_V: _Row, best: int, request: SampleRequest) -> SampledToken:
     token_id = best if sampling.temperature == 0 else _gumbel_max(*narrow(allowed_V, best, sampling), request)
     if sampling.num_logprobs is None:
         return SampledToken(token_id, None)
-    return SampledToken(token_id, _logprobs(row_V, token_id, sampling.num_logprobs))
+    return SampledToken(token_id, logprobs(row_V, token_id, sampling.num_logprobs))
 
 
 def narrow(logits_V: _Row, best: int, sampling: SamplingParams) -> tuple[_Ids, _Row]:
@@ -131,7 +131,7 @@ def _gumbel_max(ids: _Ids, gaps: _Row, request: SampleRequest) -> int:
     return int(ids[contenders][scores.argmax()])
 
 
-def _logprobs(row_V: _Row, token_id: int, num_top: int) -> TokenLogprobs:
+def logprobs(row_V: _Row, token_id: int, num_top: int) -> TokenLogprobs:
     """log softmax of the raw logits; equal ones in order of their ids."""
     best = float(row_V.max())
     log_total = best + math.log(np.exp(row_V - np.float32(best)).sum(dtype=np.float64))

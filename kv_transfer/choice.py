@@ -2,29 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
 
 from configs.schema import TransportName
+from kv_transfer.cuda_ipc import CudaIpcReceiver, CudaIpcSender, share_storage
 from kv_transfer.gloo import GlooTransport
+from kv_transfer.nccl import NcclTransport
+from kv_transfer.nccl_library import NcclLibrary, find_nccl
 from kv_transfer.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from kv_transfer.transport import ReceiveTransport, SendTransport
 from protocol.errors import ConfigError
 
+_Transport = TypeVar("_Transport", SendTransport, ReceiveTransport)
+_FindNccl = Callable[[], NcclLibrary | None]
 
-def sending_transports(wanted: TransportName, host: str, pool_fd: int | None) -> Sequence[SendTransport]:
-    """For a prefill worker. `host`: its address; `pool_fd`: the memfd of its pool, if that is where it lies.
+
+def sending_transports(
+    wanted: TransportName,
+    host: str,
+    pool: Tensor,
+    pool_fd: int | None,
+    share: Callable[[Tensor], bytes] = share_storage,
+    find_nccl: _FindNccl = find_nccl,
+) -> Sequence[SendTransport]:
+    """For a prefill worker that does not compute yet. `host`: its address; `pool_fd`: the memfd of its pool, if it lies in one.
 
     Raises ConfigError if it can't have what is wanted.
     """
-    transports: list[SendTransport] = [] if pool_fd is None else [SharedMemorySender(pool_fd)]
-    transports.append(GlooTransport(host))
+    shared: list[SendTransport] = []
+    if pool.device.type == "cuda":
+        with contextlib.suppress(RuntimeError):  # a driver or a container that does not let processes share
+            shared.append(CudaIpcSender(share(pool)))
+        return _chosen(wanted, pool.device, [*shared, *_nccl(find_nccl)])
+    if pool_fd is not None:
+        shared.append(SharedMemorySender(pool_fd))
+    return _chosen(wanted, pool.device, [*shared, GlooTransport(host)])
+
+
+def receiving_transports(
+    wanted: TransportName, host: str, device: torch.device, find_nccl: _FindNccl = find_nccl
+) -> Sequence[ReceiveTransport]:
+    """For a decode worker whose pool lies on `device`, likewise."""
+    if device.type == "cuda":
+        return _chosen(wanted, device, [CudaIpcReceiver(), *_nccl(find_nccl)])
+    return _chosen(wanted, device, [SharedMemoryReceiver(), GlooTransport(host)])
+
+
+def _nccl(find_nccl: _FindNccl) -> list[NcclTransport]:
+    library = find_nccl()
+    return [] if library is None else [NcclTransport(library)]
+
+
+def _chosen(wanted: TransportName, device: torch.device, transports: Sequence[_Transport]) -> Sequence[_Transport]:
     chosen = [transport for transport in transports if wanted in ("auto", transport.name)]
     if not chosen:
-        raise ConfigError("KV pools can't be shared between processes on this system; use auto", param="transport")
+        raise ConfigError(_what_is_missing(wanted, device), param="transport")
     return chosen
 
 
-def receiving_transports(wanted: TransportName, host: str) -> Sequence[ReceiveTransport]:
-    """For a decode worker."""
-    transports: list[ReceiveTransport] = [SharedMemoryReceiver(), GlooTransport(host)]
-    return [transport for transport in transports if wanted in ("auto", transport.name)]
+def _what_is_missing(wanted: TransportName, device: torch.device) -> str:
+    on_gpu = device.type == "cuda"
+    if on_gpu and wanted in ("shared_memory", "gloo"):
+        return f"{wanted} is for KV pools in the processor's memory, and this one lies on a GPU; use cuda_ipc, nccl or auto"
+    if not on_gpu and wanted in ("cuda_ipc", "nccl"):
+        return f"{wanted} is for KV pools on GPUs, and this one lies in the processor's memory; use shared_memory, gloo or auto"
+    if wanted in ("shared_memory", "cuda_ipc"):
+        return "KV pools can't be shared between processes on this system; use auto"
+    return "there is no NCCL of version 2.14 or newer (libnccl.so.2) here; install a torch that brings it"

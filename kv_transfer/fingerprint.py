@@ -1,28 +1,48 @@
-"""What proves that the KV in decode's blocks is the KV in prefill's: an xxh3_64 for every block of a transfer.
+"""What proves that the KV in decode's blocks is the KV in prefill's: 64 bits for every block of a transfer.
 
 Both sides hash the bytes in their own pool, not those under way, so a wrong slot is found like a flipped bit. Blocks are
 decode's; where prefill's are of another size, it cuts its tokens as decode does. A hash takes in a block's bytes as they are
 pushed: layer by layer, K before V, token by token, on each lane the heads of that lane. A block that two pushes share has a
 hash of each.
+
+Pools in the processor's memory are hashed by xxh3_64, those of GPUs where they lie (`device_fingerprint`). The two never meet:
+`KvLayout.memory` has to be equal on both sides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import zip_longest
+from typing import Protocol
 
 import xxhash
 
+from kv_transfer.device_fingerprint import MultilinearFingerprints
 from kv_transfer.plan import Piece
-from kv_transfer.pool_view import PoolView
+from kv_transfer.pool_view import CpuPoolView, PoolView
 
 DIGEST_BYTES = 8
 
 
-class PushFingerprints:
-    """Of one push on one lane, on one side. `cuts`: for each transfer that has a part in the push, its pieces."""
+class PushFingerprints(Protocol):
+    """Of one push on one lane, on one side."""
 
-    def __init__(self, pool: PoolView, cuts: Sequence[Sequence[Piece]]) -> None:
+    def update(self, layers: range) -> None:
+        """Take in some layers, which are complete in the pool."""
+
+    def digests(self) -> list[bytes]:
+        """For each transfer DIGEST_BYTES of each of its blocks in this push, in order."""
+
+
+def push_fingerprints(pool: PoolView, cuts: Sequence[Sequence[Piece]]) -> PushFingerprints:
+    """`cuts`: for each transfer that has a part in the push, its pieces."""
+    return Xxh3Fingerprints(pool, cuts) if isinstance(pool, CpuPoolView) else MultilinearFingerprints(pool, cuts)
+
+
+class Xxh3Fingerprints:
+    """Of a pool in the processor's memory, from its bytes as they lie there."""
+
+    def __init__(self, pool: CpuPoolView, cuts: Sequence[Sequence[Piece]]) -> None:
         self._pool = pool
         self._hashes: list[list[xxhash.xxh3_64]] = []
         spans = []
@@ -39,14 +59,12 @@ class PushFingerprints:
         self._slots = [slice(piece.slot, piece.slot + piece.length) for pieces in cuts for piece in pieces]
 
     def update(self, layers: range) -> None:
-        """Take in some layers, which are complete in the pool."""
         for layer in layers:
             for half in self._pool.halves(layer, self._slots):
                 for update, begin, end in self._spans:
                     update(half[begin:end])
 
     def digests(self) -> list[bytes]:
-        """For each transfer DIGEST_BYTES of each of its blocks in this push, in order."""
         return [b"".join(one.digest() for one in hashes) for hashes in self._hashes]
 
 

@@ -41,17 +41,18 @@ class _GlooPipe:
         self._peer = 1 - rank
 
     def send(self, payload: Tensor) -> None:
-        self._wait(self._group.send([payload], self._peer, 0))
+        self._do(lambda: self._group.send([payload], self._peer, 0))
 
     def receive(self, into: Tensor) -> None:
-        self._wait(self._group.recv([into], self._peer, 0))
+        self._do(lambda: self._group.recv([into], self._peer, 0))
 
     def close(self) -> None:
         self._group = None
 
-    def _wait(self, work: Any) -> None:
+    def _do(self, begin: Callable[[], Any]) -> None:
+        """A peer that is known to be lost makes the beginning fail, any other the wait."""
         try:
-            work.wait()
+            begin().wait()
         except RuntimeError as error:
             raise TransportError(_first_line(error)) from None
 

@@ -12,16 +12,18 @@ A push that fails with TransportError has broken its lane, and that the pair.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
+import torch
 from torch import Tensor
 
-from kv_transfer.fingerprint import PushFingerprints
+from kv_transfer.fingerprint import push_fingerprints
 from kv_transfer.plan import Piece, cut, layer_groups, slot_runs
-from kv_transfer.pool_view import PoolView, Slots
+from kv_transfer.pool_view import PoolView, Slots, view_of
 from kv_transfer.progress import StepProgress
 from kv_transfer.transport import ReceiveChannel, ReceiveTransport, SendChannel, SendTransport, TransportError
 from protocol.errors import TransportUnavailableError
@@ -88,8 +90,8 @@ class LocalSendRank:
 
     async def connect(self, move: HeadMove, transport: str, exchange: Exchange) -> SendLane:
         loop = asyncio.get_running_loop()
-        pool = PoolView(self._layers, range(move.source_head, move.source_head + move.num_heads))
-        thread = ThreadPoolExecutor(1, thread_name_prefix=f"kv-send-{move.decode_rank}")
+        pool = view_of(self._layers, range(move.source_head, move.source_head + move.num_heads))
+        thread = ThreadPoolExecutor(1, f"kv-send-{move.decode_rank}", pool.begin_thread)
 
         async def ask(ours: bytes) -> bytes:
             return await exchange(ours)
@@ -119,8 +121,8 @@ class LocalReceiveRank:
 
     async def accept(self, move: HeadMove, transport: str, offer: bytes, answer: Callable[[bytes], None]) -> ReceiveLane:
         loop = asyncio.get_running_loop()
-        pool = PoolView(self._layers, range(move.destination_head, move.destination_head + move.num_heads))
-        thread = ThreadPoolExecutor(1, thread_name_prefix=f"kv-receive-{move.prefill_rank}")
+        pool = view_of(self._layers, range(move.destination_head, move.destination_head + move.num_heads))
+        thread = ThreadPoolExecutor(1, f"kv-receive-{move.prefill_rank}", pool.begin_thread)
         answered = False
 
         def answer_from_thread(ours: bytes) -> None:
@@ -138,6 +140,7 @@ class LocalReceiveRank:
         return _LocalReceiveLane(channel, pool, self._block_size, thread)
 
 
+_Move = TypeVar("_Move", bound=Callable[..., list[bytes]])
 _Channel = TypeVar("_Channel", SendChannel, ReceiveChannel)
 
 
@@ -157,6 +160,25 @@ def _close_late(connecting: Future[SendChannel] | Future[ReceiveChannel]) -> Non
         connecting.result().close()
 
 
+def _close(thread: ThreadPoolExecutor, channel: SendChannel | ReceiveChannel) -> None:
+    """Both may block: the thread until the transport's deadline."""
+    thread.shutdown()
+    channel.close()
+
+
+def _breaks_the_lane(move: _Move) -> _Move:
+    """What a GPU can't do, for want of memory or because it has failed, ends a lane as a lost peer does."""
+
+    @functools.wraps(move)
+    def moving(*arguments: Any) -> Any:
+        try:
+            return move(*arguments)
+        except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+            raise TransportError(str(error).partition("\n")[0]) from None
+
+    return cast(_Move, moving)
+
+
 class _Push:
     """The tokens of one push, on one lane."""
 
@@ -164,9 +186,9 @@ class _Push:
         cuts: list[list[Piece]] = [
             cut(span.block_table, block_size, span.start, span.num_tokens, span.digest_block_size) for span in spans
         ]
-        self.slots = Slots(slot_runs(itertools.chain(*cuts)))
+        self.slots = Slots(slot_runs(itertools.chain(*cuts)), pool.device)
         self.groups = layer_groups(len(pool.layers), len(self.slots) * pool.layer_bytes)
-        self.fingerprints = PushFingerprints(pool, cuts)
+        self.fingerprints = push_fingerprints(pool, cuts)
 
 
 class _LocalSendLane:
@@ -189,6 +211,7 @@ class _LocalSendLane:
     async def send(self, step: int, spans: Sequence[TokenSpan]) -> list[bytes]:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._send, step, spans)
 
+    @_breaks_the_lane
     def _send(self, step: int, spans: Sequence[TokenSpan]) -> list[bytes]:
         push = _Push(self._pool, self._block_size, spans)
         for layers in push.groups:
@@ -202,8 +225,7 @@ class _LocalSendLane:
         return push.fingerprints.digests()
 
     async def close(self) -> None:
-        await asyncio.to_thread(self._thread.shutdown)
-        self._channel.close()
+        await asyncio.to_thread(_close, self._thread, self._channel)
 
 
 class _LocalReceiveLane:
@@ -216,15 +238,17 @@ class _LocalReceiveLane:
     async def receive(self, spans: Sequence[TokenSpan]) -> list[bytes]:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._receive, spans)
 
+    @_breaks_the_lane
     def _receive(self, spans: Sequence[TokenSpan]) -> list[bytes]:
         push = _Push(self._pool, self._block_size, spans)
-        self._pool.touch(push.slots)  # while prefill computes
-        for layers in push.groups:
-            self._channel.receive(layers, push.slots)
-            push.fingerprints.update(layers)
-        return push.fingerprints.digests()
+        self._pool.make_ready(push.slots)  # while prefill computes
+        try:
+            for layers in push.groups:
+                self._channel.receive(layers, push.slots)
+                push.fingerprints.update(layers)
+            return push.fingerprints.digests()
+        finally:
+            self._pool.settle()  # also of a push that failed: its blocks may be another's as soon as it has ended
 
     async def close(self) -> None:
-        """The thread may sit in a receive until the transport's deadline."""
-        await asyncio.to_thread(self._thread.shutdown)
-        self._channel.close()
+        await asyncio.to_thread(_close, self._thread, self._channel)

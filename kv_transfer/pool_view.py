@@ -1,4 +1,6 @@
-"""A KV pool as the handoff sees it: layers of slots, as tensors and as bytes, and places in it.
+"""A KV pool as the handoff sees it: layers of slots, as tensors and, in the processor's memory, as bytes; and places in it.
+
+What a view has of its device (`begin_thread`, `make_ready`, `settle`) is called from the lane's one thread.
 
 Shapes: L layers, 2 (K and V), S slots of the pool, T tokens. A row is one token's K or V in one layer, of the heads that are
 looked at: all of the rank's, or those that travel on one lane (`kv_transfer.shards`).
@@ -21,45 +23,69 @@ _PAGE_BYTES = 4096
 ByteArray = npt.NDArray[np.uint8]
 
 
-class Slots:
-    """Where the T tokens of a push, of one or more transfers, lie in a pool."""
+_CPU = torch.device("cpu")
 
-    def __init__(self, runs: Sequence[SlotRun]) -> None:
+
+class Slots:
+    """Where the T tokens of a push, of one or more transfers, lie in a pool on `device`."""
+
+    def __init__(self, runs: Sequence[SlotRun], device: torch.device = _CPU) -> None:
         self.runs = runs
+        self._device = device
 
     def __len__(self) -> int:
         return sum(run.length for run in self.runs)
 
     @cached_property
     def ids_T(self) -> Tensor:
-        """int64 [T]"""
-        return torch.cat([torch.arange(run.start, run.start + run.length) for run in self.runs])
+        """int64 [T], on the pool's device."""
+        return torch.cat([torch.arange(run.start, run.start + run.length) for run in self.runs]).to(self._device)
 
 
 class PoolView:
-    """`layers`: each [2, S, KV heads, head size], contiguous, on the CPU. `heads`: those that are looked at; None means all."""
+    """`layers`: each [2, S, KV heads, head size], contiguous. `heads`: those that are looked at; None means all.
+
+    This class knows the pool as tensors; `view_of` makes the one that fits the memory in which a pool lies.
+    """
 
     def __init__(self, layers: Sequence[Tensor], heads: range | None = None) -> None:
         _, self.num_slots, num_heads, head_dim = layers[0].shape
         heads = range(num_heads) if heads is None else heads
         head_bytes = head_dim * layers[0].element_size()
+        self.device = layers[0].device
         self.layers = [layer[:, :, heads.start : heads.stop] for layer in layers]
         self.stride_bytes = num_heads * head_bytes
         """From one slot's row to the next."""
         self.first_byte = heads.start * head_bytes
         """Where in its slot a row begins."""
         self.row_bytes = len(heads) * head_bytes
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of one token's K and V in one layer."""
+        return 2 * self.row_bytes
+
+    def begin_thread(self) -> None:
+        """Called once by the thread that will move this pool's bytes."""
+
+    def make_ready(self, slots: Slots) -> None:
+        """Called before slots that belong to the caller are filled."""
+
+    def settle(self) -> None:
+        """Wait until what the calling thread's work waits for, and this work itself, is done."""
+
+
+class CpuPoolView(PoolView):
+    """A pool in the processor's memory: as bytes, too."""
+
+    def __init__(self, layers: Sequence[Tensor], heads: range | None = None) -> None:
+        super().__init__(layers, heads)
         self.whole_rows = self.row_bytes == self.stride_bytes
         slots = [layer.flatten(2).view(torch.uint8).numpy() for layer in layers]
         self.rows: list[ByteArray] = [each[:, :, self.first_byte : self.first_byte + self.row_bytes] for each in slots]
         """Each layer as uint8 [2, S, row bytes]."""
         self._bytes = [each.data.cast("B") for each in slots]
         self._touched = np.zeros(self.num_slots, dtype=np.bool_)
-
-    @property
-    def layer_bytes(self) -> int:
-        """Of one token's K and V in one layer."""
-        return 2 * self.row_bytes
 
     def halves(self, layer: int, slots: Sequence[slice]) -> Iterator[memoryview]:
         """K and then V of one layer as flat bytes: of the whole pool if its rows are whole, else of these slots alone."""
@@ -71,11 +97,11 @@ class PoolView:
             for rows in self.rows[layer]:
                 yield np.concatenate([rows[each] for each in slots]).data.cast("B")
 
-    def touch(self, slots: Slots) -> None:
-        """Have the memory of slots that are about to be filled mapped, where this was not done before.
+    def make_ready(self, slots: Slots) -> None:
+        """Have the memory of these slots mapped, where this was not done before.
 
         The first write to a page costs up to 15 µs, so 1,024 tokens of the default model 100 ms; the copy into mapped pages
-        takes 1. The rows must belong to the caller: this writes a byte to each of their pages.
+        takes 1. This writes a byte to each of their pages.
         """
         step = max(1, _PAGE_BYTES // self.stride_bytes)
         for start, count in slots.runs:
@@ -85,3 +111,28 @@ class PoolView:
             for rows in self.rows:
                 rows[:, start : start + count : step, ::_PAGE_BYTES] = 0
                 rows[:, start + count - 1, -1] = 0
+
+
+class CudaPoolView(PoolView):
+    """A pool in the memory of a GPU, whose engine computes on the device's default stream.
+
+    A lane's thread has a stream of its own, which waits for the engine's where it must and never the other way round: the
+    engine meets what a lane has written only when the host has heard that the push has ended.
+    """
+
+    def begin_thread(self) -> None:
+        torch.cuda.set_device(self.device)
+        torch.cuda.set_stream(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
+
+    def make_ready(self, slots: Slots) -> None:
+        """Have this thread's work wait for what the engine has launched: it may still write what these slots held before."""
+        torch.cuda.current_stream().wait_stream(torch.cuda.default_stream(self.device))
+
+    def settle(self) -> None:
+        torch.cuda.current_stream().synchronize()
+
+
+def view_of(layers: Sequence[Tensor], heads: range | None = None) -> PoolView:
+    """The view for the memory in which these layers lie."""
+    kinds = {"cpu": CpuPoolView, "cuda": CudaPoolView}
+    return kinds[layers[0].device.type](layers, heads)

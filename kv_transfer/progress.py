@@ -1,6 +1,9 @@
 """How far a rank's engine has come, told from its thread to the transfer threads, which send what is there.
 
 begin() ──► layer_done(0) ──► layer_done(1) … ──► finish() ──► begin() …
+
+On a GPU "done" means launched, on the device's default stream: an event there marks the place, for which the stream of the
+thread that waits here waits in turn.
 """
 
 from __future__ import annotations
@@ -8,13 +11,18 @@ from __future__ import annotations
 import sys
 import threading
 
+import torch
+
 from kv_transfer.transport import TransportError
 
 
 class StepProgress:
-    """One per rank. Steps are numbered from 1; step 0 is over."""
+    """One per rank, whose pool lies on `device`. Steps are numbered from 1; step 0 is over."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._launched: torch.cuda.Event | None = None
+        """Behind all that was told."""
         self._step = 0
         self._layers_done = sys.maxsize
         self._wanted: list[tuple[int, int]] = []
@@ -30,6 +38,7 @@ class StepProgress:
     def layer_done(self, layer: int) -> None:
         """K and V of this layer are in the pool."""
         with self._changed:
+            self._mark()
             self._layers_done = layer + 1
             if (self._step, layer) in self._wanted:  # waking a thread for nothing would take the interpreter from the engine
                 self._changed.notify_all()
@@ -37,6 +46,7 @@ class StepProgress:
     def finish(self) -> None:
         """The step is over and its first tokens are on their way."""
         with self._changed:
+            self._mark()
             self._layers_done = sys.maxsize
             self._changed.notify_all()
 
@@ -49,3 +59,10 @@ class StepProgress:
                     raise TransportError(f"layer {layer} was not computed within {deadline_s:g} s")
             finally:
                 self._wanted.remove((step, layer))
+            if self._launched is not None:
+                self._launched.wait()  # has the current stream wait; the host goes on
+
+    def _mark(self) -> None:
+        if self._device.type == "cuda":
+            self._launched = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._launched.record(torch.cuda.default_stream(self._device))

@@ -71,8 +71,6 @@ def check(message: PairOpen, me: WorkerRef, layout: KvLayout) -> list[HeadMove]:
         raise IncompatiblePeerError(
             f"KV caches of {me.worker_id} (here) and {message.prefill.worker_id} (there) differ: {'; '.join(differences)}"
         )
-    if message.prefill.num_ranks < 1:
-        raise IncompatiblePeerError(f"{message.prefill.worker_id} has {message.prefill.num_ranks} ranks")
     moves = head_moves(message.prefill.num_ranks, me.num_ranks, layout.num_kv_heads)
     if not 0 <= message.lane < len(moves):
         raise IncompatiblePeerError(f"lane {message.lane} of {len(moves)}")

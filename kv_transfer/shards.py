@@ -9,11 +9,19 @@ same head take turns, so that no copy of a head serves all.
 from __future__ import annotations
 
 from configs.sharding import heads_of
+from protocol.errors import IncompatiblePeerError
 from protocol.gang import HeadMove
+
+MAX_RANKS = 1024
 
 
 def head_moves(prefill_ranks: int, decode_ranks: int, num_kv_heads: int) -> list[HeadMove]:
-    """Every move of a transfer, by decode rank and then by head, the longest there are."""
+    """Every move of a transfer, by decode rank and then by head, the longest there are.
+
+    The numbers of ranks may come from a peer. Raises IncompatiblePeerError.
+    """
+    if not (1 <= prefill_ranks <= MAX_RANKS and 1 <= decode_ranks <= MAX_RANKS):
+        raise IncompatiblePeerError(f"a worker has 1 to {MAX_RANKS} ranks, not {prefill_ranks} to {decode_ranks}")
     moves: list[HeadMove] = []
     for decode_rank in range(decode_ranks):
         wanted = heads_of(decode_rank, decode_ranks, num_kv_heads)

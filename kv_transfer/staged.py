@@ -1,6 +1,7 @@
 """Layer chunks over anything that moves bytes: gather into a staging buffer, move, scatter from a staging buffer.
 
-The buffers live as long as the channel, because the faults of fresh pages cost more than the copy itself.
+The buffers lie where the pool does, and live as long as the channel: on the CPU the faults of fresh pages cost more than the
+copy itself. On a GPU all of it happens in the order of the calling thread's stream.
 A chunk is [layers, 2 (K, V), tokens, kv heads, head dim].
 """
 
@@ -32,14 +33,14 @@ class _Staging:
 
     def __init__(self, pool: PoolView) -> None:
         _, _, self._heads, self._head_dim = pool.layers[0].shape
-        self._buffer = torch.zeros(0, dtype=pool.layers[0].dtype)
+        self._buffer = torch.zeros(0, dtype=pool.layers[0].dtype, device=pool.device)
 
     def chunk(self, num_layers: int, num_tokens: int) -> Tensor:
         """[layers, 2, T, H, D]"""
         shape = (num_layers, 2, num_tokens, self._heads, self._head_dim)
         count = torch.Size(shape).numel()
         if self._buffer.numel() < count:
-            self._buffer = torch.zeros(count, dtype=self._buffer.dtype)
+            self._buffer = torch.zeros(count, dtype=self._buffer.dtype, device=self._buffer.device)
         return self._buffer[:count].view(shape)
 
 

@@ -35,7 +35,7 @@ class SendChannel(Protocol):
 
 class ReceiveChannel(Protocol):
     def receive(self, layers: range, slots: Slots) -> None:
-        """Receive one layer chunk into these slots."""
+        """Receive one layer chunk into these slots: on a GPU, for what this thread launches afterwards."""
 
     def close(self) -> None: ...
 

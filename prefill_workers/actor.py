@@ -59,5 +59,5 @@ class PrefillActor(WorkerActor):
         await gang.joined(runner.pool.num_blocks)
         server = WireServer(self._secret, self._host)
         me = WorkerRef(self._worker_id, self._epoch, Role.PREFILL, server.address, gang.size)
-        transports = sending_transports(config.transport, self._host, runner.pool.memory_fd)
+        transports = sending_transports(config.transport, self._host, runner.pool.data, runner.pool.memory_fd)
         return PrefillWorker(me, self._secret, runner, server, transports, config, gang)

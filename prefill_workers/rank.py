@@ -23,6 +23,8 @@ def load_share(config: ClusterConfig, ranks: TensorParallel) -> ModelRunner:
     """Raises ConfigError when the model can't be loaded."""
     return ModelRunner.load(
         resolve_for(config).facts,
+        device=config.device,
+        gpu_memory_utilization=config.gpu_memory_utilization,
         dtype=config.dtype,
         quantization=config.quantization,
         deterministic=config.deterministic,
@@ -39,7 +41,7 @@ def prefill_follower(config: ClusterConfig, secret: bytes, host: str, rank: int,
     def load(ranks: TensorParallel) -> Share:
         torch.set_num_threads(threads)
         runner = load_share(config, ranks)
-        transports = sending_transports(config.transport, host, runner.pool.memory_fd)
+        transports = sending_transports(config.transport, host, runner.pool.data, runner.pool.memory_fd)
         return share_of(runner, transports, config.limits.lease_s)
 
     server = WireServer(secret, host)
@@ -48,6 +50,6 @@ def prefill_follower(config: ClusterConfig, secret: bytes, host: str, rank: int,
 
 def share_of(runner: ModelRunner, transports: Sequence[SendTransport], lease_s: float) -> Share:
     """Its lanes send a step's layers as they are computed."""
-    progress = StepProgress()
+    progress = StepProgress(runner.pool.data.device)
     lanes = SendHost(LocalSendRank(runner.pool.layers(), runner.pool.block_size, transports, progress, lease_s))
     return Share(runner, lanes.handlers, progress.begin, progress.layer_done, progress.finish, lanes.close)

@@ -100,8 +100,8 @@ class PrefillWorker:
             config.prefill.max_batch_tokens,
             shares_prefixes=not config.deterministic,
         )
-        self._progress = StepProgress()
         pool = runner.pool
+        self._progress = StepProgress(pool.data.device)
         first = LocalSendRank(pool.layers(), pool.block_size, transports, self._progress, self._limits.lease_s)
         others = [RemoteSendRank(gang.asker(rank), first.transports) for rank in range(1, gang.size)]
         self._peers = DecodePeers(me, secret, runner.layout(), [first, *others], config.limits)
@@ -194,7 +194,8 @@ class PrefillWorker:
         if not all(0 <= token_id < self._facts.vocab_size for token_id in message.token_ids):
             raise InvalidRequestError(f"token ids must lie in [0, {self._facts.vocab_size})", param="prompt")
         message.sampling.check(self._facts.vocab_size)
-        if message.ticket.num_prompt_tokens != num_tokens or not 0 <= message.ticket.held_tokens <= num_tokens:
+        ticket = message.ticket
+        if ticket.num_prompt_tokens != num_tokens or not 0 <= ticket.held_tokens <= num_tokens or ticket.block_size < 1:
             raise InvalidRequestError("the ticket was made for a prompt of another length")
 
     async def _admit(self, job: _Job) -> None:

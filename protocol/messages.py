@@ -125,6 +125,8 @@ class KvLayout:
     """Of the whole model, however many ranks share them."""
     head_dim: int
     layout_version: int
+    memory: str
+    """The kind of device in whose memory the pool lies, such as cpu or cuda: by it go fingerprints and transports."""
 
     def differences(self, other: KvLayout) -> list[str]:
         """Sentences such as `dtype: float32 here, bfloat16 there`; empty if the two fit."""
@@ -374,7 +376,7 @@ class PushCommit:
     num_layers: int
     layout: KvLayout
     fingerprints: tuple[bytes, ...]
-    """For each lane an xxh3_64 of each block, in order (`kv_transfer.fingerprint`)."""
+    """For each lane 64 bits of each block, in order (`kv_transfer.fingerprint`)."""
 
 
 @message(35)

@@ -9,6 +9,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+# Triton reads this when it is imported. Without a GPU its kernels run in numpy; where there is one, the same tests run on it.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 # A shared machine makes time limits on single examples a source of false alarms. CI repeats the same examples, so that a red
 # run is about the change at hand; elsewhere every run looks at new ones.
 settings.register_profile(

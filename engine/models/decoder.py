@@ -20,7 +20,7 @@ from torch import Tensor
 
 from configs.facts import ModelFacts
 from configs.sharding import vocabulary_of
-from engine.batch import ForwardBatch
+from engine.batch import ForwardBatch, sendable
 from engine.kernels.linear import Linear
 from engine.kernels.norm import rms_norm
 from engine.kv_pool import KVPool
@@ -74,7 +74,7 @@ class Decoder:
         norms = [*(layer.attention_norm for layer in layers[1:]), self._weights.final_norm]
         step = self._begin_step(batch, pool, self._weights.rope_frequencies)
         # The sum over all layers is kept in float32: what is rounded away in one layer is missing in all later ones.
-        x_TD = self._embed(torch.from_numpy(batch.token_ids_T))
+        x_TD = self._embed(step.token_ids_T)
         normed_TD = step.add_norm(x_TD, None, layers[0].attention_norm, eps)
         for index, (layer, next_norm) in enumerate(zip(layers, norms, strict=True)):
             qkv_TA = layer.qkv(normed_TD)
@@ -86,7 +86,8 @@ class Decoder:
                 if not batch.sampled_chunks:
                     return None
                 if batch.num_longer or len(batch.sampled_chunks) < x_TD.shape[0]:
-                    x_TD, qkv_TA = x_TD[batch.sample_rows_S], qkv_TA[batch.sample_rows_S]
+                    rows_S = sendable(batch.sample_rows_S, x_TD.device).to(x_TD.device, non_blocking=True)
+                    x_TD, qkv_TA = x_TD[rows_S], qkv_TA[rows_S]
                     step = self._begin_step(batch.sampled_rows(), pool, self._weights.rope_frequencies)
             attended_TD = add_up(layer.output(step.attend(index, qkv_TA)))
             normed_TD = step.add_norm(x_TD, attended_TD, layer.ffn_norm, eps)

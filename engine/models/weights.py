@@ -25,6 +25,7 @@ from protocol.errors import ConfigError
 
 Quantization = Literal["auto", "none", "int8", "int4"]
 
+_CPU = torch.device("cpu")
 _HEAD_BITS = 8
 """The output head keeps eight bits where the layers have four, as in ggml's files."""
 
@@ -39,6 +40,7 @@ class WeightFormat:
     deterministic: bool
     """A row's result may not depend on the number of rows."""
     library: NativeLibrary | None
+    device: torch.device = _CPU
 
     @property
     def uses_quantized(self) -> bool:
@@ -54,7 +56,7 @@ class WeightFormat:
 
     def linear(self, dense_OI: Tensor, bias_O: Tensor | None, quantized: QuantizedWeight | None) -> Linear:
         same_bits = self.deterministic or self.dtype == torch.float32
-        return Linear(dense_OI.to(self.dtype), bias_O, self._few_rows(quantized), same_bits=same_bits)
+        return Linear(dense_OI.to(self.device, self.dtype), bias_O, self._few_rows(quantized), same_bits=same_bits)
 
     def _few_rows(self, quantized: QuantizedWeight | None) -> QuantizedMatrix | None:
         if quantized is None or self.library is None or not self.uses_quantized:
@@ -75,7 +77,9 @@ def load_weights(facts: ModelFacts, format_: WeightFormat, rank: int = 0, size: 
     # Packing copies: the tied embedding is kept beside the head, because rows can't be looked up in a packed matrix.
     embedding_VD = reader.tensor(model["embedding"])
     head = format_.head(*reader.matrix(model["embedding" if facts.tie_word_embeddings else "head"], _HEAD_BITS))
-    return DecoderWeights(embedding_VD, layers, reader.tensor(model["final_norm"]), head, _rope_frequencies(facts))
+    return DecoderWeights(
+        embedding_VD, layers, reader.tensor(model["final_norm"]), head, _rope_frequencies(facts).to(format_.device)
+    )
 
 
 def _open(facts: ModelFacts) -> WeightSource:
@@ -117,7 +121,7 @@ class _Reader:
     size: int
 
     def tensor(self, parameter: Parameter) -> Tensor:
-        return self._read(parameter, self.format_.dtype)
+        return self._read(parameter, self.format_.dtype).to(self.format_.device)
 
     def matrix(self, weight: Parameter, bits: int) -> tuple[Tensor, QuantizedWeight | None]:
         """A matrix in full, and in few bits (in `bits` if it is quantized by us) if it is to be used so."""

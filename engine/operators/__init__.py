@@ -25,6 +25,9 @@ class Step(Protocol):
     What a method returns is good until the same method is called again.
     """
 
+    token_ids_T: Tensor
+    """The batch's tokens, where the weights are."""
+
     def add_norm(self, x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
         """Add `delta_TD` to the float32 `x_TD` in place and return the sum's RMS norm in the weight's dtype: [T, D]."""
         ...
@@ -47,9 +50,22 @@ StepFactory = Callable[[ForwardBatch, KVPool, Tensor], Step]
 
 
 def step_factory(facts: ModelFacts, dtype: torch.dtype, library: NativeLibrary | None) -> StepFactory:
-    """The fastest set that serves this model on this machine; `library` is None where there is no native one."""
+    """The fastest set that serves this model where the pool lies; `library` is None where there is no native one."""
     widths = (facts.hidden_size, facts.intermediate_size)
     fits = dtype == torch.bfloat16 and facts.head_dim in HEAD_DIMS and all(width % 16 == 0 for width in widths)
-    if library is not None and fits:
-        return lambda batch, pool, frequencies: NativeStep(facts, batch, pool, frequencies, library)
-    return lambda batch, pool, frequencies: TorchStep(facts, batch, pool, frequencies)
+
+    def begin(batch: ForwardBatch, pool: KVPool, frequencies: Tensor) -> Step:
+        if pool.data.is_cuda:
+            return _triton_step(facts, batch, pool, frequencies)
+        if library is not None and fits:
+            return NativeStep(facts, batch, pool, frequencies, library)
+        return TorchStep(facts, batch, pool, frequencies)
+
+    return begin
+
+
+def _triton_step(facts: ModelFacts, batch: ForwardBatch, pool: KVPool, frequencies: Tensor) -> Step:
+    # Triton exists for Linux alone, and machines without a GPU need not wait for its import.
+    from engine.operators.triton_step import TritonStep
+
+    return TritonStep.of(facts, batch, pool, frequencies)

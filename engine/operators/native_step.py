@@ -18,6 +18,7 @@ class NativeStep:
     def __init__(
         self, facts: ModelFacts, batch: ForwardBatch, pool: KVPool, frequencies: Tensor, library: NativeLibrary
     ) -> None:
+        self.token_ids_T = torch.from_numpy(batch.token_ids_T)
         self._num_heads = facts.num_heads
         self._batch = batch
         self._pool = pool

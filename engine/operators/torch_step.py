@@ -53,6 +53,7 @@ class TorchStep:
     def __init__(self, facts: ModelFacts, batch: ForwardBatch, pool: KVPool, frequencies: Tensor) -> None:
         self._num_heads = facts.num_heads
         self._num_kv_heads = facts.num_kv_heads
+        self.token_ids_T = torch.from_numpy(batch.token_ids_T)
         self._pool = pool
         self._slots_T = torch.from_numpy(batch.slots_T)
         self._rotation = rotation(frequencies, torch.from_numpy(batch.positions_T), pool.dtype)

@@ -151,6 +151,7 @@ def test_any_message_of_an_insider(
                         await asyncio.sleep(0)  # making them takes this loop's time, which is the workers' too
                     peer.send(maker.garbage(), b"", encode(Release(1))[:-1], encode(Ping()) + b"x")
                 if number % 10 == 0:
+                    at_decode.send(*(Release(a.ticket.ticket_id) for a in at_decode.answers if isinstance(a, Reserved)))
                     await here.goes_on()
                     workers.decode.ledger.check_integrity()
                     workers.check()

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from scenarios import THOROUGH, Reference, greedy, prompt_of, run
-from two_workers import ScriptedRouter, connect_router
+from two_workers import ScriptedRouter, connect_router, leaks_of
 from worker_process import WorkerProcess, make_worker, worker_process
 
 from configs.facts import ModelFacts
@@ -165,6 +165,8 @@ async def lose(scene: Scene, transport: TransportName, how: signal.Signals, phas
     await until(scene.free, LEASE_S + SLACK_S)
     if how is signal.SIGKILL and scene.here.me.role is Role.DECODE and transport == "shared_memory":
         await until(lambda: pools_mapped() == mapped + 1, LEASE_S + SLACK_S)
+    victim = [scene.victim.ref] if how is signal.SIGSTOP else []
+    assert await leaks_of([scene.here.me, scene.other.ref, *victim]) == []
 
 
 def _newest_ticket(scene: Scene) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -181,16 +181,21 @@ class TwoWorkers:
         self.prefill.check_integrity()
 
     async def leaks(self) -> list[Leak]:
-        """What a router that has just come finds in the books of the running workers, when nothing is under way."""
-        audited = []
-        for worker in (self.prefill, self.decode):
-            if not self.tasks[worker.me.role.value].done():
-                caller = Caller(await WireClient.connect(worker.me.address, SECRET, 5), lambda message: None)
-                reading = asyncio.create_task(caller.run())
-                audited.append(Audited(worker.me, await caller.ask(Audit, 5)))
-                caller.close()
-                await reading
-        return find_leaks(audited, CONFIG.limits.lease_s, 5)
+        """What an audit finds in the books of the workers that still run."""
+        refs = [worker.me for worker in (self.prefill, self.decode)]
+        return await leaks_of(ref for ref in refs if not self.tasks[ref.role.value].done())
+
+
+async def leaks_of(workers: Iterable[WorkerRef]) -> list[Leak]:
+    """What a router that has just come finds in the books of these workers, when nothing is under way."""
+    audited = []
+    for ref in workers:
+        caller = Caller(await WireClient.connect(ref.address, SECRET, 5), lambda message: None)
+        reading = asyncio.create_task(caller.run())
+        audited.append(Audited(ref, await caller.ask(Audit, 5)))
+        caller.close()
+        await reading
+    return find_leaks(audited, CONFIG.limits.lease_s, 5)
 
 
 async def _ping(caller: Caller) -> None:

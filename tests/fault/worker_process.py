@@ -53,9 +53,11 @@ def make_worker(
     server = WireServer(SECRET, HOST)
     me = WorkerRef(worker_id, 1, role, server.address)
     if role is Role.PREFILL:
-        sending = sending_transports(transport, HOST, runner.pool.memory_fd)
+        sending = sending_transports(transport, HOST, runner.pool.data, runner.pool.memory_fd)
         return PrefillWorker(me, SECRET, runner, server, sending, config, Gang.alone())
-    return DecodeWorker(me, runner, server, receiving_transports(transport, HOST), config, Gang.alone())
+    return DecodeWorker(
+        me, runner, server, receiving_transports(transport, HOST, runner.pool.data.device), config, Gang.alone()
+    )
 
 
 @contextmanager

@@ -119,7 +119,7 @@ def test_a_whole_number_will_do_for_seconds(yaml_file: Path) -> None:
         ("decode: {resources: {GPU: .inf}}", "decode.resources.GPU", "finite"),
         ("decode: {resources: {GPU: 0}}", "decode.resources.GPU", "greater than 0"),
         ("block_size: 12", "block_size", "8, 16, 32 or 64"),
-        ("dtype: float16", "dtype", "'auto', 'float32' or 'bfloat16'"),
+        ("dtype: float64", "dtype", "'auto', 'float32', 'bfloat16' or 'float16'"),
         ("1: 2", "1", "should be strings"),
         ("decode: {kv_cache_tokens: 8}", "decode.kv_cache_tokens", "less than one block of 16"),
         ("{max_model_len: 100, decode: {kv_cache_tokens: 100}}", "decode.kv_cache_tokens", "6 blocks) can't hold one request"),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
+import torch
 from two_ends import (
     BLOCK_SIZE,
     BLOCKS,
@@ -18,7 +19,7 @@ from two_ends import (
 )
 
 from kv_transfer.loopback import Faults, LoopbackNetwork
-from kv_transfer.pool_view import PoolView, Slots
+from kv_transfer.pool_view import CpuPoolView, PoolView, Slots
 from kv_transfer.sender import OutgoingTransfer, PushPart, SendingPair
 from kv_transfer.transport import ReceiveChannel, ReceiveTransport
 from protocol.errors import KvTransferError, TandemError
@@ -61,7 +62,7 @@ def test_damage_is_caught_before_the_commit(faults: Faults) -> None:
     asyncio.run(scenario())
 
 
-Damage = Callable[[PoolView, range, Slots], None]
+Damage = Callable[[CpuPoolView, range, Slots], None]
 
 
 class DamagedReceiver:
@@ -76,13 +77,14 @@ class DamagedReceiver:
         self, offer: bytes, answer: Callable[[bytes], None], pool: PoolView, deadline_s: float
     ) -> ReceiveChannel:
         channel = self._real.connect_receiver(offer, answer, pool, deadline_s)
+        assert isinstance(pool, CpuPoolView)
         return DamagedChannel(channel, pool, self._damage)
 
 
 @dataclass
 class DamagedChannel:
     real: ReceiveChannel
-    pool: PoolView
+    pool: CpuPoolView
     damage: Damage
 
     def receive(self, layers: range, slots: Slots) -> None:
@@ -93,17 +95,17 @@ class DamagedChannel:
         self.real.close()
 
 
-def flip(pool: PoolView, layers: range, slots: Slots) -> None:
+def flip(pool: CpuPoolView, layers: range, slots: Slots) -> None:
     pool.rows[layers[-1]][1, slots.ids_T[-1], -1] ^= 1
 
 
-def swap_blocks(pool: PoolView, layers: range, slots: Slots) -> None:
+def swap_blocks(pool: CpuPoolView, layers: range, slots: Slots) -> None:
     one, other = slots.ids_T[:BLOCK_SIZE].numpy(), slots.ids_T[BLOCK_SIZE : 2 * BLOCK_SIZE].numpy()
     for rows in pool.rows:
         rows[:, one], rows[:, other] = rows[:, other].copy(), rows[:, one].copy()
 
 
-def leave_out_the_last_token(pool: PoolView, layers: range, slots: Slots) -> None:
+def leave_out_the_last_token(pool: CpuPoolView, layers: range, slots: Slots) -> None:
     for layer in layers:
         pool.rows[layer][:, slots.ids_T[-1]] = 0
 
@@ -121,6 +123,27 @@ def test_damage_in_memory_is_caught_before_the_commit(kind: str, damage: Damage)
             with pytest.raises(KvTransferError, match=r"not the KV that was sent, from part [02] on"):
                 await pair.commit(transfer)
             assert w.decode.committed == []
+            assert w.decode.blocks.num_free == BLOCKS
+            await pair.close()
+
+    asyncio.run(scenario())
+
+
+def run_out_of_memory(pool: CpuPoolView, layers: range, slots: Slots) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.\nSee documentation")
+
+
+def test_a_gpu_without_memory_breaks_the_pair_and_frees_its_blocks() -> None:
+    async def scenario() -> None:
+        async with world(["shared_memory"]) as w:
+            w.decode.transports = [DamagedReceiver(w.decode.transports[0], run_out_of_memory)]
+            pair = await w.pair()
+            ticket, _ = w.decode.ticket(11)
+            transfer = OutgoingTransfer(ticket)
+            with pytest.raises(KvTransferError):
+                await push_and_commit(pair, pair.push(DONE, [PushPart(transfer, [4, 1, 2], 0, 11)]), transfer)
+            [receiver] = w.decode.pairs.values()
+            await until(lambda: receiver.closed)
             assert w.decode.blocks.num_free == BLOCKS
             await pair.close()
 

@@ -36,6 +36,7 @@ from protocol.errors import IncompatiblePeerError, WorkerLostError
         {"num_kv_heads": HEADS * 2},
         {"head_dim": HEAD_DIM * 2},
         {"layout_version": 2},
+        {"memory": "cuda"},
     ],
     ids=lambda difference: next(iter(difference)),
 )

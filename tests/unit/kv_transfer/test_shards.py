@@ -47,3 +47,10 @@ def test_every_decode_rank_gets_each_of_its_heads_once(prefill: int, decode: int
     assert len(pairs) == len(set(pairs)), "one move per pair of ranks"
     if decode % prefill == 0 or prefill <= heads:
         assert {move.prefill_rank for move in moves} == set(range(prefill)), "nobody is idle while another does its work"
+
+
+@pytest.mark.parametrize("ranks", [-(2**63), -1, 0, 1025, 2**62])
+def test_numbers_of_ranks_that_nobody_has_are_refused(ranks: int) -> None:
+    for sizes in ((ranks, 1), (1, ranks)):
+        with pytest.raises(IncompatiblePeerError, match="1 to 1024 ranks"):
+            head_moves(*sizes, num_kv_heads=2)

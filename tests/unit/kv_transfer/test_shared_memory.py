@@ -12,7 +12,8 @@ import torch
 
 from engine.kv_pool import KVPool
 from kv_transfer.plan import SlotRun
-from kv_transfer.pool_view import PoolView, Slots
+from kv_transfer.pool_view import Slots, view_of
+from kv_transfer.same_host import Offer
 from kv_transfer.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from kv_transfer.transport import ReceiveChannel, SendChannel, TransportError
 
@@ -39,7 +40,7 @@ def sender(source: KVPool) -> SharedMemorySender:
 
 
 def connect(source: KVPool, destination: KVPool, deadline_s: float = 5.0) -> tuple[SendChannel, ReceiveChannel]:
-    view = PoolView(destination.layers())
+    view = view_of(destination.layers())
     with ThreadPoolExecutor(1) as decode:
         receiving: list[Future[ReceiveChannel]] = []
 
@@ -49,7 +50,7 @@ def connect(source: KVPool, destination: KVPool, deadline_s: float = 5.0) -> tup
             receiving.append(decode.submit(connect_receiver, offer, answered.set_result, view, deadline_s))
             return answered.result(5)
 
-        sending = sender(source).connect_sender(exchange, PoolView(source.layers()), deadline_s)
+        sending = sender(source).connect_sender(exchange, view_of(source.layers()), deadline_s)
         return sending, receiving[0].result(5)
 
 
@@ -74,7 +75,7 @@ def test_tokens_arrive_and_nothing_else_changes(num_source_blocks: int) -> None:
 def test_the_reader_cannot_write_and_the_memory_cannot_shrink() -> None:
     source, destination = pool(), pool()
     sending, receiving = connect(source, destination)
-    mapped = receiving._source  # type: ignore[attr-defined]
+    mapped = receiving._source.rows  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="read-only"):
         mapped[0, 0, 0, 0] = 1
     assert source.memory_fd is not None
@@ -146,12 +147,13 @@ def test_strangers_are_refused() -> None:
 
     connections: list[socket.socket] = []
     with pytest.raises(TransportError, match="somebody else"):
-        sender(source).connect_sender(stranger, PoolView(source.layers()), 1.0)
+        sender(source).connect_sender(stranger, view_of(source.layers()), 1.0)
     assert connections[0].recv(100) == b"", "it learns nothing"
     connections[0].close()
-    for offer in (b"", secrets.token_bytes(64)):
-        with pytest.raises(TransportError, match="no such prefill worker"):
-            SharedMemoryReceiver().connect_receiver(offer, lambda answer: None, PoolView(source.layers()), 1.0)
+    nobody = Offer(secrets.token_bytes(32), secrets.token_bytes(32), SLOTS, 32, 0, b"")
+    for offer, named in ((b"", "an offer of 0 bytes"), (nobody.pack(), "no such prefill worker")):
+        with pytest.raises(TransportError, match=named):
+            SharedMemoryReceiver().connect_receiver(offer, lambda answer: None, view_of(source.layers()), 1.0)
 
 
 def test_memory_is_touched_only_when_written() -> None:

@@ -30,7 +30,7 @@ from protocol.wire import WireServer
 
 SECRET = b"k" * 32
 LAYERS, HEADS, HEAD_DIM, BLOCK_SIZE, BLOCKS = 3, 2, 8, 4, 16
-LAYOUT = KvLayout("hash", "float32", LAYERS, HEADS, HEAD_DIM, 1)
+LAYOUT = KvLayout("hash", "float32", LAYERS, HEADS, HEAD_DIM, 1, "cpu")
 PREFILL = WorkerRef("prefill-0", 1, Role.PREFILL, "tcp://127.0.0.1:1")
 LEASE_S = 1.0
 DONE = 0
@@ -168,7 +168,7 @@ async def world(
     serving = asyncio.create_task(receiver.endpoint.run())
     try:
         async with asyncio.timeout(60):
-            yield World(receiver, sources, [sending(kind, sources[0]) for kind in prefill], StepProgress())
+            yield World(receiver, sources, [sending(kind, sources[0]) for kind in prefill], StepProgress(torch.device("cpu")))
         receiver.ledger.check_integrity()
     finally:
         for pair in receiver.pairs.values():

@@ -66,7 +66,7 @@ def test_errors_keep_their_class_across_the_wire() -> None:
 
 
 def test_layout_differences_are_named() -> None:
-    layout = KvLayout("h", "float32", 30, 3, 64, 1)
+    layout = KvLayout("h", "float32", 30, 3, 64, 1, "cpu")
     assert layout.differences(layout) == []
     other = dataclasses.replace(layout, dtype="bfloat16", layout_version=32)
     assert layout.differences(other) == ["dtype: float32 here, bfloat16 there", "layout_version: 1 here, 32 there"]

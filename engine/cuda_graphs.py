@@ -1,0 +1,109 @@
+"""A decoder on a GPU, whose decode steps are CUDA graphs: one launch a step where there would be hundreds.
+
+    made: for each number of rows, the largest first, a pass over an empty batch compiles what it needs and is captured
+    step of single tokens ──► the smallest graph that holds it: its batch is filled, the graph replayed
+    any other step ──► launched kernel by kernel
+
+A graph reads the memory of its batch when it is replayed (`engine.operators.device_batch`), so it serves every batch of that
+many rows or fewer. Graphs share their memory: the logits of one are good until the next step.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from configs.facts import ModelFacts
+from engine.batch import Chunk, ForwardBatch
+from engine.kv_pool import KVPool
+from engine.models.decoder import Decoder, DecoderWeights
+from engine.operators import step_factory
+from engine.operators.device_batch import BatchShape, DeviceBatch
+from engine.operators.triton_step import TritonStep
+from engine.tensor_parallel import ALONE
+from protocol.messages import SamplingParams
+
+GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128)
+"""Rows that graphs are captured for; steps of more single tokens are launched one by one."""
+_NO_TILES = np.zeros((0, 4), dtype=np.int64)
+
+Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
+"""Makes of a computation something that repeats it, and the memory where its result will lie."""
+
+
+@dataclass(frozen=True)
+class _Graph:
+    batch: DeviceBatch
+    replay: Callable[[], None]
+    logits_SV: Tensor
+
+
+class GraphedDecoder:
+    """See above. Made and used in inference mode, from one thread at a time."""
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        weights: DecoderWeights,
+        pool: KVPool,
+        capture: Capture,
+        graph_rows: Sequence[int] = GRAPH_ROWS,
+    ) -> None:
+        self._pool = pool
+        self._eager = Decoder(facts, weights, step_factory(facts, pool.dtype, None), ALONE)
+        self._rows = sorted(graph_rows)
+        width = min(-(-facts.max_model_len // pool.block_size), pool.num_blocks)
+        graphs = [_graph(facts, weights, pool, rows, width, capture) for rows in reversed(self._rows)]
+        self._graphs = graphs[::-1]
+
+    def forward(self, batch: ForwardBatch, on_layer: Callable[[int], None] | None) -> Tensor | None:
+        """As `Decoder.forward`; the result is good until the next call."""
+        rows = len(batch.token_ids_T)
+        is_decoding = on_layer is None and batch.num_longer == 0 and len(batch.sampled_chunks) == rows
+        if not is_decoding or rows > self._rows[-1]:
+            return self._eager.forward(batch, self._pool, on_layer)
+        graph = self._graphs[bisect_left(self._rows, rows)]
+        graph.batch.fill(batch, _NO_TILES)
+        graph.replay()
+        return graph.logits_SV[:rows]
+
+
+def _graph(facts: ModelFacts, weights: DecoderWeights, pool: KVPool, rows: int, width: int, capture: Capture) -> _Graph:
+    shape = BatchShape(num_longer=0, num_longer_rows=0, num_tiles=0, num_singles=rows, table_width=width)
+    batch = DeviceBatch(shape, pool.data.device)
+    decoder = Decoder(facts, weights, lambda _, pool, frequencies: TritonStep(facts, batch, pool, frequencies), ALONE)
+    # Says only how many rows there are and that each is sampled from; what is computed with is in `batch`.
+    sampled = Chunk((0,), 0, (0,), SamplingParams(seed=0, max_tokens=1), 0)
+    plan = ForwardBatch.build([sampled] * rows, pool.block_size)
+
+    def forward() -> Tensor:
+        logits_SV = decoder.forward(plan, pool, None)
+        assert logits_SV is not None
+        return logits_SV
+
+    replay, logits_SV = capture(forward)
+    return _Graph(batch, replay, logits_SV)
+
+
+def cuda_capture() -> Capture:
+    """Capture into CUDA graphs that share one pool of memory."""
+    memory = torch.cuda.graph_pool_handle()
+
+    def capture(compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        # Kernels are compiled and libraries set up outside of the capture, which allows neither.
+        before = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        before.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(before):
+            compute()
+        torch.cuda.current_stream().wait_stream(before)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=memory):
+            result = compute()
+        return graph.replay, result
+
+    return capture

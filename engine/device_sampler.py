@@ -1,0 +1,73 @@
+"""`engine.sampler` for logits on a GPU: what is asked for goes there in one copy, one token per row comes back.
+
+Logprobs, where asked for, are computed from the rows themselves, which are then fetched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.batch import SampledToken, sendable
+from engine.kernels.triton.sampling import SamplingRows, max_gap
+from engine.kernels.triton.sampling import sample as sampling_launches
+from engine.sampler import SampleRequest, logprobs
+
+_ALIGNED = 4
+"""32-bit numbers in 16 bytes."""
+
+
+def sample_on_device(logits_SV: Tensor, requests: Sequence[SampleRequest]) -> list[SampledToken]:
+    """One token per row of the float32 logits, those that `engine.sampler.sample` takes (`engine.kernels.triton.sampling`)."""
+    allowed_SV = _without_stops(logits_SV, requests)
+    picks_S = torch.empty(len(requests), dtype=torch.int32, device=logits_SV.device)
+    gaps_SV = torch.empty_like(logits_SV, dtype=torch.int32)
+    for launch in sampling_launches(allowed_SV, _sampling_rows(requests, logits_SV.device), gaps_SV, picks_S):
+        launch.run()
+    token_ids = picks_S.tolist()
+    return [
+        SampledToken(token_id, None if num_top is None else logprobs(row_V.cpu().numpy(), token_id, num_top))
+        for row_V, token_id, num_top in zip(logits_SV, token_ids, [r.sampling.num_logprobs for r in requests], strict=True)
+    ]
+
+
+def _without_stops(logits_SV: Tensor, requests: Sequence[SampleRequest]) -> Tensor:
+    """Minus infinity for stop tokens that must not come yet."""
+    masked = [(i, request.sampling.stop_token_ids) for i, request in enumerate(requests) if request.masks_stops]
+    places = [(i, token_id) for i, token_ids in masked for token_id in token_ids]
+    if not places:
+        return logits_SV.contiguous()
+    rows, columns = sendable(torch.tensor(places), logits_SV.device).to(logits_SV.device, non_blocking=True).unbind(1)
+    return logits_SV.index_put((rows, columns), logits_SV.new_tensor(-torch.inf))
+
+
+def _sampling_rows(requests: Sequence[SampleRequest], device: torch.device) -> SamplingRows:
+    count = len(requests)
+    aligned = -(-count // _ALIGNED) * _ALIGNED
+    packed = np.zeros((8, aligned), dtype=np.int32)
+    asked = [request.sampling for request in requests]
+    packed[0, :count] = _bits([sampling.temperature for sampling in asked])
+    packed[1, :count] = [sampling.top_k for sampling in asked]
+    packed[2, :count] = _bits([sampling.top_p for sampling in asked])
+    packed[3, :count] = _bits([max_gap(sampling.min_p) for sampling in asked])
+    packed[4, :count] = [sampling.choice for sampling in asked]
+    packed[5, :count] = [request.position for request in requests]
+    packed[6:].reshape(-1).view(np.int64)[:count] = [sampling.seed for sampling in asked]
+    sent = sendable(torch.from_numpy(packed), device).to(device, non_blocking=True)
+    return SamplingRows(
+        temperatures_S=sent[0].view(torch.float32),
+        top_ks_S=sent[1],
+        top_ps_S=sent[2].view(torch.float32),
+        max_gaps_S=sent[3].view(torch.float32),
+        seeds_S=sent[6:].reshape(-1).view(torch.int64),
+        choices_S=sent[4],
+        positions_S=sent[5],
+    )
+
+
+def _bits(values: Sequence[float]) -> npt.NDArray[np.int32]:
+    return np.array(values, dtype=np.float32).view(np.int32)

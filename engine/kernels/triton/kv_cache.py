@@ -1,0 +1,128 @@
+"""Writing new keys and values to the pool, turned to their positions; moving whole tokens between pool and dense buffers."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.kernels.triton.launch import Launch, power_of_two
+
+_HEADS_PER_PROGRAM = 8
+_TOKENS_PER_PROGRAM = 8
+_MAX_COLUMNS = 1024
+
+
+@triton.jit
+def _rotate_and_store_kernel(
+    qkv_TA: tl.tensor,
+    cos_TF: tl.tensor,
+    sin_TF: tl.tensor,
+    slots_T: tl.tensor,
+    k_SKH: tl.tensor,
+    v_SKH: tl.tensor,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS_PER_PROGRAM: tl.constexpr,
+) -> None:
+    """Some heads of one token. The heads of a row are those of q, then of k, then of v."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_T + token).to(tl.int64)
+    if slot < 0:
+        return
+    head_N, pair_F = tl.program_id(1) * HEADS_PER_PROGRAM + tl.arange(0, HEADS_PER_PROGRAM), tl.arange(0, HALF)
+    all_heads: tl.constexpr = HEADS + 2 * KV_HEADS
+    inside_NF = (head_N < all_heads)[:, None]
+    at_NF = ((token * all_heads + head_N) * (2 * HALF))[:, None] + pair_F[None, :]
+    first_NF = tl.load(qkv_TA + at_NF, mask=inside_NF, other=0.0).to(tl.float32)
+    second_NF = tl.load(qkv_TA + at_NF + HALF, mask=inside_NF, other=0.0).to(tl.float32)
+    cos_F, sin_F = tl.load(cos_TF + token * HALF + pair_F)[None, :], tl.load(sin_TF + token * HALF + pair_F)[None, :]
+    turns_NF = (head_N < HEADS + KV_HEADS)[:, None]
+    one_NF = tl.where(turns_NF, first_NF * cos_F - second_NF * sin_F, first_NF).to(qkv_TA.dtype.element_ty)
+    other_NF = tl.where(turns_NF, second_NF * cos_F + first_NF * sin_F, second_NF).to(qkv_TA.dtype.element_ty)
+    is_q_NF = (head_N < HEADS)[:, None]
+    tl.store(qkv_TA + at_NF, one_NF, mask=is_q_NF)
+    tl.store(qkv_TA + at_NF + HALF, other_NF, mask=is_q_NF)
+    is_k_NF = turns_NF & (head_N >= HEADS)[:, None]
+    k_at_NF = ((slot * KV_HEADS + head_N - HEADS) * (2 * HALF))[:, None] + pair_F[None, :]
+    tl.store(k_SKH + k_at_NF, one_NF, mask=is_k_NF)
+    tl.store(k_SKH + k_at_NF + HALF, other_NF, mask=is_k_NF)
+    is_v_NF = inside_NF & (head_N >= HEADS + KV_HEADS)[:, None]
+    v_at_NF = k_at_NF - KV_HEADS * (2 * HALF)
+    tl.store(v_SKH + v_at_NF, one_NF, mask=is_v_NF)
+    tl.store(v_SKH + v_at_NF + HALF, other_NF, mask=is_v_NF)
+
+
+@triton.jit(do_not_specialize=["first_layer", "num_slots", "num_tokens"])
+def _copy_tokens_kernel(
+    pool_L2SR: tl.tensor,
+    dense_L2TR: tl.tensor,
+    slots_T: tl.tensor,
+    first_layer: tl.tensor,
+    num_slots: tl.tensor,
+    num_tokens: tl.tensor,
+    ROW: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    GATHER: tl.constexpr,
+) -> None:
+    """Some tokens' keys or values of one layer. R, a token's row, is K * H."""
+    half = tl.program_id(1).to(tl.int64)
+    token_T = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    inside_T = token_T < num_tokens
+    slot_T = tl.load(slots_T + token_T, mask=inside_T, other=0).to(tl.int64)
+    pool_T = pool_L2SR + ((first_layer.to(tl.int64) * 2 + half) * num_slots + slot_T) * ROW
+    dense_T = dense_L2TR + (half * num_tokens + token_T) * ROW
+    for first in range(0, ROW, COLUMNS):
+        column_R = first + tl.arange(0, COLUMNS)
+        inside_TR = inside_T[:, None] & (column_R < ROW)[None, :]
+        pool_TR, dense_TR = pool_T[:, None] + column_R[None, :], dense_T[:, None] + column_R[None, :]
+        if GATHER:
+            tl.store(dense_TR, tl.load(pool_TR, mask=inside_TR), mask=inside_TR)
+        else:
+            tl.store(pool_TR, tl.load(dense_TR, mask=inside_TR), mask=inside_TR)
+
+
+def rotate_and_store(
+    qkv_TA: Tensor, cos_TF: Tensor, sin_TF: Tensor, slots_T: Tensor, slots_2SKH: Tensor, num_heads: int
+) -> Launch:
+    """Turn q in place, by the cosines and sines [T, H/2] in float32; write k, turned, and v to the pool.
+
+    A row whose slot is negative is left as it is.
+    """
+    num_tokens, num_kv_heads, head_dim = len(qkv_TA), *slots_2SKH.shape[2:]
+    grid = (num_tokens, -(-(num_heads + 2 * num_kv_heads) // _HEADS_PER_PROGRAM))
+    constants = {
+        "HEADS": num_heads,
+        "KV_HEADS": num_kv_heads,
+        "HALF": head_dim // 2,
+        "HEADS_PER_PROGRAM": _HEADS_PER_PROGRAM,
+    }
+    args = (qkv_TA, cos_TF, sin_TF, slots_T, slots_2SKH[0], slots_2SKH[1])
+    return Launch(_rotate_and_store_kernel, grid, args, constants, num_warps=2)
+
+
+def gather_tokens(pool_L2SKH: Tensor, layers: range, slots_T: Tensor, out_L2TKH: Tensor) -> Launch:
+    """Copy tokens of consecutive layers out of the pool, in the order of the int64 `slots_T`, into contiguous memory."""
+    return _copy_tokens(pool_L2SKH, layers, slots_T, out_L2TKH, gather=True)
+
+
+def scatter_tokens(pool_L2SKH: Tensor, layers: range, slots_T: Tensor, in_L2TKH: Tensor) -> Launch:
+    """Copy dense tokens into consecutive layers of the pool: the inverse of `gather_tokens`. Slots must be distinct."""
+    return _copy_tokens(pool_L2SKH, layers, slots_T, in_L2TKH, gather=False)
+
+
+def _copy_tokens(pool_L2SKH: Tensor, layers: range, slots_T: Tensor, dense_L2TKH: Tensor, *, gather: bool) -> Launch:
+    num_slots, num_tokens, row = pool_L2SKH.shape[2], len(slots_T), pool_L2SKH[0, 0, 0].numel()
+    assert layers.step == 1, "consecutive layers"
+    assert dense_L2TKH.shape == (len(layers), 2, num_tokens, *pool_L2SKH.shape[3:]), "one dense row per token"
+    grid = (-(-num_tokens // _TOKENS_PER_PROGRAM), 2 * len(layers))
+    args = (pool_L2SKH, dense_L2TKH, slots_T, layers.start, num_slots, num_tokens)
+    constants = {
+        "ROW": row,
+        "COLUMNS": min(power_of_two(row), _MAX_COLUMNS),
+        "TOKENS": _TOKENS_PER_PROGRAM,
+        "GATHER": gather,
+    }
+    return Launch(_copy_tokens_kernel, grid, args, constants, num_warps=4)

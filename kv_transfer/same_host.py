@@ -1,0 +1,226 @@
+"""What the transports within a host have in common: decode reads from prefill's own pool, and they talk over a Unix socket.
+
+    prefill                                             decode
+      │ listens under a random abstract name
+      │ offer (name, key, where its rows lie) ─ wire ────► │ connects; on another host there is nobody: refused
+      │ ◄─────────────────────────────────── proof(key) ── │
+      │ proof(key), files (SCM_RIGHTS) ──────────────────► │
+      │ these layers of these slots are there ───────────► │ copies
+      │ ◄─────────────────────────────────────── copied ── │
+
+The only writer of decode's blocks is decode itself, and the only writer of prefill's is its engine. A peer that
+dies or stops can't write late into blocks that were given to somebody else; one that reads late finds a fingerprint that does
+not fit, or a ticket that can no longer be committed. The kernel frees names and sockets with the processes, however they end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from kv_transfer.plan import SlotRun
+from kv_transfer.pool_view import PoolView, Slots
+from kv_transfer.transport import TransportError
+
+_KEY_BYTES = 32
+_OFFER = struct.Struct(f"<{_KEY_BYTES}s{_KEY_BYTES}sQQQ")
+_PROOF_BYTES = hashlib.sha256().digest_size
+_NOTICE = struct.Struct("<I")
+"""Runs of slots that follow, each as `_RUN`: where the chunk lies in prefill's pool."""
+_RUN = struct.Struct("<QQ")
+_COPIED = b"c"
+_MAX_RUNS = 1 << 20
+
+
+class Offer(NamedTuple):
+    """What decode is told over the authenticated connection."""
+
+    name: bytes
+    """Of the socket."""
+    key: bytes
+    num_slots: int
+    """Of prefill's pool."""
+    stride_bytes: int
+    """From one slot to the next."""
+    first_byte: int
+    """Where in a slot the rows of this channel begin."""
+    memory: bytes
+    """How to reach the pool, where it takes no file for that."""
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Offer:
+        try:
+            name, key, num_slots, stride_bytes, first_byte = _OFFER.unpack_from(data)
+        except struct.error:
+            raise TransportError(f"an offer of {len(data)} bytes") from None
+        return cls(name, key, num_slots, stride_bytes, first_byte, memory=data[_OFFER.size :])
+
+    def pack(self) -> bytes:
+        return _OFFER.pack(*self[:-1]) + self.memory
+
+    def check(self, pool: PoolView) -> None:
+        """Raises TransportError if these rows are not of the pool's layout."""
+        if self.first_byte + pool.row_bytes > self.stride_bytes:
+            raise TransportError("prefill's rows are not of this layout")
+
+
+class Source(Protocol):
+    """Prefill's pool as decode reaches it."""
+
+    def copy(self, layers: range, runs: Sequence[SlotRun], slots: Slots) -> None:
+        """Its rows in these runs into these slots of decode's pool, of as many tokens. They are there when it returns."""
+
+
+class Pipe:
+    """A connected socket whose every call ends within the deadline. Raises TransportError."""
+
+    def __init__(self, connection: socket.socket, deadline_s: float) -> None:
+        self._connection = connection
+        self._deadline_s = deadline_s
+        connection.settimeout(deadline_s)
+
+    def send(self, data: bytes, files: Sequence[int] = ()) -> None:
+        """`files` are passed along with the first bytes, which are few enough to be taken at once."""
+        try:
+            self._connection.settimeout(self._deadline_s)
+            if files and socket.send_fds(self._connection, [data], files) != len(data):
+                raise TransportError("the greeting did not fit into the socket")
+            if not files:
+                self._connection.sendall(data)
+        except OSError as error:
+            raise TransportError(f"the peer is gone or stopped: {error}") from None
+
+    def receive(self, count: int) -> bytes:
+        """Exactly `count` bytes."""
+        data = bytearray()
+        ends = time.monotonic() + self._deadline_s
+        while len(data) < count:
+            try:
+                self._connection.settimeout(max(ends - time.monotonic(), 0.001))
+                part = self._connection.recv(count - len(data))
+            except OSError as error:
+                raise TransportError(f"the peer is gone or stopped: {error}") from None
+            if not part:
+                raise TransportError("the peer is gone")
+            data += part
+        return bytes(data)
+
+    def receive_greeting(self, key: bytes) -> list[int]:
+        """Prefill's proof; the files that came with it, which are the caller's to close."""
+        expected = _proof(key, b"prefill")
+        try:
+            greeting, files, _, _ = socket.recv_fds(self._connection, len(expected), 1, socket.MSG_CMSG_CLOEXEC)
+        except OSError as error:
+            raise TransportError(f"prefill did not answer: {error}") from None
+        if not hmac.compare_digest(greeting, expected):
+            for file in files:
+                os.close(file)
+            raise TransportError("somebody else answered")
+        return files
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def meet_decode(
+    exchange: Callable[[bytes], bytes], pool: PoolView, deadline_s: float, memory: bytes = b"", files: Sequence[int] = ()
+) -> Pipe:
+    """Prefill's side of the meeting. Raises TransportError, or what `exchange` raised."""
+    key = os.urandom(_KEY_BYTES)
+    name = os.urandom(_KEY_BYTES)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(_address(name))
+        listener.listen(1)
+        listener.settimeout(deadline_s)
+        exchange(Offer(name, key, pool.num_slots, pool.stride_bytes, pool.first_byte, memory).pack())
+        try:
+            connection, _ = listener.accept()
+        except OSError as error:
+            raise TransportError(f"decode did not connect: {error}") from None
+    pipe = Pipe(connection, deadline_s)
+    try:
+        if not hmac.compare_digest(pipe.receive(_PROOF_BYTES), _proof(key, b"decode")):
+            raise TransportError("somebody else connected")
+        pipe.send(_proof(key, b"prefill"), files)
+    except BaseException:
+        pipe.close()
+        raise
+    return pipe
+
+
+def meet_prefill(offer: Offer, deadline_s: float) -> Pipe:
+    """Decode's side, up to the proof: prefill's comes when it has its answer. Raises TransportError."""
+    pipe = Pipe(connection := socket.socket(socket.AF_UNIX), deadline_s)
+    try:
+        connection.connect(_address(offer.name))
+        pipe.send(_proof(offer.key, b"decode"))
+    except OSError:
+        pipe.close()
+        raise TransportError("this host has no such prefill worker") from None
+    except BaseException:
+        pipe.close()
+        raise
+    return pipe
+
+
+class SameHostSendChannel:
+    def __init__(self, pipe: Pipe, pool: PoolView) -> None:
+        self._pipe = pipe
+        self._pool = pool
+        self._in_flight = 0
+
+    def send(self, layers: range, slots: Slots) -> None:
+        """Both sides know which layers come next."""
+        self._pool.settle()
+        self._pipe.send(_NOTICE.pack(len(slots.runs)) + b"".join(_RUN.pack(*run) for run in slots.runs))
+        self._in_flight += 1
+
+    def flush(self) -> None:
+        if self._pipe.receive(self._in_flight) != _COPIED * self._in_flight:
+            raise TransportError("decode broke the protocol")
+        self._in_flight = 0
+
+    def close(self) -> None:
+        self._pipe.close()
+
+
+class SameHostReceiveChannel:
+    def __init__(self, pipe: Pipe, source: Source, num_source_slots: int) -> None:
+        self._pipe = pipe
+        self._source: Source | None = source
+        self._num_source_slots = num_source_slots
+
+    def receive(self, layers: range, slots: Slots) -> None:
+        assert self._source is not None, "the channel is closed"
+        self._source.copy(layers, self._notice(len(slots)), slots)
+        self._pipe.send(_COPIED)
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._source = None
+
+    def _notice(self, num_tokens: int) -> Sequence[SlotRun]:
+        (num_runs,) = _NOTICE.unpack(self._pipe.receive(_NOTICE.size))
+        if num_runs > _MAX_RUNS:
+            raise TransportError(f"{num_runs} runs of slots are announced")
+        runs = [SlotRun(*pair) for pair in _RUN.iter_unpack(self._pipe.receive(num_runs * _RUN.size))]
+        if sum(run.length for run in runs) != num_tokens:
+            raise TransportError(f"prefill sends {sum(run.length for run in runs)} tokens where {num_tokens} were announced")
+        if any(run.length == 0 or sum(run) > self._num_source_slots for run in runs):
+            raise TransportError("a run of slots lies outside of prefill's pool")
+        return runs
+
+
+def _address(name: bytes) -> bytes:
+    """In the abstract namespace, where nothing is left behind. The kernel limits a name to 107 bytes."""
+    return b"\0tandem-kv-" + name.hex().encode()
+
+
+def _proof(key: bytes, side: bytes) -> bytes:
+    return hmac.new(key, side, hashlib.sha256).digest()

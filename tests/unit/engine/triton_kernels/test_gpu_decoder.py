@@ -1,0 +1,97 @@
+"""What surrounds the kernels on a GPU, run on a CPU: which graph serves which step, and the sampler's interface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.batch import Chunk, ForwardBatch
+from engine.cuda_graphs import GraphedDecoder
+from engine.device_sampler import sample_on_device
+from engine.kv_pool import KVPool
+from engine.model_runner import ModelRunner
+from engine.models.decoder import Decoder
+from engine.models.weights import WeightFormat, load_weights
+from engine.operators import step_factory
+from engine.sampler import SampleRequest, sample
+from engine.tensor_parallel import ALONE
+from protocol.errors import ConfigError
+from protocol.messages import SamplingParams
+from tests.unit.engine.triton_kernels.triton_cases import DEVICE, relative_error
+
+SAMPLED = SamplingParams(seed=0, max_tokens=1)
+
+
+class Recorder:
+    """Captures as a GPU does, but repeats the computation itself."""
+
+    def __init__(self) -> None:
+        self.replayed: list[int] = []
+
+    def __call__(self, compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        result = compute()
+
+        def replay() -> None:
+            self.replayed.append(len(result))
+            result.copy_(compute())
+
+        return replay, result
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # numpy's, of rows that hold whatever their memory held
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the weights of this test are on the CPU; tests/gpu captures real graphs")
+def test_steps_go_to_the_smallest_graph_that_holds_them(small_model: Callable[[str], Any]) -> None:
+    facts = replace(small_model("llama").facts, num_layers=3)
+    recorder = Recorder()
+    with torch.inference_mode():
+        weights = load_weights(facts, WeightFormat(torch.float32, "none", deterministic=False, library=None))
+        first, second = (KVPool.for_model(facts, 512, 8, torch.float32) for _ in range(2))
+        first.data.zero_()
+        second.data.zero_()
+        graphed = GraphedDecoder(facts, weights, first, recorder, graph_rows=(2, 1))
+        plain = Decoder(facts, weights, step_factory(facts, torch.float32, None), ALONE)
+        assert not first.data.any(), "capturing writes nothing"
+        steps = [
+            [Chunk(list(range(20)), 0, [4, 9, 2], SAMPLED, 0), Chunk([8, 7], 0, [5], None, 0)],
+            [Chunk([3], 20, [4, 9, 2], SAMPLED, 1), Chunk([6], 2, [5], SAMPLED, 0)],
+            [Chunk([1], 3, [5], SAMPLED, 1)],
+            [Chunk([3], 21, [4, 9, 2], SAMPLED, 2), Chunk([6], 4, [5], None, 0)],
+            [Chunk([i], 0, [20 + i], SAMPLED, 0) for i in range(3)],
+        ]
+        for chunks in steps:
+            batch = ForwardBatch.build(chunks, 8)
+            logits, expected = graphed.forward(batch, None), plain.forward(batch, second, None)
+            assert logits is not None
+            assert expected is not None
+            assert relative_error(logits, expected.double()) < 1e-5
+            assert torch.allclose(first.data, second.data, atol=1e-5)
+    assert recorder.replayed == [2, 1], "prompts, steps that do not sample everywhere and large ones are launched one by one"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(("device", "dtype", "field"), [("cuda", "auto", "device"), ("cpu", "float16", "dtype")])
+def test_what_cannot_be_had_is_refused(device: Any, dtype: Any, field: str, small_model: Callable[[str], Any]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        ModelRunner.load(small_model("llama").facts, dtype=dtype, block_size=8, num_kv_tokens=64, device=device)
+    assert refused.value.param == field
+
+
+def test_the_device_s_sampler_answers_like_the_other() -> None:
+    logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(5)) * 3
+    best = int(logits[2].argmax())
+    plain = SamplingParams(seed=2**63 - 1, max_tokens=9, num_logprobs=3)
+    requests = [
+        SampleRequest(plain, 5, 1),
+        SampleRequest(replace(plain, temperature=0.0, num_logprobs=0), 6, 1),
+        SampleRequest(replace(plain, temperature=0.0, min_tokens=4, stop_token_ids=(best, 7)), 7, 3),
+        SampleRequest(replace(plain, temperature=0.0, min_tokens=4, stop_token_ids=(best, 7)), 7, 4),
+        SampleRequest(replace(plain, top_k=3, min_p=0.2, choice=2, num_logprobs=None), 2**20, 0),
+    ]
+    before = logits.clone()
+    assert sample_on_device(logits.to(DEVICE), requests) == sample(logits, requests)
+    assert torch.equal(logits, before)

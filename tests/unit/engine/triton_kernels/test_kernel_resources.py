@@ -1,0 +1,42 @@
+"""Every kernel compiles for the GPUs that it is meant for, without one, and keeps what it computes with in registers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def resources() -> dict[tuple[str, int], dict[str, Any]]:
+    """Compiled in a process of its own: in this one Triton may interpret."""
+    command = [sys.executable, "-m", "benchmarks.kernel_resources", "--print"]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "0"}, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stderr
+    return {(one["kernel"], one["capability"]): one for one in json.loads(done.stdout)}
+
+
+def test_nothing_is_spilled(resources: dict[tuple[str, int], dict[str, Any]]) -> None:
+    assert len(resources) == 26
+    assert {name: one["local_bytes"] for name, one in resources.items() if one["local_bytes"]} == {}
+
+
+def test_attention_uses_matrix_units_and_asynchronous_copies(resources: dict[tuple[str, int], dict[str, Any]]) -> None:
+    for kernel, capability, product in (
+        ("decode attention", 80, "HMMA"),
+        ("decode attention", 90, "HMMA"),
+        ("prefill attention", 80, "HMMA"),
+        ("prefill attention", 90, "HGMMA"),
+    ):
+        assert {product, "LDGSTS", "LDG.E.128"} <= set(resources[kernel, capability]["instructions"].split())
+
+
+def test_programs_fit_beside_each_other(resources: dict[tuple[str, int], dict[str, Any]]) -> None:
+    """Decoding needs several programs on a multiprocessor, so that some load while others compute."""
+    decode = resources["decode attention", 90]
+    assert 4 * decode["shared_bytes"] <= 227 * 1024
+    assert 4 * 32 * decode["num_warps"] * decode["registers"] <= 65536

@@ -1,0 +1,216 @@
+"""Random work for every Triton kernel, with what it should come to in float64.
+
+The tests beside this file run it in float32 and float16, in Triton's interpreter or, where there is one, on a GPU; tests/gpu
+runs it in bfloat16.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from configs.facts import Architecture, ModelFacts, WeightFormat
+from engine.kernels.triton.decode_attention import DecodeAttention
+from engine.kernels.triton.kv_cache import gather_tokens, rotate_and_store, scatter_tokens
+from engine.kernels.triton.launch import Launch
+from engine.kernels.triton.layers import add_norm, swiglu
+from engine.kernels.triton.prefill_attention import prefill_attention, prefill_tiles
+from engine.kernels.triton.sampling import SamplingRows, max_gap, sample
+from engine.sampler import SampleRequest
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+LIMITS = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+"""Relative errors in the 2-norm: a little more than the rounding of the results."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    query: int
+    kv: int
+    size: int
+
+    @property
+    def row(self) -> int:
+        """Elements of a row of q, k and v."""
+        return (self.query + 2 * self.kv) * self.size
+
+
+def facts_of(heads: Heads) -> ModelFacts:
+    """A model of these heads, for what asks its shape alone."""
+    return ModelFacts(
+        name="shape",
+        architecture=Architecture.LLAMA,
+        num_layers=1,
+        hidden_size=heads.query * heads.size,
+        intermediate_size=1536,
+        num_heads=heads.query,
+        num_kv_heads=heads.kv,
+        head_dim=heads.size,
+        vocab_size=1000,
+        max_model_len=8192,
+        rope_theta=10_000.0,
+        rope_scaling=None,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        attention_bias=False,
+        qk_norm=False,
+        eos_token_ids=(0,),
+        model_hash="shape",
+        weight_format=WeightFormat.SAFETENSORS,
+        weight_files=(),
+    )
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    assert torch.isfinite(actual).all()
+    return ((actual.double().cpu() - expected).norm() / expected.norm()).item()
+
+
+def run(launches: Iterable[Launch]) -> None:
+    for launch in launches:
+        launch.run()
+
+
+class PagedContexts:
+    """Sequences in one layer of a pool; whatever is not theirs is NaN."""
+
+    def __init__(self, heads: Heads, ends: Sequence[int], block_size: int, dtype: torch.dtype) -> None:
+        self.heads = heads
+        self.ends = ends
+        self.block_size = block_size
+        needed = [-(-end // block_size) for end in ends]
+        blocks = torch.randperm(sum(needed) + 3)
+        slots_2SKH = torch.full((2, len(blocks) * block_size, heads.kv, heads.size), math.nan, dtype=dtype)
+        width = -(-max(needed) // 4) * 4
+        tables_CW = torch.full((len(ends), width), 2**30, dtype=torch.int32)
+        self._slots = []
+        for table, own, end in zip(tables_CW, blocks.split([*needed, 3]), ends, strict=False):
+            table[: len(own)] = own
+            slots = (own[:, None] * block_size + torch.arange(block_size)).view(-1)[:end]
+            slots_2SKH[:, slots] = torch.randn(2, end, heads.kv, heads.size).to(dtype)
+            self._slots.append(slots)
+        self._kv = slots_2SKH
+        self.slots_2SKH, self.tables_CW = slots_2SKH.to(DEVICE), tables_CW.to(DEVICE)
+
+    def attended(self, sequence: int, q_TNH: Tensor) -> Tensor:
+        """The last T tokens of a sequence to all of it, in float64."""
+        end, group = self.ends[sequence], self.heads.query // self.heads.kv
+        k, v = (x.double().repeat_interleave(group, dim=1) for x in self._kv[:, self._slots[sequence]])
+        scores = torch.einsum("tnh,lnh->ntl", q_TNH.double(), k) / math.sqrt(self.heads.size)
+        later = torch.arange(end) > torch.arange(end - len(q_TNH), end)[:, None]
+        return torch.einsum("ntl,lnh->tnh", scores.masked_fill_(later, -math.inf).softmax(-1), v)
+
+    def queries(self, num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Rows of q, k and v on the device, of which k and v are NaN; and q [T, N, H]."""
+        qkv_TA = torch.full((num_tokens, self.heads.row), math.nan, dtype=dtype)
+        q_TNH = torch.randn(num_tokens, self.heads.query, self.heads.size).to(dtype)
+        qkv_TA[:, : self.heads.query * self.heads.size] = q_TNH.flatten(1)
+        return qkv_TA.to(DEVICE), q_TNH
+
+
+def decode_error(heads: Heads, lengths: Sequence[int], block_size: int, dtype: torch.dtype, max_tokens: int = 0) -> float:
+    """Rows of length 0 are to be skipped. `max_tokens` beyond the longest length asks for more splits."""
+    contexts = PagedContexts(heads, lengths, block_size, dtype)
+    qkv_RA, q_RNH = contexts.queries(len(lengths), dtype)
+    out_RNH = torch.full((len(lengths), heads.query, heads.size), 7.0, dtype=dtype, device=DEVICE)
+    attention = DecodeAttention(len(lengths), max_tokens or max(lengths), heads.query, heads.kv, heads.size, dtype, DEVICE)
+    lengths_R = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    run(attention.launches(qkv_RA, contexts.slots_2SKH, contexts.tables_CW, lengths_R, block_size, out_RNH))
+    expected = [contexts.attended(i, q_RNH[i : i + 1]) for i, length in enumerate(lengths) if length]
+    used_R = (lengths_R > 0).cpu()
+    assert (out_RNH.cpu()[~used_R] == 7).all()
+    return relative_error(out_RNH.cpu()[used_R], torch.cat(expected))
+
+
+def prefill_error(heads: Heads, chunks: Sequence[tuple[int, int]], block_size: int, dtype: torch.dtype) -> float:
+    """`chunks` are positions from and to; the sequences hold nothing behind them."""
+    starts, ends = np.array(chunks).T
+    contexts = PagedContexts(heads, ends.tolist(), block_size, dtype)
+    rows = [0, *itertools.accumulate(end - start for start, end in chunks)]
+    qkv_TA, q_TNH = contexts.queries(rows[-1], dtype)
+    out_TNH = torch.full_like(q_TNH, math.nan).to(DEVICE)
+    tiles = prefill_tiles(starts, ends, np.array(rows[:-1]), heads.query // heads.kv, dtype)
+    tiles_P4 = torch.from_numpy(tiles).to(DEVICE, torch.int32)
+    prefill_attention(qkv_TA, contexts.slots_2SKH, contexts.tables_CW, tiles_P4, block_size, out_TNH).run()
+    expected = [contexts.attended(i, q_TNH[rows[i] : rows[i + 1]]) for i in range(len(chunks))]
+    return relative_error(out_TNH, torch.cat(expected))
+
+
+def rotate_and_store_error(heads: Heads, slots: Sequence[int], num_slots: int, dtype: torch.dtype) -> float:
+    """The largest error of q, keys and values; what must not be written is checked to be as it was."""
+    qkv_TA = torch.randn(len(slots), heads.row).to(dtype)
+    angles_TF = torch.rand(len(slots), heads.size // 2) * 100
+    pool_2SKH = torch.randn(2, num_slots, heads.kv, heads.size).to(dtype)
+    after_TA, after_2SKH = qkv_TA.to(DEVICE, copy=True), pool_2SKH.to(DEVICE, copy=True)
+    slots_T = torch.tensor(slots, dtype=torch.int32)
+    cos, sin = angles_TF.cos(), angles_TF.sin()
+    rotate_and_store(after_TA, cos.to(DEVICE), sin.to(DEVICE), slots_T.to(DEVICE), after_2SKH, heads.query).run()
+    as_heads = qkv_TA.view(len(slots), -1, 2, heads.size // 2).double()
+    turned = torch.complex(as_heads[:, :, 0], as_heads[:, :, 1]) * torch.complex(cos.double(), sin.double())[:, None]
+    turned_TNH = torch.cat((turned.real, turned.imag), dim=-1)
+    kept_T = slots_T >= 0
+    expected_TA, expected_2SKH = qkv_TA.double(), pool_2SKH.double()
+    q, k = turned_TNH[kept_T, : heads.query], turned_TNH[kept_T, heads.query : -heads.kv]
+    v = qkv_TA.view(len(slots), -1, heads.size)[kept_T, -heads.kv :].double()
+    expected_TA[kept_T, : heads.query * heads.size] = q.flatten(1)
+    expected_2SKH[:, slots_T[kept_T].long()] = torch.stack((k, v))
+    untouched_S = torch.ones(num_slots, dtype=torch.bool).index_fill_(0, slots_T[kept_T].long(), False)
+    assert torch.equal(after_2SKH.cpu()[:, untouched_S], pool_2SKH[:, untouched_S])
+    assert torch.equal(after_TA.cpu()[~kept_T], qkv_TA[~kept_T])
+    return max(relative_error(after_TA, expected_TA), relative_error(after_2SKH, expected_2SKH))
+
+
+def check_copies(num_layers: int, layers: range, heads: Heads, num_tokens: int, dtype: torch.dtype) -> None:
+    pool_L2SKH = torch.randn(num_layers, 2, 70, heads.kv, heads.size).to(dtype).to(DEVICE)
+    slots_T = torch.randperm(70)[:num_tokens].to(DEVICE)
+    dense_L2TKH = torch.full((len(layers), 2, num_tokens, heads.kv, heads.size), math.nan, dtype=dtype, device=DEVICE)
+    gather_tokens(pool_L2SKH, layers, slots_T, dense_L2TKH).run()
+    assert torch.equal(dense_L2TKH, pool_L2SKH[layers.start : layers.stop, :, slots_T])
+    expected = pool_L2SKH.clone()
+    expected[layers.start : layers.stop, :, slots_T] = dense_L2TKH.mul_(2)
+    scatter_tokens(pool_L2SKH, layers, slots_T, dense_L2TKH).run()
+    assert torch.equal(pool_L2SKH, expected)
+
+
+def add_norm_error(num_rows: int, width: int, dtype: torch.dtype, *, add: bool) -> float:
+    x, delta, weight = torch.randn(num_rows, width), torch.randn(num_rows, width).to(dtype), torch.randn(width).to(dtype)
+    total = x + delta if add else x.clone()
+    after, out = x.to(DEVICE, copy=True), torch.empty(num_rows, width, dtype=dtype, device=DEVICE)
+    add_norm(after, delta.to(DEVICE) if add else None, weight.to(DEVICE), 1e-5, out).run()
+    assert torch.equal(after.cpu(), total)
+    return relative_error(out, F.rms_norm(total.double(), (width,), weight.double(), 1e-5))
+
+
+def swiglu_error(num_rows: int, width: int, dtype: torch.dtype) -> float:
+    gate_up = (torch.randn(num_rows, 2 * width) * 5).to(dtype)
+    largest = torch.finfo(dtype).max
+    gate_up[0, :2], gate_up[0, width : width + 2] = torch.tensor([-largest, largest]), 0.5
+    out = torch.empty(num_rows, width, dtype=dtype, device=DEVICE)
+    swiglu(gate_up.to(DEVICE), out).run()
+    gate, up = gate_up.double().chunk(2, dim=1)
+    expected = F.silu(gate) * up
+    assert out[0, 0] == 0
+    return relative_error(out[:, 2:], expected[:, 2:])
+
+
+def picks(logits_SV: Tensor, requests: Sequence[SampleRequest]) -> list[int]:
+    rows = SamplingRows(
+        temperatures_S=torch.tensor([r.sampling.temperature for r in requests], dtype=torch.float32, device=DEVICE),
+        top_ks_S=torch.tensor([r.sampling.top_k for r in requests], dtype=torch.int32, device=DEVICE),
+        top_ps_S=torch.tensor([r.sampling.top_p for r in requests], dtype=torch.float32, device=DEVICE),
+        max_gaps_S=torch.tensor([max_gap(r.sampling.min_p) for r in requests], dtype=torch.float32, device=DEVICE),
+        seeds_S=torch.tensor([r.sampling.seed for r in requests], dtype=torch.int64, device=DEVICE),
+        choices_S=torch.tensor([r.sampling.choice for r in requests], dtype=torch.int32, device=DEVICE),
+        positions_S=torch.tensor([r.position for r in requests], dtype=torch.int32, device=DEVICE),
+    )
+    picks_S = torch.full((len(requests),), -1, dtype=torch.int32, device=DEVICE)
+    gaps_SV = torch.empty(logits_SV.shape, dtype=torch.int32, device=DEVICE)
+    run(sample(logits_SV.to(DEVICE), rows, gaps_SV, picks_S))
+    return picks_S.tolist()
