@@ -23,7 +23,7 @@ from engine.batch import Chunk
 from engine.kv_pool import KVPool
 from engine.model_runner import ModelRunner
 from protocol.errors import TandemError
-from protocol.messages import SamplingParams
+from protocol.sampling import SamplingParams
 
 GREEDY = SamplingParams(seed=0, max_tokens=2, temperature=0.0)
 DECODE_ROWS, CONTEXT, PREFILL_TOKENS = (1, 16, 64), 4096, (2048, 8192)

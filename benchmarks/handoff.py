@@ -39,19 +39,8 @@ from kv_transfer.pool_view import Slots, view_of
 from kv_transfer.transport import ReceiveChannel
 from prefill_workers.worker import PrefillWorker
 from protocol.calls import Caller
-from protocol.messages import (
-    Attach,
-    Attached,
-    FirstToken,
-    Ping,
-    Prefill,
-    Release,
-    Reserve,
-    Reserved,
-    Role,
-    SamplingParams,
-    WorkerRef,
-)
+from protocol.messages import Attach, Attached, FirstToken, Ping, Prefill, Release, Reserve, Reserved, Role, WorkerRef
+from protocol.sampling import SamplingParams
 from protocol.wire import WireClient, WireServer
 
 HOST = "127.0.0.1"

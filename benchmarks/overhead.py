@@ -32,7 +32,7 @@ from benchmarks.environment import ROOT, write_result
 from configs.models import resolve
 from engine.batch import Chunk
 from engine.model_runner import ModelRunner
-from protocol.messages import SamplingParams
+from protocol.sampling import SamplingParams
 
 HOST = "127.0.0.1"
 TANDEM = str(Path(sys.executable).with_name("tandem"))

@@ -27,7 +27,8 @@ from engine.model_runner import ModelRunner
 from kv_transfer.gloo import GlooTransport
 from prefill_workers.worker import PrefillWorker
 from protocol.calls import Caller
-from protocol.messages import FirstToken, Ping, Prefill, Release, Reserve, Reserved, Role, SamplingParams, WorkerRef
+from protocol.messages import FirstToken, Ping, Prefill, Release, Reserve, Reserved, Role, WorkerRef
+from protocol.sampling import SamplingParams
 from protocol.wire import WireClient, WireServer
 
 HOST = "127.0.0.1"

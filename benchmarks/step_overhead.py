@@ -26,7 +26,7 @@ from engine.batch import Chunk
 from engine.model_runner import ModelRunner
 from engine.native.build import load_library
 from engine.native.library import SIGNATURES
-from protocol.messages import SamplingParams
+from protocol.sampling import SamplingParams
 
 SEQUENCES, CONTEXT, BLOCK_SIZE, KV_TOKENS = 16, 256, 16, 8192
 GREEDY = SamplingParams(seed=0, max_tokens=2, temperature=0.0)

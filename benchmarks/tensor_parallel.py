@@ -28,7 +28,7 @@ from engine.model_runner import ModelRunner
 from engine.models.parameters import layer_parameters, model_parameters
 from engine.models.safetensors_weights import SafetensorsWeights
 from engine.tensor_parallel import ALONE, TensorParallel, connect
-from protocol.messages import SamplingParams
+from protocol.sampling import SamplingParams
 
 HIDDEN, BLOCK_SIZE, CONTEXT = 2048, 16, 256
 ROWS, SUM_RANKS, STEP_RANKS = (1, 16, 512), (2, 3), (1, 2)

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from decode_workers.ledger import Ledger
 from engine.batch import Chunk
-from protocol.messages import SamplingParams
+from protocol.sampling import SamplingParams
 
 
 @dataclass(eq=False)

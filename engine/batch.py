@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.scoring import PromptScores
-from protocol.messages import SamplingParams, TokenLogprobs
+from protocol.sampling import SamplingParams, TokenLogprobs
 
 _Ints = npt.NDArray[np.int64]
 

@@ -26,7 +26,7 @@ from engine.operators import step_factory
 from engine.operators.device_batch import BatchShape, DeviceBatch
 from engine.operators.triton_step import TritonStep
 from engine.tensor_parallel import ALONE
-from protocol.messages import SamplingParams
+from protocol.sampling import SamplingParams
 
 GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128)
 """Rows that graphs are captured for; steps of more single tokens are launched one by one."""

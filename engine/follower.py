@@ -26,7 +26,8 @@ from engine.store import RelayStore
 from engine.tensor_parallel import TensorParallel, connect
 from protocol.errors import TandemError, WorkerLostError
 from protocol.gang import GangJoin, GangJoined, RunStep, StepChunk, StepDone, StoreValue
-from protocol.messages import Failed, Ping, SamplingParams
+from protocol.messages import Failed, Ping
+from protocol.sampling import SamplingParams
 from protocol.wire import PeerGone, WireServer
 
 log = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from engine.batch import SampledToken
 from engine.kernels.noise import MAX_NOISE, MIN_NOISE, gumbel, noise_key, noise_words, words_above
-from protocol.messages import FinishReason, SamplingParams, TokenLogprobs, TokenProb
+from protocol.sampling import FinishReason, SamplingParams, TokenLogprobs, TokenProb
 
 _Row = npt.NDArray[np.float32]
 _Ids = npt.NDArray[np.uint32]

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from protocol.messages import PromptLogprobs
+from protocol.sampling import PromptLogprobs
 
 _ROWS_AT_ONCE = 64
 """Rows are normalized so many at a time: that takes a few MB beside the logits."""

@@ -41,15 +41,8 @@ from protocol.errors import (
     TandemError,
     WorkerLostError,
 )
-from protocol.messages import (
-    MAX_PROMPT_LOGPROBS,
-    Cancel,
-    Failed,
-    FirstToken,
-    LoadReport,
-    Prefill,
-    WorkerRef,
-)
+from protocol.messages import Cancel, Failed, FirstToken, LoadReport, Prefill, WorkerRef
+from protocol.sampling import MAX_PROMPT_LOGPROBS
 from protocol.wire import WireServer
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,8 @@ from types import TracebackType
 
 from configs.schema import ClusterConfig
 from protocol.errors import InvalidRequestError, OverloadedError, TandemError, UnavailableError
-from protocol.messages import FirstToken, Role, SamplingParams, Ticket
+from protocol.messages import FirstToken, Role, Ticket
+from protocol.sampling import SamplingParams
 from protocol.ticket import reserved_tokens
 from router.journal import Journal, Tokens
 from router.line import WaitingLine

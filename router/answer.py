@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Literal
 
 from configs.facts import TokenizerFacts
-from protocol.messages import FinishReason, PromptLogprobs, SamplingParams, TokenLogprobs
+from protocol.sampling import FinishReason, PromptLogprobs, SamplingParams, TokenLogprobs
 from router.echo import Echo, unpack
 from router.journal import Tokens
 from router.text.byte_bpe import byte_alphabet

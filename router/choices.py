@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Container, Sequence
 
-from protocol.messages import PromptLogprobs
+from protocol.sampling import PromptLogprobs
 from router.answer import Delta
 
 _AT_ONCE = 32

@@ -6,7 +6,7 @@ from array import array
 from dataclasses import dataclass
 
 from protocol.errors import ProtocolError
-from protocol.messages import PromptLogprobs, TokenLogprobs, TokenProb
+from protocol.sampling import PromptLogprobs, TokenLogprobs, TokenProb
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from protocol.messages import FinishReason, PromptLogprobs, SamplingParams, TokenLogprobs
+from protocol.sampling import FinishReason, PromptLogprobs, SamplingParams, TokenLogprobs
 from router.fair_queue import ANYBODY, Standing
 
 

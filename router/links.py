@@ -32,11 +32,11 @@ from protocol.messages import (
     Reserve,
     Reserved,
     Role,
-    SamplingParams,
     Ticket,
     TokenFrame,
     WorkerRef,
 )
+from protocol.sampling import SamplingParams
 from protocol.wire import WireClient
 from router.policy import Book, WorkerLoad
 from router.streams import TokenStream

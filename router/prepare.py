@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from configs.facts import ModelFacts
 from protocol.errors import ContextLengthError, InvalidRequestError
-from protocol.messages import MAX_PROMPT_LOGPROBS, SamplingParams, TokenBias
+from protocol.sampling import MAX_PROMPT_LOGPROBS, SamplingParams, TokenBias
 from router.api.chat import ChatBody, ChatMessage
 from router.api.completions import CompletionBody
 from router.api.fields import MAX_SEED

@@ -18,7 +18,7 @@ from lines import DECODE_STEPS, Cases, claim_stdout, decode_name, median_s, pref
 from configs.models import resolve
 from engine.batch import Chunk
 from engine.model_runner import ModelRunner
-from protocol.messages import SamplingParams
+from protocol.sampling import SamplingParams
 
 CHUNK_TOKENS, BLOCK_SIZE, KV_TOKENS = 512, 16, 65_536
 GREEDY = SamplingParams(seed=0, max_tokens=2, temperature=0.0)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from protocol.messages import SamplingParams
+from protocol.sampling import SamplingParams
 
 THOROUGH = bool(os.environ.get("TANDEM_THOROUGH"))
 """Runs as many random schedules as docs/kv_transfer.md speaks of, for minutes instead of seconds."""

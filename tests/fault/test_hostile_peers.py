@@ -37,9 +37,9 @@ from protocol.messages import (
     Reserve,
     Reserved,
     Role,
-    SamplingParams,
     WorkerRef,
 )
+from protocol.sampling import SamplingParams
 
 SEEDS = range(6 if THOROUGH else 1)
 ROUNDS = 150 if THOROUGH else 40

@@ -14,7 +14,8 @@ from scenarios import Factory, Reference, greedy, prompt_of, run
 from configs.models import resolve
 from configs.schema import ClusterConfig
 from protocol.errors import OverloadedError, TandemError
-from protocol.messages import Release, SamplingParams, Ticket
+from protocol.messages import Release, Ticket
+from protocol.sampling import SamplingParams
 
 
 def config(decode_tokens: int) -> ClusterConfig:

@@ -15,7 +15,8 @@ from transformers import LlamaForCausalLM
 
 from configs.facts import ModelFacts
 from protocol.errors import InvalidRequestError
-from protocol.messages import FirstToken, PromptLogprobs, Release
+from protocol.messages import FirstToken, Release
+from protocol.sampling import PromptLogprobs
 
 
 @pytest.fixture(scope="module")

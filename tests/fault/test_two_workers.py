@@ -12,7 +12,8 @@ from scenarios import THOROUGH, Factory, Reference, greedy, prompt_of, run
 from configs.schema import ClusterConfig
 from kv_transfer.loopback import Faults
 from protocol.errors import InvalidRequestError, OverloadedError, TandemError
-from protocol.messages import Release, SamplingParams
+from protocol.messages import Release
+from protocol.sampling import SamplingParams
 
 ROOMY = ClusterConfig.model_validate(
     {

@@ -32,12 +32,12 @@ from protocol.messages import (
     Reserve,
     Reserved,
     Role,
-    SamplingParams,
     StreamOutput,
     Ticket,
     TokenFrame,
     WorkerRef,
 )
+from protocol.sampling import SamplingParams
 from protocol.wire import WireClient, WireServer
 from router.leaks import Audited, Leak, find_leaks
 

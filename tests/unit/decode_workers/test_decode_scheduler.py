@@ -13,7 +13,7 @@ from decode_workers.scheduler import DecodeScheduler, Stream
 from decode_workers.ticket_entry import TicketEntry
 from engine.batch import Chunk
 from engine.prefix_cache import PrefixCache
-from protocol.messages import SamplingParams
+from protocol.sampling import SamplingParams
 from protocol.ticket import TicketState
 
 BLOCK_SIZE = 4

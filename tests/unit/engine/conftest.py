@@ -15,7 +15,7 @@ from configs.facts import Architecture, ModelFacts, RopeScaling, WeightFormat
 from configs.models import resolve
 from engine.batch import Chunk, SampledToken
 from engine.model_runner import ModelRunner
-from protocol.messages import SamplingParams
+from protocol.sampling import SamplingParams
 
 SMALL = {
     "hidden_size": 64,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engine.batch import Chunk, ForwardBatch
 from engine.operators.torch_step import decode_groups, prefill_spans
-from protocol.messages import SamplingParams
+from protocol.sampling import SamplingParams
 
 BLOCK = 4
 SAMPLING = SamplingParams(seed=0, max_tokens=1)

@@ -24,7 +24,7 @@ from engine.native.library import NativeLibrary
 from engine.native.matrix import NativeHead, QuantizedMatrix
 from engine.operators.native_step import NativeStep
 from engine.operators.torch_step import TorchStep
-from protocol.messages import SamplingParams
+from protocol.sampling import SamplingParams
 
 LIBRARY = NativeLibrary.load(1)
 NATIVE = pytest.mark.skipif(LIBRARY is None, reason="needs AVX-512 with bfloat16 and a C++ compiler")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine.batch import SampledToken
 from engine.kernels.noise import MAX_NOISE, MIN_NOISE, gumbel, noise_key, noise_words
 from engine.sampler import SampleRequest, adjusted, finish_reason, narrow, sample
-from protocol.messages import FinishReason, SamplingParams, TokenBias
+from protocol.sampling import FinishReason, SamplingParams, TokenBias
 
 PLAIN = SamplingParams(seed=11, max_tokens=100)
 

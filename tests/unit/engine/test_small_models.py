@@ -13,7 +13,7 @@ from engine.batch import Chunk, SampledToken
 from engine.model_runner import ModelRunner, resolve_dtype
 from engine.scoring import PromptScores
 from protocol.errors import ConfigError
-from protocol.messages import SamplingParams
+from protocol.sampling import SamplingParams
 
 KINDS = ("llama", "llama-tied", "llama3-rope", "qwen2", "qwen3")
 VOCABULARY = 211

@@ -12,7 +12,7 @@ from configs.facts import ModelFacts
 from configs.models import resolve
 from engine.model_runner import ModelRunner
 from engine.models.weights import Quantization
-from protocol.messages import SamplingParams
+from protocol.sampling import SamplingParams
 from router.text.tokenizer import Tokenizer
 
 FRANCE = [504, 3575, 282, 4649, 314]  # The capital of France is

@@ -20,7 +20,7 @@ from engine.model_runner import ModelRunner
 from engine.native.library import NativeLibrary
 from engine.tensor_parallel import connect
 from protocol.errors import ConfigError, WorkerLostError
-from protocol.messages import SamplingParams
+from protocol.sampling import SamplingParams
 
 FLOAT32 = {"dtype": "float32", "block_size": 8, "num_kv_tokens": 2048}
 NATIVE = pytest.mark.skipif(NativeLibrary.load(1) is None, reason="needs AVX-512 with bfloat16 and a C++ compiler")

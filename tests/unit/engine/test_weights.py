@@ -21,7 +21,7 @@ from engine.models.parameters import Part
 from engine.models.weights import WeightFormat as LoadFormat
 from engine.models.weights import load_weights
 from protocol.errors import ConfigError
-from protocol.messages import SamplingParams
+from protocol.sampling import SamplingParams
 
 GREEDY = SamplingParams(seed=0, max_tokens=1, temperature=0.0, num_logprobs=20)
 Q = gguf.GGMLQuantizationType

@@ -25,7 +25,17 @@ from kv_transfer.sender import SendingPair
 from kv_transfer.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from kv_transfer.transport import ReceiveTransport, SendTransport
 from protocol.endpoint import Endpoint
-from protocol.messages import KvLayout, LoadReport, PairOpen, PushAnnounce, PushCommit, Role, Ticket, TransferAbort, WorkerRef
+from protocol.messages import (
+    KvLayout,
+    LoadReport,
+    PairOpen,
+    PushAnnounce,
+    PushCommit,
+    Role,
+    Ticket,
+    TransferAbort,
+    WorkerRef,
+)
 from protocol.wire import WireServer
 
 SECRET = b"k" * 32

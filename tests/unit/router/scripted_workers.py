@@ -21,23 +21,19 @@ from protocol.messages import (
     Attached,
     Cancel,
     Failed,
-    FinishReason,
     FirstToken,
     LoadReport,
     Prefill,
-    PromptLogprobs,
     Release,
     Reserve,
     Reserved,
     Role,
-    SamplingParams,
     StreamOutput,
     Ticket,
     TokenFrame,
-    TokenLogprobs,
-    TokenProb,
     WorkerRef,
 )
+from protocol.sampling import FinishReason, PromptLogprobs, SamplingParams, TokenLogprobs, TokenProb
 from protocol.ticket import TicketState, reserved_tokens
 from protocol.wire import WireServer
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.facts import Model
-from protocol.messages import FinishReason, SamplingParams
+from protocol.sampling import FinishReason, SamplingParams
 from router.answer import Answer, AnswerText, TokenTexts
 from router.journal import Tokens
 from router.text.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ from typing import Any
 
 import openai
 
-from protocol.messages import TokenBias
+from protocol.sampling import TokenBias
 
 TEXT = "Paris is the capital of France. Ünïcödé, 日本語 and 🧑‍🚀 too."
 CHAT = {"model": "smollm2", "messages": [{"role": "user", "content": "What is the capital of France?"}]}

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from protocol.errors import ProtocolError
-from protocol.messages import PromptLogprobs
+from protocol.sampling import PromptLogprobs
 from router.echo import unpack
 
 PROMPT = "The capital é 日本 is"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from cluster.key_file import add_key, revoke_key
 from configs.schema import TierConfig
 from protocol.errors import AuthenticationError, ConfigError, ContextLengthError, InvalidRequestError, NotAllowedError
-from protocol.messages import SamplingParams
+from protocol.sampling import SamplingParams
 from router import keys as keys_module
 from router.callers import Caller, anonymous
 from router.fair_queue import Standing

@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from protocol.errors import KvTransferError, WorkerLostError
-from protocol.messages import Failed, FinishReason, SamplingParams, StreamOutput
+from protocol.messages import Failed, StreamOutput
+from protocol.sampling import FinishReason, SamplingParams
 from router.journal import Journal, Tokens
 from router.streams import TokenStream
 

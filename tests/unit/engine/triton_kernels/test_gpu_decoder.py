@@ -21,7 +21,7 @@ from engine.operators import step_factory
 from engine.sampler import SampleRequest, sample
 from engine.tensor_parallel import ALONE
 from protocol.errors import ConfigError
-from protocol.messages import SamplingParams
+from protocol.sampling import SamplingParams
 from tests.unit.engine.triton_kernels.triton_cases import DEVICE, relative_error
 
 SAMPLED = SamplingParams(seed=0, max_tokens=1)

@@ -14,7 +14,7 @@ import triton.language as tl
 from engine.kernels.noise import gumbel, noise_key, noise_words
 from engine.kernels.triton import noise
 from engine.sampler import SampleRequest, sample
-from protocol.messages import SamplingParams
+from protocol.sampling import SamplingParams
 from tests.unit.engine.triton_kernels.triton_cases import DEVICE, picks
 
 PLAIN = SamplingParams(seed=11, max_tokens=100)

@@ -22,7 +22,7 @@ from engine.operators.device_batch import BatchShape, DeviceBatch
 from engine.operators.torch_step import TorchStep
 from engine.operators.triton_step import TritonStep
 from engine.tensor_parallel import ALONE
-from protocol.messages import SamplingParams
+from protocol.sampling import SamplingParams
 from tests.unit.engine.triton_kernels.triton_cases import relative_error
 
 SAMPLED = SamplingParams(seed=0, max_tokens=1)
