@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from gangs import run_gangs
 from scenarios import Reference, greedy, prompt_of, run
+from two_gangs import run_gangs
 
 from configs.facts import ModelFacts
 from kv_transfer.loopback import Faults
