@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from gangs import run_gangs
 from scenarios import Factory, greedy, prompt_of, run
 from transformers import LlamaForCausalLM
+from two_gangs import run_gangs
 
 from configs.facts import ModelFacts
 from protocol.errors import InvalidRequestError
