@@ -216,6 +216,8 @@ class ReceivingPair:
         except asyncio.CancelledError:
             # Only the threads' end makes the blocks safe to reuse, whatever became of this pair.
             await asyncio.wait(receiving)
+            for task in receiving:
+                task.exception()  # nobody is left to be told
             raise
         finally:
             for segment in push.segments:
