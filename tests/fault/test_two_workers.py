@@ -191,7 +191,7 @@ def test_death_of_prefill_gives_decode_its_blocks_back(two_workers: Factory) -> 
             computing = asyncio.create_task(router.compute(ticket, prompt_of(400), greedy(10)))
             await workers.until(lambda: workers.decode.load().transfers > 0)
             workers.tasks["prefill"].cancel()
-            await asyncio.wait((computing,))
+            await asyncio.wait((computing, workers.tasks["prefill"]))
             await workers.until(lambda: workers.decode.load().tickets == 0)
             assert workers.decode.load().free_blocks == workers.decode.load().total_blocks
 
@@ -207,7 +207,7 @@ def test_death_of_decode_gives_prefill_its_blocks_back(two_workers: Factory) -> 
             computing = asyncio.create_task(router.compute(ticket, prompt_of(400), greedy(10)))
             await workers.until(lambda: workers.decode.load().transfers > 0)
             workers.tasks["decode"].cancel()
-            await asyncio.wait((computing,))
+            await asyncio.wait((computing, workers.tasks["decode"]))
             await workers.until(lambda: workers.prefill.load().tickets == 0)
             assert workers.prefill.load().free_blocks == workers.prefill.load().total_blocks
 
