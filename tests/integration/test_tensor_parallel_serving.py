@@ -18,7 +18,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 PROMPTS = [[5, 9, 2, 77], list(range(3, 90)), [200, 31] * 40, [17]]
 """Token ids that both models have."""
-ANSWER = 24
+ANSWER = 12
+
+pytestmark = pytest.mark.timeout(600)  # gangs of processes share two cores here
 
 
 def greedy(url: str, model: str, prompt: list[int]) -> list[int]:
@@ -112,8 +114,8 @@ def kill_rank(served: Any, rank: int) -> None:
     """Until the gang's next life is ready, and nothing is left of the former one."""
     former = served.worker("decode-0")
     os.kill(former["rank_pids"][rank], signal.SIGKILL)
-    served.until(lambda: is_after(served.worker("decode-0"), former), 60)
-    served.until(lambda: not any(pid in served.processes() for pid in former["rank_pids"]), 10)
+    served.until(lambda: is_after(served.worker("decode-0"), former), 120)
+    served.until(lambda: not any(pid in served.processes() for pid in former["rank_pids"]), 60)
 
 
 def is_after(worker: dict[str, Any], former: dict[str, Any]) -> bool:
@@ -137,7 +139,7 @@ def test_a_rank_that_is_killed_in_a_stream_costs_a_pause(serve: Callable[..., An
                     [busy] = [worker for worker in served.workers() if worker["role"] == "decode" and worker["running"]]
                     os.kill(busy["rank_pids"][1], signal.SIGKILL)
     assert tokens == whole
-    served.until(lambda: served.settled(1, 2) and served.clean(), 60)
+    served.until(lambda: served.settled(1, 2) and served.clean(), 120)
     assert served.leaks() == []
     served.end()
 
