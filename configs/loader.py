@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 
 from configs.addresses import is_loopback
 from configs.facts import ModelFacts
-from configs.schema import DEFAULT_TIER, ClusterConfig
+from configs.schema import DEFAULT_TIER, ClusterConfig, PoolConfig
 from configs.sharding import check_tensor_parallel_size
 from protocol.errors import ConfigError
 
@@ -30,6 +30,7 @@ def load_config(path: Path | None, overrides: Mapping[str, Any]) -> ClusterConfi
     values = _read_yaml(path) if path is not None else {}
     for key, value in overrides.items():
         _override(values, key, value)
+    _derive(values)
     try:
         config = ClusterConfig.model_validate(values)
     except ValidationError as invalid:
@@ -48,7 +49,7 @@ def served_context(config: ClusterConfig, facts: ModelFacts) -> int:
 
     Raises ConfigError if model or pools can't hold them, or if the model can't be shared out to a worker's ranks.
     """
-    for role, pool in (("prefill", config.prefill), ("decode", config.decode)):
+    for role, pool in _pools(config):
         key = f"{role}.tensor_parallel_size"
         check_tensor_parallel_size(facts, pool.tensor_parallel_size, config.quantization, param=key)
     wanted = config.max_model_len or facts.max_model_len
@@ -111,6 +112,17 @@ def _override(values: dict[str, Any], key: str, value: Any) -> None:
     values[name] = value
 
 
+def _derive(values: dict[str, Any]) -> None:
+    """A cluster that never disaggregates has no prefill workers unless it is told to, which is then an error."""
+    if values.get("disaggregation") == "never" and isinstance(values.get("prefill") or {}, dict):
+        values["prefill"] = {"workers": 0} | (values.get("prefill") or {})
+
+
+def _pools(config: ClusterConfig) -> list[tuple[str, PoolConfig]]:
+    """Those that have workers, by role."""
+    return [(role, pool) for role, pool in (("prefill", config.prefill), ("decode", config.decode)) if pool.workers]
+
+
 def _key(detail: ErrorDetails) -> str:
     return ".".join(str(part) for part in detail["loc"])
 
@@ -147,6 +159,11 @@ def _contradictions(config: ClusterConfig) -> list[tuple[str, str]]:
         found.append(("http.host", problem))
     if http.redis_url is not None and http.keys_file is None:
         found.append(("http.redis_url", "it keeps the rates of API keys: name http.keys_file too"))
+    if config.disaggregation == "never" and config.prefill.workers:
+        found.append(("prefill.workers", f"{config.prefill.workers} would have nothing to do with disaggregation: never"))
+    if config.disaggregation != "never" and not config.prefill.workers:
+        problem = f"0 can't be with disaggregation: {config.disaggregation}; at least 1, or let decode do it all (never)"
+        found.append(("prefill.workers", problem))
     if DEFAULT_TIER not in config.tiers:
         found.append(("tiers", f"there must be a tier {DEFAULT_TIER}; keys that name none are of it"))
     limits = config.limits
@@ -161,7 +178,7 @@ def _contradictions(config: ClusterConfig) -> list[tuple[str, str]]:
 def _too_small(config: ClusterConfig, num_tokens: int) -> list[tuple[str, str]]:
     """Pools whose whole blocks can't hold one request of this many tokens."""
     found = []
-    for role, pool in (("prefill", config.prefill), ("decode", config.decode)):
+    for role, pool in _pools(config):
         num_blocks = pool.kv_cache_tokens // config.block_size
         if num_blocks == 0:
             problem = f"{pool.kv_cache_tokens} is less than one block of {config.block_size}"

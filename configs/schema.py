@@ -71,8 +71,11 @@ class PoolConfig(_Section):
 
 
 class PrefillConfig(PoolConfig):
-    max_batch_tokens: Positive = 512
-    """Prompt tokens per step: the chunk. A cancel takes effect after one chunk at the latest."""
+    workers: Annotated[int, Field(ge=0, le=1024)] = 1
+    """0 where decode workers compute all prompts (`disaggregation: never`), and only there."""
+    max_batch_tokens: Positive = 128
+    """Prompt tokens per step, also of decode workers that compute prompts: the chunk. A cancel takes effect after one at the
+    latest."""
     max_queued_requests: Positive = 1024
 
 
@@ -95,6 +98,21 @@ class LimitsConfig(_Section):
     """Requests one router holds back for want of room; more are refused at once."""
 
 
+class ResumableConfig(_Section):
+    """What is kept of streams that clients may resume, in all."""
+
+    retention_s: Seconds = 120.0
+    """After the last token, or the last reconnection."""
+    max_streams: Positive = 1024
+    max_bytes: Positive = 64 * 1024 * 1024
+    """One stream may take an eighth of it."""
+
+
+class TelemetryConfig(_Section):
+    otlp_endpoint: Annotated[str, Field(pattern="^https?://[^/]")] | None = None
+    """Base URL of an OpenTelemetry collector that takes OTLP over HTTP: it gets a trace of every request."""
+
+
 class ClusterConfig(_Section):
     model: Text = "smollm2"
     """`smollm2`, a GGUF file, a Hugging Face directory or a hub id."""
@@ -115,12 +133,18 @@ class ClusterConfig(_Section):
     """Shortens the model's own context."""
     block_size: Literal[8, 16, 32, 64] = 16
     """Tokens per KV block."""
+    disaggregation: Literal["always", "auto", "never"] = "always"
+    """Whether prompts are computed by prefill workers. always: but for streams that have to go on elsewhere while these are
+    busy. auto: each where it gets its first token sooner, by what is measured.
+    never: decode workers compute all of them, and there are no others (colocated)."""
     transport: TransportName = "auto"
     """How KV goes from prefill to decode. auto: shared memory within a host, gloo between hosts; on GPUs CUDA IPC and NCCL."""
     http: HttpConfig = HttpConfig()
     prefill: PrefillConfig = PrefillConfig()
     decode: DecodeConfig = DecodeConfig()
     limits: LimitsConfig = LimitsConfig()
+    resumable: ResumableConfig = ResumableConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
     tiers: dict[Text, TierConfig] = {DEFAULT_TIER: TierConfig()}
     """Every key is of one of these."""
 

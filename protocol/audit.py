@@ -38,6 +38,8 @@ class TicketRow:
     """0 while preempted."""
     pushes_in_flight: int
     in_step: bool
+    computes_here: bool
+    """Its prompt is computed where it is, as soon as its grammar is ready: it waits for no KV."""
     overdue_s: float
     """How long ago its deadline was; negative while it has time. A final ticket's is a lease after the last thing that
     happened to it; an attached one's means nothing."""
@@ -56,6 +58,17 @@ class PromptRow:
     in_step: bool
     stopped: bool
     """It was cancelled or has failed, and leaves once no step and no push reads its blocks."""
+
+
+@dataclass(frozen=True)
+class SendRow:
+    """One stream that a decode worker hands over to another, until that has its KV."""
+
+    ticket_id: int
+    """Of the other worker, as all that follows."""
+    transfer_id: int
+    decode_id: str
+    decode_epoch: int
 
 
 @dataclass(frozen=True)
@@ -85,6 +98,7 @@ class DecodeBooks:
     references: int
     """A block that n tickets share has n."""
     tickets: tuple[TicketRow, ...]
+    sends: tuple[SendRow, ...]
     problems: tuple[str, ...]
 
 

@@ -48,6 +48,11 @@ class Caller:
         finally:
             self.close()
 
+    @property
+    def lost(self) -> bool:
+        """The connection is."""
+        return self._lost is not None
+
     def send(self, message: Any) -> None:
         """A message without an answer. Raises WorkerLostError."""
         self._client.send(message)

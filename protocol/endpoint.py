@@ -22,7 +22,7 @@ from protocol.wire import PeerGone, WireServer
 log = logging.getLogger(__name__)
 
 Handler = Callable[[bytes, Any], None]
-_REPORT_GAP_S = 0.05
+REPORT_GAP_S = 0.05
 """Reports of changes are at least this far apart."""
 
 
@@ -103,7 +103,7 @@ class Endpoint:
             report = self._report()
             for peer in self._server.peers():
                 self.send(peer, report)
-            await asyncio.sleep(_REPORT_GAP_S)
+            await asyncio.sleep(REPORT_GAP_S)
 
     async def _watch_peers(self) -> None:
         while True:

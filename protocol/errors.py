@@ -38,6 +38,12 @@ class ContextLengthError(InvalidRequestError):
     code = "context_length_exceeded"
 
 
+class PoisonError(InvalidRequestError):
+    """Workers died of this request. A client error, so that clients don't send it again by themselves."""
+
+    code = "request_kills_workers"
+
+
 class AuthenticationError(TandemError):
     """The request carries no API key that is good now. The code is OpenAI's."""
 
@@ -58,6 +64,14 @@ class ModelNotFoundError(TandemError):
     """The model is not one that this cluster serves."""
 
     code = "model_not_found"
+    http_status = 404
+    openai_type = "invalid_request_error"
+
+
+class StreamNotFoundError(TandemError):
+    """There is no stream that this caller could resume under that id, or no longer."""
+
+    code = "stream_not_found"
     http_status = 404
     openai_type = "invalid_request_error"
 

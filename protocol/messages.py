@@ -5,10 +5,11 @@
     prefill ─PairOpen─► decode        PairOpened | Failed                 once per pair and epoch
     prefill ─PushAnnounce─► decode    PushPosted                          once per prefill step, before its KV is sent
     prefill ─PushCommit─► decode      Committed | Failed                  closes the transfer; TransferAbort gives it up
-    router ──Attach──► decode         Attached | Failed                   waits for the commit if it must
+    router ──Attach──► decode         Attached | Failed                   waits for the commit if it must; or prefills there
     decode ──TokenFrame──► router     one per router and step
     decode ──PairClosed─► prefill     when decode's end of their channel has died
     router ──Release──► decode        idempotent, no answer;  Cancel likewise to prefill
+    router ──Migrate──► decode        Migrated | Failed                   while the stream runs; KV goes as from prefill
 
 A message with a `call_id` is a question; its answer carries the same `call_id`. Lengths are in tokens, times in seconds.
 """
@@ -21,6 +22,7 @@ from enum import Enum
 from protocol.codec import message
 from protocol.errors import TandemError, error_from_code
 from protocol.sampling import FinishReason, PromptLogprobs, SamplingParams, TokenLogprobs
+from protocol.trace import TraceContext
 
 
 class Role(Enum):
@@ -116,7 +118,7 @@ class LoadReport:
     waiting: int
     """Requests that are queued (prefill), or hold a ticket and are not attached, or were preempted (decode)."""
     queued_tokens: int
-    """Prompt tokens not yet computed."""
+    """Prompt tokens not yet computed, of prompts that are computed here."""
     free_blocks: int
     total_blocks: int
     tickets: int
@@ -140,6 +142,8 @@ class LoadReport:
     """Running sequences that had to give their blocks back, since start."""
     recomputed_tokens: int
     """Tokens that were computed again after a preemption, since start."""
+    prefilled_tokens: int
+    """Prompt tokens computed since start, those not counted that were computed again."""
 
 
 # -- router and decode -----------------------------------------------------------------------------------------------
@@ -156,6 +160,11 @@ class Reserve:
     """Of the answer. Blocks are taken for its beginning, but a whole that can never fit is refused."""
     cache_salt: str
     """Only requests with the same salt share cached KV; empty is a salt like any other."""
+    trace: TraceContext
+    """Whose id the worker's log lines about the request carry."""
+    own_tokens: int
+    """So many at the prompt's end must lie in blocks of the ticket's own, though they may be cached: 0 if KV is sent for it;
+    1 if it may be computed here, for the logits of its last token; all if those of every token are wanted."""
 
 
 @message(11)
@@ -170,23 +179,37 @@ class Reserved:
 class Attach:
     call_id: int
     ticket_id: int
-    first_token: int
-    """Sampled by prefill; its KV is the first that decode computes."""
+    first_token: int | None
+    """Sampled by prefill; its KV is the first that decode computes. None: nothing is sent, the prompt is computed here."""
     sampling: SamplingParams
     num_generated: int
-    """Tokens of the answer so far, the first token included; more than 1 on a resumed stream."""
+    """Tokens of the answer so far, the first token included if there is one; there are earlier ones on a resumed stream."""
 
 
 @message(13)
 @dataclass(frozen=True)
 class Attached:
     call_id: int
+    waited_s: float
+    """For the KV, from the question on; 0 if it had arrived before."""
 
 
 @message(14)
 @dataclass(frozen=True)
 class Release:
     ticket_id: int
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """What is told of a prompt with the first token after it, wherever it was computed."""
+
+    prefill_s: float
+    """From the first chunk to the token."""
+    cached_tokens: int
+    """Tokens at the prompt's beginning whose KV was cached, and so not computed."""
+    prompt_logprobs: PromptLogprobs | None
+    """Set if asked for, unless some of the answer was emitted before."""
 
 
 @dataclass(frozen=True)
@@ -199,12 +222,43 @@ class StreamOutput:
     """Empty unless asked for, else one per token."""
     finish_reason: FinishReason | None
     error: Failed | None
+    prefilled: Prefilled | None = None
+    """With the first token of a prompt that was computed here."""
 
 
 @message(15)
 @dataclass(frozen=True)
 class TokenFrame:
     outputs: tuple[StreamOutput, ...]
+    step_s: float
+    """How long the step took that made these tokens."""
+
+
+@message(16)
+@dataclass(frozen=True)
+class Migrate:
+    """Hand this attached ticket's stream over to another decode worker, without a token lost or said twice.
+
+    Answered with Failed if that can't be; then the stream goes on where it is, unless it has ended or was released.
+    """
+
+    call_id: int
+    ticket_id: int
+    target: Ticket
+    """For all of the stream's tokens that the router has, but the newest, whose KV is not computed yet. Those that come
+    meanwhile are added by the transfer."""
+
+
+@message(17)
+@dataclass(frozen=True)
+class Migrated:
+    """The KV is at the target, committed. All tokens were sent before this; the ticket here is gone."""
+
+    call_id: int
+    newest_token: int
+    """With it to attach at the target."""
+    num_generated: int
+    """Tokens of the answer so far, that one included."""
 
 
 # -- router and prefill ----------------------------------------------------------------------------------------------
@@ -223,6 +277,7 @@ class Prefill:
     sampling: SamplingParams
     cache_salt: str
     """As in `Reserve`."""
+    trace: TraceContext
 
 
 @message(21)
@@ -234,14 +289,7 @@ class FirstToken:
     token_id: int
     logprobs: TokenLogprobs | None
     finish_reason: FinishReason | None
-    queue_s: float
-    """From arrival at the worker to the first chunk."""
-    prefill_s: float
-    """From the first chunk to the token."""
-    cached_tokens: int
-    """Tokens at the beginning of `token_ids` whose KV was cached, and so not computed."""
-    prompt_logprobs: PromptLogprobs | None
-    """Set if asked for, unless some of the answer was emitted before."""
+    prefilled: Prefilled
 
 
 @message(22)
@@ -250,7 +298,7 @@ class Cancel:
     request_id: str
 
 
-# -- prefill and decode ----------------------------------------------------------------------------------------------
+# -- whoever has KV and decode ----------------------------------------------------------------------------------------------
 
 
 @message(30)
@@ -287,6 +335,8 @@ class PushSegment:
     transfer_id: int
     start: int
     num_tokens: int
+    added: tuple[int, ...] = ()
+    """Tokens that follow those for which the ticket stands by now: a stream that migrates goes on meanwhile."""
 
 
 @message(32)

@@ -13,6 +13,9 @@ class FinishReason(Enum):
     LENGTH = "length"
 
 
+MAX_GRAMMAR_CHARS = 256 * 1024
+
+
 @dataclass(frozen=True)
 class TokenBias:
     """Is added to a token's logit."""
@@ -50,6 +53,9 @@ class SamplingParams:
     logit_bias: tuple[TokenBias, ...] = ()
     """From -100 to 100 each."""
 
+    grammar: str = ""
+    """What the answer's text must follow, in llguidance's dialect of Lark; empty if it is free."""
+
     num_prompt_logprobs: int | None = None
     """Likewise for the prompt's own tokens, which are all computed then."""
 
@@ -75,6 +81,7 @@ class SamplingParams:
             "presence_penalty": abs(self.presence_penalty) <= 100,
             "frequency_penalty": abs(self.frequency_penalty) <= 100,
             "repetition_penalty": 0.01 <= self.repetition_penalty <= 100,
+            "response_format": len(self.grammar) <= MAX_GRAMMAR_CHARS,
             "logit_bias": all(0 <= each.token_id < vocab_size and abs(each.bias) <= 100 for each in self.logit_bias),
         }
         for name, holds in limits.items():

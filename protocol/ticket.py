@@ -1,10 +1,11 @@
 """The life of a ticket: one request's claim on KV blocks of one decode worker.
 
-        ┌──── nothing to send ────┐
-        │                         ▼
-    RESERVED ──► RECEIVING ──► COMMITTED ──► ATTACHED ──► RELEASED
-        │            │             │            │
-        └────────────┴─────────────┴────────────┴──► ABORTED | EXPIRED
+        ┌────────── the prompt is computed here ─────────┐
+        ├──── nothing to send ────┐                      │
+        │                         ▼                      ▼
+    RESERVED ──► RECEIVING ──► COMMITTED ────────────► ATTACHED ──► RELEASED
+        │            │             │                      │
+        └────────────┴─────────────┴──────────────────────┴──► ABORTED | EXPIRED
 
 RESERVED    decode holds blocks for the prompt and some of the answer; no KV was sent     (router: Reserve)
 RECEIVING   a prefill worker announced a push; its transfer writes into the blocks        (prefill: PushAnnounce)
@@ -14,7 +15,8 @@ RELEASED    the router gave it back, or the sequence finished: blocks free
 ABORTED     cancelled, or its peer died: blocks free once no transfer writes into them
 EXPIRED     its lease ran out; otherwise like ABORTED
 
-A ticket whose prompt is cached at decode as a whole goes from RESERVED to COMMITTED: nothing has to be sent for it.
+A ticket whose prompt is cached at decode as a whole goes from RESERVED to COMMITTED: nothing has to be sent for it. One whose
+prompt the decode worker computes itself goes from RESERVED to ATTACHED: there is no transfer to commit.
 
 Blocks return to the free list only in a final state *and* with no transfer in flight (quarantine).
 """
@@ -42,7 +44,8 @@ _FINAL = frozenset({TicketState.RELEASED, TicketState.ABORTED, TicketState.EXPIR
 _FAILED = frozenset({TicketState.ABORTED, TicketState.EXPIRED})
 
 _NEXT: dict[TicketState, frozenset[TicketState]] = {
-    TicketState.RESERVED: frozenset({TicketState.RECEIVING, TicketState.COMMITTED, TicketState.RELEASED}) | _FAILED,
+    TicketState.RESERVED: frozenset({TicketState.RECEIVING, TicketState.COMMITTED, TicketState.ATTACHED, TicketState.RELEASED})
+    | _FAILED,
     TicketState.RECEIVING: frozenset({TicketState.COMMITTED}) | _FAILED,
     TicketState.COMMITTED: frozenset({TicketState.ATTACHED, TicketState.RELEASED}) | _FAILED,
     TicketState.ATTACHED: frozenset({TicketState.RELEASED}) | _FAILED,

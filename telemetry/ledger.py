@@ -1,41 +1,159 @@
-"""Where the time of one request went. Stamps are `time.monotonic()` of the router's process, in seconds.
+"""Where the time of one answer went: the line from its request's arrival to now, cut into stages without a hole.
 
-arrival ─► admitted ─► first token ─► finish
-          (pair chosen,  (queue and
-           blocks held)   prefill of the worker are inside, as it reported them)
+    arrival ─PREPARE─ QUEUE ─► pair chosen, blocks held
+            ─PREFILL_QUEUE─ PREFILL ─► first token
+            ─HANDOFF_WAIT─ TRANSFER ─► attached
+            ─DECODE_QUEUE─ DECODE_STEP ─DECODE_GAP─ DECODE_STEP ... ─► last token
+            ─SEND─ now                     an attempt that failed: all since its latest mark is LOST, and QUEUE begins again
+
+Moments are `time.monotonic()` of the router's process, in seconds. Workers have clocks of their own, so they report durations,
+and each is taken out of the stretch between the two moments at the router that enclose it; what is left of the stretch is the
+stage before it, messages on their way included. So the stages always sum up to the whole.
+
+What runs beside something else is in no stage: KV that is sent while later layers are computed, and text that is sent while the
+next step is computed. TRANSFER is only what the first decode step had to wait for.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
 
 
-@dataclass
+class Stage(Enum):
+    PREPARE = "prepare"
+    """Reading, checking and tokenizing the request."""
+    QUEUE = "queue"
+    """Waiting for room, and reserving blocks; of a resumed answer this comes again."""
+    PREFILL_QUEUE = "prefill_queue"
+    """From the pair to the prompt's first chunk."""
+    PREFILL = "prefill"
+    """From the first chunk to the first token."""
+    HANDOFF_WAIT = "handoff_wait"
+    """From the first token until the decode worker has attached, but for TRANSFER: messages, and a grammar's state."""
+    TRANSFER = "transfer"
+    """What the decode worker, asked to attach, still waited for KV, its commit and the check of it."""
+    DECODE_QUEUE = "decode_queue"
+    """From attached to the first step."""
+    DECODE_STEP = "decode_step"
+    """In steps that made tokens of this answer."""
+    DECODE_GAP = "decode_gap"
+    """Between them: planning, frames on their way, preemption, recomputing."""
+    SEND = "send"
+    """Since the last token: making text of it, releasing the workers, waiting for the client to take what was sent."""
+    LOST = "lost"
+    """Work that a failure made worthless, and what was under way when a request ended early."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """One piece of the line. All of an attempt's decode steps and gaps are one."""
+
+    stage: Stage
+    start: float
+    end: float
+
+
 class RequestTimes:
-    """Filled by the pipeline as the request goes on; None is a stage that was not reached."""
+    """One answer's line, drawn by the pipeline as it goes on. `arrival` and all moments are `time.monotonic()`."""
 
-    arrival: float = field(default_factory=time.monotonic)
-    admitted: float | None = None
-    first_token: float | None = None
-    finish: float | None = None
-    prefill_queue_s: float = 0.0
-    prefill_s: float = 0.0
-    resumes: int = 0
+    def __init__(self, arrival: float) -> None:
+        self.arrival = arrival
+        self.first_token: float | None = None
+        self.finish: float | None = None
+        """The answer has come to its end, as its text has shown."""
+        self.resumes = 0
+        self.token_gaps: list[float] = []
+        """Seconds from each output of the workers to the next; the first is from the first token to the second."""
+        self.stretches: list[Stretch] = []
+        self._spent: dict[Stage, float] = {}
+        self._mark = self._latest_output = arrival
 
-    def summary(self) -> dict[str, float]:
-        """Seconds of every stage that was reached, for the log line of the request."""
-        spans = {
-            "wait_s": _span(self.arrival, self.admitted),
-            "ttft_s": _span(self.arrival, self.first_token),
-            "decode_s": _span(self.first_token, self.finish),
-            "total_s": _span(self.arrival, self.finish),
-        }
-        known = {name: span for name, span in spans.items() if span is not None}
+    def spent(self, stage: Stage) -> float:
+        """Seconds, of what has come to its end."""
+        return self._spent.get(stage, 0.0)
+
+    def prepared(self) -> None:
+        """It is the pipeline's turn."""
+        self._reach(time.monotonic(), Stage.PREPARE)
+
+    def admitted(self) -> None:
+        """There is a pair with room."""
+        self._reach(time.monotonic(), Stage.QUEUE)
+
+    def prefilled(self, prefill_s: float) -> None:
+        """The first token is here, or on a resumed stream the next one. The worker has computed for so long."""
+        now = time.monotonic()
+        if self.first_token is None:
+            self.first_token = now
+        else:
+            self.token_gaps.append(now - self._latest_output)
+        self._latest_output = now
+        self._reach(now, Stage.PREFILL_QUEUE, Stage.PREFILL, prefill_s)
+
+    def attached(self, transfer_s: float) -> None:
+        """Decode has the KV; its worker had to wait for it for so long."""
+        self._reach(time.monotonic(), Stage.HANDOFF_WAIT, Stage.TRANSFER, transfer_s)
+
+    def stepped(self, arrived: float, step_s: float) -> None:
+        """Tokens came at this moment, out of a step that took so long."""
+        decoding = bool(self.stretches) and self.stretches[-1].stage is Stage.DECODE_STEP
+        self.token_gaps.append(max(0.0, arrived - self._latest_output))
+        self._latest_output = arrived
+        self._reach(arrived, Stage.DECODE_GAP if decoding else Stage.DECODE_QUEUE, Stage.DECODE_STEP, step_s)
+
+    def lost(self) -> None:
+        """This attempt has failed."""
+        self._reach(time.monotonic(), Stage.LOST)
+
+    def stages(self, now: float) -> dict[str, float]:
+        """Seconds by stage up to now, in the order of the stages; those that were not reached are left out."""
+        last = Stage.LOST if self.finish is None else Stage.SEND
+        spent = self._spent | {last: self.spent(last) + max(0.0, now - self._mark)}
+        return {stage.value: spent[stage] for stage in Stage if stage in spent}
+
+    def line(self, now: float) -> list[Stretch]:
+        """The stretches up to now, without those that took no time."""
+        last = Stretch(Stage.LOST if self.finish is None else Stage.SEND, self._mark, max(now, self._mark))
+        return [stretch for stretch in (*self.stretches, last) if stretch.end > stretch.start]
+
+    def summary(self, now: float) -> dict[str, float]:
+        """For the log line of the request."""
+        known = {f"{stage}_s": seconds for stage, seconds in self.stages(now).items()}
         if self.first_token is not None:
-            known |= {"prefill_queue_s": self.prefill_queue_s, "prefill_s": self.prefill_s}
-        return known | {"resumes": self.resumes}
+            known["ttft_s"] = self.first_token - self.arrival
+        if self.token_gaps:
+            known["longest_gap_s"] = max(self.token_gaps)
+        return known | {"total_s": now - self.arrival, "resumes": self.resumes}
 
+    def report(self, now: float) -> dict[str, Any]:
+        """For the client who asked, in seconds."""
+        return {
+            "stages": {stage: round(seconds, 6) for stage, seconds in self.stages(now).items()},
+            "total": round(now - self.arrival, 6),
+            "ttft": None if self.first_token is None else round(self.first_token - self.arrival, 6),
+            "token_gaps": [round(gap, 6) for gap in self.token_gaps],
+            "resumes": self.resumes,
+        }
 
-def _span(start: float | None, end: float | None) -> float | None:
-    return None if start is None or end is None else end - start
+    def _reach(self, moment: float, before: Stage, stage: Stage | None = None, seconds: float = 0.0) -> None:
+        """Cut the line from the latest mark to this moment: `stage` are its last `seconds`, `before` is what comes ahead of it.
+
+        A worker's duration that is longer than the whole stretch, as rounding of clocks may have it, fills it.
+        """
+        moment = max(moment, self._mark)
+        cut = moment if stage is None else max(self._mark, moment - max(0.0, seconds))
+        self._add(before, self._mark, cut)
+        if stage is not None:
+            self._add(stage, cut, moment)
+        self._mark = moment
+
+    def _add(self, stage: Stage, start: float, end: float) -> None:
+        self._spent[stage] = self.spent(stage) + (end - start)
+        decoding = bool(self.stretches) and self.stretches[-1].stage is Stage.DECODE_STEP
+        if decoding and stage in (Stage.DECODE_GAP, Stage.DECODE_STEP):
+            start = self.stretches.pop().start
+            stage = Stage.DECODE_STEP
+        self.stretches.append(Stretch(stage, start, end))

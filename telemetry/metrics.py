@@ -58,7 +58,7 @@ class Metrics:
         )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that got a first token.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens given to clients.")
-        self.resumed_streams = self._counter("resumed_streams", "Streams that went on at another pair of workers.")
+        self.resumed_streams = self._counter("resumed_streams", "Streams that went on elsewhere, or when a client came back.")
         self.kv_transfer_failures = self._counter("kv_transfer_failures", "KV caches that did not arrive whole.")
         self.workers_lost = self._counter("workers_lost", "Connections to workers that broke or fell silent.")
         self._success = Counter(
@@ -66,6 +66,23 @@ class Metrics:
         )
         self._errors = Counter(
             "tandem:request_errors", "Requests that ended in an error.", ("model_name", "code"), registry=self.registry
+        )
+        self._decisions = Counter(
+            "tandem:disaggregation_decisions",
+            "Where prompts were computed: there (at a prefill worker) or here (where they are decoded).",
+            ("model_name", "decision"),
+            registry=self.registry,
+        )
+        self.migration_pause = self._histogram(
+            "migration_pause_seconds",
+            "Gap between a moved stream's last output at one worker and its first at the next.",
+            _ITL_BUCKETS,
+        )
+        self._migrations = Counter(
+            "tandem:migrations",
+            "Moves of running streams to another decode worker.",
+            ("model_name", "reason", "outcome"),
+            registry=self.registry,
         )
         self.waiting_requests = Gauge(
             "tandem:router_requests_waiting", "Requests held back for room.", ("model_name",), registry=self.registry
@@ -78,6 +95,14 @@ class Metrics:
     def failed(self, code: str) -> None:
         """`code` is an error's code, or `cancelled` for a client that went away."""
         self._errors.labels(self._model_name, code).inc()
+
+    def decided(self, decision: str) -> None:
+        """`decision`: here, where it is decoded, or there, at a prefill worker."""
+        self._decisions.labels(self._model_name, decision).inc()
+
+    def migrated(self, reason: str, outcome: str) -> None:
+        """`reason`: drain or balance. `outcome`: moved, full (no room at the target), failed, cancelled (the stream ended)."""
+        self._migrations.labels(self._model_name, reason, outcome).inc()
 
     def render(self) -> bytes:
         """Prometheus' text format."""
@@ -143,4 +168,5 @@ _WORKER_COUNTERS: tuple[tuple[str, str, Callable[[LoadReport], int]], ...] = (
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda report: report.prefix_cache_hits),
     ("num_preemptions", "Sequences that gave up their KV blocks to others.", lambda report: report.num_preemptions),
     ("recomputed_tokens", "Tokens computed again after a preemption.", lambda report: report.recomputed_tokens),
+    ("prefilled_tokens", "Prompt tokens computed, at workers of either role.", lambda report: report.prefilled_tokens),
 )

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LEAVES = {"protocol", "configs", "telemetry"}
 ALLOWED: dict[str, set[str]] = {
-    "cluster": {"router", "prefill_workers", "decode_workers", "kv_transfer", "engine", *LEAVES},
+    "cluster": {"router", "prefill_workers", "decode_workers", "kv_transfer", "engine", "loadtest", "simulator", *LEAVES},
     "router": LEAVES,
     "prefill_workers": {"engine", "kv_transfer", *LEAVES},
     "decode_workers": {"engine", "kv_transfer", *LEAVES},
@@ -19,8 +19,24 @@ ALLOWED: dict[str, set[str]] = {
     "configs": {"protocol.errors"},
     "protocol": set(),
     "telemetry": {"protocol"},
+    "loadtest": {"protocol.errors"},
+    "simulator": {
+        "router.admission",
+        "router.fair_queue",
+        "router.line",
+        "router.policy",
+        "router.ranking",
+        "prefill_workers.scheduler",
+        "decode_workers.ledger",
+        "decode_workers.scheduler",
+        "decode_workers.ticket_entry",
+        "engine.batch",
+        "engine.prefix_cache",
+        "loadtest",
+        *LEAVES,
+    },
 }
-NO_TORCH = {"router", "configs", "protocol", "telemetry"}
+NO_TORCH = {"router", "configs", "protocol", "telemetry", "loadtest"}
 
 
 def imports(path: Path) -> list[tuple[int, str]]:

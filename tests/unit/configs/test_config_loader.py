@@ -51,6 +51,28 @@ def test_cluster_yaml_gives_each_role_its_nodes() -> None:
     assert config.decode.resources == {"GPU": 1.0, "tandem_decode": 1.0}
 
 
+def test_a_colocated_cluster_has_no_prefill_workers() -> None:
+    config = load_config(None, {"disaggregation": "never", "prefill.max_batch_tokens": 128})
+    assert (config.prefill.workers, config.prefill.max_batch_tokens, config.decode.workers) == (0, 128, 1)
+    load_config(None, {"disaggregation": "never", "max_model_len": 4096, "prefill.kv_cache_tokens": 16})  # nobody has that pool
+
+
+@pytest.mark.parametrize(
+    ("overrides", "param"),
+    [
+        ({"disaggregation": "never", "prefill.workers": 1}, "prefill.workers"),
+        ({"disaggregation": "auto", "prefill.workers": 0}, "prefill.workers"),
+        ({"prefill.workers": 0}, "prefill.workers"),
+        ({"disaggregation": "never", "decode.workers": 0}, "decode.workers"),
+        ({"disaggregation": "sometimes"}, "disaggregation"),
+    ],
+)
+def test_workers_fit_to_what_is_disaggregated(overrides: dict[str, Any], param: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, overrides)
+    assert caught.value.param == param
+
+
 def test_tiers(yaml_file: Path) -> None:
     yaml_file.write_text("tiers: {standard: {}, gold: {weight: 4, priority: -1}}")
     assert load_config(yaml_file, {}).tiers["gold"].weight == 4

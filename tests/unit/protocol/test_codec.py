@@ -13,6 +13,7 @@ from message_values import EXAMPLES, any_message
 from protocol.codec import MAX_MESSAGE_BYTES, decode, encode
 from protocol.errors import ConfigError, OverloadedError, ProtocolError, error_from_code
 from protocol.messages import Failed, KvLayout, Release, Reserve
+from protocol.trace import new_trace
 
 
 @settings(max_examples=EXAMPLES)
@@ -28,14 +29,17 @@ def test_every_message_survives_the_wire(message: Any) -> None:
         ([14, True], "int expected, got bool"),
         ([14], "takes 1 fields"),
         ([14, 1, 2], "takes 1 fields"),
-        ([10, 1, "r", [1, "2"], 5, ""], "list of ints"),
+        ([10, 1, "r", [1, "2"], 5, "", ["a", "b", False, ""], 0], "list of ints"),
         ([999, 1], "not a registered message"),
         ({"a": 1}, "no maps"),
         (7, "not a registered message"),
         ([], "not a registered message"),
         ([1, 1, "code", "message", 5, None], "fits none"),
-        ([41, 1, 1, 1, 1, 1, [[1, 1, "asker", "no such state", 1, 1, True, 0.5]], []], "no TicketState has the value"),
-        ([41, 1, 1, 1, 1, 1, [[1, 1, ["asker"], "reserved", 1, 1, True, 0.5]], []], "Owner expected, got list"),
+        (
+            [41, 1, 1, 1, 1, 1, [[1, 1, "asker", "no such state", 1, 1, True, False, 0.5]], [], []],
+            "no TicketState has the value",
+        ),
+        ([41, 1, 1, 1, 1, 1, [[1, 1, ["asker"], "reserved", 1, 1, True, False, 0.5]], [], []], "Owner expected, got list"),
     ],
 )
 def test_wrong_types_are_named(raw: Any, complaint: str) -> None:
@@ -45,13 +49,13 @@ def test_wrong_types_are_named(raw: Any, complaint: str) -> None:
 
 def test_size_limits_hold_both_ways() -> None:
     with pytest.raises(ProtocolError, match="over the limit"):
-        encode(Reserve(1, "x" * (MAX_MESSAGE_BYTES + 1), (), 1, ""))
+        encode(Reserve(1, "x" * (MAX_MESSAGE_BYTES + 1), (), 1, "", new_trace(), 0))
     with pytest.raises(ProtocolError, match="over the limit"):
         decode(encode(Release(1)) + b"x" * MAX_MESSAGE_BYTES)
 
 
 def test_what_no_peer_would_accept_is_not_sent() -> None:
-    for bad in (Release(2**64), Release(-(2**63) - 1), Reserve(1, "\ud800", (), 1, "")):
+    for bad in (Release(2**64), Release(-(2**63) - 1), Reserve(1, "\ud800", (), 1, "", new_trace(), 0)):
         with pytest.raises(ProtocolError, match="can't be sent"):
             encode(bad)
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import pytest
 
 from protocol.errors import ConfigError
-from telemetry.ledger import RequestTimes
 from telemetry.logging import fields, setup_logging
 
 
@@ -57,19 +56,3 @@ def test_logs_go_to_stderr() -> None:
     [handler] = logging.getLogger().handlers
     assert isinstance(handler, logging.StreamHandler)
     assert handler.stream is sys.stderr
-
-
-def test_times_sum_up() -> None:
-    times = RequestTimes(arrival=10.0)
-    assert times.summary() == {"resumes": 0}
-    times.admitted, times.first_token, times.finish = 10.5, 11.0, 14.0
-    times.prefill_queue_s, times.prefill_s = 0.1, 0.3
-    assert times.summary() == {
-        "wait_s": 0.5,
-        "ttft_s": 1.0,
-        "decode_s": 3.0,
-        "total_s": 4.0,
-        "prefill_queue_s": 0.1,
-        "prefill_s": 0.3,
-        "resumes": 0,
-    }

@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from protocol.messages import LoadReport, Role
 from telemetry.metrics import Metrics, WorkerSample, kv_usage
 
-REPORT = LoadReport("d0", 1, 3, 4, 50, 25, 100, 2, 1, 9, 1.5, 0.1, 77, 640, 480, 20, 5, 900)
+REPORT = LoadReport("d0", 1, 3, 4, 50, 25, 100, 2, 1, 9, 1.5, 0.1, 77, 640, 480, 20, 5, 900, 3)
 
 
 def read(metrics: Metrics) -> dict[tuple[str, tuple[str, ...]], float]:
@@ -49,4 +49,4 @@ def test_counters_are_per_registry() -> None:
 
 
 def test_kv_usage_of_an_empty_pool() -> None:
-    assert kv_usage(LoadReport("d0", 1, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0, 0, 0)) == 0.0
+    assert kv_usage(LoadReport("d0", 1, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0, 0, 0, 0)) == 0.0

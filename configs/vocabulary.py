@@ -1,0 +1,57 @@
+"""What each token of a model's vocabulary stands for, in bytes. Router and engine both read it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from pathlib import Path
+
+from configs.facts import ByteLevelBpe, TokenizerFacts
+from protocol.errors import ConfigError
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_SENTENCEPIECE_SPACE = "\u2581"
+
+
+def byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable character of every byte: Latin-1 where that prints, otherwise the next from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
+def token_bytes(facts: TokenizerFacts) -> list[bytes]:
+    """By id; special tokens as they are written, nothing for ids without a token. Raises ConfigError if it is damaged."""
+    if facts.byte_level_bpe is not None:
+        return bpe_token_bytes(facts.byte_level_bpe, (facts.special_tokens | facts.user_tokens).keys())
+    assert facts.tokenizer_json is not None, "one of the two kinds is set"
+    return _json_token_bytes(facts.tokenizer_json)
+
+
+def bpe_token_bytes(facts: ByteLevelBpe, whole: Collection[str]) -> list[bytes]:
+    """Likewise; tokens that are found `whole` in text are their text, as they are not written in the byte alphabet."""
+    to_bytes = {ord(character): byte for character, byte in byte_alphabet().items()}
+    result = []
+    for token_id, token in enumerate(facts.tokens):
+        try:
+            result.append(token.encode() if token in whole else token.translate(to_bytes).encode("latin-1"))
+        except UnicodeEncodeError:
+            message = f"the model's token {token_id} ({token!r:.40}) is not written in the byte alphabet"
+            raise ConfigError(message, param="model") from None
+    return result
+
+
+def spelled_bytes(token: str | None) -> bytes:
+    """Of a token as the `tokenizers` package spells it; nothing for None."""
+    if token is None:
+        return b""
+    byte = _BYTE_TOKEN.fullmatch(token)
+    return bytes.fromhex(byte[1]) if byte else token.replace(_SENTENCEPIECE_SPACE, " ").encode()
+
+
+def _json_token_bytes(path: Path) -> list[bytes]:
+    from tokenizers import Tokenizer  # 30 ms that byte-level models save
+
+    tokenizer = Tokenizer.from_file(str(path))
+    size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    return [spelled_bytes(tokenizer.id_to_token(token_id)) for token_id in range(size)]
