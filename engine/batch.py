@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.grammar import Constraint
 from engine.scoring import PromptScores
 from protocol.sampling import SamplingParams, TokenLogprobs
 
@@ -40,6 +41,8 @@ class Chunk:
     """Prompt and answer so far, for sampling that looks back."""
     scores: PromptScores | None = None
     """Gets the logprobs of the prompt's tokens, if they are wanted."""
+    constraint: Constraint | None = None
+    """Says which tokens may be sampled, if not all."""
 
     @property
     def end(self) -> int:

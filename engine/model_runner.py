@@ -124,6 +124,9 @@ class ModelRunner:
         All ranks execute the same chunks in the same order. The first samples, the others return None everywhere. Raises
         WorkerLostError if a rank is lost.
         """
+        for chunk in chunks:
+            if chunk.constraint is not None:
+                chunk.constraint.begin()
         with torch.inference_mode():
             batch = ForwardBatch.build(chunks, self.pool.block_size)
             logits_SV = self._forward(batch, on_layer)
@@ -168,7 +171,8 @@ def _score(logits_SV: Tensor, batch: ForwardBatch, chunks: Sequence[Chunk]) -> t
 
 def _request(chunk: Chunk) -> SampleRequest:
     assert chunk.sampling is not None, "only chunks that sample have logits"
-    return SampleRequest(chunk.sampling, chunk.end, chunk.num_generated, chunk.history)
+    allowed_V = None if chunk.constraint is None else chunk.constraint.allowed(chunk.sampling, chunk.num_generated)
+    return SampleRequest(chunk.sampling, chunk.end, chunk.num_generated, chunk.history, allowed_V)
 
 
 def _tokens_that_fit(facts: ModelFacts, dtype: torch.dtype, utilization: float) -> int:

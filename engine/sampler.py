@@ -3,7 +3,8 @@
 A row is treated alone, so what else is in the batch can't change its token. The order is that of vLLM and transformers:
 stop tokens are masked while `min_tokens` is not reached; biases are added; penalties are taken off, counted anew from the
 token ids at every step, so that a stream that goes on elsewhere needs nothing else; logits are divided by the temperature;
-then top-k, top-p and min-p narrow the choice, each seeing what the one before left; then one token is drawn.
+then top-k, top-p and min-p narrow the choice, each seeing what the one before left; then one token is drawn. What a grammar
+(`engine.grammar`) forbids is masked after biases and penalties, so that nothing can bring it back.
 
 The draw is the Gumbel-max trick (Gumbel, 1954; see Maddison et al., "A* Sampling", 2014): the token with the largest
 `logit / temperature + noise` is distributed as softmax. The noise is counter-based (`engine.kernels.noise`), so a draw
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import SampledToken
+from engine.grammar import Allowed, Constraint
 from engine.kernels.noise import MAX_NOISE, MIN_NOISE, gumbel, noise_key, noise_words, words_above
 from protocol.sampling import FinishReason, SamplingParams, TokenLogprobs, TokenProb
 
@@ -45,15 +47,19 @@ class SampleRequest:
     """Tokens of the answer before it."""
     history: Sequence[int] = ()
     """All tokens before it, prompt and answer; read only for penalties."""
+    allowed_V: Allowed | None = None
+    """Which tokens may be chosen, if a grammar says so; it has the last word on stop tokens, too."""
 
     @property
     def masks_stops(self) -> bool:
+        if self.allowed_V is not None:
+            return False
         return self.num_generated < self.sampling.min_tokens and bool(self.sampling.stop_token_ids)
 
     @property
     def adjusts(self) -> bool:
         """Whether anything is done to the logits before the temperature."""
-        return self.masks_stops or self.sampling.penalizes or bool(self.sampling.logit_bias)
+        return self.allowed_V is not None or self.masks_stops or self.sampling.penalizes or bool(self.sampling.logit_bias)
 
 
 def sample(logits_SV: Tensor, requests: Sequence[SampleRequest]) -> list[SampledToken]:
@@ -63,10 +69,21 @@ def sample(logits_SV: Tensor, requests: Sequence[SampleRequest]) -> list[Sampled
     return [_sample_row(row, best, request) for row, best, request in zip(rows_SV, best_S, requests, strict=True)]
 
 
-def finish_reason(sampling: SamplingParams, token_id: int, num_generated: int) -> FinishReason | None:
-    """Whether the answer ends with this token. `num_generated` counts it."""
+def finish_reason(
+    sampling: SamplingParams, token_id: int, num_generated: int, constraint: Constraint | None = None
+) -> FinishReason | None:
+    """Whether the answer ends with this token, which its constraint takes note of. `num_generated` counts it.
+
+    Raises InvalidRequestError if the constraint failed.
+    """
+    if constraint is not None:
+        constraint.check()
     if token_id in sampling.stop_token_ids:
         return FinishReason.STOP
+    if constraint is not None:
+        constraint.accept(token_id)
+        if constraint.complete:
+            return FinishReason.STOP
     if num_generated >= sampling.max_tokens:
         return FinishReason.LENGTH
     return None
@@ -85,7 +102,7 @@ def _sample_row(row_V: _Row, best: int, request: SampleRequest) -> SampledToken:
 
 
 def adjusted(row_V: _Row, request: SampleRequest) -> _Row:
-    """A copy of the logits with stop tokens masked, biases added and penalties taken off, as vLLM defines them."""
+    """A copy of the logits with biases added and penalties taken off, as vLLM defines them, and what may not be masked."""
     sampling, result_V = request.sampling, row_V.copy()
     if request.masks_stops:
         result_V[list(sampling.stop_token_ids)] = -np.inf
@@ -100,6 +117,8 @@ def adjusted(row_V: _Row, request: SampleRequest) -> _Row:
         said, counts = np.unique(np.asarray(answer, dtype=np.int64), return_counts=True)
         result_V[said] -= np.float32(sampling.frequency_penalty) * counts.astype(np.float32)
         result_V[said] -= np.float32(sampling.presence_penalty)
+    if request.allowed_V is not None:
+        np.copyto(result_V, -np.inf, where=~request.allowed_V)
     return result_V
 
 
