@@ -1,63 +1,29 @@
-"""The decode worker as an actor: what it is built from. Its life is `protocol.actor`'s."""
+"""The decode worker as an actor: what it is built from."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
-
-import torch
-
-from configs.schema import ClusterConfig
 from decode_workers.rank import load_share
 from decode_workers.worker import DecodeWorker
+from engine.first_rank import FirstRankActor
 from engine.gang import Gang
-from kv_transfer.choice import receiving_transports
-from protocol.actor import WorkerActor
+from engine.grammar import Grammars
+from engine.model_runner import ModelRunner
+from engine.tensor_parallel import TensorParallel
+from kv_transfer.choice import receiving_transports, sending_transports
 from protocol.messages import Role, WorkerRef
 from protocol.wire import WireServer
-from telemetry.logging import setup_logging
 
 
-class DecodeActor(WorkerActor):
-    """One life of one decode worker: its first rank. `others` are the addresses at which the other ranks listen, in order.
+class DecodeActor(FirstRankActor):
+    """One life of one decode worker."""
 
-    `host` is the address to listen on, `threads` the cores to compute with.
-    """
+    role = Role.DECODE
 
-    def __init__(
-        self,
-        worker_id: str,
-        epoch: int,
-        config: ClusterConfig,
-        secret: bytes,
-        host: str,
-        threads: int,
-        others: Sequence[str],
-    ) -> None:
-        super().__init__()
-        self._worker_id = worker_id
-        self._epoch = epoch
-        self._config = config
-        self._secret = secret
-        self._host = host
-        self._threads = threads
-        self._others = others
+    def load_share(self, ranks: TensorParallel) -> ModelRunner:
+        return load_share(self._config, ranks)
 
-    async def build(self) -> DecodeWorker:
-        setup_logging(self._worker_id)
-        torch.set_num_threads(self._threads)
-        config, limits = self._config, self._config.limits
-        gang = await Gang.connect(
-            self._others,
-            self._secret,
-            connect_s=limits.connect_s,
-            lease_s=limits.lease_s,
-            heartbeat_s=limits.heartbeat_s,
-        )
-        ranks = await gang.form(self._host, limits.worker_start_s)
-        runner = await asyncio.to_thread(load_share, config, ranks)
-        await gang.joined(runner.pool.num_blocks)
-        server = WireServer(self._secret, self._host)
-        me = WorkerRef(self._worker_id, self._epoch, Role.DECODE, server.address, gang.size)
-        transports = receiving_transports(config.transport, self._host, runner.pool.data.device)
-        return DecodeWorker(me, runner, server, transports, config, gang)
+    def worker(self, me: WorkerRef, runner: ModelRunner, grammars: Grammars, server: WireServer, gang: Gang) -> DecodeWorker:
+        pool, wanted = runner.pool, self._config.transport
+        receiving = receiving_transports(wanted, self._host, pool.data.device)
+        sending = sending_transports(wanted, self._host, pool.data, pool.memory_fd)
+        return DecodeWorker(me, self._secret, runner, grammars, server, receiving, sending, self._config, gang)

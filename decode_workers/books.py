@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from decode_workers.ledger import Ledger
 from decode_workers.scheduler import DecodeScheduler
 from engine.prefix_cache import PrefixCache
-from protocol.audit import DecodeBooks, Owner, TicketRow
+from protocol.audit import DecodeBooks, Owner, SendRow, TicketRow
 from protocol.ticket import TicketState
 
 
@@ -18,10 +18,12 @@ def decode_books(
     cache: PrefixCache,
     ledger: Ledger,
     scheduler: DecodeScheduler,
-    waiting_attaches: Collection[int],
+    waiting_attaches: Mapping[int, bool],
+    sends: tuple[SendRow, ...],
     is_connected: Callable[[bytes], bool],
 ) -> DecodeBooks:
-    """All of it at one moment. `waiting_attaches` are the tickets for whose commit a router waits."""
+    """All of it at one moment. `waiting_attaches` are the tickets that a router has attached and that have not started, and
+    whether their prompts are to be computed here."""
     now = time.monotonic()
 
     def owner(router: bytes) -> Owner:
@@ -38,15 +40,18 @@ def decode_books(
             len(entry.block_table),
             entry.pushes_in_flight,
             entry.in_step,
+            waiting_attaches.get(entry.ticket_id, False),
             overdue_s=now - entry.deadline,
         )
         for entry in ledger
     )
     problems = tuple(_problems(ledger, scheduler, waiting_attaches))
-    return DecodeBooks(call_id, cache.num_blocks, cache.num_free, cache.num_owned, cache.num_references, tickets, problems)
+    return DecodeBooks(
+        call_id, cache.num_blocks, cache.num_free, cache.num_owned, cache.num_references, tickets, sends, problems
+    )
 
 
-def _problems(ledger: Ledger, scheduler: DecodeScheduler, waiting_attaches: Collection[int]) -> Iterator[str]:
+def _problems(ledger: Ledger, scheduler: DecodeScheduler, waiting_attaches: Mapping[int, bool]) -> Iterator[str]:
     try:
         ledger.check_integrity()
     except AssertionError as error:

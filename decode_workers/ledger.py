@@ -1,5 +1,6 @@
 """The ledger: who owns which KV blocks of this decode worker, and why. Pure Python; the states are `protocol.ticket`.
 
+                   ┌─────────────────────attach_here───────────────────┐
     reserve ──► RESERVED ──begin_push──► RECEIVING ──commit──► COMMITTED ──attach──► ATTACHED ──release──► RELEASED
                           any of these ──abort / expire──► ABORTED / EXPIRED
 
@@ -11,9 +12,9 @@ with its answer; the scheduler may preempt it, which takes all its blocks, and r
 So that a new ticket does not preempt others at once, one block for each ticket that holds some has to stay free beside it, and
 while a preempted one waits, none is granted.
 
-Full blocks are kept when their ticket is gone (`engine.prefix_cache`): those of a committed prompt, and those of an answer that
-was preempted or came to its end. A new ticket shares what is there of its prompt's beginning; it is `held`, never written
-again, and not sent.
+Full blocks are kept when their ticket is gone (`engine.prefix_cache`): those of a prompt that was committed or computed
+here, and those of an answer that was preempted or came to its end. A new ticket shares what is there of its prompt's
+beginning; it is `held`, never written again, and not sent.
 
 Who frees: `_settle`, when a ticket is final and neither a push nor an engine step writes into its blocks. Until then the
 blocks are quarantined. A ticket leaves the books at that moment and not before.
@@ -89,12 +90,25 @@ class Ledger:
         """Whether the pool can hold a prompt and its whole answer, whose last token is never fed back, so needs no slot."""
         return self._blocks_for(num_tokens + max_tokens - 1) <= self._cache.num_blocks
 
-    def reserve(self, owner: bytes, token_ids: tuple[int, ...], max_tokens: int, cache_salt: str) -> TicketEntry | None:
-        """A new ticket with blocks for the prompt and the beginning of the answer, or None when there are too few."""
+    def reserve(
+        self,
+        owner: bytes,
+        token_ids: tuple[int, ...],
+        max_tokens: int,
+        cache_salt: str,
+        trace_id: str = "",
+        *,
+        own_tokens: int = 0,
+    ) -> TicketEntry | None:
+        """A new ticket with blocks for the prompt and the beginning of the answer, or None when there are too few.
+
+        The blocks of the last `own_tokens` of the prompt are not taken from the cache.
+        """
         assert self.fits(len(token_ids), max_tokens), "too long for this pool: refuse it on arrival"
         num_blocks = self._blocks_for(reserved_tokens(len(token_ids), max_tokens, self._answer_room))
         keys = self._keys(token_ids, cache_salt)
-        cached = keys[: self._cache.match(keys)]
+        usable = keys[: max(0, len(token_ids) - own_tokens) // self._block_size]
+        cached = usable[: self._cache.match(usable)]
         if self._cache.cost(num_blocks, cached) > self.reservable_blocks:
             return None
         block_table = self._cache.allocate(num_blocks, cached)
@@ -103,7 +117,17 @@ class Ledger:
         # Whoever fills or aborts a transfer has been told its id: a number that comes from elsewhere meets no ticket.
         transfer_id = secrets.randbits(63)
         entry = TicketEntry(
-            self._next_id, transfer_id, owner, token_ids, max_tokens, cache_salt, keys, held, block_table, self._deadline()
+            self._next_id,
+            transfer_id,
+            owner,
+            token_ids,
+            max_tokens,
+            cache_salt,
+            keys,
+            held,
+            block_table,
+            self._deadline(),
+            trace_id,
         )
         self._next_id += 1
         self._entries[entry.ticket_id] = entry
@@ -116,14 +140,19 @@ class Ledger:
         entry = self._entries.get(ticket_id)
         return None if entry is None or entry.state.final else entry
 
-    def begin_push(self, source: bytes, ticket_id: int, transfer_id: int, start: int, num_tokens: int) -> TicketEntry | None:
-        """Open a push of tokens [start, start + num_tokens); None refuses it. Pushes of one transfer come in order."""
+    def begin_push(
+        self, source: bytes, ticket_id: int, transfer_id: int, start: int, num_tokens: int, added: tuple[int, ...] = ()
+    ) -> TicketEntry | None:
+        """Open a push of tokens [start, start + num_tokens); None refuses it. Pushes of one transfer come in order.
+
+        `added` are tokens that the ticket stands for from now on: those that a migrating stream has said since it was reserved.
+        """
         entry = self._of_transfer(ticket_id, transfer_id)
         if entry is None or entry.state not in (TicketState.RESERVED, TicketState.RECEIVING):
             return None
         if entry.source not in (None, source) or start != entry.announced_tokens or num_tokens < 1:
             return None
-        if start + num_tokens > len(entry.token_ids):
+        if start + num_tokens > len(entry.token_ids) + len(added) or not self._add(entry, added):
             return None
         if entry.state is TicketState.RESERVED:
             self._move(entry, TicketState.RECEIVING)
@@ -158,14 +187,38 @@ class Ledger:
         if not (num_tokens == entry.received_tokens == len(entry.token_ids)):
             return False
         self._move(entry, TicketState.COMMITTED)
+        if len(entry.keys) < len(entry.token_ids) // self._block_size:  # of a stream that has migrated there are more by now
+            entry.keys = self._keys(entry.token_ids, entry.cache_salt)
         self._cache.insert(entry.keys, entry.block_table)
         self._on_committed(entry)
         return True
+
+    def begin_send(self, ticket_id: int) -> None:
+        """The blocks of an attached ticket are read for another worker, and stay its own until `end_send`."""
+        entry = self._attached(ticket_id)
+        assert not entry.sending, "a stream migrates to one place at a time"
+        entry.sending = True
+
+    def end_send(self, ticket_id: int) -> None:
+        entry = self._entries[ticket_id]
+        entry.sending = False
+        self._settle(entry)
 
     def attach(self, ticket_id: int) -> TicketEntry | None:
         """Hand a committed ticket to the batch; None if it is not committed."""
         entry = self._entries.get(ticket_id)
         if entry is None or entry.state is not TicketState.COMMITTED:
+            return None
+        self._move(entry, TicketState.ATTACHED)
+        return entry
+
+    def attach_here(self, ticket_id: int) -> TicketEntry | None:
+        """Hand a ticket to the batch for which nothing was sent: what is not held of its prompt is computed here.
+
+        None if it is not reserved, or if nothing of it would be computed.
+        """
+        entry = self._entries.get(ticket_id)
+        if entry is None or entry.state is not TicketState.RESERVED or entry.held_tokens == len(entry.token_ids):
             return None
         self._move(entry, TicketState.ATTACHED)
         return entry
@@ -189,21 +242,23 @@ class Ledger:
         entry.keys = max(entry.keys, keys, key=len)
 
     def preempt(self, ticket_id: int) -> None:
-        """Take all blocks of an attached ticket; it keeps its state. Between two steps, so that nothing writes into them."""
+        """Take all blocks of an attached ticket; it keeps its state. Between two steps, so that nothing writes into them; not
+        while they are sent."""
         entry = self._attached(ticket_id)
-        assert not entry.quarantined, "blocks are written into"
+        assert not entry.quarantined, "blocks are in use"
         self._cache.release(entry.keys, entry.block_table)
         entry.block_table.clear()
 
-    def readmit(self, ticket_id: int, num_tokens: int) -> int | None:
+    def readmit(self, ticket_id: int, num_tokens: int, at_most: int) -> int | None:
         """Blocks for all tokens of a preempted ticket, if as many stay free as beside a new one.
 
-        Returns how many tokens at the beginning are still there. None changes nothing.
+        Returns how many tokens at the beginning are there, `at_most` so many. None changes nothing.
         """
         entry = self._attached(ticket_id)
         assert entry.preempted, "only what was preempted comes back"
         num_blocks = self._blocks_for(num_tokens)
-        cached = entry.keys[: self._cache.match(entry.keys)]
+        usable = entry.keys[: at_most // self._block_size]
+        cached = usable[: self._cache.match(usable)]
         if self._cache.cost(num_blocks, cached) > self._cache.num_free - self._num_holders:
             return None
         block_table = self._cache.allocate(num_blocks, cached)
@@ -281,6 +336,20 @@ class Ledger:
     def _num_holders(self) -> int:
         """Tickets that hold blocks, of which each may soon want another one."""
         return sum(bool(entry.block_table) for entry in self._entries.values() if not entry.state.final)
+
+    def _add(self, entry: TicketEntry, added: tuple[int, ...]) -> bool:
+        """Let a ticket stand for these as well. False, and nothing changes, if they are too many or need too many blocks."""
+        max_tokens = entry.max_tokens - len(added)
+        if max_tokens < 1:
+            return False
+        token_ids = entry.token_ids + added
+        num_blocks = self._blocks_for(reserved_tokens(len(token_ids), max_tokens, self._answer_room))
+        more = self._cache.allocate(max(0, num_blocks - len(entry.block_table)), ())
+        if more is None:
+            return False
+        entry.block_table += more
+        entry.token_ids, entry.max_tokens = token_ids, max_tokens
+        return True
 
     def _keys(self, token_ids: Sequence[int], cache_salt: str) -> list[bytes]:
         return block_keys(token_ids, self._block_size, cache_salt) if self._shares_prefixes else []

@@ -9,7 +9,7 @@ from protocol.messages import StreamOutput, TokenFrame
 
 
 class Outbox:
-    """Collects what a step produced; `flush` sends it. `send` must not block."""
+    """Collects what a step produced; `flush` sends it, and says how long the step took. `send` must not block."""
 
     def __init__(self, send: Callable[[bytes, Any], None]) -> None:
         self._send = send
@@ -18,7 +18,7 @@ class Outbox:
     def put(self, owner: bytes, output: StreamOutput) -> None:
         self._pending.setdefault(owner, []).append(output)
 
-    def flush(self) -> None:
+    def flush(self, step_s: float) -> None:
         pending, self._pending = self._pending, {}
         for owner, outputs in pending.items():
-            self._send(owner, TokenFrame(tuple(outputs)))
+            self._send(owner, TokenFrame(tuple(outputs), step_s))

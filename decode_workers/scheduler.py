@@ -1,21 +1,26 @@
 """Which tokens the next decode step computes. Pure Python.
 
     add ──► RUNNING ──no block is free──► PREEMPTED ──blocks are free again──► RECOMPUTING ──last chunk──► RUNNING ──► remove
+     └────► PREFILLING ──last chunk──► RUNNING
 
 RUNNING       holds blocks for all its tokens; each step computes its newest token and samples the next
+PREFILLING    its prompt is computed here, chunk by chunk; the last chunk samples the first token. It may be preempted too
 PREEMPTED     holds none, and waits; its tokens are kept, and its KV as long as nobody else needs the blocks
-RECOMPUTING   holds blocks for all its tokens again; each step computes a chunk of what is lost and samples nothing
+RECOMPUTING   holds blocks for all its tokens again; each step computes a chunk of what is lost, and the last one samples
 
 Streams are served in the order in which they were attached, and keep their place while they wait. The batch of a step is the
 oldest `max_batch_size` streams that hold blocks. A running stream gets a further block just before the step that needs it. If
 none is free, the youngest stream gives back all of its own, which may be the one that asks. The oldest is never preempted: if
-every other block belongs to tickets that are not attached yet, it waits for these, which come or go within their leases.
+every other block belongs to tickets that are not attached yet, it waits for these, which come or go within their leases. A
+stream that migrates gives nothing back while its blocks are sent; who needs some of them waits until it has gone, or stays.
 
 Preempted streams come back oldest first, one at a time, as soon as their blocks and one more for each other ticket are free;
-meanwhile the ledger takes no new tickets. At most one chunk is recomputed in a step, so running streams go on beside it.
+meanwhile the ledger takes no new tickets.
 
-What was emitted is never sampled again: a stream goes on at the position after its newest token. Chunks are cut where prefill
-cuts them, so that sums over the prompt are rounded in the same way.
+Beside the newest tokens of running streams a step computes up to `max_chunk_tokens` tokens of those that are prefilled or
+recomputed, oldest first: short prompts share a step, a long one is cut into chunks. Chunks are cut where prefill cuts them,
+whatever else is there, so that sums over the prompt are rounded in the same way. What was emitted is never sampled again: a
+stream goes on at the position after its newest token.
 """
 
 from __future__ import annotations
@@ -25,7 +30,20 @@ from dataclasses import dataclass
 
 from decode_workers.ledger import Ledger
 from engine.batch import Chunk
+from engine.grammar import Constraint
+from engine.scoring import PromptScores
 from protocol.sampling import SamplingParams
+
+
+@dataclass(eq=False)
+class LocalPrefill:
+    """What is to be told of a prompt with its first token."""
+
+    cached_tokens: int
+    scores: PromptScores | None
+    """Logprobs of the prompt, if they are wanted."""
+    began: float | None = None
+    """When its first chunk did, on `time.monotonic`."""
 
 
 @dataclass(eq=False)
@@ -38,10 +56,23 @@ class Stream:
     """The ledger's own list: empty while preempted."""
     sampling: SamplingParams
     token_ids: list[int]
-    """Prompt and answer so far. The newest was sampled last; its KV is computed by the next step."""
+    """Prompt and answer so far. Of a running one the newest was sampled last; its KV is computed by the next step."""
     num_generated: int
     computed: int
-    """Tokens whose KV is in the pool: all but the newest, or fewer after a preemption."""
+    """Tokens whose KV is in the pool: all but the newest when it runs."""
+    constraint: Constraint | None = None
+    """At the state after the newest token, if a grammar is to be followed."""
+    prefill: LocalPrefill | None = None
+    """Until the first token, if the prompt is computed here."""
+    known: int = 0
+    """Tokens whose KV has ever been in the pool. What is computed of these is computed again."""
+    pinned: bool = False
+    """Its blocks are being sent to another worker, to which it migrates: it is not preempted."""
+    paused: bool = False
+    """The last of them are: it is not computed."""
+
+    def __post_init__(self) -> None:
+        self.known = max(self.known, self.computed)
 
     @property
     def preempted(self) -> bool:
@@ -49,7 +80,17 @@ class Stream:
 
     @property
     def recomputing(self) -> bool:
-        return not self.preempted and self.computed < len(self.token_ids) - 1
+        return not self.preempted and self.computed < self.known
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to compute before the next one is sampled."""
+        return len(self.token_ids) - self.computed
+
+    @property
+    def complete(self) -> bool:
+        """It runs: the KV of all its tokens but the newest is there."""
+        return not self.preempted and self.prefill is None and self.remaining == 1
 
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
@@ -67,6 +108,7 @@ class DecodeScheduler:
         """Oldest first."""
         self.preemptions = 0
         self.recomputed_tokens = 0
+        self.prefilled_tokens = 0
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -78,9 +120,17 @@ class DecodeScheduler:
     def num_preempted(self) -> int:
         return sum(stream.preempted for stream in self._streams.values())
 
+    @property
+    def queued_tokens(self) -> int:
+        """Of prompts that are prefilled here, those not yet computed."""
+        return sum(stream.remaining for stream in self._streams.values() if stream.prefill is not None)
+
     def add(self, stream: Stream) -> None:
         assert stream.ticket_id not in self._streams, "a ticket is attached once"
         self._streams[stream.ticket_id] = stream
+
+    def find(self, ticket_id: int) -> Stream | None:
+        return self._streams.get(ticket_id)
 
     def remove(self, ticket_id: int) -> None:
         """Idempotent. Its blocks are given back by the ledger."""
@@ -89,39 +139,74 @@ class DecodeScheduler:
     def plan(self) -> list[Stream]:
         """The next batch; empty when there is nothing to do until blocks come back. Only between two steps."""
         batch: list[Stream] = []
+        room = self._max_chunk_tokens
         for stream in self._streams.values():
             if len(batch) == self._max_batch_size:
                 return batch
-            if not stream.preempted and self._has_room(stream):
-                batch.append(stream)
+            if stream.preempted or stream.paused:
+                continue
+            end = self._chunk_end(stream)
+            num_tokens = end - stream.computed if stream.remaining > 1 else 0
+            if num_tokens <= room:
+                if self._has_room(stream):
+                    room -= num_tokens
+                    batch.append(stream)
+            else:
+                room = 0  # no younger prompt goes before it
+        if len(batch) == self._max_batch_size:
+            return batch
         returning = self._readmit()
-        return batch if returning is None else [*batch, returning]
+        if returning is not None and self._chunk_end(returning) - returning.computed <= room:
+            batch.append(returning)
+        return batch
 
     def chunk(self, stream: Stream) -> Chunk:
         """What the next step computes of a planned stream."""
-        start = stream.computed
-        if not stream.recomputing:
-            newest = (stream.token_ids[-1],)
-            return Chunk(newest, start, stream.block_table, stream.sampling, stream.num_generated, stream.token_ids)
-        cut = (start // self._max_chunk_tokens + 1) * self._max_chunk_tokens
-        token_ids = stream.token_ids[start : min(cut, len(stream.token_ids) - 1)]
-        return Chunk(token_ids, start, stream.block_table, None, stream.num_generated)
+        start, end = stream.computed, self._chunk_end(stream)
+        last = end == len(stream.token_ids)
+        return Chunk(
+            stream.token_ids[start:end],
+            start,
+            stream.block_table,
+            stream.sampling if last else None,
+            stream.num_generated,
+            stream.token_ids if last else (),
+            None if stream.prefill is None else stream.prefill.scores,
+            stream.constraint if last else None,
+        )
 
     def computed(self, stream: Stream, chunk: Chunk) -> None:
-        """The KV of this chunk is in the pool."""
+        """The KV of this chunk is in the pool. What is complete of a prompt can be shared from now on."""
+        again = max(0, min(chunk.end, stream.known) - chunk.start)
+        self.recomputed_tokens += again
         stream.computed = chunk.end
-        if chunk.sampling is None:
-            self.recomputed_tokens += len(chunk.token_ids)
+        stream.known = max(stream.known, chunk.end)
+        if stream.prefill is not None:
+            self.prefilled_tokens += len(chunk.token_ids) - again
+            self._ledger.keep(stream.ticket_id, stream.token_ids[: chunk.end])
+
+    def _chunk_end(self, stream: Stream) -> int:
+        cut = (stream.computed // self._max_chunk_tokens + 1) * self._max_chunk_tokens
+        return min(cut, len(stream.token_ids))
 
     def _has_room(self, stream: Stream) -> bool:
         """Whether the stream has a slot for its newest token, after younger ones had to make room if need be."""
         while not self._ledger.grow(stream.ticket_id, len(stream.token_ids)):
-            youngest = next(self._holders(youngest_first=True))
-            if youngest is not next(self._holders()):
-                self._preempt(youngest)
-            if youngest is stream:
+            victim = self._victim(stream)
+            if victim is not None and victim is not next(self._holders()):
+                self._preempt(victim)
+            if victim is None or victim is stream:
                 return False
         return True
+
+    def _victim(self, asking: Stream) -> Stream | None:
+        """The youngest that may give way: none that is older than the asking one, or pinned."""
+        for stream in self._holders(youngest_first=True):
+            if not stream.pinned:
+                return stream
+            if stream is asking:
+                break
+        return None
 
     def _preempt(self, stream: Stream) -> None:
         self._ledger.keep(stream.ticket_id, stream.token_ids[: stream.computed])
@@ -133,7 +218,7 @@ class DecodeScheduler:
         preempted = next((stream for stream in self._streams.values() if stream.preempted), None)
         if preempted is None or any(stream.recomputing for stream in self._streams.values()):
             return None
-        cached = self._ledger.readmit(preempted.ticket_id, len(preempted.token_ids))
+        cached = self._ledger.readmit(preempted.ticket_id, len(preempted.token_ids), preempted.known)
         if cached is None:
             return None
         preempted.computed = cached

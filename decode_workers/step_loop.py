@@ -10,6 +10,7 @@ dropped, and the ledger keeps the blocks until the step is over.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 from decode_workers.ledger import Ledger
@@ -18,11 +19,12 @@ from decode_workers.scheduler import DecodeScheduler, Stream
 from engine.batch import SampledToken
 from engine.engine_thread import EngineThread
 from engine.sampler import finish_reason
-from protocol.messages import StreamOutput
+from protocol.errors import TandemError
+from protocol.messages import Failed, Prefilled, StreamOutput
 
 
 class StepLoop:
-    """`on_load_changed` is called when streams were preempted or have come back."""
+    """`on_load_changed` is called when streams were preempted or have come back, and when some of a prompt was computed."""
 
     def __init__(
         self,
@@ -38,12 +40,24 @@ class StepLoop:
         self._outbox = outbox
         self._on_load_changed = on_load_changed
         self._wake = asyncio.Event()
+        self._boundary: asyncio.Future[None] | None = None
+        """Done when the step under way is."""
+        self._latest_step_s = 0.0
         self.tokens = 0
         """Generated since the start."""
 
     def wake(self) -> None:
         """There may be something to compute or to send."""
         self._wake.set()
+
+    def flush(self) -> None:
+        """What the latest step has made goes to the routers now."""
+        self._outbox.flush(self._latest_step_s)
+
+    async def boundary(self) -> None:
+        """Returns once nothing is computed any more of what was planned before this call."""
+        if self._boundary is not None:
+            await asyncio.shield(self._boundary)
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -52,7 +66,7 @@ class StepLoop:
             if batch:
                 await self._step(batch)
             else:
-                self._outbox.flush()
+                self.flush()
                 self._wake.clear()
                 await self._wake.wait()
 
@@ -65,25 +79,56 @@ class StepLoop:
 
     async def _step(self, batch: list[Stream]) -> None:
         ticket_ids = [stream.ticket_id for stream in batch]
+        prefilling = self._note_begun(batch)
         chunks = [self._scheduler.chunk(stream) for stream in batch]
         self._ledger.begin_step(ticket_ids)
+        began = time.monotonic()
         step = self._engine.start(chunks)
-        self._outbox.flush()
+        self._boundary = asyncio.get_running_loop().create_future()
+        self.flush()
         outputs = await step
+        self._latest_step_s = time.monotonic() - began
         for stream, chunk, output in zip(batch, chunks, outputs, strict=True):
             if stream.ticket_id in self._scheduler:
                 self._scheduler.computed(stream, chunk)
                 if output is not None:
                     self._emit(stream, output)
         self._ledger.end_step(ticket_ids)
+        if prefilling:
+            self._on_load_changed()
+        self._boundary.set_result(None)
+        self._boundary = None
+
+    def _note_begun(self, batch: list[Stream]) -> bool:
+        """Whether some of a prompt is computed."""
+        now, prefills = time.monotonic(), [stream.prefill for stream in batch if stream.prefill is not None]
+        for prefill in prefills:
+            prefill.began = prefill.began or now
+        return bool(prefills)
 
     def _emit(self, stream: Stream, output: SampledToken) -> None:
         stream.append(output.token_id)
         self.tokens += 1
-        finish = finish_reason(stream.sampling, output.token_id, stream.num_generated)
+        prefilled = self._prefilled(stream)
+        try:
+            finish = finish_reason(stream.sampling, output.token_id, stream.num_generated, stream.constraint)
+        except TandemError as error:
+            self._scheduler.remove(stream.ticket_id)
+            self._ledger.release(stream.ticket_id)
+            self._outbox.put(stream.owner, StreamOutput(stream.ticket_id, (), (), None, Failed.from_error(0, error)))
+            return
         logprobs = () if output.logprobs is None else (output.logprobs,)
-        self._outbox.put(stream.owner, StreamOutput(stream.ticket_id, (output.token_id,), logprobs, finish, None))
+        self._outbox.put(stream.owner, StreamOutput(stream.ticket_id, (output.token_id,), logprobs, finish, None, prefilled))
         if finish is not None:
             self._scheduler.remove(stream.ticket_id)
             self._ledger.keep(stream.ticket_id, stream.token_ids[: stream.computed])
             self._ledger.release(stream.ticket_id)
+
+    def _prefilled(self, stream: Stream) -> Prefilled | None:
+        """With the first token of a prompt that was computed here, how that went. The stream runs from now on."""
+        prefill, stream.prefill = stream.prefill, None
+        if prefill is None:
+            return None
+        assert prefill.began is not None, "a computed prompt has begun"
+        logprobs = None if prefill.scores is None else prefill.scores.packed()
+        return Prefilled(time.monotonic() - prefill.began, prefill.cached_tokens, logprobs)

@@ -15,9 +15,9 @@ class TicketEntry:
     owner: bytes
     """Wire identity of the router that reserved it."""
     token_ids: tuple[int, ...]
-    """Prompt and earlier answer, whose KV is to be there at the commit."""
+    """Prompt and earlier answer, whose KV is to be there at the commit. A stream that migrates adds what it says meanwhile."""
     max_tokens: int
-    """The reservation is for an answer of up to so many tokens."""
+    """The reservation is for an answer of up to so many tokens beyond `token_ids`."""
     cache_salt: str
     """Only tickets of the same salt share blocks."""
     keys: list[bytes]
@@ -27,6 +27,8 @@ class TicketEntry:
     block_table: list[int]
     deadline: float
     """When the present state must have been left, on the worker's clock."""
+    trace_id: str
+    """Of the request, for log lines."""
     state: TicketState = TicketState.RESERVED
     announced_tokens: int = 0
     """From the beginning on: held, or part of a push."""
@@ -35,8 +37,10 @@ class TicketEntry:
     pushes_in_flight: int = 0
     in_step: bool = False
     """The engine is computing a step that writes into its blocks."""
+    sending: bool = False
+    """Its stream migrates: its blocks are read for another worker."""
     source: bytes | None = None
-    """Wire identity of the prefill worker that fills it."""
+    """Wire identity of the worker that fills it."""
     digests: defaultdict[int, bytes] = field(default_factory=lambda: defaultdict(bytes))
     """Fingerprints of what has arrived so far, by lane."""
 
@@ -49,7 +53,7 @@ class TicketEntry:
 
     @property
     def quarantined(self) -> bool:
-        return self.in_step or self.pushes_in_flight > 0
+        return self.in_step or self.sending or self.pushes_in_flight > 0
 
     @property
     def preempted(self) -> bool:

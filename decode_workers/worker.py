@@ -1,9 +1,11 @@
 """The decode worker: tickets in, KV received, streams through the engine, token frames out.
 
     Reserve ──► ledger ──► pushes (kv_transfer) ──► commit ──► Attach ──► step loop ──► frames ──► finished or Release
+                   └───────── nothing is sent: the prompt is computed here ──┘
+                                                                              └── Migrate ──► pushes to another ──► gone
 
 Everything here runs on one asyncio loop, so the books need no locks; the engine computes in a thread of its own, and each
-prefill worker's transfers in one of theirs. A ticket's blocks are given back by the ledger alone.
+lane's bytes move in one of theirs. A ticket's blocks are given back by the ledger alone.
 """
 
 from __future__ import annotations
@@ -14,28 +16,31 @@ import time
 from collections.abc import Sequence
 
 from configs.schema import ClusterConfig
+from decode_workers.arrivals import Arrivals, receive_ranks
+from decode_workers.attaches import Attaches
 from decode_workers.books import decode_books
 from decode_workers.ledger import Ledger
+from decode_workers.migrations import Migrations, send_ranks
 from decode_workers.outbox import Outbox
-from decode_workers.scheduler import DecodeScheduler, Stream
+from decode_workers.scheduler import DecodeScheduler
 from decode_workers.step_loop import StepLoop
 from decode_workers.ticket_entry import TicketEntry
 from engine.engine_thread import EngineThread
 from engine.gang import Gang
+from engine.grammar import Grammars
 from engine.model_runner import ModelRunner
 from engine.prefix_cache import PrefixCache
-from kv_transfer.lanes import LocalReceiveRank, ReceiveRank
-from kv_transfer.receiver import ReceivingPair, TransferStats
-from kv_transfer.remote_lanes import RemoteReceiveRank
-from kv_transfer.transport import ReceiveTransport
+from kv_transfer.peers import DecodePeers
+from kv_transfer.receiver import TransferStats
+from kv_transfer.transport import ReceiveTransport, SendTransport
 from protocol.audit import Audit
 from protocol.endpoint import Endpoint
 from protocol.errors import InvalidRequestError, KvTransferError, OverloadedError, TandemError
 from protocol.messages import (
     Attach,
-    Attached,
     Failed,
     LoadReport,
+    Migrate,
     PairOpen,
     Ping,
     PushAnnounce,
@@ -48,8 +53,8 @@ from protocol.messages import (
     TransferAbort,
     WorkerRef,
 )
-from protocol.ticket import TicketState
 from protocol.wire import WireServer
+from telemetry.logging import fields
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +65,12 @@ class DecodeWorker:
     def __init__(
         self,
         me: WorkerRef,
+        secret: bytes,
         runner: ModelRunner,
+        grammars: Grammars,
         server: WireServer,
-        transports: Sequence[ReceiveTransport],
+        receiving: Sequence[ReceiveTransport],
+        sending: Sequence[SendTransport],
         config: ClusterConfig,
         gang: Gang,
     ) -> None:
@@ -70,12 +78,12 @@ class DecodeWorker:
         self._limits = config.limits
         self._gang = gang
         self._engine = EngineThread(runner, gang)
+        self._grammars = grammars
         self._pool = runner.pool
         self._layout = runner.layout()
         self._vocab_size = runner.facts.vocab_size
-        first = LocalReceiveRank(self._pool.layers(), self._pool.block_size, transports, self._limits.lease_s)
-        others = [RemoteReceiveRank(gang.asker(rank), first.transports) for rank in range(1, gang.size)]
-        self._ranks: Sequence[ReceiveRank] = [first, *others]
+        ranks = send_ranks(runner.pool, sending, gang, self._limits.lease_s)
+        self._peers = DecodePeers(me, secret, self._layout, ranks, config.limits)
         self._cache = PrefixCache(runner.pool.num_blocks)
         self.ledger = Ledger(
             self._cache,
@@ -83,29 +91,27 @@ class DecodeWorker:
             config.answer_room,
             self._limits.lease_s,
             time.monotonic,
-            on_committed=self._committed,
+            on_committed=lambda entry: self._attaches.start_if_ready(entry),
             on_failed=self._failed,
             on_settled=self._changed,
             shares_prefixes=not config.deterministic,
         )
         self._scheduler = DecodeScheduler(self.ledger, config.decode.max_batch_size, config.prefill.max_batch_tokens)
-        self._waiting_attaches: dict[int, Attach] = {}
-        self._pairs: dict[bytes, ReceivingPair] = {}
-        self._closing: set[asyncio.Task[None]] = set()
-        self.transfer_stats = TransferStats()
+        self._tasks = asyncio.TaskGroup()
         self._idle = asyncio.Event()
         self._draining = False
         self._endpoint = Endpoint(
             server,
             {
                 Reserve: self._reserve,
-                Attach: self._attach,
+                Attach: lambda router, message: self._attaches.ask(router, message),
                 Release: self._release,
+                Migrate: lambda router, message: self._migrations.begin(router, message),
                 Ping: self._ping,
-                PairOpen: self._open_pair,
-                PushAnnounce: self._announce,
-                PushCommit: self._commit,
-                TransferAbort: self._abort_transfer,
+                PairOpen: lambda sender, message: self._arrivals.open(sender, message),
+                PushAnnounce: lambda sender, message: self._arrivals.announce(sender, message),
+                PushCommit: lambda sender, message: self._arrivals.commit(sender, message),
+                TransferAbort: lambda sender, message: self._arrivals.abort(sender, message),
                 Audit: self._audit,
             },
             self.load,
@@ -113,28 +119,59 @@ class DecodeWorker:
             lease_s=self._limits.lease_s,
             heartbeat_s=self._limits.heartbeat_s,
         )
+        self._arrivals = Arrivals(
+            me,
+            self.ledger,
+            self._layout,
+            self._vocab_size,
+            self._pool.block_size,
+            receive_ranks(self._pool, receiving, gang, self._limits.lease_s),
+            self._endpoint.send,
+        )
         self._outbox = Outbox(self._endpoint.send)
         self._loop = StepLoop(self._engine, self.ledger, self._scheduler, self._outbox, self._endpoint.load_changed)
+        self._attaches = Attaches(
+            runner.facts,
+            grammars,
+            self.ledger,
+            self._scheduler,
+            self._endpoint.send,
+            lambda work: self._tasks.create_task(work),
+            self._changed,
+        )
+        self._migrations = Migrations(
+            self._peers,
+            self.ledger,
+            self._scheduler,
+            self._loop,
+            self._endpoint.send,
+            lambda work: self._tasks.create_task(work),
+            self._changed,
+        )
 
     async def run(self) -> None:
         try:
-            async with asyncio.TaskGroup() as tasks:
+            async with self._tasks as tasks:
                 tasks.create_task(self._gang.run())
                 tasks.create_task(self._endpoint.run())
                 tasks.create_task(self._loop.run())
                 tasks.create_task(self._expire_leases())
         finally:
-            for peer in list(self._pairs):
-                self._close_pair(peer)
-            await asyncio.gather(*self._closing, return_exceptions=True)
+            await self._peers.close()
+            await self._arrivals.close()
             await self._gang.close()
             self._engine.close()
+            self._grammars.close()
 
     async def drain(self) -> None:
         """Take no new reservations; returns when the last ticket is gone."""
         self._draining = True
         self._changed()
         await self._idle.wait()
+
+    @property
+    def transfer_stats(self) -> TransferStats:
+        return self._arrivals.stats
 
     def load(self) -> LoadReport:
         running = len(self._scheduler) - self._scheduler.num_preempted
@@ -144,11 +181,11 @@ class DecodeWorker:
             epoch=self.me.epoch,
             running=running,
             waiting=max(0, waiting),
-            queued_tokens=0,
+            queued_tokens=self._scheduler.queued_tokens,
             free_blocks=self._cache.num_free,
             total_blocks=self._cache.num_blocks,
             tickets=len(self.ledger),
-            transfers=self.ledger.pushes_in_flight,
+            transfers=self.ledger.pushes_in_flight + self._peers.pushes_in_flight,
             steps=self._engine.steps,
             busy_s=self._engine.busy_s,
             step_age_s=self._engine.step_age_s,
@@ -158,6 +195,7 @@ class DecodeWorker:
             reservable_blocks=self.ledger.reservable_blocks,
             num_preemptions=self._scheduler.preemptions,
             recomputed_tokens=self._scheduler.recomputed_tokens,
+            prefilled_tokens=self._scheduler.prefilled_tokens,
         )
 
     # -- tickets -----------------------------------------------------------------------------------------------------
@@ -181,10 +219,15 @@ class DecodeWorker:
         self._changed()
 
     def _try_reserve(self, router: bytes, message: Reserve) -> TicketEntry:
+        message.trace.check()
         if not message.prompt_token_ids or message.max_tokens < 1:
             raise InvalidRequestError("a reservation needs at least one prompt token and one token of answer")
         if not 0 <= min(message.prompt_token_ids) <= max(message.prompt_token_ids) < self._vocab_size:
             raise InvalidRequestError(f"token ids must lie in [0, {self._vocab_size})", param="prompt")
+        if not 0 <= message.own_tokens <= len(message.prompt_token_ids):
+            raise InvalidRequestError(
+                f"{message.own_tokens} of {len(message.prompt_token_ids)} tokens can't be the ticket's own"
+            )
         if not self.ledger.fits(len(message.prompt_token_ids), message.max_tokens):
             raise InvalidRequestError(
                 f"prompt ({len(message.prompt_token_ids)}) and max_tokens ({message.max_tokens}) take more than the "
@@ -193,60 +236,23 @@ class DecodeWorker:
             )
         entry = None
         if not self._draining:
-            entry = self.ledger.reserve(router, message.prompt_token_ids, message.max_tokens, message.cache_salt)
+            entry = self.ledger.reserve(
+                router,
+                message.prompt_token_ids,
+                message.max_tokens,
+                message.cache_salt,
+                message.trace.trace_id,
+                own_tokens=message.own_tokens,
+            )
         if entry is None:
             raise OverloadedError(f"full: {self.ledger.reservable_blocks} KV blocks may be reserved", retry_after_s=1.0)
         return entry
 
-    def _attach(self, router: bytes, message: Attach) -> None:
-        try:
-            entry = self._check_attach(router, message)
-        except TandemError as error:
-            self._endpoint.send(router, Failed.from_error(message.call_id, error))
-            return
-        self._waiting_attaches[message.ticket_id] = message
-        if entry.state is TicketState.COMMITTED:
-            self._committed(entry)
-
-    def _check_attach(self, router: bytes, message: Attach) -> TicketEntry:
-        message.sampling.check(self._vocab_size)
-        entry = self.ledger.find(message.ticket_id)
-        if entry is None or entry.owner != router:
-            raise KvTransferError("the ticket is gone")
-        if entry.state is TicketState.ATTACHED or message.ticket_id in self._waiting_attaches:
-            raise InvalidRequestError("the ticket is attached already")
-        if not 0 <= message.first_token < self._vocab_size:
-            raise InvalidRequestError(f"token id {message.first_token} is outside the vocabulary")
-        if message.sampling.max_tokens - message.num_generated + 1 > entry.max_tokens:
-            raise InvalidRequestError("the answer is longer than the reservation", param="max_tokens")
-        return entry
-
-    def _committed(self, entry: TicketEntry) -> None:
-        """The KV is here and checked; if the router has attached already, the stream starts."""
-        message = self._waiting_attaches.pop(entry.ticket_id, None)
-        if message is None:
-            return
-        self.ledger.attach(entry.ticket_id)
-        self._endpoint.send(entry.owner, Attached(message.call_id))
-        self._scheduler.add(
-            Stream(
-                ticket_id=entry.ticket_id,
-                owner=entry.owner,
-                block_table=entry.block_table,
-                sampling=message.sampling,
-                token_ids=[*entry.token_ids, message.first_token],
-                num_generated=message.num_generated,
-                computed=len(entry.token_ids),
-            )
-        )
-        self._changed()
-
     def _failed(self, entry: TicketEntry) -> None:
         """The ledger gave a ticket up; tell whoever waits for it."""
         error = KvTransferError(f"the ticket is {entry.state.value}")
-        message = self._waiting_attaches.pop(entry.ticket_id, None)
-        if message is not None:
-            self._endpoint.send(entry.owner, Failed.from_error(message.call_id, error))
+        log.info("a ticket is %s", entry.state.value, extra=fields(trace=entry.trace_id, ticket=entry.ticket_id))
+        self._attaches.failed(entry, error)
         if entry.ticket_id in self._scheduler:
             self._scheduler.remove(entry.ticket_id)
             failed = Failed.from_error(0, error)
@@ -256,7 +262,7 @@ class DecodeWorker:
         entry = self.ledger.find(message.ticket_id)
         if entry is not None and entry.owner == router:
             self._scheduler.remove(message.ticket_id)
-            self._waiting_attaches.pop(message.ticket_id, None)
+            self._attaches.forget(message.ticket_id)
             self.ledger.release(message.ticket_id)
 
     def _audit(self, router: bytes, message: Audit) -> None:
@@ -266,7 +272,8 @@ class DecodeWorker:
             self._cache,
             self.ledger,
             self._scheduler,
-            self._waiting_attaches,
+            self._attaches.waiting(),
+            self._migrations.rows(),
             self._endpoint.is_connected,
         )
         self._endpoint.send(router, books)
@@ -274,52 +281,8 @@ class DecodeWorker:
     def _ping(self, peer: bytes, message: Ping) -> None:
         self.ledger.renew(peer)
 
-    # -- transfers ---------------------------------------------------------------------------------------------------
-
-    def _open_pair(self, prefill: bytes, message: PairOpen) -> None:
-        pair = self._pairs.get(prefill)
-        if pair is None or pair.closed:
-            self._close_pair(prefill)
-            pair = self._pairs[prefill] = ReceivingPair(
-                prefill,
-                self.me,
-                self.ledger,
-                self._layout,
-                self._pool.block_size,
-                self._ranks,
-                lambda answer: self._endpoint.send(prefill, answer),
-                self.transfer_stats,
-            )
-        pair.open(message)
-
-    def _announce(self, prefill: bytes, message: PushAnnounce) -> None:
-        pair = self._pairs.get(prefill)
-        if pair is not None:
-            pair.announce(message)
-        else:
-            error = KvTransferError("there is no KV channel to announce on")
-            self._endpoint.send(prefill, Failed.from_error(message.call_id, error))
-
-    def _commit(self, prefill: bytes, message: PushCommit) -> None:
-        pair = self._pairs.get(prefill)
-        if pair is not None:
-            pair.commit(message)
-        else:
-            error = KvTransferError("there is no KV channel to commit on")
-            self._endpoint.send(prefill, Failed.from_error(message.call_id, error))
-
-    def _abort_transfer(self, prefill: bytes, message: TransferAbort) -> None:
-        self.ledger.abort_transfer(message.ticket_id, message.transfer_id)
-
-    def _close_pair(self, prefill: bytes) -> None:
-        pair = self._pairs.pop(prefill, None)
-        if pair is not None:
-            task = asyncio.create_task(pair.close())
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
-
     def _peer_lost(self, peer: bytes) -> None:
-        self._close_pair(peer)
+        self._arrivals.leave(peer)
         self.ledger.peer_lost(peer)
 
     # -- time and change -----------------------------------------------------------------------------------------------
@@ -328,6 +291,7 @@ class DecodeWorker:
         while True:
             await asyncio.sleep(self._limits.heartbeat_s)
             self.ledger.expire()
+            self._peers.retire_broken()
 
     def _changed(self) -> None:
         """Something about the load changed: routers hear of it, an idle loop looks again, a drain may be over."""

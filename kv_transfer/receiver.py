@@ -1,9 +1,10 @@
-"""Decode's end of the handoff: one ReceivingPair per prefill worker that is sending.
+"""Decode's end of the handoff: one ReceivingPair per worker that is sending: prefill, or decode whose streams migrate.
 
     lane, lane … all connected ──► push ──► push ──► commit ──► …
 
-Announcements, pushes and commits of one prefill worker are handled strictly in the order in which it sent them: one pump
-task per pair and one thread per lane. A commit therefore meets a transfer whose pushes have all ended.
+The pushes of one sender are received strictly in the order of their announcements: one pump task per pair and one thread
+per lane. A commit is handled as soon as the pushes of its own transfer have ended: the next ones are announced already, and
+go on for as long as prefill computes them.
 
 Who owns what: blocks and ticket states belong to the decode worker's ledger (`TransferBooks`); this part only tells it when
 a push begins and ends. A push that began always ends, also when its ticket was cancelled meanwhile: the bytes still arrive
@@ -15,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kv_transfer.fingerprint import first_difference
@@ -55,7 +56,7 @@ class TransferBooks(Protocol):
     """The ledger, seen from here (`decode_workers.ledger`)."""
 
     def begin_push(
-        self, source: bytes, ticket_id: int, transfer_id: int, start: int, num_tokens: int
+        self, source: bytes, ticket_id: int, transfer_id: int, start: int, num_tokens: int, added: tuple[int, ...]
     ) -> Destination | None: ...
 
     def end_push(self, ticket_id: int, num_tokens: int, ok: bool) -> None: ...
@@ -75,14 +76,16 @@ class TransferStats:
     failed: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Push:
     segments: tuple[PushSegment, ...]
     destinations: tuple[Destination, ...]
+    commits: list[PushCommit] = field(default_factory=list)
+    """Of transfers that this push is the last of."""
 
 
 class ReceivingPair:
-    """One prefill worker's lanes. Lives until that worker is lost, or a lane breaks."""
+    """One sender's lanes. Lives until that worker is lost, or a lane breaks."""
 
     def __init__(
         self,
@@ -109,7 +112,9 @@ class ReceivingPair:
         self._lanes: dict[int, ReceiveLane] = {}
         self._connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """All lanes are, or one has failed to."""
-        self._work: asyncio.Queue[_Push | PushCommit] = asyncio.Queue()
+        self._announced: asyncio.Queue[_Push] = asyncio.Queue()
+        self._unfinished: list[_Push] = []
+        """Announced, and not ended; in order."""
         self._life: asyncio.Task[None] | None = None
         self.closed = False
 
@@ -136,7 +141,7 @@ class ReceivingPair:
             destination = None
             if not self.closed:
                 destination = self._books.begin_push(
-                    self._source, segment.ticket_id, segment.transfer_id, segment.start, segment.num_tokens
+                    self._source, segment.ticket_id, segment.transfer_id, segment.start, segment.num_tokens, segment.added
                 )
             if destination is None:
                 refused.append(number)
@@ -144,15 +149,21 @@ class ReceivingPair:
                 begun.append((segment, destination))
         if begun:
             segments, destinations = zip(*begun, strict=True)
-            self._work.put_nowait(_Push(segments, destinations))
+            push = _Push(segments, destinations)
+            self._unfinished.append(push)
+            self._announced.put_nowait(push)
         self._send(PushPosted(message.call_id, tuple(refused)))
 
     def commit(self, message: PushCommit) -> None:
-        """Checked, in order, after the pushes that came before it."""
+        """Checked behind the last push of its transfer."""
         if self.closed:
             self._send(Failed.from_error(message.call_id, KvTransferError("the KV channel is closed")))
-        else:
-            self._work.put_nowait(message)
+            return
+        for push in reversed(self._unfinished):
+            if any(segment.ticket_id == message.ticket_id for segment in push.segments):
+                push.commits.append(message)
+                return
+        self._finish(message)
 
     async def close(self) -> None:
         """End every push as failed and give the lanes back. Idempotent."""
@@ -183,17 +194,17 @@ class ReceivingPair:
         try:
             await self._connected
             while True:
-                work = await self._work.get()
-                if isinstance(work, _Push):
-                    await self._receive(work)
-                else:
-                    self._finish(work)
+                push = await self._announced.get()
+                await self._receive(push)
+                self._unfinished.remove(push)
+                for message in push.commits:
+                    self._finish(message)
         except TransportError as error:
             log.warning("KV channel from %s broke: %s", prefill_id, error)
             self._send(PairClosed(str(error)))
         finally:
             self.closed = True
-            self._fail_queued()
+            self._fail_unfinished()
             for task in self._connecting.values():
                 task.cancel()
             await asyncio.gather(*self._connecting.values(), return_exceptions=True)
@@ -251,11 +262,11 @@ class ReceivingPair:
                 return f"the KV that arrived is not the KV that was sent, from part {part} on (lane {lane})"
         return None
 
-    def _fail_queued(self) -> None:
-        while not self._work.empty():
-            work = self._work.get_nowait()
-            if isinstance(work, _Push):
-                for segment in work.segments:
-                    self._books.end_push(segment.ticket_id, segment.num_tokens, ok=False)
-            else:
-                self._send(Failed.from_error(work.call_id, KvTransferError("the KV channel broke")))
+    def _fail_unfinished(self) -> None:
+        while not self._announced.empty():
+            for segment in self._announced.get_nowait().segments:
+                self._books.end_push(segment.ticket_id, segment.num_tokens, ok=False)
+        for push in self._unfinished:
+            for message in push.commits:
+                self._send(Failed.from_error(message.call_id, KvTransferError("the KV channel broke")))
+        self._unfinished.clear()

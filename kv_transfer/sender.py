@@ -1,12 +1,13 @@
-"""Prefill's end of the handoff: one SendingPair per decode worker that is being sent to.
+"""The sending end of the handoff: one SendingPair per decode worker that is being sent to.
 
     announce ──► posted ──► first layers … last layers, on every lane ──► (next push) … ──► commit ──► committed
 
 A push is what one prefill step adds to the transfers of one decode worker. It is announced before the step computes, so
 that decode has posted its receives by the time the first layers are there, and these travel while the next are computed.
+A decode worker whose streams migrate pushes what its steps have computed before.
 Pushes leave in the order of their announcements: one pump task per pair and one thread per lane see to it.
 
-Who frees: nobody here. The prefill worker keeps its blocks until `push` and `commit` have returned or raised. A pair that
+Who frees: nobody here. The worker keeps its blocks until `push` and `commit` have returned or raised. A pair that
 fails once is broken for good: everything on it raises KvTransferError, and the next request opens a new pair.
 """
 
@@ -47,7 +48,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class OutgoingTransfer:
-    """One ticket's transfer as prefill sees it."""
+    """One ticket's transfer as its sender sees it."""
 
     ticket: Ticket
     digests: defaultdict[int, bytes] = field(default_factory=lambda: defaultdict(bytes))
@@ -55,7 +56,7 @@ class OutgoingTransfer:
     sent_tokens: int = field(init=False)
     """At the prompt's beginning, those included that decode held already."""
     refused: bool = False
-    """Decode no longer has the ticket: nothing more is sent."""
+    """Decode no longer has the ticket, or no room for what was added to it: nothing more is sent."""
 
     def __post_init__(self) -> None:
         self.sent_tokens = self.ticket.held_tokens
@@ -69,6 +70,12 @@ class PushPart:
     block_table: Sequence[int]
     start: int
     num_tokens: int
+    added: tuple[int, ...] = ()
+    """As in `PushSegment`."""
+
+    def segment(self) -> PushSegment:
+        ticket = self.transfer.ticket
+        return PushSegment(ticket.ticket_id, ticket.transfer_id, self.start, self.num_tokens, self.added)
 
     def span(self) -> TokenSpan:
         return TokenSpan(tuple(self.block_table), self.start, self.num_tokens, self.transfer.ticket.block_size)
@@ -149,10 +156,7 @@ class SendingPair:
         if self.broken:
             done.set_exception(self._lost())
             return done
-        segments = tuple(
-            PushSegment(part.transfer.ticket.ticket_id, part.transfer.ticket.transfer_id, part.start, part.num_tokens)
-            for part in parts
-        )
+        segments = tuple(part.segment() for part in parts)
         announce = self._caller.ask(lambda call_id: PushAnnounce(call_id, segments), self._lease_s)
         self.pushes_in_flight += 1
         self._pushes.put_nowait(_Push(step, parts, asyncio.create_task(announce), done))

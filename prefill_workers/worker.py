@@ -13,25 +13,26 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from configs.schema import ClusterConfig
-from engine.batch import Chunk, SampledToken
+from engine.batch import SampledToken
 from engine.engine_thread import EngineThread
 from engine.gang import Gang
+from engine.grammar import Grammars
 from engine.model_runner import ModelRunner
 from engine.prefix_cache import PrefixCache
 from engine.sampler import finish_reason
 from engine.scoring import PromptScores
 from kv_transfer.lanes import LocalSendRank
+from kv_transfer.peers import DecodePeers
 from kv_transfer.progress import StepProgress
 from kv_transfer.remote_lanes import RemoteSendRank
 from kv_transfer.sender import OutgoingTransfer, PushPart, SendingPair
 from kv_transfer.transport import SendTransport
 from prefill_workers.books import prefill_books
-from prefill_workers.peers import DecodePeers
+from prefill_workers.job import Job
 from prefill_workers.scheduler import PlannedChunk, PrefillScheduler, Prompt
-from protocol.audit import Audit, PromptRow
+from protocol.audit import Audit
 from protocol.endpoint import Endpoint
 from protocol.errors import (
     ContextLengthError,
@@ -41,41 +42,12 @@ from protocol.errors import (
     TandemError,
     WorkerLostError,
 )
-from protocol.messages import Cancel, Failed, FirstToken, LoadReport, Prefill, WorkerRef
+from protocol.messages import Cancel, Failed, FirstToken, LoadReport, Prefill, Prefilled, WorkerRef
 from protocol.sampling import MAX_PROMPT_LOGPROBS
 from protocol.wire import WireServer
+from telemetry.logging import fields
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class _Job:
-    """One Prefill message until its KV is handed over."""
-
-    router: bytes
-    message: Prefill
-    prompt: Prompt
-    transfer: OutgoingTransfer
-    arrived: float
-    scores: PromptScores | None
-    """Logprobs of the prompt, if they are wanted."""
-    pair: SendingPair | None = None
-    """None when the answer is one token long: nothing is handed over."""
-    last_push: asyncio.Future[None] | None = None
-    """Pushes of a pair end in order, so this one's end is the end of all. None as long as decode holds what was computed."""
-    began: float | None = None
-    answered: bool = False
-    stopped: bool = False
-    """Nothing more is to be computed or sent for it."""
-    in_step: bool = False
-
-    def row(self) -> PromptRow:
-        """As an audit sees it."""
-        ticket = self.message.ticket
-        decode, blocks = ticket.worker, len(self.prompt.block_table)
-        return PromptRow(
-            ticket.ticket_id, ticket.transfer_id, decode.worker_id, decode.epoch, blocks, self.in_step, self.stopped
-        )
 
 
 class PrefillWorker:
@@ -86,6 +58,7 @@ class PrefillWorker:
         me: WorkerRef,
         secret: bytes,
         runner: ModelRunner,
+        grammars: Grammars,
         server: WireServer,
         transports: Sequence[SendTransport],
         config: ClusterConfig,
@@ -97,6 +70,7 @@ class PrefillWorker:
         self._facts = runner.facts
         self._gang = gang
         self._engine = EngineThread(runner, gang)
+        self._grammars = grammars
         self._cache = PrefixCache(runner.pool.num_blocks)
         self._scheduler = PrefillScheduler(
             self._cache,
@@ -109,7 +83,7 @@ class PrefillWorker:
         first = LocalSendRank(pool.layers(), pool.block_size, transports, self._progress, self._limits.lease_s)
         others = [RemoteSendRank(gang.asker(rank), first.transports) for rank in range(1, gang.size)]
         self._peers = DecodePeers(me, secret, runner.layout(), [first, *others], config.limits)
-        self._jobs: dict[Prompt, _Job] = {}
+        self._jobs: dict[Prompt, Job] = {}
         self._tokens = 0
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -135,6 +109,7 @@ class PrefillWorker:
             await self._peers.close()
             await self._gang.close()
             self._engine.close()
+            self._grammars.close()
 
     async def drain(self) -> None:
         """Take no new prompts; returns when the last one's KV is handed over."""
@@ -166,6 +141,7 @@ class PrefillWorker:
             reservable_blocks=0,
             num_preemptions=0,
             recomputed_tokens=0,
+            prefilled_tokens=self._tokens,
         )
 
     def _audit(self, router: bytes, message: Audit) -> None:
@@ -183,11 +159,12 @@ class PrefillWorker:
         num_top = None if message.num_generated else message.sampling.num_prompt_logprobs
         scores = None if num_top is None else PromptScores(message.token_ids, num_top)
         prompt = self._scheduler.new_prompt(message.token_ids, message.cache_salt, whole=scores is not None)
-        job = _Job(router, message, prompt, OutgoingTransfer(message.ticket), time.monotonic(), scores)
+        job = Job(router, message, prompt, OutgoingTransfer(message.ticket), time.monotonic(), scores)
         self._jobs[prompt] = job
         self._tasks.create_task(self._admit(job))
 
     def _check(self, message: Prefill) -> None:
+        message.trace.check()
         num_tokens = len(message.token_ids)
         if self._draining:
             raise WorkerLostError(f"{self.me.worker_id} is draining")
@@ -202,18 +179,24 @@ class PrefillWorker:
         message.sampling.check(self._facts.vocab_size)
         if num_tokens * (1 + (message.sampling.num_prompt_logprobs or 0)) > MAX_PROMPT_LOGPROBS:
             raise InvalidRequestError(f"more than {MAX_PROMPT_LOGPROBS} logprobs of a prompt", param="logprobs")
+        if not 0 <= message.num_generated < num_tokens:
+            raise InvalidRequestError(f"{message.num_generated} of {num_tokens} tokens can't be the answer's", param="prompt")
         ticket = message.ticket
         if ticket.num_prompt_tokens != num_tokens or not 0 <= ticket.held_tokens <= num_tokens or ticket.block_size < 1:
             raise InvalidRequestError("the ticket was made for a prompt of another length")
 
-    async def _admit(self, job: _Job) -> None:
-        """Make sure of the way to decode before any work is spent."""
-        if job.message.sampling.max_tokens - job.message.num_generated > 1:
-            try:
-                job.pair = await self._peers.pair(job.message.ticket.worker)
-            except TandemError as error:
-                self._fail(job, error)
-                return
+    async def _admit(self, job: Job) -> None:
+        """Make sure of the way to decode, and of the grammar, before any work is spent."""
+        message = job.message
+        try:
+            if message.sampling.grammar:
+                answer = message.token_ids[len(message.token_ids) - message.num_generated :]
+                job.constraint = await self._grammars.constraint(message.sampling.grammar, answer)
+            if message.sampling.max_tokens - message.num_generated > 1:
+                job.pair = await self._peers.pair(message.ticket.worker)
+        except TandemError as error:
+            self._fail(job, error)
+            return
         if not job.stopped:
             self._scheduler.add(job.prompt)
             self._changed()
@@ -228,14 +211,14 @@ class PrefillWorker:
             if job.router == router:
                 self._stop(job)
 
-    def _fail(self, job: _Job, error: TandemError) -> None:
+    def _fail(self, job: Job, error: TandemError) -> None:
         """Tell the router, unless it has its token already: then it hears of the loss from decode."""
         if not job.answered:
             job.answered = True
             self._endpoint.send(job.router, Failed.from_error(job.message.call_id, error))
         self._stop(job)
 
-    def _stop(self, job: _Job) -> None:
+    def _stop(self, job: Job) -> None:
         """Nothing more is computed or sent for this job. Idempotent."""
         if job.stopped:
             return
@@ -246,16 +229,16 @@ class PrefillWorker:
         if not job.in_step:
             self._part(job)
 
-    def _part(self, job: _Job) -> None:
+    def _part(self, job: Job) -> None:
         """The engine is done with a stopped job; its blocks follow once its last push has ended."""
         self._tasks.create_task(self._leave(job))
 
-    async def _leave(self, job: _Job) -> None:
+    async def _leave(self, job: Job) -> None:
         if job.last_push is not None:
             await asyncio.wait((job.last_push,))
         self._forget(job)
 
-    def _forget(self, job: _Job) -> None:
+    def _forget(self, job: Job) -> None:
         self._scheduler.drop(job.prompt)
         self._scheduler.release(job.prompt)
         self._jobs.pop(job.prompt, None)
@@ -274,7 +257,7 @@ class PrefillWorker:
             jobs = [self._jobs[chunk.prompt] for chunk in plan]
             self._push(self._progress.begin(), jobs, plan)
             step = self._engine.start(
-                [_engine_chunk(job, chunk) for job, chunk in zip(jobs, plan, strict=True)], self._progress.layer_done
+                [job.chunk(planned) for job, planned in zip(jobs, plan, strict=True)], self._progress.layer_done
             )
             self._endpoint.load_changed()
             outputs = await step
@@ -288,9 +271,9 @@ class PrefillWorker:
                     self._answer(job, output)
             self._progress.finish()
 
-    def _push(self, step: int, jobs: Sequence[_Job], plan: Sequence[PlannedChunk]) -> None:
+    def _push(self, step: int, jobs: Sequence[Job], plan: Sequence[PlannedChunk]) -> None:
         """Announce this step's KV to every decode worker that gets some of it."""
-        parts: dict[SendingPair, list[tuple[_Job, PushPart]]] = {}
+        parts: dict[SendingPair, list[tuple[Job, PushPart]]] = {}
         now = time.monotonic()
         for job, chunk in zip(jobs, plan, strict=True):
             job.in_step = True
@@ -304,12 +287,17 @@ class PrefillWorker:
             for job, _ in items:
                 job.last_push = done
 
-    def _answer(self, job: _Job, output: SampledToken) -> None:
+    def _answer(self, job: Job, output: SampledToken) -> None:
         """The first token goes to the router at once; the rest of the handoff goes on beside the next steps."""
         message, now = job.message, time.monotonic()
         assert job.began is not None, "a computed job has begun"
-        finish = finish_reason(message.sampling, output.token_id, message.num_generated + 1)
+        try:
+            finish = finish_reason(message.sampling, output.token_id, message.num_generated + 1, job.constraint)
+        except TandemError as error:
+            self._fail(job, error)
+            return
         job.answered = True
+        queue_s, prefill_s = job.began - job.arrived, now - job.began
         self._endpoint.send(
             job.router,
             FirstToken(
@@ -317,18 +305,17 @@ class PrefillWorker:
                 output.token_id,
                 output.logprobs,
                 finish,
-                queue_s=job.began - job.arrived,
-                prefill_s=now - job.began,
-                cached_tokens=job.prompt.cached,
-                prompt_logprobs=None if job.scores is None else job.scores.packed(),
+                Prefilled(prefill_s, job.prompt.cached, None if job.scores is None else job.scores.packed()),
             ),
         )
+        tokens = {"tokens": len(message.token_ids), "cached": job.prompt.cached}
+        log.info("prefilled", extra=fields(trace=message.trace.trace_id, **tokens, queue_s=queue_s, prefill_s=prefill_s))
         if finish is not None:
             self._stop(job)
         else:
             self._tasks.create_task(self._hand_over(job))
 
-    async def _hand_over(self, job: _Job) -> None:
+    async def _hand_over(self, job: Job) -> None:
         """Wait for the last push, commit, and give the blocks back."""
         assert job.pair is not None
         try:
@@ -336,7 +323,8 @@ class PrefillWorker:
                 await job.last_push
             await job.pair.commit(job.transfer)
         except TandemError as error:
-            log.warning("handoff to %s failed: %s", job.pair.peer.worker_id, error.message)
+            trace = fields(trace=job.message.trace.trace_id)
+            log.warning("handoff to %s failed: %s", job.pair.peer.worker_id, error.message, extra=trace)
             self._stop(job)
         else:
             if not job.stopped:
@@ -364,12 +352,3 @@ class PrefillWorker:
             self._idle.clear()
         else:
             self._idle.set()
-
-
-def _engine_chunk(job: _Job, chunk: PlannedChunk) -> Chunk:
-    token_ids = job.message.token_ids[chunk.start : chunk.start + chunk.num_tokens]
-    sampling = job.message.sampling if chunk.last else None
-    message = job.message
-    return Chunk(
-        token_ids, chunk.start, chunk.prompt.block_table, sampling, message.num_generated, message.token_ids, job.scores
-    )

@@ -34,6 +34,9 @@ class FixedController:
     async def scale(self, role: Role, workers: int) -> None:
         raise NotImplementedError
 
+    async def drain(self, worker_id: str, restart: bool) -> None:
+        raise NotImplementedError
+
 
 @asynccontextmanager
 async def auditing(workers: Any) -> AsyncIterator[Roster]:

@@ -14,7 +14,7 @@ from scenarios import Factory, Reference, greedy, prompt_of, run
 from two_workers import SECRET
 
 from kv_transfer.loopback import LoopbackNetwork
-from protocol.errors import InvalidRequestError, TandemError
+from protocol.errors import InvalidRequestError, ProtocolError, TandemError
 from protocol.messages import (
     Attach,
     Cancel,
@@ -27,12 +27,14 @@ from protocol.messages import (
     PushPosted,
     PushSegment,
     Release,
+    Reserve,
     Reserved,
     Role,
     Ticket,
     TransferAbort,
     WorkerRef,
 )
+from protocol.trace import new_trace
 from protocol.wire import WireServer
 
 _TICKET = Ticket(1, 1, WorkerRef("false", 1, Role.DECODE, ""), 8, (1, 2), len(PROMPT), 0)
@@ -101,7 +103,9 @@ def test_another_router_s_transfer_can_t_be_touched(two_workers: Factory, refere
                 guesses = [ticket.transfer_id + 1, ticket.ticket_id, ticket.ticket_id + (1 << 32), 0, -1]
                 for guess in guesses:
                     forged = dataclasses.replace(ticket, transfer_id=guess)
-                    at_prefill.send(Prefill(guess % 1000, "r", forged, tuple(prompt_of(120, 5)), 0, greedy(8), str(number)))
+                    at_prefill.send(
+                        Prefill(guess % 1000, "r", forged, tuple(prompt_of(120, 5)), 0, greedy(8), str(number), new_trace())
+                    )
                     at_prefill.send(Cancel("r"))
                     at_decode.send(
                         TransferAbort(ticket.ticket_id, guess),
@@ -125,6 +129,23 @@ def test_a_token_outside_the_vocabulary_is_refused_at_once(two_workers: Factory,
             for token in (-1, 101, 2**31, 2**63 - 1, -(2**63), 2**64 - 1):
                 with pytest.raises(InvalidRequestError, match="token ids"):
                     await here.router.reserve([1, token, 2], 4)
+
+    run(scenario())
+
+
+def test_a_trace_that_would_spoil_the_log_is_refused(two_workers: Factory, reference: Reference) -> None:
+    async def scenario() -> None:
+        async with company(two_workers, reference) as here:
+            ticket = await here.router.reserve(PROMPT, 8)
+            for false in ({"trace_id": "x" * MIB}, {"trace_id": "end=stop"}, {"span_id": ""}, {"state": "x" * 513}):
+                trace = dataclasses.replace(new_trace(), **false)
+                with pytest.raises(ProtocolError, match="trace context"):
+                    await here.router.decode.ask(lambda call_id, trace=trace: Reserve(call_id, "r", (1,), 4, "", trace, 0), 10)
+                with pytest.raises(ProtocolError, match="trace context"):
+                    await here.router.prefill.ask(
+                        lambda call_id, trace=trace: Prefill(call_id, "r", ticket, tuple(PROMPT), 0, greedy(8), "", trace), 10
+                    )
+            here.router.decode.send(Release(ticket.ticket_id))
 
     run(scenario())
 

@@ -58,14 +58,15 @@ def test_scores_do_not_depend_on_what_is_cached(
             prompt = prompt_of(length)
             await router.generate(prompt, greedy(4))
             first = await scored(router, prompt, 2)
-            assert first.cached_tokens == 0
-            assert chosen(first.prompt_logprobs) == pytest.approx(scores, abs=1e-4)
-            assert first.prompt_logprobs is not None
-            assert len(first.prompt_logprobs.top_ids) == len(first.prompt_logprobs.top_logprobs) == 8 * (length - 1)
+            assert first.prefilled.cached_tokens == 0
+            found = first.prefilled.prompt_logprobs
+            assert chosen(found) == pytest.approx(scores, abs=1e-4)
+            assert found is not None
+            assert len(found.top_ids) == len(found.top_logprobs) == 8 * (length - 1)
             again = await router.reserve(prompt, 4)
             cached = await router.compute(again, prompt, greedy(1))
-            assert cached.prompt_logprobs is None
-            assert cached.cached_tokens == (length - 1) // 8 * 8, "what was scored is there for others"
+            assert cached.prefilled.prompt_logprobs is None
+            assert cached.prefilled.cached_tokens == (length - 1) // 8 * 8, "what was scored is there for others"
             router.decode.send(Release(again.ticket_id))
         with pytest.raises(InvalidRequestError, match="logprobs"):
             await scored(router, prompt_of(90), 10**9)

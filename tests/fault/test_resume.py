@@ -6,6 +6,8 @@ The requests are penalized: what an answer must not repeat is counted anew at pr
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +20,7 @@ from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState
 from protocol.messages import Role
 from router.admission import Admission
 from router.journal import Journal
+from router.migrator import Migrator
 from router.pipeline import Pipeline
 from router.roster import Roster
 from telemetry.ledger import RequestTimes
@@ -41,6 +44,9 @@ class FixedController:
     async def scale(self, role: Role, workers: int) -> None:
         raise AssertionError("nobody scales here")
 
+    async def drain(self, worker_id: str, restart: bool) -> None:
+        raise AssertionError("nobody scales here")
+
 
 @pytest.mark.parametrize(
     "faults",
@@ -52,18 +58,23 @@ class FixedController:
     ],
     ids=["flip", "truncate", "swap", "die"],
 )
-def test_damage_is_computed_again_and_counted(two_workers: Factory, reference: Reference, faults: Faults) -> None:
+def test_damage_is_computed_again_and_counted(
+    two_workers: Factory, reference: Reference, faults: Faults, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
     async def scenario() -> None:
         async with two_workers() as workers:
             metrics = Metrics("small", lambda: ())
             roster = Roster(FixedController(workers), SECRET, CONFIG.limits, metrics.workers_lost.inc)
-            pipeline = Pipeline(Admission(CONFIG, roster, metrics), CONFIG.limits, metrics)
+            migrator = Migrator(CONFIG, roster, metrics)
+            pipeline = Pipeline(Admission(CONFIG, roster, metrics), migrator, CONFIG.limits, metrics)
             roster.start()
             prompt = prompt_of(70)
             workers.network.faults = faults
             sampling = replace(greedy(20), repetition_penalty=1.3, frequency_penalty=0.4)
             journal = Journal(tuple(prompt), sampling, "")
-            times = RequestTimes()
+            times = RequestTimes(time.monotonic())
             async for _ in pipeline.run(journal, times):
                 pass
             assert journal.emitted == reference(prompt, 20, repetition=1.3, frequency=0.4) != reference(prompt, 20)
@@ -71,6 +82,14 @@ def test_damage_is_computed_again_and_counted(two_workers: Factory, reference: R
             assert _count(metrics.resumed_streams) == times.resumes <= 1
             await workers.until(workers.all_free)
             await roster.close()
+            logged = [(record.name, getattr(record, "fields", {}).get("trace")) for record in caplog.records]
+            parts = {name for name, trace in logged if trace == journal.trace.trace_id}
+            assert parts == {
+                "router.pipeline",
+                "prefill_workers.worker",
+                "decode_workers.worker",
+                "decode_workers.attaches",
+            }
 
     run(scenario())
 

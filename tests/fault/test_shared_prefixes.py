@@ -52,8 +52,8 @@ def test_a_repeated_prompt_says_the_same(two_workers: Factory, reference: Refere
             first, tokens = await first_and_rest(router, prompt, 8)
             again, tokens_again = await first_and_rest(router, prompt, 8)
             assert tokens_again == tokens == reference(prompt, 8)
-            assert first.cached_tokens == 0
-            assert again.cached_tokens == (length - 1) // BLOCK_SIZE * BLOCK_SIZE
+            assert first.prefilled.cached_tokens == 0
+            assert again.prefilled.cached_tokens == (length - 1) // BLOCK_SIZE * BLOCK_SIZE
             assert first.logprobs is not None
             assert again.logprobs is not None
             assert again.logprobs.chosen == pytest.approx(first.logprobs.chosen, abs=1e-3)
@@ -61,8 +61,8 @@ def test_a_repeated_prompt_says_the_same(two_workers: Factory, reference: Refere
                 assert other.token_id == one.token_id
                 assert other.logprob == pytest.approx(one.logprob, abs=1e-3)
             load = workers.prefill.load()
-            assert (load.prefix_cache_queries, load.prefix_cache_hits) == (2 * length, again.cached_tokens)
-            assert load.tokens == 2 * length - again.cached_tokens, "what is cached is not computed"
+            assert (load.prefix_cache_queries, load.prefix_cache_hits) == (2 * length, again.prefilled.cached_tokens)
+            assert load.tokens == 2 * length - again.prefilled.cached_tokens, "what is cached is not computed"
             await workers.until(workers.all_free)
 
     run(scenario())
@@ -77,7 +77,7 @@ def test_a_shared_beginning_serves_many_at_once(two_workers: Factory, reference:
             prompts = [beginning + prompt_of(1 + 7 * n, n) for n in range(6)]
             answers = await asyncio.gather(*(first_and_rest(router, prompt, 8) for prompt in prompts))
             assert [tokens for _, tokens in answers] == [reference(prompt, 8) for prompt in prompts]
-            assert all(first.cached_tokens >= 40 for first, _ in answers)
+            assert all(first.prefilled.cached_tokens >= 40 for first, _ in answers)
             await workers.until(workers.all_free)
 
     run(scenario())
@@ -116,7 +116,7 @@ def test_the_next_turn_finds_the_answer_at_decode(two_workers: Factory, referenc
             sent = workers.network.bytes_sent
             first, tokens = await first_and_rest(router, turn, 12)
             assert tokens == reference(turn, 12)
-            assert first.cached_tokens == 40
+            assert first.prefilled.cached_tokens == 40
             assert workers.decode.load().prefix_cache_hits == 56, "40 tokens, and 16 of the answer's 17"
             assert workers.network.bytes_sent - sent == sent // 40 * (len(turn) - 56)
             await workers.until(workers.all_free)
@@ -158,7 +158,7 @@ def test_salts_share_nothing(two_workers: Factory) -> None:
             hits, held = [], []
             for salt in ("", "a", "b", "a", ""):
                 before = workers.decode.load().prefix_cache_hits
-                hits.append((await first_and_rest(router, prompt, 2, salt))[0].cached_tokens)
+                hits.append((await first_and_rest(router, prompt, 2, salt))[0].prefilled.cached_tokens)
                 held.append(workers.decode.load().prefix_cache_hits - before)
             assert hits == held == [0, 0, 0, 32, 32]
 
@@ -176,7 +176,7 @@ def test_hits_are_right_after_eviction(two_workers: Factory, reference: Referenc
             for prompt in (kept, filler, kept, kept, filler, filler):
                 first, tokens = await first_and_rest(router, prompt, 6)
                 assert tokens == reference(prompt, 6)
-                hits.append(first.cached_tokens)
+                hits.append(first.prefilled.cached_tokens)
                 await workers.until(workers.all_free)
                 assert await workers.leaks() == []
             assert hits[3] == 96, "all of it, right after it was used"
@@ -200,8 +200,8 @@ def test_what_a_cancelled_prompt_computed_is_used(two_workers: Factory, referenc
             router.cancel("donor")
             router.decode.send(Release(ticket.ticket_id))
             first, tokens = await first_and_rest(router, prompt, 4)
-            assert 64 <= first.cached_tokens < 400
-            assert first.cached_tokens % BLOCK_SIZE == 0
+            assert 64 <= first.prefilled.cached_tokens < 400
+            assert first.prefilled.cached_tokens % BLOCK_SIZE == 0
             assert tokens == reference(prompt, 4)
             computing.cancel()
             await workers.until(workers.all_free)
@@ -224,7 +224,7 @@ def test_a_failed_handoff_leaves_a_good_cache(two_workers: Factory, reference: R
             workers.network.faults = Faults()
             first, tokens = await first_and_rest(router, prompt, 6)
             assert tokens == reference(prompt, 6)
-            assert first.cached_tokens > 0
+            assert first.prefilled.cached_tokens > 0
 
     run(scenario())
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from letters import with_letters
 from two_workers import CONFIG, SECRET, TwoWorkers, served
 
 import decode_workers.rank
@@ -15,6 +16,7 @@ from configs.facts import ModelFacts
 from decode_workers.worker import DecodeWorker
 from engine.follower import Follower, Share
 from engine.gang import Gang
+from engine.grammar import Grammars
 from engine.model_runner import ModelRunner
 from engine.tensor_parallel import TensorParallel
 from kv_transfer.loopback import LoopbackNetwork, LoopbackTransport
@@ -47,17 +49,20 @@ async def run_gangs(
         )
 
     load_prefill, load_decode = load(CONFIG.prefill.kv_cache_tokens), load(CONFIG.decode.kv_cache_tokens)
-    prefill_ranks, prefill_gang, prefill_runner = await _gang(
+    prefill_ranks, prefill_gang, prefill_runner = await load_gang(
         num_prefill, load_prefill, lambda runner: prefill_workers.rank.share_of(runner, transports, LEASE_S)
     )
-    decode_ranks, decode_gang, decode_runner = await _gang(
-        num_decode, load_decode, lambda runner: decode_workers.rank.share_of(runner, transports, LEASE_S)
+    decode_ranks, decode_gang, decode_runner = await load_gang(
+        num_decode, load_decode, lambda runner: decode_workers.rank.share_of(runner, transports, transports, LEASE_S)
     )
     servers = [WireServer(SECRET, HOST) for _ in range(2)]
     me = WorkerRef("prefill-0", 1, Role.PREFILL, servers[0].address, num_prefill)
-    prefill = PrefillWorker(me, SECRET, prefill_runner, servers[0], transports, CONFIG, prefill_gang)
+    prefill = PrefillWorker(
+        me, SECRET, prefill_runner, Grammars(with_letters(facts)), servers[0], transports, CONFIG, prefill_gang
+    )
     me = WorkerRef("decode-0", 1, Role.DECODE, servers[1].address, num_decode)
-    decode = DecodeWorker(me, decode_runner, servers[1], transports, CONFIG, decode_gang)
+    grammars = Grammars(with_letters(facts))
+    decode = DecodeWorker(me, SECRET, decode_runner, grammars, servers[1], transports, transports, CONFIG, decode_gang)
     try:
         async with served(prefill, decode, network) as workers:
             yield workers, {Role.PREFILL: prefill_ranks, Role.DECODE: decode_ranks}
@@ -68,7 +73,7 @@ async def run_gangs(
             await asyncio.gather(*ranks.running, return_exceptions=True)
 
 
-async def _gang(
+async def load_gang(
     size: int, load: Callable[[TensorParallel], ModelRunner], share: Callable[[ModelRunner], Share]
 ) -> tuple[Ranks, Gang, ModelRunner]:
     followers = [

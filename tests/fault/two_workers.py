@@ -10,10 +10,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from letters import with_letters
+
 from configs.facts import ModelFacts
 from configs.schema import ClusterConfig, DecodeConfig, LimitsConfig, PrefillConfig
 from decode_workers.worker import DecodeWorker
 from engine.gang import Gang
+from engine.grammar import Grammars
 from engine.model_runner import ModelRunner
 from kv_transfer.loopback import LoopbackNetwork, LoopbackTransport
 from prefill_workers.worker import PrefillWorker
@@ -38,6 +41,7 @@ from protocol.messages import (
     WorkerRef,
 )
 from protocol.sampling import SamplingParams
+from protocol.trace import new_trace
 from protocol.wire import WireClient, WireServer
 from router.leaks import Audited, Leak, find_leaks
 
@@ -62,9 +66,11 @@ class ScriptedRouter:
         self.decode = decode
         self.frames = frames
 
-    async def reserve(self, prompt: list[int], max_tokens: int, cache_salt: str = "") -> Ticket:
+    async def reserve(self, prompt: list[int], max_tokens: int, cache_salt: str = "", own_tokens: int = 0) -> Ticket:
         asking = asyncio.ensure_future(
-            self.decode.ask(lambda call_id: Reserve(call_id, "r", tuple(prompt), max_tokens, cache_salt), 10)
+            self.decode.ask(
+                lambda call_id: Reserve(call_id, "r", tuple(prompt), max_tokens, cache_salt, new_trace(), own_tokens), 10
+            )
         )
         try:
             reserved: Reserved = await asyncio.shield(asking)
@@ -79,16 +85,24 @@ class ScriptedRouter:
             self.decode.send(Release(asking.result().ticket.ticket_id))
 
     async def compute(
-        self, ticket: Ticket, prompt: list[int], sampling: SamplingParams, request_id: str = "r", cache_salt: str = ""
+        self,
+        ticket: Ticket,
+        prompt: list[int],
+        sampling: SamplingParams,
+        request_id: str = "r",
+        cache_salt: str = "",
+        emitted: int = 0,
     ) -> FirstToken:
+        """`emitted`: how many tokens at the prompt's end are of the answer already."""
         first: FirstToken = await self.prefill.ask(
-            lambda call_id: Prefill(call_id, request_id, ticket, tuple(prompt), 0, sampling, cache_salt), 20
+            lambda call_id: Prefill(call_id, request_id, ticket, tuple(prompt), emitted, sampling, cache_salt, new_trace()),
+            20,
         )
         return first
 
-    async def attach(self, ticket: Ticket, first: FirstToken, sampling: SamplingParams) -> Attached:
+    async def attach(self, ticket: Ticket, first: FirstToken, sampling: SamplingParams, emitted: int = 0) -> Attached:
         attached: Attached = await self.decode.ask(
-            lambda call_id: Attach(call_id, ticket.ticket_id, first.token_id, sampling, 1), 10
+            lambda call_id: Attach(call_id, ticket.ticket_id, first.token_id, sampling, emitted + 1), 10
         )
         return attached
 
@@ -222,9 +236,12 @@ async def run_two_workers(
         for role, server in zip((Role.PREFILL, Role.DECODE), servers, strict=True)
     ]
     prefill_runner = runner(config.prefill.kv_cache_tokens, prefill_block_size)
-    prefill = PrefillWorker(refs[0], SECRET, prefill_runner, servers[0], [transport], config, Gang.alone())
+    prefill = PrefillWorker(
+        refs[0], SECRET, prefill_runner, Grammars(with_letters(facts)), servers[0], [transport], config, Gang.alone()
+    )
     decode_runner = runner(config.decode.kv_cache_tokens)
-    decode = DecodeWorker(refs[1], decode_runner, servers[1], [transport], config, Gang.alone())
+    grammars = Grammars(with_letters(facts))
+    decode = DecodeWorker(refs[1], SECRET, decode_runner, grammars, servers[1], [transport], [transport], config, Gang.alone())
     async with served(prefill, decode, network) as workers:
         yield workers
 

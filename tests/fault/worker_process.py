@@ -13,12 +13,14 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
 import torch
+from letters import with_letters
 from two_workers import SECRET
 
 from configs.facts import ModelFacts
 from configs.schema import ClusterConfig, TransportName
 from decode_workers.worker import DecodeWorker
 from engine.gang import Gang
+from engine.grammar import Grammars
 from engine.model_runner import ModelRunner
 from kv_transfer.choice import receiving_transports, sending_transports
 from prefill_workers.worker import PrefillWorker
@@ -48,16 +50,16 @@ def make_worker(
         dtype="float32",
         block_size=config.block_size,
         num_kv_tokens=pool.kv_cache_tokens,
-        shared_kv=role is Role.PREFILL,
+        shared_kv=True,
     )
+    grammars = Grammars(with_letters(facts))
     server = WireServer(SECRET, HOST)
     me = WorkerRef(worker_id, 1, role, server.address)
+    sending = sending_transports(transport, HOST, runner.pool.data, runner.pool.memory_fd)
     if role is Role.PREFILL:
-        sending = sending_transports(transport, HOST, runner.pool.data, runner.pool.memory_fd)
-        return PrefillWorker(me, SECRET, runner, server, sending, config, Gang.alone())
-    return DecodeWorker(
-        me, runner, server, receiving_transports(transport, HOST, runner.pool.data.device), config, Gang.alone()
-    )
+        return PrefillWorker(me, SECRET, runner, grammars, server, sending, config, Gang.alone())
+    receiving = receiving_transports(transport, HOST, runner.pool.data.device)
+    return DecodeWorker(me, SECRET, runner, grammars, server, receiving, sending, config, Gang.alone())
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from decode_workers.ledger import Ledger
-from decode_workers.scheduler import DecodeScheduler, Stream
+from decode_workers.scheduler import DecodeScheduler, LocalPrefill, Stream
 from decode_workers.ticket_entry import TicketEntry
 from engine.batch import Chunk
 from engine.prefix_cache import PrefixCache
@@ -98,6 +98,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.attached: list[Request] = []
         """In this order; those that have left included."""
         self.step: list[tuple[Request, Chunk]] = []
+        self.pinned: list[Stream] = []
+        """Those that migrate; some of them are paused."""
 
     def _live(self, *states: TicketState) -> list[Request]:
         return [request for request in self.requests if request.entry.state in states]
@@ -116,7 +118,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(copies):
             number = len(self.requests)
             waiting = self.scheduler.num_preempted
-            entry = self.ledger.reserve(owner, tuple(range(1000 * kind, 1000 * kind + prompt)), answer, "")
+            token_ids = tuple(range(1000 * kind, 1000 * kind + prompt))
+            entry = self.ledger.reserve(owner, token_ids, answer, "", own_tokens=1)
             assert entry is None or not waiting, "a new ticket overtook a preempted stream"
             if entry is not None:
                 self.requests.append(Request(entry, SamplingParams(seed=number, max_tokens=answer)))
@@ -150,11 +153,36 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.add(request.stream)
         self.attached.append(request)
 
-    @rule()
-    def start_all(self) -> None:
+    @rule(data=st.data())
+    def prefill_here(self, data: st.DataObject) -> None:
+        if found := self._live(TicketState.RESERVED):
+            self._prefill_here(data.draw(st.sampled_from(found)))
+
+    def _prefill_here(self, request: Request) -> None:
+        entry = request.entry
+        assert self.ledger.attach_here(entry.ticket_id) is entry
+        prefill = LocalPrefill(entry.held_tokens, None)
+        request.stream = Stream(
+            entry.ticket_id,
+            entry.owner,
+            entry.block_table,
+            request.sampling,
+            list(entry.token_ids),
+            0,
+            entry.held_tokens,
+            prefill=prefill,
+        )
+        self.scheduler.add(request.stream)
+        self.attached.append(request)
+
+    @rule(here=st.booleans())
+    def start_all(self, here: bool = False) -> None:
         """Whatever has a ticket joins the batch."""
         for request in self._live(TicketState.RESERVED):
-            self._hand_over(request)
+            if here:
+                self._prefill_here(request)
+            else:
+                self._hand_over(request)
         for request in self._live(TicketState.COMMITTED):
             self._attach(request)
 
@@ -174,6 +202,32 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.now += seconds
         self.ledger.expire()
 
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        """A stream begins to migrate."""
+        streams = [r.stream for r in self._live(TicketState.ATTACHED) if r.stream and r.stream.complete and not r.stream.pinned]
+        if streams:
+            stream = data.draw(st.sampled_from(streams))
+            self.ledger.begin_send(stream.ticket_id)
+            stream.pinned = True
+            self.pinned.append(stream)
+
+    @rule(data=st.data())
+    def pause(self, data: st.DataObject) -> None:
+        if self.pinned:
+            data.draw(st.sampled_from(self.pinned)).paused = True
+
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        """It stays, after all."""
+        if self.pinned:
+            self._unpin(data.draw(st.sampled_from(self.pinned)))
+
+    def _unpin(self, stream: Stream) -> None:
+        self.pinned.remove(stream)
+        stream.pinned = stream.paused = False
+        self.ledger.end_send(stream.ticket_id)
+
     # -- steps -------------------------------------------------------------------------------------------------------
 
     @rule()
@@ -185,11 +239,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         by_stream = {request.stream: request for request in attached}
         self.step = [(by_stream[stream], self.scheduler.chunk(stream)) for stream in self.scheduler.plan()]
         assert len(self.step) <= MAX_BATCH_SIZE
-        assert sum(chunk.sampling is None for _, chunk in self.step) <= 1, "at most one chunk is recomputed in a step"
+        self._check_chunks()
         assert oldest is None or not oldest.entry.preempted, "the oldest goes on"
-        if attached and not self._live(TicketState.RESERVED, TicketState.COMMITTED):
+        assert not any(request.stream.paused for request, _ in self.step if request.stream)
+        if attached and not self.pinned and not self._live(TicketState.RESERVED, TicketState.COMMITTED):
             assert self.step, "nothing that could free a block is under way, and nothing is computed"
         self.ledger.begin_step([request.ticket_id for request, _ in self.step])
+
+    def _check_chunks(self) -> None:
+        """Whatever is more than one token is cut where prefill cuts, and all of it is no more than one step of prefill."""
+        chunks = [(request.stream, chunk) for request, chunk in self.step if request.stream and request.stream.remaining > 1]
+        assert sum(len(chunk.token_ids) for _, chunk in chunks) <= CUT
+        for stream, chunk in chunks:
+            assert chunk.start == stream.computed
+            assert chunk.end in ((chunk.start // CUT + 1) * CUT, len(stream.token_ids))
+            assert (chunk.sampling is not None) == (chunk.end == len(stream.token_ids))
 
     @rule()
     def end_step(self) -> None:
@@ -206,6 +270,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _emit(self, request: Request, stream: Stream, token_id: int) -> None:
         stream.append(token_id)
+        stream.prefill = None
         assert stream.token_ids == request.alone(len(stream.token_ids)), "not what it says when it is alone"
         if stream.num_generated == request.sampling.max_tokens:
             request.finished = True
@@ -216,14 +281,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def books_balance(self) -> None:
         self.ledger.check_integrity()
+        assert all(stream.block_table for stream in self.pinned), "what is sent is not taken away"
         assert len(self.scheduler) == len(self._live(TicketState.ATTACHED))
 
     def teardown(self) -> None:
         """No more comes: everything that has a ticket finishes, and then every block is free."""
         self.end_step()
+        for stream in list(self.pinned):
+            self._unpin(stream)
         self.start_all()
         attached = self._live(TicketState.ATTACHED)
-        for _ in range(2 * sum(request.sampling.max_tokens for request in attached)):
+        for _ in range(2 * sum(len(request.entry.token_ids) + request.sampling.max_tokens for request in attached)):
             self.begin_step()
             self.books_balance()
             self.end_step()
@@ -264,9 +332,9 @@ def test_the_youngest_gives_way_and_comes_back_beside_the_others() -> None:
     assert scheduler.num_preempted == 1
     while not scheduler.recomputed_tokens:
         planned = crowd.step()
-    assert planned[-1][0] > 1
-    assert planned[-1][1:] == (CUT, False)
-    assert all(rest[1:] == (1, True) for rest in planned[:-1])
+    (again,) = (each for each in planned if each[1:] != (1, True))
+    assert again[0] > 1
+    assert again[1:] == (CUT, False)
     while len(scheduler):
         crowd.step()
     assert scheduler.preemptions > 1
@@ -285,3 +353,32 @@ def test_alone_and_with_nothing_free_the_oldest_waits_for_tickets_that_come_or_g
     assert world.scheduler.preemptions == 0
     world.ledger.release(pending[0])
     assert crowd.step() == [(1, 1, True)]
+
+
+def test_short_prompts_share_a_step_and_long_ones_go_chunk_by_chunk_beside_running_streams() -> None:
+    crowd = Crowd(1, 12)
+    world = crowd.world
+    for kind, prompt in enumerate((2, 14, 3), start=1):
+        world.arrive(b"router-1", kind, prompt, 2, 1)
+    world.start_all(here=True)
+    steps = [crowd.step() for _ in range(4)]
+    assert steps[0] == [(1, 1, True), (2, 2, True)], "the next prompt's first chunk is as long as a step"
+    assert steps[1] == [(1, 1, True), (2, 1, True), (3, CUT, False)]
+    assert steps[2] == [(1, 1, True), (3, CUT, False)]
+    assert steps[3] == [(1, 1, True), (3, 2, True), (4, 3, True)]
+    assert world.scheduler.prefilled_tokens == 2 + 14 + 3
+    assert world.scheduler.queued_tokens == world.scheduler.recomputed_tokens == 0
+
+
+def test_a_prompt_that_was_computed_here_is_held_for_the_next_one() -> None:
+    world = SchedulerMachine()
+    for _ in range(2):
+        world.arrive(b"router-1", 0, 3 * BLOCK_SIZE, 2, 1)
+        world.start_all(here=True)
+        for _ in range(4):
+            world.begin_step()
+            world.end_step()
+    first, second = world.requests
+    assert (first.entry.held_tokens, second.entry.held_tokens) == (0, 2 * BLOCK_SIZE), "the last token is computed again"
+    assert first.finished
+    assert second.finished

@@ -47,6 +47,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.entries: dict[int, TicketEntry] = {}
         self.pushes: list[tuple[TicketEntry, int]] = []
         self.stepping: list[int] = []
+        self.sending: list[TicketEntry] = []
+        """Those that migrate to another worker."""
         self.contents: dict[int, tuple[str, tuple[int, ...]] | None] = {}
         """Of each block: salt and tokens up to its end if it is full, None if it is being filled."""
 
@@ -61,15 +63,22 @@ class LedgerMachine(RuleBasedStateMachine):
         for number in range(len(token_ids) // BLOCK_SIZE):
             self.contents[entry.block_table[number]] = (entry.cache_salt, token_ids[: (number + 1) * BLOCK_SIZE])
 
-    @rule(owner=st.sampled_from(ROUTERS), prompt=st.integers(1, 20), answer=st.integers(1, 20), salt=st.sampled_from(["", "a"]))
-    def reserve(self, owner: bytes, prompt: int, answer: int, salt: str) -> None:
+    @rule(
+        owner=st.sampled_from(ROUTERS),
+        prompt=st.integers(1, 20),
+        answer=st.integers(1, 20),
+        salt=st.sampled_from(["", "a"]),
+        own=st.sampled_from([0, 0, 1, 20]),
+    )
+    def reserve(self, owner: bytes, prompt: int, answer: int, salt: str, own: int) -> None:
         live = [entry for entry in self.ledger if not entry.state.final]
         room = self.cache.num_free - sum(bool(entry.block_table) for entry in live)
         num_blocks = -(-(prompt + min(answer, BLOCK_SIZE) - 1) // BLOCK_SIZE)
-        keys = block_keys(range(prompt), BLOCK_SIZE, salt)
+        own = min(own, prompt)
+        keys = block_keys(range(prompt - own), BLOCK_SIZE, salt)
         cached = self.cache.match(keys)
         needed = self.cache.cost(num_blocks, keys[:cached])
-        entry = self.ledger.reserve(owner, tuple(range(prompt)), answer, salt)
+        entry = self.ledger.reserve(owner, tuple(range(prompt)), answer, salt, own_tokens=own)
         waiting = any(entry.preempted for entry in live)
         assert (entry is None) == (needed > room or waiting), "full means full, and only then"
         if entry is not None:
@@ -86,15 +95,26 @@ class LedgerMachine(RuleBasedStateMachine):
         start=st.integers(0, 20),
         count=st.integers(0, 20),
         right=st.booleans(),
+        more=st.sampled_from([0, 0, 1, 5]),
     )
-    def begin_push(self, data: st.DataObject, source: bytes, start: int, count: int, right: bool) -> None:
+    def begin_push(self, data: st.DataObject, source: bytes, start: int, count: int, right: bool, more: int) -> None:
+        """With `more`, by a stream that migrates here and goes on meanwhile."""
         known = self.entries.get(self._id(data))
         ticket_id = known.ticket_id if known else 99
         transfer_id = known.transfer_id if known and right else ticket_id
         if known is not None and right:
             start = known.announced_tokens
-        entry = self.ledger.begin_push(source, ticket_id, transfer_id, start, count)
-        if entry is not None:
+        length, longest = (len(known.token_ids), known.max_tokens) if known else (0, 0)
+        blocks = len(known.block_table) if known else 0
+        entry = self.ledger.begin_push(source, ticket_id, transfer_id, start, count, tuple(range(length, length + more)))
+        if entry is None:
+            assert known is None or (len(known.token_ids), len(known.block_table)) == (length, blocks), (
+                "a refusal changes nothing"
+            )
+        else:
+            assert (len(entry.token_ids), entry.max_tokens) == (length + more, longest - more)
+            assert entry.max_tokens >= 1
+            assert len(entry.token_ids) <= len(entry.block_table) * BLOCK_SIZE
             assert transfer_id == entry.transfer_id
             assert entry.announced_tokens <= len(entry.token_ids)
             assert start >= entry.held_tokens, "what is held is not written"
@@ -125,6 +145,17 @@ class LedgerMachine(RuleBasedStateMachine):
         before = self.entries[ticket_id].state if ticket_id in self.entries else None
         entry = self.ledger.attach(ticket_id)
         assert (entry is not None) == (before is TicketState.COMMITTED), "only committed KV is attached to"
+
+    @rule(data=st.data())
+    def attach_here(self, data: st.DataObject) -> None:
+        """Its prompt is computed here; what is held of it stays as it is."""
+        known = self.entries.get(self._id(data))
+        before = known.state if known else None
+        entry = self.ledger.attach_here(known.ticket_id if known else 99)
+        missing = known is not None and known.held_tokens < len(known.token_ids)
+        assert (entry is not None) == (before is TicketState.RESERVED and missing)
+        if entry is not None:
+            self._fill(entry, entry.token_ids)  # by the engine, before anybody may share it
 
     @rule(data=st.data())
     def run_smoothly(self, data: st.DataObject) -> None:
@@ -163,9 +194,22 @@ class LedgerMachine(RuleBasedStateMachine):
             self.ledger.keep(entry.ticket_id, token_ids)
 
     @rule(data=st.data())
+    def begin_send(self, data: st.DataObject) -> None:
+        entry = self.entries.get(self._id(data))
+        if entry is not None and entry.state is TicketState.ATTACHED and not entry.preempted and entry not in self.sending:
+            self.ledger.begin_send(entry.ticket_id)
+            self.sending.append(entry)
+
+    @rule(data=st.data())
+    def end_send(self, data: st.DataObject) -> None:
+        if self.sending:
+            entry = self.sending.pop(data.draw(st.integers(0, len(self.sending) - 1)))
+            self.ledger.end_send(entry.ticket_id)
+
+    @rule(data=st.data())
     def preempt(self, data: st.DataObject) -> None:
         entry = self._between_steps(data)
-        if entry is not None:
+        if entry is not None and entry not in self.sending:
             table = list(entry.block_table)
             others = {block for other in self.ledger if other is not entry for block in other.block_table}
             free = self.cache.num_free + sum(block not in others for block in table)
@@ -174,16 +218,16 @@ class LedgerMachine(RuleBasedStateMachine):
             assert entry.preempted
             assert self.ledger.reservable_blocks == 0, "nobody overtakes it"
 
-    @rule(data=st.data(), more=st.integers(0, 20))
-    def readmit(self, data: st.DataObject, more: int) -> None:
+    @rule(data=st.data(), more=st.integers(0, 20), at_most=st.sampled_from([0, 5, 40, 40]))
+    def readmit(self, data: st.DataObject, more: int, at_most: int) -> None:
         entry = self._between_steps(data)
         if entry is not None and entry.preempted:
             others = sum(bool(other.block_table) for other in self.ledger if not other.state.final)
             more = max(more, len(entry.keys) * BLOCK_SIZE - len(entry.token_ids))
             num_blocks = -(-(len(entry.token_ids) + more) // BLOCK_SIZE)
-            cached = entry.keys[: self.cache.match(entry.keys)]
+            cached = entry.keys[: min(self.cache.match(entry.keys), at_most // BLOCK_SIZE)]
             fits = self.cache.cost(num_blocks, cached) <= self.cache.num_free - others
-            there = self.ledger.readmit(entry.ticket_id, len(entry.token_ids) + more)
+            there = self.ledger.readmit(entry.ticket_id, len(entry.token_ids) + more, at_most)
             assert there == (len(cached) * BLOCK_SIZE if fits else None)
             assert len(entry.block_table) == (num_blocks if fits else 0)
             for block in entry.block_table[: len(cached)]:
@@ -244,6 +288,9 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.check_integrity()
         for entry, _ in self.pushes:
             assert entry in list(self.ledger), "blocks are freed while a push writes into them"
+        for entry in self.sending:
+            assert entry in list(self.ledger), "blocks are freed while they are sent"
+            assert entry.block_table
         for ticket_id in self.stepping:
             assert self.entries[ticket_id] in list(self.ledger), "blocks are freed while a step writes into them"
 
@@ -256,6 +303,8 @@ class LedgerMachine(RuleBasedStateMachine):
         while self.pushes:
             entry, count = self.pushes.pop()
             self.ledger.end_push(entry.ticket_id, count, ok=False)
+        for entry in self.sending:
+            self.ledger.end_send(entry.ticket_id)
         self.end_step()
         assert len(self.ledger) == 0
         assert self.cache.num_free == NUM_BLOCKS
@@ -310,7 +359,7 @@ def test_a_whole_life() -> None:
     assert len(entry.block_table) == 5
     ledger.preempt(entry.ticket_id)
     assert blocks.num_free == NUM_BLOCKS
-    assert ledger.readmit(entry.ticket_id, 17) == 8, "of 10 tokens, the full blocks"
+    assert ledger.readmit(entry.ticket_id, 17, 16) == 8, "of 10 tokens, the full blocks"
     ledger.begin_step([entry.ticket_id])
     ledger.release(entry.ticket_id)
     assert blocks.num_free == NUM_BLOCKS - 5, "quarantined while the engine writes"
@@ -361,7 +410,7 @@ def test_no_new_ticket_overtakes_a_preempted_one() -> None:
     ledger.preempt(entry.ticket_id)
     assert blocks.num_free == NUM_BLOCKS
     assert ledger.reserve(b"r", (1,), 1, "") is None
-    assert ledger.readmit(entry.ticket_id, 9) == 0
+    assert ledger.readmit(entry.ticket_id, 9, 8) == 0
     assert ledger.reserve(b"r", (1,), 1, "") is not None
     ledger.preempt(entry.ticket_id)
     ledger.release(entry.ticket_id)

@@ -55,6 +55,32 @@ def test_two_interleaved_prompts_arrive_exactly(kind: Kind) -> None:
     asyncio.run(scenario())
 
 
+@EVERY_TRANSPORT
+def test_a_commit_does_not_wait_for_the_next_prompt(kind: Kind) -> None:
+    """The next push is announced when its step begins, and ends with it: nobody's second token waits for that."""
+
+    async def scenario() -> None:
+        async with world([kind]) as w:
+            pair = await w.pair()
+            ticket, entry = w.decode.ticket(8)
+            next_ticket, next_entry = w.decode.ticket(8)
+            transfer, next_transfer = OutgoingTransfer(ticket), OutgoingTransfer(next_ticket)
+            push = pair.push(DONE, [PushPart(transfer, [1, 2], 0, 8)])
+            await push
+            next_push = pair.push(w.progress.begin(), [PushPart(next_transfer, [3, 4], 0, 8)])
+            await until(lambda: next_entry.pushes_in_flight == 1)
+            await pair.commit(transfer)
+            assert entry.state is TicketState.COMMITTED
+            assert not next_push.done()
+            w.progress.finish()
+            await next_push
+            await pair.commit(next_transfer)
+            assert w.decode.committed == [ticket.ticket_id, next_ticket.ticket_id]
+            await pair.close()
+
+    asyncio.run(scenario())
+
+
 def test_death_of_the_sender_in_the_middle_of_a_push() -> None:
     async def scenario() -> None:
         network = LoopbackNetwork()

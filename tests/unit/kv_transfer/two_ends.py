@@ -105,7 +105,7 @@ class Decode:
         self.pairs[peer].open(message)
 
     def report(self) -> LoadReport:
-        return LoadReport("decode-0", 5, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0, 0, 0)
+        return LoadReport("decode-0", 5, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0, 0, 0, 0)
 
     def ticket(self, num_tokens: int, salt: str | None = None) -> tuple[Ticket, TicketEntry]:
         """Of a prompt that shares its beginning with those of the same salt, or with none."""

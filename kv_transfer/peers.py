@@ -1,4 +1,4 @@
-"""The decode workers that this prefill worker sends to: one SendingPair each, opened on first use."""
+"""The decode workers that a worker sends to: one SendingPair each, opened on first use."""
 
 from __future__ import annotations
 

@@ -1,0 +1,108 @@
+"""The workers that send KV here: one ReceivingPair each, from its first PairOpen until its sender is lost.
+
+Owns the pairs. Who sends is a prefill worker, or a decode worker whose streams migrate; here that is all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from decode_workers.ledger import Ledger
+from engine.gang import Gang
+from engine.kv_pool import KVPool
+from kv_transfer.lanes import LocalReceiveRank, ReceiveRank
+from kv_transfer.receiver import ReceivingPair, TransferStats
+from kv_transfer.remote_lanes import RemoteReceiveRank
+from kv_transfer.transport import ReceiveTransport
+from protocol.errors import InvalidRequestError, KvTransferError, TandemError
+from protocol.messages import Failed, KvLayout, PairOpen, PushAnnounce, PushCommit, TransferAbort, WorkerRef
+
+
+class Arrivals:
+    """`send` sends a message to a peer. `close` once, at the worker's end."""
+
+    def __init__(
+        self,
+        me: WorkerRef,
+        ledger: Ledger,
+        layout: KvLayout,
+        vocab_size: int,
+        block_size: int,
+        ranks: Sequence[ReceiveRank],
+        send: Callable[[bytes, Any], None],
+    ) -> None:
+        self._me = me
+        self._ledger = ledger
+        self._layout = layout
+        self._vocab_size = vocab_size
+        self._block_size = block_size
+        self._ranks = ranks
+        self._send = send
+        self._pairs: dict[bytes, ReceivingPair] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self.stats = TransferStats()
+
+    def open(self, sender: bytes, message: PairOpen) -> None:
+        pair = self._pairs.get(sender)
+        if pair is None or pair.closed:
+            self.leave(sender)
+            pair = self._pairs[sender] = ReceivingPair(
+                sender,
+                self._me,
+                self._ledger,
+                self._layout,
+                self._block_size,
+                self._ranks,
+                lambda answer: self._send(sender, answer),
+                self.stats,
+            )
+        pair.open(message)
+
+    def announce(self, sender: bytes, message: PushAnnounce) -> None:
+        try:
+            pair = self._pair(sender)
+            for segment in message.segments:
+                if segment.added and not 0 <= min(segment.added) <= max(segment.added) < self._vocab_size:
+                    raise InvalidRequestError(f"token ids must lie in [0, {self._vocab_size})")
+        except TandemError as error:
+            self._send(sender, Failed.from_error(message.call_id, error))
+        else:
+            pair.announce(message)
+
+    def commit(self, sender: bytes, message: PushCommit) -> None:
+        try:
+            pair = self._pair(sender)
+        except TandemError as error:
+            self._send(sender, Failed.from_error(message.call_id, error))
+        else:
+            pair.commit(message)
+
+    def abort(self, sender: bytes, message: TransferAbort) -> None:
+        self._ledger.abort_transfer(message.ticket_id, message.transfer_id)
+
+    def leave(self, sender: bytes) -> None:
+        """This sender is gone, or begins anew."""
+        pair = self._pairs.pop(sender, None)
+        if pair is not None:
+            task = asyncio.create_task(pair.close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        for sender in list(self._pairs):
+            self.leave(sender)
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def _pair(self, sender: bytes) -> ReceivingPair:
+        pair = self._pairs.get(sender)
+        if pair is None:
+            raise KvTransferError("there is no KV channel to send on")
+        return pair
+
+
+def receive_ranks(pool: KVPool, transports: Sequence[ReceiveTransport], gang: Gang, lease_s: float) -> list[ReceiveRank]:
+    """Of this worker, whose first rank has this pool."""
+    first = LocalReceiveRank(pool.layers(), pool.block_size, transports, lease_s)
+    return [first, *(RemoteReceiveRank(gang.asker(rank), first.transports) for rank in range(1, gang.size))]

@@ -1,0 +1,196 @@
+"""From a router's Attach to a stream in the batch.
+
+    Attach ──► checked ──► WAITING for its KV and its grammar ──► started: the ticket is ATTACHED, the router hears Attached
+                                          └── ticket gone, grammar refused ──► Failed
+
+With a first token the stream goes on with KV that a prefill worker sends, so it waits for the commit. Without one nothing is
+sent: what is not held of the prompt is computed here, and only a grammar can keep the stream waiting.
+
+Who frees: the ledger. A stream that has not started holds nothing but its ticket.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from configs.facts import ModelFacts
+from decode_workers.ledger import Ledger
+from decode_workers.scheduler import DecodeScheduler, LocalPrefill, Stream
+from decode_workers.ticket_entry import TicketEntry
+from engine.grammar import Constraint, Grammars
+from engine.scoring import PromptScores
+from protocol.errors import ContextLengthError, InvalidRequestError, KvTransferError, TandemError
+from protocol.messages import Attach, Attached, Failed
+from protocol.sampling import MAX_PROMPT_LOGPROBS
+from protocol.ticket import TicketState
+from telemetry.logging import fields
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Waiting:
+    message: Attach
+    asked: float
+    """When, on `time.monotonic`."""
+    constraint: Constraint | None = None
+    waited_s: float | None = None
+    """For the KV; None as long as it is not here."""
+
+    @property
+    def here(self) -> bool:
+        """The prompt is computed here."""
+        return self.message.first_token is None
+
+    @property
+    def ready(self) -> bool:
+        return self.constraint is not None or not self.message.sampling.grammar
+
+    @property
+    def num_scores(self) -> int | None:
+        """How many alternatives are wanted beside each token of a prompt that is computed here; None if no logprobs are."""
+        return self.message.sampling.num_prompt_logprobs if self.here and not self.message.num_generated else None
+
+    def note_kv(self, entry: TicketEntry) -> None:
+        if self.waited_s is None and entry.state is TicketState.COMMITTED:
+            self.waited_s = time.monotonic() - self.asked
+
+    def token_ids(self, entry: TicketEntry) -> list[int]:
+        """What the stream starts with."""
+        first = self.message.first_token
+        return list(entry.token_ids) if first is None else [*entry.token_ids, first]
+
+
+class Attaches:
+    """All streams of one worker that have not started. `spawn` runs a task for as long as the worker; `on_change` is told when
+    a stream has started."""
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        grammars: Grammars,
+        ledger: Ledger,
+        scheduler: DecodeScheduler,
+        send: Callable[[bytes, Any], None],
+        spawn: Callable[[Any], object],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._facts = facts
+        self._grammars = grammars
+        self._ledger = ledger
+        self._scheduler = scheduler
+        self._send = send
+        self._spawn = spawn
+        self._on_change = on_change
+        self._waiting: dict[int, _Waiting] = {}
+        """By ticket."""
+
+    def ask(self, router: bytes, message: Attach) -> None:
+        """Answered in any case: at once, when the stream starts, or when its ticket fails. Unless it is forgotten."""
+        waiting = _Waiting(message, time.monotonic())
+        try:
+            entry = self._checked(router, waiting)
+        except TandemError as error:
+            self._send(router, Failed.from_error(message.call_id, error))
+            return
+        self._waiting[message.ticket_id] = waiting
+        if message.sampling.grammar:
+            self._spawn(self._constrain(entry, waiting))
+        self.start_if_ready(entry)
+
+    def start_if_ready(self, entry: TicketEntry) -> None:
+        """The stream starts if its router has attached, its grammar is ready, and its KV is here or is not to come."""
+        waiting = self._waiting.get(entry.ticket_id)
+        if waiting is None:
+            return
+        waiting.note_kv(entry)
+        if not waiting.ready:
+            return
+        if waiting.here and entry.state is not TicketState.RESERVED:
+            self._ledger.abort(entry.ticket_id)  # somebody sends KV for it all the same
+            return
+        if (self._ledger.attach_here if waiting.here else self._ledger.attach)(entry.ticket_id) is None:
+            return  # the commit will come, or the lease ends
+        del self._waiting[entry.ticket_id]
+        tokens = {"tokens": len(entry.token_ids), "held": entry.held_tokens, "here": waiting.here}
+        log.info("attached", extra=fields(trace=entry.trace_id, ticket=entry.ticket_id, **tokens))
+        self._send(entry.owner, Attached(waiting.message.call_id, waiting.waited_s or 0.0))
+        self._scheduler.add(self._stream(entry, waiting))
+        self._on_change()
+
+    def failed(self, entry: TicketEntry, error: TandemError) -> None:
+        """The ledger gave a ticket up; tell the router, if it waits for it to start."""
+        waiting = self._waiting.pop(entry.ticket_id, None)
+        if waiting is not None:
+            self._send(entry.owner, Failed.from_error(waiting.message.call_id, error))
+
+    def forget(self, ticket_id: int) -> None:
+        """Its router has released it. Idempotent."""
+        self._waiting.pop(ticket_id, None)
+
+    def waiting(self) -> dict[int, bool]:
+        """Tickets of streams that have not started, and whether their prompts are computed here."""
+        return {ticket_id: waiting.here for ticket_id, waiting in self._waiting.items()}
+
+    def _checked(self, router: bytes, waiting: _Waiting) -> TicketEntry:
+        message = waiting.message
+        message.sampling.check(self._facts.vocab_size)
+        entry = self._ledger.find(message.ticket_id)
+        if entry is None or entry.owner != router:
+            raise KvTransferError("the ticket is gone")
+        if entry.state is TicketState.ATTACHED or message.ticket_id in self._waiting:
+            raise InvalidRequestError("the ticket is attached already")
+        emitted = message.num_generated - (message.first_token is not None)
+        if not 0 <= emitted <= len(entry.token_ids):
+            raise InvalidRequestError(f"an answer of {message.num_generated} tokens doesn't fit to this ticket")
+        if message.sampling.max_tokens - emitted > entry.max_tokens:
+            raise InvalidRequestError("the answer is longer than the reservation", param="max_tokens")
+        if message.first_token is None:
+            self._check_prefill(entry, waiting)
+        elif not 0 <= message.first_token < self._facts.vocab_size:
+            raise InvalidRequestError(f"token id {message.first_token} is outside the vocabulary")
+        return entry
+
+    def _check_prefill(self, entry: TicketEntry, waiting: _Waiting) -> None:
+        """Of a prompt that is to be computed here."""
+        num_tokens, num_scores = len(entry.token_ids), waiting.num_scores
+        if entry.state is not TicketState.RESERVED:
+            raise KvTransferError("somebody sends KV for this ticket")
+        if num_tokens >= self._facts.max_model_len:
+            raise ContextLengthError(f"{num_tokens} prompt tokens don't fit into {self._facts.max_model_len}", param="prompt")
+        if entry.held_tokens == num_tokens or (num_scores is not None and entry.held_tokens):
+            raise InvalidRequestError("the ticket holds tokens whose logits are wanted: reserve with `own_tokens`")
+        if num_tokens * (1 + (num_scores or 0)) > MAX_PROMPT_LOGPROBS:
+            raise InvalidRequestError(f"more than {MAX_PROMPT_LOGPROBS} logprobs of a prompt", param="logprobs")
+
+    async def _constrain(self, entry: TicketEntry, waiting: _Waiting) -> None:
+        """Bring the answer's grammar to the state after what there is of it; until then the stream waits."""
+        message, token_ids = waiting.message, waiting.token_ids(entry)
+        try:
+            answer = tuple(token_ids[len(token_ids) - message.num_generated :])
+            waiting.constraint = await self._grammars.constraint(message.sampling.grammar, answer)
+        except TandemError as error:
+            self.failed(entry, error)
+        else:
+            self.start_if_ready(entry)
+
+    def _stream(self, entry: TicketEntry, waiting: _Waiting) -> Stream:
+        message, prefill = waiting.message, None
+        if waiting.here:
+            scores = None if waiting.num_scores is None else PromptScores(entry.token_ids, waiting.num_scores)
+            prefill = LocalPrefill(entry.held_tokens, scores)
+        return Stream(
+            ticket_id=entry.ticket_id,
+            owner=entry.owner,
+            block_table=entry.block_table,
+            sampling=message.sampling,
+            token_ids=waiting.token_ids(entry),
+            num_generated=message.num_generated,
+            computed=entry.held_tokens if waiting.here else len(entry.token_ids),
+            constraint=waiting.constraint,
+            prefill=prefill,
+        )

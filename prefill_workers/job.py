@@ -1,0 +1,60 @@
+"""One prompt at a prefill worker, from its message until its KV is handed over."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from engine.batch import Chunk
+from engine.grammar import Constraint
+from engine.scoring import PromptScores
+from kv_transfer.sender import OutgoingTransfer, SendingPair
+from prefill_workers.scheduler import PlannedChunk, Prompt
+from protocol.audit import PromptRow
+from protocol.messages import Prefill
+
+
+@dataclass(eq=False)
+class Job:
+    """One Prefill message until its KV is handed over."""
+
+    router: bytes
+    message: Prefill
+    prompt: Prompt
+    transfer: OutgoingTransfer
+    arrived: float
+    scores: PromptScores | None
+    """Logprobs of the prompt, if they are wanted."""
+    constraint: Constraint | None = None
+    """Of the answer, if it has a grammar."""
+    pair: SendingPair | None = None
+    """None when the answer is one token long: nothing is handed over."""
+    last_push: asyncio.Future[None] | None = None
+    """Pushes of a pair end in order, so this one's end is the end of all. None as long as decode holds what was computed."""
+    began: float | None = None
+    answered: bool = False
+    stopped: bool = False
+    """Nothing more is to be computed or sent for it."""
+    in_step: bool = False
+
+    def row(self) -> PromptRow:
+        """As an audit sees it."""
+        ticket = self.message.ticket
+        decode, blocks = ticket.worker, len(self.prompt.block_table)
+        return PromptRow(
+            ticket.ticket_id, ticket.transfer_id, decode.worker_id, decode.epoch, blocks, self.in_step, self.stopped
+        )
+
+    def chunk(self, planned: PlannedChunk) -> Chunk:
+        """What the engine computes of it in the next step."""
+        message, end = self.message, planned.start + planned.num_tokens
+        return Chunk(
+            message.token_ids[planned.start : end],
+            planned.start,
+            planned.prompt.block_table,
+            message.sampling if planned.last else None,
+            message.num_generated,
+            message.token_ids,
+            self.scores,
+            self.constraint if planned.last else None,
+        )

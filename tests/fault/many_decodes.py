@@ -1,0 +1,213 @@
+"""One prefill worker, several decode workers and a router's own pipeline in one process, over loopback with faults; no Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from letters import with_letters
+from two_gangs import load_gang
+from two_workers import SECRET, leaks_of
+
+from configs.facts import ModelFacts
+from configs.schema import ClusterConfig, DecodeConfig, LimitsConfig, PrefillConfig
+from decode_workers.rank import share_of
+from decode_workers.worker import DecodeWorker
+from engine.gang import Gang
+from engine.grammar import Grammars
+from engine.model_runner import ModelRunner
+from engine.tensor_parallel import ALONE, TensorParallel
+from kv_transfer.loopback import LoopbackNetwork, LoopbackTransport
+from prefill_workers.worker import PrefillWorker
+from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState
+from protocol.messages import Role, WorkerRef
+from protocol.sampling import SamplingParams, TokenLogprobs
+from protocol.wire import WireServer
+from router.admission import Admission
+from router.journal import Journal
+from router.leaks import Leak
+from router.migrator import Migrator
+from router.pipeline import Pipeline
+from router.roster import Roster
+from telemetry.ledger import RequestTimes
+from telemetry.metrics import Metrics
+
+CONFIG = ClusterConfig(
+    dtype="float32",
+    block_size=8,
+    prefill=PrefillConfig(kv_cache_tokens=4096, max_batch_tokens=64),
+    decode=DecodeConfig(kv_cache_tokens=4096, max_batch_size=16),
+    limits=LimitsConfig(lease_s=2.0, heartbeat_s=0.1, connect_s=5.0, queue_s=20.0),
+)
+
+
+class ScriptedController:
+    """Says of these workers what a test wants."""
+
+    def __init__(self, refs: list[WorkerRef]) -> None:
+        ready = WorkerState.READY
+        self._infos = {ref.worker_id: WorkerInfo(ref.worker_id, ref.role, 1, ready, ref, (), None, 0, None) for ref in refs}
+        self._version = 1
+        self._changed = asyncio.Event()
+
+    def mark(self, worker_id: str, state: WorkerState) -> None:
+        self._infos[worker_id] = replace(self._infos[worker_id], state=state)
+        self._version += 1
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def watch(self, known_version: int) -> ClusterView:
+        if known_version == self._version:
+            await self._changed.wait()
+        return ClusterView(self._version, tuple(self._infos.values()))
+
+    async def scale(self, role: Role, workers: int) -> None:
+        raise AssertionError("nobody scales here")
+
+    async def drain(self, worker_id: str, restart: bool) -> None:
+        raise AssertionError("nor drains but by `ManyDecodes.drain`")
+
+
+@dataclass
+class Said:
+    """What a request has got so far."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    resumes: int = 0
+
+
+class ManyDecodes:
+    """What a test holds in its hands."""
+
+    def __init__(
+        self, prefill: PrefillWorker, decodes: list[DecodeWorker], network: LoopbackNetwork, config: ClusterConfig
+    ) -> None:
+        self.prefill = prefill
+        self.decodes = {worker.me.worker_id: worker for worker in decodes}
+        self.network = network
+        self.metrics = Metrics("small", lambda: ())
+        self.tasks = {worker.me.worker_id: asyncio.create_task(worker.run()) for worker in (prefill, *decodes)}
+        self.controller = ScriptedController([worker.me for worker in (prefill, *decodes)])
+        self.roster = Roster(self.controller, SECRET, config.limits, self.metrics.workers_lost.inc)
+        self.migrator = Migrator(config, self.roster, self.metrics)
+        self._pipeline = Pipeline(Admission(config, self.roster, self.metrics), self.migrator, config.limits, self.metrics)
+        self.roster.start()
+        self.migrator.start()
+
+    async def ask(
+        self, prompt: list[int], sampling: SamplingParams, said: Said | None = None, pace_s: float = 0.0, salt: str = ""
+    ) -> Said:
+        """A whole request; `said` grows meanwhile. With a pace the client is slow."""
+        said = said or Said()
+        times = RequestTimes(time.monotonic())
+        async with aclosing(self._pipeline.run(Journal(tuple(prompt), sampling, salt), times)) as pieces:
+            async for tokens in pieces:
+                said.token_ids += tokens.token_ids
+                said.logprobs += tokens.logprobs
+                said.resumes = times.resumes
+                await asyncio.sleep(pace_s)
+        return said
+
+    def drain(self, worker_id: str) -> asyncio.Task[None]:
+        """As the supervisor does: no new work for it, and the end of this task is the end of its work."""
+        self.controller.mark(worker_id, WorkerState.DRAINING)
+        return asyncio.create_task(self.decodes[worker_id].drain())
+
+    async def kill(self, worker_id: str) -> None:
+        self.tasks[worker_id].cancel()
+        await asyncio.wait((self.tasks[worker_id],))
+
+    def alive(self) -> list[PrefillWorker | DecodeWorker]:
+        return [worker for worker in (self.prefill, *self.decodes.values()) if not self.tasks[worker.me.worker_id].done()]
+
+    def running(self, worker_id: str) -> int:
+        return self.decodes[worker_id].load().running
+
+    def moves(self, reason: str = "drain") -> dict[str, int]:
+        """How often each outcome was counted."""
+        found: dict[str, int] = {}
+        for family in self.metrics.registry.collect():
+            for sample in family.samples:
+                if sample.name == "tandem:migrations_total" and sample.labels["reason"] == reason:
+                    found[sample.labels["outcome"]] = int(sample.value)
+        return found
+
+    async def until(self, condition: Callable[[], bool], seconds: float = 20) -> None:
+        async with asyncio.timeout(seconds):
+            while not condition():  # noqa: ASYNC110 - what is waited for has no event of its own
+                await asyncio.sleep(0.002)
+
+    def all_free(self) -> bool:
+        loads = [worker.load() for worker in self.alive()]
+        return all(x.free_blocks == x.total_blocks and x.tickets == 0 and x.transfers == 0 for x in loads)
+
+    async def leaks(self) -> list[Leak]:
+        return await leaks_of(worker.me for worker in self.alive())
+
+
+@asynccontextmanager
+async def run_many_decodes(
+    facts: ModelFacts, num_decodes: int, config: ClusterConfig = CONFIG, ranks: Sequence[int] = ()
+) -> AsyncIterator[ManyDecodes]:
+    """Ends with every block free and an empty audit of the workers that still live. `ranks`: those of each decode worker."""
+    network = LoopbackNetwork()
+    transports = [LoopbackTransport(network)]
+    lease_s = config.limits.lease_s
+
+    def runner(num_kv_tokens: int, shares: TensorParallel = ALONE) -> ModelRunner:
+        block_size = config.block_size
+        return ModelRunner.load(facts, dtype="float32", block_size=block_size, num_kv_tokens=num_kv_tokens, ranks=shares)
+
+    def load_decode(shares: TensorParallel) -> ModelRunner:
+        return runner(config.decode.kv_cache_tokens, shares)
+
+    servers = [WireServer(SECRET, "127.0.0.1") for _ in range(num_decodes + 1)]
+    me = WorkerRef("prefill-0", 1, Role.PREFILL, servers[0].address)
+    grammars = Grammars(with_letters(facts))
+    first = runner(config.prefill.kv_cache_tokens)
+    prefill = PrefillWorker(me, SECRET, first, grammars, servers[0], transports, config, Gang.alone())
+    decodes, following = [], []
+    for number, server in enumerate(servers[1:]):
+        size = ranks[number] if ranks else 1
+        others, gang, first = await load_gang(size, load_decode, lambda share: share_of(share, transports, transports, lease_s))
+        following += others.running
+        me = WorkerRef(f"decode-{number}", 1, Role.DECODE, server.address, size)
+        grammars = Grammars(with_letters(facts))
+        decodes.append(DecodeWorker(me, SECRET, first, grammars, server, transports, transports, config, gang))
+    many = ManyDecodes(prefill, decodes, network, config)
+    try:
+        async with asyncio.timeout(120):
+            await many.until(lambda: len(many.roster.ready(Role.DECODE)) == num_decodes)
+            yield many
+            await many.until(many.all_free)
+            assert await many.leaks() == []
+    finally:
+        await many.migrator.close()
+        await many.roster.close()
+        for task in (*many.tasks.values(), *following):
+            task.cancel()
+        await asyncio.gather(*following, return_exceptions=True)
+        results = await asyncio.gather(*many.tasks.values(), return_exceptions=True)
+        failures = [r for r in results if isinstance(r, BaseException) and not isinstance(r, asyncio.CancelledError)]
+        assert not failures, failures
+
+
+def varied(rng: random.Random, max_tokens: int) -> SamplingParams:
+    """Greedy or sampled, perhaps penalized, with logprobs: whatever has to travel with a stream."""
+    plain = SamplingParams(seed=rng.randrange(2**32), max_tokens=max_tokens, temperature=rng.choice([0.0, 0.8, 1.2]))
+    penalties: dict[str, Any] = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2}
+    return replace(
+        plain,
+        top_k=rng.choice([0, 20]),
+        num_logprobs=rng.choice([None, 0, 2]),
+        choice=rng.choice([0, 3]),
+        min_tokens=rng.choice([0, max_tokens // 2]),
+        stop_token_ids=rng.choice([(), (0, 5)]),
+        **rng.choice([{}, penalties]),
+    )

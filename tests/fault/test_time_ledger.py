@@ -1,0 +1,92 @@
+"""Where the time of a request went, with real workers: all of it is in the ledger, and in the stage where it was spent."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from scenarios import Factory, greedy, prompt_of, run
+from test_resume import FixedController
+from two_workers import CONFIG, SECRET
+
+from kv_transfer.loopback import Faults
+from protocol.messages import PushCommit
+from router.admission import Admission
+from router.journal import Journal
+from router.migrator import Migrator
+from router.pipeline import Pipeline
+from router.roster import Roster
+from telemetry.ledger import RequestTimes
+from telemetry.metrics import Metrics
+
+HELD_UP_S = 0.3
+
+
+async def answer(workers: object, num_tokens: int, faults: Faults | None = None) -> tuple[RequestTimes, float, float]:
+    """The ledger of a whole answer, the wall time by this function's own clock, and the moment of its end."""
+    metrics = Metrics("small", lambda: ())
+    roster = Roster(FixedController(workers), SECRET, CONFIG.limits, metrics.workers_lost.inc)  # type: ignore[arg-type]
+    pipeline = Pipeline(Admission(CONFIG, roster, metrics), Migrator(CONFIG, roster, metrics), CONFIG.limits, metrics)
+    roster.start()
+    if faults is not None:
+        workers.network.faults = faults  # type: ignore[attr-defined]
+    began = time.perf_counter()
+    times = RequestTimes(time.monotonic())
+    async for _ in pipeline.run(Journal(tuple(prompt_of(70)), greedy(num_tokens), ""), times):
+        pass
+    times.finish = end = time.monotonic()
+    took = time.perf_counter() - began
+    await roster.close()
+    return times, took, end
+
+
+def test_stages_are_the_wall_time(two_workers: Factory) -> None:
+    async def scenario() -> None:
+        async with two_workers() as workers:
+            engine_began = workers.decode.load().busy_s
+            times, took, end = await answer(workers, 120)
+            stages = times.stages(end)
+            assert sum(stages.values()) == pytest.approx(took, rel=0.01)
+            assert all(stages[stage] > 0 for stage in ("queue", "prefill_queue", "prefill", "decode_step"))
+            busy_s = workers.decode.load().busy_s - engine_began
+            # The first step may have begun before the router has heard that it may.
+            assert busy_s <= stages["decode_step"] + stages["handoff_wait"], "what the engine computed is inside of the steps"
+            assert len(times.token_gaps) == 119
+            assert sum(times.token_gaps) <= took
+            await workers.until(workers.all_free)
+
+    run(scenario())
+
+
+def test_a_slow_transfer_is_told_as_one(two_workers: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with two_workers() as workers:
+            handlers = workers.decode._endpoint._handlers
+            commit = handlers[PushCommit]
+
+            def late(prefill: bytes, message: PushCommit) -> None:
+                asyncio.get_running_loop().call_later(HELD_UP_S, commit, prefill, message)
+
+            monkeypatch.setitem(handlers, PushCommit, late)
+            times, _, end = await answer(workers, 5)
+            stages = times.stages(end)
+            assert HELD_UP_S * 0.8 < stages["transfer"] < HELD_UP_S + 0.2
+            assert stages["handoff_wait"] < HELD_UP_S
+            assert times.token_gaps[0] > HELD_UP_S * 0.8, "the second token had to wait for it"
+            await workers.until(workers.all_free)
+
+    run(scenario())
+
+
+def test_damage_is_told_as_lost_work(two_workers: Factory) -> None:
+    async def scenario() -> None:
+        async with two_workers() as workers:
+            times, took, end = await answer(workers, 20, Faults(flip_bit_at=1))
+            stages = times.stages(end)
+            assert stages["lost"] > 0
+            assert times.resumes == 1
+            assert sum(stages.values()) == pytest.approx(took, rel=0.01)
+            await workers.until(workers.all_free)
+
+    run(scenario())
