@@ -5,119 +5,37 @@
 
 A worker's queue is first come, first served, so requests are held back here, where it is known who is due: a prefill worker
 gets no more from one router than keeps it busy for a step. Blocks are reserved at the decode worker before any prefill work
-is spent. A `Claim` holds what the request has at both workers and gives all of it back when it is left, on every way out.
+is spent. A `Claim` (`router.claim`) holds what the request has at both workers and gives all of it back when it is left.
+
+The decode worker may compute the prompt itself: always (`disaggregation: never`), or where that is better (`auto`). It does so
+in any case for a stream that has to go on elsewhere while prefill is busy: those of a lost worker all stand still at once.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
-from collections.abc import Callable, Container
-from types import TracebackType
+from collections.abc import Container, Sequence
 
 from configs.schema import ClusterConfig
 from protocol.errors import InvalidRequestError, OverloadedError, TandemError, UnavailableError
-from protocol.messages import FirstToken, Role, Ticket
-from protocol.sampling import SamplingParams
+from protocol.messages import Role
 from protocol.ticket import reserved_tokens
-from router.journal import Journal, Tokens
+from router.claim import Claim, reserve
+from router.disaggregation import Case, PrefillCosts, prefill_here
+from router.journal import Journal
 from router.line import WaitingLine
 from router.links import WorkerLink
-from router.policy import blocks_for, decode_order, prefill_order
+from router.policy import blocks_for
 from router.roster import Roster
+from router.status import needed_roles
 from telemetry.metrics import Metrics
-
-log = logging.getLogger(__name__)
 
 _RETRY_WHEN_DOWN_S = 5.0
 _IMPATIENCE = 0.25
 """Share of a lease that a decode worker gets to answer while there are others to ask."""
 
-_LEVELS_PER_QUEUE_TIME = 40
+LEVELS_PER_QUEUE_TIME = 40
 """So many levels of priority what waits may gain: one every 1.5 s by default (`limits.queue_s` / 40)."""
-
-
-class Claim:
-    """A pair of workers and a ticket, for one attempt of one request.
-
-    RESERVED ──► PREFILLED ──► ATTACHED     leaving it releases the ticket, and cancels the prefill unless ATTACHED
-    """
-
-    def __init__(
-        self,
-        attempt_id: str,
-        prefill: WorkerLink,
-        decode: WorkerLink,
-        ticket: Ticket,
-        num_tokens: int,
-        num_blocks: int,
-        on_prefilled: Callable[[], None],
-    ) -> None:
-        self.prefill = prefill
-        self.decode = decode
-        self._attempt_id = attempt_id
-        self._ticket = ticket
-        self._num_tokens = num_tokens
-        self._num_blocks = num_blocks
-        self._on_prefilled = on_prefilled
-        self._prefilling = True
-        self._handed_over = False
-        self._stream = decode.open_stream(ticket.ticket_id)
-        prefill.book.give(num_tokens)
-
-    def __enter__(self) -> Claim:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._prefill_done()
-        if not self._handed_over:
-            self.prefill.cancel(self._attempt_id)
-        self.decode.release(self._ticket.ticket_id)
-        self.decode.book.done(self._num_blocks)
-
-    async def first_token(self, journal: Journal) -> FirstToken:
-        """Prefill; fails as soon as either worker is lost, for without its ticket the prefill is worth nothing."""
-        asking = asyncio.ensure_future(
-            self.prefill.prefill(
-                self._attempt_id,
-                self._ticket,
-                journal.token_ids,
-                journal.num_generated,
-                journal.sampling,
-                journal.cache_salt,
-            )
-        )
-        try:
-            await asyncio.wait((asking, self.decode.gone), return_when=asyncio.FIRST_COMPLETED)
-            if not asking.done():
-                raise self.decode.lost_error()
-            self._prefill_done()
-            return asking.result()
-        finally:
-            if not asking.done():
-                asking.cancel()
-                with contextlib.suppress(asyncio.CancelledError, TandemError):
-                    await asking
-
-    def finished(self) -> None:
-        """The first token was the last: prefill hands nothing over."""
-        self._handed_over = True
-
-    async def attach(self, first_token: int, sampling: SamplingParams, num_generated: int) -> None:
-        """Start the decode; returns when the KV is there and was checked. Raises KvTransferError, WorkerLostError."""
-        await self.decode.attach(self._ticket.ticket_id, first_token, sampling, num_generated)
-        self._handed_over = True
-
-    async def tokens(self) -> Tokens:
-        """What the decode worker made since the last call. Raises what ends the stream without a finish reason."""
-        return await self._stream.take()
-
-    def _prefill_done(self) -> None:
-        if self._prefilling:
-            self._prefilling = False
-            self.prefill.book.done(self._num_tokens)
-            self._on_prefilled()
 
 
 class Admission:
@@ -126,7 +44,9 @@ class Admission:
     def __init__(self, config: ClusterConfig, roster: Roster, metrics: Metrics) -> None:
         self._config = config
         self._roster = roster
-        self._line = WaitingLine(config.limits.max_waiting_requests, config.limits.queue_s / _LEVELS_PER_QUEUE_TIME)
+        self._metrics = metrics
+        self._costs = PrefillCosts()
+        self._line = WaitingLine(config.limits.max_waiting_requests, config.limits.queue_s / LEVELS_PER_QUEUE_TIME)
         metrics.waiting_requests.set_function(lambda: len(self._line))
 
     async def admit(self, attempt_id: str, journal: Journal, deadline: float, *, resumed: bool, avoid: Container[str]) -> Claim:
@@ -152,12 +72,12 @@ class Admission:
             raise self._refusal(journal) from None
 
     def check_possible(self, num_prompt_tokens: int, max_tokens: int, prompt_param: str = "prompt") -> None:
-        """Raise InvalidRequestError if the request is larger than the largest pool of either role.
+        """Raise InvalidRequestError if the request is larger than the largest pool of a role that it needs.
 
         `prompt_param` is the field that holds the prompt. Pools have the configuration's size until a worker has reported.
         """
         prefill_room, decode_room = (self.pool_tokens(role) for role in (Role.PREFILL, Role.DECODE))
-        if num_prompt_tokens > prefill_room:
+        if self._config.disaggregation == "always" and num_prompt_tokens > prefill_room:
             raise InvalidRequestError(
                 f"the prompt has {num_prompt_tokens} tokens, but the KV pool of a prefill worker holds {prefill_room}",
                 param=prompt_param,
@@ -172,10 +92,9 @@ class Admission:
     def pool_tokens(self, role: Role) -> int:
         """Tokens that the largest pool of this role holds."""
         block_size = self._config.block_size
-        reports = (link.report for link in self._roster.ready(role))
-        sizes = [report.total_blocks for report in reports if report is not None]
         pool = self._config.prefill if role is Role.PREFILL else self._config.decode
-        return (max(sizes) if sizes else pool.kv_cache_tokens // block_size) * block_size
+        largest = self._roster.largest_pool(role)
+        return (pool.kv_cache_tokens // block_size if largest is None else largest) * block_size
 
     def _cost(self, journal: Journal) -> int:
         """Tokens that a claim takes at once: those to prefill, and the answer's first room."""
@@ -185,53 +104,84 @@ class Admission:
         """A claim if some pair has room now. Decode workers are asked in turn, the one with the most room first."""
         num_tokens = len(journal.token_ids)
         need_blocks = blocks_for(self._cost(journal), self._config.block_size)
-        decodes = {link.ref.worker_id: link for link in self._roster.ready(Role.DECODE)}
-        order = decode_order((link.load() for link in decodes.values()), need_blocks, avoid)
+        order = self._roster.decode_order(need_blocks, avoid)
+        if self._config.disaggregation == "never":
+            order = self._by_prompts(order, avoid)
         for worker_id in order:
-            if self._best_prefill(num_tokens, avoid) is None:
-                return None
-            decode = decodes[worker_id]
+            decode = self._roster.ready_decode(worker_id)
+            if decode is None:
+                continue
+            if self._computes(journal, 0, decode, avoid) is None:
+                if self._needs_prefill(journal):
+                    return None
+                continue
             lease_s = self._config.limits.lease_s
             patience_s = lease_s if worker_id == order[-1] else _IMPATIENCE * lease_s
-            ticket = await self._reserve(decode, attempt_id, journal, need_blocks, patience_s)
+            token_ids, own_tokens = journal.token_ids, self._own_tokens(journal)
+            ticket = await reserve(
+                decode, attempt_id, token_ids, journal.remaining_tokens, journal, need_blocks, own_tokens, patience_s
+            )
             if ticket is None:
                 continue
-            prefill = self._best_prefill(num_tokens, avoid)
-            if prefill is not None:
-                return Claim(attempt_id, prefill, decode, ticket, num_tokens, need_blocks, self._roster.note_change)
+            computes = self._computes(journal, ticket.held_tokens, decode, avoid)
+            if computes is not None:
+                self._metrics.decided("here" if computes is decode else "there")
+                note_change = self._roster.note_change
+                return Claim(attempt_id, computes, decode, ticket, num_tokens, need_blocks, self._costs, note_change)
             decode.release(ticket.ticket_id)
             decode.book.done(need_blocks)
         return None
 
-    async def _reserve(
-        self, decode: WorkerLink, attempt_id: str, journal: Journal, need_blocks: int, patience_s: float
-    ) -> Ticket | None:
-        """Blocks at this worker, or None if it is full, slow to answer, leaving or lost."""
-        ticket = None
-        decode.book.give(need_blocks)
-        try:
-            ticket = await decode.reserve(
-                attempt_id, journal.token_ids, journal.remaining_tokens, journal.cache_salt, patience_s
-            )
-        except OverloadedError:
-            decode.book.refuse(need_blocks)
-        except UnavailableError as error:
-            decode.book.refuse(0)
-            log.info("no reservation: %s", error.message)
-        finally:
-            if ticket is None:
-                decode.book.done(need_blocks)
-        return ticket
+    def _by_prompts(self, order: Sequence[str], avoid: Container[str]) -> list[str]:
+        """Those that have the least prompt tokens ahead first."""
+        found = {worker_id: self._roster.ready_decode(worker_id) for worker_id in order}
+        ahead = {worker_id: link.prompt_load().queued_tokens for worker_id, link in found.items() if link is not None}
+        return sorted(ahead, key=lambda worker_id: (worker_id in avoid, ahead[worker_id]))
 
-    def _best_prefill(self, num_tokens: int, avoid: Container[str]) -> WorkerLink | None:
-        links = {link.ref.worker_id: link for link in self._roster.ready(Role.PREFILL)}
-        window_tokens = self._config.prefill.max_batch_tokens
-        order = prefill_order((link.load() for link in links.values()), num_tokens, window_tokens, avoid)
-        return links[order[0]] if order else None
+    def _needs_prefill(self, journal: Journal) -> bool:
+        """Only prefill workers may compute its prompt."""
+        return self._config.disaggregation == "always" and not journal.num_generated
+
+    def _own_tokens(self, journal: Journal) -> int:
+        """How much of the prompt must not be taken from decode's cache, since its logits may be wanted there."""
+        if self._needs_prefill(journal):
+            return 0
+        scored = journal.sampling.num_prompt_logprobs is not None and not journal.num_generated
+        return len(journal.token_ids) if scored else 1
+
+    def _computes(self, journal: Journal, held_tokens: int, decode: WorkerLink, avoid: Container[str]) -> WorkerLink | None:
+        """Who computes a prompt that `decode` decodes: a prefill worker, or itself. None: it has to wait, or does well to."""
+        mode, window_tokens = self._config.disaggregation, self._config.prefill.max_batch_tokens
+        num_tokens = len(journal.token_ids)
+        there = None if mode == "never" else self._roster.best_prefill(num_tokens, window_tokens, avoid)
+        if self._needs_prefill(journal) or (mode == "always" and there is not None):
+            return there
+        here = decode if decode.prompt_load().takes_prompt(num_tokens, window_tokens) else None
+        if mode != "auto" or not self._roster.ready(Role.PREFILL):
+            return here
+        if self._prefer_here(num_tokens, held_tokens, decode, avoid):
+            return here or there
+        # Waiting for the better place holds up whoever comes next.
+        return here if there is None and len(self._line) > 1 else there
+
+    def _prefer_here(self, num_tokens: int, held_tokens: int, decode: WorkerLink, avoid: Container[str]) -> bool:
+        prefills = self._roster.ready(Role.PREFILL)
+        spoilt = all(link.ref.worker_id in avoid for link in prefills)
+        if spoilt != (decode.ref.worker_id in avoid):
+            return spoilt
+        costs = self._costs.lines(asyncio.get_running_loop().time())
+        case = Case(
+            num_tokens=num_tokens,
+            held_tokens=held_tokens,
+            ahead_here=decode.prompt_load().queued_tokens,
+            ahead_there=min(link.prompt_load().queued_tokens for link in prefills),
+            running=decode.report.running if decode.report else 0,
+        )
+        return costs is not None and prefill_here(case, costs)
 
     def _refusal(self, journal: Journal) -> TandemError:
         waited_s = self._config.limits.queue_s
-        for role in (Role.PREFILL, Role.DECODE):
+        for role in needed_roles(self._config):
             if not self._roster.ready(role):
                 return UnavailableError(
                     f"no {role.value} worker came up within {waited_s:g} s", retry_after_s=_RETRY_WHEN_DOWN_S

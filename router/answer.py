@@ -10,16 +10,21 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
 
+from pydantic import ConfigDict, with_config
+
 from configs.facts import TokenizerFacts
+from configs.vocabulary import byte_alphabet
 from protocol.sampling import FinishReason, PromptLogprobs, SamplingParams, TokenLogprobs
 from router.echo import Echo, unpack
 from router.journal import Tokens
-from router.text.byte_bpe import byte_alphabet
 from router.text.detokenizer import Detokenizer
 from router.text.stop import StopMatcher
 from router.text.tokenizer import Tokenizer
+from router.text.tool_calls import ToolCallDelta, ToolCallParser
+from router.text.tool_format import ToolFormat
+from telemetry.ledger import RequestTimes
 
-Finish = Literal["stop", "length"]
+Finish = Literal["stop", "length", "tool_calls"]
 
 _FINISH: dict[FinishReason, Finish] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
@@ -47,9 +52,13 @@ class TextLogprobs:
     top: tuple[TextLogprob, ...]
 
 
+@with_config(ConfigDict(arbitrary_types_allowed=True, ser_json_inf_nan="constants"))
 @dataclass(frozen=True)
 class Delta:
-    """What one piece of a choice adds. `text` may be empty while a character or a stop string is still open."""
+    """What one piece of a choice adds. `text` may be empty while a character or a stop string is still open.
+
+    Resumable streams are recorded as these, in JSON and without `times` (`router/recorder.py`).
+    """
 
     index: int
     """Of the choice in its request."""
@@ -59,6 +68,9 @@ class Delta:
     finish_reason: Finish | None
     cached_tokens: int
     """In the first piece of an answer: how many of the prompt's tokens were cached."""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+    times: RequestTimes | None = None
+    """In the last piece."""
 
 
 @dataclass
@@ -70,6 +82,8 @@ class Answer:
     logprobs: list[TextLogprobs] = field(default_factory=list)
     finish_reason: Finish | None = None
     cached_tokens: int = 0
+    tool_calls: list[ToolCallDelta] = field(default_factory=list)
+    times: RequestTimes | None = None
 
     @classmethod
     def of(cls, deltas: Iterable[Delta]) -> Answer:
@@ -81,6 +95,8 @@ class Answer:
             logprobs=[entry for piece in pieces for entry in piece.logprobs],
             finish_reason=pieces[-1].finish_reason if pieces else None,
             cached_tokens=sum(piece.cached_tokens for piece in pieces),
+            tool_calls=[call for piece in pieces for call in piece.tool_calls],
+            times=pieces[-1].times if pieces else None,
         )
 
 
@@ -127,9 +143,12 @@ class AnswerText:
         sampling: SamplingParams,
         stops: tuple[str, ...],
         echo: Echo | None,
+        tool_format: ToolFormat | None,
     ) -> None:
+        """`tool_format` None: nothing in the text is a call of a tool."""
         self._index = index
         self._echo = echo
+        self._calls = None if tool_format is None else ToolCallParser(tool_format)
         self._detokenizer = detokenizer
         self._texts = texts
         self._stop_token_ids = frozenset(sampling.stop_token_ids)
@@ -143,7 +162,8 @@ class AnswerText:
         A token that ends the answer is not part of its text, as in vLLM, but counts among its tokens.
         """
         if self._echo is None:
-            return self._push(tokens)
+            delta = self._push(tokens)
+            return delta if self._calls is None else _with_calls(delta, self._calls)
         echo, self._echo = self._echo, None
         said = () if tokens.prompt_logprobs is None else self._texts.describe_prompt(echo.token_ids, tokens.prompt_logprobs)
         if echo.alone:
@@ -190,3 +210,12 @@ class AnswerText:
                 return text, len(token_ids)
             text += matcher.flush()
         return text, None
+
+
+def _with_calls(delta: Delta, parser: ToolCallParser) -> Delta:
+    """What of its text is calls of tools."""
+    content, calls = parser.push(delta.text)
+    if delta.finish_reason is not None:
+        content += parser.flush()
+    finish: Finish | None = "tool_calls" if delta.finish_reason == "stop" and parser.num_calls else delta.finish_reason
+    return replace(delta, text=content, tool_calls=calls, finish_reason=finish)

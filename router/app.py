@@ -1,7 +1,7 @@
 """The HTTP endpoints. Thin: each reads a body, lets the router work, and writes the answer in OpenAI's shape.
 
-How to serve it: `create_app(router, meter)` builds a FastAPI app around a started Router. It has no lifespan of its own: the
-owner of the two calls `await router.start()` before, and closes both after. Under Ray Serve, build it in the replica:
+How to serve it: `create_app(router, meter, recorder)` builds a FastAPI app around a started Router. It has no lifespan of its
+own: the owner of the three calls `await router.start()` before, and closes all after. Under Ray Serve, build it in the replica:
 
     @serve.deployment(...)
     @serve.ingress()                                   # no app here: it is built after __init__, in the replica
@@ -11,7 +11,7 @@ owner of the two calls `await router.start()` before, and closes both after. Und
             await self._router.start()
 
         def __serve_build_asgi_app__(self):
-            return create_app(self._router, self._meter, echo_request_id=False)   # Serve adds X-Request-ID by itself
+            return create_app(self._router, ..., echo_request_id=False)   # Serve adds X-Request-ID by itself
 
 Who may use /v1 is checked in `router.gate`; the key and the loopback rule of /admin here, on the peer's address, because
 Serve's proxies may listen on every interface.
@@ -23,7 +23,7 @@ import dataclasses
 import hmac
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, TypeVar
 
 from fastapi import FastAPI
@@ -31,22 +31,31 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from configs.addresses import is_loopback
-from protocol.errors import ModelNotFoundError, NotAllowedError
+from protocol.errors import AuthenticationError, InvalidRequestError, ModelNotFoundError, NotAllowedError
 from protocol.messages import Role
+from router.answer import Delta
+from router.api import answers
+from router.api import service_answers as service
 from router.api.body import Body, parse_body
 from router.api.chat import ChatBody, ChatShape
 from router.api.completions import CompletionBody, CompletionShape
 from router.api.envelope import Envelope
 from router.api.errors import install_error_handlers
+from router.api.event_ids import EventId, EventIds
 from router.api.intake import read_json_bytes
-from router.api.openapi import operation
-from router.api.respond import AnswerResponse
+from router.api.openapi import Access, DocumentedApp, Operation
+from router.api.response_object import ResponseCourse
+from router.api.response_sender import ResponseSender
+from router.api.responses import ResponsesBody, as_chat
+from router.api.resumable import Asked, is_resumable, last_event_of, refuse_resumable, stream_key
 from router.api.shapes import AnswerInfo, AnswerShape, Json
-from router.api.tools import DetokenizeBody, ScaleBody, TokenizeBody
-from router.callers import Caller
+from router.api.tools import DetokenizeBody, DrainBody, ScaleBody, TokenizeBody
+from router.choices import Said, said_before
 from router.gate import Doorkeeper, Gate, caller_of
 from router.meter import Meter
+from router.page.routes import page_routes
 from router.prepare import Generation
+from router.recorder import Recorder, new_pen
 from router.service import Router
 
 _B = TypeVar("_B", bound=Body)
@@ -54,53 +63,116 @@ _B = TypeVar("_B", bound=Body)
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def create_app(router: Router, meter: Meter, *, echo_request_id: bool = True) -> FastAPI:
+def create_app(router: Router, meter: Meter, recorder: Recorder, *, echo_request_id: bool = True) -> FastAPI:
     """The app of one started router. `echo_request_id` False leaves the x-request-id header of answers to the server.
 
     Raises ConfigError if the API keys can't be read.
     """
     # OpenAPI's own pages load scripts from other hosts, so they stay off.
-    app = FastAPI(title="Tandem", docs_url=None, redoc_url=None)
+    app = DocumentedApp(title="Tandem", docs_url=None, redoc_url=None)
     install_error_handlers(app)
     app.add_middleware(Gate, doorkeeper=Doorkeeper(router.config))
     app.add_middleware(Envelope, echo_request_id=echo_request_id)
-    endpoints = _Endpoints(router, meter)
-    routes: list[tuple[str, str, Any, type[Body] | None]] = [
-        ("POST", "/v1/chat/completions", endpoints.chat, ChatBody),
-        ("POST", "/v1/completions", endpoints.complete, CompletionBody),
-        ("GET", "/v1/models", endpoints.models, None),
-        ("GET", "/v1/models/{name:path}", endpoints.model, None),
-        ("POST", "/tokenize", endpoints.tokenize, TokenizeBody),
-        ("POST", "/detokenize", endpoints.detokenize, DetokenizeBody),
-        ("GET", "/health", endpoints.health, None),
-        ("GET", "/metrics", endpoints.metrics, None),
-        ("GET", "/admin/status", endpoints.status, None),
-        ("GET", "/admin/audit", endpoints.audit, None),
-        ("POST", "/admin/scale", endpoints.scale, ScaleBody),
-    ]
-    for method, path, endpoint, body in routes:
-        app.add_api_route(path, endpoint, methods=[method], response_model=None, openapi_extra=operation(body))
+    http = router.config.http
+    keys = {Access.CALLERS: http.keys_file is not None, Access.OPERATORS: http.admin_key is not None}
+    keyed = frozenset(access for access, needed in keys.items() if needed)
+    for method, path, endpoint, operation in _routes(_Endpoints(router, meter, recorder)):
+        described = operation.described(router.facts.name, keyed)
+        app.add_api_route(
+            path, endpoint, methods=[method], response_model=None, response_class=Response, openapi_extra=described
+        )
+    app.routes.extend(page_routes())
     return app
 
 
+def _routes(endpoints: _Endpoints) -> list[tuple[str, str, Any, Operation]]:
+    callers, operators, anybody = Access.CALLERS, Access.OPERATORS, Access.ANYBODY
+    refusal = answers.Refusal
+    return [
+        (
+            "POST",
+            "/v1/chat/completions",
+            endpoints.chat,
+            Operation(callers, answers.ChatCompletion, ChatBody, answers.ChatChunk),
+        ),
+        (
+            "POST",
+            "/v1/completions",
+            endpoints.complete,
+            Operation(callers, answers.Completion, CompletionBody, answers.CompletionChunk),
+        ),
+        (
+            "POST",
+            "/v1/responses",
+            endpoints.respond,
+            Operation(callers, answers.ResponseObject, ResponsesBody, answers.ResponseEvent),
+        ),
+        ("GET", "/v1/models", endpoints.models, Operation(callers, service.ModelList)),
+        (
+            "GET",
+            "/v1/models/{name:path}",
+            endpoints.model,
+            Operation(callers, service.ModelCard, path_names_model=True),
+        ),
+        ("POST", "/tokenize", endpoints.tokenize, Operation(callers, service.Tokens, TokenizeBody)),
+        ("POST", "/detokenize", endpoints.detokenize, Operation(callers, service.Text, DetokenizeBody)),
+        (
+            "GET",
+            "/health",
+            endpoints.health,
+            Operation(anybody, service.Healthy, unavailable=service.Unhealthy),
+        ),
+        ("GET", "/metrics", endpoints.metrics, Operation(anybody, None)),
+        ("GET", "/admin/status", endpoints.status, Operation(operators, service.Status)),
+        ("GET", "/admin/audit", endpoints.audit, Operation(operators, service.Audit)),
+        ("POST", "/admin/scale", endpoints.scale, Operation(operators, service.Scaled, ScaleBody, unavailable=refusal)),
+        (
+            "POST",
+            "/admin/drain",
+            endpoints.drain,
+            Operation(operators, service.Drained, DrainBody, unavailable=refusal),
+        ),
+    ]
+
+
 class _Endpoints:
-    def __init__(self, router: Router, meter: Meter) -> None:
+    def __init__(self, router: Router, meter: Meter, recorder: Recorder) -> None:
         self._router = router
         self._meter = meter
+        self._recorder = recorder
 
     async def chat(self, request: Request) -> Response:
+        if (seen := last_event_of(request)) is not None:
+            return await self._resume(request, seen, ChatShape)
         body, size = await self._read(request, ChatBody)
         self._check_model(request, body.model)
-        generations = await self._router.offload(size, self._router.preparer.chat, body)
+        generations = await self._router.offload(size, self._router.preparer.chat, body, caller_of(request.scope).max_context)
         info = self._info("chatcmpl", body, generations)
         return self._answer(request, generations, body, ChatShape(info), info, "messages")
 
     async def complete(self, request: Request) -> Response:
+        if (seen := last_event_of(request)) is not None:
+            return await self._resume(request, seen, CompletionShape)
         body, size = await self._read(request, CompletionBody)
         self._check_model(request, body.model)
         generations = await self._router.offload(size, self._router.preparer.completion, body)
         info = self._info("cmpl", body, generations)
         return self._answer(request, generations, body, CompletionShape(info), info, "prompt")
+
+    async def respond(self, request: Request) -> Response:
+        refuse_resumable(request, "streams of /v1/responses end with their connection")
+        body, size = await self._read(request, ResponsesBody)
+        self._check_model(request, body.model)
+        translation = await self._router.offload(size, as_chat, body)
+        with translation.undone():
+            chat = await self._router.offload(size, translation.chat)
+            generations = await self._router.offload(
+                size, self._router.preparer.chat, chat, caller_of(request.scope).max_context
+            )
+            deltas = self._deltas(request, self._of_caller(request, generations, chat, "messages"))
+        [generation] = generations
+        course = ResponseCourse(uuid.uuid4().hex, self._router.facts.name, body, len(generation.prompt_token_ids))
+        return ResponseSender(translation.undone_for(deltas), course, generation.num_dropped, stream=body.stream)
 
     async def models(self, request: Request) -> Response:
         cards = [self._model_card()] if caller_of(request.scope).may_use(self._router.facts.name) else []
@@ -152,6 +224,12 @@ class _Endpoints:
                 await self._router.scale(role, workers)
         return JSONResponse({role.value: workers for role, workers in wanted.items() if workers is not None})
 
+    async def drain(self, request: Request) -> Response:
+        self._check_operator(request)
+        body, _ = await self._read(request, DrainBody)
+        await self._router.drain(body.worker, body.restart)
+        return JSONResponse({"worker": body.worker, "restart": body.restart})
+
     def _check_model(self, request: Request, name: str | None) -> None:
         """Raise ModelNotFoundError if this is not the served model, NotAllowedError if it is not for this caller."""
         self._router.check_model(name)
@@ -172,27 +250,48 @@ class _Endpoints:
         info: AnswerInfo,
         param: str,
     ) -> Response:
-        caller = caller_of(request.scope)
-        own = [self._of_caller(caller, generation, body, param) for generation in generations]
-        state = request.scope["state"]
-        answer = self._router.answers(own, state["request_id"], state["arrival"])
-        num_prompt_tokens = sum(len(generation.prompt_token_ids) for generation in own)
-        max_tokens = sum(generation.num_choices * generation.sampling.max_tokens for generation in own)
-        return AnswerResponse(
-            self._meter.metered(caller, num_prompt_tokens, max_tokens, answer),
-            shape,
-            info.num_choices,
-            stream=body.stream,
-            include_usage=body.include_usage,
-            sparse=not body.return_token_ids and body.num_logprobs is None,
-        )
+        own = self._of_caller(request, generations, body, param)
+        deltas = self._deltas(request, own)
+        sparse = not body.return_token_ids and body.num_logprobs is None
+        asked = Asked(own, info, body.continuous_usage, sparse)
+        if not is_resumable(request):
+            return asked.response(deltas, shape, stream=body.stream)
+        if not body.stream:
+            raise InvalidRequestError("only streamed answers can be resumed; set `stream` to true", param="stream")
+        pen = new_pen(stream_key(request), asked.dump())
+        return asked.response(self._recorder.recorded(pen, deltas), shape, EventIds())
 
-    def _of_caller(self, caller: Caller, generation: Generation, body: ChatBody | CompletionBody, param: str) -> Generation:
+    async def _resume(self, request: Request, seen: EventId, shape: Callable[[AnswerInfo], AnswerShape]) -> Response:
+        """The rest of a stream: what is on record after that event, then what was not said yet."""
+        self._check_model(request, None)
+        record = await self._recorder.take_over(stream_key(request), seen.piece)
+        asked = Asked.load(record.opening)
+        rest = self._deltas(request, asked.generations, said_before(record.said, asked.info.num_choices))
+        return asked.response(self._recorder.resumed(record, rest), shape(asked.info), EventIds(seen))
+
+    def _deltas(
+        self, request: Request, generations: Sequence[Generation], said: Sequence[Said] = ()
+    ) -> AsyncGenerator[Delta, None]:
+        """The answer, or what it lacks after what was said, at the caller's cost."""
+        state = request.scope["state"]
+        answer = self._router.answers(generations, state["request_id"], state["trace"], state["arrival"], said)
+        num_prompt_tokens = 0 if said else sum(len(generation.prompt_token_ids) for generation in generations)
+        max_tokens = sum(generation.num_choices * generation.sampling.max_tokens for generation in generations)
+        max_tokens -= sum(len(each.token_ids) for each in said)
+        return self._meter.metered(caller_of(request.scope), num_prompt_tokens, max_tokens, answer)
+
+    def _of_caller(
+        self, request: Request, generations: Sequence[Generation], body: ChatBody | CompletionBody, param: str
+    ) -> tuple[Generation, ...]:
         """Within what the caller may ask for, and in its name."""
-        fitted = caller.fit(generation, body.answer_tokens, param)
-        salt, standing = caller.salted(fitted.cache_salt), caller.standing(body.priority)
-        self._router.check_room(fitted, param)
-        return dataclasses.replace(fitted, cache_salt=salt, standing=standing)
+        caller = caller_of(request.scope)
+        own = []
+        for generation in generations:
+            fitted = caller.fit(generation, body.answer_tokens, param)
+            standing = caller.standing(body.priority)
+            self._router.check_room(fitted, param)
+            own.append(dataclasses.replace(fitted, cache_salt=caller.salted(fitted.cache_salt), standing=standing))
+        return tuple(own)
 
     def _info(self, prefix: str, body: ChatBody | CompletionBody, generations: Sequence[Generation]) -> AnswerInfo:
         return AnswerInfo(
@@ -205,12 +304,14 @@ class _Endpoints:
             logprobs=body.num_logprobs is not None,
             return_token_ids=body.return_token_ids,
             include_usage=body.include_usage,
+            include_times=body.include_times,
         )
 
     def _tokens(self, body: TokenizeBody) -> list[int]:
         preparer = self._router.preparer
         if body.messages is not None:
-            return preparer.chat_tokens(body.messages, add_generation_prompt=body.add_generation_prompt)
+            tools = [tool.for_template() for tool in body.tools]
+            return preparer.chat_tokens(body.messages, tools, add_generation_prompt=body.add_generation_prompt)
         assert body.prompt is not None
         return preparer.text_tokens(body.prompt, add_special_tokens=body.add_special_tokens)
 
@@ -224,13 +325,14 @@ class _Endpoints:
         }
 
     def _check_operator(self, request: Request) -> None:
-        """Raise NotAllowedError unless the caller has the operator's key or, where there is none, all is on loopback."""
+        """Raise AuthenticationError unless the caller has the operator's key, or NotAllowedError if there is no such key and
+        not all is on loopback."""
         http = self._router.config.http
         if http.admin_key is not None:
             scheme, _, given = request.headers.get("authorization", "").partition(" ")
             # Headers arrive as latin-1; the key may hold any character.
             right = hmac.compare_digest(given.encode("latin-1"), http.admin_key.encode())
             if scheme.lower() != "bearer" or not right:
-                raise NotAllowedError("this needs the operator's key: send `Authorization: Bearer <http.admin_key>`")
+                raise AuthenticationError("this needs the operator's key: send `Authorization: Bearer <http.admin_key>`")
         elif not (is_loopback(http.host) and request.client is not None and is_loopback(request.client.host)):
             raise NotAllowedError("without http.admin_key this is only served on loopback addresses; set a key to use it here")

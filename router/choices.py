@@ -11,13 +11,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Container, Sequence
+from collections.abc import AsyncGenerator, Container, Iterable, Sequence
+from dataclasses import dataclass
 
 from protocol.sampling import PromptLogprobs
 from router.answer import Delta
 
 _AT_ONCE = 32
 """So many choices of a request are at the workers at the same time; the others follow as these end."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a stream that is resumed has said of a choice."""
+
+    token_ids: tuple[int, ...] = ()
+    ended: bool = False
+
+
+def said_before(deltas: Iterable[Delta], num_choices: int) -> list[Said]:
+    """Of each choice, by these pieces."""
+    token_ids: list[list[int]] = [[] for _ in range(num_choices)]
+    ended: set[int] = set()
+    for delta in deltas:
+        token_ids[delta.index] += delta.token_ids
+        if delta.finish_reason is not None:
+            ended.add(delta.index)
+    return [Said(tuple(ids), index in ended) for index, ids in enumerate(token_ids)]
 
 
 class _Others(Container[str]):

@@ -18,3 +18,7 @@ class ControllerClient(Protocol):
     async def scale(self, role: Role, workers: int) -> None:
         """Ask for this many workers; returns once it is accepted. Raises InvalidRequestError if it can't be."""
         ...
+
+    async def drain(self, worker_id: str, restart: bool) -> None:
+        """Ask that this worker gives its work away and then ends, or starts anew; likewise."""
+        ...

@@ -2,7 +2,8 @@
 
 The caller is in `scope["state"]`. With keys: Bearer authentication. Without: whoever comes over loopback to a cluster that
 listens there alone, or everybody where the configuration says so. This is checked here, on the peer's address, because Serve's
-proxies may listen on every interface. Open to all are the paths of `_OPEN`; /admin has a key of its own (router/app.py).
+proxies may listen on every interface. Open to all are the chat page and the other paths of `_OPEN`; /admin has a key of its own
+(router/app.py).
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from router.api.envelope import AsgiApp, Receive, Scope, Send
 from router.api.errors import error_response
 from router.callers import Caller, anonymous
 from router.keyring import Keyring
+from router.page.routes import PAGE_FILES
 
-_OPEN = ("/", "/health", "/metrics", "/openapi.json")
+_OPEN = frozenset(("/health", "/metrics", "/openapi.json", *PAGE_FILES))
 _OPERATORS = "/admin/"
 _CALLER = "caller"
 
@@ -53,10 +55,7 @@ class Gate:
             try:
                 scope["state"][_CALLER] = self._doorkeeper.caller(scope)
             except TandemError as error:
-                response = error_response(error)
-                if isinstance(error, AuthenticationError):
-                    response.headers["www-authenticate"] = "Bearer"
-                await response(scope, receive, send)
+                await error_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from protocol.sampling import FinishReason, PromptLogprobs, SamplingParams, TokenLogprobs
+from protocol.trace import TraceContext, new_trace
 from router.fair_queue import ANYBODY, Standing
+
+
+class Arrival(NamedTuple):
+    """Of what one step added to a stream."""
+
+    at: float
+    """When it came, on `time.monotonic`."""
+    step_s: float
+    """How long the step took."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +30,8 @@ class Tokens:
     """With the first token of an answer: how many of the prompt's tokens prefill did not have to compute."""
     prompt_logprobs: PromptLogprobs | None = None
     """Likewise: of the prompt's tokens, if they were asked for."""
+    arrivals: tuple[Arrival, ...] = ()
+    """One for each step of decode that these tokens are from."""
 
 
 @dataclass
@@ -31,6 +44,8 @@ class Journal:
     """Whoever goes on with the choice elsewhere may share KV with the same requests only."""
     standing: Standing = ANYBODY
     """Decides about its place in line."""
+    trace: TraceContext = field(default_factory=new_trace)
+    """Of the request; for log lines, here and at the workers."""
     emitted: list[int] = field(default_factory=list)
 
     def record(self, tokens: Tokens) -> Tokens:

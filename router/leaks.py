@@ -1,7 +1,8 @@
 """What is held somewhere in the cluster though nobody needs it: the books of all workers against each other. Pure.
 
-A block belongs to a ticket or a prompt; a prompt works for a ticket; a ticket waits for its prompt or is attached, and belongs
-to a router that still wants it. `find_leaks` names every place where this chain is broken, each once.
+A block belongs to a ticket or a prompt; a prompt works for a ticket; a ticket waits for its prompt, or for a stream that
+migrates, or is attached, and belongs to a router that still wants it. `find_leaks` names every place where this chain is
+broken, each once.
 
 The books of different workers are not taken at one instant, and messages are under way between them. So what one comparison
 finds may be a request on the move; `router.audit` counts only what several in a row find (`Leak.key` tells).
@@ -71,6 +72,7 @@ def _leaks_of(worker: Audited, workers: Sequence[Audited], lease_s: float, patie
     found = _block_leaks(worker, books)
     if isinstance(books, DecodeBooks):
         yield from _ticket_leaks(worker, books, _expected_transfers(workers), lease_s)
+        yield from _send_leaks(worker, books, workers)
     else:
         yield from _prompt_leaks(worker, books, workers)
     yield from found
@@ -125,24 +127,34 @@ def _why_not(
     if row.owner is Owner.ASKER and row.ticket_id not in worker.claims:
         return "claim", "belongs to this router, which has no request for it"
     waits = row.state in (TicketState.RESERVED, TicketState.RECEIVING)
-    if waits and transfers is not None and (worker.life, row.ticket_id) not in transfers:
-        return "transfer", "waits for KV that no prefill worker has a prompt for"
+    if waits and not row.computes_here and transfers is not None and (worker.life, row.ticket_id) not in transfers:
+        return "transfer", "waits for KV that no worker has a prompt or a stream for"
     return None
 
 
 def _expected_transfers(workers: Sequence[Audited]) -> Collection[tuple[Life, int]] | None:
-    """Tickets for which there are prompts; None if a prefill worker may have more of them than we know."""
+    """Tickets for which there are prompts, or streams that migrate; None if there may be more of them than we know."""
     found: set[tuple[Life, int]] = set()
     for worker in workers:
-        if worker.books is None and worker.ref.role is Role.PREFILL:
+        if worker.books is None:
             return None
-        if isinstance(worker.books, PrefillBooks):
-            found |= {((row.decode_id, row.decode_epoch), row.ticket_id) for row in worker.books.prompts}
+        rows = worker.books.prompts if isinstance(worker.books, PrefillBooks) else worker.books.sends
+        found |= {((row.decode_id, row.decode_epoch), row.ticket_id) for row in rows}
     return found
 
 
+def _send_leaks(worker: Audited, books: DecodeBooks, workers: Sequence[Audited]) -> Iterator[Leak]:
+    """Streams that are handed over to nobody."""
+    transfers = _transfers_by_life(workers)
+    for row in books.sends:
+        ticket = f"ticket {row.ticket_id} of {row.decode_id} (epoch {row.decode_epoch})"
+        known = transfers.get((row.decode_id, row.decode_epoch), ())
+        if known is not None and (row.ticket_id, row.transfer_id) not in known:
+            yield _leak("send", worker, f"hands a stream over for {ticket}, which is not there", ticket)
+
+
 def _prompt_leaks(worker: Audited, books: PrefillBooks, workers: Sequence[Audited]) -> Iterator[Leak]:
-    transfers = {other.life: _transfers(other.books) for other in workers if other.ref.role is Role.DECODE}
+    transfers = _transfers_by_life(workers)
     pushes = {(pair.decode_id, pair.decode_epoch): pair.pushes_in_flight for pair in books.pairs}
     for row in books.prompts:
         life = (row.decode_id, row.decode_epoch)
@@ -160,6 +172,10 @@ def _prompt_leaks(worker: Audited, books: PrefillBooks, workers: Sequence[Audite
         if count and (decode_id, epoch) not in wanted:
             subject = f"pushes to {decode_id} (epoch {epoch})"
             yield _leak("pushes", worker, f"has {count} {subject} under way, but no prompt for it", subject)
+
+
+def _transfers_by_life(workers: Sequence[Audited]) -> dict[Life, Collection[tuple[int, int]] | None]:
+    return {worker.life: _transfers(worker.books) for worker in workers if worker.ref.role is Role.DECODE}
 
 
 def _transfers(books: DecodeBooks | PrefillBooks | None) -> Collection[tuple[int, int]] | None:

@@ -5,7 +5,8 @@ IN LINE ──► AT THE FRONT ──► out      one at a time is at the front;
    └─────────────┘ it found none: before it looks again, whoever goes first by then has the front
 
 Who goes first is `router.fair_queue`'s to say. So a big request is not passed by small ones of the same tenant. Whoever could
-not come to the front in time, at the pace at which the line moves, is refused at once.
+not come to the front in time, at the pace at which the line moves, is refused at once. `LineRules` are this without tasks
+and clock, for the simulator too.
 """
 
 from __future__ import annotations
@@ -47,6 +48,83 @@ class Pace:
         self._last = now if others_wait else None
 
 
+class LineRules:
+    """Who is in line, who is at the front and who is refused: pure, with every time given (`now`, as in FairQueue)."""
+
+    def __init__(self, limit: int, ageing_s: float) -> None:
+        self.front: Entry | None = None
+        self._limit = limit
+        self._queue = FairQueue(ageing_s)
+        self._pace = Pace()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def enter(self, standing: Standing | None, cost: float, patience_s: float, now: float) -> tuple[Entry, Entry | None]:
+        """The newcomer's entry, and another's that has to make room for it. None is a resumed stream, which is never refused.
+
+        Raises OverloadedError if the line is too long, or too slow for `patience_s`.
+        """
+        leaving = None
+        if standing is not None:
+            self._check_pace(standing, patience_s)
+            leaving = self._make_room(standing)
+        return self._queue.add(standing, cost, now), leaving
+
+    def call(self, now: float) -> Entry | None:
+        """Who comes to the front just now; None if somebody is there, or nobody waits."""
+        if self.front is not None:
+            return None
+        self.front = self._queue.first(now)
+        return self.front
+
+    def step_back(self, entry: Entry) -> bool:
+        """It found no room; by the next `call` somebody else may be first. False if it was not at the front."""
+        if self.front is not entry:
+            return False
+        self.front = None
+        return True
+
+    def leave(self, entry: Entry, now: float, *, served: bool) -> None:
+        """It found room, or gives up."""
+        if served:
+            self._queue.serve(entry, now)
+            self._pace.served(now, len(self._queue) > 0)
+        else:
+            self._queue.leave(entry)
+        self.step_back(entry)
+
+    def retry_after_s(self, standing: Standing) -> float:
+        """When a newcomer would come to the front, from the pace at which the line moved lately: 1 to 60 s."""
+        gap_s = 1.0 if self._pace.gap_s is None else self._pace.gap_s
+        return min(max(1.0, self._queue.num_before(standing) * gap_s), _LONGEST_RETRY_S)
+
+    def full_error(self, standing: Standing) -> OverloadedError:
+        return OverloadedError(
+            f"{len(self)} requests are waiting already; try again later", retry_after_s=self.retry_after_s(standing)
+        )
+
+    def _check_pace(self, standing: Standing, patience_s: float) -> None:
+        gap_s = self._pace.gap_s
+        if gap_s is not None and (wait_s := self._queue.num_before(standing) * gap_s) > patience_s:
+            raise OverloadedError(
+                f"as requests are served now this one would wait for {wait_s:.0f} s, longer than the {patience_s:.3g} s that "
+                "it may; try again later",
+                retry_after_s=self.retry_after_s(standing),
+            )
+
+    def _make_room(self, standing: Standing) -> Entry | None:
+        """Raise OverloadedError if the line is full and no tenant waits for more than its share, by whose request it could go.
+        Who is at the front stays."""
+        if len(self) < self._limit:
+            return None
+        leaving = self._queue.who_leaves_for(standing)
+        if leaving is None or leaving is self.front:
+            raise self.full_error(standing)
+        self._queue.leave(leaving)
+        return leaving
+
+
 class Place:
     """One request's place; made and left by `WaitingLine.place`."""
 
@@ -72,19 +150,15 @@ class WaitingLine:
     """At most `limit` requests, resumed streams apart. What waits gains a level of priority every `ageing_s`."""
 
     def __init__(self, limit: int, ageing_s: float) -> None:
-        self._limit = limit
-        self._queue = FairQueue(ageing_s)
+        self._rules = LineRules(limit, ageing_s)
         self._places: dict[Entry, Place] = {}
-        self._front: Place | None = None
-        self._pace = Pace()
 
     def __len__(self) -> int:
         return len(self._places)
 
     def retry_after_s(self, standing: Standing) -> float:
-        """When a newcomer would come to the front, from the pace at which the line moved lately: 1 to 60 s."""
-        gap_s = 1.0 if self._pace.gap_s is None else self._pace.gap_s
-        return min(max(1.0, self._queue.num_before(standing) * gap_s), _LONGEST_RETRY_S)
+        """As in LineRules."""
+        return self._rules.retry_after_s(standing)
 
     @contextmanager
     def place(self, standing: Standing, cost: float, deadline: float, *, ahead: bool = False) -> Iterator[Place]:
@@ -93,10 +167,11 @@ class WaitingLine:
         `deadline` is the loop's time. Raises OverloadedError at once if the line is too long.
         """
         now = asyncio.get_running_loop().time()
-        if not ahead:
-            self._check_pace(standing, deadline - now)
-            self._make_room(standing)
-        entry = self._queue.add(None if ahead else standing, cost, now)
+        entry, leaving = self._rules.enter(None if ahead else standing, cost, deadline - now, now)
+        if leaving is not None:
+            called = self._places.pop(leaving).called
+            if not called.done():  # it is giving up itself
+                called.set_exception(self._rules.full_error(standing))
         place = self._places[entry] = Place(self, entry, deadline)
         try:
             yield place
@@ -105,50 +180,19 @@ class WaitingLine:
 
     def step_back(self, place: Place) -> None:
         """Let `place` be at the front no longer, unless it is still the first."""
-        if self._front is place:
-            self._front = None
+        if self._rules.step_back(place.entry):
             place.called = asyncio.get_running_loop().create_future()
         self._call_first()
 
     def _leave(self, place: Place) -> None:
         if self._places.pop(place.entry, None) is None:
             return  # it had to make room
-        now = asyncio.get_running_loop().time()
-        if place.served:
-            self._queue.serve(place.entry, now)
-            self._pace.served(now, bool(self._places))
-        else:
-            self._queue.leave(place.entry)
-        if self._front is place:
-            self._front = None
+        self._rules.leave(place.entry, asyncio.get_running_loop().time(), served=place.served)
         self._call_first()
 
     def _call_first(self) -> None:
-        if self._front is None:
-            entry = self._queue.first(asyncio.get_running_loop().time())
-            if entry is not None:
-                self._front = self._places[entry]
-                if not self._front.called.done():
-                    self._front.called.set_result(None)
-
-    def _check_pace(self, standing: Standing, patience_s: float) -> None:
-        gap_s = self._pace.gap_s
-        if gap_s is not None and (wait_s := self._queue.num_before(standing) * gap_s) > patience_s:
-            raise OverloadedError(
-                f"as requests are served now this one would wait for {wait_s:.0f} s, longer than the {patience_s:.3g} s that "
-                "it may; try again later",
-                retry_after_s=self.retry_after_s(standing),
-            )
-
-    def _make_room(self, standing: Standing) -> None:
-        """Raise OverloadedError if the line is full, here or in the request of a tenant that waits for more than its share."""
-        if len(self._places) < self._limit:
-            return
-        leaving = self._queue.who_leaves_for(standing)
-        full = OverloadedError(
-            f"{len(self._places)} requests are waiting already; try again later", retry_after_s=self.retry_after_s(standing)
-        )
-        if leaving is None or self._places[leaving].called.done():
-            raise full
-        self._queue.leave(leaving)
-        self._places.pop(leaving).called.set_exception(full)
+        entry = self._rules.call(asyncio.get_running_loop().time())
+        if entry is not None:
+            called = self._places[entry].called
+            if not called.done():
+                called.set_result(None)

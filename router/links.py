@@ -26,6 +26,8 @@ from protocol.messages import (
     Cancel,
     FirstToken,
     LoadReport,
+    Migrate,
+    Migrated,
     Ping,
     Prefill,
     Release,
@@ -37,7 +39,9 @@ from protocol.messages import (
     WorkerRef,
 )
 from protocol.sampling import SamplingParams
+from protocol.trace import TraceContext
 from protocol.wire import WireClient
+from router.journal import Arrival
 from router.policy import Book, WorkerLoad
 from router.streams import TokenStream
 
@@ -49,19 +53,35 @@ _LONGEST_PREFILL_S = 3600.0
 _STALL_LEASES = 6
 """So long may a worker that reports, but makes no step, keep what waits for it: a step may be long, but not this long."""
 
+_MIGRATION_LEASES = 6
+"""So long may a stream wait for its turn and be sent: each of its pushes has a lease."""
+
 _Answer = TypeVar("_Answer")
 
 
 class WorkerLink:
     """The router's side of one connection. `run` owns the client and must be awaited; the rest is only for meanwhile."""
 
-    def __init__(self, ref: WorkerRef, client: WireClient, limits: LimitsConfig, on_report: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        ref: WorkerRef,
+        client: WireClient,
+        limits: LimitsConfig,
+        on_load: Callable[[], None],
+        on_report: Callable[[], None],
+    ) -> None:
+        """`on_load` is called when anything that is known of the worker's load changes, and when the link is lost;
+        `on_report` when a report has arrived."""
         self.ref = ref
-        self.book = Book()
+        self.book = Book(on_change=on_load)
+        """Of claims: in prompt tokens at a prefill worker, in KV blocks at a decode worker."""
+        self.prompts = self.book if ref.role is Role.PREFILL else Book(on_change=on_load)
+        """Of prompts that are computed there, in tokens."""
         self.report: LoadReport | None = None
         self.retired = False
         """The worker is no longer part of the cluster: the link ends with its last request."""
         self._limits = limits
+        self._on_load = on_load
         self._on_report = on_report
         self._caller = Caller(client, self._on_message)
         self._streams: dict[int, TokenStream] = {}
@@ -71,6 +91,8 @@ class WorkerLink:
         self._reported_at = 0.0
         self.gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done, with the reason, when the link is lost."""
+        self.died = False
+        """It is lost because the connection broke, as it does when the worker's process ends."""
 
     async def run(self) -> str:
         """Serve until the link is lost, and say why it was. Cancelling it closes the link."""
@@ -79,7 +101,7 @@ class WorkerLink:
         try:
             ends: list[asyncio.Future[Any]] = [reading, beating, self.gone]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            self._lose("the connection broke")
+            self._lose_broken()
         finally:
             self._lose("the link was closed")
             reading.cancel()
@@ -97,6 +119,14 @@ class WorkerLink:
     def load(self) -> WorkerLoad:
         return WorkerLoad(self.ref.worker_id, self.report, self.book)
 
+    def prompt_load(self) -> WorkerLoad:
+        """As one that computes prompts."""
+        return WorkerLoad(self.ref.worker_id, self.report, self.prompts)
+
+    @property
+    def life(self) -> tuple[str, int]:
+        return (self.ref.worker_id, self.ref.epoch)
+
     @property
     def fresh(self) -> bool:
         """A load report arrived within the lease."""
@@ -108,13 +138,20 @@ class WorkerLink:
         return self.report is not None and self.report.step_age_s > self._limits.lease_s
 
     async def reserve(
-        self, request_id: str, token_ids: tuple[int, ...], max_tokens: int, cache_salt: str, patience_s: float
+        self,
+        request_id: str,
+        token_ids: tuple[int, ...],
+        max_tokens: int,
+        cache_salt: str,
+        trace: TraceContext,
+        own_tokens: int,
+        patience_s: float,
     ) -> Ticket:
-        """Ask a decode worker for blocks. The caller releases the ticket.
+        """Ask a decode worker for blocks (`protocol.messages.Reserve`). The caller releases the ticket.
 
         Raises OverloadedError when it is full, UnavailableError when it didn't answer within `patience_s`, WorkerLostError.
         """
-        asking = asyncio.ensure_future(self._ask_for_ticket(request_id, token_ids, max_tokens, cache_salt))
+        asking = asyncio.ensure_future(self._ask_for_ticket(request_id, token_ids, max_tokens, cache_salt, trace, own_tokens))
         try:
             async with asyncio.timeout(patience_s):
                 return await asyncio.shield(asking)
@@ -132,15 +169,43 @@ class WorkerLink:
             stream.fail(self.lost_error())
         return stream
 
-    async def attach(self, ticket_id: int, first_token: int, sampling: SamplingParams, num_generated: int) -> None:
-        """Let a ticket's sequence join the batch; waits for the commit. Raises KvTransferError, WorkerLostError."""
-        answer = await self._caller.ask(
+    def adopt_stream(self, ticket_id: int, stream: TokenStream) -> None:
+        """This ticket's tokens go on with what another worker has begun."""
+        self._streams[ticket_id] = stream
+        if self.gone.done():
+            stream.fail(self.lost_error())
+
+    async def migrate(self, ticket_id: int, target: Ticket) -> Migrated:
+        """Have a decode worker hand a stream over to another; returns when all its tokens are here and its KV is there.
+
+        Raises the worker's refusal: then it goes on with the stream. WorkerLostError, or UnavailableError if it didn't answer:
+        then the stream has failed, for nobody knows where it is.
+        """
+        deadline_s = _MIGRATION_LEASES * self._limits.lease_s
+        try:
+            async with asyncio.timeout(deadline_s):
+                answer = await self._ask(lambda call_id: Migrate(call_id, ticket_id, target), 2 * deadline_s)
+        except TimeoutError:
+            error = UnavailableError(f"{self.ref.worker_id} did not hand the stream over within {deadline_s:g} s")
+            if ticket_id in self._streams:
+                self._streams[ticket_id].fail(error)
+            raise error from None
+        return self._expect(answer, Migrated)
+
+    async def attach(self, ticket_id: int, first_token: int | None, sampling: SamplingParams, num_generated: int) -> float:
+        """Let a ticket's sequence join the batch; waits for the commit, and says how long the worker did, in seconds. Without a
+        first token the worker computes the prompt.
+
+        Raises KvTransferError, WorkerLostError.
+        """
+        answer = await self._ask(
             lambda call_id: Attach(call_id, ticket_id, first_token, sampling, num_generated), 3 * self._limits.lease_s
         )
-        self._expect(answer, Attached)
+        waited_s = self._expect(answer, Attached).waited_s
         self._progress_at = time.monotonic()
         if ticket_id in self._streams:
             self._streams[ticket_id].attached = True
+        return waited_s
 
     def release(self, ticket_id: int) -> None:
         """Give a ticket back; idempotent, also when the worker is gone."""
@@ -155,6 +220,7 @@ class WorkerLink:
         num_generated: int,
         sampling: SamplingParams,
         cache_salt: str,
+        trace: TraceContext,
     ) -> FirstToken:
         """Compute a prompt at a prefill worker and have its KV pushed to the ticket. Whoever gives up calls `cancel`.
 
@@ -164,8 +230,8 @@ class WorkerLink:
             self._progress_at = time.monotonic()
         self._num_prefills += 1
         try:
-            answer = await self._caller.ask(
-                lambda call_id: Prefill(call_id, request_id, ticket, token_ids, num_generated, sampling, cache_salt),
+            answer = await self._ask(
+                lambda call_id: Prefill(call_id, request_id, ticket, token_ids, num_generated, sampling, cache_salt, trace),
                 _LONGEST_PREFILL_S,
             )
             return self._expect(answer, FirstToken)
@@ -179,7 +245,7 @@ class WorkerLink:
 
     async def audit(self, patience_s: float) -> DecodeBooks | PrefillBooks:
         """The worker's books. Raises UnavailableError when it does not answer in time, WorkerLostError, ProtocolError."""
-        answer = await self._caller.ask(Audit, patience_s)
+        answer = await self._ask(Audit, patience_s)
         if self.ref.role is Role.DECODE:
             return self._expect(answer, DecodeBooks)
         return self._expect(answer, PrefillBooks)
@@ -209,10 +275,11 @@ class WorkerLink:
         now = self._heard_at = time.monotonic()
         if isinstance(message, TokenFrame):
             self._progress_at = now
+            arrival = Arrival(now, message.step_s)
             for output in message.outputs:
                 stream = self._streams.get(output.ticket_id)
                 if stream is not None:
-                    stream.put(output)
+                    stream.put(output, arrival)
         elif isinstance(message, LoadReport):
             self._on_load_report(message, now)
         else:
@@ -227,6 +294,7 @@ class WorkerLink:
         self.report = report
         self._reported_at = now
         self.book.reported()
+        self.prompts.reported()
         self._on_report()
 
     def _tell(self, message: Any) -> None:
@@ -234,12 +302,28 @@ class WorkerLink:
             return
         try:
             self._caller.send(message)
-        except WorkerLostError as error:
-            self._lose(error.message)
+        except WorkerLostError:
+            self._lose_broken()
+
+    async def _ask(self, build: Callable[[int], Any], deadline_s: float) -> Any:
+        """As `Caller.ask`, but when it raises because the connection is lost then so is the link already."""
+        try:
+            return await self._caller.ask(build, deadline_s)
+        except WorkerLostError:
+            if not self._caller.lost:
+                raise  # the worker says it of another one
+            self._lose_broken()
+            raise self.lost_error() from None
 
     def _lose(self, reason: str) -> None:
         if not self.gone.done():
             self.gone.set_result(reason)
+            self._on_load()
+
+    def _lose_broken(self) -> None:
+        if not self.gone.done():
+            self.died = True
+            self._lose("the connection broke")
 
     def lost_error(self) -> WorkerLostError:
         """What befell everything on this link. Only once `gone` is done."""
@@ -250,13 +334,22 @@ class WorkerLink:
             raise ProtocolError(f"{self.ref.worker_id} answered with {type(answer).__name__} where {kind.__name__} was due")
         return answer
 
-    async def _ask_for_ticket(self, request_id: str, token_ids: tuple[int, ...], max_tokens: int, cache_salt: str) -> Ticket:
+    async def _ask_for_ticket(
+        self,
+        request_id: str,
+        token_ids: tuple[int, ...],
+        max_tokens: int,
+        cache_salt: str,
+        trace: TraceContext,
+        own_tokens: int,
+    ) -> Ticket:
         """A worker that doesn't answer within a lease is lost: our heartbeats would keep a ticket that we never heard of."""
         lease_s = self._limits.lease_s
         try:
             async with asyncio.timeout(lease_s):
-                answer = await self._caller.ask(
-                    lambda call_id: Reserve(call_id, request_id, token_ids, max_tokens, cache_salt), 2 * lease_s
+                answer = await self._ask(
+                    lambda call_id: Reserve(call_id, request_id, token_ids, max_tokens, cache_salt, trace, own_tokens),
+                    2 * lease_s,
                 )
         except TimeoutError:
             self._lose(f"it did not answer within {lease_s:g} s")

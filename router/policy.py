@@ -1,17 +1,14 @@
-"""Which pair of workers takes a request: pure functions over what is known, least loaded first.
+"""What a router knows of its workers' loads, and which stream should move. Pure; `router.ranking` chooses from it.
 
 What is known of a worker is its latest load report and what this router did since. A report says nothing of requests that
 are still on their way to the worker, so a burst between two reports would all go to the same one; the `Book` of each
 link counts them until the next report includes them.
-
-Ties go to the worker with the fewest requests of this router in flight, then to the one that got the fewest so far, then by
-id: the same inputs give the same choice, and idle workers take turns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 from protocol.messages import LoadReport
 
@@ -19,6 +16,10 @@ from protocol.messages import LoadReport
 def blocks_for(num_tokens: int, block_size: int) -> int:
     """KV blocks that hold this many tokens."""
     return -(-num_tokens // block_size)
+
+
+def _nobody() -> None:
+    """Is not told."""
 
 
 @dataclass
@@ -34,12 +35,14 @@ class Book:
     """Requests given, ever."""
     refused_size: int | None = None
     """The smallest size that the worker refused since its latest report."""
+    on_change: Callable[[], None] = field(default=_nobody, repr=False, compare=False)
 
     def give(self, size: int) -> None:
         self.in_flight += 1
         self.in_flight_size += size
         self.unreported_size += size
         self.given += 1
+        self.on_change()
 
     def done(self, size: int) -> None:
         """The request has left the worker. What freed is seen with the next report and not before."""
@@ -47,15 +50,18 @@ class Book:
         self.in_flight_size -= size
         assert self.in_flight >= 0
         assert self.in_flight_size >= 0
+        self.on_change()
 
     def refuse(self, size: int) -> None:
         """The worker said that it has no room for this much."""
         self.refused_size = size if self.refused_size is None else min(self.refused_size, size)
+        self.on_change()
 
     def reported(self) -> None:
         """A fresh report arrived."""
         self.unreported_size = 0
         self.refused_size = None
+        self.on_change()
 
 
 @dataclass(frozen=True)
@@ -67,14 +73,16 @@ class WorkerLoad:
     book: Book
 
     @property
-    def _turn(self) -> tuple[int, int, str]:
-        return (self.book.in_flight, self.book.given, self.worker_id)
-
-    @property
     def queued_tokens(self) -> int:
         """Prompt tokens ahead of a new request: at least what this router itself is still waiting for."""
         reported = self.report.queued_tokens if self.report else 0
         return max(reported + self.book.unreported_size, self.book.in_flight_size)
+
+    def takes_prompt(self, num_tokens: int, window_tokens: int) -> bool:
+        """Whether a prompt of this length may go there now: what is queued there is out of this router's hands, and goes before
+        whoever comes next and is due. One prompt of any length is always let through."""
+        ahead = self.book.in_flight_size
+        return self.book.refused_size is None and (not ahead or ahead + num_tokens <= window_tokens)
 
     @property
     def reservable_blocks(self) -> int | None:
@@ -85,32 +93,42 @@ class WorkerLoad:
         return self.book.refused_size - 1 if free is None else min(free, self.book.refused_size - 1)
 
 
-def prefill_order(loads: Iterable[WorkerLoad], num_tokens: int, window_tokens: int, avoid: Container[str] = ()) -> list[str]:
-    """Ids of the workers that may get a prompt, the one with the least prompt tokens ahead first; those in `avoid` come last.
-
-    Left out are workers that refused a request since their last report (queue full), and those for which this router would
-    have more than `window_tokens` to wait for: what is queued there is out of its hands, and would go before whoever comes
-    next and is due. One prompt of any length is always let through.
-    """
-    open_loads = []
-    for load in loads:
-        ahead = load.book.in_flight_size
-        if load.book.refused_size is None and (not ahead or ahead + num_tokens <= window_tokens):
-            open_loads.append(load)
-    open_loads.sort(key=lambda load: (load.worker_id in avoid, load.queued_tokens, load._turn))
-    return [load.worker_id for load in open_loads]
+_FULL = 0.9
+_IDLE = 0.5
+_FILL_TO = 0.7
+"""A worker that is `_FULL` gives streams to one that is at most `_IDLE`, which they fill to `_FILL_TO` at most: what was given
+does not come back before a fifth of that worker's room was filled from elsewhere."""
 
 
-def decode_order(loads: Iterable[WorkerLoad], need_blocks: int, avoid: Container[str] = ()) -> list[str]:
-    """Ids of the workers that may have `need_blocks` to give, the one with the most room first; those in `avoid` come last.
+@dataclass(frozen=True)
+class Shift:
+    """One stream of `source`, of up to `max_blocks` KV blocks, may go to `target`."""
 
-    A worker of which nothing is known yet may have room, but goes after those that are known to.
-    """
-    found = []
-    for load in loads:
-        free = load.reservable_blocks
-        if free is None:
-            found.append(((load.worker_id in avoid, 1, 0, load._turn), load.worker_id))
-        elif free >= need_blocks:
-            found.append(((load.worker_id in avoid, 0, -free, load._turn), load.worker_id))
-    return [worker_id for _, worker_id in sorted(found)]
+    source: str
+    target: str
+    max_blocks: int
+
+
+def rebalancing(loads: Iterable[WorkerLoad], max_batch_size: int) -> Shift | None:
+    """From the fullest decode worker to the emptiest one, if they differ enough; by blocks or by rows of a step, whichever is
+    scarcer. One stream moves at a time, and the next decision waits until reports show it."""
+    known = [(_fullness(load.report, load.book, max_batch_size), load.worker_id, load) for load in loads if load.report]
+    if len(known) < 2:
+        return None
+    (idlest, _, target), (fullest, _, source) = min(known, key=_by_fullness), max(known, key=_by_fullness)
+    if fullest < _FULL or idlest > _IDLE or target.report is None:
+        return None
+    used = target.report.total_blocks - target.report.free_blocks + target.book.unreported_size
+    max_blocks = int(_FILL_TO * target.report.total_blocks) - used
+    if max_blocks < 1 or target.report.running + target.report.waiting + 1 > _FILL_TO * max_batch_size:
+        return None
+    return Shift(source.worker_id, target.worker_id, max_blocks)
+
+
+def _by_fullness(known: tuple[float, str, WorkerLoad]) -> tuple[float, str]:
+    return known[:2]
+
+
+def _fullness(report: LoadReport, book: Book, max_batch_size: int) -> float:
+    used = report.total_blocks - report.free_blocks + book.unreported_size
+    return max(used / report.total_blocks, (report.running + report.waiting) / max_batch_size)

@@ -6,18 +6,26 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from configs.facts import ModelFacts
+from configs.facts import Model
 from protocol.errors import ContextLengthError, InvalidRequestError
 from protocol.sampling import MAX_PROMPT_LOGPROBS, SamplingParams, TokenBias
-from router.api.chat import ChatBody, ChatMessage
+from router.answer_form import AnswerForm, chat_form, json_form
+from router.api.chat import ChatBody
 from router.api.completions import CompletionBody
 from router.api.fields import MAX_SEED
+from router.api.messages import ChatMessage
 from router.echo import Echo
 from router.fair_queue import ANYBODY, Standing
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer
+from router.text.tool_format import Tool, ToolFormat, tool_format
+from router.truncation import Truncated, truncated
 
 _MAX_ID_DIGITS = 10
+
+_TRUNCATED_ROOM = 1024
+_TRUNCATED_SHARE = 8
+"""A chat is truncated until an answer of 1,024 tokens fits, or of an eighth of the context, if max_tokens does not say more."""
 
 
 @dataclass(frozen=True)
@@ -34,21 +42,54 @@ class Generation:
     """The prompt, if it is to be said before the answer."""
     standing: Standing = ANYBODY
     """Decides about its place in line."""
+    tool_format: ToolFormat | None = None
+    """How calls of tools are written, if the answer may have any."""
+    num_dropped: int | None = None
+    """Messages that were left out of the chat; None unless the client allowed it."""
 
 
 class Preparer:
     """Knows the model's text side and limits. `max_model_len` is prompt and answer together."""
 
-    def __init__(self, facts: ModelFacts, tokenizer: Tokenizer, template: ChatTemplate, max_model_len: int) -> None:
-        self._facts = facts
+    def __init__(self, model: Model, tokenizer: Tokenizer, max_model_len: int) -> None:
+        """Raises ConfigError for a chat template that is not valid."""
+        self._facts = model.facts
         self._tokenizer = tokenizer
-        self._template = template
+        self._template = ChatTemplate(model.tokenizer.chat_template, model.tokenizer)
+        self._tool_format = tool_format(model.tokenizer.chat_template)
         self._max_model_len = max_model_len
 
-    def chat(self, body: ChatBody) -> list[Generation]:
-        """One. Raises InvalidRequestError, and ContextLengthError when prompt and answer are too long."""
+    def chat(self, body: ChatBody, max_context: int | None = None) -> list[Generation]:
+        """One. `max_context`: what the caller's prompt and answer may have, if that is less than the model's context.
+
+        Raises InvalidRequestError, and ContextLengthError when prompt and answer are too long.
+        """
         body.check_together()
-        return [self._generation(body, self.chat_tokens(body.messages), "messages", body.answer_tokens)]
+        form = chat_form(body, self._tool_format)
+        chat = self._chat_prompt(body, form.tools, max_context)
+        generation = self._generation(body, chat.token_ids, "messages", body.answer_tokens, form)
+        num_dropped = None if body.truncation == "disabled" else chat.num_dropped
+        return [replace(generation, num_dropped=num_dropped)]
+
+    def _chat_prompt(self, body: ChatBody, tools: Sequence[Tool], max_context: int | None) -> Truncated:
+        """The chat as it is if it fits, or if dropping turns is not allowed or does not help."""
+        token_ids = self.chat_tokens(body.messages, tools)
+        if body.truncation == "disabled":
+            return Truncated(token_ids, 0)
+        context = self._max_model_len if max_context is None else min(self._max_model_len, max_context)
+        least = body.answer_tokens or max(1, body.min_tokens)
+        room = body.answer_tokens or max(least, min(_TRUNCATED_ROOM, context // _TRUNCATED_SHARE))
+
+        def render(indices: Sequence[int]) -> list[int]:
+            return self.chat_tokens([body.messages[index] for index in indices], tools)
+
+        whole = Truncated(token_ids, 0)
+        roles = [message.role for message in body.messages]
+        for wanted in dict.fromkeys((room, least)):
+            chat = whole if len(token_ids) + wanted <= context else truncated(roles, render, context - wanted)
+            if chat is not None:
+                return chat
+        return whole
 
     def completion(self, body: CompletionBody) -> list[Generation]:
         """One for each prompt. Raises InvalidRequestError, and ContextLengthError when prompt and answer are too long."""
@@ -58,7 +99,8 @@ class Preparer:
     def _completion(self, body: CompletionBody, prompt: str | list[int]) -> Generation:
         token_ids = self._prompt_tokens(prompt)
         # An answer of no token is one token long for the workers, and dropped here.
-        generation = self._generation(body, token_ids, "prompt", max(1, body.answer_tokens))
+        form = json_form(body.response_format)
+        generation = self._generation(body, token_ids, "prompt", max(1, body.answer_tokens), form)
         if not body.echo:
             return generation
         if len(token_ids) * (1 + (body.logprobs or 0)) > MAX_PROMPT_LOGPROBS:
@@ -80,10 +122,17 @@ class Preparer:
     def text_tokens(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self._tokenizer.encode(text, add_bos=add_special_tokens)
 
-    def chat_tokens(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True) -> list[int]:
-        """The messages through the model's own template, which puts in what special tokens it wants."""
-        conversation = [message.for_template() for message in messages]
-        return self._tokenizer.encode(self._template.render(conversation, add_generation_prompt=add_generation_prompt))
+    def chat_tokens(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = (), *, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """The messages through the model's own template, which puts in what special tokens it wants.
+
+        `tools` as chat templates know them. Raises InvalidRequestError.
+        """
+        spelled = [message.for_template(f"messages.{index}") for index, message in enumerate(messages)]
+        conversation, own_tools = self._tool_format.conversation(spelled, tools)
+        text = self._template.render(conversation, tools=own_tools, add_generation_prompt=add_generation_prompt)
+        return self._tokenizer.encode(text)
 
     def text(self, token_ids: Sequence[int]) -> str:
         """What these tokens say. Raises InvalidRequestError for ids outside the vocabulary."""
@@ -99,7 +148,7 @@ class Preparer:
             )
 
     def _generation(
-        self, body: ChatBody | CompletionBody, token_ids: Sequence[int], param: str, wanted: int | None
+        self, body: ChatBody | CompletionBody, token_ids: Sequence[int], param: str, wanted: int | None, form: AnswerForm
     ) -> Generation:
         self.check_tokens(body.stop_token_ids, "stop_token_ids")
         if not token_ids:
@@ -125,8 +174,10 @@ class Preparer:
             frequency_penalty=body.frequency_penalty,
             repetition_penalty=body.repetition_penalty,
             logit_bias=self._biases(body.logit_bias),
+            grammar=form.grammar,
         )
-        return Generation(tuple(token_ids), sampling, body.stops(), body.cache_salt or "", body.n, echo=None)
+        salt, format_ = body.cache_salt or "", form.tool_format
+        return Generation(tuple(token_ids), sampling, body.stops(), salt, body.n, echo=None, tool_format=format_)
 
     def _biases(self, logit_bias: Mapping[str, float]) -> tuple[TokenBias, ...]:
         """Raises InvalidRequestError for keys that are no token ids. Several spellings of one id add up."""

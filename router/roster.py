@@ -2,7 +2,7 @@
 
 A worker's entry follows the controller's view:
 
-    READY ──► DRAINING ──► no longer in the view      no new requests; the link stays until its last stream is done
+    READY ──► DRAINING ──► no longer in the view      no new requests; the link stays until its last stream is done or moved
       │
       └─ listed under another epoch                   that life is over: the link is closed and its streams fail at once
 
@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Coroutine, Sequence
+from dataclasses import dataclass, field
 
 from configs.schema import LimitsConfig
 from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState
@@ -24,6 +24,7 @@ from protocol.messages import Role, WorkerRef
 from protocol.wire import WireClient
 from router.controller_client import ControllerClient
 from router.links import WorkerLink
+from router.ranking import DecodeRanking, PrefillRanking
 from telemetry.logging import fields
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,37 @@ class _Entry:
     link: WorkerLink | None = None
     retired: bool = False
 
+    @property
+    def linked(self) -> WorkerLink | None:
+        """The link, if it is up and the worker takes new requests."""
+        if self.link is None or self.retired or self.state is not WorkerState.READY or self.link.gone.done():
+            return None
+        return self.link
+
+
+@dataclass
+class _Ready:
+    """The workers of one role that can start on a request now, with the sizes of their pools in blocks, if known."""
+
+    ranking: PrefillRanking | DecodeRanking
+    links: dict[str, WorkerLink] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    def put(self, link: WorkerLink) -> None:
+        worker_id = link.ref.worker_id
+        self.links[worker_id] = link
+        self.ranking.put(link.load())
+        if link.report is not None:
+            self.sizes[worker_id] = link.report.total_blocks
+
+    def discard(self, link: WorkerLink | None) -> None:
+        """A link to a later life of the same worker stays."""
+        if link is not None and self.links.get(link.ref.worker_id) is link:
+            worker_id = link.ref.worker_id
+            del self.links[worker_id]
+            self.sizes.pop(worker_id, None)
+            self.ranking.discard(worker_id)
+
 
 class Roster:
     """Owns all links. `start` and `close` from the router's loop; `on_lost` is called for every link that breaks."""
@@ -54,6 +86,8 @@ class Roster:
         self._limits = limits
         self._on_lost = on_lost
         self._entries: dict[tuple[str, int], _Entry] = {}
+        self._prefills, self._decodes = PrefillRanking(), DecodeRanking()
+        self._ready = {Role.PREFILL: _Ready(self._prefills), Role.DECODE: _Ready(self._decodes)}
         self._changed = asyncio.Event()
         self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -78,19 +112,34 @@ class Roster:
 
     def linked(self, role: Role) -> list[WorkerLink]:
         """Live links to workers of this role that take new requests."""
-        return [
-            entry.link
-            for entry in self._entries.values()
-            if entry.link is not None
-            and entry.ref.role is role
-            and entry.state is WorkerState.READY
-            and not entry.retired
-            and not entry.link.gone.done()
-        ]
+        links = (entry.linked for entry in self._entries.values() if entry.ref.role is role)
+        return [link for link in links if link is not None]
 
     def ready(self, role: Role) -> list[WorkerLink]:
         """Those of them that can start on a request now: a worker that is stuck in a step is left alone until it moves."""
-        return [link for link in self.linked(role) if not link.wedged]
+        return list(self._ready[role].links.values())
+
+    def best_prefill(self, num_tokens: int, window_tokens: int, avoid: Container[str]) -> WorkerLink | None:
+        """`PrefillRanking.best` of those that are ready."""
+        worker_id = self._prefills.best(num_tokens, window_tokens, avoid)
+        return None if worker_id is None else self._ready[Role.PREFILL].links[worker_id]
+
+    def decode_order(self, need_blocks: int, avoid: Container[str] = ()) -> Sequence[str]:
+        """`DecodeRanking.order` of those that are ready."""
+        return self._decodes.order(need_blocks, avoid)
+
+    def ready_decode(self, worker_id: str) -> WorkerLink | None:
+        """The link to this decode worker, if it is still ready."""
+        return self._ready[Role.DECODE].links.get(worker_id)
+
+    def largest_pool(self, role: Role) -> int | None:
+        """In blocks, of those that are ready; None if none of them has reported."""
+        return max(self._ready[role].sizes.values(), default=None)
+
+    def draining(self, role: Role) -> list[WorkerLink]:
+        """Live links to workers of this role that are to be left."""
+        entries = (entry for entry in self._entries.values() if entry.ref.role is role and entry.state is WorkerState.DRAINING)
+        return [entry.link for entry in entries if entry.link is not None and not entry.link.gone.done()]
 
     def find(self, info: WorkerInfo) -> WorkerLink | None:
         """The live link to this life of a worker."""
@@ -118,6 +167,7 @@ class Roster:
         for key, entry in list(self._entries.items()):
             info = listed.get(entry.ref.worker_id)
             if info is not None and info.epoch != entry.ref.epoch:
+                self._set_retired(entry, True)
                 entry.task.cancel()
                 del self._entries[key]
             elif info is None:
@@ -145,6 +195,16 @@ class Roster:
         entry.retired = retired
         if entry.link is not None:
             entry.link.retired = retired
+        self._rank(entry)
+
+    def _rank(self, entry: _Entry) -> None:
+        """Take over what has changed about a worker: its state, its link, its load."""
+        ready = self._ready[entry.ref.role]
+        link = entry.linked
+        if link is not None and not link.wedged:
+            ready.put(link)
+        else:
+            ready.discard(entry.link)
 
     async def _keep(self, ref: WorkerRef) -> None:
         """Hold a link to one life of a worker for as long as its entry stands."""
@@ -165,7 +225,10 @@ class Roster:
         self._entries.pop((ref.worker_id, ref.epoch), None)
 
     async def _hold(self, entry: _Entry, client: WireClient) -> None:
-        link = entry.link = WorkerLink(entry.ref, client, self._limits, self.note_change)
+        link = entry.link = WorkerLink(
+            entry.ref, client, self._limits, on_load=lambda: self._rank(entry), on_report=self.note_change
+        )
+        self._rank(entry)
         log.info("linked", extra=fields(worker=entry.ref.worker_id, epoch=entry.ref.epoch))
         self.note_change()
         try:

@@ -13,7 +13,7 @@ import dataclasses
 import gc
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -22,28 +22,32 @@ from configs.loader import served_context
 from configs.schema import ClusterConfig
 from protocol.errors import ModelNotFoundError, TandemError, UnavailableError
 from protocol.messages import Role
+from protocol.trace import TraceContext
 from router.admission import Admission
 from router.answer import AnswerText, Delta, TokenTexts
 from router.audit import audit
-from router.choices import SharedPrompt, interleaved
+from router.choices import Said, SharedPrompt, interleaved
 from router.controller_client import ControllerClient
-from router.journal import Journal
+from router.journal import Journal, Tokens
+from router.migrator import Migrator
 from router.pipeline import Pipeline
 from router.prepare import Generation, Preparer
 from router.roster import Roster
 from router.status import health_problem, worker_status
-from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer
-from telemetry.ledger import RequestTimes
+from telemetry.ledger import RequestTimes, Stage
 from telemetry.logging import fields
 from telemetry.metrics import Metrics, WorkerSample
+from telemetry.spans import Attributes, SpanExport
 
 log = logging.getLogger(__name__)
 
 _THREADS = 2
 _SHORT_CHARS = 4096
 """Up to this length a text is tokenized at once: that takes less time than it takes to wake a thread."""
-_SCALE_DEADLINE_S = 10.0
+_ORDER_DEADLINE_S = 10.0
+_QUEUES = (Stage.PREPARE, Stage.QUEUE, Stage.PREFILL_QUEUE)
+"""All that comes before prefill."""
 
 _T = TypeVar("_T")
 
@@ -61,7 +65,10 @@ class Router:
         self.metrics = Metrics(model.facts.name, self._worker_samples)
         self._roster = Roster(controller, secret, config.limits, self.metrics.workers_lost.inc)
         self._admission = Admission(config, self._roster, self.metrics)
-        self._pipeline = Pipeline(self._admission, config.limits, self.metrics)
+        self._migrator = Migrator(config, self._roster, self.metrics)
+        self._pipeline = Pipeline(self._admission, self._migrator, config.limits, self.metrics)
+        endpoint = config.telemetry.otlp_endpoint
+        self._spans = None if endpoint is None else SpanExport(endpoint, "tandem-router")
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tandem-text")
         self._tokenizer: Tokenizer
         self._texts: TokenTexts
@@ -72,16 +79,19 @@ class Router:
         facts = self._model.tokenizer
         self._tokenizer = await asyncio.get_running_loop().run_in_executor(self._threads, Tokenizer.build, facts)
         self._texts = TokenTexts(self._tokenizer, facts)
-        template = ChatTemplate(facts.chat_template, facts)
-        self.preparer = Preparer(self.facts, self._tokenizer, template, self.max_model_len)
+        self.preparer = Preparer(self._model, self._tokenizer, self.max_model_len)
         # What is there by now (modules, the vocabulary) lives as long as the process. A full garbage collection would look
         # through it for 80 ms each time, in which no stream gets a token.
         gc.freeze()
         self._roster.start()
+        self._migrator.start()
 
     async def close(self) -> None:
         """Running streams fail with WorkerLostError; returns when every task and thread has ended."""
+        await self._migrator.close()
         await self._roster.close()
+        if self._spans is not None:
+            await asyncio.to_thread(self._spans.close)
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def check_model(self, name: str | None) -> None:
@@ -99,30 +109,80 @@ class Router:
         """Raise InvalidRequestError if no worker's pool could ever hold a choice of this."""
         self._admission.check_possible(len(generation.prompt_token_ids), generation.sampling.max_tokens, prompt_param)
 
-    def answers(self, generations: Sequence[Generation], request_id: str, arrival: float) -> AsyncGenerator[Delta, None]:
+    def answers(
+        self,
+        generations: Sequence[Generation],
+        request_id: str,
+        trace: TraceContext,
+        arrival: float,
+        said: Sequence[Said] = (),
+    ) -> AsyncGenerator[Delta, None]:
         """All choices of all prompts, piece by piece; the last piece of each has its finish reason.
 
-        Closing the generator frees everything. `arrival` is the request's, on `time.monotonic`.
+        Closing the generator frees everything. `arrival` is the request's, on `time.monotonic`. `said`: of all choices, what
+        comes before these pieces; those that have not ended go on.
         """
         choices: list[AsyncGenerator[Delta, None]] = []
+        times: list[RequestTimes] = []
+        before = said or [Said()] * sum(generation.num_choices for generation in generations)
+        index = 0
         for generation in generations:
-            prompt = SharedPrompt() if generation.num_choices > 1 else None
-            for choice in range(generation.num_choices):
+            own = before[index : index + generation.num_choices]
+            # Where some have begun, the first one may have ended, and each finds for itself what is cached.
+            prompt = SharedPrompt() if len(own) > 1 and not any(each.token_ids for each in own) else None
+            for choice, begun in enumerate(own):
                 # The others show what the first one found out about the prompt.
-                num_prompt_logprobs = None if choice else generation.sampling.num_prompt_logprobs
+                num_prompt_logprobs = None if choice and prompt is not None else generation.sampling.num_prompt_logprobs
                 sampling = dataclasses.replace(generation.sampling, choice=choice, num_prompt_logprobs=num_prompt_logprobs)
-                journal = Journal(generation.prompt_token_ids, sampling, generation.cache_salt, generation.standing)
+                prompt_ids, salt = generation.prompt_token_ids, generation.cache_salt
+                journal = Journal(prompt_ids, sampling, salt, generation.standing, trace, list(begun.token_ids))
                 detokenizer = self._tokenizer.detokenizer()
-                text = AnswerText(len(choices), detokenizer, self._texts, sampling, generation.stops, generation.echo)
-                choices.append(self._answer(journal, text, prompt, request_id, RequestTimes(arrival)))
-        return interleaved(choices)
+                stops, echo, tool_format = generation.stops, generation.echo, generation.tool_format
+                text = AnswerText(index, detokenizer, self._texts, sampling, stops, echo, tool_format)
+                index += 1
+                if not begun.ended:
+                    times.append(RequestTimes(arrival))
+                    choices.append(self._answer(journal, text, prompt, request_id, times[-1]))
+        answer = interleaved(choices)
+        return answer if self._spans is None or not times else self._traced(self._spans, answer, request_id, trace, times)
+
+    async def _traced(
+        self,
+        spans: SpanExport,
+        answer: AsyncGenerator[Delta, None],
+        request_id: str,
+        trace: TraceContext,
+        times: Sequence[RequestTimes],
+    ) -> AsyncGenerator[Delta, None]:
+        """The same pieces; when the last one has been taken, or the request ended otherwise, its spans are sent."""
+        error: str | None = "cancelled"
+        try:
+            async with contextlib.aclosing(answer):
+                async for delta in answer:
+                    if delta.finish_reason is not None and all(each.finish is not None for each in times):
+                        error = None
+                    yield delta
+        except TandemError as failure:
+            error = failure.code
+            raise
+        finally:
+            now = time.monotonic()
+            about: Attributes = {
+                "tandem.request_id": request_id,
+                "gen_ai.request.model": self.facts.name,
+                "tandem.choices": len(times),
+            }
+            spans.request(trace, times[0].arrival, now, about, [each.line(now) for each in times], error)
 
     async def _answer(
         self, journal: Journal, text: AnswerText, prompt: SharedPrompt | None, request_id: str, times: RequestTimes
     ) -> AsyncGenerator[Delta, None]:
-        """One choice."""
+        """One choice, or the rest of it."""
         latest: float | None = None
         is_first = journal.sampling.choice == 0
+        if journal.emitted:
+            self.metrics.resumed_streams.inc()
+            await self.offload(journal.num_generated, text.push, Tokens(tuple(journal.emitted), (), None))
         with self._accounting(request_id, journal, times) as outcome, _given_up(prompt if is_first else None):
             async with contextlib.aclosing(self._pipeline.run(journal, times, prompt)) as pieces:
                 async for tokens in pieces:
@@ -139,24 +199,32 @@ class Router:
                     if delta.finish_reason is not None:
                         outcome.append(delta.finish_reason)
                         times.finish = now
+                        delta = dataclasses.replace(delta, times=times)
                         break
                     yield delta
             yield delta  # the last one, when the workers have been released
 
     async def scale(self, role: Role, workers: int) -> None:
         """Raises what the controller answers, and UnavailableError if it is away."""
+        await self._ordered(self._controller.scale(role, workers))
+
+    async def drain(self, worker_id: str, restart: bool) -> None:
+        """Likewise."""
+        await self._ordered(self._controller.drain(worker_id, restart))
+
+    async def _ordered(self, order: Awaitable[None]) -> None:
         try:
-            async with asyncio.timeout(_SCALE_DEADLINE_S):
-                await self._controller.scale(role, workers)
+            async with asyncio.timeout(_ORDER_DEADLINE_S):
+                await order
         except TandemError:
             raise
         except Exception as error:
-            log.exception("the controller did not scale %s", role.value)
+            log.exception("the controller did not obey")
             raise UnavailableError(f"the controller is away ({type(error).__name__}); nothing was changed") from None
 
     def health_problem(self) -> str | None:
         """Why no request can get through, or None if one can."""
-        return health_problem(self._roster, self.config.limits)
+        return health_problem(self._roster, self.config)
 
     def status(self) -> dict[str, Any]:
         """What `/admin/status` shows."""
@@ -193,14 +261,14 @@ class Router:
             else:
                 self.metrics.failed(end)
             sizes = {"prompt_tokens": len(journal.prompt_token_ids), "tokens": journal.num_generated}
-            log.info("request", extra=fields(request=request_id, end=end, **sizes, **times.summary()))
+            ids = {"request": request_id, "trace": journal.trace.trace_id}
+            log.info("request", extra=fields(**ids, end=end, **sizes, **times.summary(time.monotonic())))
 
     def _observe(self, times: RequestTimes) -> None:
-        assert times.admitted is not None
         assert times.first_token is not None
         assert times.finish is not None
-        self.metrics.request_queue_time.observe(times.admitted - times.arrival + times.prefill_queue_s)
-        self.metrics.request_prefill_time.observe(times.prefill_s)
+        self.metrics.request_queue_time.observe(sum(map(times.spent, _QUEUES)))
+        self.metrics.request_prefill_time.observe(times.spent(Stage.PREFILL))
         self.metrics.request_decode_time.observe(times.finish - times.first_token)
         self.metrics.e2e_request_latency.observe(times.finish - times.arrival)
 

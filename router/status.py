@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from configs.schema import LimitsConfig
+from configs.schema import ClusterConfig
 from protocol.cluster_view import WorkerInfo
 from protocol.messages import Role
 from router.links import WorkerLink
@@ -27,6 +27,7 @@ _REPORTED = (
     "prefix_cache_hits",
     "num_preemptions",
     "recomputed_tokens",
+    "prefilled_tokens",
 )
 
 
@@ -49,9 +50,15 @@ def worker_status(info: WorkerInfo, link: WorkerLink | None) -> dict[str, Any]:
     return row | {name: None if report is None else getattr(report, name) for name in _REPORTED}
 
 
-def health_problem(roster: Roster, limits: LimitsConfig) -> str | None:
-    """Why no request can get through now, or None. A pair can serve if both workers are linked, report and make steps."""
-    for role in (Role.PREFILL, Role.DECODE):
+def needed_roles(config: ClusterConfig) -> tuple[Role, ...]:
+    """Without a worker of each of these no request gets through; decode workers that may compute prompts need no others."""
+    return (Role.PREFILL, Role.DECODE) if config.disaggregation == "always" else (Role.DECODE,)
+
+
+def health_problem(roster: Roster, config: ClusterConfig) -> str | None:
+    """Why no request can get through now, or None. A worker can serve if it is linked, reports and makes steps."""
+    limits = config.limits
+    for role in needed_roles(config):
         listed = roster.view.usable(role)
         if not listed:
             return f"no {role.value} worker is ready"

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar, Union
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, TypeVar, Union
 
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, GetJsonSchemaHandler, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, from_json
@@ -20,6 +20,7 @@ from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, from_js
 from protocol.errors import InvalidRequestError
 
 _UNSUPPORTED = "unsupported_field"
+_NO_SUCH_KIND = "no_such_kind"
 _SHOWN_CHARS = 40
 _SHOWN_BITS = 100
 
@@ -28,6 +29,8 @@ _B = TypeVar("_B", bound="Body")
 Neutral = Mapping[str, tuple[object, ...]]
 """Fields that are not supported, each with the values besides null at which it means nothing."""
 
+Together = tuple[JsonSchemaValue, ...]
+
 
 class Body(BaseModel):
     """Base of all request bodies. A null is the same as an absent field. Descriptions complete "`field` must be ..."."""
@@ -35,6 +38,8 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     neutral: ClassVar[Neutral] = {}
+    together: ClassVar[Together] = ()
+    """What fields ask of each other, as far as JSON Schema can say it; for the document. `check_together` enforces it."""
 
     @model_validator(mode="before")
     @classmethod
@@ -43,7 +48,7 @@ class Body(BaseModel):
             return data
         kept = {}
         for name, value in data.items():
-            known = name in cls.model_fields or name in cls.neutral
+            known = name in _by_alias(cls) or name in cls.neutral
             if known and value is None:
                 continue
             if name in cls.neutral:
@@ -66,7 +71,34 @@ class Body(BaseModel):
         for name, values in cls.neutral.items():
             described = {"description": "not supported yet with any other value"}
             schema["properties"][name] = {"enum": [None, *values], **described}
+        if cls.together:
+            schema["allOf"] = list(cls.together)
         return result
+
+
+def given(schema: JsonSchemaValue, *names: str) -> JsonSchemaValue:
+    """For `Body.together`: these fields are there, and as this schema says."""
+    return {"required": list(names), "properties": dict.fromkeys(names, schema)}
+
+
+def absent(*names: str) -> JsonSchemaValue:
+    """For `Body.together`: these fields are null or not there."""
+    return {"properties": {name: {"type": "null"} for name in names}}
+
+
+def either(*options: JsonSchemaValue) -> JsonSchemaValue:
+    return {"anyOf": list(options)}
+
+
+def told_apart(kind: Callable[[str | None], str], kinds: str) -> Discriminator:
+    """For unions of bodies whose `type` says which: `kind` gives the branch's tag for a type, None if there is none; `kinds`
+    completes "`type` must be ..."."""
+
+    def tag(value: Any) -> str:
+        given = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+        return kind(given if isinstance(given, str) else None)
+
+    return Discriminator(tag, custom_error_type=_NO_SUCH_KIND, custom_error_message=kinds)
 
 
 def parse_body(kind: type[_B], data: bytes) -> _B:
@@ -77,6 +109,11 @@ def parse_body(kind: type[_B], data: bytes) -> _B:
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
     if not isinstance(values, dict):
         raise InvalidRequestError(f"the body must be a JSON object, got {_show(values)}")
+    return check_body(kind, values)
+
+
+def check_body(kind: type[_B], values: Mapping[str, Any]) -> _B:
+    """The same of a JSON object that was read already. Raises InvalidRequestError."""
     try:
         return kind.model_validate(values)
     except ValidationError as invalid:
@@ -89,7 +126,7 @@ def _same(value: Any, neutral: Any) -> bool:
 
 
 def _explain(kind: type[Body], errors: list[ErrorDetails]) -> InvalidRequestError:
-    unknown = [".".join(map(str, error["loc"])) for error in errors if error["type"] == "extra_forbidden"]
+    unknown = [_path_of_unknown(kind, error["loc"]) for error in errors if error["type"] == "extra_forbidden"]
     if unknown:
         names = ", ".join(f"`{name}`" for name in unknown)
         return InvalidRequestError(f"unknown field{'s' if len(unknown) > 1 else ''} {names}", param=unknown[0])
@@ -100,10 +137,17 @@ def _explain(kind: type[Body], errors: list[ErrorDetails]) -> InvalidRequestErro
     if error["type"] == _UNSUPPORTED:
         path = ".".join(filter(None, (path, str(error["ctx"]["field"]))))
         return InvalidRequestError(f"`{path}` is not supported yet with this value; leave it out", param=path)
+    if error["type"] == _NO_SUCH_KIND:
+        given = error["input"].get("type") if isinstance(error["input"], dict) else error["input"]
+        return InvalidRequestError(f"`{path}.type` must be {error['msg']}; got {_show(given)}", param=f"{path}.type")
     expected = field.description if field is not None and field.description else error["msg"]
     if error["type"] == "missing":
         return InvalidRequestError(f"`{path}` is missing; it must be {expected}", param=path)
     return InvalidRequestError(f"`{path}` must be {expected}; got {_show(error['input'])}", param=path)
+
+
+def _path_of_unknown(kind: type[Body], loc: tuple[int | str, ...]) -> str:
+    return ".".join(filter(None, (_locate(kind, loc[:-1])[0], str(loc[-1]))))
 
 
 def _locate(kind: type[Body], loc: tuple[int | str, ...]) -> tuple[str, FieldInfo | None]:
@@ -112,20 +156,27 @@ def _locate(kind: type[Body], loc: tuple[int | str, ...]) -> tuple[str, FieldInf
     field: FieldInfo | None = None
     bodies: list[type[Body]] = [kind]
     for part in loc:
-        owner = next((body for body in bodies if part in body.model_fields), None)
+        owner = next((body for body in bodies if part in _by_alias(body)), None)
         if isinstance(part, int) and field is not None and _bodies(field.annotation):
             path.append(str(part))
         elif owner is not None:
             path.append(str(part))
-            field = owner.model_fields[str(part)]
+            field = _by_alias(owner)[str(part)]
             bodies = _bodies(field.annotation)
     return ".".join(path), field
+
+
+def _by_alias(kind: type[Body]) -> dict[str, FieldInfo]:
+    """The fields as clients name them."""
+    return {field.alias or name: field for name, field in kind.model_fields.items()}
 
 
 def _bodies(annotation: Any) -> list[type[Body]]:
     """The body classes inside an annotation such as `str | list[Part]`."""
     if isinstance(annotation, type) and issubclass(annotation, Body):
         return [annotation]
+    if typing.get_origin(annotation) is Annotated:
+        return _bodies(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) in (list, Union, types.UnionType):
         return [body for option in typing.get_args(annotation) for body in _bodies(option)]
     return []

@@ -9,49 +9,19 @@ from pydantic import Field
 
 from protocol.errors import InvalidRequestError
 from router.answer import Answer, Delta, TextLogprob, TextLogprobs
-from router.api.body import Body, Neutral
-from router.api.fields import MAX_LOGPROBS, NOT_YET, Count, SamplingBody
+from router.api.body import Neutral, Together, absent, either, given
+from router.api.fields import MAX_LOGPROBS, NOT_YET, TRUE, Count, SamplingBody
+from router.api.messages import MESSAGES, ChatMessage, check_messages
 from router.api.shapes import AnswerInfo, Json, clipped, usage, whole_usage
-
-_ROLES = "one of system, developer, user, assistant"
-
-
-class TextPart(Body):
-    type: Literal["text"] = Field(description='"text", the only kind of content that this model reads')
-    text: str = Field(description="a string")
-
-
-class ChatMessage(Body):
-    neutral: ClassVar[Neutral] = {
-        "tool_calls": ([],),
-        "function_call": (),
-        "refusal": (),
-        "audio": (),
-        "annotations": ([],),
-        "reasoning_content": (),
-        "reasoning": (),
-    }
-
-    role: Literal["system", "developer", "user", "assistant"] = Field(description=_ROLES)
-    content: str | list[TextPart] = Field(description='a string or a list of {"type": "text", "text": ...} parts')
-    name: str | None = Field(default=None, description="a string")
-
-    def for_template(self) -> dict[str, str]:
-        """As chat templates know messages: content in one piece, and `developer` is what used to be called `system`."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        role = "system" if self.role == "developer" else self.role
-        message = {"role": role, "content": content}
-        return message if self.name is None else message | {"name": self.name}
+from router.api.structured import MAX_TOOLS, ToolBody, ToolChoice
+from router.text.tool_calls import ToolCallDelta, whole_calls
+from telemetry.ledger import RequestTimes
 
 
 class ChatBody(SamplingBody):
     neutral: ClassVar[Neutral] = NOT_YET | {
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "parallel_tool_calls": (True, False),
         "functions": ([],),
         "function_call": ("none", "auto"),
-        "response_format": ({"type": "text"},),
         "modalities": (["text"],),
         "audio": (),
         "prediction": (),
@@ -66,13 +36,27 @@ class ChatBody(SamplingBody):
         "chat_template": (),
         "chat_template_kwargs": ({},),
         "mm_processor_kwargs": ({},),
-        "truncation": ("disabled",),
     }
 
-    messages: list[ChatMessage] = Field(min_length=1, description="a non-empty list of messages with role and content")
+    together: ClassVar[Together] = (
+        *SamplingBody.together,
+        either({"properties": {"top_logprobs": {"enum": [0, None]}}}, given(TRUE, "logprobs")),
+        either(absent("max_tokens"), absent("max_completion_tokens")),
+        either(
+            {"properties": {"tool_choice": {"enum": ["none", "auto", None]}}}, given({"type": "array", "minItems": 1}, "tools")
+        ),
+    )
+
+    messages: list[ChatMessage] = Field(min_length=1, description=MESSAGES)
     max_completion_tokens: Count | None = Field(default=None, description="an integer of at least 1")
+    truncation: Literal["auto", "disabled"] = Field(default="disabled", description="auto or disabled")
     logprobs: bool = Field(default=False, description="true or false")
     top_logprobs: int = Field(default=0, ge=0, le=MAX_LOGPROBS, description=f"an integer from 0 to {MAX_LOGPROBS}")
+    tools: list[ToolBody] = Field(default=[], max_length=MAX_TOOLS, description=f"a list of up to {MAX_TOOLS} functions")
+    tool_choice: ToolChoice | None = Field(
+        default=None, description='one of none, auto, required, or {"type": "function", "function": {"name": ...}}'
+    )
+    parallel_tool_calls: bool = Field(default=True, description="true or false")
 
     @property
     def num_logprobs(self) -> int | None:
@@ -85,6 +69,7 @@ class ChatBody(SamplingBody):
 
     def check_together(self) -> None:
         super().check_together()
+        check_messages(self.messages)
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError("`top_logprobs` needs `logprobs` set to true", param="top_logprobs")
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
@@ -108,9 +93,12 @@ class ChatShape:
         return {**chunk, "prompt_token_ids": self._info.prompt_of(index)} if self._info.return_token_ids else chunk
 
     def chunk(self, delta: Delta) -> Json:
+        said: Json = {"content": delta.text} if delta.text or not (delta.finish_reason or delta.tool_calls) else {}
+        if delta.tool_calls:
+            said["tool_calls"] = [_call_piece(piece) for piece in delta.tool_calls]
         choice: Json = {
             "index": delta.index,
-            "delta": {"content": delta.text} if delta.text or delta.finish_reason is None else {},
+            "delta": said,
             "logprobs": self._logprobs(delta.logprobs) if self._info.logprobs else None,
             "finish_reason": delta.finish_reason,
         }
@@ -118,8 +106,8 @@ class ChatShape:
             choice["token_ids"] = delta.token_ids
         return self._chunk(choice)
 
-    def usage_chunk(self, num_completion_tokens: int, cached_tokens: int) -> Json:
-        return {**self._chunk_head, "choices": [], "usage": usage(self._info, num_completion_tokens, cached_tokens)}
+    def usage_chunk(self, num_completion_tokens: int, cached_tokens: int, times: Sequence[RequestTimes | None]) -> Json:
+        return {**self._chunk_head, "choices": [], "usage": usage(self._info, num_completion_tokens, cached_tokens, times)}
 
     def whole(self, answers: Sequence[Answer]) -> Json:
         body = {
@@ -130,9 +118,13 @@ class ChatShape:
         return {**body, "prompt_token_ids": self._info.prompt_of(0)} if self._info.return_token_ids else body
 
     def _choice(self, index: int, answer: Answer) -> Json:
+        message: Json = {"role": "assistant", "content": answer.text, "refusal": None}
+        if answer.tool_calls:
+            calls = [_call(call_id, name, arguments) for call_id, name, arguments in whole_calls(answer.tool_calls)]
+            message |= {"content": answer.text or None, "tool_calls": calls}
         choice: Json = {
             "index": index,
-            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "message": message,
             "logprobs": self._logprobs(answer.logprobs) if self._info.logprobs else None,
             "finish_reason": answer.finish_reason,
         }
@@ -159,3 +151,14 @@ class ChatShape:
 
 def _entry(option: TextLogprob) -> Json:
     return {"token": option.token.text, "logprob": clipped(option.logprob), "bytes": option.token.utf8}
+
+
+def _call(call_id: str, name: str, arguments: str) -> Json:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _call_piece(piece: ToolCallDelta) -> Json:
+    if piece.call_id is None:
+        return {"index": piece.index, "function": {"arguments": piece.arguments}}
+    assert piece.name is not None, "a call begins with its name"
+    return {"index": piece.index, **_call(piece.call_id, piece.name, piece.arguments)}

@@ -4,30 +4,41 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, TypeVar
 
 from pydantic import Field
 
 from protocol.errors import InvalidRequestError
 from router.answer import Answer, Delta, TextLogprobs
-from router.api.body import Neutral
-from router.api.fields import MAX_LOGPROBS, NOT_YET, SamplingBody
+from router.api.body import Neutral, Together, either, given
+from router.api.fields import MAX_LOGPROBS, NOT_YET, TRUE, SamplingBody
 from router.api.shapes import AnswerInfo, Json, clipped, usage, whole_usage
+from telemetry.ledger import RequestTimes
 
 _DEFAULT_MAX_TOKENS = 16
 _MAX_PROMPTS = 1024
 _PROMPT = f"a non-empty string, a non-empty list of token ids, or a list of up to {_MAX_PROMPTS} of either"
 
 
+_Text = Annotated[str, Field(min_length=1)]
+_TokenIds = Annotated[list[int], Field(min_length=1)]
+_Prompt = TypeVar("_Prompt")
+_Several = Annotated[list[_Prompt], Field(min_length=1, max_length=_MAX_PROMPTS)]
+
+
 class CompletionBody(SamplingBody):
     neutral: ClassVar[Neutral] = NOT_YET | {
         "suffix": ("",),
-        "response_format": ({"type": "text"},),
         "add_special_tokens": (True,),
         "prompt_embeds": (),
     }
 
-    prompt: str | list[int] | list[str] | list[list[int]] = Field(description=_PROMPT)
+    together: ClassVar[Together] = (
+        *SamplingBody.together,
+        either({"properties": {"max_tokens": {"anyOf": [{"type": "null"}, {"minimum": 1}]}}}, given(TRUE, "echo")),
+    )
+
+    prompt: _Text | _TokenIds | _Several[_Text] | _Several[_TokenIds] = Field(description=_PROMPT)
     max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = Field(
         default=None, description="an integer of at least 1, or 0 with echo"
     )
@@ -45,7 +56,7 @@ class CompletionBody(SamplingBody):
         return _DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     def prompts(self) -> list[str | list[int]]:
-        """All prompts, in order. Raises InvalidRequestError if there is none, one is empty, or there are too many."""
+        """All prompts, in order. Raises InvalidRequestError if there are too many."""
         prompts: list[str | list[int]] = []
         if isinstance(self.prompt, str):
             prompts = [self.prompt]
@@ -54,8 +65,6 @@ class CompletionBody(SamplingBody):
                 if not isinstance(part, int):
                     prompts.append(part)
             prompts = prompts or [[part for part in self.prompt if isinstance(part, int)]]
-        if not all(prompts):
-            raise InvalidRequestError(f"`prompt` must be {_PROMPT}; got an empty one", param="prompt")
         if len(prompts) * self.n > _MAX_PROMPTS:
             raise InvalidRequestError(
                 f"`prompt` must be {_PROMPT}, n times as many choices included; got {len(prompts)} with n {self.n}",
@@ -98,8 +107,8 @@ class CompletionShape:
         chunk = {**self._head, "choices": [choice]}
         return {**chunk, "usage": None} if self._info.include_usage else chunk
 
-    def usage_chunk(self, num_completion_tokens: int, cached_tokens: int) -> Json:
-        return {**self._head, "choices": [], "usage": usage(self._info, num_completion_tokens, cached_tokens)}
+    def usage_chunk(self, num_completion_tokens: int, cached_tokens: int, times: Sequence[RequestTimes | None]) -> Json:
+        return {**self._head, "choices": [], "usage": usage(self._info, num_completion_tokens, cached_tokens, times)}
 
     def whole(self, answers: Sequence[Answer]) -> Json:
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]

@@ -1,4 +1,4 @@
-"""What is around every request: its id, and a last answer when something of ours breaks."""
+"""What is around every request: its id, its trace, and a last answer when something of ours breaks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from protocol.trace import TraceContext, continued
 from router.api.errors import internal_error_response
 from telemetry.logging import fields
 
 log = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = b"x-request-id"
+_PARENT_HEADER = b"traceparent"
+_STATE_HEADER = b"tracestate"
 _GOOD_ID = re.compile(rb"[!-~]{1,128}")
 
 Scope = MutableMapping[str, Any]
@@ -26,7 +29,8 @@ AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 class Envelope:
     """ASGI middleware. The request's id is the client's `x-request-id` if it sent a printable one of up to 128 characters,
-    else one of ours; it is in `scope["state"]` beside the time of arrival, and in the answer's headers if `echo_request_id`."""
+    else one of ours; it is in `scope["state"]` beside the time of arrival, and in the answer's headers if `echo_request_id`.
+    So is the request's trace (see protocol.trace), and always in the answer's headers."""
 
     def __init__(self, app: AsgiApp, echo_request_id: bool) -> None:
         self._app = app
@@ -37,21 +41,27 @@ class Envelope:
             await self._app(scope, receive, send)
             return
         request_id = _request_id(scope)
-        scope["state"] = {**scope.get("state", {}), "request_id": request_id.decode(), "arrival": time.monotonic()}
+        trace = _trace(scope)
+        own = {"request_id": request_id.decode(), "trace": trace, "arrival": time.monotonic()}
+        scope["state"] = {**scope.get("state", {}), **own}
+        headers = [(_PARENT_HEADER, trace.traceparent.encode())]
+        headers += [(_STATE_HEADER, trace.state.encode())] if trace.state else []
+        headers += [(REQUEST_ID_HEADER, request_id)] if self._echo else []
         started = False
 
         async def send_with_id(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                if self._echo:
-                    message["headers"] = [*message.get("headers", ()), (REQUEST_ID_HEADER, request_id)]
+                message["headers"] = [*message.get("headers", ()), *headers]
             await send(message)
 
         try:
             await self._app(scope, receive, send_with_id)
         except Exception:
-            log.exception("a request failed", extra=fields(request=request_id.decode(), path=scope["path"]))
+            log.exception(
+                "a request failed", extra=fields(request=request_id.decode(), trace=trace.trace_id, path=scope["path"])
+            )
             if started:
                 raise  # the answer is cut off; the server closes the connection, so that the client notices
             await internal_error_response()(scope, receive, send_with_id)
@@ -62,3 +72,11 @@ def _request_id(scope: Scope) -> bytes:
         if name == REQUEST_ID_HEADER and _GOOD_ID.fullmatch(value):
             return bytes(value)
     return uuid.uuid4().hex.encode()
+
+
+def _trace(scope: Scope) -> TraceContext:
+    sent: dict[bytes, list[str]] = {_PARENT_HEADER: [], _STATE_HEADER: []}
+    for name, value in scope["headers"]:
+        if name in sent:
+            sent[name].append(value.decode("latin-1").strip(" \t"))
+    return continued(sent[_PARENT_HEADER], sent[_STATE_HEADER])

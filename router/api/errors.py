@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
-from protocol.errors import InvalidRequestError, OverloadedError, TandemError, UnavailableError
+from protocol.errors import AuthenticationError, InvalidRequestError, OverloadedError, TandemError, UnavailableError
 from router.api.shapes import Json
 
 log = logging.getLogger(__name__)
@@ -41,11 +41,14 @@ def error_body(error: TandemError) -> Json:
 
 
 def error_response(error: TandemError) -> Response:
-    """The answer before the first byte was sent: the error's own status, and when to try again where that helps."""
+    """The answer before the first byte was sent: the error's own status, and when to try again or what to prove where that
+    helps."""
     headers = {}
     if isinstance(error, OverloadedError | UnavailableError):
         retry_after_s = _DEFAULT_RETRY_S if error.retry_after_s is None else error.retry_after_s
         headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
+    if isinstance(error, AuthenticationError):
+        headers["www-authenticate"] = "Bearer"
     return JSONResponse(error_body(error), error.http_status, headers)
 
 

@@ -7,7 +7,8 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from protocol.errors import InvalidRequestError
-from router.api.body import Body, Neutral
+from router.api.body import Body, Neutral, Together, absent, either, given
+from router.api.structured import ResponseFormat
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
@@ -48,16 +49,26 @@ NOT_YET: dict[str, tuple[object, ...]] = {
 
 _Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+TokenId = Annotated[int, Field(ge=0)]
 
 
 class StreamOptions(Body):
-    neutral: ClassVar[Neutral] = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
+    neutral: ClassVar[Neutral] = {"include_obfuscation": (False,)}
 
     include_usage: bool = Field(default=False, description="true or false")
+    continuous_usage_stats: bool = Field(
+        default=False, description="true or false; true counts in every chunk, with include_usage"
+    )
+
+
+TRUE: dict[str, object] = {"const": True}
+STREAM_OPTIONS = either(absent("stream_options"), given(TRUE, "stream"))
 
 
 class SamplingBody(Body):
     """Fields of both completion endpoints."""
+
+    together: ClassVar[Together] = (STREAM_OPTIONS,)
 
     model: str = Field(min_length=1, description="the name of the served model (see /v1/models)")
     n: int = Field(default=1, ge=1, le=MAX_CHOICES, description=f"an integer from 1 to {MAX_CHOICES}")
@@ -79,11 +90,14 @@ class SamplingBody(Body):
     stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)] = Field(
         default=[], description=f"a non-empty string or up to {MAX_STOPS} of them, each up to 1024 long"
     )
-    stop_token_ids: list[int] = Field(default=[], max_length=128, description="a list of up to 128 token ids")
+    stop_token_ids: list[TokenId] = Field(default=[], max_length=128, description="a list of up to 128 token ids")
     ignore_eos: bool = Field(default=False, description="true or false")
     stream: bool = Field(default=False, description="true or false")
-    stream_options: StreamOptions | None = Field(default=None, description="an object with include_usage")
+    stream_options: StreamOptions | None = Field(
+        default=None, description="an object with include_usage and continuous_usage_stats"
+    )
     return_token_ids: bool = Field(default=False, description="true or false")
+    include_times: bool = Field(default=False, description="true or false; puts into the usage where the time went")
     cache_salt: str | None = Field(
         default=None,
         min_length=1,
@@ -91,12 +105,19 @@ class SamplingBody(Body):
         description=f"a non-empty string of up to {MAX_SALT_CHARS} characters",
     )
     priority: int = Field(default=0, ge=-20, le=20, description="an integer from -20 to 20; lower goes first")
+    response_format: ResponseFormat | None = Field(
+        default=None, description="an object with type text, json_object or json_schema"
+    )
     user: str | None = Field(default=None, description="a string")
     safety_identifier: str | None = Field(default=None, description="a string")
 
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -105,3 +126,10 @@ class SamplingBody(Body):
         """Raise InvalidRequestError for fields that don't go together."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("`stream_options` is for streamed answers; set `stream` to true", param="stream_options")
+        if self.include_times and self.stream and not self.include_usage:
+            raise InvalidRequestError(
+                "`include_times` is part of the usage: it needs `stream_options.include_usage` in a streamed answer",
+                param="include_times",
+            )
+        if self.response_format is not None:
+            self.response_format.check_together()

@@ -1,48 +1,175 @@
-"""What the OpenAPI document says about an endpoint: the bodies that it takes, and how it refuses."""
+"""What the OpenAPI document says about an endpoint: its body, its answer, how it refuses, and the headers of each.
+
+FastAPI knows the paths alone, since the endpoints read their bodies and write their answers themselves.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
+from fastapi import FastAPI
+from pydantic import TypeAdapter
+
+from router.api.answers import Refusal
 from router.api.body import Body
+from router.api.respond import DROPPED_HEADER
 from router.api.shapes import Json
 
-_ERROR: Json = {
-    "description": "An error in OpenAI's shape; `param` names the field that is to blame.",
-    "content": {
-        "application/json": {
-            "schema": {
-                "type": "object",
-                "required": ["error"],
-                "properties": {
-                    "error": {
-                        "type": "object",
-                        "required": ["message", "type", "param", "code"],
-                        "properties": {
-                            "message": {"type": "string"},
-                            "type": {"type": "string"},
-                            "param": {"type": ["string", "null"]},
-                            "code": {"type": "string"},
-                        },
-                    }
-                },
-            }
-        }
+_JSON = "application/json"
+_EVENTS = "text/event-stream"
+_TEXT: Json = {"schema": {"type": "string"}}
+
+_REFUSALS: Mapping[int, str] = {
+    400: "The request can't be served as it is; `param` names the field.",
+    401: "The request has no key that is good now; only where the cluster has keys.",
+    403: "The caller may not do this.",
+    404: "There is no such model, or no such stream to resume.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large.",
+    415: "The body's media type is not application/json.",
+    429: "No room now, or the key has used up what it may use in a minute.",
+    500: "A bug of Tandem's; its log has the details.",
+    503: "Nobody is there who could do it now.",
+}
+
+_HEADERS: Json = {
+    "x-request-id": {
+        "description": "The request's own if it sent a printable one of up to 128 characters, else a new one.",
+        "required": True,
+        "schema": {"type": "string", "minLength": 1},
     },
+    "traceparent": {
+        "description": "The request's trace (W3C Trace Context).",
+        "required": True,
+        "schema": {"type": "string", "pattern": "^00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$"},
+    },
+}
+_RETRY_AFTER: Json = {"description": "In seconds.", "required": True, "schema": {"type": "integer", "minimum": 1}}
+_OF_STATUS: Mapping[int, Json] = {
+    401: {"www-authenticate": {"required": True, "schema": {"type": "string", "enum": ["Bearer"]}}},
+    429: {"retry-after": _RETRY_AFTER},
+    503: {"retry-after": _RETRY_AFTER},
+}
+_DROPPED: Json = {
+    "description": 'With `truncation: "auto"`: how many messages were left out.',
+    "schema": {"type": "integer", "minimum": 0},
 }
 
 
-def operation(body: type[Body] | None) -> Json:
-    """The part of an operation that FastAPI can't know, since it does not read the bodies."""
-    if body is None:
-        return {"responses": {"default": _ERROR}}
-    content = {"application/json": {"schema": body_schema(body)}}
-    return {"requestBody": {"required": True, "content": content}, "responses": {"default": _ERROR}}
+class Access(Enum):
+    """Who may call an endpoint: the name of its key in the document, if it has one."""
+
+    ANYBODY = ""
+    CALLERS = "api_key"
+    OPERATORS = "admin_key"
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One endpoint, as the document describes it."""
+
+    access: Access
+    answer: Any
+    """A TypedDict; None for text."""
+    body: type[Body] | None = None
+    chunk: Any = None
+    """The TypedDict of one event of a streamed answer. An endpoint that has it needs room at the workers."""
+    path_names_model: bool = False
+    unavailable: Any = None
+    """The TypedDict of its 503, if it has one though it does not generate."""
+
+    def described(self, model: str, keys: frozenset[Access]) -> Json:
+        """For `openapi_extra`. `model` is the name of the served one; who is in `keys` needs one."""
+        refusals = {
+            status: _refusal(status, self.unavailable or Refusal if status == 503 else Refusal) for status in self._refusals()
+        }
+        responses = {"200": self._success()} | {str(status): refusal for status, refusal in sorted(refusals.items())}
+        operation: Json = {"responses": responses, "parameters": [_model_name(model)] if self.path_names_model else []}
+        if self.body is not None:
+            operation["requestBody"] = {"required": True, "content": {_JSON: {"schema": _about(body_schema(self.body), model)}}}
+        if self.access in keys:
+            operation["security"] = [{self.access.value: []}]
+        return operation
+
+    def _success(self) -> Json:
+        headers = _HEADERS | ({DROPPED_HEADER: _DROPPED} if _has_field(self.body, "truncation") else {})
+        content = {"text/plain": _TEXT} if self.answer is None else {_JSON: {"schema": answer_schema(self.answer)}}
+        if self.chunk is not None:
+            content[_EVENTS] = {"itemSchema": _event(answer_schema(self.chunk))}
+        return {"description": "Done.", "headers": headers, "content": content}
+
+    def _refusals(self) -> set[int]:
+        found = {500} if self.access is Access.ANYBODY else {401, 403, 500}
+        if self.body is not None:
+            found |= {400, 408, 413, 415}
+        if self.path_names_model or _has_field(self.body, "model"):
+            found.add(404)
+        if self.chunk is not None:
+            found |= {429, 503}
+        return found if self.unavailable is None else found | {503}
+
+
+class DocumentedApp(FastAPI):
+    """FastAPI, whose document also has the two kinds of keys."""
+
+    def openapi(self) -> Json:
+        document: Json = super().openapi()
+        kinds = (access for access in Access if access is not Access.ANYBODY)
+        schemes = {access.value: {"type": "http", "scheme": "bearer"} for access in kinds}
+        document["components"] = {"securitySchemes": schemes}
+        return document
 
 
 def body_schema(body: type[Body]) -> Json:
     """JSON Schema without references: those of a body would not resolve within the document."""
-    schema = body.model_json_schema()
+    return _inlined(body.model_json_schema())
+
+
+def answer_schema(answer: Any) -> Json:
+    """The same of an answer's type."""
+    return _inlined(TypeAdapter(answer).json_schema())
+
+
+def _model_name(model: str) -> Json:
+    return {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "enum": [model]}}
+
+
+def _has_field(body: type[Body] | None, name: str) -> bool:
+    return body is not None and name in body.model_fields
+
+
+def _refusal(status: int, shape: Any) -> Json:
+    content = {_JSON: {"schema": answer_schema(shape)}}
+    return {"description": _REFUSALS[status], "headers": _HEADERS | _OF_STATUS.get(status, {}), "content": content}
+
+
+def _event(chunk: Json) -> Json:
+    """A server-sent event; one with an error ends the stream, and so does [DONE]."""
+    content = {"anyOf": [chunk, answer_schema(Refusal)]}
+    data = {"type": "string", "contentMediaType": _JSON, "contentSchema": content}
+    return {
+        "type": "object",
+        "required": ["data"],
+        "properties": {
+            "id": {"type": "string"},
+            "event": {"type": "string"},
+            "data": {"anyOf": [{"type": "string", "enum": ["[DONE]"]}, data]},
+        },
+    }
+
+
+def _about(schema: Json, model: str) -> Json:
+    """A body's schema, which knows which model is served."""
+    if "model" in schema["properties"]:
+        names = [model] if "model" in schema.get("required", ()) else [model, None]
+        schema["properties"]["model"] = {"enum": names, "description": schema["properties"]["model"]["description"]}
+    return schema
+
+
+def _inlined(schema: Json) -> Json:
     definitions = schema.pop("$defs", {})
 
     def inlined(part: Any) -> Any:

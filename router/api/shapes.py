@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from router.answer import Answer, Delta
+from telemetry.ledger import RequestTimes
 
 Json = dict[str, Any]
 
@@ -29,6 +31,8 @@ class AnswerInfo:
     logprobs: bool
     return_token_ids: bool
     include_usage: bool
+    include_times: bool
+    """With the usage."""
 
     @property
     def num_choices(self) -> int:
@@ -48,25 +52,35 @@ class AnswerShape(Protocol):
 
     def chunk(self, delta: Delta) -> Json: ...
 
-    def usage_chunk(self, num_completion_tokens: int, cached_tokens: int) -> Json: ...
+    def usage_chunk(self, num_completion_tokens: int, cached_tokens: int, times: Sequence[RequestTimes | None]) -> Json:
+        """`times`: one for each choice."""
+        ...
 
     def whole(self, answers: Sequence[Answer]) -> Json: ...
 
 
-def usage(info: AnswerInfo, num_completion_tokens: int, cached_tokens: int) -> Json:
-    """A prompt counts once however many choices it has. `cached_tokens`: how many of the prompts' tokens were cached."""
+def usage(info: AnswerInfo, num_completion_tokens: int, cached_tokens: int, times: Sequence[RequestTimes | None]) -> Json:
+    """A prompt counts once however many choices it has. `cached_tokens`: how many of the prompts' tokens were cached.
+
+    Where the time of each choice went up to now is told if it was asked for.
+    """
     num_prompt_tokens = sum(map(len, info.prompts))
-    return {
+    counts = {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_completion_tokens,
         "total_tokens": num_prompt_tokens + num_completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
+    if not info.include_times:
+        return counts
+    now = time.monotonic()
+    return {**counts, "times": [None if each is None else each.report(now) for each in times]}
 
 
 def whole_usage(info: AnswerInfo, answers: Sequence[Answer]) -> Json:
     """Of an answer that was not streamed."""
-    return usage(info, sum(len(each.token_ids) for each in answers), sum(each.cached_tokens for each in answers))
+    num_tokens, cached_tokens = sum(len(each.token_ids) for each in answers), sum(each.cached_tokens for each in answers)
+    return usage(info, num_tokens, cached_tokens, [each.times for each in answers])
 
 
 def clipped(logprob: float | None) -> float | None:

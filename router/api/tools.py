@@ -1,14 +1,15 @@
-"""Bodies of the smaller endpoints: /tokenize, /detokenize, /admin/scale."""
+"""Bodies of the smaller endpoints: /tokenize, /detokenize, /admin/scale, /admin/drain."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from protocol.errors import InvalidRequestError
-from router.api.body import Body, Neutral
-from router.api.chat import ChatMessage
+from router.api.body import Body, Neutral, Together, absent, either, given
+from router.api.messages import MESSAGES, ChatMessage, check_messages
+from router.api.structured import MAX_TOOLS, ToolBody
 
 _WORKERS = "an integer from 1 to 1024"
 
@@ -18,15 +19,18 @@ class TokenizeBody(Body):
         "continue_final_message": (False,),
         "chat_template": (),
         "chat_template_kwargs": ({},),
-        "tools": ([],),
         "return_token_strs": (False,),
     }
 
+    together: ClassVar[Together] = (
+        either(given({"type": "string"}, "prompt"), given({"type": "array"}, "messages")),
+        either(absent("prompt"), absent("messages")),
+    )
+
     model: str | None = Field(default=None, description="the name of the served model (see /v1/models)")
     prompt: str | None = Field(default=None, description="a string")
-    messages: list[ChatMessage] | None = Field(
-        default=None, min_length=1, description="a non-empty list of messages with role and content"
-    )
+    messages: list[ChatMessage] | None = Field(default=None, min_length=1, description=MESSAGES)
+    tools: list[ToolBody] = Field(default=[], max_length=MAX_TOOLS, description=f"a list of up to {MAX_TOOLS} functions")
     add_special_tokens: bool = Field(default=True, description="true or false")
     add_generation_prompt: bool = Field(default=True, description="true or false")
 
@@ -34,14 +38,17 @@ class TokenizeBody(Body):
         """Raise InvalidRequestError unless there is either a prompt or messages."""
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequestError("give either `prompt` or `messages`", param="prompt")
+        check_messages(self.messages or ())
 
 
 class DetokenizeBody(Body):
     model: str | None = Field(default=None, description="the name of the served model (see /v1/models)")
-    tokens: list[int] = Field(description="a list of token ids")
+    tokens: list[Annotated[int, Field(ge=0)]] = Field(description="a list of token ids")
 
 
 class ScaleBody(Body):
+    together: ClassVar[Together] = (either(given({"type": "integer"}, "prefill"), given({"type": "integer"}, "decode")),)
+
     prefill: int | None = Field(default=None, ge=1, le=1024, description=_WORKERS)
     decode: int | None = Field(default=None, ge=1, le=1024, description=_WORKERS)
 
@@ -49,3 +56,8 @@ class ScaleBody(Body):
         """Raise InvalidRequestError if nothing is to be scaled."""
         if self.prefill is None and self.decode is None:
             raise InvalidRequestError("say how many workers: `prefill`, `decode` or both", param="prefill")
+
+
+class DrainBody(Body):
+    worker: str = Field(description="the id of a worker (see /admin/status)")
+    restart: bool = Field(default=False, description="true or false")

@@ -15,6 +15,7 @@ import regex  # type: ignore[import-untyped]
 import tiktoken
 
 from configs.facts import ByteLevelBpe
+from configs.vocabulary import bpe_token_bytes, byte_alphabet
 from protocol.errors import ConfigError
 
 _MAX_SPACES = 400_000
@@ -26,42 +27,27 @@ class UnsplittableError(Exception):
     """Text on which tiktoken's splitting would panic; the message says what is allowed."""
 
 
-def byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable character of every byte: Latin-1 where that prints, otherwise the next from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
-
-
 class ByteBpe:
     """Encodes text that holds no special tokens."""
 
     def __init__(self, facts: ByteLevelBpe, special_tokens: frozenset[str]) -> None:
         """Raises ConfigError for a vocabulary and merges that don't belong together."""
-        to_bytes = {ord(character): byte for character, byte in byte_alphabet().items()}
-        self.token_bytes: list[bytes] = []
-        """By id. Special tokens are their text, as they are not written in the byte alphabet."""
+        self.token_bytes = bpe_token_bytes(facts, special_tokens)
+        """By id. Special tokens are their text."""
         ids: dict[bytes, int] = {}
-        for token_id, token in enumerate(facts.tokens):
-            if token in special_tokens:
-                self.token_bytes.append(token.encode())
-                continue
-            try:
-                spelled = token.translate(to_bytes).encode("latin-1")
-            except UnicodeEncodeError:
-                message = f"the model's token {token_id} ({token!r:.40}) is not written in the byte alphabet"
-                raise ConfigError(message, param="model") from None
-            self.token_bytes.append(spelled)
-            ids.setdefault(spelled, token_id)
-        ranks = self._ranks(facts, ids, to_bytes)
+        for token_id, (token, spelled) in enumerate(zip(facts.tokens, self.token_bytes, strict=True)):
+            if token not in special_tokens:
+                ids.setdefault(spelled, token_id)
+        ranks = self._ranks(facts, ids)
         self._id_by_rank = [ids.get(spelled, _NO_ID) for spelled in ranks]
         self._without_token = bytes(byte for byte in range(256) if bytes([byte]) not in ids)
         self._pattern = regex.compile(facts.pattern)
         self._encoding = tiktoken.Encoding("model", pat_str=facts.pattern, mergeable_ranks=ranks, special_tokens={})
 
     @staticmethod
-    def _ranks(facts: ByteLevelBpe, ids: dict[bytes, int], to_bytes: dict[int, int]) -> dict[bytes, int]:
+    def _ranks(facts: ByteLevelBpe, ids: dict[bytes, int]) -> dict[bytes, int]:
         """Rank of every token that merging can make, in order from 0."""
+        to_bytes = {ord(character): byte for character, byte in byte_alphabet().items()}
         ranks = {bytes([byte]): byte for byte in range(256)}
         for index, merge in enumerate(facts.merges):
             merged = merge.replace(" ", "", 1).translate(to_bytes).encode("latin-1", errors="replace")

@@ -14,12 +14,10 @@ from pathlib import Path
 import tokenizers
 
 from configs.facts import ByteLevelBpe, TokenizerFacts
+from configs.vocabulary import spelled_bytes
 from protocol.errors import ConfigError, InvalidRequestError
 from router.text.byte_bpe import ByteBpe, UnsplittableError
 from router.text.detokenizer import BytesDetokenizer, Detokenizer, WindowDetokenizer
-
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-_SENTENCEPIECE_SPACE = "\u2581"
 
 
 class Tokenizer(ABC):
@@ -148,11 +146,7 @@ class _JsonTokenizer(Tokenizer):
         return str(self._tokenizer.decode(known, skip_special_tokens=skip_special))
 
     def token_bytes(self, token_id: int) -> bytes:
-        token = self._tokenizer.id_to_token(token_id) if 0 <= token_id < self._vocab_size else None
-        if token is None:
-            return b""
-        byte = _BYTE_TOKEN.fullmatch(token)
-        return bytes.fromhex(byte[1]) if byte else token.replace(_SENTENCEPIECE_SPACE, " ").encode()
+        return spelled_bytes(self._tokenizer.id_to_token(token_id)) if 0 <= token_id < self._vocab_size else b""
 
     def detokenizer(self) -> Detokenizer:
         return WindowDetokenizer(self._tokenizer, self._vocab_size, self._special_ids)

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,13 +18,15 @@ from scripted_workers import Script, ScriptedDecode, ScriptedPrefill, ScriptedWo
 
 from configs.facts import Model
 from configs.models import resolve
-from configs.schema import ClusterConfig
+from configs.schema import ClusterConfig, ResumableConfig
 from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState
 from protocol.messages import Role
 from router.app import create_app
 from router.meter import Meter
 from router.rates import RateStore
+from router.recorder import Recorder
 from router.service import Router
+from router.stream_records import Entry, Fate, StreamKey, StreamRecords
 from router.text.tokenizer import Tokenizer
 
 
@@ -33,6 +36,7 @@ class ScriptedController:
     def __init__(self) -> None:
         self.view = ClusterView(0, ())
         self.scaled: list[tuple[Role, int]] = []
+        self.drained: list[tuple[str, bool]] = []
         self.away = False
         self._changed = asyncio.Event()
 
@@ -50,10 +54,37 @@ class ScriptedController:
             raise ConnectionError("the controller is gone")
         self.scaled.append((role, workers))
 
+    async def drain(self, worker_id: str, restart: bool) -> None:
+        if self.away:
+            raise ConnectionError("the controller is gone")
+        self.drained.append((worker_id, restart))
+
     def show(self, *infos: WorkerInfo) -> None:
         self.view = ClusterView(self.view.version + 1, infos)
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+class MemoryRecords:
+    """A RecordStore of this process; `away` makes it fail, and it takes `call_s` to write."""
+
+    def __init__(self, limits: ResumableConfig) -> None:
+        self.records = StreamRecords(limits.max_streams, limits.max_bytes, limits.retention_s)
+        self.num_calls = 0
+        self.call_s = 0.0
+        self.away = False
+
+    async def write(self, entries: Sequence[Entry]) -> list[Fate]:
+        if self.away:
+            raise ConnectionError("the keeper is gone")
+        self.num_calls += 1
+        await asyncio.sleep(self.call_s)
+        return self.records.write(entries, time.monotonic())
+
+    async def take_over(self, key: StreamKey, owner: str, num_seen: int) -> list[bytes] | None:
+        if self.away:
+            raise ConnectionError("the keeper is gone")
+        return self.records.take_over(key, owner, num_seen, time.monotonic())
 
 
 @dataclass
@@ -66,6 +97,8 @@ class Cluster:
     controller: ScriptedController
     router: Router
     meter: Meter
+    records: MemoryRecords
+    recorder: Recorder
     http: httpx.AsyncClient
     url: str
     tokenizer: Tokenizer
@@ -142,18 +175,19 @@ async def serving(
     secret = os.urandom(32)
     controller = ScriptedController()
     router = Router(config, model, secret, controller)
-    meter = Meter(store)
+    meter, records = Meter(store), MemoryRecords(config.resumable)
+    recorder = Recorder(records)
     await router.start()
     # Without the protocol, asyncio does not know it for TCP and leaves Nagle's algorithm on: 40 ms per answer.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.bind(("127.0.0.1", 0))
         server = uvicorn.Server(
-            uvicorn.Config(create_app(router, meter), log_config=None, lifespan="off", timeout_graceful_shutdown=1)
+            uvicorn.Config(create_app(router, meter, recorder), log_config=None, lifespan="off", timeout_graceful_shutdown=1)
         )
         serving_task = asyncio.create_task(server.serve(sockets=[listener]))
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         http = httpx.AsyncClient(base_url=url, timeout=20, verify=False)
-        cluster = Cluster(config, secret, Script(), controller, router, meter, http, url, tokenizer)
+        cluster = Cluster(config, secret, Script(), controller, router, meter, records, recorder, http, url, tokenizer)
         try:
             await eventually(lambda: server.started)
             yield cluster
@@ -163,6 +197,7 @@ async def serving(
             await serving_task
             await router.close()
             await meter.close()
+            await recorder.close()
             for worker in (*cluster.prefill, *cluster.decode):
                 await worker.die()
 
@@ -184,17 +219,20 @@ def run_cluster(model: Model, tokenizer: Tokenizer) -> Callable[..., None]:
     def run(test: Callable[[Cluster], Coroutine[Any, Any, None]], prefill: int = 1, decode: int = 1, **overrides: Any) -> None:
         blocks = overrides.pop("total_blocks", 4096)
         store = overrides.pop("store", None)
+        deadline_s = overrides.pop("deadline_s", 60)
         if "max_batch_tokens" in overrides:
             overrides["prefill"] = {"max_batch_tokens": overrides.pop("max_batch_tokens")}
+        if not prefill and overrides.get("disaggregation") == "never":
+            overrides["prefill"] = overrides.get("prefill", {}) | {"workers": 0}
 
         async def main() -> None:
-            async with asyncio.timeout(60), serving(model, tokenizer, store, **overrides) as cluster:
+            async with asyncio.timeout(deadline_s), serving(model, tokenizer, store, **overrides) as cluster:
                 for _ in range(prefill):
                     cluster.add(Role.PREFILL)
                 for _ in range(decode):
                     cluster.add(Role.DECODE, total_blocks=blocks)
                 cluster.show()
-                if prefill and decode:
+                if decode and (prefill or overrides.get("disaggregation")):
                     await cluster.healthy()
                 await test(cluster)
 

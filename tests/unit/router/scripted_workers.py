@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from array import array
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from protocol.messages import (
     FirstToken,
     LoadReport,
     Prefill,
+    Prefilled,
     Release,
     Reserve,
     Reserved,
@@ -64,14 +65,14 @@ class Script:
         top = tuple(TokenProb(token_id + offset, -0.5 - offset) for offset in range(sampling.num_logprobs))
         return TokenLogprobs(-0.5, top)
 
-    def prompt_logprobs(self, message: Prefill) -> PromptLogprobs | None:
+    def prompt_logprobs(self, token_ids: Sequence[int], sampling: SamplingParams) -> PromptLogprobs | None:
         """Token i of the prompt has -i, and so has the likeliest; the next likeliest have a tenth less each."""
-        num_top = message.sampling.num_prompt_logprobs
+        num_top = sampling.num_prompt_logprobs
         if num_top is None:
             return None
-        positions = range(1, len(message.token_ids))
+        positions = range(1, len(token_ids))
         chosen = array("f", (-float(i) for i in positions))
-        ids = array("i", (message.token_ids[i] + offset for i in positions for offset in range(num_top)))
+        ids = array("i", (token_ids[i] + offset for i in positions for offset in range(num_top)))
         top = array("f", (-i - offset / 10 for i in positions for offset in range(num_top)))
         return PromptLogprobs(chosen.tobytes(), ids.tobytes(), top.tobytes())
 
@@ -139,6 +140,7 @@ class ScriptedWorker:
             reservable_blocks=values.pop("reservable_blocks", 0),
             num_preemptions=0,
             recomputed_tokens=0,
+            prefilled_tokens=0,
             **values,
         )
 
@@ -195,10 +197,9 @@ class ScriptedPrefill(ScriptedWorker):
         token_id = self.script.token(message.num_generated)
         finish = finish_of(message.sampling, token_id, message.num_generated + 1)
         logprobs = self.script.logprobs(message.sampling, token_id)
-        prompt_logprobs = None if message.num_generated else self.script.prompt_logprobs(message)
-        self.send(
-            router, FirstToken(message.call_id, token_id, logprobs, finish, 0.001, 0.002, self.cached_tokens, prompt_logprobs)
-        )
+        prompt_logprobs = None if message.num_generated else self.script.prompt_logprobs(message.token_ids, message.sampling)
+        prefilled = Prefilled(0.002, self.cached_tokens, prompt_logprobs)
+        self.send(router, FirstToken(message.call_id, token_id, logprobs, finish, prefilled))
 
     def _audit(self, router: bytes, message: Audit) -> None:
         tickets = [prefill.ticket for prefill in self.working.values()]
@@ -219,6 +220,13 @@ class ScriptedDecode(ScriptedWorker):
     def __init__(self, *args: Any) -> None:
         self.tickets: dict[int, int] = {}
         """Blocks by ticket."""
+        self.prompts: dict[int, Reserve] = {}
+        """By ticket."""
+        self.computing: set[int] = set()
+        """Tickets whose prompts it computes just now."""
+        self.held_tokens = 0
+        """What is said to be held of each prompt."""
+        self.reserved: list[Reserve] = []
         self.attached: list[Attach] = []
         self.refuse_attach = 0
         """This many attaches are answered with a KV transfer error."""
@@ -241,9 +249,12 @@ class ScriptedDecode(ScriptedWorker):
         return self.total_blocks - sum(self.tickets.values())
 
     def load(self) -> dict[str, int]:
-        return {"free_blocks": self.free_blocks, "reservable_blocks": self.free_blocks, "tickets": len(self.tickets)}
+        queued = sum(len(self.prompts[ticket_id].prompt_token_ids) for ticket_id in self.computing)
+        blocks = {"free_blocks": self.free_blocks, "reservable_blocks": self.free_blocks}
+        return {"tickets": len(self.tickets), "queued_tokens": queued} | blocks
 
     def _reserve(self, router: bytes, message: Reserve) -> None:
+        self.reserved.append(message)
         self.spawn(self._answer_reserve(router, message))
 
     async def _answer_reserve(self, router: bytes, message: Reserve) -> None:
@@ -254,8 +265,10 @@ class ScriptedDecode(ScriptedWorker):
             return
         ticket_id = next(self._ids)
         self.tickets[ticket_id] = need
+        self.prompts[ticket_id] = message
         num_tokens = len(message.prompt_token_ids)
-        ticket = Ticket(ticket_id, ticket_id + 1000, self.ref, BLOCK_SIZE, tuple(range(need)), num_tokens, 0)
+        held = min(self.held_tokens, (num_tokens - message.own_tokens) // BLOCK_SIZE * BLOCK_SIZE)
+        ticket = Ticket(ticket_id, ticket_id + 1000, self.ref, BLOCK_SIZE, tuple(range(need)), num_tokens, held)
         self.send(router, Reserved(message.call_id, ticket))
 
     def _attach(self, router: bytes, message: Attach) -> None:
@@ -264,10 +277,19 @@ class ScriptedDecode(ScriptedWorker):
             self.send(router, Failed.from_error(message.call_id, KvTransferError("bytes were lost")))
             return
         self.attached.append(message)
-        self.send(router, Attached(message.call_id))
+        self.send(router, Attached(message.call_id, 0.0))
         self.spawn(self._decode(router, message))
 
+    async def _prefill_here(self, message: Attach) -> Prefilled:
+        token_ids = self.prompts[message.ticket_id].prompt_token_ids
+        self.computing.add(message.ticket_id)
+        await asyncio.sleep(self.script.prompt_token_s * len(token_ids))
+        self.computing.remove(message.ticket_id)
+        scores = None if message.num_generated else self.script.prompt_logprobs(token_ids, message.sampling)
+        return Prefilled(0.002, self.held_tokens, scores)
+
     async def _decode(self, router: bytes, message: Attach) -> None:
+        prefilled = await self._prefill_here(message) if message.first_token is None else None
         for position in itertools.count(message.num_generated):
             await asyncio.sleep(self.script.step_s)
             done = position - message.num_generated
@@ -278,13 +300,14 @@ class ScriptedDecode(ScriptedWorker):
                 return
             if self.error_after is not None and done >= self.error_after:
                 error = Failed.from_error(0, KvTransferError("the ticket is aborted"))
-                self.send(router, TokenFrame((StreamOutput(message.ticket_id, (), (), None, error),)))
+                self.send(router, TokenFrame((StreamOutput(message.ticket_id, (), (), None, error),), 0.0))
                 return
             token_id = self.script.token(position)
             finish = finish_of(message.sampling, token_id, position + 1)
             logprobs = self.script.logprobs(message.sampling, token_id)
-            output = StreamOutput(message.ticket_id, (token_id,), () if logprobs is None else (logprobs,), finish, None)
-            self.send(router, TokenFrame((output,)))
+            scored = () if logprobs is None else (logprobs,)
+            output = StreamOutput(message.ticket_id, (token_id,), scored, finish, None, None if done else prefilled)
+            self.send(router, TokenFrame((output,), self.script.step_s))
             if finish is not None:
                 self.tickets.pop(message.ticket_id, None)
                 return
@@ -303,9 +326,10 @@ class ScriptedDecode(ScriptedWorker):
                 num_blocks,
                 pushes_in_flight=0,
                 in_step=False,
+                computes_here=ticket_id in self.computing,
                 overdue_s=-1.0,
             )
             for ticket_id, num_blocks in self.tickets.items()
         )
         owned = sum(self.tickets.values())
-        self.send(router, DecodeBooks(message.call_id, self.total_blocks, self.free_blocks, owned, owned, rows, ()))
+        self.send(router, DecodeBooks(message.call_id, self.total_blocks, self.free_blocks, owned, owned, rows, (), ()))

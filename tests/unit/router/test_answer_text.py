@@ -38,7 +38,7 @@ def test_pieces_do_not_matter(
     sampling = SamplingParams(seed=0, max_tokens=100, min_tokens=min_tokens, stop_token_ids=(2,))
 
     def answer(sizes: list[int]) -> Answer:
-        assembler = AnswerText(0, tokenizer.detokenizer(), texts, sampling, tuple(stops), None)
+        assembler = AnswerText(0, tokenizer.detokenizer(), texts, sampling, tuple(stops), None, None)
         deltas, start = [], 0
         for size in sizes:
             piece = token_ids[start : start + size]

@@ -16,9 +16,11 @@ from router.api.body import Body, parse_body
 from router.api.chat import ChatBody
 from router.api.completions import CompletionBody
 from router.api.openapi import body_schema
+from router.api.responses import ResponsesBody
+from router.api.structured import tool_wishes
 from router.api.tools import DetokenizeBody, ScaleBody, TokenizeBody
 
-KINDS: list[type[Body]] = [ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, ScaleBody]
+KINDS: list[type[Body]] = [ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody, ScaleBody]
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
@@ -38,7 +40,7 @@ def names_of(kind: type[Body]) -> list[str]:
 def test_bodies_are_right_or_refused(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(KINDS))
     fields = data.draw(st.dictionaries(st.sampled_from(names_of(kind)), values, max_size=4))
-    good = {"model": "m", "prompt": "p", "messages": [{"role": "user", "content": "c"}], "tokens": [1]}
+    good = {"model": "m", "prompt": "p", "messages": [{"role": "user", "content": "c"}], "tokens": [1], "input": "i"}
     known = {name: value for name, value in good.items() if name in kind.model_fields}
     raw = json.dumps(known | fields).encode()
     body = None
@@ -63,20 +65,33 @@ def validator(kind: type[Body]) -> Any:
 VALIDATORS = {kind: validator(kind) for kind in KINDS}
 
 
+def check_together(body: Any) -> None:
+    """What the endpoints check of a body as a whole. Raises InvalidRequestError."""
+    if not isinstance(body, DetokenizeBody):
+        body.check_together()
+    if isinstance(body, ChatBody):
+        tool_wishes(body.tools, body.tool_choice, body.parallel_tool_calls)
+
+
 @settings(max_examples=500)
 @given(st.data())
-def test_the_document_describes_just_what_is_accepted(data: st.DataObject) -> None:
+def test_the_document_describes_what_is_accepted(data: st.DataObject) -> None:
+    """What it allows is right field by field; what is right together, it allows."""
     kind = data.draw(st.sampled_from(KINDS))
     neutral = [(name, value) for name, values in kind.neutral.items() for value in values]
     fields = data.draw(st.dictionaries(st.sampled_from(names_of(kind)), values, max_size=3))
     fields |= dict(data.draw(st.lists(st.sampled_from(neutral), max_size=2)) if neutral else ())
-    good = {"model": "m", "prompt": "p", "messages": [{"role": "user", "content": "c"}], "tokens": [1]}
+    good = {"model": "m", "prompt": "p", "messages": [{"role": "user", "content": "c"}], "tokens": [1], "input": "i"}
     body = {name: value for name, value in good.items() if name in kind.model_fields} | fields
-    accepted = False
+    allowed = VALIDATORS[kind].is_valid(body)
+    try:
+        parsed = parse_body(kind, json.dumps(body).encode())
+    except InvalidRequestError:
+        assert not allowed
+        return
     with contextlib.suppress(InvalidRequestError):
-        parse_body(kind, json.dumps(body).encode())
-        accepted = True
-    assert VALIDATORS[kind].is_valid(body) == accepted
+        check_together(parsed)
+        assert allowed
 
 
 @settings(max_examples=200)

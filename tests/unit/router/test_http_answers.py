@@ -53,6 +53,24 @@ def test_whole_chat(run_cluster: Callable[..., None]) -> None:
     run_cluster(test)
 
 
+def test_usage_in_every_chunk(run_cluster: Callable[..., None]) -> None:
+    async def test(cluster: Any) -> None:
+        cluster.says(TEXT)
+        cluster.script.step_s = 0.001
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        for path, body in (("chat/completions", CHAT), ("completions", {"model": "smollm2", "prompt": "a", "max_tokens": 99})):
+            response = await cluster.http.post(f"/v1/{path}", json=body | {"stream": True, "stream_options": options})
+            *chunks, last = events(response.text)
+            counts = [chunk["usage"]["completion_tokens"] for chunk in chunks if chunk["usage"] is not None]
+            assert len(counts) >= 10, "most chunks have their counts"
+            assert counts == sorted(counts)
+            assert chunks[-1]["usage"] == last["usage"]
+            assert last["usage"]["completion_tokens"] == len(cluster.script.answer)
+        await cluster.clean()
+
+    run_cluster(test)
+
+
 def test_streamed_chat(run_cluster: Callable[..., None]) -> None:
     async def test(cluster: Any) -> None:
         cluster.says(TEXT)

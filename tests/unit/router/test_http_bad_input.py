@@ -14,6 +14,15 @@ from configs.schema import HttpConfig
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
 
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+TOOL = {"type": "function", "function": {"name": "f"}}
+SCHEMA = "response_format.json_schema.schema"
+
+
+def schema_format(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
 # path, fields that differ from a good request, status, param, part of the message
 CASES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (PLAIN, {"model": "gpt-4"}, 404, "model", "this cluster serves 'smollm2'"),
@@ -22,12 +31,12 @@ CASES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (PLAIN, {"modle": "x", "tempreature": 1}, 400, "modle", "unknown fields `modle`, `tempreature`"),
     (CHAT, {"frequency": 1}, 400, "frequency", "unknown field `frequency`"),
     (PLAIN, {"prompt": ...}, 400, "prompt", "`prompt` is missing"),
-    (PLAIN, {"prompt": ""}, 400, "prompt", "got an empty one"),
-    (PLAIN, {"prompt": []}, 400, "prompt", "got an empty one"),
-    (PLAIN, {"prompt": [""]}, 400, "prompt", "got an empty one"),
-    (PLAIN, {"prompt": [[]]}, 400, "prompt", "got an empty one"),
-    (PLAIN, {"prompt": ["a", ""]}, 400, "prompt", "got an empty one"),
-    (PLAIN, {"prompt": ["a"] * 1025}, 400, "prompt", "got 1025 with n 1"),
+    (PLAIN, {"prompt": ""}, 400, "prompt", "must be a non-empty string"),
+    (PLAIN, {"prompt": []}, 400, "prompt", "must be a non-empty string"),
+    (PLAIN, {"prompt": [""]}, 400, "prompt", "must be a non-empty string"),
+    (PLAIN, {"prompt": [[]]}, 400, "prompt", "must be a non-empty string"),
+    (PLAIN, {"prompt": ["a", ""]}, 400, "prompt", "must be a non-empty string"),
+    (PLAIN, {"prompt": ["a"] * 1025}, 400, "prompt", "got a list of 1025"),
     (PLAIN, {"prompt": [[1]] * 9, "n": 128}, 400, "prompt", "got 9 with n 128"),
     (PLAIN, {"prompt": [[1], [1, 49152]]}, 400, "prompt", "from 0 to 49151; got 49152"),
     (PLAIN, {"prompt": 5}, 400, "prompt", "got 5"),
@@ -48,8 +57,8 @@ CASES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
         CHAT,
         {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
         400,
-        "messages.0.tool_calls",
-        "not support",
+        "messages.0.tool_calls.0.id",
+        "is missing",
     ),
     (PLAIN, {"max_tokens": 0}, 400, "max_tokens", "at least 1 without `echo`; got 0"),
     (PLAIN, {"max_tokens": -5}, 400, "max_tokens", "got -5"),
@@ -110,9 +119,45 @@ CASES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (PLAIN, {"cache_salt": ""}, 400, "cache_salt", "a non-empty string"),
     (CHAT, {"cache_salt": "a" * 257}, 400, "cache_salt", "up to 256 characters"),
     (CHAT, {"cache_salt": 5}, 400, "cache_salt", "a non-empty string"),
-    (CHAT, {"tools": [{}]}, 400, "tools", "not supported"),
-    (CHAT, {"tool_choice": "required"}, 400, "tool_choice", "not supported"),
-    (CHAT, {"response_format": {"type": "json_object"}}, 400, "response_format", "not supported"),
+    (CHAT, {"messages": [{"role": "tool", "content": "3"}]}, 400, "messages.0.tool_call_id", "is missing"),
+    (CHAT, {"messages": [{"role": "tool", "content": "3", "tool_call_id": "a"}]}, 400, "messages.0.tool_call_id", "got 'a'"),
+    (CHAT, {"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, 400, "messages.0.tool_calls", "assistant"),
+    (CHAT, {"messages": [{"role": "user", "content": "x", "tool_call_id": "a"}]}, 400, "messages.0.tool_call_id", "role tool"),
+    (
+        CHAT,
+        {"messages": [{"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": "[1]"}}]}]},
+        400,
+        "messages.0.tool_calls.0.function.arguments",
+        "a JSON object, as a string",
+    ),
+    (CHAT, {"tools": [{}]}, 400, "tools.0.type", "is missing"),
+    (CHAT, {"tools": [{"type": "retrieval"}]}, 400, "tools.0.type", "got 'retrieval'"),
+    (CHAT, {"tools": [TOOL | {"function": {"name": "a b"}}]}, 400, "tools.0.function.name", "1 to 64 letters"),
+    (CHAT, {"tools": [TOOL, TOOL]}, 400, "tools", "'f' is there twice"),
+    (
+        CHAT,
+        {"tools": [TOOL, {"type": "function", "function": {"name": "g", "parameters": {"type": "thing"}}}]},
+        400,
+        "tools.1.function.parameters",
+        "Invalid type: thing",
+    ),
+    (CHAT, {"tool_choice": "required"}, 400, "tool_choice", "needs `tools`"),
+    (CHAT, {"tools": [TOOL], "tool_choice": "sometimes"}, 400, "tool_choice", "one of none, auto, required"),
+    (
+        CHAT,
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        400,
+        "tool_choice",
+        "'g', which is none of the tools",
+    ),
+    (CHAT, {"response_format": {"type": "xml"}}, 400, "response_format.type", "got 'xml'"),
+    (CHAT, {"response_format": {"type": "json_schema"}}, 400, "response_format.json_schema", "is missing"),
+    (PLAIN, {"response_format": schema_format({"type": "thing"})}, 400, SCHEMA, "Invalid type: thing"),
+    (PLAIN, {"response_format": schema_format({"not": {}})}, 400, SCHEMA, "not"),
+    (CHAT, {"response_format": schema_format({"$ref": "http://elsewhere/x"})}, 400, SCHEMA, "not present"),
+    (CHAT, {"response_format": schema_format({"enum": ["x" * 300_000]})}, 400, SCHEMA, "must be smaller"),
+    (CHAT, {"response_format": schema_format(5)}, 400, SCHEMA, "a JSON Schema; got 5"),
+    (CHAT, {"response_format": {"type": "text", "json_schema": {"name": "a", "schema": {}}}}, 400, SCHEMA[:27], "only for"),
     ("/tokenize", {}, 400, "prompt", "either `prompt` or `messages`"),
     ("/tokenize", {"prompt": "a", "messages": MESSAGES}, 400, "prompt", "either"),
     ("/detokenize", {"tokens": [50000]}, 400, "tokens", "from 0 to 49151"),

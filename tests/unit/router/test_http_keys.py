@@ -39,6 +39,7 @@ def test_only_good_keys_pass(run_cluster: Run, path: Path) -> None:
 
     async def test(cluster: Any) -> None:
         paths = [("GET", "/v1/models"), ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("POST", "/tokenize")]
+        paths += [("POST", "/v1/responses")]
         paths += [("POST", "/detokenize"), ("GET", "/v1/models/smollm2"), ("GET", "/v1/nothing"), ("GET", "//v1/models")]
         for method, where in paths:
             for headers in ({}, bearer("tk-x-y"), bearer(expired), {"authorization": f"Basic {good}"}, bearer("\xfc")):
@@ -107,7 +108,7 @@ def test_a_keys_context(run_cluster: Run, path: Path) -> None:
 @pytest.mark.parametrize(("allowed", "status"), [(True, 200), (False, 403)])
 def test_anonymous_requests_from_elsewhere_need_the_flag(run_cluster: Run, allowed: bool, status: int) -> None:
     async def test(cluster: Any) -> None:
-        transport = httpx.ASGITransport(create_app(cluster.router, cluster.meter), client=("10.0.0.7", 1234))
+        transport = httpx.ASGITransport(create_app(cluster.router, cluster.meter, cluster.recorder), client=("10.0.0.7", 1234))
         async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
             response = await client.get("/v1/models")
             assert response.status_code == status
@@ -130,3 +131,25 @@ def test_no_key_gets_into_the_log(run_cluster: Run, path: Path, caplog: pytest.L
     run_cluster(test, http=http(path))
     assert caplog.records
     assert key.split("-", 2)[2][:20] not in "".join(f"{record.getMessage()} {record.__dict__}" for record in caplog.records)
+
+
+def test_what_a_key_may_not_is_said_in_the_words_of_the_endpoint(run_cluster: Run, path: Path) -> None:
+    key = add_key(path, {"tenant": "a", "max_context": 100, "tokens_per_minute": 60})
+
+    async def test(cluster: Any) -> None:
+        cases: list[tuple[dict[str, Any], str]] = [
+            ({"input": "word " * 200}, "input"),
+            ({"input": "a", "max_output_tokens": 90}, "max_output_tokens"),
+            ({"input": "a", "max_output_tokens": 50}, "max_output_tokens"),
+            ({"input": "a", "max_output_tokens": 50, "stream": True}, "max_output_tokens"),
+        ]
+        for fields, param in cases:
+            answer = await cluster.http.post("/v1/responses", json={"model": "smollm2"} | fields, headers=bearer(key))
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"], param in error["message"]) == (400, param, True), error
+        good = await cluster.http.post(
+            "/v1/responses", json={"model": "smollm2", "input": "a", "max_output_tokens": 9}, headers=bearer(key)
+        )
+        assert good.status_code == 200
+
+    run_cluster(test, http=http(path))

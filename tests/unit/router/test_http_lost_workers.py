@@ -46,6 +46,27 @@ def test_stream_goes_on_when_its_decode_worker_dies(run_cluster: Run) -> None:
     run_cluster(test, decode=2)
 
 
+def test_stream_goes_on_where_it_is_decoded_while_prefill_is_busy(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        cluster.says(TEXT)
+        cluster.script.step_s = 0.05
+        stream = asyncio.ensure_future(cluster.complete(return_token_ids=True))
+        await cluster.until(lambda: any(worker.attached for worker in cluster.decode))
+        [busy] = [worker for worker in cluster.decode if worker.attached]
+        [other] = [worker for worker in cluster.decode if not worker.attached]
+        cluster.prefill[0].gate.clear()
+        waiting = asyncio.ensure_future(cluster.complete(prompt=TEXT))
+        await cluster.until(lambda: cluster.prefill[0].working)
+        await busy.die()
+        assert (await stream).json()["choices"][0]["token_ids"] == list(cluster.script.answer)
+        assert [message.first_token for message in other.attached] == [None], "it has computed the prompt itself"
+        cluster.prefill[0].gate.set()
+        assert (await waiting).json()["choices"][0]["text"] == TEXT
+        await cluster.clean()
+
+    run_cluster(test, decode=2, max_batch_tokens=8)
+
+
 def test_request_waits_for_the_only_worker_to_come_back(run_cluster: Run) -> None:
     async def test(cluster: Any) -> None:
         cluster.says(TEXT)

@@ -116,13 +116,30 @@ def test_scale_reaches_the_controller(run_cluster: Run) -> None:
     run_cluster(test)
 
 
+def test_drain_reaches_the_controller(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        response = await cluster.http.post("/admin/drain", json={"worker": "decode-1"})
+        assert response.json() == {"worker": "decode-1", "restart": False}
+        await cluster.http.post("/admin/drain", json={"worker": "prefill-0", "restart": True})
+        assert cluster.controller.drained == [("decode-1", False), ("prefill-0", True)]
+        for body, named in (({}, "worker"), ({"worker": "decode-1", "when": 1}, "when"), ({"worker": 1}, "worker")):
+            refused = await cluster.http.post("/admin/drain", json=body)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, named)
+        cluster.controller.away = True
+        assert (await cluster.http.post("/admin/drain", json={"worker": "decode-1"})).status_code == 503
+
+    run_cluster(test)
+
+
 @pytest.mark.parametrize("header", [None, "Bearer wrong", "Basic sesame", "sesame", "Bearer sésame"])
 def test_admin_key(run_cluster: Run, header: str | None) -> None:
     async def test(cluster: Any) -> None:
         headers = {} if header is None else {"authorization": header.encode()}
-        for method, path in (("GET", "/admin/status"), ("GET", "/admin/audit"), ("POST", "/admin/scale")):
+        asked = [("GET", "/admin/status"), ("GET", "/admin/audit"), ("POST", "/admin/scale"), ("POST", "/admin/drain")]
+        for method, path in asked:
             response = await cluster.http.request(method, path, headers=headers)
-            assert response.status_code == 403
+            assert response.status_code == 401
+            assert response.headers["www-authenticate"] == "Bearer"
             assert "operator's key" in response.json()["error"]["message"]
         good = await cluster.http.get("/admin/status", headers={"authorization": "Bearer sesame"})
         assert good.status_code == 200
@@ -136,7 +153,7 @@ def test_without_keys_only_loopback_is_served(
     run_cluster: Run, bound: str, peer: str, status: int, forwarded: str | None
 ) -> None:
     async def test(cluster: Any) -> None:
-        transport = httpx.ASGITransport(create_app(cluster.router, cluster.meter), client=(peer, 1234))
+        transport = httpx.ASGITransport(create_app(cluster.router, cluster.meter, cluster.recorder), client=(peer, 1234))
         async with httpx.AsyncClient(transport=transport, base_url="http://router") as http:
             headers = {} if forwarded is None else {"x-forwarded-for": forwarded}
             assert (await http.get("/admin/status", headers=headers)).status_code == status
@@ -166,7 +183,7 @@ def test_request_ids(run_cluster: Run) -> None:
             assert (answer.status_code, answer.headers.get_list("x-request-id")) == (status, ["mine-2"])
         made = await cluster.http.get("/nothing", headers={"x-request-id": "x" * 200})
         assert len(made.headers["x-request-id"]) == 32
-        transport = httpx.ASGITransport(create_app(cluster.router, cluster.meter, echo_request_id=False))
+        transport = httpx.ASGITransport(create_app(cluster.router, cluster.meter, cluster.recorder, echo_request_id=False))
         async with httpx.AsyncClient(transport=transport, base_url="http://router") as http:
             assert "x-request-id" not in (await http.get("/v1/models")).headers
         bodies = [{"model": "smollm2", "prompt": "a", "max_tokens": 5}] * 2
@@ -199,7 +216,13 @@ def test_openapi_describes_the_bodies(run_cluster: Run) -> None:
         schema = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
         assert set(schema["required"]) == {"model", "prompt"}
         assert schema["additionalProperties"] is False
+        responses = document["paths"]["/v1/responses"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert set(responses["required"]) == {"model", "input"}
         assert "$ref" not in str(document["paths"])
-        assert "default" in document["paths"]["/v1/models"]["get"]["responses"]
+        responses = document["paths"]["/v1/completions"]["post"]["responses"]
+        assert set(responses) == {"200", "400", "401", "403", "404", "408", "413", "415", "429", "500", "503"}
+        assert set(document["paths"]["/v1/models"]["get"]["responses"]) == {"200", "401", "403", "500"}
+        assert "retry-after" in responses["429"]["headers"]
+        assert "security" not in document["paths"]["/v1/completions"]["post"], "this cluster asks for no keys"
 
     run_cluster(test)

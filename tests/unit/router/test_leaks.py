@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from protocol.audit import DecodeBooks, Owner, PairRow, PrefillBooks, PromptRow, TicketRow
+from protocol.audit import DecodeBooks, Owner, PairRow, PrefillBooks, PromptRow, SendRow, TicketRow
 from protocol.messages import Role, WorkerRef
 from protocol.ticket import TicketState
 from router.leaks import Audited, find_leaks
@@ -24,11 +24,17 @@ def clusters(draw: st.DrawFn) -> list[Audited]:
     """Any state that a sound cluster may be in: tickets of this and of other routers, prompts for those that wait."""
     prompts: dict[int, list[PromptRow]] = {n: [] for n in range(draw(st.integers(1, 3)))}
     decodes = []
+    sends: list[SendRow] = []
     for number in range(draw(st.integers(1, 3))):
         decode, waiting = draw(decode_workers(number))
         decodes.append(decode)
         for row in waiting:
-            prompts[draw(st.sampled_from(sorted(prompts)))].append(draw(prompts_for(decode, row)))
+            if draw(st.booleans()):
+                prompts[draw(st.sampled_from(sorted(prompts)))].append(draw(prompts_for(decode, row)))
+            else:
+                sends.append(SendRow(row.ticket_id, row.transfer_id, *decode.life))
+    migrating = draw(st.integers(0, len(decodes) - 1))
+    decodes[migrating] = change(decodes[migrating], sends=tuple(sends))
     return decodes + [draw(prefill_workers(number, rows)) for number, rows in prompts.items()]
 
 
@@ -42,7 +48,7 @@ def decode_workers(draw: st.DrawFn, number: int) -> tuple[Audited, list[TicketRo
         pushes = draw(st.integers(1, 2)) if state.final else 0
         blocks = draw(st.integers(0 if state is TicketState.ATTACHED else 1, 9))
         overdue_s = draw(st.floats(-10, 1000 if state is TicketState.ATTACHED else 1))
-        rows.append(TicketRow(ticket_id, ticket_id + 1000, owner, state, blocks, pushes, False, overdue_s))
+        rows.append(TicketRow(ticket_id, ticket_id + 1000, owner, state, blocks, pushes, False, False, overdue_s))
         if owner is Owner.ASKER and not state.final:
             claims[ticket_id] = state is TicketState.ATTACHED and draw(st.booleans())
     if draw(st.booleans()):
@@ -50,7 +56,7 @@ def decode_workers(draw: st.DrawFn, number: int) -> tuple[Audited, list[TicketRo
     free, references = draw(st.integers(0, 50)), sum(row.num_blocks for row in rows)
     owned = references - draw(st.integers(0, references // 2))
     ref = WorkerRef(f"decode-{number}", draw(st.integers(1, 3)), Role.DECODE, "tcp://127.0.0.1:1")
-    books = DecodeBooks(1, free + owned, free, owned, references, tuple(rows), ())
+    books = DecodeBooks(1, free + owned, free, owned, references, tuple(rows), (), ())
     return Audited(ref, books, claims), [row for row in rows if row.state in WAITING]
 
 
@@ -152,7 +158,7 @@ def overdue(worker: Audited, data: st.DataObject) -> tuple[Audited, str]:
 def wait_for_nobody(worker: Audited, data: st.DataObject) -> tuple[Audited, str]:
     """As a client that speaks our wire, reserves and only pings."""
     assert isinstance(worker.books, DecodeBooks)
-    row = TicketRow(88, 1088, Owner.OTHER, data.draw(st.sampled_from(WAITING)), 3, 0, False, -1.0)
+    row = TicketRow(88, 1088, Owner.OTHER, data.draw(st.sampled_from(WAITING)), 3, 0, False, False, -1.0)
     tickets = (*worker.books.tickets, row)
     references = worker.books.references + 3  # to blocks that it shares with others
     return change(worker, tickets=tickets, references=references), "ticket 88"
@@ -187,6 +193,12 @@ def push_for_nobody(worker: Audited, data: st.DataObject) -> tuple[Audited, str]
     return change(worker, pairs=(*worker.books.pairs, PairRow("decode-0", 99, 1))), "pushes to decode-0 (epoch 99)"
 
 
+def send_to_nobody(worker: Audited, data: st.DataObject) -> tuple[Audited, str]:
+    assert isinstance(worker.books, DecodeBooks)
+    row = SendRow(5, 1005, "decode-0", 99)
+    return change(worker, sends=(*worker.books.sends, row)), "ticket 5 of decode-0 (epoch 99)"
+
+
 CORRUPTIONS = [
     Corruption("silent", silence, Role.PREFILL),
     Corruption("silent", silence, Role.DECODE),
@@ -203,6 +215,7 @@ CORRUPTIONS = [
     Corruption("references", count_references, Role.DECODE),
     Corruption("ticket", other_transfer, Role.PREFILL),
     Corruption("ticket", for_another_life, Role.PREFILL),
+    Corruption("send", send_to_nobody, Role.DECODE),
     Corruption("prompt", leave_behind, Role.PREFILL),
     Corruption("pushes", push_for_nobody, Role.PREFILL),
 ]
@@ -222,13 +235,13 @@ def test_a_single_corruption_is_found_and_nothing_else(
 
 def test_a_prompt_that_vanished_is_missed_by_its_ticket() -> None:
     """Seen from the other side: the worker that should have it says nothing wrong."""
-    ticket = TicketRow(7, 1007, Owner.ASKER, TicketState.RECEIVING, 3, 0, False, -1.0)
-    decode = Audited(WorkerRef("decode-0", 2, Role.DECODE, ""), DecodeBooks(1, 10, 7, 3, 3, (ticket,), ()), {7: False})
+    ticket = TicketRow(7, 1007, Owner.ASKER, TicketState.RECEIVING, 3, 0, False, False, -1.0)
+    decode = Audited(WorkerRef("decode-0", 2, Role.DECODE, ""), DecodeBooks(1, 10, 7, 3, 3, (ticket,), (), ()), {7: False})
     prefill = Audited(WorkerRef("prefill-0", 1, Role.PREFILL, ""), PrefillBooks(1, 10, 10, 0, 0, (), (), ()))
     [leak] = leaks([decode, prefill])
     assert (leak.kind, leak.num_blocks) == ("transfer", 3)
-    sentence = "ticket 7 (3 blocks, receiving) waits for KV that no prefill worker has a prompt for"
+    sentence = "ticket 7 (3 blocks, receiving) waits for KV that no worker has a prompt or a stream for"
     assert leak.message == f"decode-0 (epoch 2): {sentence}"
     assert [leak.kind for leak in leaks([decode, replace(prefill, books=None)])] == ["silent"], "it may have the prompt"
     hung = Audited(WorkerRef("decode-1", 1, Role.DECODE, ""), None)
-    assert [leak.kind for leak in leaks([decode, prefill, hung])] == ["transfer", "silent"], "which has no prompts to hide"
+    assert [leak.kind for leak in leaks([decode, prefill, hung])] == ["silent"], "it may have a stream that migrates there"

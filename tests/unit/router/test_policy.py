@@ -1,20 +1,58 @@
-"""Choosing workers: pure, deterministic, spreading, and never to a worker that is known to be full."""
+"""Choosing workers: by loads alone, spreading, never to one that is known to be full, and as sorting all of them does."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Container, Iterable
+from random import Random
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.messages import LoadReport
-from router.policy import Book, WorkerLoad, blocks_for, decode_order, prefill_order
+from router.policy import Book, WorkerLoad, blocks_for
+from router.ranking import DecodeRanking, PrefillRanking
 
 WINDOW = 300
 
 
 def report(worker_id: str, queued_tokens: int = 0, reservable_blocks: int = 0) -> LoadReport:
-    return LoadReport(worker_id, 1, 0, 0, queued_tokens, 999, 1000, 0, 0, 0, 0.0, 0.0, 0, 0, 0, reservable_blocks, 0, 0)
+    return LoadReport(worker_id, 1, 0, 0, queued_tokens, 999, 1000, 0, 0, 0, 0.0, 0.0, 0, 0, 0, reservable_blocks, 0, 0, 0)
+
+
+def sorted_prefills(loads: Iterable[WorkerLoad], num_tokens: int, window_tokens: int, avoid: Container[str]) -> list[str]:
+    """The rule in the plainest words: look at all workers."""
+    found = []
+    for load in loads:
+        book = load.book
+        if book.refused_size is None and (not book.in_flight_size or book.in_flight_size + num_tokens <= window_tokens):
+            turn = (book.in_flight, book.given, load.worker_id)
+            found.append((load.worker_id in avoid, load.queued_tokens, turn))
+    return [turn[-1] for _, _, turn in sorted(found)]
+
+
+def sorted_decodes(loads: Iterable[WorkerLoad], need_blocks: int, avoid: Container[str]) -> list[str]:
+    """Likewise."""
+    found = []
+    for load in loads:
+        free, turn = load.reservable_blocks, (load.book.in_flight, load.book.given, load.worker_id)
+        if free is None or free >= need_blocks:
+            found.append((load.worker_id in avoid, free is None, -(free or 0), turn))
+    return [turn[-1] for _, _, _, turn in sorted(found)]
+
+
+def best_prefill(loads: Iterable[WorkerLoad], num_tokens: int, window_tokens: int, avoid: Container[str] = ()) -> str | None:
+    ranking = PrefillRanking()
+    for load in loads:
+        ranking.put(load)
+    return ranking.best(num_tokens, window_tokens, avoid)
+
+
+def decode_order(loads: Iterable[WorkerLoad], need_blocks: int, avoid: Container[str] = ()) -> list[str]:
+    ranking = DecodeRanking()
+    for load in loads:
+        ranking.put(load)
+    return list(ranking.order(need_blocks, avoid))
 
 
 books = st.builds(
@@ -40,22 +78,67 @@ def loads(draw: st.DrawFn) -> list[WorkerLoad]:
     ]
 
 
-@given(loads(), st.sets(st.sampled_from("abcdefgh")), st.randoms())
-def test_order_is_a_function_of_the_inputs(workers: list[WorkerLoad], avoid: set[str], random: object) -> None:
+@given(loads(), st.integers(1, 300), st.sets(st.sampled_from("abcdefgh")), st.randoms())
+def test_choice_is_that_of_sorting_all_workers(workers: list[WorkerLoad], size: int, avoid: set[str], random: Random) -> None:
     shuffled = workers.copy()
-    random.shuffle(shuffled)  # type: ignore[attr-defined]
-    assert prefill_order(workers, 10, WINDOW, avoid) == prefill_order(shuffled, 10, WINDOW, avoid)
-    assert decode_order(workers, 10, avoid) == decode_order(shuffled, 10, avoid)
+    random.shuffle(shuffled)
+    [first, *_] = [*sorted_prefills(workers, size, WINDOW, avoid), None]
+    assert best_prefill(shuffled, size, WINDOW, avoid) == first
+    assert decode_order(shuffled, size, avoid) == sorted_decodes(workers, size, avoid)
+
+
+_MOVES = st.tuples(
+    st.sampled_from("abcde"),
+    st.sampled_from(["give", "done", "refuse", "report", "leave"]),
+    st.integers(0, 200),
+)
+
+
+@given(st.lists(_MOVES, max_size=60), st.integers(1, 200), st.sets(st.sampled_from("abcde"), max_size=2))
+def test_choice_stays_that_while_loads_change(moves: list[tuple[str, str, int]], size: int, avoid: set[str]) -> None:
+    loads: dict[str, WorkerLoad] = {}
+    given_sizes: dict[str, list[int]] = {}
+    prefills, decodes = PrefillRanking(), DecodeRanking()
+
+    def put(name: str) -> None:
+        prefills.put(loads[name])
+        decodes.put(loads[name])
+
+    for name, move, amount in moves:
+        if name not in loads:
+            loads[name] = WorkerLoad(name, None, Book(on_change=lambda name=name: put(name)))  # type: ignore[misc]
+            given_sizes[name] = []
+            put(name)
+        book = loads[name].book
+        if move == "give":
+            book.give(amount)
+            given_sizes[name].append(amount)
+        elif move == "done" and given_sizes[name]:
+            book.done(given_sizes[name].pop())
+        elif move == "refuse":
+            book.refuse(amount)
+        elif move == "report":
+            loads[name] = WorkerLoad(name, report(name, amount, amount), book)
+            book.reported()
+        elif move == "leave":
+            del loads[name]
+            prefills.discard(name)
+            decodes.discard(name)
+        [first, *_] = [*sorted_prefills(loads.values(), size, WINDOW, avoid), None]
+        assert prefills.best(size, WINDOW, avoid) == first
+        assert list(decodes.order(size, avoid)) == sorted_decodes(loads.values(), size, avoid)
 
 
 @given(loads(), st.sets(st.sampled_from("abcdefgh")))
 def test_prefill_goes_to_the_shortest_queue(workers: list[WorkerLoad], avoid: set[str]) -> None:
-    order = prefill_order(workers, 10, WINDOW, avoid)
+    best = best_prefill(workers, 10, WINDOW, avoid)
     by_id = {load.worker_id: load for load in workers}
     within = {load.worker_id for load in workers if load.book.in_flight_size == 0 or load.book.in_flight_size <= WINDOW - 10}
-    assert set(order) == {load.worker_id for load in workers if load.book.refused_size is None} & within
-    ranks = [(name in avoid, by_id[name].queued_tokens) for name in order]
-    assert ranks == sorted(ranks)
+    open_ids = {load.worker_id for load in workers if load.book.refused_size is None} & within
+    ranks = {name: (name in avoid, by_id[name].queued_tokens) for name in open_ids}
+    assert best in open_ids if open_ids else best is None
+    if best is not None:
+        assert ranks[best] == min(ranks.values())
 
 
 @given(loads(), st.integers(1, 400))
@@ -77,7 +160,7 @@ def test_decode_never_gets_what_is_known_not_to_fit(workers: list[WorkerLoad], n
 def test_burst_between_two_reports_spreads_by_tokens(num_workers: int, prompts: list[int]) -> None:
     workers = [WorkerLoad(f"p{index}", report(f"p{index}"), Book()) for index in range(num_workers)]
     for prompt in prompts:
-        chosen = prefill_order(workers, prompt, sum(prompts))[0]
+        chosen = best_prefill(workers, prompt, sum(prompts))
         next(load for load in workers if load.worker_id == chosen).book.give(prompt)
     queues = [load.queued_tokens for load in workers]
     assert max(queues) - min(queues) <= max(prompts), "greedy balancing is off by one prompt at most"
@@ -87,7 +170,7 @@ def test_burst_between_two_reports_spreads_by_tokens(num_workers: int, prompts: 
 def test_what_is_out_of_hand_is_a_window_or_one_prompt(prompts: list[int], window: int) -> None:
     worker = WorkerLoad("p", report("p"), Book())
     for prompt in prompts:
-        if prefill_order([worker], prompt, window):
+        if best_prefill([worker], prompt, window):
             worker.book.give(prompt)
         elif worker.book.in_flight == 1:
             assert worker.book.in_flight_size + prompt > window
@@ -99,7 +182,8 @@ def test_idle_workers_take_turns(num_workers: int, num_requests: int) -> None:
     workers = [WorkerLoad(f"p{index}", report(f"p{index}"), Book()) for index in range(num_workers)]
     taken: Counter[str] = Counter()
     for _ in range(num_requests):
-        chosen = prefill_order(workers, 10, WINDOW)[0]
+        chosen = best_prefill(workers, 10, WINDOW)
+        assert chosen is not None
         taken[chosen] += 1
         book = next(load for load in workers if load.worker_id == chosen).book
         book.give(10)

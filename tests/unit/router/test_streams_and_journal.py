@@ -9,8 +9,10 @@ import pytest
 from protocol.errors import KvTransferError, WorkerLostError
 from protocol.messages import Failed, StreamOutput
 from protocol.sampling import FinishReason, SamplingParams
-from router.journal import Journal, Tokens
+from router.journal import Arrival, Journal, Tokens
 from router.streams import TokenStream
+
+ARRIVAL = Arrival(5.0, 0.01)
 
 
 def output(*token_ids: int, finish: FinishReason | None = None) -> StreamOutput:
@@ -20,11 +22,11 @@ def output(*token_ids: int, finish: FinishReason | None = None) -> StreamOutput:
 def test_queued_outputs_come_in_one_piece_and_before_the_error() -> None:
     async def main() -> None:
         stream = TokenStream()
-        stream.put(output(1))
-        stream.put(output(2, 3))
+        stream.put(output(1), ARRIVAL)
+        stream.put(output(2, 3), ARRIVAL)
         stream.fail(WorkerLostError("gone"))
         stream.fail(WorkerLostError("twice"))
-        assert await stream.take() == Tokens((1, 2, 3), (), None)
+        assert await stream.take() == Tokens((1, 2, 3), (), None, arrivals=(ARRIVAL, ARRIVAL))
         assert stream.ended
         with pytest.raises(WorkerLostError, match="gone"):
             await stream.take()
@@ -37,11 +39,11 @@ def test_take_waits_for_outputs_and_errors() -> None:
         stream = TokenStream()
         waiting = asyncio.create_task(stream.take())
         await asyncio.sleep(0)
-        stream.put(output(4, finish=FinishReason.STOP))
+        stream.put(output(4, finish=FinishReason.STOP), ARRIVAL)
         assert (await waiting).finish_reason is FinishReason.STOP
         waiting = asyncio.create_task(stream.take())
         await asyncio.sleep(0)
-        stream.put(StreamOutput(1, (), (), None, Failed.from_error(0, KvTransferError("aborted"))))
+        stream.put(StreamOutput(1, (), (), None, Failed.from_error(0, KvTransferError("aborted"))), ARRIVAL)
         with pytest.raises(KvTransferError):
             await waiting
 
@@ -55,7 +57,7 @@ def test_cancelled_take_can_be_taken_up_again() -> None:
         await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
-        stream.put(output(5))
+        stream.put(output(5), ARRIVAL)
         assert (await stream.take()).token_ids == (5,)
 
     asyncio.run(main())

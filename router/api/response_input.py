@@ -1,0 +1,82 @@
+"""The items of a response's input: messages, calls of functions, and what the functions gave. An answer's own items fit."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, Tag
+
+from router.api.body import Body, Neutral, told_apart
+from router.api.shapes import Json
+
+_TYPES = "one of message, function_call, function_call_output"
+_TEXT = 'a string or a list of {"type": "input_text", "text": ...} parts'
+
+_Status = Literal["in_progress", "completed", "incomplete"]
+_STATUS = "one of in_progress, completed, incomplete"
+_CALL_ID = "a non-empty string"
+
+
+class InputText(Body):
+    neutral: ClassVar[Neutral] = {"annotations": ([],)}
+
+    type: Literal["input_text", "output_text"] = Field(
+        description='"input_text" or "output_text", the only kinds of content that this model reads'
+    )
+    text: str = Field(description="a string")
+    logprobs: list[Any] | None = Field(default=None, description="a list, as an answer had it; a prompt has no use for it")
+
+
+class MessageItem(Body):
+    neutral: ClassVar[Neutral] = {"phase": ()}
+
+    type: Literal["message"] = Field(default="message", description=_TYPES)
+    role: Literal["system", "developer", "user", "assistant"] = Field(description="one of system, developer, user, assistant")
+    content: str | list[InputText] = Field(description=f'{_TEXT} ("output_text" in answers)')
+    id: str | None = Field(default=None, description="a string")
+    status: _Status | None = Field(default=None, description=_STATUS)
+
+    def message(self) -> Json:
+        """As a chat has it."""
+        return {"role": self.role, "content": _content(self.content)}
+
+
+class CallItem(Body):
+    neutral: ClassVar[Neutral] = {"async": (False,), "caller": (), "namespace": ()}
+
+    type: Literal["function_call"] = Field(description=_TYPES)
+    call_id: str = Field(min_length=1, description=_CALL_ID)
+    name: str = Field(description="a string")
+    arguments: str = Field(description="a JSON object, as a string")
+    id: str | None = Field(default=None, description="a string")
+    status: _Status | None = Field(default=None, description=_STATUS)
+
+    def tool_call(self) -> Json:
+        """As a chat has it in the message of whom called."""
+        return {"id": self.call_id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+class CallOutputItem(Body):
+    neutral: ClassVar[Neutral] = {"caller": (), "name": (), "namespace": ()}
+
+    type: Literal["function_call_output"] = Field(description=_TYPES)
+    call_id: str = Field(min_length=1, description=_CALL_ID)
+    output: str | list[InputText] = Field(description=_TEXT)
+    id: str | None = Field(default=None, description="a string")
+    status: _Status | None = Field(default=None, description=_STATUS)
+
+    def message(self) -> Json:
+        """As a chat has it."""
+        return {"role": "tool", "tool_call_id": self.call_id, "content": _content(self.output)}
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CallOutputItem, Tag("function_call_output")],
+    told_apart(lambda given: given or "message", _TYPES),
+]
+
+
+def _content(content: str | list[InputText]) -> str | list[Json]:
+    return content if isinstance(content, str) else [{"type": "text", "text": part.text} for part in content]

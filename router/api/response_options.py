@@ -1,0 +1,63 @@
+"""What a response may be asked to look like: its text's format, and the functions that it may call."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, Tag
+
+from router.api.body import Body, Neutral, told_apart
+from router.api.shapes import Json
+from router.api.structured import JsonSchemaFormat
+
+_FORMATS = "one of text, json_object, json_schema"
+
+
+class PlainFormat(Body):
+    type: Literal["text", "json_object"] = Field(description=_FORMATS)
+
+    def response_format(self) -> Json:
+        """As a chat has it."""
+        return {"type": self.type}
+
+
+class SchemaFormat(JsonSchemaFormat):
+    type: Literal["json_schema"] = Field(description=_FORMATS)
+
+    def response_format(self) -> Json:
+        """As a chat has it."""
+        return {"type": self.type, "json_schema": self.model_dump(by_alias=True, exclude={"type"})}
+
+
+Format = Annotated[
+    Annotated[PlainFormat, Tag("text")] | Annotated[SchemaFormat, Tag("json_schema")],
+    told_apart(lambda given: "text" if given == "json_object" else given or "text", _FORMATS),
+]
+
+
+class TextOptions(Body):
+    neutral: ClassVar[Neutral] = {"verbosity": ("medium",)}
+
+    format: Format = Field(default=PlainFormat(type="text"), description=f"an object with type, {_FORMATS}")
+
+
+class FunctionTool(Body):
+    type: Literal["function"] = Field(description='"function"')
+    name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$", description="1 to 64 letters, digits, underscores and dashes")
+    description: str | None = Field(default=None, description="a string")
+    parameters: dict[str, Any] | None = Field(default=None, description="a JSON Schema")
+    strict: bool = Field(default=True, description="true or false; the parameters are always followed")
+
+    def as_chat(self) -> Json:
+        return {"type": self.type, "function": self.model_dump(exclude={"type"})}
+
+
+class FunctionChoice(Body):
+    type: Literal["function"] = Field(description='"function"')
+    name: str = Field(description="the name of one of the tools")
+
+    def as_chat(self) -> Json:
+        return {"type": self.type, "function": {"name": self.name}}
+
+
+ResponseToolChoice = Literal["none", "auto", "required"] | FunctionChoice

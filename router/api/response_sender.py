@@ -1,0 +1,53 @@
+"""Sends a response of /v1/responses, whole or as server-sent events, each under its name; there is no [DONE]."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable
+
+from starlette.types import Receive, Scope, Send
+
+from protocol.errors import TandemError
+from router.answer import Delta
+from router.api.respond import GenerationResponse, event
+from router.api.response_object import ResponseCourse
+from router.api.shapes import Json
+
+
+class ResponseSender(GenerationResponse):
+    """As for chats, the first piece decides about the status: what fails before it is an HTTP error."""
+
+    def __init__(
+        self, deltas: AsyncGenerator[Delta, None], course: ResponseCourse, num_dropped: int | None, *, stream: bool
+    ) -> None:
+        super().__init__(deltas, num_dropped)
+        self._course = course
+        self._stream = stream
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._stream:
+            await self._send_events(send)
+            return
+        async for delta in self._deltas:
+            self._course.push(delta)
+        await self._send_whole(self._course.response, scope, receive, send)
+
+    async def _send_events(self, send: Send) -> None:
+        delta = await anext(self._deltas)
+        await self._start_events(send)
+        events = self._course.begin()
+        try:
+            while True:
+                events += self._course.push(delta)
+                if delta.finish_reason is not None:
+                    break
+                if events:
+                    await send({"type": "http.response.body", "body": _named(events), "more_body": True})
+                    events = []
+                delta = await anext(self._deltas)
+        except TandemError as error:
+            events = self._course.fail(error)
+        await send({"type": "http.response.body", "body": _named(events), "more_body": False})
+
+
+def _named(events: Iterable[Json]) -> bytes:
+    return b"".join(b"event: " + each["type"].encode() + b"\n" + event(each) for each in events)

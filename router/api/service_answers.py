@@ -1,0 +1,116 @@
+"""What the smaller endpoints answer with, for the OpenAPI document: models, tokens, health, and what operators see.
+
+As for `answers.py`, schemathesis checks that the JSON which `app.py` and `router/status.py` make is as described here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, NotRequired
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from router.api.answers import Count, exact
+
+
+@exact
+class ModelCard(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: Count
+    owned_by: str
+    max_model_len: Annotated[int, Field(ge=1)]
+
+
+@exact
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+@exact
+class Tokens(TypedDict):
+    tokens: list[Count]
+    count: Count
+    max_model_len: Annotated[int, Field(ge=1)]
+
+
+@exact
+class Text(TypedDict):
+    prompt: str
+
+
+@exact
+class Healthy(TypedDict):
+    status: Literal["ok"]
+
+
+@exact
+class Unhealthy(TypedDict):
+    status: Literal["unavailable"]
+    reason: str
+
+
+@exact
+class Scaled(TypedDict):
+    prefill: NotRequired[Annotated[int, Field(ge=1)]]
+    decode: NotRequired[Annotated[int, Field(ge=1)]]
+
+
+@exact
+class Drained(TypedDict):
+    worker: str
+    restart: bool
+
+
+@exact
+class WorkerRow(TypedDict):
+    """What a worker reports is null until it has."""
+
+    worker_id: str
+    role: Literal["prefill", "decode"]
+    epoch: Count
+    state: Literal["starting", "ready", "draining"]
+    pid: int | None
+    rank_pids: list[int]
+    node: str | None
+    restarts: Count
+    last_error: str | None
+    linked: bool
+    kv_usage: Annotated[float, Field(ge=0, le=1)] | None
+    running: Count | None
+    waiting: Count | None
+    queued_tokens: Count | None
+    free_blocks: Count | None
+    total_blocks: Count | None
+    tickets: Count | None
+    transfers: Count | None
+    steps: Count | None
+    busy_s: float | None
+    step_age_s: float | None
+    tokens: Count | None
+    prefilled_tokens: Count | None
+    prefix_cache_queries: Count | None
+    prefix_cache_hits: Count | None
+    num_preemptions: Count | None
+    recomputed_tokens: Count | None
+
+
+@exact
+class Status(TypedDict):
+    workers: list[WorkerRow]
+
+
+@exact
+class LeakRow(TypedDict):
+    kind: str
+    worker_id: str
+    epoch: Count
+    subject: str
+    num_blocks: Count
+    message: str
+
+
+@exact
+class Audit(TypedDict):
+    leaks: list[LeakRow]

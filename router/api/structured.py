@@ -1,0 +1,136 @@
+"""Fields that give an answer a form: JSON of a schema, and calls of the client's functions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from protocol.errors import InvalidRequestError
+from router.api.body import Body, Together, absent, either, given
+from router.grammar import ANY_OBJECT, json_rule
+from router.text.tool_format import ToolWishes
+
+MAX_TOOLS = 128
+_NAME = "1 to 64 letters, digits, underscores and dashes"
+_NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+_Name = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+
+
+class JsonSchemaFormat(Body):
+    name: _Name = Field(description=_NAME)
+    description: str | None = Field(default=None, description="a string")
+    schema_: dict[str, Any] = Field(alias="schema", description="a JSON Schema")
+    strict: bool = Field(default=True, description="true or false; the schema is always followed")
+
+
+class ResponseFormat(Body):
+    together: ClassVar[Together] = (
+        either(given({"enum": ["text", "json_object"]}, "type"), given({"type": "object"}, "json_schema")),
+        either(given({"enum": ["json_schema"]}, "type"), absent("json_schema")),
+    )
+
+    type: Literal["text", "json_object", "json_schema"] = Field(description="one of text, json_object, json_schema")
+    json_schema: JsonSchemaFormat | None = Field(default=None, description="an object with name and schema")
+
+    @property
+    def schema_wanted(self) -> Mapping[str, Any] | None:
+        """None: the answer is free."""
+        if self.json_schema is not None:
+            return self.json_schema.schema_
+        return ANY_OBJECT if self.type == "json_object" else None
+
+    @property
+    def param(self) -> str:
+        """What is to blame if it can't be followed."""
+        return "response_format" if self.json_schema is None else "response_format.json_schema.schema"
+
+    def check_together(self) -> None:
+        """Raise InvalidRequestError unless there is a schema where one is needed, and only there."""
+        if (self.json_schema is None) == (self.type == "json_schema"):
+            missing = "missing; it must be an object with name and schema"
+            problem = missing if self.json_schema is None else "only for type json_schema"
+            raise InvalidRequestError(f"`response_format.json_schema` is {problem}", param="response_format.json_schema")
+
+
+class Function(Body):
+    name: _Name = Field(description=_NAME)
+    description: str | None = Field(default=None, description="a string")
+    parameters: dict[str, Any] | None = Field(default=None, description="a JSON Schema")
+    strict: bool = Field(default=False, description="true or false; the parameters are always followed")
+
+
+class ToolBody(Body):
+    type: Literal["function"] = Field(description='"function"')
+    function: Function = Field(description="an object with name, description and parameters")
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates know tools."""
+        function: dict[str, Any] = {"name": self.function.name, "description": self.function.description or ""}
+        return {"type": "function", "function": {**function, "parameters": self.function.parameters or _NO_ARGUMENTS}}
+
+
+class FunctionName(Body):
+    name: str = Field(description="the name of one of the tools")
+
+
+class ToolByName(Body):
+    type: Literal["function"] = Field(description='"function"')
+    function: FunctionName = Field(description="an object with the name of one of the tools")
+
+
+ToolChoice = Literal["none", "auto", "required"] | ToolByName
+
+
+class CalledFunction(Body):
+    name: str = Field(description="a string")
+    arguments: str = Field(description="a JSON object, as a string")
+    parsed_arguments: Any = Field(default=None, description="what the openai package made of the arguments")
+
+
+class ToolCallBody(Body):
+    id: str = Field(description="a string")
+    type: Literal["function"] = Field(default="function", description='"function"')
+    function: CalledFunction = Field(description="an object with name and arguments")
+
+    def for_template(self, param: str) -> dict[str, Any]:
+        """With arguments as an object. Raises InvalidRequestError, blaming something within `param`, if they are none."""
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            where = f"{param}.function.arguments"
+            raise InvalidRequestError(f"`{where}` must be a JSON object, as a string", param=where)
+        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+
+
+def tool_wishes(tools: Sequence[ToolBody], choice: ToolChoice | None, parallel: bool) -> ToolWishes | None:
+    """None without tools. Raises InvalidRequestError for names that are there twice, and for a choice that is not there."""
+    names = [tool.function.name for tool in tools]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise InvalidRequestError(f"`tools` must have different names; {twice!r} is there twice", param="tools")
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise InvalidRequestError("`tool_choice` needs `tools`", param="tool_choice")
+        return None
+    chosen, required = names, choice == "required"
+    if isinstance(choice, ToolByName):
+        chosen, required, parallel = [choice.function.name], True, False
+        if chosen[0] not in names:
+            raise InvalidRequestError(f"`tool_choice` names {chosen[0]!r:.80}, which is none of the tools", param="tool_choice")
+    elif choice == "none":
+        chosen = []
+    return ToolWishes(tuple(tool.for_template() for tool in tools), tuple(chosen), required, parallel)
+
+
+def tool_schemas(tools: Sequence[ToolBody]) -> list[tuple[str, str]]:
+    """For each tool the rule of its parameters, and the field that they come from."""
+    return [
+        (json_rule(tool.for_template()["function"]["parameters"]), f"tools.{index}.function.parameters")
+        for index, tool in enumerate(tools)
+    ]

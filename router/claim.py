@@ -1,0 +1,257 @@
+"""What one attempt of one request holds: a pair of workers and a ticket, or a decode worker that computes the prompt, too.
+
+    RESERVED ──► PREFILLED ──► ATTACHED ──► moved to another decode worker, any number of times
+        └──── computed there ─────┘
+
+Leaving a claim releases the ticket, wherever it is by then, and cancels the prefill unless the stream was attached.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+
+from protocol.errors import OverloadedError, ProtocolError, TandemError, UnavailableError
+from protocol.messages import FirstToken, Prefilled, Ticket
+from protocol.sampling import FinishReason, SamplingParams, TokenLogprobs
+from router.disaggregation import PrefillCosts
+from router.journal import Journal, Tokens
+from router.links import WorkerLink
+from router.resumption import Life
+from telemetry.logging import fields
+
+log = logging.getLogger(__name__)
+
+
+async def reserve(
+    decode: WorkerLink,
+    request_id: str,
+    token_ids: tuple[int, ...],
+    max_tokens: int,
+    journal: Journal,
+    need_blocks: int,
+    own_tokens: int,
+    patience_s: float,
+) -> Ticket | None:
+    """Blocks at this worker for these tokens of the journal's choice and an answer, entered in its book.
+
+    `own_tokens` as in `protocol.messages.Reserve`. None if it is full, slow to answer, leaving or lost.
+    """
+    ticket = None
+    decode.book.give(need_blocks)
+    try:
+        ticket = await decode.reserve(
+            request_id, token_ids, max_tokens, journal.cache_salt, journal.trace, own_tokens, patience_s
+        )
+    except OverloadedError:
+        decode.book.refuse(need_blocks)
+    except UnavailableError as error:
+        decode.book.refuse(0)
+        log.info("no reservation: %s", error.message, extra=fields(trace=journal.trace.trace_id))
+    finally:
+        if ticket is None:
+            decode.book.done(need_blocks)
+    return ticket
+
+
+@dataclass(frozen=True)
+class First:
+    """The first token of an attempt, and how its prompt was computed."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None
+    finish_reason: FinishReason | None
+    prefilled: Prefilled
+
+
+class Claim:
+    """Made with what was reserved. `computes` is who computes the prompt: a prefill worker, or the decode worker itself.
+
+    `costs` learns what that took; `on_prefilled` is called when it is done.
+    """
+
+    def __init__(
+        self,
+        attempt_id: str,
+        computes: WorkerLink,
+        decode: WorkerLink,
+        ticket: Ticket,
+        num_tokens: int,
+        num_blocks: int,
+        costs: PrefillCosts,
+        on_prefilled: Callable[[], None],
+    ) -> None:
+        self.computes = computes
+        self.decode = decode
+        self.here = computes is decode
+        self._attempt_id = attempt_id
+        self._ticket = ticket
+        self._num_tokens = num_tokens
+        self._num_blocks = num_blocks
+        self._costs = costs
+        self._on_prefilled = on_prefilled
+        self._prefilling = True
+        self._attaching = False
+        self._handed_over = False
+        self._stream = decode.open_stream(ticket.ticket_id)
+        self._waits = computes.prompt_load().queued_tokens > 0
+        computes.prompts.give(num_tokens)
+
+    def __enter__(self) -> Claim:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._prefill_done()
+        if not self._handed_over and not self.here:
+            self.computes.cancel(self._attempt_id)
+        self._leave_decode()
+
+    @property
+    def ended(self) -> bool:
+        """No more tokens will come than are here."""
+        return self._stream.ended
+
+    @property
+    def decoded(self) -> bool:
+        """A decode worker made a token of it, in this attempt."""
+        return self._stream.begun
+
+    @property
+    def killed(self) -> Life | None:
+        """The worker whose turn it was, if it died and had made nothing of it yet."""
+        turn = self.decode if self._attaching else self.computes
+        return None if self.decoded or not turn.died else turn.life
+
+    @property
+    def workers(self) -> list[WorkerLink]:
+        """One or two."""
+        return [self.decode] if self.computes is self.decode else [self.computes, self.decode]
+
+    @property
+    def deaths(self) -> list[Life]:
+        """Of its workers."""
+        return [link.life for link in self.workers if link.died]
+
+    @property
+    def lost(self) -> set[str]:
+        """Which of its workers are."""
+        return {link.ref.worker_id for link in self.workers if link.gone.done()}
+
+    async def first_token(self, journal: Journal) -> First:
+        """Prefill, here or there; fails as soon as a worker is lost, for without its ticket the prefill is worth nothing."""
+        began = time.monotonic()
+        first = await (self._first_here(journal) if self.here else self._first_there(journal))
+        now, prefilled = time.monotonic(), first.prefilled
+        took_s = prefilled.prefill_s if self._waits else now - began
+        self._costs.prefilled(self.here, self._num_tokens - prefilled.cached_tokens, took_s, now)
+        return first
+
+    async def _first_here(self, journal: Journal) -> First:
+        await self.decode.attach(self._ticket.ticket_id, None, journal.sampling, journal.num_generated)
+        output = await self._stream.take_first()
+        self._prefill_done()
+        if output.prefilled is None or len(output.token_ids) != 1:
+            raise ProtocolError(f"{self.decode.ref.worker_id} did not say how it computed the prompt")
+        logprobs = output.logprobs[0] if output.logprobs else None
+        return First(output.token_ids[0], logprobs, output.finish_reason, output.prefilled)
+
+    async def _first_there(self, journal: Journal) -> First:
+        asking = asyncio.ensure_future(
+            self.computes.prefill(
+                self._attempt_id,
+                self._ticket,
+                journal.token_ids,
+                journal.num_generated,
+                journal.sampling,
+                journal.cache_salt,
+                journal.trace,
+            )
+        )
+        try:
+            await asyncio.wait((asking, self.decode.gone), return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():
+                raise self.decode.lost_error()
+            self._prefill_done()
+            return _first(asking.result())
+        finally:
+            if not asking.done():
+                asking.cancel()
+                with contextlib.suppress(asyncio.CancelledError, TandemError):
+                    await asking
+
+    def refused(self) -> None:
+        """The queue of the prefill worker is full."""
+        self.computes.prompts.refuse(self._num_tokens)
+
+    def finished(self) -> None:
+        """The first token was the last: prefill hands nothing over."""
+        self._handed_over = True
+
+    async def attach(self, first_token: int, sampling: SamplingParams, num_generated: int) -> float:
+        """Start the decode, unless the prompt was computed there; returns when the KV is there and was checked, with how long
+        decode waited for it, in seconds.
+
+        Raises KvTransferError, WorkerLostError.
+        """
+        waited_s = 0.0
+        if not self.here:
+            self._attaching = True
+            began = time.monotonic()
+            waited_s = await self.decode.attach(self._ticket.ticket_id, first_token, sampling, num_generated)
+            now = time.monotonic()
+            self._costs.handed_over(self._num_tokens - self._ticket.held_tokens, now - began, now)
+        self._handed_over = True
+        return waited_s
+
+    async def tokens(self) -> Tokens:
+        """What the decode worker made since the last call. Raises what ends the stream without a finish reason."""
+        return await self._stream.take()
+
+    async def move(
+        self, target: WorkerLink, journal: Journal, num_blocks: int, patience_s: float, on_gap: Callable[[float], None]
+    ) -> None:
+        """Let this worker go on with the attached stream; returns when it does. `on_gap` is told how long the stream paused.
+
+        Raises OverloadedError or UnavailableError; then the stream is where it was, or has failed and is to be resumed. If the
+        claim is left meanwhile, cancel this.
+        """
+        # Of the newest token no KV was computed yet: it plays the part of the first one.
+        known, max_tokens = journal.token_ids[:-1], journal.remaining_tokens + 1
+        ticket = await reserve(target, self._attempt_id, known, max_tokens, journal, num_blocks, 0, patience_s)
+        if ticket is None:
+            raise OverloadedError(f"{target.ref.worker_id} has no room for the stream")
+        try:
+            target.open_stream(ticket.ticket_id)
+            moved = await self.decode.migrate(self._ticket.ticket_id, ticket)
+        except BaseException:
+            target.release(ticket.ticket_id)
+            target.book.done(num_blocks)
+            raise
+        self._leave_decode()
+        self.decode, self._ticket, self._num_blocks = target, ticket, num_blocks
+        self._stream.on_next(on_gap)
+        target.adopt_stream(ticket.ticket_id, self._stream)
+        try:
+            await target.attach(ticket.ticket_id, moved.newest_token, journal.sampling, moved.num_generated)
+        except TandemError as error:
+            self._stream.fail(error)
+            raise
+
+    def _leave_decode(self) -> None:
+        self.decode.release(self._ticket.ticket_id)
+        self.decode.book.done(self._num_blocks)
+
+    def _prefill_done(self) -> None:
+        if self._prefilling:
+            self._prefilling = False
+            self.computes.prompts.done(self._num_tokens)
+            self._on_prefilled()
+
+
+def _first(answer: FirstToken) -> First:
+    return First(answer.token_id, answer.logprobs, answer.finish_reason, answer.prefilled)

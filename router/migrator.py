@@ -1,0 +1,158 @@
+"""Running streams change their decode worker: off one that drains, or from a full one to an idle one (`router.policy`).
+
+    view or load changes ──► which stream, where to ──► Reserve there ──► Migrate ──► Migrated ──► Attach there
+                                                            └── no room, failed ──► stays where it is; tried again later
+
+Each move is a task here, so that it goes on while the stream's client is slow. It ends with the stream at the latest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from configs.schema import ClusterConfig
+from protocol.errors import OverloadedError, TandemError
+from protocol.messages import Role
+from protocol.ticket import reserved_tokens
+from router.claim import Claim
+from router.journal import Journal
+from router.links import WorkerLink
+from router.policy import blocks_for, rebalancing
+from router.roster import Roster
+from telemetry.logging import fields
+from telemetry.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 1.0
+"""How often to look when nothing changes, and how far two looks for balance are apart: reports have to show what moved, and
+with many workers each look is dear."""
+_FIRST_RETRY_S = 0.25
+_LONGEST_RETRY_S = 8.0
+
+
+@dataclass(eq=False)
+class _Running:
+    """One attached stream."""
+
+    claim: Claim
+    journal: Journal
+    move: asyncio.Task[None] | None = None
+    failures: int = 0
+    retry_at: float = 0.0
+
+
+class Migrator:
+    """`start` and `close` from the router's loop."""
+
+    def __init__(self, config: ClusterConfig, roster: Roster, metrics: Metrics) -> None:
+        self._config = config
+        self._roster = roster
+        self._metrics = metrics
+        self._running: set[_Running] = set()
+        self._moves: set[asyncio.Task[None]] = set()
+        self._watching: asyncio.Task[None] | None = None
+        self._balance_at = 0.0
+
+    def start(self) -> None:
+        self._watching = asyncio.create_task(self._watch())
+
+    async def close(self) -> None:
+        tasks = [*self._moves, *(() if self._watching is None else (self._watching,))]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @contextlib.contextmanager
+    def movable(self, claim: Claim, journal: Journal) -> Iterator[None]:
+        """While this lasts the claim's stream, which is attached, may be moved."""
+        running = _Running(claim, journal)
+        self._running.add(running)
+        try:
+            yield
+        finally:
+            self._running.discard(running)
+            if running.move is not None:
+                running.move.cancel()
+
+    async def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            seen = self._roster.changes
+            self._empty_draining()
+            if loop.time() >= self._balance_at:
+                self._balance_at = loop.time() + _LOOK_S
+                self._balance()
+            with contextlib.suppress(TimeoutError):
+                await self._roster.next_change(seen, loop.time() + _LOOK_S)
+
+    def _empty_draining(self) -> None:
+        draining = set(self._roster.draining(Role.DECODE))
+        for running in self._candidates() if draining else ():
+            if running.claim.decode in draining:
+                need_blocks = self._need_blocks(running)
+                order = self._roster.decode_order(need_blocks)
+                target = self._roster.ready_decode(order[0]) if order else None
+                if target is not None:
+                    self._begin(running, target, need_blocks, "drain")
+
+    def _balance(self) -> None:
+        """One stream at a time."""
+        links = {link.ref.worker_id: link for link in self._roster.ready(Role.DECODE)}
+        shift = rebalancing((link.load() for link in links.values()), self._config.decode.max_batch_size)
+        if shift is None:
+            return
+        there = (running for running in self._candidates() if running.claim.decode is links[shift.source])
+        fitting = [running for running in there if self._need_blocks(running) <= shift.max_blocks]
+        if fitting:
+            longest = max(fitting, key=lambda running: running.journal.remaining_tokens)
+            self._begin(longest, links[shift.target], self._need_blocks(longest), "balance")
+
+    def _candidates(self) -> list[_Running]:
+        now = asyncio.get_running_loop().time()
+        return [
+            running
+            for running in self._running
+            if running.move is None and running.retry_at <= now and not running.claim.ended and running.journal.remaining_tokens
+        ]
+
+    def _need_blocks(self, running: _Running) -> int:
+        journal = running.journal
+        tokens = reserved_tokens(len(journal.token_ids) - 1, journal.remaining_tokens + 1, self._config.answer_room)
+        return blocks_for(tokens, self._config.block_size)
+
+    def _begin(self, running: _Running, target: WorkerLink, need_blocks: int, reason: str) -> None:
+        task = running.move = asyncio.create_task(self._move(running, target, need_blocks, reason))
+        self._moves.add(task)
+        task.add_done_callback(self._over)
+
+    async def _move(self, running: _Running, target: WorkerLink, need_blocks: int, reason: str) -> None:
+        source, outcome = running.claim.decode, "cancelled"
+        gap = self._metrics.migration_pause.observe
+        try:
+            await running.claim.move(target, running.journal, need_blocks, self._config.limits.lease_s, gap)
+            outcome, running.failures = "moved", 0
+        except OverloadedError:
+            outcome = "full"
+        except TandemError as error:
+            outcome = "failed"
+            names = {"source": source.ref.worker_id, "target": target.ref.worker_id}
+            trace = running.journal.trace.trace_id
+            log.warning("a stream was not moved: %s", error.message, extra=fields(trace=trace, code=error.code, **names))
+        finally:
+            running.move = None
+            if outcome != "moved":
+                running.retry_at = asyncio.get_running_loop().time() + min(
+                    _FIRST_RETRY_S * 2.0**running.failures, _LONGEST_RETRY_S
+                )
+                running.failures += 1
+            self._metrics.migrated(reason, outcome)
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        self._moves.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("moving a stream failed", exc_info=task.exception())

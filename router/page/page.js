@@ -1,0 +1,224 @@
+/**
+ * The chat page. One answer runs at a time:
+ *
+ *   idle ── send ──► running ─┬─ the end ─────────────────► idle, the turn is kept
+ *                             ├─ stop or failure, text ───► idle, the turn is kept with what there is
+ *                             └─ stop or failure, none ───► idle, the question is back in the field
+ *
+ * For screen readers the conversation is a log. An answer is quiet while it grows and is put into the log anew when it is
+ * complete, so that it is read once and as a whole; then come its figures.
+ */
+
+import { answerTo, Failure, servedModel } from "./api.js";
+import { show } from "./text.js";
+
+const KEY = "tandem-api-key";
+const NEAR_END_PX = 80;
+const SHORTEST_RATE_S = 0.05; // a browser that draws is late by that much, so a rate over less would say nothing
+
+const [model, log, problem, keyForm, keyField, composer, message, sendButton, stopButton, settings, system, temperature, maxTokens] = [
+  "model", "log", "problem", "key-form", "key", "composer", "message", "send", "stop", "settings", "system", "temperature", "max-tokens",
+].map((id) => document.getElementById(id));
+
+let messages = []; // what was said, as the API takes it
+let modelName = null;
+let stopping = null; // the AbortController of the answer that runs
+let running = Promise.resolve(); // settles when that answer has ended
+
+/** An answer on its way to the log, and its times. */
+class Answer {
+  text = "";
+  finishReason = null;
+  #tokens = 0;
+  #begun = performance.now();
+  #first = null;
+  #last = null;
+  #frame = null;
+  #body = make("div", { className: "text open", ariaLive: "off" });
+  #figures = make("p", { className: "figures", role: "status" });
+
+  constructor() {
+    this.element = make("article", { className: "answer", ariaLabel: modelName });
+    this.element.append(this.#body, this.#figures);
+  }
+
+  add(piece) {
+    if (piece.tokens) {
+      this.#last = performance.now();
+      this.#first ??= this.#last;
+      this.#tokens += piece.tokens;
+    }
+    this.text += piece.text;
+    this.finishReason = piece.finishReason;
+    this.#frame ??= requestAnimationFrame(() => {
+      this.#frame = null;
+      keepingEnd(() => show(this.#body, this.text));
+    });
+  }
+
+  /** @param {string} remark on how it ended; may be empty */
+  close(remark) {
+    cancelAnimationFrame(this.#frame);
+    const whole = make("div", { className: "text" });
+    show(whole, this.text);
+    keepingEnd(() => {
+      this.#body.replaceWith(whole);
+      this.#figures.textContent = [...this.#measures(), remark].filter(Boolean).join("\u00a0· ");
+    });
+  }
+
+  #measures() {
+    if (!this.#tokens) return [];
+    const [wait, rest] = [(this.#first - this.#begun) / 1000, (this.#last - this.#first) / 1000];
+    const rate = rest > SHORTEST_RATE_S ? `${((this.#tokens - 1) / rest).toFixed(1)} tokens/s` : "";
+    const count = `${this.#tokens} token${this.#tokens === 1 ? "" : "s"}`;
+    return [`First token after ${wait.toFixed(2)} s`, rate, count];
+  }
+}
+
+async function send() {
+  const text = message.value.trim();
+  if (!text || stopping || !valid()) return;
+  stopping = new AbortController();
+  problem.textContent = "";
+  sendButton.hidden = true;
+  stopButton.hidden = false;
+  message.focus();
+  try {
+    modelName ?? (await findModel());
+    await ask(text, stopping.signal);
+  } catch (error) {
+    tell(error);
+  } finally {
+    stopping = null;
+    if (document.activeElement === stopButton) message.focus();
+    stopButton.hidden = true;
+    sendButton.hidden = false;
+  }
+}
+
+/** One turn. Throws what went wrong, unless it was stopped. */
+async function ask(text, signal) {
+  const question = make("article", { className: "question", ariaLabel: "You" });
+  question.append(make("p", { textContent: text, dir: "auto" }));
+  const answer = new Answer();
+  log.append(question, answer.element);
+  message.value = "";
+  scrollTo(0, document.documentElement.scrollHeight);
+  let remark = "";
+  try {
+    for await (const piece of answerTo(bodyOf(text), key(), signal)) answer.add(piece);
+    if (answer.finishReason === "length") remark = "token limit reached";
+  } catch (error) {
+    remark = signal.aborted ? "stopped" : "incomplete";
+    if (!signal.aborted) throw error;
+  } finally {
+    if (answer.text || !remark) {
+      answer.close(remark);
+      messages.push({ role: "user", content: text }, { role: "assistant", content: answer.text });
+    } else {
+      question.remove();
+      answer.element.remove();
+      message.value = [text, message.value].filter(Boolean).join("\n\n");
+    }
+  }
+}
+
+function bodyOf(text) {
+  const first = system.value.trim() ? [{ role: "system", content: system.value.trim() }] : [];
+  const body = { model: modelName, messages: [...first, ...messages, { role: "user", content: text }] };
+  if (temperature.value) body.temperature = temperature.valueAsNumber;
+  if (maxTokens.value) body.max_tokens = maxTokens.valueAsNumber;
+  return body;
+}
+
+/** What is no number at all. Which numbers are good the server says. */
+function valid() {
+  if (settings.checkValidity()) return true;
+  settings.showPopover();
+  return settings.reportValidity();
+}
+
+async function findModel() {
+  modelName = await servedModel(key());
+  model.textContent = model.title = modelName;
+  message.placeholder = `Message ${modelName}`;
+  keyForm.hidden = true;
+}
+
+function tell(error) {
+  if (error instanceof Failure && error.status === 401) {
+    // Without a key the form says all there is to say.
+    problem.textContent = key() ? error.message : "";
+    sessionStorage.removeItem(KEY);
+    modelName = null;
+    keyForm.hidden = false;
+    keyField.focus();
+    return;
+  }
+  problem.textContent = error instanceof Failure ? error.message : `Something in this page broke: ${error}`;
+}
+
+async function newChat() {
+  stopping?.abort();
+  await running;
+  messages = [];
+  log.replaceChildren();
+  problem.textContent = "";
+  message.value = "";
+  message.focus();
+}
+
+async function useKey() {
+  sessionStorage.setItem(KEY, keyField.value);
+  keyField.value = "";
+  problem.textContent = "";
+  try {
+    await findModel();
+    message.focus();
+  } catch (error) {
+    tell(error);
+  }
+}
+
+function key() {
+  return sessionStorage.getItem(KEY);
+}
+
+function make(tag, properties) {
+  return Object.assign(document.createElement(tag), properties);
+}
+
+/** Whoever is at the end of the conversation stays there while it grows; whoever has scrolled up is left in peace. */
+function keepingEnd(change) {
+  const page = document.documentElement;
+  const atEnd = page.scrollHeight - page.clientHeight - scrollY < NEAR_END_PX;
+  change();
+  if (atEnd) scrollTo(0, page.scrollHeight);
+}
+
+composer.addEventListener("submit", (event) => {
+  event.preventDefault();
+  if (!stopping) running = send();
+});
+message.addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    event.preventDefault();
+    composer.requestSubmit();
+  }
+});
+document.addEventListener("keydown", (event) => {
+  // The first Esc closes the settings, by the browser's own rule.
+  if (event.key === "Escape" && !event.isComposing && !settings.matches(":popover-open")) stopping?.abort();
+});
+stopButton.addEventListener("click", () => stopping?.abort());
+document.getElementById("new-chat").addEventListener("click", newChat);
+settings.addEventListener("submit", (event) => {
+  event.preventDefault();
+  settings.hidePopover();
+});
+keyForm.addEventListener("submit", (event) => {
+  event.preventDefault();
+  void useKey();
+});
+findModel().catch(tell);

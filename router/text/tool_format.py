@@ -1,0 +1,134 @@
+"""How a model writes tool calls: as its chat template says, or, where that knows no tools, in Hermes' way.
+
+Hermes (Qwen, Hermes and many others)      <tool_call>
+                                           {"name": "f", "arguments": {...}}
+                                           </tool_call>
+Llama 3                                    {"name": "f", "parameters": {...}}
+
+The answer's grammar holds every call to its form and its tool's schema, so that `ToolCallParser` has an easy life.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from router.grammar import HEAD, json_rule, literal
+
+Message = Mapping[str, Any]
+Tool = Mapping[str, Any]
+"""`{"type": "function", "function": {"name", "description", "parameters"}}`"""
+
+_TAG, _END_TAG = "<tool_call>", "</tool_call>"
+_INSTRUCTIONS = """You can call functions. These are their signatures, as JSON Schema:
+{tools}
+
+To call one, write the following, and nothing after it. Several calls may follow each other.
+<tool_call>
+{{"name": "the function's name", "arguments": {{"its arguments": "by name"}}}}
+</tool_call>"""
+
+
+@dataclass(frozen=True)
+class ToolWishes:
+    """What a request says about its tools. `names` are those that may be called."""
+
+    tools: tuple[Tool, ...]
+    names: tuple[str, ...]
+    required: bool
+    parallel: bool
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """A call is `begin`, its name as JSON, `middle`, its arguments, `end`. Calls follow each other after `separator`."""
+
+    begin: str
+    middle: str
+    end: str
+    separator: str
+    tag: str
+    """What tells a call from text in front of it; empty if a call can only be the whole answer."""
+    native: bool
+    """The model's chat template knows tools itself."""
+
+    def grammar(self, wishes: ToolWishes, content: str | None) -> str:
+        """Of an answer with calls, or with content where none is required. `content` is its rule, if it is not just text."""
+        call = " | ".join(f"call_{index}" for index in range(len(wishes.names)))
+        more = f"({literal(self.separator + self.tag)} ({call}))*" if wishes.parallel else ""
+        calls = f"({call}) {more}"
+        rules = [self._call(index, name, wishes.tools) for index, name in enumerate(wishes.names)]
+        first = f"{literal(self.tag)} {calls}" if self.tag else calls
+        if wishes.required:
+            rules.append(f"start: {first}")
+        elif not wishes.names:
+            rules.append(f"start: {content or 'TEXT'}")
+        elif content is not None:
+            rules.append(f"start: {content} | {first}")
+        elif self.tag:
+            # Lazy: what begins a call begins it here, and is never part of a longer text.
+            rules += [f"start: TEXT | head {calls}", f"head[lazy]: /(.|\\n)*{_regex(self.tag)}/"]
+        else:
+            rules.append(f"start: TEXT | {calls}")
+        if content is None and not wishes.required:
+            rules.append(f"TEXT: {self._text}")
+        return HEAD + "\n".join(rules) + "\n"
+
+    def conversation(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[list[Message], Sequence[Tool] | None]:
+        """Messages and tools as the chat template can take them."""
+        if self.native:
+            return list(messages), tools or None
+        spelled = [self._spelled(message) for message in messages]
+        if not tools:
+            return spelled, None
+        listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+        instructions = _INSTRUCTIONS.format(tools=listed)
+        if spelled[0]["role"] == "system":
+            return [{**spelled[0], "content": f"{spelled[0]['content']}\n\n{instructions}"}, *spelled[1:]], None
+        return [{"role": "system", "content": instructions}, *spelled], None
+
+    @property
+    def _text(self) -> str:
+        if self.tag:
+            return f"/(.|\\n)*/ & ~/(.|\\n)*{_regex(self.tag.strip())}(.|\\n)*/"
+        return "/([^{](.|\\n)*)?/"
+
+    def _call(self, index: int, name: str, tools: Sequence[Tool]) -> str:
+        [schema] = [tool["function"]["parameters"] for tool in tools if tool["function"]["name"] == name]
+        opening = self.begin.removeprefix(self.tag) + json.dumps(name) + self.middle
+        return f"call_{index}: {literal(opening)} {json_rule(schema)} {literal(self.end)}"
+
+    def _spelled(self, message: Message) -> Message:
+        """For a template that knows neither calls nor their results: as text of the assistant and the user."""
+        if message["role"] == "tool":
+            return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+        if "tool_calls" not in message:
+            return message
+        functions = [call["function"] for call in message["tool_calls"]]
+        calls = [
+            f"{self.begin}{json.dumps(each['name'])}{self.middle}{json.dumps(each['arguments'], ensure_ascii=False)}{self.end}"
+            for each in functions
+        ]
+        content = "\n".join([*filter(None, [message["content"]]), *calls])
+        return {"role": message["role"], "content": content}
+
+
+def tool_format(template: str | None) -> ToolFormat:
+    """The one that this chat template speaks of."""
+    template = template or ""
+    if "tools" in template and _TAG in template and "<function=" not in template:
+        return _hermes(native=True)
+    if "tools" in template and _TAG not in template and '"parameters":' in template:
+        return ToolFormat('{"name": ', ', "parameters": ', "}", "; ", "", native=True)
+    return _hermes(native=False)
+
+
+def _hermes(*, native: bool) -> ToolFormat:
+    begin, end = f'{_TAG}\n{{"name": ', f"}}\n{_END_TAG}"
+    return ToolFormat(begin, ', "arguments": ', end, "\n", f"{_TAG}\n", native)
+
+
+def _regex(text: str) -> str:
+    return text.replace("\n", "\\n")

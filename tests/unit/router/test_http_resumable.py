@@ -1,0 +1,310 @@
+"""Streams that are resumed: by whom, from where, with what; and that ordinary ones know nothing of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.key_file import add_key
+from protocol.errors import KvTransferError
+
+Run = Callable[..., None]
+TEXT = "one two three four five six seven eight nine ten"
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}},
+}
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def asked(**fields: Any) -> dict[str, Any]:
+    return {"model": "smollm2", "prompt": "Count:", "max_tokens": 40, "stream": True} | fields
+
+
+class Client:
+    """One client's stream under one id."""
+
+    def __init__(self, cluster: Any, path: str = "/v1/completions", **fields: Any) -> None:
+        self._cluster = cluster
+        self._path = path
+        self._body = {"model": "smollm2", "stream": True, "max_tokens": 40} | fields
+        self.headers = {"x-request-id": uuid.uuid4().hex, "x-tandem-resumable": "true"}
+        self.events: list[str] = []
+
+    async def read(self, num_events: int | None = None, **headers: str) -> None:
+        """So many events more, or all."""
+        sent = self.headers | headers
+        async with self._cluster.http.stream("POST", self._path, json=self._body, headers=sent) as answer:
+            assert answer.status_code == 200, await answer.aread()
+            lines, event = answer.aiter_lines(), ""
+            async with contextlib.aclosing(lines):
+                async for line in lines:
+                    event += f"{line}\n" if line else ""
+                    if event and not line:
+                        self.events.append(event)
+                        event = ""
+                        if num_events is not None and len(self.events) >= num_events:
+                            return
+
+    async def again(self, num_events: int | None = None) -> None:
+        """Reconnect behind the last event."""
+        await self.read(num_events, **{"last-event-id": self.events[-1].split("\n")[0].removeprefix("id: ")})
+
+    @property
+    def data(self) -> list[Any]:
+        """Of the events."""
+        lines = [event.split("\n")[1].removeprefix("data: ") for event in self.events]
+        chunks = [json.loads(line) if line != "[DONE]" else line for line in lines]
+        assert len({chunk["id"] for chunk in chunks if chunk != "[DONE]"}) == 1, "one answer"
+        return chunks
+
+
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "text": ("/v1/completions", {"prompt": "Count:", "seed": 1}),
+    "choices": ("/v1/completions", {"prompt": ["Count:", "Say:"], "n": 2, "return_token_ids": True}),
+    "stop": ("/v1/completions", {"prompt": "Count:", "stop": ["eight n"]}),
+    "scores": ("/v1/completions", {"prompt": "Count:", "logprobs": 2, "echo": True, "n": 2}),
+    "usage": (
+        "/v1/completions",
+        {"prompt": "Count:", "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    ),
+    "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Count"}], "logprobs": True}),
+}
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_a_stream_that_is_cut_anywhere_is_the_whole_stream(run_cluster: Run, kind: str) -> None:
+    """After every event the client leaves, and comes back; every event comes once, as in a stream that nobody cut."""
+    path, fields = BODIES[kind]
+
+    async def test(cluster: Any) -> None:
+        cluster.says(TEXT)
+        cluster.script.step_s = 0.002
+        whole = Client(cluster, path, **fields)
+        await whole.read()
+        cut = Client(cluster, path, **fields)
+        cluster.prefill[0].seen.clear()
+        await cut.read(1)
+        while not cut.events[-1].endswith("[DONE]\n"):
+            await cut.again(len(cut.events) + 1)
+        ids = [event.split("\n")[0] for event in cut.events]
+        assert len(set(ids)) == len(ids)
+        assert texts(cut.data) == texts(whole.data)
+        sampled = cluster.prefill[0].seen
+        assert len(sampled) > 4
+        assert len({message.sampling.seed for message in sampled}) == len({message.token_ids[:1] for message in sampled})
+        replayed = Client(cluster, path, **fields)
+        replayed.headers = cut.headers
+        await replayed.read(**{"last-event-id": "0.0"})
+        assert replayed.events == cut.events, "byte by byte"
+        await cut.again()
+        assert cut.events[-1].endswith("[DONE]\n"), "nothing comes after the end"
+        await cluster.clean()
+
+    run_cluster(test)
+
+
+def texts(data: list[Any]) -> dict[int, tuple[str, list[int], Any, list[Any]]]:
+    """Text, tokens, finish reason and logprobs of each choice."""
+    found: dict[int, tuple[str, list[int], Any, list[Any]]] = {}
+    for chunk in data:
+        for choice in [] if chunk == "[DONE]" else chunk["choices"]:
+            text, token_ids, _, scores = found.get(choice["index"], ("", [], None, []))
+            more = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+            logprobs = choice.get("logprobs") or {}
+            scores = scores + (logprobs.get("token_logprobs") or logprobs.get("content") or [])
+            found[choice["index"]] = (text + more, token_ids + choice.get("token_ids", []), choice["finish_reason"], scores)
+    return found
+
+
+def test_calls_of_tools_keep_their_ids(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        cluster.says('<tool_call>\n{"name": "f", "arguments": {"a": "some long text here"}}\n</tool_call>')
+        cluster.script.step_s = 0.002
+        messages = [{"role": "user", "content": "Call"}]
+        client = Client(cluster, "/v1/chat/completions", messages=messages, tools=[TOOL], tool_choice="required")
+        await client.read(3)
+        await client.again(5)
+        await client.again()
+        deltas = [chunk["choices"][0]["delta"] for chunk in client.data if chunk != "[DONE]"]
+        calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+        assert [call["index"] for call in calls if "id" in call] == [0]
+        assert "".join(call["function"]["arguments"] for call in calls) == '{"a": "some long text here"}'
+
+    run_cluster(test)
+
+
+def test_the_one_who_comes_back_has_the_stream(run_cluster: Run) -> None:
+    """The first connection is still open: it ends when the second one has taken over, and what it holds is freed."""
+
+    async def test(cluster: Any) -> None:
+        cluster.says(TEXT)
+        cluster.script.step_s = 0.1
+        first = Client(cluster, prompt="Count:")
+        reading = asyncio.ensure_future(first.read())
+        await cluster.until(lambda: len(first.events) >= 3)
+        second = Client(cluster, prompt="Count:")
+        second.headers = first.headers
+        second.events = first.events[:2]
+        await second.again()
+        await reading
+        assert "another connection" in first.events[-1]
+        assert texts(second.data)[0][0] == TEXT
+        assert second.events[: len(first.events) - 1] == first.events[:-1], "the same events"
+        await cluster.clean()
+
+    run_cluster(test)
+
+
+def test_a_stream_can_be_resumed_after_its_workers_failed(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        cluster.says(TEXT)
+        client = Client(cluster, prompt="Count:")
+        cluster.decode[0].error_after = 2
+        cluster.prefill[0].fail_with = None
+        reading = asyncio.ensure_future(client.read())
+        await cluster.until(lambda: bool(client.events))
+        cluster.prefill[0].fail_with = KvTransferError("broken")
+        await reading
+        assert "error" in client.events.pop()
+        cluster.decode[0].error_after = cluster.prefill[0].fail_with = None
+        await client.again()
+        assert texts(client.data)[0][0] == TEXT
+
+    run_cluster(test)
+
+
+def test_who_finds_no_stream_is_told_so(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        client = Client(cluster, prompt="Count:")
+        await client.read(2)
+        refused = [
+            {"x-request-id": "unknown"},
+            {"last-event-id": "999.1"},  # more than anybody said
+        ]
+        for change in refused:
+            headers = client.headers | {"last-event-id": "1.1"} | change
+            answer = await cluster.http.post("/v1/completions", json=asked(), headers=headers)
+            assert answer.status_code == 404
+            assert answer.json()["error"]["code"] == "stream_not_found"
+            assert answer.json()["error"]["param"] == "x-request-id"
+        headers = client.headers | {"last-event-id": "1.1"}
+        answer = await cluster.http.post("/v1/chat/completions", json=asked(), headers=headers)
+        assert answer.status_code == 404, "of another endpoint"
+        cluster.records.away = True
+        answer = await cluster.http.post("/v1/completions", json=asked(), headers=headers)
+        assert answer.status_code == 503
+        cluster.records.away = False
+        await client.again()
+        assert client.events[-1].endswith("[DONE]\n"), "no refusal has changed the stream"
+
+    run_cluster(test)
+
+
+def test_streams_are_forgotten(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        client = Client(cluster, prompt="Count:")
+        await client.read()
+        await asyncio.sleep(0.25)  # what passes is the retention time
+        headers = client.headers | {"last-event-id": "1.1"}
+        answer = await cluster.http.post("/v1/completions", json=asked(), headers=headers)
+        assert answer.status_code == 404
+
+    run_cluster(test, resumable={"retention_s": 0.2})
+
+
+def test_streams_go_on_without_their_keeper(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        cluster.says(TEXT)
+        cluster.script.step_s = 0.05
+        client = Client(cluster, prompt="Count:")
+        reading = asyncio.ensure_future(client.read())
+        await cluster.until(lambda: len(client.events) >= 3)
+        cluster.records.away = True
+        await reading
+        assert texts(client.data)[0][0] == TEXT
+        cluster.records.away = False
+        last = client.events[-1].split("\n")[0].removeprefix("id: ")
+        answer = await cluster.http.post("/v1/completions", json=asked(), headers=client.headers | {"last-event-id": last})
+        assert answer.status_code == 404, "the client has seen what nobody recorded"
+
+    run_cluster(test)
+
+
+def test_streams_share_the_calls_to_their_keeper(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        """Whatever comes while a call is under way is written by the next one."""
+        cluster.says(TEXT)
+        cluster.records.call_s = 0.03
+        clients = [Client(cluster, prompt="Count:") for _ in range(8)]
+        await asyncio.gather(*(client.read() for client in clients))
+        num_pieces = sum(len(client.events) for client in clients)
+        assert 0 < cluster.records.num_calls < num_pieces / 2
+
+    run_cluster(test)
+
+
+def test_others_are_not_recorded_and_have_no_ids(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        client = Client(cluster, prompt="Count:")
+        await client.read(**{"x-tandem-resumable": "false"})
+        assert all(event.startswith("data: ") for event in client.events)
+        assert cluster.records.num_calls == 0
+
+    run_cluster(test)
+
+
+def test_what_can_not_be_resumed_is_refused(run_cluster: Run) -> None:
+    wish = {"x-tandem-resumable": "true", "x-request-id": "a"}
+    responses = {"model": "smollm2", "input": "Count", "stream": True}
+    cases: list[tuple[str, dict[str, Any], dict[str, str], str]] = [
+        ("/v1/completions", asked(stream=False), wish, "stream"),
+        ("/v1/completions", asked(), wish | {"x-tandem-resumable": "yes"}, "x-tandem-resumable"),
+        ("/v1/completions", asked(), {"x-tandem-resumable": "true"}, "x-request-id"),
+        ("/v1/completions", asked(), wish | {"x-request-id": "a b"}, "x-request-id"),
+        ("/v1/completions", asked(), wish | {"last-event-id": "17"}, "last-event-id"),
+        ("/v1/completions", asked(), {"last-event-id": "1.1"}, "x-request-id"),
+        ("/v1/responses", responses, wish, "x-tandem-resumable"),
+        ("/v1/responses", responses, {"last-event-id": "1.1"}, "last-event-id"),
+    ]
+
+    async def test(cluster: Any) -> None:
+        for path, body, headers, param in cases:
+            answer = await cluster.http.post(path, json=body, headers=headers)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+    run_cluster(test)
+
+
+def test_only_the_tenant_resumes_at_its_own_cost(run_cluster: Run, tmp_path: Path) -> None:
+    keys_file = tmp_path / "keys.json"
+    limits = {"requests_per_minute": 2, "tokens_per_minute": 60}  # a prompt of 2 and 40 tokens fit once
+    mine, mine_too, theirs = (add_key(keys_file, {"tenant": tenant} | limits) for tenant in ("acme", "acme", "zenith"))
+
+    async def test(cluster: Any) -> None:
+        cluster.says(TEXT)
+        cluster.script.step_s = 0.1
+        client = Client(cluster, prompt="Count:")
+        client.headers |= bearer(mine)
+        await client.read(3)
+        headers = client.headers | bearer(theirs) | {"last-event-id": "1.1"}
+        answer = await cluster.http.post("/v1/completions", json=asked(), headers=headers)
+        assert answer.status_code == 404
+        await client.again(5)
+        await client.again()
+        assert "rate_limit_exceeded" in client.events.pop()
+        client.headers |= bearer(mine_too)
+        await client.again()
+        assert texts(client.data)[0][0] == TEXT
+
+    run_cluster(test, http={"keys_file": str(keys_file)})

@@ -1,0 +1,99 @@
+"""Which stream goes to another decode worker for balance: only from a full one to an idle one, and never back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from protocol.messages import LoadReport
+from router.policy import Book, WorkerLoad, rebalancing
+
+BATCH = 16
+
+
+@dataclass
+class Worker:
+    """A decode worker as the policy sees it: the sizes in blocks of the streams that it runs."""
+
+    worker_id: str
+    total_blocks: int
+    streams: list[int]
+
+    @property
+    def used(self) -> int:
+        return sum(self.streams)
+
+    def load(self) -> WorkerLoad:
+        free, running = self.total_blocks - self.used, len(self.streams)
+        report = LoadReport(
+            self.worker_id, 1, running, 0, 0, free, self.total_blocks, 0, 0, 0, 0.0, 0.0, 0, 0, 0, free, 0, 0, 0
+        )
+        return WorkerLoad(self.worker_id, report, Book())
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> list[Worker]:
+    workers = []
+    for number in range(draw(st.integers(2, 5))):
+        total = draw(st.integers(10, 200))
+        streams: list[int] = []
+        for blocks in draw(st.lists(st.integers(1, 60), max_size=20)):
+            if sum(streams) + blocks <= total:
+                streams.append(blocks)
+        workers.append(Worker(f"decode-{number}", total, streams))
+    return workers
+
+
+@given(clusters())
+def test_no_stream_moves_twice_and_it_comes_to_rest(workers: list[Worker]) -> None:
+    by_id = {worker.worker_id: worker for worker in workers}
+    took: set[str] = set()
+    for _ in range(sum(len(worker.streams) for worker in workers) + 1):
+        shift = rebalancing([worker.load() for worker in workers], BATCH)
+        if shift is None:
+            break
+        assert shift.source not in took, "who has taken keeps it"
+        source, target = by_id[shift.source], by_id[shift.target]
+        fitting = [blocks for blocks in source.streams if blocks <= shift.max_blocks]
+        if not fitting:
+            break
+        before = max(source.used / source.total_blocks, len(source.streams) / BATCH)
+        source.streams.remove(fitting[0])
+        target.streams.append(fitting[0])
+        assert max(target.used / target.total_blocks, len(target.streams) / BATCH) < before, "it is no worse off there"
+        took.add(shift.target)
+    else:
+        raise AssertionError("it never rests")
+
+
+@given(clusters(), st.floats(0.51, 0.89))
+def test_workers_that_are_neither_full_nor_idle_are_left_alone(workers: list[Worker], share: float) -> None:
+    for worker in workers:
+        worker.streams = [int(share * worker.total_blocks)]
+    assume(all(worker.used > 0.5 * worker.total_blocks for worker in workers))
+    assert rebalancing([worker.load() for worker in workers], BATCH) is None
+
+
+def test_a_full_worker_gives_to_an_idle_one() -> None:
+    full, idle = Worker("decode-0", 100, [30, 30, 35]), Worker("decode-1", 100, [])
+    shift = rebalancing([full.load(), idle.load()], BATCH)
+    assert shift is not None
+    assert (shift.source, shift.target, shift.max_blocks) == ("decode-0", "decode-1", 70)
+    many = Worker("decode-0", 1000, [1] * BATCH)
+    shift = rebalancing([many.load(), idle.load()], BATCH)
+    assert shift is not None, "full by rows of a step"
+    assert shift.source == "decode-0"
+
+
+def test_what_was_given_since_the_report_counts() -> None:
+    full, idle = Worker("decode-0", 100, [30, 30, 35]).load(), Worker("decode-1", 100, []).load()
+    idle.book.give(55)
+    assert rebalancing([full, idle], BATCH) is None
+
+
+def test_one_worker_or_unknown_ones_give_nothing() -> None:
+    full = Worker("decode-0", 100, [95]).load()
+    assert rebalancing([full], BATCH) is None
+    assert rebalancing([full, WorkerLoad("decode-1", None, Book())], BATCH) is None

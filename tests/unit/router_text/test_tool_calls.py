@@ -1,0 +1,183 @@
+"""Tool calls: what a format's grammar lets through is what its parser finds, however the text is cut."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import llguidance
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.grammar import json_rule
+from router.text.tool_calls import ToolCallDelta, ToolCallParser, whole_calls
+from router.text.tool_format import ToolFormat, ToolWishes, tool_format
+
+HERMES = tool_format("{% if tools %}<tool_call>{% endif %}")
+LLAMA3 = tool_format('{% if tools %}{"name": function name, "parameters": dictionary}{% endif %}')
+SPELLED = tool_format("{{ messages }}")
+FORMATS = [HERMES, LLAMA3]
+
+
+def tool(name: str, **properties: Any) -> dict[str, Any]:
+    schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    return {"type": "function", "function": {"name": name, "description": "", "parameters": schema}}
+
+
+TOOLS = (tool("add", a={"type": "integer"}, b={"type": "integer"}), tool("say", text={"type": "string"}), tool("stop"))
+NAMES = ("add", "say", "stop")
+
+
+def wishes(names: tuple[str, ...] = NAMES, *, required: bool = False, parallel: bool = True) -> ToolWishes:
+    return ToolWishes(TOOLS, names, required, parallel)
+
+
+class Bytes:
+    """One token a byte: the grammar alone decides."""
+
+    bos_token_id = None
+    eos_token_id = 256
+    special_token_ids = (256,)
+    tokens = (*(bytes([byte]) for byte in range(256)), b"<end>")
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+VOCABULARY = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes()))
+
+
+def follows(grammar: str, text: str) -> bool:
+    matcher = llguidance.LLMatcher(VOCABULARY, grammar, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    data = list(text.encode())
+    return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
+
+
+def written(format_: ToolFormat, calls: list[tuple[str, str]]) -> str:
+    spelled = [f"{format_.begin}{json.dumps(name)}{format_.middle}{arguments}{format_.end}" for name, arguments in calls]
+    return format_.separator.join(spelled)
+
+
+def parsed(format_: ToolFormat, text: str, cuts: list[int]) -> tuple[str, list[tuple[str, str]], list[ToolCallDelta]]:
+    parser = ToolCallParser(format_)
+    content, pieces = "", list[ToolCallDelta]()
+    borders = sorted({0, *(cut for cut in cuts if cut < len(text)), len(text)})
+    for start, end in pairwise(borders):
+        said, calls = parser.push(text[start:end])
+        content += said
+        pieces += calls
+    content += parser.flush()
+    return content, [(name, arguments) for _, name, arguments in whole_calls(pieces)], pieces
+
+
+texts = st.text(st.sampled_from(' \n<tool_call>{"nameé😀}[]\\;:/'), max_size=30)
+free_texts = texts.filter(lambda text: "<tool_call>" not in text)
+calls = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.builds(lambda a, b: f'{{"a": {a}, "b": {b}}}', st.integers(), st.integers())),
+        st.tuples(st.just("say"), texts.map(lambda text: json.dumps({"text": text}, ensure_ascii=False))),
+        st.just(("stop", "{}")),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(format_=st.sampled_from(FORMATS), calls=calls, cuts=st.lists(st.integers(1, 300)))
+def test_calls_are_allowed_and_found(format_: ToolFormat, calls: list[tuple[str, str]], cuts: list[int]) -> None:
+    text = written(format_, calls)
+    assert follows(format_.grammar(wishes(), None), text)
+    assert follows(format_.grammar(wishes(required=True), None), text)
+    content, found, pieces = parsed(format_, text, cuts)
+    assert content == ""
+    assert found == calls
+    assert [piece.index for piece in pieces] == sorted(piece.index for piece in pieces)
+    assert len({piece.call_id for piece in pieces if piece.call_id}) == len(calls), "each has an id of its own"
+    assert follows(format_.grammar(wishes(parallel=False), None), text) == (len(calls) == 1)
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=free_texts, calls=st.one_of(st.just([]), calls), cuts=st.lists(st.integers(1, 300)))
+def test_text_before_calls(text: str, calls: list[tuple[str, str]], cuts: list[int]) -> None:
+    whole = text + written(HERMES, calls) if calls else text
+    assert follows(HERMES.grammar(wishes(), None), whole)
+    content, found, _ = parsed(HERMES, whole, cuts)
+    assert found == calls
+    assert content == (text if not calls else text.removesuffix("\n") if text.strip() else "")
+    assert follows(HERMES.grammar(wishes(()), None), whole) == (not calls), "tool_choice none"
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=texts, cuts=st.lists(st.integers(1, 40)))
+def test_text_of_llama_models(text: str, cuts: list[int]) -> None:
+    allowed = follows(LLAMA3.grammar(wishes(), None), text)
+    assert allowed == (not text.startswith("{"))
+    content, found, _ = parsed(LLAMA3, text, cuts)
+    assert (content, found) == (text, [])
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_arguments_follow_the_schema(format_: ToolFormat) -> None:
+    grammar = format_.grammar(wishes(), None)
+    assert not follows(grammar, written(format_, [("add", '{"a": 1}')]))
+    assert not follows(grammar, written(format_, [("add", '{"a": 1, "b": "two"}')]))
+    assert not follows(grammar, written(format_, [("subtract", '{"a": 1, "b": 2}')]))
+    assert not follows(format_.grammar(wishes(("say",), required=True), None), written(format_, [("stop", "{}")]))
+    assert not follows(format_.grammar(wishes(required=True), None), "Hello")
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_content_may_have_a_form_of_its_own(format_: ToolFormat) -> None:
+    grammar = format_.grammar(wishes(), json_rule({"type": "array", "items": {"type": "integer"}}))
+    assert follows(grammar, "[1, 2]")
+    assert follows(grammar, written(format_, [("stop", "{}")]))
+    assert not follows(grammar, "Hello")
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_every_cut_is_content_or_calls(format_: ToolFormat) -> None:
+    """An answer that reached its limit: nothing of a call is told twice, nothing before its arguments as a call."""
+    text = written(format_, [("say", '{"text": "}\\"{"}'), ("stop", "{}")])
+    for end in range(len(text)):
+        content, found, _ = parsed(format_, text[:end], [end // 2])
+        assert not (content and found)
+        assert [name for name, _ in found] == ["say", "stop"][: len(found)]
+        if found:
+            assert '{"text": "}\\"{"}'.startswith(found[0][1])
+        else:
+            assert content in (text[:end], "")
+
+
+def test_which_format_a_template_speaks_of() -> None:
+    assert HERMES.native
+    assert LLAMA3.native
+    assert LLAMA3.middle == ', "parameters": '
+    assert tool_format(None) == SPELLED
+    assert not SPELLED.native
+    assert SPELLED.begin == HERMES.begin
+    assert not tool_format("{% if tools %}<tool_call>\n<function=example>{% endif %}").native
+
+
+def test_a_template_without_tools_gets_them_as_text() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "1 + 2?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "3", "tool_call_id": "c"},
+    ]
+    spelled, tools = SPELLED.conversation(messages, TOOLS)
+    assert tools is None
+    assert [message["role"] for message in spelled] == ["system", "user", "assistant", "user"]
+    assert spelled[0]["content"].startswith("Be brief.\n\n")
+    assert all(json.dumps(tool["function"]) in spelled[0]["content"] for tool in TOOLS)
+    assert spelled[2]["content"] == written(SPELLED, [("add", '{"a": 1, "b": 2}')])
+    assert "3" in spelled[3]["content"]
+    first, _ = SPELLED.conversation(messages[1:], TOOLS)
+    assert [message["role"] for message in first[:2]] == ["system", "user"]
+    assert SPELLED.conversation(messages[1:2], ()) == (messages[1:2], None)
+    assert HERMES.conversation(messages, TOOLS) == (messages, TOOLS)
