@@ -1,12 +1,13 @@
 # make serve    install, fetch the default model, start a cluster of one prefill and one decode worker (ARGS="--port 9000")
 # make test     install with the test tools, then ruff, mypy and pytest
 # make install  the first half of both
+# make chaos    workers and connections fail under load for twenty minutes (TANDEM_CHAOS_S=seconds); report in chaos.json
 # make clean    forget the environment and every cache in this folder
 #
 # Needs Python 3.11 or newer (PYTHON=... names another one) and nothing else; everything goes into .venv.
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test clean
+.PHONY: help install serve test chaos clean
 .DELETE_ON_ERROR:
 
 VENV := .venv
@@ -35,6 +36,9 @@ test: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest $(ARGS)
+
+chaos: $(VENV)/.installed-test
+	TANDEM_CHAOS_S=$${TANDEM_CHAOS_S:-1200} $(BIN)/pytest -s tests/integration/test_chaos.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info

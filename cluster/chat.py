@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,12 +97,31 @@ def chat(client: ApiClient, conversation: Conversation, console: Console) -> Non
                 _turn(client, conversation, text, console)
 
 
+@contextmanager
+def _noticed_interrupt() -> Iterator[threading.Event]:
+    """Whether Ctrl-C was pressed: Python drops a KeyboardInterrupt that is raised while an object is being finalized."""
+    interrupted = threading.Event()
+
+    def on_interrupt(number: int, frame: object) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    former = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, former)
+
+
 def _turn(client: ApiClient, conversation: Conversation, text: str, console: Console) -> None:
     timing = Timing(time.monotonic())
     said: list[str] = []
     try:
-        with closing(client.stream("/v1/chat/completions", conversation.request(text))) as events:
+        events = client.stream("/v1/chat/completions", conversation.request(text))
+        with closing(events), _noticed_interrupt() as interrupted:
             for piece in answer_pieces(events, timing):
+                if interrupted.is_set():
+                    raise KeyboardInterrupt
                 said.append(piece)
                 console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
     except KeyboardInterrupt:

@@ -13,7 +13,10 @@ from typing import Annotated, Any
 
 import typer
 
+from cluster.bench_command import bench
+from cluster.gcs_guard import keep_gcs
 from cluster.keys_command import app as keys_app
+from cluster.plan_command import plan
 from protocol.errors import ConfigError, TandemError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -26,6 +29,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(keys_app, name="keys")
+app.command()(bench)
+app.command()(keep_gcs)
+app.command()(plan)
 
 Url = Annotated[str, typer.Option("--url", envvar="TANDEM_URL", help="Where the cluster answers.")]
 AdminKey = Annotated[
@@ -63,6 +69,10 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
     prefill: Annotated[int | None, typer.Option(help="Number of prefill workers.")] = None,
     decode: Annotated[int | None, typer.Option(help="Number of decode workers.")] = None,
+    colocated: Annotated[
+        bool | None, typer.Option("--colocated", help="Decode workers compute prompts too, and there are no others.")
+    ] = None,
+    disaggregation: Annotated[str | None, typer.Option(help="always, auto (per request) or never (as --colocated).")] = None,
     tensor_parallel_size: Annotated[int | None, typer.Option(help="Ranks that compute one worker's model together.")] = None,
     prefill_tensor_parallel_size: Annotated[int | None, typer.Option(help="The same for prefill workers alone.")] = None,
     decode_tensor_parallel_size: Annotated[int | None, typer.Option(help="The same for decode workers alone.")] = None,
@@ -97,6 +107,7 @@ def serve(
         "decode.workers": decode,
         "prefill.tensor_parallel_size": prefill_tensor_parallel_size or tensor_parallel_size,
         "decode.tensor_parallel_size": decode_tensor_parallel_size or tensor_parallel_size,
+        "disaggregation": "never" if colocated else disaggregation,
         "device": device,
         "gpu_memory_utilization": gpu_memory_utilization,
         "dtype": dtype,
@@ -110,6 +121,8 @@ def serve(
         "http.keys_file": None if keys_file is None else str(keys_file),
         "http.allow_anonymous": allow_anonymous,
     }
+    if colocated and disaggregation not in (None, "never"):
+        raise ConfigError(f"--colocated means never, not {disaggregation}", param="disaggregation")
     overrides = {key: value for key, value in flags.items() if value is not None}
     serve_until_interrupted(load_config(config, overrides), address)
 
@@ -152,7 +165,7 @@ def scale(
     admin_key: AdminKey = None,
     wait_s: Annotated[float, typer.Option("--wait", help="Seconds to wait until it is done; 0 returns at once.")] = 600.0,
 ) -> None:
-    """Change the number of workers while requests run; running streams finish."""
+    """Change the number of workers while requests run; running streams move to the workers that stay."""
     from cluster.http_client import ApiClient
     from cluster.scale_command import parse_sizes, wait_until_scaled
 
@@ -161,6 +174,37 @@ def scale(
     client.post("/admin/scale", {role.value: workers for role, workers in wanted.items()})
     if wait_s > 0:
         wait_until_scaled(client, wanted, wait_s)
+
+
+@app.command()
+def drain(
+    worker: Annotated[str, typer.Argument(help="Its id, as `tandem status` shows it.")],
+    restart: Annotated[bool, typer.Option("--restart", help="Start it anew instead of having one worker less.")] = False,
+    url: Url = DEFAULT_URL,
+    admin_key: AdminKey = None,
+    wait_s: Annotated[float, typer.Option("--wait", help="Seconds to wait until it is done; 0 returns at once.")] = 660.0,
+) -> None:
+    """Empty a worker while requests run, and end it: running streams move to other workers."""
+    from cluster.drain_command import drain_and_wait
+    from cluster.http_client import ApiClient
+
+    drain_and_wait(ApiClient(url, admin_key), worker, restart, wait_s)
+
+
+@app.command()
+def rollout(
+    url: Url = DEFAULT_URL,
+    admin_key: AdminKey = None,
+    room_s: Annotated[
+        float, typer.Option("--room", help="Seconds to wait for one worker more of each role; 0 does without.")
+    ] = 120.0,
+    wait_s: Annotated[float, typer.Option("--wait", help="Seconds that one worker may take to drain and to start.")] = 780.0,
+) -> None:
+    """Restart all workers, one after the other, while requests run."""
+    from cluster.drain_command import roll_out
+    from cluster.http_client import ApiClient
+
+    roll_out(ApiClient(url, admin_key), room_s, wait_s)
 
 
 @app.command()

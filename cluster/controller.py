@@ -2,6 +2,9 @@
 
 One per Ray cluster, detached, without resources of its own, so that it outlives whoever started it. `tandem serve` makes it,
 routers watch it, `tandem stop` and the end of `tandem serve` close it: its workers end with it, and it ends last.
+
+If its process dies, Ray starts it again, with the same handle, and it takes up its workers (cluster.supervisor). Who waits in
+`settle` or `watch` then waits for the next one; what is ordered meanwhile fails.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from ray.exceptions import RayTaskError
 
 from cluster.ray_errors import original
 from cluster.ray_launcher import NAME_PREFIX, NAMESPACE, RayLauncher
+from cluster.records import GcsRecords
 from cluster.supervisor import Supervisor
 from configs.schema import ClusterConfig
 from protocol.cluster_view import ClusterView
@@ -26,24 +30,27 @@ CONTROLLER = NAME_PREFIX + "controller"
 class Controller:
     """The actor's methods; all of them answer at once but `settle`, `watch` and `close`."""
 
-    def __init__(self, config: ClusterConfig, secret: bytes) -> None:
+    async def __init__(self, config: ClusterConfig, secret: bytes) -> None:  # type: ignore[misc]  # Ray awaits it
         setup_logging("controller")
         self._launcher = RayLauncher(config, secret)
-        self._supervisor = Supervisor(config, self._launcher)
+        self._supervisor = Supervisor(config, self._launcher, GcsRecords())
+        await self._supervisor.start()
 
-    async def start(self) -> None:
-        self._supervisor.start()
-
+    @ray.method(max_task_retries=-1)
     async def settle(self, deadline_s: float) -> None:
         """See Supervisor.settle."""
         await self._supervisor.settle(deadline_s)
         await self._launcher.keep_spare()
 
+    @ray.method(max_task_retries=-1)
     async def watch(self, known_version: int) -> ClusterView:
         return await self._supervisor.watch(known_version)
 
     async def scale(self, role: Role, workers: int) -> None:
         self._supervisor.scale(role, workers)
+
+    async def drain(self, worker_id: str, restart: bool) -> None:
+        self._supervisor.drain(worker_id, restart)
 
     async def close(self) -> None:
         """End all workers. The caller then kills the actor."""
@@ -59,13 +66,12 @@ def start_controller(config: ClusterConfig, secret: bytes, head_resources: dict[
         "lifetime": "detached",
         "num_cpus": 0,
         "resources": head_resources,
+        "max_restarts": -1,
     }
     try:
-        controller = _actor_class().options(**options).remote(config, secret)
+        return _actor_class().options(**options).remote(config, secret)
     except ValueError:
         raise ConfigError("a Tandem cluster runs on this Ray cluster already; `tandem stop` ends it", param="address") from None
-    controller.start.remote()
-    return controller
 
 
 def _actor_class() -> Any:
@@ -90,7 +96,15 @@ class RayControllerClient:
         return cast(ClusterView, await self._controller.watch.remote(known_version))
 
     async def scale(self, role: Role, workers: int) -> None:
-        try:
-            await self._controller.scale.remote(role, workers)
-        except RayTaskError as error:
-            raise original(error) from None
+        await _answered(self._controller.scale.remote(role, workers))
+
+    async def drain(self, worker_id: str, restart: bool) -> None:
+        await _answered(self._controller.drain.remote(worker_id, restart))
+
+
+async def _answered(reference: Any) -> None:
+    """Raises the TandemError that the controller raised."""
+    try:
+        await reference
+    except RayTaskError as error:
+        raise original(error) from None

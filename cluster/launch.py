@@ -31,6 +31,7 @@ from configs.schema import ClusterConfig
 from protocol.cluster_view import ClusterView
 from protocol.errors import ConfigError, UnavailableError
 from router.keyring import Keyring
+from telemetry.spans import check_installed
 
 Report = Callable[[str], None]
 """Told what is being done, for people."""
@@ -87,6 +88,12 @@ def check_keys(config: ClusterConfig) -> None:
             raise ConfigError(f"http.redis_url: no Redis answers there: {error}", param="http.redis_url") from None
 
 
+def check_telemetry(config: ClusterConfig) -> None:
+    """ConfigError if the routers could not send spans."""
+    if config.telemetry.otlp_endpoint is not None:
+        check_installed()
+
+
 @contextmanager
 def running_cluster(config: ClusterConfig, address: str | None, report: Report) -> Iterator[RunningCluster]:
     """Start everything (the model has been checked), yield once every worker is ready and HTTP answers, then take it down.
@@ -111,6 +118,7 @@ def _pools_and_http(config: ClusterConfig, place: _Place, report: Report) -> Ite
     from cluster.rates import start_rate_keeper
     from cluster.ray_launcher import node_resources
     from cluster.serve_app import deploy_router, start_http
+    from cluster.stream_keeper import start_stream_keeper
     from cluster.teardown import remove_cluster, sweep
 
     if not place.may_grow and (reason := unplaceable(config, node_resources())) is not None:
@@ -125,7 +133,9 @@ def _pools_and_http(config: ClusterConfig, place: _Place, report: Report) -> Ite
         settled = controller.settle.remote(config.limits.worker_start_s)
         report("workers and router")
         start_http(config)
-        deploy_router(config, secret, controller, start_rate_keeper(config, place.head_resources), place.head_resources)
+        rate_keeper = start_rate_keeper(config, place.head_resources)
+        stream_keeper = start_stream_keeper(config, place.head_resources)
+        deploy_router(config, secret, controller, rate_keeper, stream_keeper, place.head_resources)
         report("workers")
         _ask(settled)
         report("HTTP")

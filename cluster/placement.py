@@ -40,6 +40,8 @@ def unplaceable(config: ClusterConfig, nodes: Sequence[Resources]) -> str | None
     free = [dict(node) for node in nodes]
     for role in Role:
         pool = pool_of(config, role)
+        if not pool.workers:
+            continue
         if (reason := missing(pool, nodes)) is not None:
             return f"{role.value}: {reason}"
         need = {name: amount * pool.tensor_parallel_size for name, amount in bundle_of(pool).items()}

@@ -1,9 +1,12 @@
 """One role's workers as a state machine: how many there should be, how many there are, what to do about the difference.
 
-    scale up ──► STARTING ──started──► READY ──scale down──► DRAINING ──drained──► gone
-                    ▲  │ failed           │ died                 │ died ──────────► gone
-                    └──┴──────────────────┘ next epoch
-    scale down of a STARTING worker: gone at once
+    scale up ──► STARTING ──started──► READY ──scale down, drain──► DRAINING ──drained──► gone
+                    ▲  │ failed           │ died                        │ died ─────────► gone
+                    └──┴──────────────────┴──── restart: drained, died ─┘ next epoch
+    scale down or drain of a STARTING worker: gone at once
+
+A pool can be made from the record of a former one (`resume`): who was READY stays so, drains go on, and what was starting
+begins anew, for nobody knows how far it came.
 
 Pure: events come in as method calls, orders for the outside world go out as actions. An event that names a life (worker id
 and epoch) which is over is ignored, so late news can't revive anybody. A worker id that comes back after a scale-down goes
@@ -12,7 +15,8 @@ on counting its epochs: (worker id, epoch) names one life for ever.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from protocol.cluster_view import WorkerInfo, WorkerState
 from protocol.errors import InvalidRequestError
@@ -41,6 +45,14 @@ class Drain:
 
 
 @dataclass(frozen=True)
+class Stop:
+    """End this life; the worker keeps what it occupies. Answer: `lost`."""
+
+    worker_id: str
+    epoch: int
+
+
+@dataclass(frozen=True)
 class Remove:
     """End this life, whatever its state, and give back what it occupies. No answer."""
 
@@ -48,30 +60,71 @@ class Remove:
     epoch: int
 
 
-Action = Start | Drain | Remove
+@dataclass(frozen=True)
+class Resume:
+    """This life is up, as a former supervisor has left it. Answer: `resumed` or `lost`."""
+
+    worker_id: str
+    epoch: int
+
+
+Action = Start | Drain | Stop | Remove | Resume
 
 
 @dataclass(frozen=True)
-class _Member:
+class Member:
     """A worker that is not gone. `failures` counts the starts that failed since it was last READY."""
 
     index: int
     info: WorkerInfo
     failures: int = 0
+    comes_back: bool = False
+    """It is DRAINING, to be started anew."""
+
+    @property
+    def leaves(self) -> bool:
+        return self.info.state is WorkerState.DRAINING and not self.comes_back
+
+
+@dataclass(frozen=True)
+class PoolRecord:
+    """All that a pool knows."""
+
+    desired: int = 0
+    members: tuple[Member, ...] = ()
+    epochs: Mapping[str, int] = field(default_factory=dict)
+    """The last one of every worker id that there ever was."""
 
 
 class Pool:
-    """The workers of one role. Between calls, exactly `desired` of them are not DRAINING."""
+    """The workers of one role. Between calls, exactly `desired` of them are not DRAINING for good."""
 
-    def __init__(self, role: Role) -> None:
+    def __init__(self, role: Role, record: PoolRecord = PoolRecord()) -> None:
         self.role = role
-        self.desired = 0
-        self._members: dict[str, _Member] = {}
-        self._epochs: dict[str, int] = {}
+        self.desired = record.desired
+        self._members = {member.info.worker_id: member for member in record.members}
+        self._epochs = dict(record.epochs)
+
+    def __contains__(self, worker_id: str) -> bool:
+        return worker_id in self._members
 
     def workers(self) -> tuple[WorkerInfo, ...]:
         """All workers, by index."""
         return tuple(member.info for member in sorted(self._members.values(), key=lambda member: member.index))
+
+    def record(self) -> PoolRecord:
+        """Another pool can be made from it."""
+        return PoolRecord(self.desired, tuple(self._members.values()), dict(self._epochs))
+
+    def resume(self) -> list[Action]:
+        """Go on where the pool whose record this one was made from has ended. Once, before anything else."""
+        actions: list[Action] = []
+        for info in self.workers():
+            if info.state is WorkerState.STARTING:
+                actions += self.lost(info.worker_id, info.epoch, "the controller ended while it started")
+            else:
+                actions.append(Resume(info.worker_id, info.epoch))
+        return actions
 
     def settled(self) -> bool:
         """Every wanted worker takes requests."""
@@ -88,11 +141,31 @@ class Pool:
                 f"{self.role.value} must be 1 to {MAX_WORKERS} workers, got {workers}", param=self.role.value
             )
         self.desired = workers
-        active = [member for member in self._members.values() if member.info.state is not WorkerState.DRAINING]
+        active = self._staying()
         active.sort(key=lambda member: (member.info.state is not WorkerState.READY, member.index))
         actions: list[Action] = [self._begin(self._free_index()) for _ in range(workers - len(active))]
-        actions += [self._dismiss(member) for member in reversed(active[workers:])]
+        for member in reversed(active[workers:]):
+            actions += self._dismiss(member)
         return actions
+
+    def drain(self, worker_id: str, *, restart: bool) -> list[Action]:
+        """Let a worker go when it has given its work away: it starts anew, or one worker less is wanted from now on.
+
+        It must be one of this pool's. Idempotent. Raises InvalidRequestError if no other of its role is wanted.
+        """
+        member = self._members[worker_id]
+        if restart:
+            ready = member.info.state is WorkerState.READY  # else it is about to start, or leaves
+            return [self._begin_drain(member, comes_back=True)] if ready else []
+        if member.leaves:
+            return []
+        if self.desired == 1:
+            raise InvalidRequestError(
+                f"{worker_id} is the only {self.role.value} worker that is wanted: add another first, or restart it",
+                param="worker",
+            )
+        self.desired -= 1
+        return self._dismiss(member)
 
     def started(self, ref: WorkerRef, pids: tuple[int, ...], node: str) -> list[Action]:
         """This life listens at `ref` and takes requests from now on."""
@@ -102,18 +175,25 @@ class Pool:
             self._members[ref.worker_id] = replace(member, info=info, failures=0)
         return []
 
+    def resumed(self, worker_id: str, epoch: int) -> list[Action]:
+        """This life is still up."""
+        member = self._living(worker_id, epoch)
+        draining = member is not None and member.info.state is WorkerState.DRAINING
+        return [Drain(worker_id, epoch)] if draining else []
+
     def lost(self, worker_id: str, epoch: int, error: str) -> list[Action]:
         """This life ended or never began, for the reason in `error`."""
         member = self._living(worker_id, epoch)
         if member is None:
             return []
-        if member.info.state is WorkerState.DRAINING:
+        if member.leaves:
             return [self._forget(member)]
         failures = member.failures + 1 if member.info.state is WorkerState.STARTING else 0
         # One failure may be an accident (the node went away meanwhile); only a row of them is worth waiting for.
         delay_s = min(FIRST_RETRY_S * 2.0 ** (failures - 2), MAX_RETRY_S) if failures >= 2 else 0.0
-        info = self._fresh(worker_id, restarts=member.info.restarts + 1, last_error=error)
-        self._members[worker_id] = replace(member, info=info, failures=failures)
+        reason = "restarted on request" if member.comes_back else error
+        info = self._fresh(worker_id, restarts=member.info.restarts + 1, last_error=reason)
+        self._members[worker_id] = replace(member, info=info, failures=failures, comes_back=False)
         return [Start(worker_id, info.epoch, delay_s)]
 
     def drained(self, worker_id: str, epoch: int) -> list[Action]:
@@ -121,9 +201,12 @@ class Pool:
         member = self._living(worker_id, epoch)
         if member is None or member.info.state is not WorkerState.DRAINING:
             return []
-        return [self._forget(member)]
+        return [Stop(worker_id, epoch) if member.comes_back else self._forget(member)]
 
-    def _living(self, worker_id: str, epoch: int) -> _Member | None:
+    def _staying(self) -> list[Member]:
+        return [member for member in self._members.values() if not member.leaves]
+
+    def _living(self, worker_id: str, epoch: int) -> Member | None:
         member = self._members.get(worker_id)
         return member if member is not None and member.info.epoch == epoch else None
 
@@ -133,20 +216,26 @@ class Pool:
 
     def _begin(self, index: int) -> Start:
         info = self._fresh(f"{self.role.value}-{index}", restarts=0, last_error=None)
-        self._members[info.worker_id] = _Member(index, info)
+        self._members[info.worker_id] = Member(index, info)
         return Start(info.worker_id, info.epoch, 0.0)
 
     def _fresh(self, worker_id: str, restarts: int, last_error: str | None) -> WorkerInfo:
         epoch = self._epochs[worker_id] = self._epochs.get(worker_id, 0) + 1
         return WorkerInfo(worker_id, self.role, epoch, WorkerState.STARTING, None, (), None, restarts, last_error)
 
-    def _dismiss(self, member: _Member) -> Action:
+    def _dismiss(self, member: Member) -> list[Action]:
         if member.info.state is WorkerState.STARTING:
-            return self._forget(member)
+            return [self._forget(member)]
+        if member.comes_back:  # it drains already, but now for good
+            self._members[member.info.worker_id] = replace(member, comes_back=False)
+            return []
+        return [self._begin_drain(member, comes_back=False)]
+
+    def _begin_drain(self, member: Member, *, comes_back: bool) -> Drain:
         info = replace(member.info, state=WorkerState.DRAINING)
-        self._members[info.worker_id] = replace(member, info=info)
+        self._members[info.worker_id] = replace(member, info=info, comes_back=comes_back)
         return Drain(info.worker_id, info.epoch)
 
-    def _forget(self, member: _Member) -> Remove:
+    def _forget(self, member: Member) -> Remove:
         del self._members[member.info.worker_id]
         return Remove(member.info.worker_id, member.info.epoch)

@@ -4,6 +4,8 @@ A placement group is made with a worker's first life and given back by `release`
 it. Actors are detached and carry no restart policy of Ray's: the supervisor alone decides about new lives. Ray's calls that
 create and remove things block, so they run in threads; a creation that was cancelled half-way is ended by `kill`.
 
+A controller that was started anew finds these actors by their names, and the groups by their workers' (`take_up`).
+
 On a cluster of one node whose pools reserve nothing (a laptop), one spare process waits with everything imported. It takes
 the place of the next worker that dies, outside of that worker's placement group, which holds next to nothing there; then the
 next spare is made. `keep_spare` begins that, `close` ends it.
@@ -12,17 +14,27 @@ next spare is made. `keep_spare` begins that, `close` ends it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Coroutine, Sequence
+import secrets
+from collections.abc import Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from cluster.launcher import Process, Started
 from cluster.placement import Resources, bundle_of, missing, pool_of, threads_per_rank
 from cluster.ray_errors import answer
-from cluster.supervisor import Process, Started
+from cluster.records import Life
 from cluster.worker_process import WorkerProcess
 from configs.schema import ClusterConfig
 from protocol.errors import TandemError, WorkerLostError
@@ -33,6 +45,16 @@ log = logging.getLogger(__name__)
 NAMESPACE = "tandem"
 NAME_PREFIX = "tandem-"
 """Of every actor and placement group that belongs to a cluster."""
+_PROCESS_PREFIX = NAME_PREFIX + "process-"
+"""Of the actors that a launcher makes."""
+
+
+@dataclass(frozen=True)
+class _Actor:
+    """One rank's process."""
+
+    name: str
+    handle: Any
 
 
 def node_resources() -> list[Resources]:
@@ -48,23 +70,27 @@ class RayLauncher:
         self._secret = secret
         self._groups: dict[str, PlacementGroup] = {}
         self._keeps_spare = False
-        self._spare: asyncio.Task[Any] | None = None
-        self._spares_made = 0
+        self._spare: asyncio.Task[_Actor] | None = None
 
     def process(self, role: Role, worker_id: str, epoch: int) -> Process:
         return RayProcess(self, role, worker_id, epoch)
 
-    async def create(self, role: Role, worker_id: str, epoch: int) -> list[Any]:
-        """Handles of actors for the ranks of this life. The first is the spare one if there is one, else, as the others, a
+    async def take_up(self, lives: Mapping[Life, Sequence[str]], worker_ids: Sequence[str]) -> None:
+        kept = {name for names in lives.values() for name in names}
+        self._groups = await asyncio.to_thread(_take_up, kept, worker_ids)
+        await self.keep_spare()
+
+    async def create(self, role: Role, worker_id: str, epoch: int) -> list[_Actor]:
+        """Actors for the ranks of this life. The first is the spare one if there is one, else, as the others, a
         new one, perhaps not placed yet."""
         first, spare, self._spare = 0, self._spare, None
-        handles = []
+        actors = []
         if spare is not None:
             # One that is not ready yet is still ahead of one that would begin now and compete with it.
             await asyncio.wait([spare])
             if spare.exception() is None:
-                first, handles = 1, [spare.result()]
-        return handles + await asyncio.to_thread(self._create_in_group, role, worker_id, epoch, first)
+                first, actors = 1, [spare.result()]
+        return actors + await asyncio.to_thread(self._create_in_group, role, worker_id, epoch, first)
 
     async def start_arguments(self, role: Role) -> tuple[ClusterConfig, bytes, int]:
         """What a process needs to know to become a rank of a worker of this role."""
@@ -74,8 +100,7 @@ class RayLauncher:
     def started(self) -> None:
         """A process became a worker: a good time to make the next spare."""
         if self._keeps_spare and self._spare is None:
-            self._spares_made += 1
-            self._spare = asyncio.get_running_loop().create_task(self._make_spare(f"{NAME_PREFIX}spare-{self._spares_made}"))
+            self._spare = asyncio.get_running_loop().create_task(self._make_spare())
 
     async def keep_spare(self) -> None:
         """Have a spare process from now on, where one makes sense."""
@@ -99,9 +124,9 @@ class RayLauncher:
         if self._spare is not None:
             await asyncio.wait([self._spare])
             if self._spare.exception() is None:
-                await asyncio.to_thread(ray.kill, self._spare.result())
+                await asyncio.to_thread(ray.kill, self._spare.result().handle)
 
-    def _create_in_group(self, role: Role, worker_id: str, epoch: int, first: int) -> list[Any]:
+    def _create_in_group(self, role: Role, worker_id: str, epoch: int, first: int) -> list[_Actor]:
         """The ranks from `first` on."""
         pool = pool_of(self._config, role)
         bundle = bundle_of(pool)
@@ -109,22 +134,23 @@ class RayLauncher:
             self._groups[worker_id] = placement_group(
                 [bundle] * pool.tensor_parallel_size, strategy="STRICT_PACK", name=NAME_PREFIX + worker_id, lifetime="detached"
             )
-        handles = []
+        actors = []
         for rank in range(first, pool.tensor_parallel_size):
             group = PlacementGroupSchedulingStrategy(self._groups[worker_id], placement_group_bundle_index=rank)
-            name = f"{NAME_PREFIX}{worker_id}-{epoch}" + (f"-rank-{rank}" if rank else "")
-            handles.append(_new_actor(name, bundle, scheduling_strategy=group))
-        return handles
+            name = f"{_PROCESS_PREFIX}{worker_id}-{epoch}" + (f"-rank-{rank}" if rank else "")
+            actors.append(_new_actor(name, bundle, scheduling_strategy=group))
+        return actors
 
-    async def _make_spare(self, name: str) -> Any:
-        handle = await asyncio.to_thread(_new_actor, name, {})
+    async def _make_spare(self) -> _Actor:
+        # By chance, for one that another controller has made may be a worker now.
+        actor = await asyncio.to_thread(_new_actor, f"{_PROCESS_PREFIX}spare-{secrets.token_hex(4)}", {})
         try:
-            await answer(handle.warm_up.remote())
+            await answer(actor.handle.warm_up.remote())
         except TandemError as failure:
             log.warning("no spare process: %s", failure.message)
-            await asyncio.to_thread(ray.kill, handle)
+            await asyncio.to_thread(ray.kill, actor.handle)
             raise
-        return handle
+        return actor
 
 
 class RayProcess:
@@ -135,14 +161,19 @@ class RayProcess:
         self._role = role
         self._worker_id = worker_id
         self._epoch = epoch
-        self._creation: asyncio.Task[list[Any]] | None = None
+        self._creation: asyncio.Task[list[_Actor]] | None = None
         self._following: list[asyncio.Future[Any]] = []
         """The other ranks' `run`."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(actor.name for actor in self._actors())
 
     async def start(self) -> Started:
         creation = self._launcher.create(self._role, self._worker_id, self._epoch)
         self._creation = asyncio.get_running_loop().create_task(creation)
-        first, *others = await asyncio.shield(self._creation)
+        await asyncio.shield(self._creation)
+        first, *others = self._handles()
         arguments = await self._launcher.start_arguments(self._role)
         following = await asyncio.gather(
             *(
@@ -154,6 +185,11 @@ class RayProcess:
         started = await self._while_running(others, waiting)
         self._launcher.started()
         return cast(Started, started)
+
+    async def resume(self, names: Sequence[str]) -> None:
+        self._creation = asyncio.get_running_loop().create_task(asyncio.to_thread(_find_actors, names))
+        if len(await asyncio.shield(self._creation)) < len(names):
+            raise WorkerLostError("it ended while the controller was away")
 
     async def run(self) -> None:
         first, *others = self._handles()
@@ -188,16 +224,44 @@ class RayProcess:
         finally:
             first.cancel()
 
-    def _handles(self) -> list[Any]:
+    def _actors(self) -> list[_Actor]:
         assert self._creation is not None, "nothing is asked of a process before its start"
         return self._creation.result()
 
+    def _handles(self) -> list[Any]:
+        return [actor.handle for actor in self._actors()]
 
-def _new_actor(name: str, bundle: Resources, **placement: Any) -> Any:
-    """Handle of a new actor that reserves the bundle. Blocks for a call to Ray, not until the actor is placed."""
+
+def _take_up(kept: Collection[str], worker_ids: Collection[str]) -> dict[str, PlacementGroup]:
+    """The groups of these workers. Ends every other one, and every process but those that are kept."""
+    named = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE]
+    for stray in _find_actors([name for name in named if name.startswith(_PROCESS_PREFIX) and name not in kept]):
+        ray.kill(stray.handle)
+    groups = {}
+    for entry in placement_group_table().values():
+        if entry["name"].startswith(NAME_PREFIX) and entry["state"] != "REMOVED":
+            group, worker_id = get_placement_group(entry["name"]), entry["name"].removeprefix(NAME_PREFIX)
+            if worker_id in worker_ids:
+                groups[worker_id] = group
+            else:
+                remove_placement_group(group)
+    return groups
+
+
+def _find_actors(names: Sequence[str]) -> list[_Actor]:
+    """Those of them that there are. Blocks for calls to Ray."""
+    actors = []
+    for name in names:
+        with contextlib.suppress(ValueError):  # it has ended
+            actors.append(_Actor(name, ray.get_actor(name, namespace=NAMESPACE)))
+    return actors
+
+
+def _new_actor(name: str, bundle: Resources, **placement: Any) -> _Actor:
+    """A new actor that reserves the bundle. Blocks for a call to Ray, not until the actor is placed."""
     named = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
     options: dict[str, Any] = {"num_cpus": 0}
     options |= {named[resource]: amount for resource, amount in bundle.items() if resource in named}
     options["resources"] = {resource: amount for resource, amount in bundle.items() if resource not in named}
     actor_class = ray.remote(WorkerProcess).options(name=name, namespace=NAMESPACE, lifetime="detached", **options, **placement)
-    return actor_class.remote()
+    return _Actor(name, actor_class.remote())

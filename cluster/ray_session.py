@@ -37,6 +37,8 @@ def local_environment(scratch: Path) -> dict[str, str]:
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+        # Serve kills a proxy that is not up in time, by default 5 s, which a busy machine takes.
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
         # Ray lowers the priority of its workers; ours are what this machine is to work on.
         "RAY_worker_niceness": "0",
         # Serve's second entry, on a fixed port by default; two clusters on one machine must not meet there.
@@ -118,14 +120,15 @@ def joined_ray(address: str) -> Iterator[None]:
 def check_reachable(address: str) -> None:
     """Raises ConfigError if `address` is not host:port, or if nobody listens there."""
     host, _, port = address.rpartition(":")
-    if not host or "/" in host or not port.isdecimal():
+    # The resolver itself takes a port past 65535, modulo 65536, and may find somebody there.
+    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(
             f"{address!r} is no address of a Ray cluster; give host:port (its GCS, port 6379) or auto", param="address"
         )
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S):
             return
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise ConfigError(f"no Ray cluster to join at {address}: {error}", param="address") from None
 
 

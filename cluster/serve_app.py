@@ -8,6 +8,7 @@ A replica's life: resolve the model, build and start its Router, serve, close th
 from __future__ import annotations
 
 import asyncio
+import ctypes
 from typing import Any
 
 from fastapi import FastAPI
@@ -15,17 +16,21 @@ from ray import serve
 
 from cluster.controller import RayControllerClient
 from cluster.rates import rate_store
+from cluster.stream_keeper import RayRecordStore
 from configs.models import resolve_for
 from configs.schema import ClusterConfig
 from protocol.errors import UnavailableError
 from router.app import create_app
 from router.meter import Meter
+from router.recorder import Recorder
 from router.service import Router
 from telemetry.logging import setup_logging
 
 APPLICATION = "tandem"
 _NEVER_REACHED = 100_000
 """Requests in one replica; above what HAProxy lets through (RAY_SERVE_HAPROXY_MAXCONN)."""
+_M_ARENA_MAX = -8
+"""Of <malloc.h>."""
 
 
 @serve.ingress()
@@ -33,20 +38,31 @@ class RouterReplica:
     """One replica. Serve builds the ASGI app after the constructor has returned."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: ClusterConfig, secret: bytes, controller: Any, rate_keeper: Any | None
+        self, config: ClusterConfig, secret: bytes, controller: Any, rate_keeper: Any | None, stream_keeper: Any
     ) -> None:
         setup_logging("router")
+        _share_one_arena()
         model = await asyncio.to_thread(resolve_for, config)
         self._router = Router(config, model, secret, RayControllerClient(controller))
         self._meter = Meter(rate_store(config, rate_keeper))
+        self._recorder = Recorder(RayRecordStore(stream_keeper))
         await self._router.start()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_app(self._router, self._meter, echo_request_id=False)
+        return create_app(self._router, self._meter, self._recorder, echo_request_id=False)
 
     async def __del__(self) -> None:
         await self._router.close()
         await self._meter.close()
+        await self._recorder.close()
+
+
+def _share_one_arena() -> None:
+    """Have all threads allocate from the same memory. glibc gives each its own otherwise, and each keeps what it once needed: a
+    router, whose requests pass through many threads, then grows for thousands of requests (`benchmarks/cut_streams.py`)."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_ARENA_MAX, 1)
 
 
 def start_http(config: ClusterConfig) -> None:
@@ -55,7 +71,12 @@ def start_http(config: ClusterConfig) -> None:
 
 
 def deploy_router(
-    config: ClusterConfig, secret: bytes, controller: Any, rate_keeper: Any | None, head_resources: dict[str, float]
+    config: ClusterConfig,
+    secret: bytes,
+    controller: Any,
+    rate_keeper: Any | None,
+    stream_keeper: Any,
+    head_resources: dict[str, float],
 ) -> None:
     """Deploy the router and wait until every replica serves. Raises UnavailableError if one can't."""
     deployment: Any = serve.deployment(
@@ -68,7 +89,8 @@ def deploy_router(
         graceful_shutdown_timeout_s=10,
     )
     try:
-        serve.run(deployment(RouterReplica).bind(config, secret, controller, rate_keeper), name=APPLICATION, route_prefix="/")
+        replica = deployment(RouterReplica).bind(config, secret, controller, rate_keeper, stream_keeper)
+        serve.run(replica, name=APPLICATION, route_prefix="/")
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[-1]
         raise UnavailableError(f"the router did not start: {reason}") from None

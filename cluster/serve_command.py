@@ -12,7 +12,7 @@ from types import FrameType
 
 from rich.console import Console
 
-from cluster.launch import RunningCluster, check_keys, check_model, running_cluster
+from cluster.launch import RunningCluster, check_keys, check_model, check_telemetry, running_cluster
 from configs.schema import ClusterConfig
 from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState
 from protocol.messages import Role
@@ -26,6 +26,7 @@ def serve_until_interrupted(config: ClusterConfig, address: str | None) -> None:
         signal.signal(number, _interrupt)
     try:
         check_keys(config)
+        check_telemetry(config)
         model_name = check_model(config)
         with (
             open(os.devnull, "w") as nowhere,

@@ -5,6 +5,9 @@ One task per life of a worker:
     wait for the retry delay ─► start() ─► READY ─► await run() ─► its end is the worker's end
                                 └ within worker_start_s
 
+What it knows is recorded (cluster.records) at every change, and a life begins only when its epoch is. A supervisor that finds a
+record takes up what a former one has left: lives that are up are awaited again, from `run()`; all else begins anew.
+
 Whatever ends a life (a crash, a failed start, a drain), its task kills the process before the pool hears of it, so two lives
 of one worker never run side by side. A drain runs in a task of its own beside the life. All decisions are the pool's
 (cluster.pool); how processes come to be is the launcher's (cluster.ray_launcher, or a scripted one in tests). Everything runs
@@ -15,15 +18,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Coroutine
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from cluster.pool import Action, Drain, Pool, Remove, Start
+from cluster.launcher import Launcher, Process, Started
+from cluster.placement import pool_of
+from cluster.pool import Action, Drain, Pool, Remove, Resume, Start, Stop
+from cluster.records import ClusterRecord, Life, RecordStore
 from configs.schema import ClusterConfig
 from protocol.cluster_view import ClusterView, WorkerState
-from protocol.errors import ConfigError, TandemError, UnavailableError
-from protocol.messages import Role, WorkerRef
+from protocol.errors import ConfigError, InvalidRequestError, TandemError, UnavailableError
+from protocol.messages import Role
 
 log = logging.getLogger(__name__)
 
@@ -31,70 +37,62 @@ WATCH_S = 10.0
 """A watcher gets an answer after this long even when nothing changed, so that it can tell silence from death."""
 STOP_S = 10.0
 """How long an idle worker may take to end by itself before it is killed."""
-
-
-@dataclass(frozen=True)
-class Started:
-    """Where a worker listens and runs."""
-
-    ref: WorkerRef
-    pids: tuple[int, ...]
-    """Of its ranks, the first one's first."""
-    node: str
-
-
-class Process(Protocol):
-    """One life of one worker. Every method raises TandemError if the process is gone."""
-
-    async def start(self) -> Started: ...
-
-    async def run(self) -> None:
-        """Returns when the worker was stopped; raises when it died."""
-
-    async def drain(self) -> None: ...
-
-    async def stop(self) -> None: ...
-
-    async def kill(self) -> None:
-        """Idempotent; afterwards nothing of this life runs."""
-
-
-class Launcher(Protocol):
-    """Makes processes, on resources that belong to a worker id over all its lives."""
-
-    def process(self, role: Role, worker_id: str, epoch: int) -> Process:
-        """A process that begins with its `start`; cheap."""
-
-    async def release(self, worker_id: str) -> None:
-        """Give the worker's resources back, once none of its lives needs them. Idempotent."""
-
-    async def why_not_started(self, role: Role) -> str:
-        """What keeps a worker of this role from starting, for people."""
+_SAVE_AGAIN_S = 1.0
 
 
 class Supervisor:
     """Owner of both pools. `start` once, `close` once; all else in between."""
 
-    def __init__(self, config: ClusterConfig, launcher: Launcher) -> None:
+    def __init__(self, config: ClusterConfig, launcher: Launcher, records: RecordStore) -> None:
         self._config = config
         self._launcher = launcher
+        self._records = records
         self._pools = {role: Pool(role) for role in Role}
-        self._lives: dict[tuple[str, int], asyncio.Task[None]] = {}
-        self._processes: dict[tuple[str, int], Process] = {}
+        self._roles = [role for role in Role if config.disaggregation != "never" or role is Role.DECODE]
+        self._lives: dict[Life, asyncio.Task[None]] = {}
+        self._processes: dict[Life, Process] = {}
+        self._names: dict[Life, tuple[str, ...]] = {}
+        """Of the processes of lives that are up."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._version = 1
+        self._version = time.time_ns()
+        """From the clock, for watchers know the versions of a former supervisor."""
+        self._saved_version = 0
+        self._saving = asyncio.Lock()
         self._news = asyncio.Event()
         self._refused: ConfigError | None = None
 
-    def start(self) -> None:
-        """Begin the configured number of workers; returns at once."""
-        self.scale(Role.PREFILL, self._config.prefill.workers)
-        self.scale(Role.DECODE, self._config.decode.workers)
+    async def start(self) -> None:
+        """Begin the configured number of workers, or go on with what a former supervisor has recorded."""
+        record = await self._records.load()
+        if record is None:
+            for role in self._roles:
+                self.scale(role, pool_of(self._config, role).workers)
+            return
+        self._pools = {role: Pool(role, record.pools[role]) for role in Role}
+        lives = [(info.worker_id, info.epoch) for info in self.view().workers]
+        self._names = {life: names for life, names in record.processes if life in lives}
+        log.info("taking up %d of %d workers of a former controller", len(self._names), len(lives))
+        await self._launcher.take_up(self._names, [worker_id for worker_id, _ in lives])
+        for pool in self._pools.values():
+            self._obey(pool, pool.resume())
 
     def scale(self, role: Role, workers: int) -> None:
-        """Want this many workers; returns at once. Raises InvalidRequestError outside 1 to 1024."""
+        """Want this many workers; returns at once. Raises InvalidRequestError outside 1 to 1024, or if there can be none."""
+        if role not in self._roles:
+            raise InvalidRequestError("this cluster is colocated: its decode workers compute the prompts", param=role.value)
         self._obey(self._pools[role], self._pools[role].scale(workers))
         log.info("%s: %d workers wanted", role.value, workers)
+
+    def drain(self, worker_id: str, restart: bool) -> None:
+        """Let this worker go, or start anew, when it has given its work away; returns at once.
+
+        Raises InvalidRequestError if there is no such worker, or if it can't be spared.
+        """
+        pool = next((pool for pool in self._pools.values() if worker_id in pool), None)
+        if pool is None:
+            raise InvalidRequestError(f"there is no worker {worker_id!r:.100}; `tandem status` lists them", param="worker")
+        self._obey(pool, pool.drain(worker_id, restart=restart))
+        log.info("%s is drained%s", worker_id, " and restarted" if restart else "")
 
     def view(self) -> ClusterView:
         return ClusterView(self._version, tuple(info for pool in self._pools.values() for info in pool.workers()))
@@ -141,16 +139,37 @@ class Supervisor:
             life = (action.worker_id, action.epoch)
             match action:
                 case Start(delay_s=delay_s):
-                    task = asyncio.get_running_loop().create_task(self._live(pool, *life, delay_s))
-                    self._lives[life] = task
-                    task.add_done_callback(lambda done, life=life: self._over(life, done))  # type: ignore[misc]
+                    self._begin(pool, life, delay_s)
+                case Resume():
+                    self._begin(pool, life, 0.0)
                 case Drain():
                     self._spawn(self._drain(pool, *life))
+                case Stop():
+                    self._spawn(self._stop(*life))
                 case Remove():
                     self._spawn(self._remove(*life))
         self._version += 1
         self._news.set()
         self._news = asyncio.Event()
+        self._spawn(self._save())
+
+    def _begin(self, pool: Pool, life: Life, delay_s: float) -> None:
+        task = self._lives[life] = asyncio.get_running_loop().create_task(self._live(pool, *life, delay_s))
+        task.add_done_callback(lambda done: self._over(life, done))
+
+    async def _save(self) -> None:
+        """Returns when what is known now is recorded."""
+        version = self._version
+        async with self._saving:
+            while self._saved_version < version:
+                saving = self._version
+                pools = {role: pool.record() for role, pool in self._pools.items()}
+                try:
+                    await self._records.save(ClusterRecord(pools, tuple(self._names.items())))
+                    self._saved_version = saving
+                except UnavailableError as failure:
+                    log.warning("nothing is recorded: %s", failure.message)
+                    await asyncio.sleep(_SAVE_AGAIN_S)
 
     async def _live(self, pool: Pool, worker_id: str, epoch: int, delay_s: float) -> None:
         """One life, from its start to its end; then the pool decides what comes next."""
@@ -160,9 +179,15 @@ class Supervisor:
         await asyncio.sleep(delay_s)
         process = self._processes[worker_id, epoch] = self._launcher.process(pool.role, worker_id, epoch)
         try:
-            started = await self._start(pool.role, process)
-            self._obey(pool, pool.started(started.ref, started.pids, started.node))
-            log.info("%s epoch %d is ready, process %d on %s", worker_id, epoch, started.pids[0], started.node)
+            if (names := self._names.get((worker_id, epoch))) is not None:
+                await process.resume(names)
+                self._obey(pool, pool.resumed(worker_id, epoch))
+            else:
+                await self._save()
+                started = await self._start(pool.role, process)
+                self._names[worker_id, epoch] = process.names
+                self._obey(pool, pool.started(started.ref, started.pids, started.node))
+                log.info("%s epoch %d is ready, process %d on %s", worker_id, epoch, started.pids[0], started.node)
             await process.run()
             error = "its loop ended"
         except TandemError as failure:
@@ -191,6 +216,7 @@ class Supervisor:
         if process is not None:
             await process.kill()
             self._processes.pop((worker_id, epoch), None)
+            self._names.pop((worker_id, epoch), None)
 
     async def _drain(self, pool: Pool, worker_id: str, epoch: int) -> None:
         process = self._processes[worker_id, epoch]
@@ -203,8 +229,16 @@ class Supervisor:
             log.warning("%s epoch %d ended while draining: %s", worker_id, epoch, failure.message)
         self._obey(pool, pool.drained(worker_id, epoch))
 
-    async def _remove(self, worker_id: str, epoch: int) -> None:
-        """The pool has forgotten this life: end it politely, then for certain."""
+    async def _stop(self, worker_id: str, epoch: int) -> None:
+        """End a life politely, then for certain; it tells the pool by itself."""
+        await self._ask_to_stop(worker_id, epoch)
+        life = self._lives.get((worker_id, epoch))
+        if life is not None:
+            _, running = await asyncio.wait([life], timeout=STOP_S)
+            if running:
+                await self._kill(worker_id, epoch)
+
+    async def _ask_to_stop(self, worker_id: str, epoch: int) -> None:
         process = self._processes.get((worker_id, epoch))
         if process is not None:
             try:
@@ -212,6 +246,10 @@ class Supervisor:
                     await process.stop()
             except (TimeoutError, TandemError) as failure:
                 log.info("%s epoch %d did not stop by itself: %s", worker_id, epoch, failure)
+
+    async def _remove(self, worker_id: str, epoch: int) -> None:
+        """The pool has forgotten this life: end it politely, then for certain."""
+        await self._ask_to_stop(worker_id, epoch)
         life = self._lives.get((worker_id, epoch))
         if life is not None:
             life.cancel()
@@ -230,7 +268,7 @@ class Supervisor:
         self._tasks.discard(task)
         _report_bug(task)
 
-    def _over(self, life: tuple[str, int], task: asyncio.Task[None]) -> None:
+    def _over(self, life: Life, task: asyncio.Task[None]) -> None:
         del self._lives[life]
         _report_bug(task)
 

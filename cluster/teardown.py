@@ -14,8 +14,9 @@ from ray import serve
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import get_placement_group, placement_group_table, remove_placement_group
 
-from cluster.controller import find_controller
+from cluster.controller import CONTROLLER, find_controller
 from cluster.ray_launcher import NAME_PREFIX, NAMESPACE
+from cluster.records import delete_record
 from cluster.serve_app import APPLICATION
 
 log = logging.getLogger(__name__)
@@ -40,10 +41,12 @@ def remove_cluster() -> bool:
 def sweep() -> bool:
     """Kill actors and remove placement groups that carry Tandem's name; False if there were none."""
     actors = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE]
+    actors.sort(key=lambda name: name != CONTROLLER)  # first, for it would replace its workers
     for name in actors:
         handle = _actor(name)
         if handle is not None:
             ray.kill(handle)
+    delete_record()
     groups = [group["name"] for group in placement_group_table().values() if group["state"] != "REMOVED"]
     ours = [name for name in groups if name.startswith(NAME_PREFIX)]
     for name in ours:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import ray
 
-from cluster.supervisor import Started
+from cluster.launcher import Started
 from configs.schema import ClusterConfig
 from protocol.actor import WorkerActor
 from protocol.messages import Role
@@ -40,6 +40,7 @@ class WorkerProcess:
     def __init__(self) -> None:
         self._first: WorkerActor | None = None
         self._running: _Running | None = None
+        self._serving: asyncio.Future[None] | None = None
 
     async def warm_up(self) -> None:
         """Import what any worker needs."""
@@ -77,9 +78,11 @@ class WorkerProcess:
         return Started(ref, (os.getpid(), *(other.pid for other in others)), address)
 
     async def run(self) -> None:
-        """Serve until `stop`; raises what ended the rank otherwise."""
+        """Serve until `stop`; raises what ended the rank otherwise. The next controller asks again, and hears the same."""
         assert self._running is not None, "start comes first"
-        await self._running.run()
+        if self._serving is None:
+            self._serving = asyncio.ensure_future(self._running.run())
+        await asyncio.shield(self._serving)
 
     async def drain(self) -> None:
         """Returns once the worker has nothing left to do; it takes nothing new."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -16,15 +14,9 @@ from typing import Any
 
 import httpx
 import pytest
+from local_processes import TANDEM, free_port, marked_processes
 
 START_S = 150.0
-TANDEM = str(Path(sys.executable).with_name("tandem"))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass
@@ -105,18 +97,6 @@ class Served:
         self.process.send_signal(number)
         self.process.wait(timeout=30)
         return time.monotonic() - begun
-
-
-def marked_processes(mark: str) -> dict[int, str]:
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if mark.encode() in (entry / "environ").read_bytes():
-                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
-            except OSError:
-                continue  # it ended meanwhile
-    return {pid: command for pid, command in found.items() if command}
 
 
 def _without_ray() -> dict[str, str]:

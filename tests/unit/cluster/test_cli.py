@@ -44,6 +44,8 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
         (["serve", "--port", "70000"], "http.port"),
         (["serve", "--prefill", "0"], "prefill.workers"),
         (["serve", "--decode", "2000"], "decode.workers"),
+        (["serve", "--colocated", "--disaggregation", "auto"], "colocated"),
+        (["serve", "--colocated", "--prefill", "2"], "prefill.workers"),
         (["serve", "--dtype", "float8"], "dtype"),
         (["serve", "--quantization", "int2"], "quantization"),
         (["serve", "--block-size", "17"], "block_size"),
@@ -90,7 +92,9 @@ def test_a_port_in_use_is_found_before_anything_starts(
         check_port_free("192.0.2.77", 8000)
 
 
-@pytest.mark.parametrize("command", [["status"], ["audit"], ["scale", "decode=2"], ["chat"]])
+@pytest.mark.parametrize(
+    "command", [["status"], ["audit"], ["scale", "decode=2"], ["drain", "decode-0"], ["rollout"], ["chat"]]
+)
 def test_no_cluster_is_one_line_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str]
 ) -> None:

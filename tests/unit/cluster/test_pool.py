@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cluster.pool import MAX_RETRY_S, MAX_WORKERS, Action, Drain, Pool, Remove, Start
+from cluster.pool import MAX_RETRY_S, MAX_WORKERS, Action, Drain, Pool, Remove, Resume, Start, Stop
+from cluster.records import ClusterRecord
 from protocol.cluster_view import WorkerState
 from protocol.errors import InvalidRequestError
 from protocol.messages import Role, WorkerRef
@@ -94,6 +95,66 @@ def test_a_draining_worker_that_dies_is_gone() -> None:
     assert pool.lost("decode-1", 1, "killed") == [Remove("decode-1", 1)]
 
 
+def test_a_drained_worker_is_one_less_that_is_wanted() -> None:
+    pool = pool_of(3)
+    assert pool.drain("decode-0", restart=False) == [Drain("decode-0", 1)]
+    assert pool.drain("decode-0", restart=False) == [], "once is enough"
+    assert pool.desired == 2
+    assert pool.drained("decode-0", 1) == [Remove("decode-0", 1)]
+    assert pool.settled()
+    assert pool.scale(3) == [Start("decode-0", 2, 0.0)]
+
+
+def test_the_last_worker_is_not_drained_but_can_be_restarted() -> None:
+    pool = pool_of(2)
+    pool.drain("decode-1", restart=False)
+    with pytest.raises(InvalidRequestError, match="only decode worker") as caught:
+        pool.drain("decode-0", restart=False)
+    assert caught.value.param == "worker"
+    assert pool.drain("decode-0", restart=True) == [Drain("decode-0", 1)]
+
+
+def test_a_starting_worker_that_is_drained_is_gone_at_once() -> None:
+    pool = pool_of(1)
+    pool.scale(2)
+    assert pool.drain("decode-1", restart=True) == [], "it starts anyway"
+    assert pool.drain("decode-1", restart=False) == [Remove("decode-1", 1)]
+    assert pool.desired == 1
+
+
+@pytest.mark.parametrize("crashes", [False, True])
+def test_a_restart_drains_ends_and_begins_anew(crashes: bool) -> None:
+    pool = pool_of(2)
+    assert pool.drain("decode-1", restart=True) == [Drain("decode-1", 1)]
+    assert pool.drain("decode-1", restart=True) == []
+    assert (pool.desired, pool.settled()) == (2, False)
+    if not crashes:
+        assert pool.drained("decode-1", 1) == [Stop("decode-1", 1)]
+    assert pool.lost("decode-1", 1, "its loop ended") == [Start("decode-1", 2, 0.0)]
+    info = pool.workers()[1]
+    assert (info.state, info.restarts, info.last_error) == (WorkerState.STARTING, 1, "restarted on request")
+
+
+@pytest.mark.parametrize("drained_before", [False, True])
+def test_a_worker_that_restarts_goes_first_when_fewer_are_wanted(drained_before: bool) -> None:
+    pool = pool_of(2)
+    pool.drain("decode-0", restart=True)
+    if drained_before:
+        pool.drained("decode-0", 1)
+    assert pool.scale(1) == [], "it drains already"
+    assert pool.lost("decode-0", 1, "its loop ended") == [Remove("decode-0", 1)]
+    assert pool.settled()
+
+
+def pool_of(workers: int) -> Pool:
+    """All of them ready."""
+    pool = Pool(Role.DECODE)
+    pool.scale(workers)
+    for index in range(workers):
+        ready(pool, f"decode-{index}", 1)
+    return pool
+
+
 def test_news_of_former_lives_are_ignored() -> None:
     pool = Pool(Role.PREFILL)
     pool.scale(1)
@@ -140,6 +201,12 @@ class PoolHistory(RuleBasedStateMachine):
                 case Drain():
                     assert life not in self.draining
                     self.draining.add(life)
+                case Resume():
+                    assert life in self.lives
+                    self.draining.discard(life)
+                    self.obey(self.pool.resumed(*life))
+                case Stop():
+                    assert life in self.draining
                 case Remove():
                     self.removed[life] += 1
                     assert self.removed[life] == 1, "removed twice"
@@ -147,6 +214,17 @@ class PoolHistory(RuleBasedStateMachine):
     @rule(workers=st.integers(1, 6))
     def scale(self, workers: int) -> None:
         self.obey(self.pool.scale(workers))
+
+    @precondition(lambda self: self.pool.workers())
+    @rule(data=st.data(), restart=st.booleans())
+    def drain(self, data: st.DataObject, restart: bool) -> None:
+        info = data.draw(st.sampled_from(self.pool.workers()))
+        wanted = self.pool.desired
+        try:
+            self.obey(self.pool.drain(info.worker_id, restart=restart))
+        except InvalidRequestError:
+            assert wanted == 1
+        assert self.pool.desired in ((wanted,) if restart else (wanted, wanted - 1))
 
     @precondition(lambda self: self.lives)
     @rule(data=st.data())
@@ -163,10 +241,20 @@ class PoolHistory(RuleBasedStateMachine):
     def drained(self, data: st.DataObject) -> None:
         self.obey(self.pool.drained(*data.draw(st.sampled_from(sorted(self.draining)))))
 
+    @rule()
+    def the_controller_is_followed_by_another(self) -> None:
+        before = {info.worker_id: info for info in self.pool.workers()}
+        record = ClusterRecord.from_json(ClusterRecord({self.pool.role: self.pool.record()}, ()).to_json())
+        self.pool = Pool(self.pool.role, record.pools[self.pool.role])
+        self.obey(self.pool.resume())
+        for info in self.pool.workers():
+            assert info == before[info.worker_id] or before[info.worker_id].state is WorkerState.STARTING
+
     @invariant()
     def as_many_as_wanted(self) -> None:
         infos = self.pool.workers()
-        assert sum(info.state is not WorkerState.DRAINING for info in infos) == self.pool.desired
+        assert len(self.pool._staying()) == self.pool.desired >= 1
+        assert sum(info.state is not WorkerState.DRAINING for info in infos) <= self.pool.desired
         assert len({info.worker_id for info in infos}) == len(infos)
         for info in infos:
             life = (info.worker_id, info.epoch)

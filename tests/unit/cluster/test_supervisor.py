@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import pytest
 
-from cluster.supervisor import Process, Started, Supervisor
+from cluster.launcher import Process, Started
+from cluster.records import ClusterRecord, Life
+from cluster.supervisor import Supervisor
 from configs.schema import ClusterConfig, DecodeConfig, LimitsConfig, PrefillConfig
 from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState
 from protocol.errors import ConfigError, InvalidRequestError, UnavailableError, WorkerLostError
@@ -26,10 +28,19 @@ class ScriptedProcess:
         self.stopped = False
         self.killed = False
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (f"process-{self.ref.worker_id}-{self.ref.epoch}",)
+
     async def start(self) -> Started:
         assert not any(other.alive for other in self._launcher.lives_of(self.ref.worker_id) if other is not self)
         await self._launcher.on_start(self.ref)
         return Started(self.ref, pids=(self.ref.epoch,), node="127.0.0.1")
+
+    async def resume(self, names: Sequence[str]) -> None:
+        assert tuple(names) == self.names
+        if (self.ref.worker_id, self.ref.epoch) not in self._launcher.left:
+            raise WorkerLostError("it ended while the controller was away")
 
     async def run(self) -> None:
         await asyncio.shield(self._end)
@@ -59,6 +70,8 @@ class ScriptedLauncher:
         self.processes: dict[tuple[str, int], ScriptedProcess] = {}
         self.released: list[str] = []
         self.release_seen = asyncio.Event()
+        self.left: set[Life] = set()
+        """Lives that a former supervisor's end has left; with `take_up` only those that are recorded stay."""
         self.on_start: Callable[[WorkerRef], Awaitable[None]] = self._at_once
 
     async def _at_once(self, ref: WorkerRef) -> None:
@@ -71,6 +84,10 @@ class ScriptedLauncher:
         process = self.processes[worker_id, epoch] = ScriptedProcess(self, role, worker_id, epoch)
         return process
 
+    async def take_up(self, lives: Mapping[Life, Sequence[str]], worker_ids: Sequence[str]) -> None:
+        self.left &= lives.keys()
+        assert {worker_id for worker_id, _ in lives} <= set(worker_ids)
+
     async def release(self, worker_id: str) -> None:
         assert not any(process.alive for process in self.lives_of(worker_id))
         self.released.append(worker_id)
@@ -78,6 +95,24 @@ class ScriptedLauncher:
 
     async def why_not_started(self, role: Role) -> str:
         return f"no node has room for {role.value}"
+
+
+class ScriptedRecords:
+    """In memory; away for the first `away` saves."""
+
+    def __init__(self, away: int = 0) -> None:
+        self.record: ClusterRecord | None = None
+        self.away = away
+
+    async def load(self) -> ClusterRecord | None:
+        return self.record
+
+    async def save(self, record: ClusterRecord) -> None:
+        await asyncio.sleep(0)
+        if self.away:
+            self.away -= 1
+            raise UnavailableError("the GCS does not answer")
+        self.record = record
 
 
 def config(prefill: int = 1, decode: int = 1, **limits: float) -> ClusterConfig:
@@ -93,7 +128,7 @@ def supervised(
 
     async def run() -> None:
         launcher = ScriptedLauncher()
-        supervisor = Supervisor(settings or config(), launcher)
+        supervisor = Supervisor(settings or config(), launcher, ScriptedRecords())
         async with asyncio.timeout(10):
             await scenario(supervisor, launcher)
             names = {info.worker_id for info in supervisor.view().workers}
@@ -123,7 +158,7 @@ def all_ready(view: ClusterView) -> bool:
 
 def test_workers_start_and_routers_hear_of_it() -> None:
     async def scenario(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
-        supervisor.start()
+        await supervisor.start()
         assert supervisor.view().usable(Role.DECODE) == ()
         await supervisor.settle(5)
         assert [ref.worker_id for ref in supervisor.view().usable(Role.DECODE)] == ["decode-0", "decode-1"]
@@ -133,7 +168,7 @@ def test_workers_start_and_routers_hear_of_it() -> None:
 
 def test_a_dead_worker_comes_back_with_the_next_epoch() -> None:
     async def scenario(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
-        supervisor.start()
+        await supervisor.start()
         await supervisor.settle(5)
         launcher.processes["decode-0", 1].die()
         view = await seen(supervisor, lambda view: one(view, "decode-0").epoch == 2)
@@ -149,7 +184,7 @@ def test_a_dead_worker_comes_back_with_the_next_epoch() -> None:
 
 def test_scaling_down_lets_running_work_finish_then_ends_the_worker() -> None:
     async def scenario(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
-        supervisor.start()
+        await supervisor.start()
         await supervisor.settle(5)
         supervisor.scale(Role.DECODE, 1)
         process = launcher.processes["decode-1", 1]
@@ -168,12 +203,63 @@ def test_scaling_down_lets_running_work_finish_then_ends_the_worker() -> None:
 
 def test_a_drain_ends_at_its_deadline() -> None:
     async def scenario(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
-        supervisor.start()
+        await supervisor.start()
         await supervisor.settle(5)
         supervisor.scale(Role.PREFILL, 1)
         await seen(supervisor, lambda view: len(view.workers) == 2)
 
     supervised(scenario, config(prefill=2, drain_s=0.05))
+
+
+def test_a_restart_waits_for_the_drain_and_keeps_the_id() -> None:
+    async def scenario(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
+        await supervisor.start()
+        await supervisor.settle(5)
+        supervisor.drain("decode-0", restart=True)
+        view = supervisor.view()
+        assert (one(view, "decode-0").state, view.usable(Role.DECODE)) == (WorkerState.DRAINING, ())
+        launcher.processes["decode-0", 1].idle.set()
+        view = await seen(supervisor, all_ready)
+        assert one(view, "decode-0").epoch == 2
+        assert launcher.processes["decode-0", 1].stopped
+        assert launcher.released == []
+
+    supervised(scenario)
+
+
+def test_a_worker_that_does_not_stop_is_killed_and_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.supervisor.STOP_S", 0.05)
+
+    async def scenario(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
+        await supervisor.start()
+        await supervisor.settle(5)
+        process = launcher.processes["decode-0", 1]
+
+        async def deaf() -> None:
+            return None
+
+        async def kill() -> None:
+            process.killed = True
+            if not process._end.done():
+                process.die()
+
+        process.stop, process.kill = deaf, kill  # type: ignore[method-assign]
+        process.idle.set()
+        supervisor.drain("decode-0", restart=True)
+        view = await seen(supervisor, lambda view: one(view, "decode-0").epoch == 2 and all_ready(view))
+        assert one(view, "decode-0").restarts == 1
+
+    supervised(scenario)
+
+
+def test_an_unknown_worker_is_not_drained() -> None:
+    async def scenario(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
+        await supervisor.start()
+        with pytest.raises(InvalidRequestError, match="decode-7") as caught:
+            supervisor.drain("decode-7", restart=False)
+        assert caught.value.param == "worker"
+
+    supervised(scenario)
 
 
 def test_scaling_down_a_starting_worker_ends_it_at_once() -> None:
@@ -183,7 +269,7 @@ def test_scaling_down_a_starting_worker_ends_it_at_once() -> None:
                 await asyncio.Event().wait()
 
         launcher.on_start = never_prefill
-        supervisor.start()
+        await supervisor.start()
         view = await seen(supervisor, lambda view: len(view.usable(Role.PREFILL)) == 1)
         supervisor.scale(Role.PREFILL, 1)
         view = await seen(supervisor, all_ready)
@@ -202,7 +288,7 @@ def test_a_worker_that_does_not_start_in_time_says_what_is_missing() -> None:
             await asyncio.Event().wait()
 
         launcher.on_start = never
-        supervisor.start()
+        await supervisor.start()
         view = await seen(supervisor, lambda view: one(view, "decode-0").last_error is not None)
         assert "no node has room for decode" in str(one(view, "decode-0").last_error)
         with pytest.raises(UnavailableError, match="decode-0: did not start within"):
@@ -219,7 +305,7 @@ def test_a_failed_start_is_tried_again(error: Exception) -> None:
                 raise error
 
         launcher.on_start = fail_once
-        supervisor.start()
+        await supervisor.start()
         await supervisor.settle(5)
         assert one(supervisor.view(), "decode-0").epoch == 2
 
@@ -232,7 +318,7 @@ def test_a_configuration_error_ends_the_wait_at_once() -> None:
             raise ConfigError("model.gguf ends before its tensors do", param="model")
 
         launcher.on_start = refuse
-        supervisor.start()
+        await supervisor.start()
         with pytest.raises(ConfigError, match="ends before its tensors"):
             await supervisor.settle(5)
 
@@ -241,7 +327,7 @@ def test_a_configuration_error_ends_the_wait_at_once() -> None:
 
 def test_a_worker_that_dies_while_draining_is_not_restarted() -> None:
     async def scenario(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
-        supervisor.start()
+        await supervisor.start()
         await supervisor.settle(5)
         supervisor.scale(Role.DECODE, 1)
         launcher.processes["decode-1", 1].die()
@@ -254,9 +340,146 @@ def test_a_worker_that_dies_while_draining_is_not_restarted() -> None:
 
 def test_absurd_sizes_are_refused() -> None:
     async def scenario(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
-        supervisor.start()
+        await supervisor.start()
         for workers in (0, 4096):
             with pytest.raises(InvalidRequestError, match="1 to 1024"):
                 supervisor.scale(Role.DECODE, workers)
 
     supervised(scenario)
+
+
+def test_a_colocated_cluster_has_decode_workers_only() -> None:
+    async def scenario(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
+        await supervisor.start()
+        await supervisor.settle(5)
+        assert [info.role for info in supervisor.view().workers] == [Role.DECODE]
+        with pytest.raises(InvalidRequestError) as caught:
+            supervisor.scale(Role.PREFILL, 1)
+        assert caught.value.param == "prefill"
+
+    supervised(scenario, ClusterConfig(disaggregation="never", prefill=PrefillConfig(workers=0)))
+
+
+async def ended(supervisor: Supervisor) -> None:
+    """What becomes of a supervisor when its process is killed: it does and says nothing more."""
+    supervisor._news = asyncio.Event()
+    tasks = [*supervisor._lives.values(), *supervisor._tasks]
+    supervisor._processes.clear()
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def succeeded(
+    first: Callable[[Supervisor, ScriptedLauncher], Coroutine[Any, Any, None]],
+    second: Callable[[Supervisor, ScriptedLauncher, ClusterView], Coroutine[Any, Any, None]],
+    settings: ClusterConfig | None = None,
+) -> None:
+    """A supervisor is killed at the end of the first scenario; the second one is its successor's, who gets its last view."""
+
+    async def run() -> None:
+        records, launchers = ScriptedRecords(), (ScriptedLauncher(), ScriptedLauncher())
+        async with asyncio.timeout(10):
+            former = Supervisor(settings or config(), launchers[0], records)
+            await former.start()
+            await former.settle(5)
+            await first(former, launchers[0])
+            await former._save()
+            view = former.view()
+            await ended(former)
+            launchers[1].left = {life for life, process in launchers[0].processes.items() if process.alive}
+            supervisor = Supervisor(settings or config(), launchers[1], records)
+            await supervisor.start()
+            assert supervisor.view().version > view.version
+            await second(supervisor, launchers[1], view)
+            await supervisor.close()
+        assert not any(process.alive for process in launchers[1].processes.values())
+
+    asyncio.run(run())
+
+
+def test_a_successor_takes_up_the_workers_as_they_are() -> None:
+    async def first(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
+        supervisor.scale(Role.DECODE, 3)
+        await supervisor.settle(5)
+
+    async def second(supervisor: Supervisor, launcher: ScriptedLauncher, before: ClusterView) -> None:
+        assert supervisor.view().workers == before.workers
+        await supervisor.settle(5)
+        await seen(supervisor, lambda view: len(launcher.processes) == 4)
+        launcher.processes["decode-2", 1].die()
+        view = await seen(supervisor, lambda view: one(view, "decode-2").epoch == 2 and all_ready(view))
+        assert [info for info in view.workers if info.worker_id != "decode-2"] == list(before.workers[:-1])
+
+    succeeded(first, second)
+
+
+def test_a_worker_that_died_meanwhile_is_replaced() -> None:
+    async def first(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
+        launcher.processes["decode-0", 1].killed = True
+
+    async def second(supervisor: Supervisor, launcher: ScriptedLauncher, before: ClusterView) -> None:
+        view = await seen(supervisor, lambda view: one(view, "decode-0").epoch == 2 and all_ready(view))
+        assert one(view, "decode-0").last_error == "it ended while the controller was away"
+
+    succeeded(first, second)
+
+
+def test_a_life_that_was_starting_begins_anew_and_what_is_left_of_it_goes() -> None:
+    async def first(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
+        begun = asyncio.Event()
+
+        async def never(ref: WorkerRef) -> None:
+            begun.set()
+            await asyncio.Event().wait()
+
+        launcher.on_start = never
+        supervisor.scale(Role.DECODE, 2)
+        await begun.wait()
+
+    async def second(supervisor: Supervisor, launcher: ScriptedLauncher, before: ClusterView) -> None:
+        assert ("decode-1", 1) not in launcher.left
+        view = await seen(supervisor, all_ready)
+        assert [(info.worker_id, info.epoch) for info in view.workers] == [("prefill-0", 1), ("decode-0", 1), ("decode-1", 2)]
+
+    succeeded(first, second)
+
+
+@pytest.mark.parametrize("restart", [True, False])
+def test_a_drain_goes_on_under_a_successor(restart: bool) -> None:
+    async def first(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
+        supervisor.drain("decode-1", restart=restart)
+
+    async def second(supervisor: Supervisor, launcher: ScriptedLauncher, before: ClusterView) -> None:
+        assert one(supervisor.view(), "decode-1").state is WorkerState.DRAINING
+        await seen(supervisor, lambda view: ("decode-1", 1) in launcher.processes)
+        launcher.processes["decode-1", 1].idle.set()
+        view = await seen(supervisor, all_ready)
+        assert [(info.worker_id, info.epoch) for info in view.workers if info.role is Role.DECODE] == (
+            [("decode-0", 1), ("decode-1", 2)] if restart else [("decode-0", 1)]
+        )
+
+    succeeded(first, second, config(decode=2))
+
+
+def test_no_life_begins_before_its_epoch_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.supervisor._SAVE_AGAIN_S", 0.0)
+
+    async def run() -> None:
+        launcher, records = ScriptedLauncher(), ScriptedRecords(away=3)
+
+        async def recorded(ref: WorkerRef) -> None:
+            assert records.record is not None
+            assert records.record.pools[ref.role].epochs[ref.worker_id] == ref.epoch
+
+        launcher.on_start = recorded
+        supervisor = Supervisor(config(), launcher, records)
+        async with asyncio.timeout(10):
+            await supervisor.start()
+            await supervisor.settle(5)
+            launcher.processes["decode-0", 1].die()
+            view = await seen(supervisor, lambda view: one(view, "decode-0").epoch > 1 and all_ready(view))
+            assert [info.epoch for info in view.workers] == [1, 2], "no start failed"
+            await supervisor.close()
+
+    asyncio.run(run())

@@ -1,0 +1,136 @@
+"""`tandem keep-gcs`, beside `ray start --head`: starts the GCS again whenever it ends, which Ray leaves to others.
+
+    find gcs_server and its raylet ─► wait for the end of either ─┬ of the raylet: the node was stopped, and this ends too
+                   ▲                                              └ of the GCS: start it again ─┐
+                   └─────────────────────── with its command, its environment ──────────────────┘
+
+The new one has what the old one knew from Redis, and listens where it did, so that all others find it. `ray stop` ends raylets
+before the GCS, so it is not undone. Linux only: processes are read from /proc.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from protocol.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+_APPEAR_S = 60.0
+"""How long GCS and raylet may take to appear: this may be called before `ray start` is done."""
+_LOOK_S = 0.5
+_QUICK_S = 10.0
+"""A GCS that ends sooner is started again with a growing pause."""
+_LONGEST_PAUSE_S = 30.0
+
+
+@dataclass(frozen=True)
+class Process:
+    """One that runs now."""
+
+    pid: int
+    arguments: tuple[str, ...]
+    environment: dict[str, str]
+
+    def value_of(self, flag: str) -> str | None:
+        """Of an argument `flag=value`."""
+        return next((each.partition("=")[2] for each in self.arguments if each.startswith(f"{flag}=")), None)
+
+
+def keep_gcs(
+    port: Annotated[int, typer.Option(help="The GCS's, as in `ray start --head --port`.")] = 6379,
+) -> None:
+    """Start the GCS of this Ray head node again whenever it ends; needs Redis (RAY_REDIS_ADDRESS at `ray start --head`)."""
+    from telemetry.logging import setup_logging
+
+    setup_logging("gcs-guard")
+    pause_s = 0.0
+    while True:
+        gcs, raylet = _both(port)
+        begun = time.monotonic()
+        if not _gcs_ended(gcs, raylet):
+            log.info("the node was stopped")
+            return
+        pause_s = 0.0 if time.monotonic() - begun > _QUICK_S else min(2 * pause_s + 1.0, _LONGEST_PAUSE_S)
+        log.warning("the GCS (process %d) ended; starting it again in %g s", gcs.pid, pause_s)
+        time.sleep(pause_s)
+        subprocess.Popen(  # its output goes where its arguments say; it outlives this process
+            gcs.arguments,
+            env=gcs.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+
+def gcs_and_raylet(processes: Sequence[Process], port: int) -> tuple[Process | None, Process | None]:
+    """The GCS that listens at this port, and the raylet of its node."""
+    gcs = next((each for each in _named("gcs_server", processes) if each.value_of("--gcs_server_port") == str(port)), None)
+    if gcs is None:
+        return None, None
+    node_id = gcs.value_of("--node-id")
+    return gcs, next((each for each in _named("raylet", processes) if each.value_of("--node_id") == node_id), None)
+
+
+def _named(program: str, processes: Sequence[Process]) -> list[Process]:
+    return [process for process in processes if Path(process.arguments[0]).name == program]
+
+
+def _both(port: int) -> tuple[Process, Process]:
+    """Raises ConfigError if they do not appear, or if the GCS would have forgotten everything."""
+    deadline = time.monotonic() + _APPEAR_S
+    while time.monotonic() < deadline:
+        gcs, raylet = gcs_and_raylet(_processes(), port)
+        if gcs is not None and gcs.value_of("--redis_address") is None:
+            raise ConfigError(
+                f"the GCS at port {port} keeps nothing: set RAY_REDIS_ADDRESS at `ray start --head`", param="port"
+            )
+        if gcs is not None and raylet is not None:
+            return gcs, raylet
+        time.sleep(_LOOK_S)  # nobody tells of processes that begin
+    raise ConfigError(f"no Ray head node with its GCS at port {port} runs here", param="port")
+
+
+def _gcs_ended(gcs: Process, raylet: Process) -> bool:
+    """Waits until one of them has ended; False if the raylet has."""
+    files = {}
+    try:
+        for process in (gcs, raylet):
+            try:
+                files[os.pidfd_open(process.pid)] = process
+            except ProcessLookupError:
+                return process is gcs
+        poll = select.poll()
+        for file in files:
+            poll.register(file, select.POLLIN)
+        return all(files[file] is gcs for file, _ in poll.poll())
+    finally:
+        for file in files:
+            os.close(file)
+
+
+def _processes() -> list[Process]:
+    """Of this user."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                arguments = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+                variables = (entry / "environ").read_bytes().decode(errors="surrogateescape").split("\0")
+            except OSError:
+                continue  # it has ended, or is another user's
+            if arguments:
+                environment = dict(variable.partition("=")[::2] for variable in variables if variable)
+                found.append(Process(int(entry.name), tuple(arguments), environment))
+    return found

@@ -1,0 +1,52 @@
+"""Workers are killed and stopped, connections delayed and dropped, clients slow and cut off; what is said stays exact.
+
+`make chaos` runs the same for twenty minutes. TANDEM_CHAOS_S: seconds of it; TANDEM_CHAOS_SEED: another schedule.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chaos import Chaos, growing
+
+SECONDS = float(os.environ.get("TANDEM_CHAOS_S", "45"))
+SEED = int(os.environ.get("TANDEM_CHAOS_SEED", "1"))
+SOAK = SECONDS >= 600
+GAP_S = 20.0 if SOAK else 5.0
+LEASE_S = 3.0
+CONFIG = f"""
+limits: {{lease_s: {LEASE_S}, heartbeat_s: 0.5}}
+prefill: {{workers: 2, kv_cache_tokens: 16384}}
+decode: {{workers: 2, kv_cache_tokens: 16384}}
+"""
+
+
+@pytest.mark.timeout(SECONDS + 600)
+def test_nothing_is_lost_doubled_or_changed(serve: Callable[..., Any], tmp_path: Path) -> None:
+    config = tmp_path / "chaos.yaml"
+    config.write_text(CONFIG)
+    cluster = serve("--config", str(config), "--dtype", "float32")
+    try:
+        cluster.wait_ready()
+        cluster.until(lambda: cluster.settled(2, 2), 90)
+        chaos = Chaos(cluster, SEED, SECONDS, GAP_S, LEASE_S, max_tokens=200 if SOAK else 60)
+        report = asyncio.run(chaos.run())
+        cluster.until(lambda: cluster.settled(2, 2), 120)
+        cluster.until(cluster.clean, 30)
+        report.problems += [f"leak: {leak}" for leak in cluster.leaks()]
+        if SOAK:
+            report.problems += growing(report, 0.05, 4.0)
+        print(f"\n{report.markdown()}")  # noqa: T201
+        if SOAK:
+            Path("chaos.json").write_text(json.dumps(asdict(report), indent=2) + "\n")
+        assert report.problems == []
+        assert report.outcomes["exact"] > 0
+    finally:
+        cluster.end()

@@ -1,0 +1,88 @@
+"""Streams of every kind outlive their decode workers, token by token: killed ones, the only one, and one that is stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from disturbed import begun, disturbed, until
+
+from benchmarks.kills import counted, kill_one
+from benchmarks.streams import KINDS, Answered, Request
+
+KILLS = 4
+
+
+@pytest.fixture
+def two_decodes(cluster: Any) -> Any:
+    assert cluster.scale(prefill=1, decode=2).status_code == 200
+    cluster.until(lambda: cluster.settled(1, 2), 90)
+    return cluster
+
+
+def test_every_kind_of_stream_outlives_its_workers(two_decodes: Any) -> None:
+    requests = [Request(kind, number, 60) for number in range(2) for kind in KINDS]
+
+    async def disturb(client: httpx.AsyncClient, answers: list[Answered]) -> None:
+        rng = random.Random(1)
+        before = await counted(client, "resumed_streams_total")
+        await until(begun(answers))
+        killed = [await kill_one(client, rng)]
+        while len(killed) < KILLS and sum(not answer.complete for answer in answers) > 3:
+            await asyncio.sleep(0.5)
+            killed.append(await kill_one(client, rng))
+        await until(lambda: all(answer.complete or answer.failure for answer in answers))
+        resumed = await counted(client, "resumed_streams_total") - before
+        assert resumed > 0, (killed, [len(answer.times) for answer in answers])
+        print(f"{killed}; {resumed:g} resumed, longest gap {max(a.longest_gap() for a in answers):.2f} s")  # noqa: T201
+
+    asyncio.run(disturbed(two_decodes, requests, disturb))
+    two_decodes.until(two_decodes.clean, 20)
+
+
+def test_streams_wait_for_the_only_decode_worker(cluster: Any) -> None:
+    async def disturb(client: httpx.AsyncClient, answers: list[Answered]) -> None:
+        await until(begun(answers))
+        os.kill(cluster.worker("decode-0")["pid"], signal.SIGKILL)
+
+    asyncio.run(disturbed(cluster, [Request(kind, 3, 40) for kind in KINDS], disturb))
+
+
+def test_a_stopped_worker_loses_its_streams_and_harms_nobody_when_it_wakes_up(serve: Callable[..., Any], tmp_path: Any) -> None:
+    """It has tickets and tokens of streams that have long gone on elsewhere."""
+    config = tmp_path / "impatient.yaml"
+    config.write_text("limits: {lease_s: 2.0, heartbeat_s: 0.5}\ndecode: {workers: 2}\n")
+    cluster = serve("--config", str(config), "--dtype", "float32")
+
+    async def disturb(client: httpx.AsyncClient, answers: list[Answered]) -> None:
+        await until(begun(answers))
+        decodes = [worker for worker in cluster.workers() if worker["role"] == "decode"]
+        victim = max(decodes, key=lambda worker: int(worker["running"]))
+        os.kill(victim["pid"], signal.SIGSTOP)
+        try:
+            resumed = await counted(client, "resumed_streams_total")
+            assert resumed == 0
+            async with asyncio.timeout(20):
+                while await counted(client, "resumed_streams_total") < victim["running"]:  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
+            said = [len(answer.times) for answer in answers]
+            await until(lambda: all(len(a.times) > n or a.complete for a, n in zip(answers, said, strict=True)))
+        finally:
+            os.kill(victim["pid"], signal.SIGCONT)
+
+    try:
+        cluster.wait_ready()
+        cluster.until(lambda: cluster.settled(1, 2), 90)
+        answers = asyncio.run(disturbed(cluster, [Request(kind, 4, 120) for kind in KINDS], disturb))
+        assert max(answer.longest_gap() for answer in answers) > 2.0
+        cluster.until(lambda: cluster.settled(1, 2), 30)
+        cluster.until(cluster.clean, 20)
+        assert cluster.leaks() == []
+    finally:
+        cluster.end()

@@ -1,0 +1,83 @@
+"""`tandem bench` from its flags to its exit code; what it does in between is tested in tests/unit/loadtest."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from cluster import cli
+from loadtest import bench
+from loadtest.options import BenchOptions
+from protocol.errors import UnavailableError
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
+    for name in ("TANDEM_URL", "TANDEM_API_KEY", "OPENAI_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "argv", ["tandem", "bench", *flags])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(str(ended.value.code))
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[BenchOptions]:
+    """What the load generator is asked to do; it does nothing."""
+    seen: list[BenchOptions] = []
+
+    async def run_bench(options: BenchOptions, *callbacks: object) -> None:
+        seen.append(options)
+        raise UnavailableError("nothing runs here")
+
+    monkeypatch.setattr(bench, "run_bench", run_bench)
+    return seen
+
+
+def test_flags_of_vllm(monkeypatch: pytest.MonkeyPatch, asked: list[BenchOptions]) -> None:
+    flags = "--goodput ttft:500 tpot:50 --request-rate inf --max-concurrency 4 --percentile-metrics ttft,itl"
+    assert (
+        run(
+            monkeypatch,
+            *flags.split(),
+            "--metric-percentiles",
+            "99",
+            "--backend",
+            "chat",
+            "--host",
+            "::1",
+            "--port",
+            "9000",
+            "--ignore-eos",
+        )
+        == 2
+    )
+    [options] = asked
+    assert options.goodput == {"ttft": 500.0, "tpot": 50.0}
+    assert (options.base_url, options.endpoint) == ("http://[::1]:9000", "/v1/chat/completions")
+    assert (options.max_concurrency, options.ignore_eos, options.request_rate) == (4, True, float("inf"))
+    assert (options.percentile_metrics, options.metric_percentiles) == (("ttft", "itl"), (99.0,))
+
+
+def test_urls_and_keys_from_the_environment(monkeypatch: pytest.MonkeyPatch, asked: list[BenchOptions]) -> None:
+    run(monkeypatch, "--base-url", "http://there/v", "--api-key", "k", "--endpoint", "/x")
+    assert (asked[0].base_url, asked[0].api_key, asked[0].endpoint) == ("http://there/v", "k", "/x")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("tpot:50", "--goodput"),
+        ("--goodput ttft", "METRIC:MILLISECONDS"),
+        ("--dataset-name azure", "--dataset-path"),
+        ("--plot x.pdf", ".png"),
+        ("--percentile-metrics tt", "ttft"),
+    ],
+)
+def test_what_can_be_mended_is_said_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: str, words: str
+) -> None:
+    assert run(monkeypatch, *flags.split()) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1

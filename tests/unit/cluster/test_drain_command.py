@@ -1,0 +1,116 @@
+"""`tandem drain` and `tandem rollout` against the pools' own state machines, whose workers start and drain at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cluster.drain_command import drain_and_wait, roll_out
+from cluster.pool import Action, Drain, Pool, Remove, Start, Stop
+from protocol.errors import InvalidRequestError, UnavailableError
+from protocol.messages import Role, WorkerRef
+
+
+class PooledCluster:
+    """Has the two methods of `cluster.http_client.ApiClient` that are used. `room` bounds the workers of a role."""
+
+    def __init__(self, room: int = 9, stuck: str | None = None) -> None:
+        self.pools = {role: Pool(role) for role in Role}
+        self.fewest = dict.fromkeys(Role, 99)
+        self.orders: list[tuple[str, Any]] = []
+        self._room = room
+        self._stuck = stuck
+        for role, pool in self.pools.items():
+            self._obey(pool, pool.scale(2))
+            self.fewest[role] = 99
+
+    def get(self, path: str) -> Any:
+        assert path == "/admin/status"
+        rows = []
+        for role, pool in self.pools.items():
+            for info in pool.workers():
+                running = 0 if info.state.value == "ready" else None
+                rows.append(
+                    {
+                        "worker_id": info.worker_id,
+                        "role": role.value,
+                        "state": info.state.value,
+                        "epoch": info.epoch,
+                        "running": running,
+                        "last_error": info.last_error,
+                    }
+                )
+        return {"workers": rows}
+
+    def post(self, path: str, body: Any) -> Any:
+        self.orders.append((path, body))
+        if path == "/admin/scale":
+            [(name, workers)] = body.items()
+            pool = self.pools[Role(name)]
+            self._obey(pool, pool.scale(workers))
+        else:
+            pools = [pool for pool in self.pools.values() if body["worker"] in pool]
+            if not pools:
+                raise InvalidRequestError("there is no such worker", param="worker")
+            self._obey(pools[0], pools[0].drain(body["worker"], restart=body["restart"]))
+
+    def _obey(self, pool: Pool, actions: list[Action]) -> None:
+        for action in actions:
+            self.fewest[pool.role] = min(self.fewest[pool.role], sum(i.state.value == "ready" for i in pool.workers()))
+            worker_id, epoch = action.worker_id, action.epoch
+            match action:
+                case Start():
+                    if len(pool.workers()) <= self._room:
+                        pool.started(WorkerRef(worker_id, epoch, pool.role, "tcp://127.0.0.1:1"), (1,), "here")
+                case Drain():
+                    if worker_id != self._stuck:
+                        self._obey(pool, pool.drained(worker_id, epoch))
+                case Stop():
+                    self._obey(pool, pool.lost(worker_id, epoch, "its loop ended"))
+                case Remove():
+                    pass
+
+    def epochs(self) -> dict[str, int]:
+        return {info.worker_id: info.epoch for pool in self.pools.values() for info in pool.workers()}
+
+
+NEW = {"prefill-0": 2, "prefill-1": 2, "decode-0": 2, "decode-1": 2}
+
+
+def test_a_rollout_restarts_all_with_one_more_beside_them() -> None:
+    cluster = PooledCluster()
+    roll_out(cluster, 1, 1)  # type: ignore[arg-type]
+    assert cluster.epochs() == NEW
+    assert set(cluster.fewest.values()) == {2}, "there were never fewer"
+
+
+@pytest.mark.parametrize("room_s", [0.0, 0.01])
+def test_a_rollout_without_room_restarts_all_nevertheless(room_s: float) -> None:
+    cluster = PooledCluster(room=2)
+    roll_out(cluster, room_s, 1)  # type: ignore[arg-type]
+    assert cluster.epochs() == NEW
+    assert set(cluster.fewest.values()) == {1}
+
+
+def test_a_rollout_that_is_stuck_says_where_and_takes_the_extra_worker_back() -> None:
+    cluster = PooledCluster(stuck="decode-1")
+    with pytest.raises(UnavailableError, match="decode-1 is draining"):
+        roll_out(cluster, 1, 0.01)  # type: ignore[arg-type]
+    assert cluster.pools[Role.DECODE].desired == 2
+
+
+def test_a_drain_waits_until_the_worker_is_gone() -> None:
+    cluster = PooledCluster()
+    drain_and_wait(cluster, "decode-0", False, 1)  # type: ignore[arg-type]
+    assert sorted(cluster.epochs()) == ["decode-1", "prefill-0", "prefill-1"]
+    drain_and_wait(cluster, "decode-1", True, 1)  # type: ignore[arg-type]
+    assert cluster.epochs()["decode-1"] == 2
+    with pytest.raises(InvalidRequestError):
+        drain_and_wait(cluster, "decode-9", False, 1)  # type: ignore[arg-type]
+
+
+def test_a_drain_that_takes_too_long_says_what_it_waits_for() -> None:
+    cluster = PooledCluster(stuck="decode-0")
+    with pytest.raises(UnavailableError, match="decode-0 is draining"):
+        drain_and_wait(cluster, "decode-0", False, 0.01)  # type: ignore[arg-type]

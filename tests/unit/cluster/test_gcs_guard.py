@@ -1,0 +1,33 @@
+"""Which processes `tandem keep-gcs` looks after. That it starts them again, tests/integration/test_head_node.py shows."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.gcs_guard import Process, gcs_and_raylet
+
+
+def gcs(pid: int, port: int, node_id: str) -> Process:
+    arguments = ("/ray/gcs/gcs_server", f"--gcs_server_port={port}", f"--node-id={node_id}", "--redis_address=127.0.0.1")
+    return Process(pid, arguments, {})
+
+
+def raylet(pid: int, node_id: str) -> Process:
+    return Process(pid, ("/ray/raylet/raylet", f"--node_id={node_id}", "--node_ip_address=127.0.0.1"), {})
+
+
+SHELL = Process(9, ("bash", "-c", "gcs_server --gcs_server_port=6379"), {})
+
+
+@pytest.mark.parametrize(("port", "pids"), [(6379, (2, 5)), (6380, (4, 3))])
+def test_the_gcs_of_a_port_and_its_own_nodes_raylet(port: int, pids: tuple[int, int]) -> None:
+    found = gcs_and_raylet([SHELL, gcs(2, 6379, "a"), raylet(3, "b"), gcs(4, 6380, "b"), raylet(5, "a")], port)
+    assert tuple(process.pid for process in found if process is not None) == pids
+
+
+def test_what_is_not_there_is_not_found() -> None:
+    assert gcs_and_raylet([SHELL, raylet(3, "b")], 6379) == (None, None)
+    alone = gcs(2, 6379, "a")
+    assert gcs_and_raylet([alone, raylet(3, "b")], 6379) == (alone, None)
+    assert alone.value_of("--redis_address") == "127.0.0.1"
+    assert alone.value_of("--redis") is None

@@ -1,0 +1,49 @@
+"""`tandem plan` from its flags to its table; flags that make no sense are one line and exit code 2."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from cluster import cli
+
+
+def tandem(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["tandem", "plan", *words])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)
+
+
+def test_a_plan_for_a_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, picture = tmp_path / "t.csv", tmp_path / "plan.png"
+    rows = "".join(f"2023-11-16 18:00:{second:02}.0,256,8\n" for second in range(40))
+    trace.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n{rows}")
+    flags = ("--trace", str(trace), "--num-prompts", "40", "--max-workers", "2", "--slo", "ttft:2000,tpot:200")
+    assert tandem(monkeypatch, *flags, "--plot", str(picture)) == 0
+    out = capsys.readouterr().out
+    assert "1P1D" in out
+    assert "enough for 1.03 requests/s" in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ((), "--trace FILE or --dataset random"),
+        (("--dataset", "random", "--rate", "0"), "rate must be over 0"),
+        (("--dataset", "random", "--slo", "itl:5"), "such as ttft:500"),
+        (("--dataset", "random", "--max-workers", "1"), "at least 2 workers"),
+        (("--dataset", "random", "--num-prompts", "0"), "num-prompts"),
+        (("--dataset", "random", "--profile", "nowhere.json"), "can't be read"),
+    ],
+)
+def test_what_makes_no_sense_is_said_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], complaint: str
+) -> None:
+    assert tandem(monkeypatch, *words) == 2
+    err = capsys.readouterr().err.strip()
+    assert complaint in err
+    assert "\n" not in err
