@@ -1,0 +1,174 @@
+"""A load test from beginning to end: look at the server, make the prompts, warm up, run, sum up.
+
+look ──► prompts ──► warm-up requests, not measured ──► run, open loop ──► figures
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from loadtest import datasets
+from loadtest.arrivals import Times, planned_times, trace_times
+from loadtest.datasets import Lengths, Sample
+from loadtest.fillers import COMMON_WORDS, Filler, token_filler, word_filler
+from loadtest.http_client import HttpClient
+from loadtest.metrics import stage_shares, summarize
+from loadtest.options import BenchOptions
+from loadtest.records import RequestRecord
+from loadtest.runner import ClientHealth, RunResult, run_load
+from loadtest.server import Target, find_model, tokenize
+from protocol.errors import InvalidRequestError, UnavailableError
+
+_WARM_UP_AT_ONCE = 8
+_COUNTS_AT_ONCE = 16
+
+Report = Callable[[str], None]
+"""Told what is being done, for people."""
+
+
+class Finished:
+    """A load test that is over."""
+
+    def __init__(self, options: BenchOptions, target: Target, unit: str, run: RunResult) -> None:
+        self.options = options
+        self.model = target.model
+        self.unit = unit
+        """Of prompt lengths: tokens or words."""
+        self.records: Sequence[RequestRecord] = run.records
+        self.client: ClientHealth = run.client
+        self.figures = summarize(
+            run.records, run.duration_s, options.shown_metrics, options.metric_percentiles, options.goodput
+        )
+        self.stages = stage_shares(run.records)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, with vLLM's names where they mean the same; of no request its text."""
+        options = asdict(self.options) | {"api_key": None, "dataset_path": str(self.options.dataset_path or "")}
+        options["request_rate"] = _finite(self.options.request_rate)
+        options["burstiness"] = _finite(self.options.burstiness)
+        return {
+            "date": datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S"),
+            "model_id": self.model,
+            "num_prompts": self.options.num_prompts,
+            "options": options,
+            "prompt_unit": self.unit,
+            "length_scale": self.options.length_scale,
+            "time_scale": self.options.time_scale,
+            **self.figures,
+            "client": {**asdict(self.client), "warning": self.client.warning},
+            "server_stages": self.stages,
+            "requests": [_record(record) for record in self.records],
+        }
+
+
+async def run_bench(
+    options: BenchOptions, report: Report, on_start: Callable[[Times], None], on_done: Callable[[RequestRecord], None]
+) -> Finished:
+    """Raises InvalidRequestError for data and flags that don't fit, UnavailableError if the server answers nothing."""
+    client = HttpClient(options.base_url, options.api_key)
+    try:
+        report("looking at the server")
+        model, is_tandem = await find_model(client, options.model)
+        target = Target(options.backend, options.endpoint, model, options.ignore_eos, is_tandem, options.timeout_s)
+        report("making prompts")
+        samples, unit = await make_samples(client, options, model)
+        warm_ups, samples = samples[: options.num_warmups], samples[options.num_warmups :]
+        if warm_ups:
+            report("warming up")
+            await _warm_up(client, target, warm_ups)
+        planned = send_times(options, samples)
+        on_start(planned)
+        run = await run_load(client, target, samples, planned, options.max_concurrency, on_done)
+        return Finished(options, target, unit, run)
+    finally:
+        await client.close()
+
+
+def send_times(options: BenchOptions, samples: Sequence[Sample]) -> Times:
+    """When each of these is to be sent."""
+    if options.time_scale is not None:
+        return trace_times([sample.arrival_s or 0.0 for sample in samples], options.time_scale)
+    # Of its own generator, so that the same seed gives the same arrivals whatever the prompts are.
+    rng = np.random.default_rng((options.seed, 1))
+    return planned_times(len(samples), options.request_rate, options.burstiness, rng)
+
+
+async def make_samples(client: HttpClient, options: BenchOptions, model: str) -> tuple[list[Sample], str]:
+    """Those of the warm-up, then those of the run, and the unit of their lengths."""
+    num = options.num_warmups + options.num_prompts
+    rng = np.random.default_rng((options.seed, 0))
+    path = options.dataset_path
+    if options.dataset_name == "sharegpt":
+        assert path is not None, "checked by BenchOptions"
+        return await _sharegpt(client, options, model, datasets.conversations(path), num, rng)
+    lengths = Lengths(
+        options.random_input_len, options.random_output_len, options.random_range_ratio, options.random_prefix_len
+    )
+    # Chats are text: the template would make something else of token ids.
+    speaks_ids = options.backend == "completions"
+    if options.dataset_name == "text":
+        assert path is not None, "checked by BenchOptions"
+        text = datasets.read_text(path)
+        ids = await tokenize(client, model, text) if speaks_ids else None
+        filler = word_filler() if ids is None else Filler(ids, "tokens")
+        return datasets.text_samples(num, lengths, filler, text.split() if ids is None else ids, rng), filler.kind
+    ids = await tokenize(client, model, " ".join(COMMON_WORDS)) if speaks_ids else None
+    filler = word_filler() if ids is None else token_filler(ids)
+    if options.dataset_name == "random":
+        return datasets.random_samples(num, lengths, filler, rng), filler.kind
+    assert path is not None, "checked by BenchOptions"
+    read = datasets.azure_rows if options.dataset_name == "azure" else datasets.mooncake_rows
+    return datasets.trace_samples(num, read(path), options.length_scale, filler, options.seed), filler.kind
+
+
+async def _sharegpt(
+    client: HttpClient,
+    options: BenchOptions,
+    model: str,
+    turns: Sequence[tuple[str, str]],
+    num: int,
+    rng: np.random.Generator,
+) -> tuple[list[Sample], str]:
+    """Conversations in random order; lengths in tokens if the server counts them, else in words."""
+    if num > len(turns):
+        problem = f"the file has {len(turns)} conversations, fewer than {num} (warm-ups included)"
+        raise InvalidRequestError(problem, param="num_prompts")
+    chosen = [turns[index] for index in rng.permutation(len(turns))[:num]]
+    counts = asyncio.Semaphore(_COUNTS_AT_ONCE)
+    has_tokenizer = await tokenize(client, model, chosen[0][0]) is not None
+
+    async def length(text: str) -> int:
+        if not has_tokenizer:
+            return len(text.split())
+        async with counts:
+            ids = await tokenize(client, model, text)
+        return len(text.split()) if ids is None else len(ids)
+
+    async def sample(question: str, answer: str) -> Sample:
+        output_len = options.sharegpt_output_len or await length(answer)
+        return Sample(question, await length(question), max(1, output_len))
+
+    work: list[Awaitable[Sample]] = [sample(question, answer) for question, answer in chosen]
+    return list(await asyncio.gather(*work)), "tokens" if has_tokenizer else "words"
+
+
+async def _warm_up(client: HttpClient, target: Target, samples: Sequence[Sample]) -> None:
+    """All of them, a few at a time. Raises UnavailableError if none gets an answer: there is nothing to measure then."""
+    run = await run_load(client, target, samples, np.zeros(len(samples)), _WARM_UP_AT_ONCE, lambda record: None)
+    if not any(record.ok for record in run.records):
+        raise UnavailableError(f"no warm-up request got an answer: {run.records[0].error}")
+
+
+def _record(record: RequestRecord) -> dict[str, Any]:
+    return {**asdict(record), "ok": record.ok, "tpot": record.tpot}
+
+
+def _finite(value: float) -> float | str:
+    """JSON has no infinity."""
+    return "inf" if value == float("inf") else value

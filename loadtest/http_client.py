@@ -1,0 +1,213 @@
+"""HTTP/1.1 over asyncio with as little work per byte as can be; connections are kept and used again.
+
+    free ──take──► busy ──answer complete, both sides keep it──► free
+                     └── failed, cancelled, or the server closes ──► closed
+
+A moment is taken when bytes arrive, in the loop's own callback: no task has to wake up first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+from loadtest.http_parser import EventParser, ResponseParser
+from protocol.errors import InvalidRequestError, UnavailableError
+
+OnEvent = Callable[[float, bytes], None]
+"""Told the moment (`time.monotonic`) at which an event arrived, and its data."""
+
+_CONNECT_S = 30.0
+_ANSWER_S = 60.0
+"""For small answers; a streamed one has its caller's deadline."""
+
+
+class StatusError(UnavailableError):
+    """The server answered with another status than 200; the message has it and the beginning of the body."""
+
+    def __init__(self, status: int, body: bytes) -> None:
+        super().__init__(f"{status}: {_said(body)}")
+        self.status = status
+
+
+class HttpClient:
+    """One server. `close` ends all connections. Raises InvalidRequestError for what is no http(s) URL."""
+
+    def __init__(self, base_url: str, api_key: str | None) -> None:
+        parts = urlsplit(base_url)
+        try:
+            port = parts.port
+        except ValueError:
+            port = 0
+        if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+            raise InvalidRequestError(f"this is no base URL: {base_url!r:.100}; http://127.0.0.1:8000 is one", param="base_url")
+        self._host = parts.hostname
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._port = port or (443 if self._tls else 80)
+        self._path = parts.path.rstrip("/")
+        key = f"authorization: Bearer {api_key}\r\n" if api_key else ""
+        if not key.isascii() or "\n" in (api_key or "") or "\r" in (api_key or ""):
+            raise InvalidRequestError("api-key must be one line of ASCII", param="api_key")
+        self._common = f"host: {parts.netloc.rpartition('@')[2]}\r\n{key}content-type: application/json\r\n"
+        self._free: list[_Connection] = []
+        self._busy: set[_Connection] = set()
+
+    async def get(self, path: str) -> Any:
+        """The JSON that is there. Raises StatusError, UnavailableError."""
+        return await self._json("GET", path, b"")
+
+    async def post(self, path: str, body: bytes) -> Any:
+        """The JSON that is answered. Raises StatusError, UnavailableError."""
+        return await self._json("POST", path, body)
+
+    async def stream(self, path: str, body: bytes, on_event: OnEvent) -> None:
+        """Post, and pass on the events of the answer until it is complete. Raises StatusError, UnavailableError."""
+        status, rest = await self._exchange("POST", path, body, on_event)
+        if status != 200:
+            raise StatusError(status, rest)
+
+    async def close(self) -> None:
+        for connection in [*self._free, *self._busy]:
+            connection.close()
+        self._free.clear()
+        await asyncio.sleep(0)  # transports close at the loop's next turn
+
+    async def _json(self, method: str, path: str, body: bytes) -> Any:
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                status, answer = await self._exchange(method, path, body, None)
+        except TimeoutError:
+            raise UnavailableError(f"{path}: no answer within {_ANSWER_S:g} s") from None
+        if status != 200:
+            raise StatusError(status, answer)
+        try:
+            return json.loads(answer)
+        except ValueError:
+            raise UnavailableError(f"{path}: the answer is no JSON: {_said(answer)}") from None
+
+    async def _exchange(self, method: str, path: str, body: bytes, on_event: OnEvent | None) -> tuple[int, bytes]:
+        head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._common}content-length: {len(body)}\r\n\r\n".encode()
+        while True:
+            connection, is_new = await self._connection()
+            self._busy.add(connection)
+            try:
+                return await connection.exchange(head + body, on_event)
+            except _StaleError:
+                # The server closed a kept connection at the moment at which it was used again: nothing was answered.
+                if is_new:
+                    raise UnavailableError("the server closed the connection without an answer") from None
+            finally:
+                self._busy.discard(connection)
+                if connection.reusable:
+                    self._free.append(connection)
+                else:
+                    connection.close()
+
+    async def _connection(self) -> tuple[_Connection, bool]:
+        while self._free:
+            connection = self._free.pop()
+            if connection.reusable:
+                return connection, False
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                loop = asyncio.get_running_loop()
+                _, connection = await loop.create_connection(_Connection, self._host, self._port, ssl=self._tls)
+        except TimeoutError:
+            raise UnavailableError(f"no connection to {self._host}:{self._port} within {_CONNECT_S:g} s") from None
+        except OSError as error:
+            raise UnavailableError(f"no connection to {self._host}:{self._port}: {error}") from None
+        return connection, True
+
+
+class _StaleError(Exception):
+    """A connection ended before the first byte of an answer."""
+
+
+class _Connection(asyncio.Protocol):
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._parser: ResponseParser | None = None
+        self._done: asyncio.Future[None] | None = None
+        self._body: list[bytes] = []
+        self._events: EventParser | None = None
+        self._now = 0.0
+        self._open = False
+        self._clean = True
+        """Nothing is under way and nothing failed."""
+
+    @property
+    def reusable(self) -> bool:
+        return self._open and self._clean
+
+    async def exchange(self, request: bytes, on_event: OnEvent | None) -> tuple[int, bytes]:
+        """Status and body; the body of a streamed 200 goes to `on_event`. Raises UnavailableError, _StaleError."""
+        assert self._transport is not None, "connected"
+        self._clean = False
+        self._body = []
+        self._events = None if on_event is None else EventParser(lambda data: on_event(self._now, data))
+        parser = self._parser = ResponseParser(self._on_body)
+        self._done = asyncio.get_running_loop().create_future()
+        if not self._open:
+            raise _StaleError
+        self._transport.write(request)
+        await self._done
+        self._clean = parser.reusable
+        return parser.status, b"".join(self._body)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._open = True
+
+    def data_received(self, data: bytes) -> None:
+        self._now = time.monotonic()
+        parser, done = self._parser, self._done
+        if parser is None or done is None or done.done():
+            self._clean = False  # nobody asked for this
+            return
+        try:
+            parser.feed(data)
+        except UnavailableError as error:
+            done.set_exception(error)
+            return
+        if parser.done:
+            done.set_result(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._open = False
+        parser, done = self._parser, self._done
+        if parser is None or done is None or done.done():
+            return
+        if not parser.status:
+            done.set_exception(_StaleError())
+            return
+        try:
+            parser.eof()
+        except UnavailableError as failure:
+            done.set_exception(failure)
+        else:
+            done.set_result(None)
+
+    def _on_body(self, data: bytes) -> None:
+        assert self._parser is not None
+        if self._events is not None and self._parser.status == 200:
+            self._events.feed(data)
+        else:
+            self._body.append(data)
+
+
+def _said(body: bytes) -> str:
+    """An error's own sentence, if it is in OpenAI's shape, else its beginning."""
+    try:
+        return str(json.loads(body)["error"]["message"])[:300]
+    except (ValueError, KeyError, TypeError):
+        return body[:200].decode("utf-8", "replace")

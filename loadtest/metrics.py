@@ -1,0 +1,172 @@
+"""From records to figures, by `vllm bench serve`'s definitions and under its names. Pure.
+
+TTFT, E2EL and the second token count from the moment a request was sent. Figures with `planned_` in front count from the moment
+at which it was to be sent, so a wait for `--max-concurrency` is in them; without it they differ by the client's own lateness.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from loadtest.records import RequestRecord
+from protocol.errors import InvalidRequestError
+
+METRICS = {
+    "ttft": "Time to first token",
+    "ttst": "Time to second token",
+    "tpot": "Time per output token",
+    "itl": "Inter-token latency",
+    "e2el": "End-to-end latency",
+    "planned_ttft": "First token, since planned",
+    "planned_e2el": "End to end, since planned",
+}
+GOALS = ("ttft", "ttst", "tpot", "e2el", "planned_ttft", "planned_e2el")
+"""Metrics of which a request has one value, so that it can meet a limit."""
+
+
+def parse_metrics(text: str) -> tuple[str, ...]:
+    """`ttft,tpot` as names of METRICS. Raises InvalidRequestError."""
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    for name in names:
+        if name not in METRICS:
+            raise InvalidRequestError(
+                f"percentile-metrics knows {', '.join(METRICS)}; not {name!r:.40}", param="percentile_metrics"
+            )
+    return names
+
+
+def parse_percentiles(text: str) -> tuple[float, ...]:
+    """`50,90,99.9` as numbers. Raises InvalidRequestError."""
+    try:
+        values = tuple(float(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        values = (math.nan,)
+    if not all(0 <= value <= 100 for value in values):
+        raise InvalidRequestError(
+            f"metric-percentiles must be numbers from 0 to 100, such as 50,90,99; got {text!r:.40}", param="metric_percentiles"
+        )
+    return values
+
+
+def parse_goodput(parts: Sequence[str]) -> dict[str, float]:
+    """`["ttft:500", "tpot:50"]` as limits in milliseconds. Raises InvalidRequestError."""
+    limits: dict[str, float] = {}
+    for part in parts:
+        name, _, text = part.partition(":")
+        try:
+            limit = float(text)
+        except ValueError:
+            limit = math.nan
+        if name not in GOALS or not limit > 0 or name in limits:
+            raise InvalidRequestError(
+                f"goodput takes METRIC:MILLISECONDS, such as ttft:500 tpot:50, each of {', '.join(GOALS)} once; "
+                f"got {part!r:.40}",
+                param="goodput",
+            )
+        limits[name] = limit
+    return limits
+
+
+def value_of(record: RequestRecord, metric: str) -> float | None:
+    """A request's value in seconds of a metric of GOALS; None if it has none."""
+    if metric == "planned_ttft":
+        return None if record.ttft is None else record.client_wait + record.ttft
+    if metric == "planned_e2el":
+        return record.client_wait + record.e2el
+    value: float | None = getattr(record, metric)
+    return value
+
+
+def is_good(record: RequestRecord, goodput: Mapping[str, float]) -> bool:
+    """It came to its end within all limits (ms). As in vLLM, an answer of one token meets any limit for those after it."""
+    if not record.ok:
+        return False
+    values = {metric: value_of(record, metric) for metric in goodput}
+    return all(value is None or value * 1000 <= goodput[metric] for metric, value in values.items())
+
+
+def values_of(records: Sequence[RequestRecord], metric: str) -> list[float]:
+    """All values of a metric in seconds, of requests that came to their end."""
+    done = [record for record in records if record.ok]
+    if metric == "itl":
+        return [gap for record in done for gap in record.itl]
+    values = (value_of(record, metric) for record in done)
+    return [value for value in values if value is not None]
+
+
+def percentile_name(percentile: float) -> str:
+    """p99, p99.9"""
+    return f"p{percentile:g}"
+
+
+def summarize(
+    records: Sequence[RequestRecord],
+    duration_s: float,
+    metrics: Sequence[str],
+    percentiles: Sequence[float],
+    goodput: Mapping[str, float],
+) -> dict[str, Any]:
+    """The figures under vLLM's names, times in ms. `duration_s`: from the run's start to the end of the last request.
+
+    Failed requests and those without an answer are in none of the times, and count as misses of the goodput.
+    """
+    done = [record for record in records if record.ok]
+    num_output = sum(record.completion_tokens for record in done)
+    num_input = sum(record.prompt_len if record.prompt_tokens is None else record.prompt_tokens for record in done)
+    result: dict[str, Any] = {
+        "duration": duration_s,
+        "completed": len(done),
+        "failed": len(records) - len(done),
+        "total_input_tokens": num_input,
+        "total_output_tokens": num_output,
+        "request_throughput": _ratio(len(done), duration_s),
+        "output_throughput": _ratio(num_output, duration_s),
+        "total_token_throughput": _ratio(num_input + num_output, duration_s),
+    }
+    if goodput:
+        num_good = sum(is_good(record, goodput) for record in records)
+        result["request_goodput"] = _ratio(num_good, duration_s)
+        result["goodput_attainment"] = _ratio(num_good, len(records))
+    for metric in metrics:
+        values = [value * 1000 for value in values_of(records, metric)]
+        result |= {f"{name}_{metric}_ms": value for name, value in _spread(values, percentiles).items()}
+    return result
+
+
+def stage_shares(records: Sequence[RequestRecord]) -> dict[str, dict[str, float]]:
+    """Where the time of answered requests went, by stage, as the server told: mean and p99 in ms, and share of all time."""
+    by_stage: dict[str, list[float]] = defaultdict(list)
+    for record in records:
+        if record.ok and record.server_times is not None:
+            for stage, seconds in record.server_times.items():
+                by_stage[stage].append(seconds)
+    total = sum(sum(values) for values in by_stage.values())
+    return {
+        stage: {
+            "mean_ms": 1000 * float(np.mean(values)),
+            "p99_ms": 1000 * float(np.percentile(values, 99)),
+            "share": _ratio(sum(values), total),
+        }
+        for stage, values in by_stage.items()
+    }
+
+
+def _spread(values: Sequence[float], percentiles: Sequence[float]) -> dict[str, float | None]:
+    """Nothing is known of no values: null in JSON, and no zero that looks like a fine latency."""
+    if not values:
+        return dict.fromkeys(("mean", "median", "std", *map(percentile_name, percentiles)))
+    known: dict[str, float | None] = {
+        "mean": float(np.mean(values)),
+        "median": float(np.median(values)),
+        "std": float(np.std(values)),
+    }
+    return known | {percentile_name(each): float(np.percentile(values, each)) for each in percentiles}
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

@@ -1,0 +1,168 @@
+"""The server under test, as an OpenAI client sees it: its model, its tokenizer, one request with its times."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from loadtest.datasets import Sample
+from loadtest.http_client import HttpClient, StatusError
+from loadtest.records import RequestRecord
+from protocol.errors import TandemError, UnavailableError
+
+Backend = Literal["completions", "chat"]
+
+ENDPOINTS: Mapping[Backend, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+
+
+@dataclass(frozen=True)
+class Target:
+    """How requests are written."""
+
+    backend: Backend
+    endpoint: str
+    model: str
+    ignore_eos: bool
+    include_times: bool
+    """Ask where the time went: other servers than Tandem refuse or ignore it."""
+    timeout_s: float
+
+    def body(self, sample: Sample) -> bytes:
+        values: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": sample.output_len,
+            "temperature": 0.0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self.backend == "chat":
+            values["messages"] = [{"role": "user", "content": sample.prompt}]
+        else:
+            values["prompt"] = sample.prompt
+        if self.ignore_eos:
+            values["ignore_eos"] = True
+        if self.include_times:
+            values["include_times"] = True
+        return json.dumps(values, separators=(",", ":")).encode()
+
+
+async def find_model(client: HttpClient, wanted: str | None) -> tuple[str, bool]:
+    """The model to ask for, and whether a Tandem cluster serves it. Raises UnavailableError if there is none to be found."""
+    try:
+        cards = (await client.get("/v1/models"))["data"]
+        names = [str(card["id"]) for card in cards]
+        is_tandem = any(card.get("owned_by") == "tandem" for card in cards)
+    except StatusError as error:
+        if wanted is not None and error.status in (404, 405, 501):
+            return wanted, False
+        raise
+    except (KeyError, TypeError, AttributeError):
+        raise UnavailableError("/v1/models does not answer as OpenAI's API does") from None
+    if not names and wanted is None:
+        raise UnavailableError("the server lists no model; name one with --model")
+    return wanted or names[0], is_tandem
+
+
+async def tokenize(client: HttpClient, model: str, text: str) -> list[int] | None:
+    """Token ids by the server's own tokenizer, without special tokens; None if it does not offer that.
+
+    vLLM's and Tandem's endpoint, and llama.cpp's, which calls the text `content`.
+    """
+    values = {"model": model, "prompt": text, "add_special_tokens": False}
+    for body in (values, {"content": text}):
+        try:
+            answer = await client.post("/tokenize", json.dumps(body).encode())
+        except StatusError:
+            continue
+        tokens = answer.get("tokens") if isinstance(answer, dict) else None
+        if isinstance(tokens, list) and tokens and all(isinstance(each, int) for each in tokens):
+            return tokens
+    return None
+
+
+class AnswerWatch:
+    """Puts the events of one streamed answer into its record, with the moments at which they came.
+
+    A piece of the answer is an event with text or token ids: neither a chat's opening role nor an empty last event is a token.
+    """
+
+    def __init__(self, record: RequestRecord, sent: float) -> None:
+        self._record = record
+        self._sent = self._latest = sent
+        self._pieces = 0
+        self._usage: Mapping[str, Any] | None = None
+
+    def push(self, now: float, data: bytes) -> None:
+        """Raises nothing: what is wrong with an event becomes the record's error."""
+        if data == b"[DONE]":
+            return
+        try:
+            event = json.loads(data)
+            if "error" in event:
+                self._record.error = str(event["error"].get("message", event["error"]))[:300]
+                return
+            for choice in event["choices"]:
+                self._choice(now, choice)
+            if event.get("usage"):
+                self._usage = event["usage"]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            self._record.error = f"an event is not as in OpenAI's API: {type(error).__name__} {error}"[:300]
+
+    def end(self) -> None:
+        """The stream is complete."""
+        record = self._record
+        record.e2el = self._latest - self._sent
+        record.completion_tokens = self._pieces
+        if self._usage is not None:
+            try:
+                self._count(self._usage)
+            except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+                record.error = f"the usage is not as in OpenAI's API: {type(error).__name__} {error}"[:300]
+        if record.ttft is None and record.error is None:
+            record.error = "the answer is empty"
+
+    def _count(self, usage: Mapping[str, Any]) -> None:
+        record = self._record
+        record.completion_tokens = int(usage["completion_tokens"])
+        record.prompt_tokens = int(usage["prompt_tokens"])
+        record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        if usage.get("times"):
+            stages = usage["times"][0]["stages"]
+            record.server_times = {str(stage): float(seconds) for stage, seconds in stages.items()}
+
+    def _choice(self, now: float, choice: Mapping[str, Any]) -> None:
+        record = self._record
+        said = choice.get("delta") or choice
+        if said.get("content") or said.get("text") or said.get("reasoning_content") or choice.get("token_ids"):
+            if record.ttft is None:
+                record.ttft = now - self._sent
+            else:
+                record.itl.append(now - self._latest)
+            self._latest = now
+            self._pieces += 1
+        if choice.get("finish_reason") is not None:
+            record.finish_reason = choice["finish_reason"]
+            self._latest = now
+
+
+async def ask(client: HttpClient, target: Target, body: bytes, record: RequestRecord) -> None:
+    """Send a request and fill its record; what goes wrong is noted there. `record.e2el` and the rest count from now."""
+    sent = time.monotonic()
+    watch = AnswerWatch(record, sent)
+    try:
+        async with asyncio.timeout(target.timeout_s):
+            await client.stream(target.endpoint, body, watch.push)
+        watch.end()
+    except TimeoutError:
+        record.error = f"no end of the answer within {target.timeout_s:g} s"
+    except TandemError as error:
+        record.error = error.message
+    except asyncio.CancelledError:
+        record.error = "cancelled"
+        raise
+    if record.error is not None:
+        record.e2el = time.monotonic() - sent

@@ -1,0 +1,102 @@
+"""A whole cluster in virtual time: requests in, ended requests out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import cycle
+
+from configs.schema import ClusterConfig
+from protocol.messages import LoadReport
+from simulator.clock import Clock
+from simulator.decode import DecodeWorker
+from simulator.prefill import PrefillWorker
+from simulator.profile import Profile
+from simulator.request import Request
+from simulator.router import Router
+
+
+@dataclass(frozen=True, order=True)
+class Shape:
+    """How many workers of each role; printed as 2P3D."""
+
+    prefill: int
+    decode: int
+
+    def __post_init__(self) -> None:
+        assert self.prefill > 0, "somebody prefills"
+        assert self.decode > 0, "somebody decodes"
+
+    @property
+    def workers(self) -> int:
+        return self.prefill + self.decode
+
+    def __str__(self) -> str:
+        return f"{self.prefill}P{self.decode}D"
+
+
+class Cluster:
+    """Give it requests once, by `run`. `on_end` is told of each when it has ended."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        config: ClusterConfig,
+        profile: Profile,
+        on_end: Callable[[Request], None],
+        *,
+        one_by_one: bool = False,
+    ) -> None:
+        """`one_by_one`: as DecodeWorker. Requests go to the routers of `http.router_replicas` in turn."""
+        self.clock = clock = Clock()
+        self._message_s = profile.overheads.message_s
+        self.prefills = [PrefillWorker(f"prefill-{n}", config, profile, clock, self._report) for n in range(shape.prefill)]
+        self.decodes = [
+            DecodeWorker(f"decode-{n}", config, profile, clock, self._report, one_by_one=one_by_one)
+            for n in range(shape.decode)
+        ]
+        self.routers = [
+            Router(config, profile, clock, self.prefills, self.decodes, on_end) for _ in range(config.http.router_replicas)
+        ]
+        self._next_router = cycle(self.routers)
+
+    def run(self, requests: Iterable[Request]) -> None:
+        """Until all of them have ended. They come in the order of their arrival, and are taken one at a time."""
+        self._requests = iter(requests)
+        for prefill in self.prefills:
+            prefill.start()
+        for decode in self.decodes:
+            decode.start()
+        self._await_next()
+        self.clock.run()
+
+    def check_integrity(self) -> None:
+        """Assert that no block is lost on any worker."""
+        for prefill in self.prefills:
+            prefill.check_integrity()
+        for decode in self.decodes:
+            decode.check_integrity()
+
+    def _await_next(self) -> None:
+        request = next(self._requests, None)
+        if request is not None:
+            self.clock.at(request.arrival, self._arrive, request)
+
+    def _arrive(self, request: Request) -> None:
+        self._await_next()
+        next(self._next_router).arrive(request)
+
+    def _report(self, report: LoadReport) -> None:
+        self.clock.after(self._message_s, self._reported, report)
+
+    def _reported(self, report: LoadReport) -> None:
+        for router in self.routers:
+            router.report(report)
+
+
+def simulate(requests: Iterable[Request], shape: Shape, config: ClusterConfig, profile: Profile) -> list[Request]:
+    """All of the requests, in the order in which they ended."""
+    ended: list[Request] = []
+    cluster = Cluster(shape, config, profile, ended.append)
+    cluster.run(requests)
+    return ended

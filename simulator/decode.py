@@ -1,0 +1,295 @@
+"""A decode worker in virtual time: tickets, commits and steps around the real ledger and scheduler.
+
+    reserve ──► committed (KV handed over) and attached (first token), in any order ──► steps ──► finished
+
+Steps that are planned alike are one event, a `_Run`: the same streams, as long as none of them ends, no other joins and blocks
+suffice for all of them. It is brought up to date (`_sync`) before anybody looks at the books, so they say what they would after
+single steps. A step in which something is recomputed is a run of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import sqrt
+
+from configs.schema import ClusterConfig
+from decode_workers.ledger import Ledger
+from decode_workers.scheduler import DecodeScheduler, Stream
+from decode_workers.ticket_entry import TicketEntry
+from engine.batch import Chunk
+from engine.prefix_cache import PrefixCache
+from protocol.messages import LoadReport
+from simulator.clock import Clock
+from simulator.profile import Profile
+from simulator.reporter import Reporter
+from simulator.request import Request
+
+_LEAST_STEP_S = 1e-6
+"""Whatever the profile says: time goes on."""
+
+
+@dataclass(eq=False)
+class _Ticket:
+    request: Request
+    on_finished: Callable[[], None]
+    attached: bool = False
+    """The router has sent the first token."""
+
+
+@dataclass(eq=False)
+class _Run:
+    """`steps` like steps from `began` on, of which `done` are in the books. Step i takes first_s + i * more_s."""
+
+    batch: list[Stream]
+    chunks: list[Chunk] | None
+    """Of a step in which something is recomputed; None: every stream gets a token."""
+    began: float
+    steps: int
+    first_s: float
+    more_s: float
+    done: int = 0
+
+    def end_of(self, steps: int) -> float:
+        return self.began + steps * self.first_s + self.more_s * steps * (steps - 1) / 2
+
+    def done_at(self, now: float) -> int:
+        """How many steps are over by then, `steps` at most."""
+        passed = now - self.began
+        half = self.more_s / 2
+        rest = self.first_s - half
+        # Of half * n^2 + rest * n = passed, in the form that is exact for a small half.
+        count = int(2 * passed / (rest + sqrt(rest * rest + 4 * half * passed)))
+        while count < self.steps and self.end_of(count + 1) <= now:
+            count += 1
+        while count and self.end_of(count) > now:
+            count -= 1
+        return min(count, self.steps)
+
+
+class DecodeWorker:
+    def __init__(
+        self,
+        worker_id: str,
+        config: ClusterConfig,
+        profile: Profile,
+        clock: Clock,
+        deliver: Callable[[LoadReport], None],
+        *,
+        one_by_one: bool = False,
+    ) -> None:
+        """`one_by_one`: each step is a run of its own, which is slow, and what runs are measured against."""
+        self.worker_id = worker_id
+        self.busy_s = 0.0
+        self._profile = profile
+        self._clock = clock
+        self._block_size = config.block_size
+        self._max_batch_size = config.decode.max_batch_size
+        self._longest_run = 1 if one_by_one else config.decode.kv_cache_tokens
+        self._cache = PrefixCache(config.decode.kv_cache_tokens // config.block_size)
+        self._ledger = Ledger(
+            self._cache,
+            config.block_size,
+            config.answer_room,
+            config.limits.lease_s,
+            lambda: clock.now,
+            on_committed=self._join,
+            on_failed=_nothing_fails,
+            on_settled=self._changed,
+            shares_prefixes=not config.deterministic,
+        )
+        self._scheduler = DecodeScheduler(self._ledger, config.decode.max_batch_size, config.prefill.max_batch_tokens)
+        self._tickets: dict[int, _Ticket] = {}
+        self._run: _Run | None = None
+        self._steps = 0
+        self._reporter = Reporter(clock, self._load, deliver)
+
+    @property
+    def preemptions(self) -> int:
+        return self._scheduler.preemptions
+
+    def start(self) -> None:
+        """Tell the routers that it is there."""
+        self._reporter.changed()
+
+    def fits(self, num_tokens: int, max_tokens: int) -> bool:
+        return self._ledger.fits(num_tokens, max_tokens)
+
+    def reserve(self, request: Request, on_finished: Callable[[], None]) -> int | None:
+        """A ticket's id, or None for "full"."""
+        self._sync()
+        entry = self._ledger.reserve(b"router", request.token_ids, request.output_len, "")
+        if entry is None:
+            return None
+        self._tickets[entry.ticket_id] = _Ticket(request, on_finished)
+        self._shorten()
+        self._changed()
+        return entry.ticket_id
+
+    def commit(self, ticket_id: int) -> None:
+        """All of the prompt's KV is here."""
+        self._sync()
+        entry = self._ledger.find(ticket_id)
+        assert entry is not None, "only finished tickets are released"
+        missing = len(entry.token_ids) - entry.held_tokens
+        if missing:
+            self._ledger.begin_push(b"prefill", ticket_id, entry.transfer_id, entry.held_tokens, missing)
+            self._ledger.end_push(ticket_id, missing, ok=True)
+        committed = self._ledger.commit(ticket_id, entry.transfer_id, len(entry.token_ids))
+        assert committed, "a transfer of all tokens commits"
+
+    def attach(self, ticket_id: int) -> None:
+        """The router has the first token."""
+        self._tickets[ticket_id].attached = True
+        entry = self._ledger.find(ticket_id)
+        assert entry is not None, "only finished tickets are released"
+        self._join(entry)
+
+    def release(self, ticket_id: int) -> None:
+        """The router gives a ticket back that was not attached."""
+        self._sync()
+        del self._tickets[ticket_id]
+        self._ledger.release(ticket_id)
+        self._wake()
+
+    def check_integrity(self) -> None:
+        self._ledger.check_integrity()
+
+    def _join(self, entry: TicketEntry) -> None:
+        """What is committed and attached is computed from the next step on."""
+        ticket = self._tickets[entry.ticket_id]
+        if not ticket.attached or self._ledger.attach(entry.ticket_id) is None:
+            return
+        request = ticket.request
+        self._scheduler.add(
+            Stream(
+                ticket_id=entry.ticket_id,
+                owner=b"router",
+                block_table=entry.block_table,
+                sampling=request.sampling,
+                token_ids=[*request.token_ids, request.index],
+                num_generated=1,
+                computed=len(request.token_ids),
+            )
+        )
+        if self._run is not None and len(self._run.batch) < self._max_batch_size:
+            self._end_after(1)
+        self._changed()
+        self._wake()
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        if self._run is not None:
+            return
+        preempted = self._scheduler.num_preempted
+        batch = self._scheduler.plan()
+        if preempted != self._scheduler.num_preempted:
+            self._changed()
+        if not batch:
+            return
+        rows = [stream for stream in batch if not stream.recomputing]
+        context = sum(len(stream.token_ids) for stream in rows)
+        first_s, token_s = self._profile.decode_step(len(rows)) if rows else (0.0, 0.0)
+        first_s = max(_LEAST_STEP_S, first_s + token_s * context)
+        if len(rows) < len(batch) or self._scheduler.num_preempted:
+            chunks = [self._scheduler.chunk(stream) for stream in batch]
+            recomputed = [(chunk.start, len(chunk.token_ids)) for chunk in chunks if chunk.sampling is None]
+            first_s += self._profile.prefill_step_s(recomputed) if recomputed else 0.0
+            self._run = _Run(batch, chunks, self._clock.now, 1, first_s, 0.0)
+        else:
+            steps = min(stream.sampling.max_tokens - stream.num_generated for stream in rows)
+            self._run = _Run(batch, None, self._clock.now, min(steps, self._longest_run), first_s, token_s * len(rows))
+            self._run.steps = min(self._run.steps, self._steps_with_blocks(self._run))
+        self._clock.at(self._run.end_of(self._run.steps), self._run_over, self._run, self._run.steps)
+
+    def _run_over(self, run: _Run, steps: int) -> None:
+        if run is not self._run or steps != run.steps:
+            return  # it was shortened
+        self._sync(grow=False)
+        self._run = None
+        self.busy_s += run.end_of(run.steps) - run.began
+        self._steps += run.steps
+        for stream in run.batch:
+            if stream.num_generated == stream.sampling.max_tokens:
+                ticket_id = stream.ticket_id
+                self._scheduler.remove(ticket_id)
+                self._ledger.keep(ticket_id, stream.token_ids[: stream.computed])
+                self._ledger.release(ticket_id)
+                self._tickets.pop(ticket_id).on_finished()
+        self._wake()
+
+    def _sync(self, *, grow: bool = True) -> None:
+        """Bring the books to what they are after the steps that are over; `grow`: and while the next is computed."""
+        run = self._run
+        if run is None:
+            return
+        done = run.steps if not grow else min(run.done_at(self._clock.now), run.steps - 1)
+        count = done - run.done
+        if count == 0:
+            return
+        run.done = done
+        if run.chunks is not None:
+            for stream, chunk in zip(run.batch, run.chunks, strict=True):
+                self._scheduler.computed(stream, chunk)
+                if chunk.sampling is not None:
+                    stream.append(self._tickets[stream.ticket_id].request.index)
+            return
+        for stream in run.batch:
+            stream.token_ids += [stream.token_ids[-1]] * count
+            stream.num_generated += count
+            stream.computed += count
+            if grow:
+                enough = self._ledger.grow(stream.ticket_id, len(stream.token_ids))
+                assert enough, "a run goes no further than its blocks"
+
+    def _steps_with_blocks(self, run: _Run) -> int:
+        """How many steps from here on are sure to have blocks: the one that is planned has them, and in `block_size` further
+        ones no stream needs more than one."""
+        return 1 + self._cache.num_free // len(run.batch) * self._block_size
+
+    def _shorten(self) -> None:
+        """Blocks were taken from under a run."""
+        if self._run is not None and self._run.chunks is None:
+            self._end_after(self._steps_with_blocks(self._run))
+
+    def _end_after(self, steps: int) -> None:
+        """Let the run end after so many steps from now on, the one that is being computed included."""
+        run = self._run
+        assert run is not None, "there is a run"
+        self._sync()
+        if run.done + steps < run.steps:
+            run.steps = run.done + steps
+            self._clock.at(run.end_of(run.steps), self._run_over, run, run.steps)
+
+    def _changed(self) -> None:
+        self._reporter.changed()
+
+    def _load(self) -> LoadReport:
+        self._sync()
+        running = len(self._scheduler) - self._scheduler.num_preempted
+        return LoadReport(
+            worker_id=self.worker_id,
+            epoch=1,
+            running=running,
+            waiting=len(self._ledger) - running,
+            queued_tokens=0,
+            free_blocks=self._cache.num_free,
+            total_blocks=self._cache.num_blocks,
+            tickets=len(self._ledger),
+            transfers=0,
+            steps=self._steps,
+            busy_s=self.busy_s,
+            step_age_s=0.0,
+            tokens=0,
+            prefix_cache_queries=self._ledger.cache_queries,
+            prefix_cache_hits=self._ledger.cache_hits,
+            reservable_blocks=self._ledger.reservable_blocks,
+            num_preemptions=self._scheduler.preemptions,
+            recomputed_tokens=self._scheduler.recomputed_tokens,
+            prefilled_tokens=self._scheduler.prefilled_tokens,
+        )
+
+
+def _nothing_fails(entry: TicketEntry) -> None:
+    raise AssertionError(f"ticket {entry.ticket_id} failed, though nobody dies here")

@@ -1,0 +1,125 @@
+"""The highest rate at which enough requests meet their limits, and which cluster has the best one.
+
+Goodput is DistServe's (Zhong et al., OSDI 2024): requests per second at which 90 % of them meet all limits. Whoever is refused
+has missed them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from configs.schema import ClusterConfig
+from protocol.errors import InvalidRequestError
+from simulator.cluster import Shape, simulate
+from simulator.profile import Profile
+from simulator.request import Request
+from simulator.workload import Workload
+
+ATTAINMENT = 0.9
+"""So large a share of the requests has to meet the limits."""
+_PRECISION = 1.02
+"""The search ends when the highest good rate and the lowest bad one are so close."""
+_FIRST_RATE, _RATE_BOUNDS = 1.0, (1e-3, 1e5)
+
+METRICS: Mapping[str, Callable[[Request], float]] = {
+    "ttft": lambda request: request.ttft_s,
+    "tpot": lambda request: request.tpot_s,
+    "e2el": lambda request: request.last_at - request.arrival,
+}
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Milliseconds by metric. Raises InvalidRequestError for metrics that a simulation doesn't have."""
+
+    limits_ms: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        unknown = set(self.limits_ms) - set(METRICS)
+        if unknown or not self.limits_ms:
+            raise InvalidRequestError(f"slo takes limits of {', '.join(METRICS)}, such as ttft:500,tpot:50", param="slo")
+
+    def met_by(self, request: Request) -> bool:
+        return request.error is None and all(METRICS[name](request) * 1000 <= limit for name, limit in self.limits_ms.items())
+
+    def attainment(self, requests: Sequence[Request]) -> float:
+        """The share that meets them."""
+        return sum(map(self.met_by, requests)) / len(requests)
+
+
+def goodput(workload: Workload, shape: Shape, config: ClusterConfig, profile: Profile, targets: Targets) -> float:
+    """Requests per second that the cluster takes within the targets, by bisection; 0 if it meets them at no rate."""
+
+    def good(rate: float) -> bool:
+        return targets.attainment(simulate(workload.at_rate(rate), shape, config, profile)) >= ATTAINMENT
+
+    low, high = _bracket(good)
+    while low and high / low > _PRECISION:
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if good(middle) else (low, middle)
+    return low
+
+
+def _bracket(good: Callable[[float], bool]) -> tuple[float, float]:
+    """(a good rate or 0, a bad one or the highest that is looked at)."""
+    lowest, highest = _RATE_BOUNDS
+    rate = _FIRST_RATE
+    if good(rate):
+        while rate < highest and good(2 * rate):
+            rate *= 2
+        return rate, 2 * rate
+    while rate > lowest:
+        rate /= 2
+        if good(rate):
+            return rate, 2 * rate
+    return 0.0, rate
+
+
+def shapes(max_workers: int) -> list[Shape]:
+    """All with up to so many workers, the smallest first."""
+    found = [Shape(prefill, workers - prefill) for workers in range(2, max_workers + 1) for prefill in range(1, workers)]
+    if not found:
+        raise InvalidRequestError("a cluster has at least 2 workers, one of each role", param="max_workers")
+    return found
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One cluster of the plan."""
+
+    shape: Shape
+    goodput: float
+    """Requests per second."""
+
+    @property
+    def per_worker(self) -> float:
+        return self.goodput / self.shape.workers
+
+
+def plan(
+    workload: Workload,
+    config: ClusterConfig,
+    profile: Profile,
+    targets: Targets,
+    max_workers: int,
+    on_planned: Callable[[Planned], None],
+) -> list[Planned]:
+    """The goodput of every shape. `on_planned` is told of each when it is known."""
+    found = []
+    for shape in shapes(max_workers):
+        planned = Planned(shape, goodput(workload, shape, config, profile, targets))
+        found.append(planned)
+        on_planned(planned)
+    return found
+
+
+def best_ratio(planned: Iterable[Planned]) -> Planned:
+    """The one with the most goodput per worker; of equals the smallest."""
+    return max(planned, key=lambda each: (each.per_worker, -each.shape.workers))
+
+
+def smallest_for(planned: Iterable[Planned], rate: float) -> Planned | None:
+    """The one with the fewest workers that takes this rate, and of these the best; None if none does."""
+    enough = [each for each in planned if each.goodput >= rate]
+    return min(enough, key=lambda each: (each.shape.workers, -each.goodput), default=None)

@@ -1,0 +1,164 @@
+"""How long things take on one kind of machine: a small measured table, and lines between its points.
+
+A prefill step of chunks (start, n) takes base(sum of n) + pair_s * sum of n * (start + n / 2): products with weights, then the
+pairs of tokens that attention looks at. A decode step of B streams takes base(B) + token_s(B) * tokens in all their contexts.
+base and token_s are linear between measured points, and go on as they end. `benchmarks/profile.py` measures all of it.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from protocol.errors import InvalidRequestError
+
+LAPTOP = Path(__file__).with_name("laptop.json")
+"""The default model on 2 cores, a worker of each role with one thread."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A function through points, linear between them and beyond; never under 0. A single point is a line through 0."""
+
+    points: tuple[tuple[float, float], ...]
+
+    @cached_property
+    def _starts(self) -> list[float]:
+        return [x for x, _ in self._whole[1:-1]]
+
+    @cached_property
+    def _whole(self) -> tuple[tuple[float, float], ...]:
+        return self.points if len(self.points) > 1 else ((0.0, 0.0), *self.points)
+
+    def __call__(self, x: float) -> float:
+        begin = bisect_right(self._starts, x)
+        (x0, y0), (x1, y1) = self._whole[begin], self._whole[begin + 1]
+        return max(0.0, y0 + (y1 - y0) * (x - x0) / (x1 - x0))
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class PrefillPoint(_Part):
+    """One chunk, in seconds."""
+
+    tokens: int = Field(gt=0)
+    start: int = Field(ge=0)
+    """Tokens before it."""
+    seconds: float = Field(gt=0)
+
+
+class DecodePoint(_Part):
+    """One step of `batch` streams with `context` tokens each, in seconds."""
+
+    batch: int = Field(gt=0)
+    context: int = Field(gt=0)
+    seconds: float = Field(gt=0)
+
+
+class Overheads(_Part):
+    """Seconds outside of the engines."""
+
+    request_s: float = Field(ge=0)
+    """HTTP, tokens, text: from a request's arrival until it looks for room, and from its first token to the client."""
+    message_s: float = Field(ge=0)
+    """One message between a router and a worker."""
+    handoff_s: float = Field(ge=0)
+    """From the first token until decode may begin, for an endless number of ever shorter prompts."""
+    handoff_token_s: float = Field(ge=0)
+    """And for each token of a prompt's last chunk; what goes before is sent while the next is computed."""
+    step_s: float = Field(ge=0)
+    """Between two steps of a worker."""
+    output_s: float = Field(ge=0)
+    """Between two steps of a decode worker, for each token that it made."""
+
+
+class Profile(_Part):
+    """Of one worker of each role, while the machine is as busy as it will be."""
+
+    prefill: tuple[PrefillPoint, ...]
+    decode: tuple[DecodePoint, ...]
+    overheads: Overheads
+    machine: dict[str, Any] = {}
+    """Where it was measured, for people."""
+
+    @classmethod
+    def load(cls, path: Path) -> Profile:
+        """Raises InvalidRequestError if it can't be read or says nothing of one of the roles."""
+        try:
+            profile = cls.model_validate(json.loads(path.read_text(encoding="utf-8")))
+        except OSError as error:
+            raise InvalidRequestError(f"{path}: can't be read: {error.strerror}", param="profile") from None
+        except (ValueError, ValidationError) as error:
+            raise InvalidRequestError(f"{path}: this is no profile: {' '.join(str(error).split())}", param="profile") from None
+        if not any(point.start == 0 for point in profile.prefill) or not profile.decode:
+            raise InvalidRequestError(f"{path}: no chunk at a prompt's beginning, or no decode step", param="profile")
+        return profile
+
+    def prefill_step_s(self, chunks: Sequence[tuple[int, int]]) -> float:
+        """Of chunks (start, number of tokens)."""
+        tokens = sum(n for _, n in chunks)
+        pairs = sum(n * (start + n / 2) for start, n in chunks)
+        return self.overheads.step_s + self._prefill_base(tokens) + self._pair_s * pairs
+
+    def decode_step(self, batch: int) -> tuple[float, float]:
+        """(base, token): a step of so many streams takes base + token * tokens of context of all together."""
+        base = self.overheads.step_s + self.overheads.output_s * batch + self._decode_base(batch)
+        return base, self._decode_token_s(batch)
+
+    def handoff_s(self, last_chunk: int) -> float:
+        return self.overheads.handoff_s + self.overheads.handoff_token_s * last_chunk
+
+    @cached_property
+    def _pair_s(self) -> float:
+        """From what the same chunk takes more at a later place."""
+        at_begin = {point.tokens: point.seconds for point in self.prefill if point.start == 0}
+        later = [point for point in self.prefill if point.start and point.tokens in at_begin]
+        pairs = sum(point.tokens * point.start for point in later)
+        more_s = sum(point.seconds - at_begin[point.tokens] for point in later)
+        return max(0.0, more_s / pairs) if pairs else 0.0
+
+    @cached_property
+    def _prefill_base(self) -> Line:
+        points = sorted((point.tokens, point.seconds) for point in self.prefill if point.start == 0)
+        return Line(tuple((n, max(0.0, seconds - self._pair_s * n * n / 2)) for n, seconds in points))
+
+    @cached_property
+    def _decode_lines(self) -> tuple[Line, Line]:
+        by_batch: dict[int, list[tuple[int, float]]] = {}
+        for point in self.decode:
+            by_batch.setdefault(point.batch, []).append((point.context, point.seconds))
+        slopes = {batch: _slope(sorted(points)) / batch for batch, points in by_batch.items() if len(points) > 1}
+        token_s = Line(tuple(sorted(slopes.items()))) if len(slopes) > 1 else None
+        only = next(iter(slopes.values()), 0.0)
+        base, token = [], []
+        for batch, points in sorted(by_batch.items()):
+            slope = only if token_s is None else token_s(batch)
+            rest = [seconds - slope * batch * context for context, seconds in points]
+            base.append((float(batch), max(0.0, sum(rest) / len(rest))))
+            token.append((float(batch), slope))
+        return Line(tuple(base)), Line(tuple(token) if len(token) > 1 else ((0.0, only), (1.0, only)))
+
+    @property
+    def _decode_base(self) -> Line:
+        return self._decode_lines[0]
+
+    @property
+    def _decode_token_s(self) -> Line:
+        return self._decode_lines[1]
+
+
+def _slope(points: Sequence[tuple[int, float]]) -> float:
+    """Seconds per token of context: the mean over the whole, and not negative where noise says so."""
+    (x0, y0), (x1, y1) = points[0], points[-1]
+    assert all(a < b for (a, _), (b, _) in pairwise(points)), "a context is measured once"
+    return max(0.0, (y1 - y0) / (x1 - x0))

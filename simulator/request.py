@@ -1,0 +1,53 @@
+"""One request of a simulation.
+
+arrival ──► in line ──► blocks reserved, prompt at prefill ──► first token ──► KV handed over ──► decode ──► last token
+              └─► refused: `error`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from protocol.sampling import SamplingParams
+
+
+class Request:
+    """Times in seconds of the simulation's clock; NaN until they are known."""
+
+    __slots__ = ("arrival", "cached", "error", "first_at", "index", "last_at", "output_len", "prefill_began", "token_ids")
+
+    def __init__(self, index: int, arrival: float, token_ids: Sequence[int], output_len: int) -> None:
+        assert token_ids, "a prompt has tokens"
+        assert output_len > 0, "an answer has tokens"
+        self.index = index
+        self.arrival = arrival
+        self.token_ids = tuple(token_ids)
+        self.output_len = output_len
+        """So many tokens are generated, no fewer."""
+        self.prefill_began = self.first_at = self.last_at = float("nan")
+        self.cached = 0
+        """Tokens that prefill had cached."""
+        self.error: str | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.error is not None or self.last_at == self.last_at
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_at - self.arrival
+
+    @property
+    def tpot_s(self) -> float:
+        """Per token after the first; 0 for an answer of one."""
+        return (self.last_at - self.first_at) / (self.output_len - 1) if self.output_len > 1 else 0.0
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return _sampling(self.output_len)
+
+
+@lru_cache(maxsize=8192)
+def _sampling(max_tokens: int) -> SamplingParams:
+    return SamplingParams(seed=0, max_tokens=max_tokens, temperature=0.0)

@@ -1,0 +1,71 @@
+"""What a simulated cluster is asked: the datasets of `tandem bench`, at any rate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from loadtest.arrivals import planned_times, trace_times
+from loadtest.datasets import Lengths, Sample, azure_rows, mooncake_rows, random_samples, trace_samples
+from loadtest.fillers import Filler
+from protocol.errors import InvalidRequestError
+from simulator.request import Request
+
+_FILLER = Filler(tuple(range(32_768)), "tokens")
+"""Which tokens does not matter, only which prompts begin alike."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts and lengths of answers; every run of them sends the same ones."""
+
+    name: str
+    samples: Sequence[Sample]
+    seed: int
+
+    def at_rate(self, rate: float) -> list[Request]:
+        """Poisson arrivals of so many requests per second. Raises InvalidRequestError if it is not over 0."""
+        return self._requests(planned_times(len(self.samples), rate, 1.0, np.random.default_rng((self.seed, 1))))
+
+    def at_own_times(self) -> list[Request]:
+        """As the trace has them."""
+        return self._requests(trace_times([sample.arrival_s or 0.0 for sample in self.samples], 1.0))
+
+    @property
+    def own_rate(self) -> float | None:
+        """Requests per second of the trace; None if it has no times."""
+        last = self.samples[-1].arrival_s
+        return len(self.samples) / last if last else None
+
+    def _requests(self, times: Sequence[float] | np.ndarray[tuple[int], np.dtype[np.float64]]) -> list[Request]:
+        return [
+            Request(index, float(at), [int(token) for token in sample.prompt], sample.output_len)
+            for index, (at, sample) in enumerate(zip(times, self.samples, strict=True))
+        ]
+
+
+def random_workload(num: int, lengths: Lengths, seed: int) -> Workload:
+    """As `tandem bench --dataset-name random`. Raises InvalidRequestError."""
+    _check(num)
+    return Workload("random", random_samples(num, lengths, _FILLER, np.random.default_rng((seed, 0))), seed)
+
+
+def trace_workload(path: Path, num: int | None, length_scale: float, seed: int) -> Workload:
+    """The first `num` requests, or all, of Azure's CSV or Mooncake's JSONL, lengths divided by `length_scale`.
+
+    Raises InvalidRequestError if the file is neither, or too short.
+    """
+    if path.suffix not in (".csv", ".jsonl"):
+        raise InvalidRequestError(f"{path}: a trace is Azure's .csv or Mooncake's .jsonl", param="trace")
+    rows = azure_rows(path) if path.suffix == ".csv" else mooncake_rows(path)
+    num = len(rows) if num is None else num
+    _check(num)
+    return Workload(path.stem, trace_samples(num, rows, length_scale, _FILLER, seed), seed)
+
+
+def _check(num: int) -> None:
+    if num < 1:
+        raise InvalidRequestError(f"num-prompts must be at least 1; got {num}", param="num_prompts")

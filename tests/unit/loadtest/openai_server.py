@@ -1,0 +1,114 @@
+"""A small server in OpenAI's shape, over real sockets, whose pace and faults a test sets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class OpenAiServer:
+    first_s: float = 0.0
+    gap_s: float = 0.0
+    owned_by: str = "somebody"
+    has_tokenizer: bool = False
+    status: int = 200
+    cut_after: int | None = None
+    """Close the connection after so many events."""
+    error_event: bool = False
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    at_once: int = 0
+    most_at_once: int = 0
+    connections: int = 0
+    url: str = ""
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[OpenAiServer]:
+        tasks: set[asyncio.Task[None]] = set()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            tasks.add(task)
+            self.connections += 1
+            try:
+                await self._serve(reader, writer)
+            except (ConnectionError, asyncio.IncompleteReadError):
+                pass
+            finally:
+                tasks.discard(task)
+                writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        try:
+            yield self
+        finally:
+            server.close()
+            for task in list(tasks):
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            path = head.split(" ")[1]
+            lengths = [line for line in head.lower().split("\r\n") if line.startswith("content-length:")]
+            data = await reader.readexactly(int(lengths[0].split(":")[1]) if lengths else 0)
+            if path == "/v1/models":
+                self._json(writer, 200, {"data": [{"id": "small", "owned_by": self.owned_by}]})
+            elif path == "/tokenize" and self.has_tokenizer:
+                self._json(writer, 200, {"tokens": [5 + len(word) for word in json.loads(data)["prompt"].split()]})
+            elif path not in ("/v1/completions", "/v1/chat/completions"):
+                self._json(writer, 404, {"error": {"message": "not here"}})
+            else:
+                self.bodies.append(json.loads(data))
+                self.at_once += 1
+                self.most_at_once = max(self.most_at_once, self.at_once)
+                try:
+                    await self._answer(writer, path, self.bodies[-1])
+                finally:
+                    self.at_once -= 1
+            await writer.drain()
+
+    async def _answer(self, writer: asyncio.StreamWriter, path: str, body: dict[str, Any]) -> None:
+        if self.status != 200:
+            self._json(writer, self.status, {"error": {"message": "full"}})
+            return
+        chat, num_tokens = "chat" in path, body["max_tokens"]
+        await asyncio.sleep(self.first_s)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        if chat:
+            self._event(writer, {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
+        for number in range(num_tokens):
+            if self.cut_after == number:
+                raise ConnectionResetError
+            if number:
+                await asyncio.sleep(self.gap_s)
+            said = {"delta": {"content": " x"}} if chat else {"text": " x"}
+            self._event(writer, {"choices": [{"index": 0, **said, "finish_reason": None}]})
+        if self.error_event:
+            self._event(writer, {"error": {"message": "the worker is gone"}})
+        else:
+            ended = {"delta": {}} if chat else {"text": ""}
+            self._event(writer, {"choices": [{"index": 0, **ended, "finish_reason": "length"}]})
+            usage: dict[str, Any] = {"prompt_tokens": 7, "completion_tokens": num_tokens}
+            if body.get("include_times"):
+                usage["times"] = [{"stages": {"queue": 0.25, "decode_step": 0.75}}]
+            self._event(writer, {"choices": [], "usage": usage})
+            self._chunk(writer, b"data: [DONE]\n\n")
+        writer.write(b"0\r\n\r\n")
+
+    def _event(self, writer: asyncio.StreamWriter, event: dict[str, Any]) -> None:
+        self._chunk(writer, b"data: " + json.dumps(event).encode() + b"\n\n")
+
+    def _chunk(self, writer: asyncio.StreamWriter, data: bytes) -> None:
+        writer.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def _json(self, writer: asyncio.StreamWriter, status: int, value: Any) -> None:
+        data = json.dumps(value).encode()
+        writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%b" % (status, len(data), data))

@@ -1,0 +1,98 @@
+"""Goodput by bisection, plans, profiles: right where the answer is known, and clear about what makes no sense."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from configs.loader import load_config
+from loadtest.datasets import Lengths
+from protocol.errors import InvalidRequestError
+from simulator.cluster import Shape
+from simulator.goodput import Planned, Targets, best_ratio, goodput, shapes, smallest_for
+from simulator.profile import LAPTOP, Line, Profile
+from simulator.workload import random_workload, trace_workload
+
+
+def test_goodput_grows_with_the_pool_that_was_short_and_with_looser_limits() -> None:
+    profile, config = Profile.load(LAPTOP), load_config(None, {})
+    workload = random_workload(50, Lengths(400, 4, 0.2, 0), 0)
+    tight, loose = Targets({"ttft": 800, "tpot": 100}), Targets({"ttft": 1600, "tpot": 100})
+    one = goodput(workload, Shape(1, 1), config, profile, tight)
+    assert one > 0
+    assert goodput(workload, Shape(2, 1), config, profile, tight) > 1.5 * one
+    assert goodput(workload, Shape(1, 2), config, profile, tight) == pytest.approx(one, rel=0.1)
+    assert goodput(workload, Shape(1, 1), config, profile, loose) > one
+    assert goodput(workload, Shape(1, 1), config, profile, Targets({"ttft": 1})) == 0
+
+
+def test_targets_name_what_they_know() -> None:
+    for limits in ({}, {"itl": 5.0}):
+        with pytest.raises(InvalidRequestError, match="ttft, tpot, e2el"):
+            Targets(limits)
+
+
+@given(st.integers(2, 9))
+def test_all_shapes_once(most: int) -> None:
+    found = shapes(most)
+    assert len(set(found)) == len(found) == most * (most - 1) // 2
+    assert all(shape.workers <= most for shape in found)
+
+
+def test_the_plan_takes_the_best_per_worker_and_the_smallest_that_is_enough() -> None:
+    plans = [Planned(Shape(1, 1), 3.0), Planned(Shape(2, 1), 6.0), Planned(Shape(1, 2), 5.0), Planned(Shape(2, 2), 8.0)]
+    assert best_ratio(plans).shape == Shape(2, 1)
+    enough = smallest_for(plans, 4.0)
+    assert enough is not None
+    assert enough.shape == Shape(2, 1)
+    assert smallest_for(plans, 9.0) is None
+
+
+@given(st.lists(st.tuples(st.integers(1, 100), st.integers(0, 100)), min_size=1, unique_by=lambda point: point[0]))
+def test_a_line_goes_through_its_points_and_between_them(points: list[tuple[int, int]]) -> None:
+    ordered = sorted((float(x), float(y)) for x, y in points)
+    line = Line(tuple(ordered))
+    for x, y in ordered:
+        assert line(x) == pytest.approx(y, abs=1e-9)
+    for (x0, y0), (x1, y1) in pairwise(ordered):
+        assert min(y0, y1) - 1e-9 <= line((x0 + x1) / 2) <= max(y0, y1) + 1e-9
+    assert line(1000.0) >= 0
+
+
+def test_the_laptops_profile_is_near_its_points() -> None:
+    """Base and slope are fitted apart, so points are not met exactly; steps outside of the engine come on top."""
+    profile = Profile.load(LAPTOP)
+    for chunk in profile.prefill:
+        fitted = profile.prefill_step_s([(chunk.start, chunk.tokens)]) - profile.overheads.step_s
+        assert fitted == pytest.approx(chunk.seconds, rel=0.35)
+    for step in profile.decode:
+        base, token = profile.decode_step(step.batch)
+        outside = profile.overheads.step_s + profile.overheads.output_s * step.batch
+        assert base + token * step.batch * step.context - outside == pytest.approx(step.seconds, rel=0.35)
+
+
+def test_a_bad_profile_says_where_it_is_bad(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    with pytest.raises(InvalidRequestError, match="can't be read"):
+        Profile.load(path)
+    good = json.loads(LAPTOP.read_text())
+    for change, words in (({"decode": []}, "no decode step"), ({"prefill": [{"tokens": 0}]}, "prefill.0"), ({"x": 1}, "x")):
+        path.write_text(json.dumps(good | change))
+        with pytest.raises(InvalidRequestError, match=words):
+            Profile.load(path)
+
+
+def test_traces_keep_their_lengths_and_times(tmp_path: Path) -> None:
+    path = tmp_path / "small.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:00:00.0,80,16\n2023-11-16 18:00:04.0,800,8\n")
+    workload = trace_workload(path, None, 8.0, 0)
+    assert [(len(r.token_ids), r.output_len, r.arrival) for r in workload.at_own_times()] == [(10, 2, 0.0), (100, 1, 4.0)]
+    assert workload.own_rate == pytest.approx(0.5)
+    assert workload.at_rate(10.0)[-1].arrival == pytest.approx(0.2)
+    with pytest.raises(InvalidRequestError, match=r"Azure's \.csv"):
+        trace_workload(tmp_path / "trace.txt", None, 1.0, 0)

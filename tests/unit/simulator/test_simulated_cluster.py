@@ -1,0 +1,166 @@
+"""Simulated clusters: every request ends once, times follow from the profile alone, the same input gives the same times."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from configs.loader import load_config
+from configs.schema import ClusterConfig
+from simulator.cluster import Cluster, Shape, simulate
+from simulator.profile import DecodePoint, Overheads, PrefillPoint, Profile
+from simulator.request import Request
+
+PREFILL_TOKEN_S, STEP_S = 2.0**-10, 2.0**-7
+"""Powers of two, so that sums are exact in any order."""
+STREAM_S, CONTEXT_TOKEN_S = 2.0**-12, 2.0**-17
+OVERHEADS = Overheads(
+    request_s=2.0**-8, message_s=2.0**-11, handoff_s=2.0**-9, handoff_token_s=2.0**-19, step_s=0.0, output_s=STREAM_S
+)
+
+
+def profile(overheads: Overheads = OVERHEADS) -> Profile:
+    """Prefill is proportional to tokens; a decode step takes a fixed time, and a bit for each stream and token of context."""
+    return Profile(
+        prefill=(PrefillPoint(tokens=512, start=0, seconds=512 * PREFILL_TOKEN_S),),
+        decode=tuple(
+            DecodePoint(batch=batch, context=context, seconds=STEP_S + CONTEXT_TOKEN_S * batch * context)
+            for batch in (1, 64)
+            for context in (256, 1024)
+        ),
+        overheads=overheads,
+    )
+
+
+def config(**overrides: int) -> ClusterConfig:
+    small = {"prefill.kv_cache_tokens": 1024, "decode.kv_cache_tokens": 1024, "prefill.max_batch_tokens": 128}
+    return load_config(None, small | {"decode.max_batch_size": 4} | {k.replace("__", "."): v for k, v in overrides.items()})
+
+
+@st.composite
+def request_lists(draw: st.DrawFn) -> list[tuple[float, int, int, bool]]:
+    """(gap before it, prompt tokens, answer tokens, begins as the others of its kind do)"""
+    one = st.tuples(st.sampled_from([0.0, 0.125, 1.0]), st.integers(1, 400), st.integers(1, 120), st.booleans())
+    return draw(st.lists(one, min_size=1, max_size=25))
+
+
+def made(rows: list[tuple[float, int, int, bool]]) -> list[Request]:
+    requests, at = [], 0.0
+    for index, (gap, prompt_len, answer_len, shared) in enumerate(rows):
+        at += gap
+        requests.append(Request(index, at, [0 if shared else 1000 + index] * prompt_len, answer_len))
+    return requests
+
+
+shape_strategy = st.builds(Shape, st.integers(1, 3), st.integers(1, 3))
+
+
+@settings(max_examples=60, deadline=None)
+@given(request_lists(), shape_strategy, st.integers(1, 2))
+def test_every_request_ends_once_and_in_order(rows: list[tuple[float, int, int, bool]], shape: Shape, routers: int) -> None:
+    ended: list[Request] = []
+    cluster = Cluster(shape, config(http__router_replicas=routers), profile(), ended.append)
+    requests = made(rows)
+    cluster.run(requests)
+    assert Counter(map(id, ended)) == Counter(map(id, requests))
+    for request in requests:
+        assert request.error is None, "they are few, and each fits"
+        assert request.arrival < request.prefill_began < request.first_at <= request.last_at
+        assert (request.last_at > request.first_at) == (request.output_len > 1)
+        if request.output_len > 1:
+            least = request.output_len - 1
+            assert request.last_at - request.first_at >= least * STEP_S
+    cluster.check_integrity()
+
+
+@settings(max_examples=60, deadline=None)
+@given(request_lists(), shape_strategy)
+def test_steps_in_one_go_are_steps_one_by_one(rows: list[tuple[float, int, int, bool]], shape: Shape) -> None:
+    times = []
+    preemptions = []
+    for one_by_one in (False, True):
+        requests = made(rows)
+        cluster = Cluster(shape, config(), profile(), lambda request: None, one_by_one=one_by_one)
+        cluster.run(requests)
+        times.append([(request.first_at, request.last_at, request.cached) for request in requests])
+        preemptions.append([worker.preemptions for worker in cluster.decodes])
+    assert times[0] == times[1]
+    assert preemptions[0] == preemptions[1]
+
+
+def test_full_pools_preempt_in_the_simulation_too() -> None:
+    requests = made([(0.0, 200, 200, False)] * 4)
+    cluster = Cluster(Shape(1, 1), config(), profile(), lambda request: None)
+    cluster.run(requests)
+    assert cluster.decodes[0].preemptions
+    assert all(request.ended for request in requests)
+    cluster.check_integrity()
+
+
+@settings(max_examples=20, deadline=None)
+@given(request_lists(), shape_strategy)
+def test_the_same_input_gives_the_same_times(rows: list[tuple[float, int, int, bool]], shape: Shape) -> None:
+    once, again = (simulate(made(rows), shape, config(), profile()) for _ in range(2))
+    assert [(r.index, r.first_at, r.last_at) for r in once] == [(r.index, r.first_at, r.last_at) for r in again]
+
+
+@given(st.integers(1, 500), st.integers(1, 300))
+def test_a_request_alone_takes_what_the_formula_says(prompt_len: int, answer_len: int) -> None:
+    [request] = simulate([Request(0, 1.0, range(prompt_len), answer_len)], Shape(1, 1), config(), profile())
+    # To decode and back for blocks, to prefill, and the first token's way back.
+    first_at = 1.0 + OVERHEADS.request_s + 4 * OVERHEADS.message_s + prompt_len * PREFILL_TOKEN_S
+    assert request.first_at == pytest.approx(first_at, abs=1e-12)
+    last_chunk = prompt_len % 128 or 128
+    # The token goes on to decode while the KV does; what is later decides.
+    handed_over = OVERHEADS.handoff_s + OVERHEADS.handoff_token_s * last_chunk - OVERHEADS.message_s
+    begins = first_at + max(OVERHEADS.message_s, handed_over)
+    contexts = sum(prompt_len + number for number in range(1, answer_len))
+    steps_s = (answer_len - 1) * (STEP_S + STREAM_S) + CONTEXT_TOKEN_S * contexts
+    last_at = begins + steps_s + OVERHEADS.message_s if answer_len > 1 else first_at
+    assert request.last_at == pytest.approx(last_at, abs=1e-9)
+
+
+def test_a_cached_prompt_costs_its_last_token() -> None:
+    requests = [Request(0, 0.0, range(401), 1), Request(1, 9.0, range(401), 1)]
+    simulate(requests, Shape(1, 1), config(), profile())
+    assert requests[1].cached == 400
+    assert requests[0].ttft_s - requests[1].ttft_s == pytest.approx(400 * PREFILL_TOKEN_S)
+
+
+@pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
+def test_waiting_is_that_of_a_queue_with_constant_service(load: float) -> None:
+    """One prompt a step, so prefill is M/D/1: waiting takes load * service / (2 (1 - load)) on average (Pollaczek)."""
+    service_s, count = 128 * PREFILL_TOKEN_S, 4000
+    gaps = np.random.default_rng(1).exponential(service_s / load, count)
+    none = Overheads(request_s=0, message_s=0, handoff_s=0, handoff_token_s=0, step_s=0, output_s=0)
+    requests = [Request(i, float(at), [i] * 128, 1) for i, at in enumerate(np.cumsum(gaps))]
+    simulate(requests, Shape(1, 1), config(limits__max_waiting_requests=10_000), profile(none))
+    waited = np.mean([request.ttft_s for request in requests]) - service_s
+    assert waited == pytest.approx(load * service_s / (2 * (1 - load)), rel=0.2)
+
+
+def test_what_can_never_fit_is_refused() -> None:
+    [request] = simulate([Request(0, 0.0, range(2000), 1)], Shape(1, 1), config(), profile())
+    assert request.error is not None
+    assert math.isnan(request.first_at)
+
+
+def test_a_full_line_refuses_and_forgets_nobody() -> None:
+    requests = made([(0.0, 400, 50, False)] * 40)
+    ended = simulate(requests, Shape(1, 1), config(limits__max_waiting_requests=8), profile())
+    assert len(ended) == 40
+    assert 0 < sum(request.error is None for request in ended) < 40
+
+
+def test_nobody_waits_longer_than_the_limit() -> None:
+    cfg = load_config(None, {"limits.queue_s": 1.0, "prefill.max_batch_tokens": 128})
+    requests = made([(0.0, 1000, 1, False)] * 20)
+    ended = simulate(requests, Shape(1, 1), cfg, profile())
+    refused = [request for request in ended if request.error is not None]
+    assert len(ended) == 20
+    assert refused
