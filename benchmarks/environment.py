@@ -12,6 +12,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+_NOT_RESULTS = ":!benchmarks/results"
+"""What was measured does not change what is measured."""
 
 
 def environment() -> dict[str, Any]:
@@ -30,13 +32,18 @@ def environment() -> dict[str, Any]:
 
 
 def write_result(name: str, result: dict[str, Any], table: str) -> None:
-    """Write `benchmarks/results/NAME.json` and `NAME.md`, and print the table."""
+    """As `save_result`, and print the table."""
+    save_result(name, result, table)
+    print(table)
+
+
+def save_result(name: str, result: dict[str, Any], table: str) -> None:
+    """Write `benchmarks/results/NAME.json` and `NAME.md`."""
     RESULTS.mkdir(exist_ok=True)
     result = {**result, "environment": environment()}
     (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
     where = ", ".join(f"{key} {value}" for key, value in result["environment"].items())
     (RESULTS / f"{name}.md").write_text(f"{table}\n\n{where}\n")
-    print(table)
 
 
 def _processor() -> str:
@@ -54,7 +61,8 @@ def _version(package: str) -> str:
 
 def _commit() -> str:
     try:
-        return _git("rev-parse", "--short=12", "HEAD") + ("+changes" if _git("status", "--porcelain", "-uno") else "")
+        changes = _git("status", "--porcelain", "-uno", "--", ".", _NOT_RESULTS)
+        return _git("rev-parse", "--short=12", "HEAD") + ("+changes" if changes else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown: no repository"
 

@@ -30,6 +30,7 @@ from configs.models import resolve
 from configs.schema import ClusterConfig, TransportName
 from decode_workers.worker import DecodeWorker
 from engine.gang import Gang
+from engine.grammar import Grammars
 from engine.kv_pool import KVPool
 from engine.model_runner import ModelRunner
 from kv_transfer.choice import receiving_transports, sending_transports
@@ -41,6 +42,7 @@ from prefill_workers.worker import PrefillWorker
 from protocol.calls import Caller
 from protocol.messages import Attach, Attached, FirstToken, Ping, Prefill, Release, Reserve, Reserved, Role, WorkerRef
 from protocol.sampling import SamplingParams
+from protocol.trace import new_trace
 from protocol.wire import WireClient, WireServer
 
 HOST = "127.0.0.1"
@@ -112,10 +114,12 @@ async def first_tokens(transport: TransportName, rounds: int) -> dict[str, list[
 async def _ask(prefill: Caller, decode: Caller, prompt: tuple[int, ...], max_tokens: int) -> tuple[float, float]:
     """Seconds to the first token, and from there until the answer can go on."""
     sampling = SamplingParams(seed=0, max_tokens=max_tokens, temperature=0.0)
-    reserved: Reserved = await decode.ask(lambda call_id: Reserve(call_id, "b", prompt, max_tokens, ""), 10)
+    reserved: Reserved = await decode.ask(lambda call_id: Reserve(call_id, "b", prompt, max_tokens, "", new_trace()), 10)
     ticket = reserved.ticket
     began = time.perf_counter()
-    first: FirstToken = await prefill.ask(lambda call_id: Prefill(call_id, "b", ticket, prompt, 0, sampling, ""), 60)
+    first: FirstToken = await prefill.ask(
+        lambda call_id: Prefill(call_id, "b", ticket, prompt, 0, sampling, "", new_trace()), 60
+    )
     ttft_s = time.perf_counter() - began
     if max_tokens > 1:
         answer: Attached = await decode.ask(lambda call_id: Attach(call_id, ticket.ticket_id, first.token_id, sampling, 1), 60)
@@ -161,23 +165,23 @@ def _serve(role: Role, transport: TransportName, told: Connection) -> None:
 
 
 async def _run(role: Role, transport: TransportName, told: Connection) -> None:
+    model = resolve(CONFIG.model)
     runner = ModelRunner.load(
-        resolve(CONFIG.model).facts,
+        model.facts,
         dtype=CONFIG.dtype,
         block_size=CONFIG.block_size,
         num_kv_tokens=KV_TOKENS,
-        shared_kv=role is Role.PREFILL,
+        shared_kv=True,
     )
     server = WireServer(SECRET, HOST)
     me = WorkerRef(role.value, 1, role, server.address)
     worker: PrefillWorker | DecodeWorker
+    sending = sending_transports(transport, HOST, runner.pool.data, runner.pool.memory_fd)
     if role is Role.PREFILL:
-        sending = sending_transports(transport, HOST, runner.pool.data, runner.pool.memory_fd)
-        worker = PrefillWorker(me, SECRET, runner, server, sending, CONFIG, Gang.alone())
+        worker = PrefillWorker(me, SECRET, runner, Grammars(model), server, sending, CONFIG, Gang.alone())
     else:
-        worker = DecodeWorker(
-            me, runner, server, receiving_transports(transport, HOST, runner.pool.data.device), CONFIG, Gang.alone()
-        )
+        receiving = receiving_transports(transport, HOST, runner.pool.data.device)
+        worker = DecodeWorker(me, SECRET, runner, Grammars(model), server, receiving, sending, CONFIG, Gang.alone())
     told.send(server.address)
     await worker.run()
 

@@ -14,28 +14,21 @@ import argparse
 import http.client
 import json
 import random
-import signal
 import statistics
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import processes
-from benchmarks.environment import ROOT, write_result
+from benchmarks.environment import write_result
+from benchmarks.servers import HOST, cluster
 from configs.models import resolve
 from engine.batch import Chunk
 from engine.model_runner import ModelRunner
 from protocol.sampling import SamplingParams
 
-HOST = "127.0.0.1"
-TANDEM = str(Path(sys.executable).with_name("tandem"))
 PROMPT_TOKENS = 32
 TURN = 10
 ENGINE_S = 0.04
@@ -55,33 +48,6 @@ def main() -> None:
         cpu = [measure_cpu(options.port, serve_pid) for _ in range(options.rounds)]
     result = {"first_token": first_token, "cpu_per_token": cpu}
     write_result("overhead", result, table(first_token, cpu))
-
-
-@contextmanager
-def cluster(port: int) -> Iterator[int]:
-    """A fresh 1P1D cluster; the pid of its `tandem serve`."""
-    serve = subprocess.Popen([TANDEM, "serve", "--port", str(port)], cwd=ROOT)
-    try:
-        deadline = time.monotonic() + 180
-        while not healthy(port):
-            if serve.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit("the cluster did not come up")
-            time.sleep(0.2)
-        yield serve.pid
-    finally:
-        serve.send_signal(signal.SIGINT)
-        serve.wait(60)
-
-
-def healthy(port: int) -> bool:
-    connection = http.client.HTTPConnection(HOST, port, timeout=5)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except OSError:
-        return False
-    finally:
-        connection.close()
 
 
 def measure_first_token(port: int, requests: int) -> dict[str, Any]:

@@ -23,12 +23,14 @@ from configs.models import resolve
 from configs.schema import ClusterConfig
 from decode_workers.worker import DecodeWorker
 from engine.gang import Gang
+from engine.grammar import Grammars
 from engine.model_runner import ModelRunner
 from kv_transfer.gloo import GlooTransport
 from prefill_workers.worker import PrefillWorker
 from protocol.calls import Caller
 from protocol.messages import FirstToken, Ping, Prefill, Release, Reserve, Reserved, Role, WorkerRef
 from protocol.sampling import SamplingParams
+from protocol.trace import new_trace
 from protocol.wire import WireClient, WireServer
 
 HOST = "127.0.0.1"
@@ -84,10 +86,12 @@ def _tokens(rng: random.Random, count: int) -> tuple[int, ...]:
 
 async def _ask(prefill: Caller, decode: Caller, worker: DecodeWorker, prompt: tuple[int, ...]) -> tuple[float, FirstToken]:
     sampling = SamplingParams(seed=0, max_tokens=2, temperature=0.0)
-    reserved: Reserved = await decode.ask(lambda call_id: Reserve(call_id, "b", prompt, 2, ""), 10)
+    reserved: Reserved = await decode.ask(lambda call_id: Reserve(call_id, "b", prompt, 2, "", new_trace()), 10)
     committed = worker.transfer_stats.committed
     began = time.perf_counter()
-    first: FirstToken = await prefill.ask(lambda call_id: Prefill(call_id, "b", reserved.ticket, prompt, 0, sampling, ""), 60)
+    first: FirstToken = await prefill.ask(
+        lambda call_id: Prefill(call_id, "b", reserved.ticket, prompt, 0, sampling, "", new_trace()), 60
+    )
     ttft_s = time.perf_counter() - began
     while worker.transfer_stats.committed == committed:  # noqa: ASYNC110 - a count, between two measurements
         await asyncio.sleep(0.01)
@@ -97,7 +101,8 @@ async def _ask(prefill: Caller, decode: Caller, worker: DecodeWorker, prompt: tu
 
 @asynccontextmanager
 async def _workers() -> AsyncIterator[tuple[Caller, Caller, DecodeWorker]]:
-    facts = resolve(CONFIG.model).facts
+    model = resolve(CONFIG.model)
+    facts = model.facts
     runners = [
         ModelRunner.load(facts, dtype=CONFIG.dtype, block_size=CONFIG.block_size, num_kv_tokens=KV_TOKENS) for _ in range(2)
     ]
@@ -106,8 +111,11 @@ async def _workers() -> AsyncIterator[tuple[Caller, Caller, DecodeWorker]]:
         WorkerRef(role.value, 1, role, server.address)
         for role, server in zip((Role.PREFILL, Role.DECODE), servers, strict=True)
     ]
-    prefill = PrefillWorker(refs[0], SECRET, runners[0], servers[0], [GlooTransport(HOST)], CONFIG, Gang.alone())
-    decode = DecodeWorker(refs[1], runners[1], servers[1], [GlooTransport(HOST)], CONFIG, Gang.alone())
+    transports = [GlooTransport(HOST)]
+    prefill = PrefillWorker(refs[0], SECRET, runners[0], Grammars(model), servers[0], transports, CONFIG, Gang.alone())
+    decode = DecodeWorker(
+        refs[1], SECRET, runners[1], Grammars(model), servers[1], transports, transports, CONFIG, Gang.alone()
+    )
     tasks = [asyncio.create_task(prefill.run()), asyncio.create_task(decode.run())]
     callers = [Caller(await WireClient.connect(ref.address, SECRET, 5), lambda message: None) for ref in refs]
     for caller in callers:

@@ -1,4 +1,4 @@
-"""CPU time of a process and everything it started, read from /proc."""
+"""CPU time and memory of a process and everything it started, read from /proc."""
 
 from __future__ import annotations
 
@@ -44,6 +44,15 @@ def thread_cpu_s(pid: int) -> dict[int, float]:
             continue
         found[int(folder.name)] = (int(rest[11]) + int(rest[12])) * _TICK_S
     return found
+
+
+def pss_bytes(pid: int) -> int:
+    """Memory that a process has for itself, and its share of what it has with others; 0 if it is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 
 def _stat(path: Path) -> tuple[str, list[str]]:

@@ -1,6 +1,6 @@
 """The default model as a bfloat16 Hugging Face directory, for peers that read no GGUF: written by `benchmarks.peers.setup`.
 
-The values are what the engine itself reads from the GGUF file. There is no tokenizer: peers get token ids.
+The values are what the engine itself reads from the GGUF file. The tokenizer is what transformers makes of that file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine.models.safetensors_weights import SafetensorsWeights
 
 
 def write(facts: ModelFacts, directory: Path) -> None:
-    """Write `config.json` and `model.safetensors`."""
+    """Write `config.json`, `model.safetensors` and the tokenizer's files."""
     assert facts.architecture is Architecture.LLAMA, f"{facts.name} is no Llama"
     assert facts.rope_scaling is None, "stretched frequencies would need a key of their own"
     directory.mkdir(parents=True, exist_ok=True)
@@ -33,6 +33,15 @@ def write(facts: ModelFacts, directory: Path) -> None:
             tensors[names.stored_name(part.name)] = tensor
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(_config(facts), indent=2) + "\n")
+    write_tokenizer(facts, directory)
+
+
+def write_tokenizer(facts: ModelFacts, directory: Path) -> None:
+    """Only the tokenizer's files."""
+    from transformers import AutoTokenizer  # takes seconds
+
+    gguf = facts.weight_files[0]
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(directory)
 
 
 def _config(facts: ModelFacts) -> dict[str, object]:

@@ -1,0 +1,121 @@
+"""Time to the first token with `disaggregation` always, never and auto: `python -m benchmarks.conditional`, on an idle machine.
+
+Three clusters of one decode worker on one core; always and auto have a prefill worker on another one, so that only the decision
+differs. All three run all the time, and are put under load in turns, cell by cell: short and long prompts, at a low and a high
+rate. Nobody shares a prefix. `auto` should never be above 1.1 times the better of the other two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import numpy as np
+import yaml
+
+from benchmarks.environment import write_result
+from benchmarks.load import RandomPrompts, bench_options, put_load
+from benchmarks.servers import HOST, cluster
+
+MODES = ("always", "never", "auto")
+ANSWER_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class Cell:
+    name: str
+    prompt_tokens: int
+    rate: float
+    """Requests per second."""
+
+
+CELLS = (
+    Cell("short, low", 64, 1.0),
+    Cell("short, high", 64, 8.0),
+    Cell("long, low", 1024, 0.25),
+    Cell("long, high", 1024, 1.0),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=12.0, help="of load, each time")
+    parser.add_argument("--port", type=int, default=8131, help="the first of three")
+    options = parser.parse_args()
+    result = asyncio.run(measure(options.port, options.rounds, options.seconds))
+    write_result("conditional", result, table(result["cells"]))
+
+
+async def measure(port: int, rounds: int, seconds: float) -> dict[str, Any]:
+    ttfts: dict[str, dict[str, list[float]]] = {cell.name: {mode: [] for mode in MODES} for cell in CELLS}
+    failed = 0
+    with contextlib.ExitStack() as clusters:
+        urls = {mode: clusters.enter_context(one_core_each(mode, port + n)) for n, mode in enumerate(MODES)}
+        for number in range(rounds):
+            for cell in CELLS:
+                for turn in range(len(MODES)):
+                    mode = MODES[(turn + number) % len(MODES)]
+                    options = bench_options(
+                        urls[mode],
+                        RandomPrompts(cell.prompt_tokens, ANSWER_TOKENS),
+                        num_prompts=max(4, round(cell.rate * seconds)),
+                        request_rate=cell.rate,
+                        num_warmups=2,
+                        seed=100 * number + CELLS.index(cell),
+                    )
+                    found = await put_load(options)
+                    ttfts[cell.name][mode] += [record.ttft for record in found.records if record.ttft is not None]
+                    failed += sum(not record.ok for record in found.records)
+        decisions = {mode: await decided(url) for mode, url in urls.items()}
+    cells = {name: {mode: figures(values) for mode, values in modes.items()} for name, modes in ttfts.items()}
+    return {"cells": cells, "decisions": decisions, "failed": failed, "rounds": rounds, "seconds": seconds}
+
+
+def figures(ttfts: list[float]) -> dict[str, float]:
+    """In seconds, of all rounds together."""
+    return {"p50": float(np.percentile(ttfts, 50)), "p99": float(np.percentile(ttfts, 99)), "count": len(ttfts)}
+
+
+def table(cells: dict[str, dict[str, dict[str, float]]]) -> str:
+    """Milliseconds, and auto beside the better of the other two, as Markdown."""
+    lines = ["| | | always | never | auto | auto / better |", "|---|---|---|---|---|---|"]
+    for name, modes in cells.items():
+        for quantile in ("p50", "p99"):
+            always, never, auto = (modes[mode][quantile] for mode in MODES)
+            ratio = auto / min(always, never)
+            milliseconds = " | ".join(f"{1000 * value:.0f} ms" for value in (always, never, auto))
+            lines.append(f"| {name} | {quantile} | {milliseconds} | {ratio:.2f} |")
+    return "\n".join(lines)
+
+
+@contextmanager
+def one_core_each(mode: str, port: int) -> Iterator[str]:
+    """The address of a cluster with one core for each worker."""
+    config: dict[str, Any] = {"disaggregation": mode, "decode": {"threads": 1}}
+    if mode != "never":
+        config["prefill"] = {"threads": 1}
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        yaml.safe_dump(config, file)
+        file.flush()
+        with cluster(port, "--config", file.name):
+            yield f"http://{HOST}:{port}"
+
+
+async def decided(url: str) -> dict[str, float]:
+    """How many prompts were computed here, where they were decoded, and how many there, at a prefill worker."""
+    async with httpx.AsyncClient(timeout=10) as client:
+        lines = (await client.get(f"{url}/metrics")).text.splitlines()
+    counts = [line for line in lines if line.startswith("tandem:disaggregation_decisions_total")]
+    return {where: float(line.rsplit(" ", 1)[1]) for line in counts for where in ("here", "there") if f'"{where}"' in line}
+
+
+if __name__ == "__main__":
+    main()

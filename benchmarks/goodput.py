@@ -1,0 +1,176 @@
+"""Load that meets its limits, beside others: `python -m benchmarks.goodput --traces DIR --peer-env DIR`, on an idle machine.
+
+    workload ──► seed ──► system: fresh server ──► warm-up ──► runs at rates that `benchmarks.slo` asks for ──► results written
+
+Every seed is a round in which all systems take their turn, each with all cores; the same prompts arrive at the same moments
+for all of them. Results are merged with those that are there, so parts can be run on their own (`--workloads`, `--systems`,
+`--seeds`), and an interrupted run loses one turn. `--runs` bounds a turn: what is not known by then stays between a good rate
+and a bad one. `--report` measures nothing, and writes table and pictures anew; `--measured FILE` is what
+`benchmarks.simulate` reads.
+
+DIR of the traces has azure_llm_2023_conv.csv, azure_llm_2023_code.csv and mooncake_conversation.jsonl (`benchmarks.workloads`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks import goodput_report
+from benchmarks.environment import RESULTS, environment, save_result
+from benchmarks.goodput_report import OURS, Entry
+from benchmarks.load import Prompts, bench_options, put_load, warm_up
+from benchmarks.servers import System, add_options, chosen, serving, turns
+from benchmarks.slo import LOWEST_STEP, SLOS, bracket, count_met, next_step, rate_of
+from benchmarks.workloads import TRACES, WORKLOADS, asked_of, described, prompts_of
+from loadtest.bench import Finished
+
+NAME = "goodput"
+TIMEOUT_S = 32.0
+"""An answer that takes longer has missed all limits: none of these workloads has more than 240 tokens in one, and the loosest
+limits are 2 s and 120 ms a token."""
+LEAST_REQUESTS = 20
+FIRST_STEP = 8
+"""Two requests per second; a system's later seeds begin where its first one ended."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="a comma between two")
+    parser.add_argument("--traces", type=Path, help="folder of the traces")
+    parser.add_argument("--seeds", default="0,1,2", help="a comma between two")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of load at each rate")
+    parser.add_argument("--runs", type=int, default=14, help="at most, for each workload, system and seed")
+    parser.add_argument("--report", action="store_true", help="of what is known, without measuring")
+    parser.add_argument("--measured", type=Path, help="write what is known to this file, for benchmarks.simulate")
+    add_options(parser)
+    options = parser.parse_args()
+    known = load()
+    names = options.workloads.split(",")
+    if unknown := set(names) - set(WORKLOADS):
+        parser.error(f"--workloads: {', '.join(sorted(unknown))} is none of {', '.join(WORKLOADS)}")
+    if options.traces is None and set(names) & set(TRACES) and (options.measured or not options.report):
+        parser.error("--workloads: traces need --traces")
+    if options.measured:
+        wanted = [entry for entry in known if entry["workload"] in names]
+        options.measured.write_text(json.dumps(for_simulator(wanted, options.traces), indent=1) + "\n")
+    if options.report:
+        print(save(known))
+        return
+    systems, seeds = chosen(parser, options), [int(seed) for seed in options.seeds.split(",")]
+    where, load_average = environment(), os.getloadavg()[0]
+    for name in names:
+        for seed, system in turns(systems, seeds):
+            print(f"==> {name}, seed {seed}, {system.name}", flush=True)
+            first = first_step(known, name, system.name)
+            turn = measure(system, prompts_of(name, options.traces), seed, first, options)
+            entry = {
+                "workload": name,
+                "system": system.name,
+                "seed": seed,
+                "settings": system.settings,
+                "prompts": described(name),
+                "seconds": options.seconds,
+                "load_average": load_average,
+                "environment": where,
+                "runs": asyncio.run(turn),
+            }
+            known = goodput_report.merge(known, entry)
+            save(known)
+
+
+def load() -> list[Entry]:
+    """What earlier runs have found."""
+    path = RESULTS / f"{NAME}.json"
+    entries: list[Entry] = json.loads(path.read_text())["entries"] if path.exists() else []
+    return entries
+
+
+def save(entries: list[Entry]) -> str:
+    """All of it: the file, the pictures, and the table, which is returned."""
+    settings = {entry["system"]: entry["settings"] for entry in entries}
+    table = goodput_report.table(entries, settings)
+    save_result(NAME, {"entries": entries}, table)
+    for workload, systems in goodput_report.by_workload(entries).items():
+        goodput_report.draw(workload, systems, RESULTS)
+    return table
+
+
+def for_simulator(entries: list[Entry], traces: Path | None) -> list[dict[str, Any]]:
+    """The goodput of one prefill and one decode worker, and of what; limits at scale 1. One that is 0 has no ratio."""
+    cases = []
+    for workload, systems in goodput_report.by_workload(entries).items():
+        for slo in (each for each in SLOS if each.scale == 1.0 and OURS in systems):
+            measured = statistics.median(goodput_report.goodputs(systems[OURS], slo))
+            num_prompts = requests_at(measured, systems[OURS][0]["seconds"])
+            asked = {**asked_of(workload, traces), "num_prompts": num_prompts}
+            if measured:
+                cases.append({"workload": asked, "shape": "1P1D", "targets": slo.limits_ms, "goodput": measured})
+    return cases
+
+
+def requests_at(rate: float, seconds: float) -> int:
+    """Of one run."""
+    return max(LEAST_REQUESTS, round(rate * seconds))
+
+
+def first_step(known: list[Entry], workload: str, system: str) -> int:
+    """Where another seed found the goodput of the first SLO, to save runs."""
+    for entry in known:
+        if (entry["workload"], entry["system"]) == (workload, system):
+            good, _ = bracket(goodput_report.runs_of(entry), SLOS[0])
+            if good is not None:
+                return good
+    return FIRST_STEP
+
+
+async def measure(system: System, prompts: Prompts, seed: int, first: int, options: Any) -> list[Mapping[str, Any]]:
+    """The runs of one turn."""
+    runs: list[Mapping[str, Any]] = []
+    with serving(system, options.port) as url:
+        await warm_up(url)
+        while len(runs) < options.runs:
+            step = next_step(goodput_report.runs_of({"runs": runs}), first)
+            if step is None:
+                break
+            load = bench_options(
+                url,
+                prompts,
+                num_prompts=requests_at(rate_of(step), options.seconds),
+                request_rate=rate_of(step),
+                # Other prompts and arrivals for each rate, but the same for all systems.
+                seed=1000 * seed + step - LOWEST_STEP,
+                timeout_s=TIMEOUT_S,
+            )
+            found = await put_load(load)
+            runs.append(run_of(step, found))
+            met = runs[-1]["met"][SLOS[0].name] / runs[-1]["sent"]
+            print(f"{rate_of(step):6.2f} requests/s: {met:.0%} within {SLOS[0].name}", flush=True)
+    return runs
+
+
+def run_of(step: int, found: Finished) -> dict[str, Any]:
+    """What is kept of a run."""
+    figures = found.figures
+    latencies = [f"{percentile}_{metric}_ms" for metric in ("ttft", "tpot") for percentile in ("p50", "p90")]
+    return {
+        "step": step,
+        "rate": rate_of(step),
+        "sent": len(found.records),
+        "failed": figures["failed"],
+        "requests_per_s": figures["request_throughput"],
+        "output_tokens_per_s": figures["output_throughput"],
+        **{name: figures[name] for name in latencies},
+        "met": count_met(found.records),
+        "client_warning": found.client.warning,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""Do streams survive killed decode workers, and how long do clients wait? `python -m benchmarks.kills`, on an idle machine.
+
+A real cluster with two decode workers and the default model. Sixteen streams run at a time, each followed by the next, and
+again and again one of the decode workers that have some is killed (SIGKILL), as soon as both are up. Before, the same requests
+run undisturbed. Every answer must be the undisturbed one: token ids, text, finish reason, logprobs. In float32 that must hold
+for all; in bfloat16 a re-computed KV cache is rounded differently, and the share of answers that differ is what is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import signal
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from benchmarks.environment import write_result
+from benchmarks.servers import HOST, cluster
+from benchmarks.streams import Answered, Request
+
+STREAMS = 16
+DIFFERENT = 32
+MAX_TOKENS = 200
+START_S = 180.0
+CONFIG = "prefill: {kv_cache_tokens: 16384}\ndecode: {workers: 2, kv_cache_tokens: 16384}\n"
+
+
+@dataclass(frozen=True)
+class Run:
+    """`kills` kills while requests of these kinds run."""
+
+    name: str
+    kinds: tuple[str, ...]
+    kills: int
+
+
+RUNS = {
+    "float32": (
+        Run("greedy", ("greedy",), 100),
+        Run("seeded sampling", ("seeded",), 20),
+        Run("JSON schema", ("schema",), 20),
+        Run("tools", ("tools",), 20),
+        Run("penalties, choices, stop strings", ("penalties", "choices", "stop"), 20),
+    ),
+    "bfloat16": (Run("greedy, bfloat16", ("greedy",), 20),),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--port", type=int, default=8124)
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the kills")
+    options = parser.parse_args()
+    rows = asyncio.run(measure(options.port, options.scale))
+    write_result("kills", {"streams": STREAMS, "runs": rows}, table(rows))
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown; gaps are the longest of each stream that was resumed or not."""
+    lines = [
+        "| requests | kills | streams | finished | exact | resumed | gap p50 | p99 | max | undisturbed max |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        gaps = row["longest_gaps_s"]
+        numbers = [row["kills"], row["streams"], row["finished"], row["exact"], row["resumed"]]
+        times = [statistics.median(gaps), quantile(gaps), max(gaps), max(row["undisturbed_gaps_s"])]
+        cells = [row["name"], *map(str, numbers), *(f"{seconds:.2f} s" for seconds in times)]
+        lines.append(f"| {' | '.join(cells)} |")
+    differing = [f"- {row['name']}: {each}" for row in rows for each in row["differences"]]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"{STREAMS} streams of up to {MAX_TOKENS} tokens at a time; gaps: the longest between two events of a stream.",
+            *differing,
+        ]
+    )
+
+
+def quantile(values: Sequence[float], share: float = 0.99) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))]
+
+
+async def measure(port: int, scale: float) -> list[dict[str, Any]]:
+    rows = []
+    limits = httpx.Limits(max_connections=4 * STREAMS)
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as config:
+        config.write(CONFIG)
+        config.flush()
+        for dtype, runs in RUNS.items():
+            with cluster(port, "--config", config.name, "--dtype", dtype):
+                async with httpx.AsyncClient(base_url=f"http://{HOST}:{port}", timeout=300, limits=limits) as client:
+                    await until_up(client)
+                    for run in runs:
+                        rows.append(await one_run(client, run, max(1, round(run.kills * scale))))
+                        print(table(rows[-1:]), flush=True)
+    return rows
+
+
+async def one_run(client: httpx.AsyncClient, run: Run, kills: int) -> dict[str, Any]:
+    requests = [Request(run.kinds[n % len(run.kinds)], n, MAX_TOKENS) for n in range(DIFFERENT)]
+    undisturbed = await answered(client, requests)
+    assert all(answer.failure is None for answer in undisturbed), [answer.failure for answer in undisturbed]
+    expected = {answer.request: answer for answer in undisturbed}
+    resumed = await counted(client, "resumed_streams_total")
+    answers = await disturbed(client, requests, kills, random.Random(run.name))
+    differences = [
+        f"request {answer.request.number}: {answer.failure or difference}"
+        for answer in answers
+        if (difference := answer.differs(expected[answer.request])) or answer.failure
+    ]
+    return {
+        "name": run.name,
+        "kills": kills,
+        "streams": len(answers),
+        "finished": sum(answer.failure is None for answer in answers),
+        "exact": len(answers) - len(differences),
+        "resumed": int(await counted(client, "resumed_streams_total") - resumed),
+        "differences": differences,
+        "longest_gaps_s": [answer.longest_gap() for answer in answers],
+        "undisturbed_gaps_s": [answer.longest_gap() for answer in undisturbed],
+        "leaks": (await client.get("/admin/audit")).json()["leaks"],
+    }
+
+
+async def answered(client: httpx.AsyncClient, requests: Sequence[Request]) -> list[Answered]:
+    """Each request once, STREAMS at a time."""
+    slots = asyncio.Semaphore(STREAMS)
+
+    async def one(request: Request) -> Answered:
+        async with slots:
+            return await Answered(request).run(client)
+
+    return list(await asyncio.gather(*(one(request) for request in requests)))
+
+
+@dataclass
+class _Load:
+    """Requests one after the other on STREAMS lanes until `over`."""
+
+    client: httpx.AsyncClient
+    requests: Sequence[Request]
+    answers: list[Answered] = field(default_factory=list)
+    over: bool = False
+    next: int = 0
+
+    async def lane(self) -> None:
+        while not self.over:
+            request = self.requests[self.next % len(self.requests)]
+            self.next += 1
+            self.answers.append(await Answered(request).run(self.client))
+
+
+async def disturbed(client: httpx.AsyncClient, requests: Sequence[Request], kills: int, rng: random.Random) -> list[Answered]:
+    """The answers of a load under which this many decode workers are killed; all of it runs to its end."""
+    load = _Load(client, requests)
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(STREAMS):
+            tasks.create_task(load.lane())
+        for number in range(kills):
+            await asyncio.sleep(rng.uniform(0.5, 4.0))
+            killed = await kill_one(client, rng)
+            print(f"kill {number + 1} of {kills}: {killed}", flush=True)
+        load.over = True
+    return load.answers
+
+
+async def kill_one(client: httpx.AsyncClient, rng: random.Random) -> str:
+    """SIGKILL for a decode worker that has streams, when all are up."""
+    async with asyncio.timeout(START_S):
+        while True:
+            workers = await decode_workers(client)
+            busy = [worker for worker in workers if worker["running"]]
+            if busy and all(worker["running"] is not None for worker in workers):
+                victim = rng.choice(busy)
+                os.kill(victim["pid"], signal.SIGKILL)
+                return f"{victim['worker_id']} with {victim['running']} streams"
+            await asyncio.sleep(0.05)
+
+
+async def decode_workers(client: httpx.AsyncClient) -> list[dict[str, Any]]:
+    workers = (await client.get("/admin/status")).json()["workers"]
+    return [worker for worker in workers if worker["role"] == "decode"]
+
+
+async def counted(client: httpx.AsyncClient, name: str) -> float:
+    lines = (await client.get("/metrics")).text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"tandem:{name}"))
+
+
+async def until_up(client: httpx.AsyncClient) -> None:
+    """Both decode workers."""
+    async with asyncio.timeout(START_S):
+        while True:
+            workers = await decode_workers(client)
+            if len(workers) == 2 and all(worker["running"] is not None for worker in workers):
+                return
+            await asyncio.sleep(0.2)
+
+
+if __name__ == "__main__":
+    main()

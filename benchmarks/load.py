@@ -1,0 +1,107 @@
+"""What benchmarks send to a server, by the client of `tandem bench`, in this process: the same client for every system.
+
+Answers have the length that was asked for (`ignore_eos`), prompts are token ids. Two loads share no prompt unless their seeds
+are equal: a server's prefix cache has nothing of the one for the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loadtest.bench import Finished, run_bench
+from loadtest.options import BenchOptions
+from loadtest.server import ENDPOINTS
+
+
+@dataclass(frozen=True)
+class RandomPrompts:
+    """Lengths in tokens."""
+
+    input_len: int
+    output_len: int
+
+    def options(self) -> dict[str, Any]:
+        return {"dataset_name": "random", "random_input_len": self.input_len, "random_output_len": self.output_len}
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Lengths of a trace's first requests, divided by `length_scale`."""
+
+    dataset: str
+    """azure or mooncake."""
+    path: Path
+    length_scale: float
+
+    def options(self) -> dict[str, Any]:
+        return {"dataset_name": self.dataset, "dataset_path": self.path, "length_scale": self.length_scale}
+
+
+Prompts = RandomPrompts | Trace
+
+WARM_UP, WARM_UPS = RandomPrompts(256, 32), 16
+_WARM_UP_SEED = 2**31
+"""Not that of any measurement."""
+
+
+def bench_options(
+    url: str,
+    prompts: Prompts,
+    *,
+    num_prompts: int,
+    seed: int,
+    request_rate: float = float("inf"),
+    max_concurrency: int | None = None,
+    num_warmups: int = 0,
+    timeout_s: float = 120.0,
+) -> BenchOptions:
+    """Poisson arrivals at this rate, or all at once. Raises InvalidRequestError."""
+    options: dict[str, Any] = {
+        "dataset_path": None,
+        "random_input_len": 1,
+        "random_output_len": 1,
+        "length_scale": 1.0,
+        **prompts.options(),
+    }
+    return BenchOptions(
+        base_url=url,
+        api_key=None,
+        backend="completions",
+        endpoint=ENDPOINTS["completions"],
+        model=None,
+        random_range_ratio=0.0,
+        random_prefix_len=0,
+        sharegpt_output_len=None,
+        time_scale=None,
+        num_prompts=num_prompts,
+        num_warmups=num_warmups,
+        request_rate=request_rate,
+        burstiness=1.0,
+        max_concurrency=max_concurrency,
+        ignore_eos=True,
+        seed=seed,
+        percentile_metrics=("ttft", "tpot", "itl"),
+        metric_percentiles=(50.0, 90.0, 99.0),
+        goodput={},
+        timeout_s=timeout_s,
+        **options,
+    )
+
+
+async def put_load(options: BenchOptions) -> Finished:
+    """Raises InvalidRequestError for a trace that does not fit, UnavailableError if the server answers nothing."""
+    return await run_bench(options, lambda text: None, lambda planned: None, lambda record: None)
+
+
+async def warm_up(url: str) -> None:
+    """Some requests, several at a time. Raises RuntimeError if one fails, its answer has not the length that was asked for, or
+    the server tells no token ids: it would be compared with others that do other work."""
+    found = await put_load(bench_options(url, WARM_UP, num_prompts=WARM_UPS, seed=_WARM_UP_SEED, max_concurrency=8))
+    if found.unit != "tokens":
+        raise RuntimeError("warm-up: the server has no /tokenize")
+    for record in found.records:
+        if not record.ok or record.completion_tokens != WARM_UP.output_len:
+            wrong = record.error or f"an answer of {record.completion_tokens} tokens instead of {WARM_UP.output_len}"
+            raise RuntimeError(f"warm-up: {wrong}")

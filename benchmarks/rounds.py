@@ -1,0 +1,43 @@
+"""Systems measured in turns, and what that says: shared by the scripts that compare servers at one load."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from benchmarks.servers import System, turns
+
+Round = dict[str, float]
+"""Figures of one system."""
+
+
+def compare(
+    systems: Sequence[System], count: int, measure: Callable[[System, int], Coroutine[Any, Any, Round]]
+) -> dict[str, Any]:
+    """`measure(system, round)` of all systems in every round; the figures, the systems' settings, the load before."""
+    load_average = os.getloadavg()[0]
+    rounds: dict[str, list[Round]] = {system.name: [] for system in systems}
+    for number, system in turns(systems, range(count)):
+        found = asyncio.run(measure(system, number))
+        rounds[system.name].append(found)
+        shown = ", ".join(f"{name} {value:.1f}" for name, value in found.items())
+        print(f"round {number + 1}: {system.name}: {shown}", flush=True)
+    settings = {system.name: system.settings for system in systems}
+    return {"load_average_before": load_average, "settings": settings, "rounds": rounds}
+
+
+def median(rounds: Sequence[Round], figure: str) -> float:
+    return float(statistics.median(each[figure] for each in rounds))
+
+
+def spread(values: Sequence[float], digits: int = 0) -> str:
+    """Median, and the range in brackets."""
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def origin(result: dict[str, Any], script: str) -> str:
+    """Last line of a table."""
+    return f"Load average before: {result['load_average_before']:.1f}. Command: `python -m benchmarks.{script} --peer-env DIR`"
