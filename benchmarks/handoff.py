@@ -114,11 +114,11 @@ async def first_tokens(transport: TransportName, rounds: int) -> dict[str, list[
 async def _ask(prefill: Caller, decode: Caller, prompt: tuple[int, ...], max_tokens: int) -> tuple[float, float]:
     """Seconds to the first token, and from there until the answer can go on."""
     sampling = SamplingParams(seed=0, max_tokens=max_tokens, temperature=0.0)
-    reserved: Reserved = await decode.ask(lambda call_id: Reserve(call_id, "b", prompt, max_tokens, "", new_trace()), 10)
+    reserved: Reserved = await decode.ask(lambda call_id: Reserve(call_id, "b", prompt, max_tokens, "", new_trace(), 0), 10)
     ticket = reserved.ticket
     began = time.perf_counter()
     first: FirstToken = await prefill.ask(
-        lambda call_id: Prefill(call_id, "b", ticket, prompt, 0, sampling, "", new_trace()), 60
+        lambda call_id: Prefill(call_id, "b", ticket, prompt, 0, sampling, "", new_trace(), False), 60
     )
     ttft_s = time.perf_counter() - began
     if max_tokens > 1:

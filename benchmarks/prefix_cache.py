@@ -86,11 +86,11 @@ def _tokens(rng: random.Random, count: int) -> tuple[int, ...]:
 
 async def _ask(prefill: Caller, decode: Caller, worker: DecodeWorker, prompt: tuple[int, ...]) -> tuple[float, FirstToken]:
     sampling = SamplingParams(seed=0, max_tokens=2, temperature=0.0)
-    reserved: Reserved = await decode.ask(lambda call_id: Reserve(call_id, "b", prompt, 2, "", new_trace()), 10)
+    reserved: Reserved = await decode.ask(lambda call_id: Reserve(call_id, "b", prompt, 2, "", new_trace(), 0), 10)
     committed = worker.transfer_stats.committed
     began = time.perf_counter()
     first: FirstToken = await prefill.ask(
-        lambda call_id: Prefill(call_id, "b", reserved.ticket, prompt, 0, sampling, "", new_trace()), 60
+        lambda call_id: Prefill(call_id, "b", reserved.ticket, prompt, 0, sampling, "", new_trace(), False), 60
     )
     ttft_s = time.perf_counter() - began
     while worker.transfer_stats.committed == committed:  # noqa: ASYNC110 - a count, between two measurements

@@ -73,7 +73,7 @@ class PoolConfig(_Section):
 class PrefillConfig(PoolConfig):
     workers: Annotated[int, Field(ge=0, le=1024)] = 1
     """0 where decode workers compute all prompts (`disaggregation: never`), and only there."""
-    max_batch_tokens: Positive = 128
+    max_batch_tokens: Positive = 64
     """Prompt tokens per step, also of decode workers that compute prompts: the chunk. A cancel takes effect after one at the
     latest."""
     max_queued_requests: Positive = 1024

@@ -5,7 +5,8 @@
 First come, first served: a step takes up to `max_batch_tokens` tokens from the oldest prompts, so that short prompts share
 a step and a long one is cut into chunks. A prompt is cut at multiples of `max_batch_tokens` whatever else is there: where the
 cuts are decides how sums are rounded, and a request's tokens shall not depend on its company. A prompt gets all its blocks
-when it starts; while there are too few, it and those behind it wait, so that a long prompt is never starved by short ones.
+when it starts; while there are too few, it and those behind it that have none wait, so that a long prompt is never starved by
+short ones. The router may put a prompt in front of others, also of one that is being computed: each is overtaken once at most.
 
 A prompt starts behind the blocks that the prefix cache has of it, and is first cut at the next such multiple. Its last token
 is always computed, for its logits, and into a block of its own, for a shared block is never written. What a step has computed
@@ -38,6 +39,8 @@ class Prompt:
     """Tokens at its beginning whose KV was there when it started."""
     computed: int = 0
     """Tokens whose KV is in the pool, or will be after the current step."""
+    overtaken: bool = False
+    """Nobody goes before it any more."""
 
     @property
     def remaining(self) -> int:
@@ -70,7 +73,7 @@ class PrefillScheduler:
         self._max_batch_tokens = max_batch_tokens
         self._shares_prefixes = shares_prefixes
         self._prompts: list[Prompt] = []
-        """Queued and computing, oldest first."""
+        """Queued and computing, in their order."""
         self._held = 0
         self.cache_queries = 0
         """Tokens of the prompts that were started."""
@@ -101,19 +104,31 @@ class PrefillScheduler:
         keys = block_keys(token_ids, self._block_size, cache_salt) if self._shares_prefixes else ()
         return Prompt(token_ids, keys, whole)
 
-    def add(self, prompt: Prompt) -> None:
-        self._prompts.append(prompt)
+    def add(self, prompt: Prompt, *, ahead: bool = False) -> None:
+        """Behind all others, or `ahead` of those at the end that were not overtaken yet."""
+        place = len(self._prompts)
+        while ahead and place and not self._prompts[place - 1].overtaken:
+            place -= 1
+            self._prompts[place].overtaken = True
+        prompt.overtaken = ahead
+        self._prompts.insert(place, prompt)
 
     def plan(self) -> list[PlannedChunk]:
         """The next step's chunks, at most `max_batch_tokens` tokens in all; moves the prompts on accordingly."""
         chunks: list[PlannedChunk] = []
         room = self._max_batch_tokens
+        blocks_lack = False
         for prompt in self._prompts:
+            if blocks_lack and not prompt.block_table:
+                continue
             hit = 0 if prompt.block_table else self._cache.match(self._usable_keys(prompt))
             start = prompt.computed or hit * self._block_size
             num_tokens = min(self._max_batch_tokens - start % self._max_batch_tokens, len(prompt.token_ids) - start)
-            if num_tokens > room or not (prompt.block_table or self._start(prompt, hit)):
+            if num_tokens > room:
                 break
+            if not prompt.block_table and not self._start(prompt, hit):
+                blocks_lack = True  # what would free them may be behind it
+                continue
             room -= num_tokens
             prompt.computed = start + num_tokens
             chunks.append(PlannedChunk(prompt, start, num_tokens, last=prompt.remaining == 0))

@@ -198,7 +198,7 @@ class PrefillWorker:
             self._fail(job, error)
             return
         if not job.stopped:
-            self._scheduler.add(job.prompt)
+            self._scheduler.add(job.prompt, ahead=message.ahead)
             self._changed()
 
     def _cancel(self, router: bytes, message: Cancel) -> None:

@@ -278,6 +278,8 @@ class Prefill:
     cache_salt: str
     """As in `Reserve`."""
     trace: TraceContext
+    ahead: bool
+    """It goes before the prompts that are there, but for those that were overtaken once."""
 
 
 @message(21)

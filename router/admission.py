@@ -4,8 +4,10 @@
                   └─► no room in time, or nobody is up ──────────► 429 | 503
 
 A worker's queue is first come, first served, so requests are held back here, where it is known who is due: a prefill worker
-gets no more from one router than keeps it busy for a step. Blocks are reserved at the decode worker before any prefill work
-is spent. A `Claim` (`router.claim`) holds what the request has at both workers and gives all of it back when it is left.
+gets no more from one router than keeps it busy for a step. Only a tenant that has no prompt there may have one more put in
+front of them: it then waits for a step of another's long prompt, and not for all of it. Blocks are reserved at the decode
+worker before any prefill work is spent. A `Claim` (`router.claim`) holds what the request has at both workers and gives all
+of it back when it is left.
 
 The decode worker may compute the prompt itself: always (`disaggregation: never`), or where that is better (`auto`). It does so
 in any case for a stream that has to go on elsewhere while prefill is busy: those of a lost worker all stand still at once.
@@ -127,7 +129,8 @@ class Admission:
             if computes is not None:
                 self._metrics.decided("here" if computes is decode else "there")
                 note_change = self._roster.note_change
-                return Claim(attempt_id, computes, decode, ticket, num_tokens, need_blocks, self._costs, note_change)
+                ahead = not computes.prompts.takes_prompt(num_tokens, self._config.prefill.max_batch_tokens)
+                return Claim(attempt_id, computes, decode, ticket, journal, need_blocks, self._costs, note_change, ahead=ahead)
             decode.release(ticket.ticket_id)
             decode.book.done(need_blocks)
         return None
@@ -153,10 +156,12 @@ class Admission:
         """Who computes a prompt that `decode` decodes: a prefill worker, or itself. None: it has to wait, or does well to."""
         mode, window_tokens = self._config.disaggregation, self._config.prefill.max_batch_tokens
         num_tokens = len(journal.token_ids)
-        there = None if mode == "never" else self._roster.best_prefill(num_tokens, window_tokens, avoid)
+        tenant = journal.standing.tenant
+        there = None if mode == "never" else self._roster.best_prefill(num_tokens, window_tokens, tenant, avoid)
         if self._needs_prefill(journal) or (mode == "always" and there is not None):
             return there
-        here = decode if decode.prompt_load().takes_prompt(num_tokens, window_tokens) else None
+        takes = decode.prompts.refused_size is None and decode.prompts.takes_prompt(num_tokens, window_tokens)
+        here = decode if takes else None
         if mode != "auto" or not self._roster.ready(Role.PREFILL):
             return here
         if self._prefer_here(num_tokens, held_tokens, decode, avoid):

@@ -72,7 +72,7 @@ class First:
 class Claim:
     """Made with what was reserved. `computes` is who computes the prompt: a prefill worker, or the decode worker itself.
 
-    `costs` learns what that took; `on_prefilled` is called when it is done.
+    It does so `ahead` of the prompts that are there. `costs` learns what that took; `on_prefilled` is called when it is done.
     """
 
     def __init__(
@@ -81,17 +81,21 @@ class Claim:
         computes: WorkerLink,
         decode: WorkerLink,
         ticket: Ticket,
-        num_tokens: int,
+        journal: Journal,
         num_blocks: int,
         costs: PrefillCosts,
         on_prefilled: Callable[[], None],
+        *,
+        ahead: bool,
     ) -> None:
         self.computes = computes
         self.decode = decode
         self.here = computes is decode
         self._attempt_id = attempt_id
         self._ticket = ticket
-        self._num_tokens = num_tokens
+        self._num_tokens = len(journal.token_ids)
+        self._tenant = journal.standing.tenant
+        self._ahead = ahead
         self._num_blocks = num_blocks
         self._costs = costs
         self._on_prefilled = on_prefilled
@@ -100,7 +104,7 @@ class Claim:
         self._handed_over = False
         self._stream = decode.open_stream(ticket.ticket_id)
         self._waits = computes.prompt_load().queued_tokens > 0
-        computes.prompts.give(num_tokens)
+        computes.prompts.give_prompt(self._num_tokens, self._tenant, ahead=ahead)
 
     def __enter__(self) -> Claim:
         return self
@@ -170,6 +174,7 @@ class Claim:
                 journal.sampling,
                 journal.cache_salt,
                 journal.trace,
+                ahead=self._ahead,
             )
         )
         try:
@@ -249,7 +254,7 @@ class Claim:
     def _prefill_done(self) -> None:
         if self._prefilling:
             self._prefilling = False
-            self.computes.prompts.done(self._num_tokens)
+            self.computes.prompts.prompt_done(self._num_tokens, self._tenant)
             self._on_prefilled()
 
 

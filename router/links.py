@@ -221,6 +221,8 @@ class WorkerLink:
         sampling: SamplingParams,
         cache_salt: str,
         trace: TraceContext,
+        *,
+        ahead: bool,
     ) -> FirstToken:
         """Compute a prompt at a prefill worker and have its KV pushed to the ticket. Whoever gives up calls `cancel`.
 
@@ -231,7 +233,9 @@ class WorkerLink:
         self._num_prefills += 1
         try:
             answer = await self._ask(
-                lambda call_id: Prefill(call_id, request_id, ticket, token_ids, num_generated, sampling, cache_salt, trace),
+                lambda call_id: Prefill(
+                    call_id, request_id, ticket, token_ids, num_generated, sampling, cache_salt, trace, ahead
+                ),
                 _LONGEST_PREFILL_S,
             )
             return self._expect(answer, FirstToken)

@@ -7,6 +7,7 @@ link counts them until the next report includes them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -35,7 +36,35 @@ class Book:
     """Requests given, ever."""
     refused_size: int | None = None
     """The smallest size that the worker refused since its latest report."""
+    tenants: Counter[str] = field(default_factory=Counter)
+    """Of prompts in flight, by tenant."""
+    overtaker: str | None = None
+    """Whose prompt was given to go before those that were there."""
     on_change: Callable[[], None] = field(default=_nobody, repr=False, compare=False)
+
+    def give_prompt(self, num_tokens: int, tenant: str, *, ahead: bool) -> None:
+        """A prompt, `ahead` of those in flight."""
+        self.tenants[tenant] += 1
+        if ahead:
+            self.overtaker = tenant
+        self.give(num_tokens)
+
+    def prompt_done(self, num_tokens: int, tenant: str) -> None:
+        self.tenants[tenant] -= 1
+        if not self.tenants[tenant]:
+            del self.tenants[tenant]
+            if self.overtaker == tenant:
+                self.overtaker = None
+        self.done(num_tokens)
+
+    def takes_prompt(self, num_tokens: int, window_tokens: int) -> bool:
+        """Whether a prompt of this length may go behind those in flight: what is queued at the worker is out of this router's
+        hands, and goes before whoever comes next and is due. One prompt of any length is always let through."""
+        return not self.in_flight_size or self.in_flight_size + num_tokens <= window_tokens
+
+    def may_overtake(self, tenant: str) -> bool:
+        """Whether a prompt may go before those in flight instead: a tenant's only one, and one at a time."""
+        return self.overtaker is None and not self.tenants[tenant]
 
     def give(self, size: int) -> None:
         self.in_flight += 1
@@ -77,12 +106,6 @@ class WorkerLoad:
         """Prompt tokens ahead of a new request: at least what this router itself is still waiting for."""
         reported = self.report.queued_tokens if self.report else 0
         return max(reported + self.book.unreported_size, self.book.in_flight_size)
-
-    def takes_prompt(self, num_tokens: int, window_tokens: int) -> bool:
-        """Whether a prompt of this length may go there now: what is queued there is out of this router's hands, and goes before
-        whoever comes next and is due. One prompt of any length is always let through."""
-        ahead = self.book.in_flight_size
-        return self.book.refused_size is None and (not ahead or ahead + num_tokens <= window_tokens)
 
     @property
     def reservable_blocks(self) -> int | None:

@@ -53,7 +53,7 @@ class PrefillRanking:
         """Take over a worker's load. One that refused a request since its last report (queue full) is left out."""
         book = load.book
         if book.refused_size is None:
-            key = (load.queued_tokens, book.in_flight, book.given, load.worker_id, book.in_flight_size)
+            key = (load.queued_tokens, book.in_flight, book.given, load.worker_id, book)
             self._sorted.put(load.worker_id, key)
         else:
             self._sorted.discard(load.worker_id)
@@ -62,15 +62,12 @@ class PrefillRanking:
         """It takes no more requests; a worker that is not here changes nothing."""
         self._sorted.discard(worker_id)
 
-    def best(self, num_tokens: int, window_tokens: int, avoid: Container[str] = ()) -> str | None:
-        """Who gets a prompt of this length; one in `avoid` only if there is no other, None if there is nobody.
-
-        Not one for which this router would have more than `window_tokens` to wait for: what is queued there is out of its
-        hands, and would go before whoever comes next and is due. One prompt of any length is always let through.
-        """
+    def best(self, num_tokens: int, window_tokens: int, tenant: str, avoid: Container[str] = ()) -> str | None:
+        """Who gets a prompt of this length; one in `avoid` only if there is no other, None if nobody takes it, in front of
+        others (`Book.may_overtake`) or behind them (`Book.takes_prompt`)."""
         avoided = None
-        for _, _, _, worker_id, ahead in self._sorted.keys:
-            if not ahead or ahead + num_tokens <= window_tokens:
+        for _, _, _, worker_id, book in self._sorted.keys:
+            if book.takes_prompt(num_tokens, window_tokens) or book.may_overtake(tenant):
                 if worker_id not in avoid:
                     return str(worker_id)
                 avoided = avoided or str(worker_id)

@@ -161,14 +161,14 @@ class Router:
             book.done(waiting.need_blocks)
             self._found_none(waiting, seen)
             return
-        self._known[prefill_id].book.give(len(request.token_ids))
+        self._known[prefill_id].book.give_prompt(len(request.token_ids), ANYBODY.tenant, ahead=False)
         del self._waiting[waiting.entry]
         self._line.leave(waiting.entry, self._clock.now, served=True)
         self._clock.after(self._overheads.message_s, self._prefill, waiting, prefill_id, decode_id, ticket_id)
         self._call()
 
     def _best_prefill(self, request: Request) -> str | None:
-        return self.prefill_ranking.best(len(request.token_ids), self._config.prefill.max_batch_tokens)
+        return self.prefill_ranking.best(len(request.token_ids), self._config.prefill.max_batch_tokens, ANYBODY.tenant)
 
     def _found_none(self, waiting: _Waiting, seen: int) -> None:
         if waiting.late:
@@ -221,7 +221,7 @@ class Router:
         else:
             self._clock.after(self._overheads.message_s, decode.release, ticket_id)
             self._finished(request, decode_id, waiting.need_blocks)
-        self._known[prefill_id].book.done(len(request.token_ids))
+        self._known[prefill_id].book.prompt_done(len(request.token_ids), ANYBODY.tenant)
         self._note_change()
 
     def _finished(self, request: Request, decode_id: str, need_blocks: int) -> None:

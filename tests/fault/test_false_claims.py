@@ -104,7 +104,9 @@ def test_another_router_s_transfer_can_t_be_touched(two_workers: Factory, refere
                 for guess in guesses:
                     forged = dataclasses.replace(ticket, transfer_id=guess)
                     at_prefill.send(
-                        Prefill(guess % 1000, "r", forged, tuple(prompt_of(120, 5)), 0, greedy(8), str(number), new_trace())
+                        Prefill(
+                            guess % 1000, "r", forged, tuple(prompt_of(120, 5)), 0, greedy(8), str(number), new_trace(), False
+                        )
                     )
                     at_prefill.send(Cancel("r"))
                     at_decode.send(
@@ -143,7 +145,10 @@ def test_a_trace_that_would_spoil_the_log_is_refused(two_workers: Factory, refer
                     await here.router.decode.ask(lambda call_id, trace=trace: Reserve(call_id, "r", (1,), 4, "", trace, 0), 10)
                 with pytest.raises(ProtocolError, match="trace context"):
                     await here.router.prefill.ask(
-                        lambda call_id, trace=trace: Prefill(call_id, "r", ticket, tuple(PROMPT), 0, greedy(8), "", trace), 10
+                        lambda call_id, trace=trace: Prefill(
+                            call_id, "r", ticket, tuple(PROMPT), 0, greedy(8), "", trace, False
+                        ),
+                        10,
                     )
             here.router.decode.send(Release(ticket.ticket_id))
 

@@ -95,7 +95,9 @@ class ScriptedRouter:
     ) -> FirstToken:
         """`emitted`: how many tokens at the prompt's end are of the answer already."""
         first: FirstToken = await self.prefill.ask(
-            lambda call_id: Prefill(call_id, request_id, ticket, tuple(prompt), emitted, sampling, cache_salt, new_trace()),
+            lambda call_id: Prefill(
+                call_id, request_id, ticket, tuple(prompt), emitted, sampling, cache_salt, new_trace(), False
+            ),
             20,
         )
         return first

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,23 +30,36 @@ def added(scheduler: PrefillScheduler, *prompts: range, salt: str = "") -> list[
 class Run:
     """A run with any number of prompts, and what must hold after each step."""
 
-    def __init__(self, prompts: list[range], budget: int, num_blocks: int) -> None:
+    def __init__(self, budget: int, num_blocks: int) -> None:
         self.budget = budget
         self.cache = PrefixCache(num_blocks)
         self.scheduler = PrefillScheduler(self.cache, BLOCK_SIZE, budget, shares_prefixes=True)
-        self.prompts = added(self.scheduler, *prompts)
-        for prompt in self.prompts[::3]:
-            prompt.whole = True
-        self.reached = dict.fromkeys(self.prompts, 0)
+        self.prompts: list[Prompt] = []
+        """That have arrived."""
+        self.line: list[Prompt] = []
+        """Those of them that are not computed, in the order in which they are to start."""
+        self.overtaken: set[Prompt] = set()
+        """Or ahead themselves."""
+        self.reached: dict[Prompt, int] = {}
         """How far its KV goes."""
         self.started: list[Prompt] = []
         self.finished: list[Prompt] = []
         self.held: list[Prompt] = []
         self.dropped: set[Prompt] = set()
 
+    def arrive(self, prompt: Prompt, *, ahead: bool) -> None:
+        """As the docstring of `add` has it, in the plainest words."""
+        self.scheduler.add(prompt, ahead=ahead)
+        passed = list(takewhile(lambda other: ahead and other not in self.overtaken, reversed(self.line)))
+        self.line.insert(len(self.line) - len(passed), prompt)
+        self.overtaken.update(passed, [prompt] if ahead else [])
+        self.prompts.append(prompt)
+        self.reached[prompt] = 0
+
     def drop(self, victim: Prompt) -> None:
         if victim not in self.finished and victim not in self.dropped:
             self.dropped.add(victim)
+            self.line.remove(victim)
             self.scheduler.drop(victim)
             self.scheduler.release(victim)
 
@@ -67,6 +82,8 @@ class Run:
         assert chunk.handoff_start == self.reached[prompt], "the handoff has no gap and no overlap"
         if prompt not in self.started:
             self.started.append(prompt)
+            before = self.line[: self.line.index(prompt)]
+            assert set(before) <= set(self.started), "it starts after all that go before it"
             assert chunk.start == prompt.cached
             assert prompt.cached % BLOCK_SIZE == 0
         else:
@@ -83,19 +100,25 @@ class Run:
         if chunk.last:
             self.finished.append(prompt)
             self.held.append(prompt)
+            self.line.remove(prompt)
 
 
 @given(
-    prompts=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 40)), min_size=1, max_size=12),
+    prompts=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 40), st.booleans()), min_size=1, max_size=12),
     budget=st.integers(1, 32),
     num_blocks=st.integers(10, 40),
     data=st.data(),
 )
 @settings(max_examples=300)
 def test_every_prompt_is_computed_once_in_order(
-    prompts: list[tuple[int, int]], budget: int, num_blocks: int, data: st.DataObject
+    prompts: list[tuple[int, int, bool]], budget: int, num_blocks: int, data: st.DataObject
 ) -> None:
-    run = Run([range(100 * family, 100 * family + length) for family, length in prompts], budget, num_blocks)
+    run = Run(budget, num_blocks)
+    for number, (family, length, ahead) in enumerate(prompts):
+        tokens = range(100 * family, 100 * family + length)
+        run.arrive(run.scheduler.new_prompt(tokens, "", whole=number % 3 == 0), ahead=ahead)
+        for _ in range(data.draw(st.integers(0, 3))):
+            run.step()
     for _ in range(2000):
         if data.draw(st.integers(0, 9)) == 0:
             run.drop(data.draw(st.sampled_from(run.prompts)))
@@ -105,8 +128,6 @@ def test_every_prompt_is_computed_once_in_order(
         if not plan and not run.held and run.scheduler.num_waiting == 0:
             break
     assert {*run.finished, *run.dropped} == set(run.prompts)
-    starts = [run.prompts.index(prompt) for prompt in run.started]
-    assert starts == sorted(starts), "first come, first served"
     for prompt in run.held:
         run.scheduler.release(prompt)
     assert run.cache.num_free == num_blocks
@@ -132,6 +153,28 @@ def test_a_long_prompt_is_not_starved_by_short_ones() -> None:
     assert step(scheduler) == [], "the long prompt waits for all four blocks, and the short one behind it"
     scheduler.release(first)
     assert [chunk.prompt for chunk in step(scheduler)] == [long]
+
+
+def test_a_prompt_goes_before_one_that_is_being_computed_and_none_is_overtaken_twice() -> None:
+    scheduler = PrefillScheduler(PrefixCache(100), BLOCK_SIZE, 16, shares_prefixes=True)
+    long, queued = added(scheduler, range(40), range(100, 116))
+    assert [chunk.prompt for chunk in step(scheduler)] == [long]
+    first, second = (scheduler.new_prompt(range(start, start + 16), "") for start in (200, 300))
+    scheduler.add(first, ahead=True)
+    scheduler.add(second, ahead=True)
+    assert [step(scheduler)[0].prompt for _ in range(5)] == [first, long, long, queued, second]
+
+
+def test_a_started_prompt_goes_on_while_one_ahead_of_it_finds_no_blocks() -> None:
+    scheduler = PrefillScheduler(PrefixCache(6), BLOCK_SIZE, 8, shares_prefixes=True)
+    [long] = added(scheduler, range(16))
+    step(scheduler)
+    ahead = scheduler.new_prompt(range(100, 112), "")
+    scheduler.add(ahead, ahead=True)
+    assert [(chunk.prompt, chunk.last) for chunk in step(scheduler)] == [(long, True)]
+    assert step(scheduler) == [], "its KV is still to be handed over"
+    scheduler.release(long)
+    assert [chunk.prompt for chunk in step(scheduler)] == [ahead]
 
 
 def test_a_prompt_starts_behind_what_is_cached_and_hands_it_over() -> None:

@@ -14,18 +14,23 @@ from router.policy import Book, WorkerLoad, blocks_for
 from router.ranking import DecodeRanking, PrefillRanking
 
 WINDOW = 300
+TENANT, OTHER = "a tenant", "another"
 
 
 def report(worker_id: str, queued_tokens: int = 0, reservable_blocks: int = 0) -> LoadReport:
     return LoadReport(worker_id, 1, 0, 0, queued_tokens, 999, 1000, 0, 0, 0, 0.0, 0.0, 0, 0, 0, reservable_blocks, 0, 0, 0)
 
 
-def sorted_prefills(loads: Iterable[WorkerLoad], num_tokens: int, window_tokens: int, avoid: Container[str]) -> list[str]:
+def sorted_prefills(
+    loads: Iterable[WorkerLoad], num_tokens: int, window_tokens: int, avoid: Container[str], tenant: str = TENANT
+) -> list[str]:
     """The rule in the plainest words: look at all workers."""
     found = []
     for load in loads:
         book = load.book
-        if book.refused_size is None and (not book.in_flight_size or book.in_flight_size + num_tokens <= window_tokens):
+        behind = not book.in_flight_size or book.in_flight_size + num_tokens <= window_tokens
+        before = tenant not in book.tenants and book.overtaker is None
+        if book.refused_size is None and (behind or before):
             turn = (book.in_flight, book.given, load.worker_id)
             found.append((load.worker_id in avoid, load.queued_tokens, turn))
     return [turn[-1] for _, _, turn in sorted(found)]
@@ -41,11 +46,13 @@ def sorted_decodes(loads: Iterable[WorkerLoad], need_blocks: int, avoid: Contain
     return [turn[-1] for _, _, _, turn in sorted(found)]
 
 
-def best_prefill(loads: Iterable[WorkerLoad], num_tokens: int, window_tokens: int, avoid: Container[str] = ()) -> str | None:
+def best_prefill(
+    loads: Iterable[WorkerLoad], num_tokens: int, window_tokens: int, avoid: Container[str] = (), tenant: str = TENANT
+) -> str | None:
     ranking = PrefillRanking()
     for load in loads:
         ranking.put(load)
-    return ranking.best(num_tokens, window_tokens, avoid)
+    return ranking.best(num_tokens, window_tokens, tenant, avoid)
 
 
 def decode_order(loads: Iterable[WorkerLoad], need_blocks: int, avoid: Container[str] = ()) -> list[str]:
@@ -62,6 +69,8 @@ books = st.builds(
     unreported_size=st.integers(0, 500),
     given=st.integers(0, 9),
     refused_size=st.none() | st.integers(0, 500),
+    tenants=st.dictionaries(st.sampled_from([TENANT, OTHER]), st.integers(1, 3)).map(Counter),
+    overtaker=st.none() | st.just(OTHER),
 )
 
 
@@ -97,7 +106,7 @@ _MOVES = st.tuples(
 @given(st.lists(_MOVES, max_size=60), st.integers(1, 200), st.sets(st.sampled_from("abcde"), max_size=2))
 def test_choice_stays_that_while_loads_change(moves: list[tuple[str, str, int]], size: int, avoid: set[str]) -> None:
     loads: dict[str, WorkerLoad] = {}
-    given_sizes: dict[str, list[int]] = {}
+    given_prompts: dict[str, list[tuple[int, str]]] = {}
     prefills, decodes = PrefillRanking(), DecodeRanking()
 
     def put(name: str) -> None:
@@ -107,14 +116,15 @@ def test_choice_stays_that_while_loads_change(moves: list[tuple[str, str, int]],
     for name, move, amount in moves:
         if name not in loads:
             loads[name] = WorkerLoad(name, None, Book(on_change=lambda name=name: put(name)))  # type: ignore[misc]
-            given_sizes[name] = []
+            given_prompts[name] = []
             put(name)
         book = loads[name].book
         if move == "give":
-            book.give(amount)
-            given_sizes[name].append(amount)
-        elif move == "done" and given_sizes[name]:
-            book.done(given_sizes[name].pop())
+            tenant = TENANT if amount % 2 else OTHER
+            book.give_prompt(amount, tenant, ahead=not book.takes_prompt(amount, WINDOW) and book.may_overtake(tenant))
+            given_prompts[name].append((amount, tenant))
+        elif move == "done" and given_prompts[name]:
+            book.prompt_done(*given_prompts[name].pop())
         elif move == "refuse":
             book.refuse(amount)
         elif move == "report":
@@ -125,7 +135,7 @@ def test_choice_stays_that_while_loads_change(moves: list[tuple[str, str, int]],
             prefills.discard(name)
             decodes.discard(name)
         [first, *_] = [*sorted_prefills(loads.values(), size, WINDOW, avoid), None]
-        assert prefills.best(size, WINDOW, avoid) == first
+        assert prefills.best(size, WINDOW, TENANT, avoid) == first
         assert list(decodes.order(size, avoid)) == sorted_decodes(loads.values(), size, avoid)
 
 
@@ -133,7 +143,7 @@ def test_choice_stays_that_while_loads_change(moves: list[tuple[str, str, int]],
 def test_prefill_goes_to_the_shortest_queue(workers: list[WorkerLoad], avoid: set[str]) -> None:
     best = best_prefill(workers, 10, WINDOW, avoid)
     by_id = {load.worker_id: load for load in workers}
-    within = {load.worker_id for load in workers if load.book.in_flight_size == 0 or load.book.in_flight_size <= WINDOW - 10}
+    within = {load.worker_id for load in workers if load.book.takes_prompt(10, WINDOW) or load.book.may_overtake(TENANT)}
     open_ids = {load.worker_id for load in workers if load.book.refused_size is None} & within
     ranks = {name: (name in avoid, by_id[name].queued_tokens) for name in open_ids}
     assert best in open_ids if open_ids else best is None
@@ -171,10 +181,38 @@ def test_what_is_out_of_hand_is_a_window_or_one_prompt(prompts: list[int], windo
     worker = WorkerLoad("p", report("p"), Book())
     for prompt in prompts:
         if best_prefill([worker], prompt, window):
-            worker.book.give(prompt)
+            worker.book.give_prompt(prompt, TENANT, ahead=False)
         elif worker.book.in_flight == 1:
             assert worker.book.in_flight_size + prompt > window
         assert worker.book.in_flight == 1 or worker.book.in_flight_size <= window
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 100), st.booleans()), max_size=60))
+def test_beyond_the_window_goes_one_prompt_of_a_tenant_that_has_none(moves: list[tuple[str, int, bool]]) -> None:
+    worker = WorkerLoad("p", report("p"), Book())
+    in_flight: list[tuple[int, str]] = []
+    overtaking: tuple[int, str] | None = None
+    for tenant, size, ends in moves:
+        if ends and in_flight:
+            ended = in_flight.pop(size % len(in_flight))
+            worker.book.prompt_done(*ended)
+            if overtaking is not None and not any(of == overtaking[1] for _, of in in_flight):
+                overtaking = None
+            continue
+        ahead = not worker.book.takes_prompt(size, 100)
+        if best_prefill([worker], size, 100, tenant=tenant) is None:
+            continue
+        if ahead:
+            assert overtaking is None, "one at a time"
+            assert tenant not in [of for _, of in in_flight]
+            overtaking = (size, tenant)
+        worker.book.give_prompt(size, tenant, ahead=ahead)
+        in_flight.append((size, tenant))
+        behind = [size for size, of in in_flight if overtaking is None or of != overtaking[1]]
+        assert len(behind) < 2 or sum(behind) <= 100
+    for each in in_flight:
+        worker.book.prompt_done(*each)
+    assert worker.book == Book(given=worker.book.given, unreported_size=worker.book.unreported_size)
 
 
 @given(st.integers(2, 5), st.integers(1, 30))
