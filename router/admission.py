@@ -4,10 +4,10 @@
                   └─► no room in time, or nobody is up ──────────► 429 | 503
 
 A worker's queue is first come, first served, so requests are held back here, where it is known who is due: a prefill worker
-gets no more from one router than keeps it busy for a step. Only a tenant that has no prompt there may have one more put in
-front of them: it then waits for a step of another's long prompt, and not for all of it. Blocks are reserved at the decode
-worker before any prefill work is spent. A `Claim` (`router.claim`) holds what the request has at both workers and gives all
-of it back when it is left.
+gets no more from one router than keeps it busy for a step. Only of a tenant that has no other request one more prompt may be
+put in front of those of tenants that have: it then waits for a step of a long prompt of theirs, and not for all of it. Blocks
+are reserved at the decode worker before any prefill work is spent. A `Claim` (`router.claim`) holds what the request has at
+both workers and gives all of it back when it is left.
 
 The decode worker may compute the prompt itself: always (`disaggregation: never`), or where that is better (`auto`). It does so
 in any case for a stream that has to go on elsewhere while prefill is busy: those of a lost worker all stand still at once.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Container, Sequence
+from functools import partial
 
 from configs.schema import ClusterConfig
 from protocol.errors import InvalidRequestError, OverloadedError, TandemError, UnavailableError
@@ -27,7 +28,7 @@ from router.disaggregation import Case, PrefillCosts, prefill_here
 from router.journal import Journal
 from router.line import WaitingLine
 from router.links import WorkerLink
-from router.policy import blocks_for
+from router.policy import Book, blocks_for
 from router.roster import Roster
 from router.status import needed_roles
 from telemetry.metrics import Metrics
@@ -156,8 +157,8 @@ class Admission:
         """Who computes a prompt that `decode` decodes: a prefill worker, or itself. None: it has to wait, or does well to."""
         mode, window_tokens = self._config.disaggregation, self._config.prefill.max_batch_tokens
         num_tokens = len(journal.token_ids)
-        tenant = journal.standing.tenant
-        there = None if mode == "never" else self._roster.best_prefill(num_tokens, window_tokens, tenant, avoid)
+        may_overtake = partial(Book.may_be_overtaken, tenant=journal.standing.tenant, in_line=self._line.num_of)
+        there = None if mode == "never" else self._roster.best_prefill(num_tokens, window_tokens, may_overtake, avoid)
         if self._needs_prefill(journal) or (mode == "always" and there is not None):
             return there
         takes = decode.prompts.refused_size is None and decode.prompts.takes_prompt(num_tokens, window_tokens)

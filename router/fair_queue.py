@@ -86,6 +86,11 @@ class FairQueue:
             tenant.waiting.append(entry)
         return entry
 
+    def num_of(self, tenant: str) -> int:
+        """Its requests, resumed streams apart."""
+        levels = self._levels.values()
+        return sum(len(level.tenants[tenant].waiting) for level in levels if tenant in level.tenants)
+
     def first(self, now: float) -> Entry | None:
         """Who goes next; stays in the queue."""
         if self._resumed:

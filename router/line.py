@@ -60,6 +60,10 @@ class LineRules:
     def __len__(self) -> int:
         return len(self._queue)
 
+    def num_of(self, tenant: str) -> int:
+        """As in FairQueue."""
+        return self._queue.num_of(tenant)
+
     def enter(self, standing: Standing | None, cost: float, patience_s: float, now: float) -> tuple[Entry, Entry | None]:
         """The newcomer's entry, and another's that has to make room for it. None is a resumed stream, which is never refused.
 
@@ -155,6 +159,10 @@ class WaitingLine:
 
     def __len__(self) -> int:
         return len(self._places)
+
+    def num_of(self, tenant: str) -> int:
+        """As in FairQueue."""
+        return self._rules.num_of(tenant)
 
     def retry_after_s(self, standing: Standing) -> float:
         """As in LineRules."""

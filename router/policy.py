@@ -62,9 +62,13 @@ class Book:
         hands, and goes before whoever comes next and is due. One prompt of any length is always let through."""
         return not self.in_flight_size or self.in_flight_size + num_tokens <= window_tokens
 
-    def may_overtake(self, tenant: str) -> bool:
-        """Whether a prompt may go before those in flight instead: a tenant's only one, and one at a time."""
-        return self.overtaker is None and not self.tenants[tenant]
+    def may_be_overtaken(self, tenant: str, in_line: Callable[[str], int]) -> bool:
+        """Whether a prompt may go before those in flight instead: the only one of its tenant, before those of tenants with more
+        in line, and one at a time."""
+        others = self.tenants.keys()
+        return (
+            self.overtaker is None and tenant not in others and in_line(tenant) <= 1 and all(in_line(each) for each in others)
+        )
 
     def give(self, size: int) -> None:
         self.in_flight += 1

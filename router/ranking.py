@@ -11,11 +11,11 @@ id: the same loads give the same order, and idle workers take turns.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from math import inf
 from typing import Any, overload
 
-from router.policy import WorkerLoad
+from router.policy import Book, WorkerLoad
 
 _Key = tuple[Any, ...]
 
@@ -62,12 +62,14 @@ class PrefillRanking:
         """It takes no more requests; a worker that is not here changes nothing."""
         self._sorted.discard(worker_id)
 
-    def best(self, num_tokens: int, window_tokens: int, tenant: str, avoid: Container[str] = ()) -> str | None:
-        """Who gets a prompt of this length; one in `avoid` only if there is no other, None if nobody takes it, in front of
-        others (`Book.may_overtake`) or behind them (`Book.takes_prompt`)."""
+    def best(
+        self, num_tokens: int, window_tokens: int, may_overtake: Callable[[Book], bool], avoid: Container[str] = ()
+    ) -> str | None:
+        """Who gets a prompt of this length; one in `avoid` only if there is no other, None if nobody takes it behind others
+        (`Book.takes_prompt`) or in front of them."""
         avoided = None
         for _, _, _, worker_id, book in self._sorted.keys:
-            if book.takes_prompt(num_tokens, window_tokens) or book.may_overtake(tenant):
+            if book.takes_prompt(num_tokens, window_tokens) or may_overtake(book):
                 if worker_id not in avoid:
                     return str(worker_id)
                 avoided = avoided or str(worker_id)

@@ -24,6 +24,7 @@ from protocol.messages import Role, WorkerRef
 from protocol.wire import WireClient
 from router.controller_client import ControllerClient
 from router.links import WorkerLink
+from router.policy import Book
 from router.ranking import DecodeRanking, PrefillRanking
 from telemetry.logging import fields
 
@@ -119,9 +120,11 @@ class Roster:
         """Those of them that can start on a request now: a worker that is stuck in a step is left alone until it moves."""
         return list(self._ready[role].links.values())
 
-    def best_prefill(self, num_tokens: int, window_tokens: int, tenant: str, avoid: Container[str]) -> WorkerLink | None:
+    def best_prefill(
+        self, num_tokens: int, window_tokens: int, may_overtake: Callable[[Book], bool], avoid: Container[str]
+    ) -> WorkerLink | None:
         """`PrefillRanking.best` of those that are ready."""
-        worker_id = self._prefills.best(num_tokens, window_tokens, tenant, avoid)
+        worker_id = self._prefills.best(num_tokens, window_tokens, may_overtake, avoid)
         return None if worker_id is None else self._ready[Role.PREFILL].links[worker_id]
 
     def decode_order(self, need_blocks: int, avoid: Container[str] = ()) -> Sequence[str]:

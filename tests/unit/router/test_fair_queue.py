@@ -47,6 +47,8 @@ def test_everyone_is_served_once_and_in_the_order_of_its_tenant(
             entry = waiting.pop(chance.randrange(len(waiting)))
             queue.leave(entry)
         assert len(queue) == len(waiting)
+        tenants = [entry.standing.tenant for entry in waiting if entry.standing is not None]
+        assert [queue.num_of(tenant) for tenant in WEIGHTS] == [tenants.count(tenant) for tenant in WEIGHTS]
     while waiting:
         served.append(serve_first(queue, now))
         waiting.remove(served[-1])

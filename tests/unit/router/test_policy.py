@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from random import Random
 
 from hypothesis import given
@@ -15,6 +15,16 @@ from router.ranking import DecodeRanking, PrefillRanking
 
 WINDOW = 300
 TENANT, OTHER = "a tenant", "another"
+Overtaking = Callable[[Book], bool]
+
+
+def nobody(book: Book) -> bool:
+    return False
+
+
+def alone(book: Book) -> bool:
+    """May overtake those of whom there is nobody else."""
+    return TENANT not in book.tenants
 
 
 def report(worker_id: str, queued_tokens: int = 0, reservable_blocks: int = 0) -> LoadReport:
@@ -22,15 +32,14 @@ def report(worker_id: str, queued_tokens: int = 0, reservable_blocks: int = 0) -
 
 
 def sorted_prefills(
-    loads: Iterable[WorkerLoad], num_tokens: int, window_tokens: int, avoid: Container[str], tenant: str = TENANT
+    loads: Iterable[WorkerLoad], num_tokens: int, window_tokens: int, avoid: Container[str], may_overtake: Overtaking
 ) -> list[str]:
     """The rule in the plainest words: look at all workers."""
     found = []
     for load in loads:
         book = load.book
         behind = not book.in_flight_size or book.in_flight_size + num_tokens <= window_tokens
-        before = tenant not in book.tenants and book.overtaker is None
-        if book.refused_size is None and (behind or before):
+        if book.refused_size is None and (behind or may_overtake(book)):
             turn = (book.in_flight, book.given, load.worker_id)
             found.append((load.worker_id in avoid, load.queued_tokens, turn))
     return [turn[-1] for _, _, turn in sorted(found)]
@@ -47,12 +56,16 @@ def sorted_decodes(loads: Iterable[WorkerLoad], need_blocks: int, avoid: Contain
 
 
 def best_prefill(
-    loads: Iterable[WorkerLoad], num_tokens: int, window_tokens: int, avoid: Container[str] = (), tenant: str = TENANT
+    loads: Iterable[WorkerLoad],
+    num_tokens: int,
+    window_tokens: int,
+    avoid: Container[str] = (),
+    may_overtake: Overtaking = nobody,
 ) -> str | None:
     ranking = PrefillRanking()
     for load in loads:
         ranking.put(load)
-    return ranking.best(num_tokens, window_tokens, tenant, avoid)
+    return ranking.best(num_tokens, window_tokens, may_overtake, avoid)
 
 
 def decode_order(loads: Iterable[WorkerLoad], need_blocks: int, avoid: Container[str] = ()) -> list[str]:
@@ -91,8 +104,8 @@ def loads(draw: st.DrawFn) -> list[WorkerLoad]:
 def test_choice_is_that_of_sorting_all_workers(workers: list[WorkerLoad], size: int, avoid: set[str], random: Random) -> None:
     shuffled = workers.copy()
     random.shuffle(shuffled)
-    [first, *_] = [*sorted_prefills(workers, size, WINDOW, avoid), None]
-    assert best_prefill(shuffled, size, WINDOW, avoid) == first
+    [first, *_] = [*sorted_prefills(workers, size, WINDOW, avoid, alone), None]
+    assert best_prefill(shuffled, size, WINDOW, avoid, alone) == first
     assert decode_order(shuffled, size, avoid) == sorted_decodes(workers, size, avoid)
 
 
@@ -121,7 +134,7 @@ def test_choice_stays_that_while_loads_change(moves: list[tuple[str, str, int]],
         book = loads[name].book
         if move == "give":
             tenant = TENANT if amount % 2 else OTHER
-            book.give_prompt(amount, tenant, ahead=not book.takes_prompt(amount, WINDOW) and book.may_overtake(tenant))
+            book.give_prompt(amount, tenant, ahead=not book.takes_prompt(amount, WINDOW) and tenant == OTHER)
             given_prompts[name].append((amount, tenant))
         elif move == "done" and given_prompts[name]:
             book.prompt_done(*given_prompts[name].pop())
@@ -134,8 +147,8 @@ def test_choice_stays_that_while_loads_change(moves: list[tuple[str, str, int]],
             del loads[name]
             prefills.discard(name)
             decodes.discard(name)
-        [first, *_] = [*sorted_prefills(loads.values(), size, WINDOW, avoid), None]
-        assert prefills.best(size, WINDOW, TENANT, avoid) == first
+        [first, *_] = [*sorted_prefills(loads.values(), size, WINDOW, avoid, alone), None]
+        assert prefills.best(size, WINDOW, alone, avoid) == first
         assert list(decodes.order(size, avoid)) == sorted_decodes(loads.values(), size, avoid)
 
 
@@ -143,7 +156,7 @@ def test_choice_stays_that_while_loads_change(moves: list[tuple[str, str, int]],
 def test_prefill_goes_to_the_shortest_queue(workers: list[WorkerLoad], avoid: set[str]) -> None:
     best = best_prefill(workers, 10, WINDOW, avoid)
     by_id = {load.worker_id: load for load in workers}
-    within = {load.worker_id for load in workers if load.book.takes_prompt(10, WINDOW) or load.book.may_overtake(TENANT)}
+    within = {load.worker_id for load in workers if load.book.takes_prompt(10, WINDOW)}
     open_ids = {load.worker_id for load in workers if load.book.refused_size is None} & within
     ranks = {name: (name in avoid, by_id[name].queued_tokens) for name in open_ids}
     assert best in open_ids if open_ids else best is None
@@ -187,29 +200,30 @@ def test_what_is_out_of_hand_is_a_window_or_one_prompt(prompts: list[int], windo
         assert worker.book.in_flight == 1 or worker.book.in_flight_size <= window
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 100), st.booleans()), max_size=60))
-def test_beyond_the_window_goes_one_prompt_of_a_tenant_that_has_none(moves: list[tuple[str, int, bool]]) -> None:
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 100), st.booleans()), max_size=60),
+    st.dictionaries(st.sampled_from("abc"), st.integers(1, 3)).map(Counter),
+)
+def test_beyond_the_window_goes_the_only_prompt_of_a_tenant_before_those_of_crowds(
+    moves: list[tuple[str, int, bool]], in_line: Counter[str]
+) -> None:
     worker = WorkerLoad("p", report("p"), Book())
     in_flight: list[tuple[int, str]] = []
-    overtaking: tuple[int, str] | None = None
     for tenant, size, ends in moves:
         if ends and in_flight:
-            ended = in_flight.pop(size % len(in_flight))
-            worker.book.prompt_done(*ended)
-            if overtaking is not None and not any(of == overtaking[1] for _, of in in_flight):
-                overtaking = None
+            worker.book.prompt_done(*in_flight.pop(size % len(in_flight)))
             continue
-        ahead = not worker.book.takes_prompt(size, 100)
-        if best_prefill([worker], size, 100, tenant=tenant) is None:
-            continue
-        if ahead:
-            assert overtaking is None, "one at a time"
-            assert tenant not in [of for _, of in in_flight]
-            overtaking = (size, tenant)
-        worker.book.give_prompt(size, tenant, ahead=ahead)
-        in_flight.append((size, tenant))
-        behind = [size for size, of in in_flight if overtaking is None or of != overtaking[1]]
-        assert len(behind) < 2 or sum(behind) <= 100
+        tenants = {of for _, of in in_flight}
+        ahead, former = not worker.book.takes_prompt(size, 100), worker.book.overtaker
+        best = best_prefill(
+            [worker], size, 100, may_overtake=lambda book, t=tenant: book.may_be_overtaken(t, in_line.__getitem__)
+        )
+        wanted = former is None and tenant not in tenants and in_line[tenant] < 2 and all(in_line[each] for each in tenants)
+        assert (best is not None) == (not ahead or wanted)
+        if best is not None:
+            worker.book.give_prompt(size, tenant, ahead=ahead)
+            in_flight.append((size, tenant))
+            assert worker.book.overtaker == (tenant if ahead else former)
     for each in in_flight:
         worker.book.prompt_done(*each)
     assert worker.book == Book(given=worker.book.given, unreported_size=worker.book.unreported_size)
