@@ -8,7 +8,6 @@ A replica's life: resolve the model, build and start its Router, serve, close th
 from __future__ import annotations
 
 import asyncio
-import ctypes
 from typing import Any
 
 from fastapi import FastAPI
@@ -29,8 +28,9 @@ from telemetry.logging import setup_logging
 APPLICATION = "tandem"
 _NEVER_REACHED = 100_000
 """Requests in one replica; above what HAProxy lets through (RAY_SERVE_HAPROXY_MAXCONN)."""
-_M_ARENA_MAX = -8
-"""Of <malloc.h>."""
+_ENVIRONMENT = {"MALLOC_ARENA_MAX": "1"}
+"""Of a replica. glibc gives each thread memory of its own otherwise, and each keeps what it once needed: a router, whose requests
+pass through many threads, then grows for thousands of requests (`benchmarks/cut_streams.py`)."""
 
 
 @serve.ingress()
@@ -41,7 +41,6 @@ class RouterReplica:
         self, config: ClusterConfig, secret: bytes, controller: Any, rate_keeper: Any | None, stream_keeper: Any
     ) -> None:
         setup_logging("router")
-        _share_one_arena()
         model = await asyncio.to_thread(resolve_for, config)
         self._router = Router(config, model, secret, RayControllerClient(controller))
         self._meter = Meter(rate_store(config, rate_keeper))
@@ -55,14 +54,6 @@ class RouterReplica:
         await self._router.close()
         await self._meter.close()
         await self._recorder.close()
-
-
-def _share_one_arena() -> None:
-    """Have all threads allocate from the same memory. glibc gives each its own otherwise, and each keeps what it once needed: a
-    router, whose requests pass through many threads, then grows for thousands of requests (`benchmarks/cut_streams.py`)."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(_M_ARENA_MAX, 1)
 
 
 def start_http(config: ClusterConfig) -> None:
@@ -83,7 +74,7 @@ def deploy_router(
         name="router",
         num_replicas=config.http.router_replicas,
         max_ongoing_requests=_NEVER_REACHED,
-        ray_actor_options={"num_cpus": 0, "resources": head_resources},
+        ray_actor_options={"num_cpus": 0, "resources": head_resources, "runtime_env": {"env_vars": _ENVIRONMENT}},
         health_check_period_s=2,
         health_check_timeout_s=10,
         graceful_shutdown_timeout_s=10,
