@@ -29,8 +29,8 @@ APPLICATION = "tandem"
 _NEVER_REACHED = 100_000
 """Requests in one replica; above what HAProxy lets through (RAY_SERVE_HAPROXY_MAXCONN)."""
 _ENVIRONMENT = {"MALLOC_ARENA_MAX": "1"}
-"""Of a replica. glibc gives each thread memory of its own otherwise, and each keeps what it once needed: a router, whose requests
-pass through many threads, then grows for thousands of requests (`benchmarks/cut_streams.py`)."""
+"""Of a replica. glibc gives each thread memory of its own otherwise, and each keeps what it once needed: a router, whose
+requests pass through many threads, then grows for thousands of them (`benchmarks/cut_streams.py`)."""
 
 
 @serve.ingress()
