@@ -16,8 +16,7 @@ in any case for a stream that has to go on elsewhere while prefill is busy: thos
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Container, Sequence
-from functools import partial
+from collections.abc import Callable, Container, Sequence
 
 from configs.schema import ClusterConfig
 from protocol.errors import InvalidRequestError, OverloadedError, TandemError, UnavailableError
@@ -157,7 +156,7 @@ class Admission:
         """Who computes a prompt that `decode` decodes: a prefill worker, or itself. None: it has to wait, or does well to."""
         mode, window_tokens = self._config.disaggregation, self._config.prefill.max_batch_tokens
         num_tokens = len(journal.token_ids)
-        may_overtake = partial(Book.may_be_overtaken, tenant=journal.standing.tenant, in_line=self._line.num_of)
+        may_overtake = self._overtaking(journal.standing.tenant)
         there = None if mode == "never" else self._roster.best_prefill(num_tokens, window_tokens, may_overtake, avoid)
         if self._needs_prefill(journal) or (mode == "always" and there is not None):
             return there
@@ -169,6 +168,12 @@ class Admission:
             return here or there
         # Waiting for the better place holds up whoever comes next.
         return here if there is None and len(self._line) > 1 else there
+
+    def _overtaking(self, tenant: str) -> Callable[[Book], bool] | None:
+        """Which prompts one of this tenant's may go before; None if it has more requests in line."""
+        if self._line.num_of(tenant) > 1:
+            return None
+        return lambda book: book.may_be_overtaken(tenant, self._line.num_of)
 
     def _prefer_here(self, num_tokens: int, held_tokens: int, decode: WorkerLink, avoid: Container[str]) -> bool:
         prefills = self._roster.ready(Role.PREFILL)

@@ -63,12 +63,9 @@ class Book:
         return not self.in_flight_size or self.in_flight_size + num_tokens <= window_tokens
 
     def may_be_overtaken(self, tenant: str, in_line: Callable[[str], int]) -> bool:
-        """Whether a prompt may go before those in flight instead: the only one of its tenant, before those of tenants with more
-        in line, and one at a time."""
-        others = self.tenants.keys()
-        return (
-            self.overtaker is None and tenant not in others and in_line(tenant) <= 1 and all(in_line(each) for each in others)
-        )
+        """Whether the only request that a tenant has in line may go before those in flight instead: if none of these is its
+        own, and the others' tenants have more in line. One does so at a time."""
+        return self.overtaker is None and tenant not in self.tenants and all(in_line(other) for other in self.tenants)
 
     def give(self, size: int) -> None:
         self.in_flight += 1

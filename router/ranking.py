@@ -48,28 +48,41 @@ class PrefillRanking:
 
     def __init__(self) -> None:
         self._sorted = _Sorted()
+        self._idle: set[str] = set()
+        """Those that have nothing of this router's."""
 
     def put(self, load: WorkerLoad) -> None:
         """Take over a worker's load. One that refused a request since its last report (queue full) is left out."""
-        book = load.book
-        if book.refused_size is None:
-            key = (load.queued_tokens, book.in_flight, book.given, load.worker_id, book)
-            self._sorted.put(load.worker_id, key)
+        worker_id, book = load.worker_id, load.book
+        if book.refused_size is not None:
+            self.discard(worker_id)
+            return
+        self._sorted.put(worker_id, (load.queued_tokens, book.in_flight, book.given, worker_id, book.in_flight_size, book))
+        if book.in_flight_size:
+            self._idle.discard(worker_id)
         else:
-            self._sorted.discard(load.worker_id)
+            self._idle.add(worker_id)
 
     def discard(self, worker_id: str) -> None:
         """It takes no more requests; a worker that is not here changes nothing."""
         self._sorted.discard(worker_id)
+        self._idle.discard(worker_id)
 
     def best(
-        self, num_tokens: int, window_tokens: int, may_overtake: Callable[[Book], bool], avoid: Container[str] = ()
+        self,
+        num_tokens: int,
+        window_tokens: int,
+        may_overtake: Callable[[Book], bool] | None = None,
+        avoid: Container[str] = (),
     ) -> str | None:
         """Who gets a prompt of this length; one in `avoid` only if there is no other, None if nobody takes it behind others
-        (`Book.takes_prompt`) or in front of them."""
+        (`Book.takes_prompt`) or, if it may overtake some, in front of them."""
+        if not self._idle and num_tokens >= window_tokens and may_overtake is None:
+            return None
         avoided = None
-        for _, _, _, worker_id, book in self._sorted.keys:
-            if book.takes_prompt(num_tokens, window_tokens) or may_overtake(book):
+        for _, _, _, worker_id, ahead, book in self._sorted.keys:
+            # The rule of `Book.takes_prompt`, without a call for each of a thousand workers.
+            if not ahead or ahead + num_tokens <= window_tokens or (may_overtake is not None and may_overtake(book)):
                 if worker_id not in avoid:
                     return str(worker_id)
                 avoided = avoided or str(worker_id)

@@ -121,7 +121,7 @@ class Roster:
         return list(self._ready[role].links.values())
 
     def best_prefill(
-        self, num_tokens: int, window_tokens: int, may_overtake: Callable[[Book], bool], avoid: Container[str]
+        self, num_tokens: int, window_tokens: int, may_overtake: Callable[[Book], bool] | None, avoid: Container[str]
     ) -> WorkerLink | None:
         """`PrefillRanking.best` of those that are ready."""
         worker_id = self._prefills.best(num_tokens, window_tokens, may_overtake, avoid)

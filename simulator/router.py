@@ -168,7 +168,7 @@ class Router:
         self._call()
 
     def _best_prefill(self, request: Request) -> str | None:
-        return self.prefill_ranking.best(len(request.token_ids), self._config.prefill.max_batch_tokens, lambda _: False)
+        return self.prefill_ranking.best(len(request.token_ids), self._config.prefill.max_batch_tokens)
 
     def _found_none(self, waiting: _Waiting, seen: int) -> None:
         if waiting.late:

@@ -18,10 +18,6 @@ TENANT, OTHER = "a tenant", "another"
 Overtaking = Callable[[Book], bool]
 
 
-def nobody(book: Book) -> bool:
-    return False
-
-
 def alone(book: Book) -> bool:
     """May overtake those of whom there is nobody else."""
     return TENANT not in book.tenants
@@ -60,7 +56,7 @@ def best_prefill(
     num_tokens: int,
     window_tokens: int,
     avoid: Container[str] = (),
-    may_overtake: Overtaking = nobody,
+    may_overtake: Overtaking | None = None,
 ) -> str | None:
     ranking = PrefillRanking()
     for load in loads:
@@ -218,7 +214,7 @@ def test_beyond_the_window_goes_the_only_prompt_of_a_tenant_before_those_of_crow
         best = best_prefill(
             [worker], size, 100, may_overtake=lambda book, t=tenant: book.may_be_overtaken(t, in_line.__getitem__)
         )
-        wanted = former is None and tenant not in tenants and in_line[tenant] < 2 and all(in_line[each] for each in tenants)
+        wanted = former is None and tenant not in tenants and all(in_line[each] for each in tenants)
         assert (best is not None) == (not ahead or wanted)
         if best is not None:
             worker.book.give_prompt(size, tenant, ahead=ahead)
