@@ -8,6 +8,7 @@ Joined: the cluster's own environment counts (see ray_cluster.yaml); leaving it 
 from __future__ import annotations
 
 import os
+import random
 import secrets
 import shutil
 import signal
@@ -15,7 +16,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from protocol.errors import ConfigError
@@ -23,6 +24,7 @@ from protocol.errors import ConfigError
 _OBJECT_STORE_BYTES = 128 * 1024 * 1024
 """Nothing of ours goes through Ray's object store; near its minimum."""
 _CONNECT_S = 5.0
+_OWN_PORTS = range(20_000, 32_768)
 
 
 def local_environment(scratch: Path) -> dict[str, str]:
@@ -42,7 +44,7 @@ def local_environment(scratch: Path) -> dict[str, str]:
         # Ray lowers the priority of its workers; ours are what this machine is to work on.
         "RAY_worker_niceness": "0",
         # Serve's second entry, on a fixed port by default; two clusters on one machine must not meet there.
-        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(_free_port()),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
     }
     # The package that brings HAProxy's binary exists for Linux; elsewhere Serve's own proxy does the work, more slowly.
     if sys.platform == "linux":
@@ -157,7 +159,11 @@ def check_port_free(host: str, port: int) -> None:
             ) from None
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_port() -> int:
+    """A port of 127.0.0.1 where nobody listens. It stays free until it is used: the kernel gives it to nobody who asks for any
+    port, or connects (32768 and above on Linux), and it is none of Ray's workers' (10002 to 19999). Raises ConfigError."""
+    for port in random.sample(_OWN_PORTS, len(_OWN_PORTS)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise ConfigError(f"no port of {_OWN_PORTS.start} to {_OWN_PORTS.stop - 1} is free on 127.0.0.1")

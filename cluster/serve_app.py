@@ -12,6 +12,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
+from ray.exceptions import RayError
 
 from cluster.controller import RayControllerClient
 from cluster.rates import rate_store
@@ -57,8 +58,16 @@ class RouterReplica:
 
 
 def start_http(config: ClusterConfig) -> None:
-    """Start Serve's controller and, on the head node, its entry at http.host and http.port; keeps those that are there."""
-    serve.start(proxy_location="HeadOnly", http_options={"host": config.http.host, "port": config.http.port})
+    """Start Serve's controller and, on the head node, its entry at http.host and http.port; keeps those that are there.
+
+    Raises UnavailableError if the entry can't start, for instance because somebody has just taken its port.
+    """
+    try:
+        serve.start(proxy_location="HeadOnly", http_options={"host": config.http.host, "port": config.http.port})
+    except RayError as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = next((line for line in lines if "[ALERT]" in line), lines[-1])
+        raise UnavailableError(f"the HTTP entry did not start: {reason}") from None
 
 
 def deploy_router(

@@ -14,7 +14,9 @@ from typing import Any
 
 import httpx
 import pytest
-from local_processes import TANDEM, free_port, marked_processes
+from local_processes import TANDEM, marked_processes
+
+from cluster.ray_session import free_port
 
 START_S = 150.0
 

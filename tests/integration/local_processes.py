@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from pathlib import Path
 
 TANDEM = str(Path(sys.executable).with_name("tandem"))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def marked_processes(mark: str) -> dict[int, str]:

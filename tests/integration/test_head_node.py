@@ -18,10 +18,10 @@ from typing import Any
 import httpx
 import pytest
 from disturbed import begun, disturbed, until
-from local_processes import TANDEM, free_port, marked_processes
+from local_processes import TANDEM, marked_processes
 
 from benchmarks.streams import Answered, Request
-from cluster.ray_session import local_environment
+from cluster.ray_session import free_port, local_environment
 
 REDIS = shutil.which("redis-server")
 START_S = 60.0

@@ -41,6 +41,15 @@ def test_a_port_in_use_is_one_line(serve: Callable[..., Any]) -> None:
         assert_refused(serve("--port", str(port)), f"127.0.0.1:{port}")
 
 
+def test_a_port_that_is_taken_during_the_start_is_one_line(serve: Callable[..., Any]) -> None:
+    served = serve("--dtype", "float32")
+    served.until(lambda: any("raylet" in command for command in served.processes().values()), 60)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", served.port))
+        taken.listen(1)
+        assert_refused(served, f"127.0.0.1:{served.port}")
+
+
 def assert_refused(served: Any, named: str) -> None:
     """Exit code 2, one line that names the culprit, no traceback, no process left."""
     assert served.process.wait(timeout=60) == 2, served.said()
