@@ -1,7 +1,7 @@
 # make serve    install, fetch the default model, start a cluster of one prefill and one decode worker (ARGS="--port 9000")
 # make test     install with the test tools, then ruff, mypy and pytest
 # make install  the first half of both
-# make chaos    workers and connections fail under load for twenty minutes (TANDEM_CHAOS_S=seconds); report in chaos.json
+# make chaos    workers and connections fail under load for twenty minutes (TANDEM_CHAOS_S=seconds); report in benchmarks/results/chaos.md
 # make clean    forget the environment and every cache in this folder
 #
 # Needs Python 3.11 or newer (PYTHON=... names another one) and nothing else; everything goes into .venv.

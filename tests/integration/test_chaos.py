@@ -6,15 +6,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from chaos import Chaos, growing
+
+from benchmarks.environment import write_result
 
 SECONDS = float(os.environ.get("TANDEM_CHAOS_S", "45"))
 SEED = int(os.environ.get("TANDEM_CHAOS_SEED", "1"))
@@ -45,7 +45,7 @@ def test_nothing_is_lost_doubled_or_changed(serve: Callable[..., Any], tmp_path:
             report.problems += growing(report, 0.05, 4.0)
         print(f"\n{report.markdown()}")  # noqa: T201
         if SOAK:
-            Path("chaos.json").write_text(json.dumps(asdict(report), indent=2) + "\n")
+            write_result("chaos", vars(report), report.markdown())
         assert report.problems == []
         assert report.outcomes["exact"] > 0
     finally:
