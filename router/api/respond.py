@@ -29,11 +29,14 @@ DROPPED_HEADER = "x-tandem-dropped-messages"
 """How many messages of a chat with `truncation: "auto"` were left out."""
 _DONE = b"data: [DONE]\n\n"
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+_LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"})
+"""No ends of lines for server-sent events, but for clients that split what they read as text, as `httpx` does."""
 
 
 def event(value: Json) -> bytes:
     """One server-sent event."""
-    return b"data: " + _encode(value).encode() + b"\n\n"
+    text = _encode(value)
+    return b"data: " + (text if text.isascii() else text.translate(_LINE_ENDS)).encode() + b"\n\n"
 
 
 class GenerationResponse(Response):

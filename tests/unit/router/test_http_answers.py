@@ -10,6 +10,7 @@ from typing import Any
 import openai
 
 from protocol.sampling import TokenBias
+from router.api.respond import event
 
 TEXT = "Paris is the capital of France. Ünïcödé, 日本語 and 🧑‍🚀 too."
 CHAT = {"model": "smollm2", "messages": [{"role": "user", "content": "What is the capital of France?"}]}
@@ -173,6 +174,13 @@ def test_penalties_reach_both_phases(run_cluster: Callable[..., None]) -> None:
         assert cluster.decode[0].attached[0].sampling == sampling
 
     run_cluster(test)
+
+
+def test_an_event_is_one_line_for_whoever_splits_text() -> None:
+    said = {"text": "é\x85\u2028\u2029\r\n\x0b\x0c\x1c\x1d\x1e end"}
+    data, nothing = event(said).decode().splitlines()
+    assert (json.loads(data.removeprefix("data: ")), nothing) == (said, "")
+    assert "é" in data
 
 
 def test_openai_package(run_cluster: Callable[..., None]) -> None:
