@@ -1,8 +1,8 @@
 """Do streams survive killed decode workers, and how long do clients wait? `python -m benchmarks.kills`, on an idle machine.
 
 A real cluster with two decode workers and the default model. Sixteen streams run at a time, each followed by the next, and
-again and again one of the decode workers that have some is killed (SIGKILL), as soon as both are up. Before, the same requests
-run undisturbed. Every answer must be the undisturbed one: token ids, text, finish reason, logprobs. In float32 that must hold
+again and again one of the decode workers that have some is killed (SIGKILL): half a second to four after both are up and every
+stream has gone on, so that a gap is that of one kill. Before, the same requests run undisturbed. Every answer must be the undisturbed one: token ids, text, finish reason, logprobs. In float32 that must hold
 for all; in bfloat16 a re-computed KV cache is rounded differently, and the share of answers that differ is what is measured.
 """
 
@@ -15,6 +15,7 @@ import random
 import signal
 import statistics
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -150,28 +151,45 @@ class _Load:
     client: httpx.AsyncClient
     requests: Sequence[Request]
     answers: list[Answered] = field(default_factory=list)
+    running: dict[int, Answered] = field(default_factory=dict)
+    """By lane."""
     over: bool = False
     next: int = 0
 
-    async def lane(self) -> None:
+    async def lane(self, number: int) -> None:
         while not self.over:
             request = self.requests[self.next % len(self.requests)]
             self.next += 1
-            self.answers.append(await Answered(request).run(self.client))
+            self.running[number] = Answered(request)
+            self.answers.append(await self.running[number].run(self.client))
+
+    def flows_since(self, then: float) -> bool:
+        """Whether every stream has brought something after this moment of `time.monotonic`."""
+        return all(answer.times and answer.times[-1] > then for answer in self.running.values())
 
 
 async def disturbed(client: httpx.AsyncClient, requests: Sequence[Request], kills: int, rng: random.Random) -> list[Answered]:
     """The answers of a load under which this many decode workers are killed; all of it runs to its end."""
     load = _Load(client, requests)
     async with asyncio.TaskGroup() as tasks:
-        for _ in range(STREAMS):
-            tasks.create_task(load.lane())
+        for lane in range(STREAMS):
+            tasks.create_task(load.lane(lane))
         for number in range(kills):
+            await until_up(client)
+            await until_flowing(load)
             await asyncio.sleep(rng.uniform(0.5, 4.0))
             killed = await kill_one(client, rng)
             print(f"kill {number + 1} of {kills}: {killed}", flush=True)
         load.over = True
     return load.answers
+
+
+async def until_flowing(load: _Load) -> None:
+    """Every stream has gone on."""
+    now = time.monotonic()
+    async with asyncio.timeout(START_S):
+        while not load.flows_since(now):
+            await asyncio.sleep(0.05)
 
 
 async def kill_one(client: httpx.AsyncClient, rng: random.Random) -> str:
