@@ -2,8 +2,9 @@
 
 A real cluster with two decode workers and the default model. Sixteen streams run at a time, each followed by the next, and
 again and again one of the decode workers that have some is killed (SIGKILL): half a second to four after both are up and every
-stream has gone on, so that a gap is that of one kill. Before, the same requests run undisturbed. Every answer must be the undisturbed one: token ids, text, finish reason, logprobs. In float32 that must hold
-for all; in bfloat16 a re-computed KV cache is rounded differently, and the share of answers that differ is what is measured.
+stream has gone on, so that a gap is that of one kill. Before, the same requests run undisturbed. Every answer must be the
+undisturbed one: token ids, text, finish reason, logprobs. In float32 that must hold for all; in bfloat16 a re-computed KV cache
+is rounded differently, and the share of answers that differ is what is measured.
 """
 
 from __future__ import annotations
@@ -188,7 +189,7 @@ async def until_flowing(load: _Load) -> None:
     """Every stream has gone on."""
     now = time.monotonic()
     async with asyncio.timeout(START_S):
-        while not load.flows_since(now):
+        while not load.flows_since(now):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
 

@@ -25,6 +25,9 @@ from protocol.messages import Role, WorkerRef
 MAX_WORKERS = 1024
 FIRST_RETRY_S = 1.0
 MAX_RETRY_S = 30.0
+RESUMPTION_S = 3.0
+"""A replacement begins so long after a worker's death if others of its pool are READY: they take up its streams, and on a
+machine that they share a start would take the processor from them just then."""
 
 
 @dataclass(frozen=True)
@@ -189,8 +192,7 @@ class Pool:
         if member.leaves:
             return [self._forget(member)]
         failures = member.failures + 1 if member.info.state is WorkerState.STARTING else 0
-        # One failure may be an accident (the node went away meanwhile); only a row of them is worth waiting for.
-        delay_s = min(FIRST_RETRY_S * 2.0 ** (failures - 2), MAX_RETRY_S) if failures >= 2 else 0.0
+        delay_s = self._delay_s(member, failures)
         reason = "restarted on request" if member.comes_back else error
         info = self._fresh(worker_id, restarts=member.info.restarts + 1, last_error=reason)
         self._members[worker_id] = replace(member, info=info, failures=failures, comes_back=False)
@@ -202,6 +204,14 @@ class Pool:
         if member is None or member.info.state is not WorkerState.DRAINING:
             return []
         return [Stop(worker_id, epoch) if member.comes_back else self._forget(member)]
+
+    def _delay_s(self, lost: Member, failures: int) -> float:
+        """Before the next life of a worker that was lost, with so many failed starts in a row."""
+        if lost.info.state is WorkerState.READY:
+            others = [member for member in self._members.values() if member is not lost]
+            return RESUMPTION_S if any(other.info.state is WorkerState.READY for other in others) else 0.0
+        # One failure may be an accident (the node went away meanwhile); only a row of them is worth waiting for.
+        return min(FIRST_RETRY_S * 2.0 ** (failures - 2), MAX_RETRY_S) if failures >= 2 else 0.0
 
     def _staying(self) -> list[Member]:
         return [member for member in self._members.values() if not member.leaves]

@@ -7,8 +7,9 @@ create and remove things block, so they run in threads; a creation that was canc
 A controller that was started anew finds these actors by their names, and the groups by their workers' (`take_up`).
 
 On a cluster of one node whose pools reserve nothing (a laptop), one spare process waits with everything imported. It takes
-the place of the next worker that dies, outside of that worker's placement group, which holds next to nothing there; then the
-next spare is made. `keep_spare` begins that, `close` ends it.
+the place of the next worker that dies, outside of that worker's placement group, which holds next to nothing there. The
+next spare is made when no worker has come or gone for some seconds, for it takes a core that resumed streams need. `keep_spare`
+begins that, `close` ends it.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ NAME_PREFIX = "tandem-"
 """Of every actor and placement group that belongs to a cluster."""
 _PROCESS_PREFIX = NAME_PREFIX + "process-"
 """Of the actors that a launcher makes."""
+_QUIET_S = 5.0
+"""Without workers that come or go, before the next spare process is made."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class RayLauncher:
         self._groups: dict[str, PlacementGroup] = {}
         self._keeps_spare = False
         self._spare: asyncio.Task[_Actor] | None = None
+        self._next_spare: asyncio.TimerHandle | None = None
 
     def process(self, role: Role, worker_id: str, epoch: int) -> Process:
         return RayProcess(self, role, worker_id, epoch)
@@ -84,6 +88,7 @@ class RayLauncher:
         """Actors for the ranks of this life. The first is the spare one if there is one, else, as the others, a
         new one, perhaps not placed yet."""
         first, spare, self._spare = 0, self._spare, None
+        self._no_spare_yet()
         actors = []
         if spare is not None:
             # One that is not ready yet is still ahead of one that would begin now and compete with it.
@@ -97,16 +102,18 @@ class RayLauncher:
         nodes = await asyncio.to_thread(node_resources)
         return self._config, self._secret, threads_per_rank(self._config, role, nodes)
 
-    def started(self) -> None:
-        """A process became a worker: a good time to make the next spare."""
+    def changed(self) -> None:
+        """A worker has come or gone: the next spare can wait until those that are there have settled."""
+        self._no_spare_yet()
         if self._keeps_spare and self._spare is None:
-            self._spare = asyncio.get_running_loop().create_task(self._make_spare())
+            self._next_spare = asyncio.get_running_loop().call_later(_QUIET_S, self._begin_spare)
 
     async def keep_spare(self) -> None:
         """Have a spare process from now on, where one makes sense."""
         nodes = await asyncio.to_thread(node_resources)
         self._keeps_spare = len(nodes) == 1 and not any(pool_of(self._config, role).resources for role in Role)
-        self.started()
+        if self._keeps_spare:
+            self._begin_spare()
 
     async def release(self, worker_id: str) -> None:
         group = self._groups.pop(worker_id, None)
@@ -121,6 +128,7 @@ class RayLauncher:
     async def close(self) -> None:
         """End the spare process. Comes after the last `create`."""
         self._keeps_spare = False
+        self._no_spare_yet()
         if self._spare is not None:
             await asyncio.wait([self._spare])
             if self._spare.exception() is None:
@@ -140,6 +148,14 @@ class RayLauncher:
             name = f"{_PROCESS_PREFIX}{worker_id}-{epoch}" + (f"-rank-{rank}" if rank else "")
             actors.append(_new_actor(name, bundle, scheduling_strategy=group))
         return actors
+
+    def _begin_spare(self) -> None:
+        if self._spare is None:
+            self._spare = asyncio.get_running_loop().create_task(self._make_spare())
+
+    def _no_spare_yet(self) -> None:
+        if self._next_spare is not None:
+            self._next_spare.cancel()
 
     async def _make_spare(self) -> _Actor:
         # By chance, for one that another controller has made may be a worker now.
@@ -183,7 +199,7 @@ class RayProcess:
         )
         waiting = answer(first.start.remote(self._role, self._worker_id, self._epoch, *arguments, following))
         started = await self._while_running(others, waiting)
-        self._launcher.started()
+        self._launcher.changed()
         return cast(Started, started)
 
     async def resume(self, names: Sequence[str]) -> None:
@@ -204,6 +220,7 @@ class RayProcess:
     async def kill(self) -> None:
         if self._creation is None:
             return
+        self._launcher.changed()
         await asyncio.wait([self._creation])
         if self._creation.exception() is None:
             await asyncio.gather(*(asyncio.to_thread(ray.kill, handle) for handle in self._handles()))

@@ -1,4 +1,5 @@
-"""Running streams change their decode worker: off one that drains, or from a full one to an idle one (`router.policy`).
+"""Running streams change their decode worker: off one that drains, from a full one to an idle one, or from one that has
+many to one that has few (`router.policy`).
 
     view or load changes ──► which stream, where to ──► Reserve there ──► Migrate ──► Migrated ──► Attach there
                                                             └── no room, failed ──► stays where it is; tried again later
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -21,7 +23,7 @@ from protocol.ticket import reserved_tokens
 from router.claim import Claim
 from router.journal import Journal
 from router.links import WorkerLink
-from router.policy import blocks_for, rebalancing
+from router.policy import blocks_for, evening, rebalancing
 from router.roster import Roster
 from telemetry.logging import fields
 from telemetry.metrics import Metrics
@@ -31,6 +33,8 @@ log = logging.getLogger(__name__)
 _LOOK_S = 1.0
 """How often to look when nothing changes, and how far two looks for balance are apart: reports have to show what moved, and
 with many workers each look is dear."""
+_WORTH_TOKENS = 32
+"""A stream with fewer to come is left to end where it is, unless that worker is full."""
 _FIRST_RETRY_S = 0.25
 _LONGEST_RETRY_S = 8.0
 
@@ -101,16 +105,23 @@ class Migrator:
                     self._begin(running, target, need_blocks, "drain")
 
     def _balance(self) -> None:
-        """One stream at a time."""
         links = {link.ref.worker_id: link for link in self._roster.ready(Role.DECODE)}
-        shift = rebalancing((link.load() for link in links.values()), self._config.decode.max_batch_size)
-        if shift is None:
+        loads = [link.load() for link in links.values()]
+        candidates = self._candidates()
+        long = (running for running in candidates if running.journal.remaining_tokens >= _WORTH_TOKENS)
+        own = Counter(running.claim.decode.ref.worker_id for running in long)
+        batch_size = self._config.decode.max_batch_size
+        shift = evening(loads, own, batch_size) or rebalancing(loads, batch_size)
+        if shift is None or self._moves:
             return
-        there = (running for running in self._candidates() if running.claim.decode is links[shift.source])
-        fitting = [running for running in there if self._need_blocks(running) <= shift.max_blocks]
-        if fitting:
-            longest = max(fitting, key=lambda running: running.journal.remaining_tokens)
-            self._begin(longest, links[shift.target], self._need_blocks(longest), "balance")
+        there = [running for running in candidates if running.claim.decode is links[shift.source]]
+        there.sort(key=lambda running: running.journal.remaining_tokens, reverse=True)
+        blocks, num_streams = shift.max_blocks, shift.num_streams
+        for running in there:
+            need_blocks = self._need_blocks(running)
+            if num_streams and need_blocks <= blocks:
+                num_streams, blocks = num_streams - 1, blocks - need_blocks
+                self._begin(running, links[shift.target], need_blocks, "balance")
 
     def _candidates(self) -> list[_Running]:
         now = asyncio.get_running_loop().time()

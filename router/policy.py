@@ -1,4 +1,4 @@
-"""What a router knows of its workers' loads, and which stream should move. Pure; `router.ranking` chooses from it.
+"""What a router knows of its workers' loads, and which streams should move. Pure; `router.ranking` chooses from it.
 
 What is known of a worker is its latest load report and what this router did since. A report says nothing of requests that
 are still on their way to the worker, so a burst between two reports would all go to the same one; the `Book` of each
@@ -8,7 +8,7 @@ link counts them until the next report includes them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from protocol.messages import LoadReport
@@ -122,15 +122,18 @@ _IDLE = 0.5
 _FILL_TO = 0.7
 """A worker that is `_FULL` gives streams to one that is at most `_IDLE`, which they fill to `_FILL_TO` at most: what was given
 does not come back before a fifth of that worker's room was filled from elsewhere."""
+_UNEVEN = 10
+"""So many more streams than at another worker are worth moving half of them, as when that one has just come up."""
 
 
 @dataclass(frozen=True)
 class Shift:
-    """One stream of `source`, of up to `max_blocks` KV blocks, may go to `target`."""
+    """So many streams of `source`, of up to `max_blocks` KV blocks together, may go to `target`."""
 
     source: str
     target: str
     max_blocks: int
+    num_streams: int
 
 
 def rebalancing(loads: Iterable[WorkerLoad], max_batch_size: int) -> Shift | None:
@@ -139,14 +142,31 @@ def rebalancing(loads: Iterable[WorkerLoad], max_batch_size: int) -> Shift | Non
     known = [(_fullness(load.report, load.book, max_batch_size), load.worker_id, load) for load in loads if load.report]
     if len(known) < 2:
         return None
-    (idlest, _, target), (fullest, _, source) = min(known, key=_by_fullness), max(known, key=_by_fullness)
-    if fullest < _FULL or idlest > _IDLE or target.report is None:
+    (_, _, target), (fullest, source, _) = min(known, key=_by_fullness), max(known, key=_by_fullness)
+    return _shift(source, target, max_batch_size, 1) if fullest >= _FULL else None
+
+
+def evening(loads: Iterable[WorkerLoad], own: Mapping[str, int], max_batch_size: int) -> Shift | None:
+    """From the decode worker with most of this router's streams to that with fewest, if they differ enough. `own` counts them,
+    by worker. Every router evens out its own: counted together, they would all move streams for the same difference."""
+    known = {load.worker_id: load for load in loads if load.report}
+    if len(known) < 2:
         return None
-    used = target.report.total_blocks - target.report.free_blocks + target.book.unreported_size
-    max_blocks = int(_FILL_TO * target.report.total_blocks) - used
-    if max_blocks < 1 or target.report.running + target.report.waiting + 1 > _FILL_TO * max_batch_size:
+    source, target = (pick(known, key=lambda each: (own.get(each, 0), each)) for pick in (max, min))
+    difference = own.get(source, 0) - own.get(target, 0)
+    return _shift(source, known[target], max_batch_size, difference // 2) if difference >= _UNEVEN else None
+
+
+def _shift(source: str, target: WorkerLoad, max_batch_size: int, num_streams: int) -> Shift | None:
+    """None if the target is not idle enough."""
+    report = target.report
+    assert report is not None
+    if _fullness(report, target.book, max_batch_size) > _IDLE:
         return None
-    return Shift(source.worker_id, target.worker_id, max_blocks)
+    used = report.total_blocks - report.free_blocks + target.book.unreported_size
+    max_blocks = int(_FILL_TO * report.total_blocks) - used
+    rows = int(_FILL_TO * max_batch_size) - report.running - report.waiting
+    return Shift(source, target.worker_id, max_blocks, min(num_streams, rows)) if max_blocks > 0 and rows > 0 else None
 
 
 def _by_fullness(known: tuple[float, str, WorkerLoad]) -> tuple[float, str]:

@@ -160,8 +160,8 @@ def test_choices_of_one_prompt_move_each_by_itself(small_model: ModelFacts) -> N
     run(scenario())
 
 
-def test_a_full_worker_gives_streams_to_an_idle_one(small_model: ModelFacts) -> None:
-    """By rows: sixteen streams begin on one worker, and another joins. They last for several of the router's looks."""
+def test_a_full_worker_gives_streams_to_one_that_joins(small_model: ModelFacts) -> None:
+    """Sixteen streams begin on one worker, and another comes up. They last for several of the router's looks."""
     config = CONFIG.model_copy(update={"decode": DecodeConfig(kv_cache_tokens=8192, max_batch_size=16)})
 
     async def scenario() -> None:
@@ -174,7 +174,7 @@ def test_a_full_worker_gives_streams_to_an_idle_one(small_model: ModelFacts) -> 
             many.controller.mark("decode-1", WorkerState.READY)
             await many.until(lambda: many.running("decode-1") > 0)
             assert len({tuple((await task).token_ids) for task in asking}) == 16
-            assert 1 <= many.moves("balance")["moved"] <= 3, "no more than it takes"
+            assert 1 <= many.moves("balance")["moved"] <= 9, "half of them, and one by an old report"
 
     run(scenario())
 

@@ -22,9 +22,14 @@ def ask(cluster: Any, max_tokens: int = 8) -> str:
     return text
 
 
+def num_worker_processes(cluster: Any) -> int:
+    return sum(command.startswith("ray::WorkerProcess") for command in cluster.processes().values())
+
+
 @pytest.mark.parametrize("worker_id", ["prefill-0", "decode-0"])
 def test_after_kill_9_new_requests_succeed_within_five_seconds(cluster: Any, worker_id: str) -> None:
     """As it is while nothing else happens: the spare process that takes the dead one's place takes some seconds to make."""
+    cluster.until(lambda: num_worker_processes(cluster) > len(cluster.workers()), 60)
     until_quiet(cluster.process.pid)
     before = cluster.worker(worker_id)
     expected = ask(cluster)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cluster.pool import MAX_RETRY_S, MAX_WORKERS, Action, Drain, Pool, Remove, Resume, Start, Stop
+from cluster.pool import MAX_RETRY_S, MAX_WORKERS, RESUMPTION_S, Action, Drain, Pool, Remove, Resume, Start, Stop
 from cluster.records import ClusterRecord
 from protocol.cluster_view import WorkerState
 from protocol.errors import InvalidRequestError
@@ -40,6 +40,20 @@ def test_a_ready_worker_that_dies_is_restarted_at_once_with_the_next_epoch() -> 
     assert pool.lost("prefill-0", 1, "killed") == [Start("prefill-0", 2, 0.0)]
     (info,) = pool.workers()
     assert (info.state, info.restarts, info.last_error, info.ref) == (WorkerState.STARTING, 1, "killed", None)
+
+
+def test_a_replacement_waits_while_others_take_up_the_streams_of_the_dead() -> None:
+    pool = Pool(Role.DECODE)
+    pool.scale(2)
+    ready(pool, "decode-0", 1)
+    ready(pool, "decode-1", 1)
+    assert pool.lost("decode-0", 1, "killed") == [Start("decode-0", 2, RESUMPTION_S)]
+    assert pool.lost("decode-1", 1, "killed") == [Start("decode-1", 2, 0.0)]  # nobody is left to take up anything
+    ready(pool, "decode-0", 2)
+    ready(pool, "decode-1", 2)
+    assert pool.drain("decode-0", restart=True) == [Drain("decode-0", 2)]
+    assert pool.drained("decode-0", 2) == [Stop("decode-0", 2)]
+    assert pool.lost("decode-0", 2, "stopped") == [Start("decode-0", 3, 0.0)]  # it had given its streams away
 
 
 def test_only_repeated_start_failures_wait_and_readiness_resets_them() -> None:

@@ -1,14 +1,15 @@
-"""Which stream goes to another decode worker for balance: only from a full one to an idle one, and never back."""
+"""Which streams change their decode worker for balance: from a full one to an idle one, or from many to few, and never back."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from protocol.messages import LoadReport
-from router.policy import Book, WorkerLoad, rebalancing
+from router.policy import Book, Shift, WorkerLoad, evening, rebalancing
 
 BATCH = 16
 
@@ -97,3 +98,53 @@ def test_one_worker_or_unknown_ones_give_nothing() -> None:
     full = Worker("decode-0", 100, [95]).load()
     assert rebalancing([full], BATCH) is None
     assert rebalancing([full, WorkerLoad("decode-1", None, Book())], BATCH) is None
+
+
+@given(clusters(), st.integers(1, 3), st.data())
+def test_routers_that_even_out_their_own_streams_come_to_rest(workers: list[Worker], routers: int, data: st.DataObject) -> None:
+    """Whoever gave takes nothing back, and nobody is filled beyond what leaves it room."""
+    by_id = {worker.worker_id: worker for worker in workers}
+    own: list[dict[str, int]] = [{} for _ in range(routers)]
+    for worker in workers:
+        for _ in worker.streams:
+            mine = own[data.draw(st.integers(0, routers - 1))]
+            mine[worker.worker_id] = mine.get(worker.worker_id, 0) + 1
+    gave: list[set[str]] = [set() for _ in range(routers)]
+    resting = 0
+    for turn in itertools.count():
+        assert turn < 100 * routers, "it never rests"
+        mine = own[turn % routers]
+        shift = evening([worker.load() for worker in workers], mine, 4 * BATCH)
+        moved = 0 if shift is None else move(shift, by_id)
+        resting = 0 if moved else resting + 1
+        if resting == routers:
+            break
+        if shift is not None and moved:
+            assert shift.target not in gave[turn % routers]
+            assert by_id[shift.target].used <= 0.7 * by_id[shift.target].total_blocks
+            mine[shift.source] -= moved
+            mine[shift.target] = mine.get(shift.target, 0) + moved
+            assert mine[shift.source] >= mine[shift.target]
+            gave[turn % routers].add(shift.source)
+
+
+def move(shift: Shift, workers: dict[str, Worker]) -> int:
+    """As many as may and fit."""
+    room, moved = shift.max_blocks, 0
+    for blocks in list(workers[shift.source].streams):
+        if moved < shift.num_streams and blocks <= room:
+            workers[shift.source].streams.remove(blocks)
+            workers[shift.target].streams.append(blocks)
+            room, moved = room - blocks, moved + 1
+    return moved
+
+
+def test_half_of_the_difference_goes_to_a_worker_that_came_up() -> None:
+    loads = [Worker("decode-0", 1000, [10] * 16).load(), Worker("decode-1", 1000, []).load()]
+    shift = evening(loads, {"decode-0": 16}, 64)
+    assert shift is not None
+    assert (shift.source, shift.target, shift.num_streams) == ("decode-0", "decode-1", 8)
+    assert evening(loads, {"decode-0": 9}, 64) is None, "too few to be worth it"
+    assert evening(loads, {"decode-0": 13, "decode-1": 4}, 64) is None
+    busy = [Worker("decode-0", 1000, [10] * 16).load(), Worker("decode-1", 1000, [600]).load()]
+    assert evening(busy, {"decode-0": 16}, 64) is None, "others' streams fill it"
