@@ -38,6 +38,8 @@ def local_environment(scratch: Path) -> dict[str, str]:
         # The switch that makes Ray keep 127.0.0.1 as this node's address; all its servers then listen there only.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        # Which would keep a router's last thousand lines back, and lose them if it is killed.
+        "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
         # Serve kills a proxy that is not up in time, by default 5 s, which a busy machine takes.
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",

@@ -104,13 +104,14 @@ class WorkerLink:
             self._lose_broken()
         finally:
             self._lose("the link was closed")
+            # Before any wait: who cancels us may do so in the middle of this, and streams would wait for ever.
+            for stream in self._streams.values():
+                stream.fail(self.lost_error())
+            self._streams.clear()
             reading.cancel()
             beating.cancel()
             failures = await asyncio.gather(reading, beating, return_exceptions=True)
             await asyncio.gather(*self._late, return_exceptions=True)
-            for stream in self._streams.values():
-                stream.fail(self.lost_error())
-            self._streams.clear()
         for failure in failures:
             if isinstance(failure, Exception):
                 log.error("the link to %s failed", self.ref.worker_id, exc_info=failure)
