@@ -33,10 +33,10 @@ def test_every_kind_of_stream_outlives_its_workers(two_decodes: Any) -> None:
         rng = random.Random(1)
         before = await counted(client, "resumed_streams_total")
         await until(begun(answers))
-        killed = [await kill_one(client, rng)]
+        killed = [(await kill_one(client, rng))[1]]
         while len(killed) < KILLS and sum(not answer.complete for answer in answers) > 3:
             await asyncio.sleep(0.5)
-            killed.append(await kill_one(client, rng))
+            killed.append((await kill_one(client, rng))[1])
         await until(lambda: all(answer.complete or answer.failure for answer in answers))
         resumed = await counted(client, "resumed_streams_total") - before
         assert resumed > 0, (killed, [len(answer.times) for answer in answers])
