@@ -31,8 +31,8 @@ from telemetry.metrics import Metrics
 log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
-"""How often to look when nothing changes, and how far two looks for balance are apart: reports have to show what moved, and
-with many workers each look is dear."""
+"""How often to look when nothing changes, and how far two looks for balance are apart, unless a worker has come up: reports
+have to show what moved, and with many workers each look is dear."""
 _WORTH_TOKENS = 32
 """A stream with fewer to come is left to end where it is, unless that worker is full."""
 _FIRST_RETRY_S = 0.25
@@ -61,6 +61,8 @@ class Migrator:
         self._moves: set[asyncio.Task[None]] = set()
         self._watching: asyncio.Task[None] | None = None
         self._balance_at = 0.0
+        self._num_known = 0
+        """Decode workers with a load, at the latest look."""
 
     def start(self) -> None:
         self._watching = asyncio.create_task(self._watch())
@@ -88,7 +90,8 @@ class Migrator:
         while True:
             seen = self._roster.changes
             self._empty_draining()
-            if loop.time() >= self._balance_at:
+            known, self._num_known = self._num_known, self._roster.num_known(Role.DECODE)
+            if loop.time() >= self._balance_at or self._num_known > known:
                 self._balance_at = loop.time() + _LOOK_S
                 self._balance()
             with contextlib.suppress(TimeoutError):

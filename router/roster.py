@@ -139,6 +139,10 @@ class Roster:
         """In blocks, of those that are ready; None if none of them has reported."""
         return max(self._ready[role].sizes.values(), default=None)
 
+    def num_known(self, role: Role) -> int:
+        """Of how many that are ready the load is known."""
+        return len(self._ready[role].sizes)
+
     def draining(self, role: Role) -> list[WorkerLink]:
         """Live links to workers of this role that are to be left."""
         entries = (entry for entry in self._entries.values() if entry.ref.role is role and entry.state is WorkerState.DRAINING)
