@@ -108,6 +108,8 @@ class Migrator:
                     self._begin(running, target, need_blocks, "drain")
 
     def _balance(self) -> None:
+        if self._moves:
+            return  # loads will differ when they are over
         links = {link.ref.worker_id: link for link in self._roster.ready(Role.DECODE)}
         loads = [link.load() for link in links.values()]
         candidates = self._candidates()
@@ -115,7 +117,7 @@ class Migrator:
         own = Counter(running.claim.decode.ref.worker_id for running in long)
         batch_size = self._config.decode.max_batch_size
         shift = evening(loads, own, batch_size) or rebalancing(loads, batch_size)
-        if shift is None or self._moves:
+        if shift is None:
             return
         there = [running for running in candidates if running.claim.decode is links[shift.source]]
         there.sort(key=lambda running: running.journal.remaining_tokens, reverse=True)
