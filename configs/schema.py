@@ -82,6 +82,9 @@ class PrefillConfig(PoolConfig):
 class DecodeConfig(PoolConfig):
     max_batch_size: Positive = 64
     """Sequences per step."""
+    copy_every_tokens: Annotated[int, Field(ge=0)] = 32
+    """After so many tokens more, the KV of a running stream is copied to another decode worker, which goes on from there should
+    its own die; 0: never."""
 
 
 class LimitsConfig(_Section):

@@ -1,7 +1,8 @@
-"""Streams that leave for another decode worker while they are decoded.
+"""Streams that are sent to another decode worker while they are decoded, to leave for it or to have a copy there.
 
     Migrate ──► WAITING for its turn ──► SENDING full blocks, decode goes on ──► PAUSED: the rest ──► committed ──► Migrated
                      └────────────────────────┴── failed: the stream goes on here ──┘
+    Copy ─────► WAITING for its turn ──► SENDING, decode goes on ──► committed ──► Copied
 
 One stream at a time sends its full blocks, in pieces, and none of these goes while another stream is paused: its rest waits
 for one piece at most. From its first piece on a stream is pinned: its blocks stay its own until nothing reads them any more,
@@ -33,7 +34,7 @@ from kv_transfer.sender import OutgoingTransfer, PushPart, SendingPair
 from kv_transfer.transport import SendTransport
 from protocol.audit import SendRow
 from protocol.errors import InvalidRequestError, KvTransferError, TandemError
-from protocol.messages import Failed, Migrate, Migrated
+from protocol.messages import Copied, Copy, Failed, Migrate, Migrated
 
 log = logging.getLogger(__name__)
 
@@ -46,18 +47,18 @@ _STEP_OVER = 0
 
 
 @dataclass(eq=False)
-class _Leaving:
-    """One migration, until its router has been answered."""
+class _Sending:
+    """One migration or copy, until its router has been answered."""
 
     router: bytes
-    message: Migrate
+    message: Migrate | Copy
     stream: Stream
     transfer: OutgoingTransfer
     pair: SendingPair | None = None
 
 
 class Migrations:
-    """All that leave one worker. `spawn` runs a task for as long as the worker; `on_change` is told when blocks came free."""
+    """All that one worker sends. `spawn` runs a task for as long as the worker; `on_change` is told when blocks came free."""
 
     def __init__(
         self,
@@ -76,88 +77,104 @@ class Migrations:
         self._send = send
         self._spawn = spawn
         self._on_change = on_change
-        self._leaving: dict[int, _Leaving] = {}
+        self._sending: dict[int, _Sending] = {}
         """By ticket."""
         self._turn = asyncio.Lock()
         self._paused = 0
         self._nobody_paused = asyncio.Event()
         self._nobody_paused.set()
 
-    def begin(self, router: bytes, message: Migrate) -> None:
-        """Answered in any case: at once, or when the migration is over."""
+    def begin(self, router: bytes, message: Migrate | Copy) -> None:
+        """Answered in any case: at once, or when it is over."""
         try:
-            leaving = self._admitted(router, message)
+            sending = self._admitted(router, message)
         except TandemError as error:
             self._send(router, Failed.from_error(message.call_id, error))
             return
-        self._leaving[message.ticket_id] = leaving
-        self._spawn(self._leave(leaving))
+        self._sending[message.ticket_id] = sending
+        self._spawn(self._serve(sending))
 
     def rows(self) -> tuple[SendRow, ...]:
         """As an audit sees them."""
-        tickets = [leaving.message.target for leaving in self._leaving.values()]
+        tickets = [sending.message.target for sending in self._sending.values()]
         return tuple(SendRow(t.ticket_id, t.transfer_id, t.worker.worker_id, t.worker.epoch) for t in tickets)
 
-    def _admitted(self, router: bytes, message: Migrate) -> _Leaving:
+    def _admitted(self, router: bytes, message: Migrate | Copy) -> _Sending:
         entry, stream, target = self._ledger.find(message.ticket_id), self._scheduler.find(message.ticket_id), message.target
         if entry is None or stream is None or entry.owner != router:
             raise KvTransferError("the ticket has no stream")
-        if message.ticket_id in self._leaving:
-            raise InvalidRequestError("the stream is leaving already")
+        if message.ticket_id in self._sending:
+            raise InvalidRequestError("the stream is being sent already")
         if not 0 <= target.held_tokens <= target.num_prompt_tokens < len(stream.token_ids) or target.block_size < 1:
             raise InvalidRequestError("the ticket was made for another stream")
-        return _Leaving(router, message, stream, OutgoingTransfer(target))
+        return _Sending(router, message, stream, OutgoingTransfer(target))
 
-    async def _leave(self, leaving: _Leaving) -> None:
-        message, stream = leaving.message, leaving.stream
-        answer: Migrated | Failed
+    async def _serve(self, sending: _Sending) -> None:
+        message, stream = sending.message, sending.stream
+        answer: Migrated | Copied | Failed
         try:
-            leaving.pair = await self._peers.pair(message.target.worker)
-            await self._hand_over(leaving, leaving.pair)
-            answer = Migrated(message.call_id, stream.token_ids[-1], stream.num_generated)
+            sending.pair = await self._peers.pair(message.target.worker)
+            if isinstance(message, Copy):
+                await self._copy(sending, sending.pair)
+                answer = Copied(message.call_id)
+            else:
+                await self._hand_over(sending, sending.pair)
+                answer = Migrated(message.call_id, stream.token_ids[-1], stream.num_generated)
         except TandemError as error:
-            log.info("a stream stays: %s", error.message)
+            log.info("a stream was not sent: %s", error.message)
             answer = Failed.from_error(message.call_id, error)
-            if leaving.pair is not None:
-                leaving.pair.abort(leaving.transfer)
+            if sending.pair is not None:
+                sending.pair.abort(sending.transfer)
         finally:
-            del self._leaving[message.ticket_id]
+            del self._sending[message.ticket_id]
         self._loop.flush()  # all that it has said goes before the news that it has left
-        self._send(leaving.router, answer)
+        self._send(sending.router, answer)
 
-    async def _hand_over(self, leaving: _Leaving, pair: SendingPair) -> None:
+    async def _copy(self, sending: _Sending, pair: SendingPair) -> None:
+        """Ends with the KV at the target, or raises TandemError; the stream goes on here."""
+        async with self._turn:
+            self._check_there(sending)
+            with self._pinned(sending.stream):
+                await self._push_up_to(sending, pair, sending.message.target.num_prompt_tokens)
+        await pair.commit(sending.transfer)
+
+    async def _hand_over(self, sending: _Sending, pair: SendingPair) -> None:
         """Ends with the stream gone from here, or raises TandemError with nothing changed."""
-        stream = leaving.stream
+        stream = sending.stream
         with ExitStack() as pin:
             async with self._turn:
-                self._check_there(leaving)
+                self._check_there(sending)
                 pin.enter_context(self._pinned(stream))
-                await self._send_full_blocks(leaving, pair)
+                await self._send_full_blocks(sending, pair)
             stream.paused = True
             await self._loop.boundary()
             with self._pause():
-                await self._push(leaving, pair, stream.computed)
-                self._check_there(leaving)
-                await pair.commit(leaving.transfer)
-            self._check_there(leaving)
+                await self._push(sending, pair, stream.computed)
+                self._check_there(sending)
+                await pair.commit(sending.transfer)
+            self._check_there(sending)
             self._scheduler.remove(stream.ticket_id)
             self._ledger.keep(stream.ticket_id, stream.token_ids[: stream.computed])
             self._ledger.release(stream.ticket_id)
 
-    async def _send_full_blocks(self, leaving: _Leaving, pair: SendingPair) -> None:
-        block_size, stream = leaving.message.target.block_size, leaving.stream
+    async def _send_full_blocks(self, sending: _Sending, pair: SendingPair) -> None:
+        block_size, stream = sending.message.target.block_size, sending.stream
         for _ in range(_ROUNDS):
             full = stream.computed // block_size * block_size
-            if full <= leaving.transfer.sent_tokens:
+            if full <= sending.transfer.sent_tokens:
                 return
-            while (sent := leaving.transfer.sent_tokens) < full:
-                await self._nobody_paused.wait()
-                await self._push(leaving, pair, min(full, sent + _PIECE_TOKENS))
+            await self._push_up_to(sending, pair, full)
 
-    async def _push(self, leaving: _Leaving, pair: SendingPair, end: int) -> None:
+    async def _push_up_to(self, sending: _Sending, pair: SendingPair, end: int) -> None:
+        """In pieces, so that a paused stream waits for one of them at most."""
+        while (sent := sending.transfer.sent_tokens) < end:
+            await self._nobody_paused.wait()
+            await self._push(sending, pair, min(end, sent + _PIECE_TOKENS))
+
+    async def _push(self, sending: _Sending, pair: SendingPair, end: int) -> None:
         """Send the KV up to this token, and with it the tokens of which the target does not know."""
-        self._check_there(leaving)
-        transfer, stream = leaving.transfer, leaving.stream
+        self._check_there(sending)
+        transfer, stream = sending.transfer, sending.stream
         start = transfer.sent_tokens
         if start < end:
             added = tuple(stream.token_ids[max(start, transfer.ticket.num_prompt_tokens) : end])
@@ -165,12 +182,12 @@ class Migrations:
         if transfer.refused:
             raise KvTransferError(f"{pair.peer.worker_id} no longer holds the ticket, or has no room for more")
 
-    def _check_there(self, leaving: _Leaving) -> None:
+    def _check_there(self, sending: _Sending) -> None:
         """Raise KvTransferError unless the stream is still here with all its KV."""
-        stream = leaving.stream
+        stream = sending.stream
         if stream.ticket_id not in self._scheduler:
             raise KvTransferError("the stream has ended")
-        if not stream.complete or stream.computed < leaving.message.target.num_prompt_tokens:
+        if not stream.complete or stream.computed < sending.message.target.num_prompt_tokens:
             raise KvTransferError("the stream was preempted: its KV is not there")
 
     @contextmanager
@@ -198,6 +215,6 @@ class Migrations:
 
 
 def send_ranks(pool: KVPool, transports: Sequence[SendTransport], gang: Gang, lease_s: float) -> list[SendRank]:
-    """Of streams that migrate: they send what was computed in earlier steps, so no step's progress is followed."""
+    """Of streams that are sent while they run: what was computed in earlier steps, so no step's progress is followed."""
     first = LocalSendRank(pool.layers(), pool.block_size, transports, StepProgress(pool.data.device), lease_s)
     return [first, *(RemoteSendRank(gang.asker(rank), first.transports) for rank in range(1, gang.size))]

@@ -2,6 +2,7 @@
 
     Reserve ──► ledger ──► pushes (kv_transfer) ──► commit ──► Attach ──► step loop ──► frames ──► finished or Release
                    └───────── nothing is sent: the prompt is computed here ──┘
+                                                                              ├── Copy ──► pushes to another, and stays
                                                                               └── Migrate ──► pushes to another ──► gone
 
 Everything here runs on one asyncio loop, so the books need no locks; the engine computes in a thread of its own, and each
@@ -38,6 +39,7 @@ from protocol.endpoint import Endpoint
 from protocol.errors import InvalidRequestError, KvTransferError, OverloadedError, TandemError
 from protocol.messages import (
     Attach,
+    Copy,
     Failed,
     LoadReport,
     Migrate,
@@ -107,6 +109,7 @@ class DecodeWorker:
                 Attach: lambda router, message: self._attaches.ask(router, message),
                 Release: self._release,
                 Migrate: lambda router, message: self._migrations.begin(router, message),
+                Copy: lambda router, message: self._migrations.begin(router, message),
                 Ping: self._ping,
                 PairOpen: lambda sender, message: self._arrivals.open(sender, message),
                 PushAnnounce: lambda sender, message: self._arrivals.announce(sender, message),

@@ -261,6 +261,28 @@ class Migrated:
     """Tokens of the answer so far, that one included."""
 
 
+@message(18)
+@dataclass(frozen=True)
+class Copy:
+    """Send the KV of this attached ticket's stream to another decode worker as well, as far as the target's tokens go.
+
+    Answered with Failed if that can't be. The stream goes on where it is in any case.
+    """
+
+    call_id: int
+    ticket_id: int
+    target: Ticket
+    """For the stream's first tokens; KV of all of them was computed."""
+
+
+@message(19)
+@dataclass(frozen=True)
+class Copied:
+    """The KV is at the target, committed: it stays in the cache there when the ticket is released."""
+
+    call_id: int
+
+
 # -- router and prefill ----------------------------------------------------------------------------------------------
 
 

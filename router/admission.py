@@ -10,7 +10,8 @@ are reserved at the decode worker before any prefill work is spent. A `Claim` (`
 both workers and gives all of it back when it is left.
 
 The decode worker may compute the prompt itself: always (`disaggregation: never`), or where that is better (`auto`). It does so
-in any case for a stream that has to go on elsewhere while prefill is busy: those of a lost worker all stand still at once.
+in any case for a stream that has to go on elsewhere while prefill is busy: those of a lost worker all stand still at once; and
+for one of which it has a copy (`router.copies`).
 """
 
 from __future__ import annotations
@@ -109,11 +110,15 @@ class Admission:
         order = self._roster.decode_order(need_blocks, avoid)
         if self._config.disaggregation == "never":
             order = self._by_prompts(order, avoid)
+        if journal.copy is not None:
+            copied_to, _ = journal.copy.life
+            order = sorted(order, key=lambda worker_id: worker_id != copied_to)
         for worker_id in order:
             decode = self._roster.ready_decode(worker_id)
             if decode is None:
                 continue
-            if self._computes(journal, 0, decode, avoid) is None:
+            copied_tokens = 0 if journal.copy is None or journal.copy.life != decode.life else journal.copy.num_tokens
+            if self._computes(journal, copied_tokens, decode, avoid) is None:
                 if self._needs_prefill(journal):
                     return None
                 continue
@@ -129,7 +134,8 @@ class Admission:
             if computes is not None:
                 self._metrics.decided("here" if computes is decode else "there")
                 note_change = self._roster.note_change
-                ahead = not computes.prompts.takes_prompt(num_tokens, self._config.prefill.max_batch_tokens)
+                size = num_tokens - (ticket.held_tokens if computes is decode else 0)
+                ahead = not computes.prompts.takes_prompt(size, self._config.prefill.max_batch_tokens)
                 return Claim(attempt_id, computes, decode, ticket, journal, need_blocks, self._costs, note_change, ahead=ahead)
             decode.release(ticket.ticket_id)
             decode.book.done(need_blocks)
@@ -157,10 +163,12 @@ class Admission:
         mode, window_tokens = self._config.disaggregation, self._config.prefill.max_batch_tokens
         num_tokens = len(journal.token_ids)
         may_overtake = self._overtaking(journal.standing.tenant)
+        if held_tokens > len(journal.prompt_token_ids):
+            return decode  # no prefill worker has any of the answer
         there = None if mode == "never" else self._roster.best_prefill(num_tokens, window_tokens, may_overtake, avoid)
         if self._needs_prefill(journal) or (mode == "always" and there is not None):
             return there
-        takes = decode.prompts.refused_size is None and decode.prompts.takes_prompt(num_tokens, window_tokens)
+        takes = decode.prompts.refused_size is None and decode.prompts.takes_prompt(num_tokens - held_tokens, window_tokens)
         here = decode if takes else None
         if mode != "auto" or not self._roster.ready(Role.PREFILL):
             return here

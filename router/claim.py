@@ -94,6 +94,8 @@ class Claim:
         self._attempt_id = attempt_id
         self._ticket = ticket
         self._num_tokens = len(journal.token_ids)
+        self._num_missing = self._num_tokens - (ticket.held_tokens if self.here else 0)
+        """What is to be computed of them, as far as is known."""
         self._tenant = journal.standing.tenant
         self._ahead = ahead
         self._num_blocks = num_blocks
@@ -104,7 +106,7 @@ class Claim:
         self._handed_over = False
         self._stream = decode.open_stream(ticket.ticket_id)
         self._waits = computes.prompt_load().queued_tokens > 0
-        computes.prompts.give_prompt(self._num_tokens, self._tenant, ahead=ahead)
+        computes.prompts.give_prompt(self._num_missing, self._tenant, ahead=ahead)
 
     def __enter__(self) -> Claim:
         return self
@@ -191,7 +193,7 @@ class Claim:
 
     def refused(self) -> None:
         """The queue of the prefill worker is full."""
-        self.computes.prompts.refuse(self._num_tokens)
+        self.computes.prompts.refuse(self._num_missing)
 
     def finished(self) -> None:
         """The first token was the last: prefill hands nothing over."""
@@ -247,6 +249,24 @@ class Claim:
             self._stream.fail(error)
             raise
 
+    async def copy(
+        self, target: WorkerLink, journal: Journal, token_ids: tuple[int, ...], num_blocks: int, patience_s: float
+    ) -> None:
+        """Have the KV of the attached stream's first tokens, these, in the cache of another worker as well.
+
+        Raises OverloadedError or UnavailableError; the stream goes on in any case.
+        """
+        ticket = await reserve(target, self._attempt_id, token_ids, 1, journal, num_blocks, 0, patience_s)
+        if ticket is None:
+            raise OverloadedError(f"{target.ref.worker_id} has no room for a copy")
+        try:
+            target.open_stream(ticket.ticket_id)
+            if ticket.held_tokens < len(token_ids):
+                await self.decode.copy(self._ticket.ticket_id, ticket)
+        finally:
+            target.release(ticket.ticket_id)
+            target.book.done(num_blocks)
+
     def _leave_decode(self) -> None:
         self.decode.release(self._ticket.ticket_id)
         self.decode.book.done(self._num_blocks)
@@ -254,7 +274,7 @@ class Claim:
     def _prefill_done(self) -> None:
         if self._prefilling:
             self._prefilling = False
-            self.computes.prompts.prompt_done(self._num_tokens, self._tenant)
+            self.computes.prompts.prompt_done(self._num_missing, self._tenant)
             self._on_prefilled()
 
 

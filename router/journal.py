@@ -8,6 +8,7 @@ from typing import NamedTuple
 from protocol.sampling import FinishReason, PromptLogprobs, SamplingParams, TokenLogprobs
 from protocol.trace import TraceContext, new_trace
 from router.fair_queue import ANYBODY, Standing
+from router.resumption import Life
 
 
 class Arrival(NamedTuple):
@@ -34,6 +35,14 @@ class Tokens:
     """One for each step of decode that these tokens are from."""
 
 
+@dataclass(frozen=True)
+class KvCopy:
+    """The KV of a choice's first tokens, cached at a decode worker that does not decode it."""
+
+    life: Life
+    num_tokens: int
+
+
 @dataclass
 class Journal:
     """Sampling is a pure function of seed, choice, position and logits, so prompt and emitted tokens are the whole state."""
@@ -47,6 +56,8 @@ class Journal:
     trace: TraceContext = field(default_factory=new_trace)
     """Of the request; for log lines, here and at the workers."""
     emitted: list[int] = field(default_factory=list)
+    copy: KvCopy | None = None
+    """The latest one; may be gone by now."""
 
     def record(self, tokens: Tokens) -> Tokens:
         """Note tokens *before* they leave the router: what is noted is never asked for again, so nothing is said twice."""

@@ -24,6 +24,8 @@ from protocol.messages import (
     Attach,
     Attached,
     Cancel,
+    Copied,
+    Copy,
     FirstToken,
     LoadReport,
     Migrate,
@@ -53,7 +55,7 @@ _LONGEST_PREFILL_S = 3600.0
 _STALL_LEASES = 6
 """So long may a worker that reports, but makes no step, keep what waits for it: a step may be long, but not this long."""
 
-_MIGRATION_LEASES = 6
+_SEND_LEASES = 6
 """So long may a stream wait for its turn and be sent: each of its pushes has a lease."""
 
 _Answer = TypeVar("_Answer")
@@ -182,7 +184,7 @@ class WorkerLink:
         Raises the worker's refusal: then it goes on with the stream. WorkerLostError, or UnavailableError if it didn't answer:
         then the stream has failed, for nobody knows where it is.
         """
-        deadline_s = _MIGRATION_LEASES * self._limits.lease_s
+        deadline_s = _SEND_LEASES * self._limits.lease_s
         try:
             async with asyncio.timeout(deadline_s):
                 answer = await self._ask(lambda call_id: Migrate(call_id, ticket_id, target), 2 * deadline_s)
@@ -192,6 +194,14 @@ class WorkerLink:
                 self._streams[ticket_id].fail(error)
             raise error from None
         return self._expect(answer, Migrated)
+
+    async def copy(self, ticket_id: int, target: Ticket) -> None:
+        """Have a decode worker send a stream's KV to another as well; returns when it is there.
+
+        Raises the worker's refusal, WorkerLostError, or UnavailableError if it didn't answer. None of it touches the stream.
+        """
+        deadline_s = _SEND_LEASES * self._limits.lease_s
+        self._expect(await self._ask(lambda call_id: Copy(call_id, ticket_id, target), deadline_s), Copied)
 
     async def attach(self, ticket_id: int, first_token: int | None, sampling: SamplingParams, num_generated: int) -> float:
         """Let a ticket's sequence join the batch; waits for the commit, and says how long the worker did, in seconds. Without a

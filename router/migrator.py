@@ -4,7 +4,8 @@ many to one that has few (`router.policy`).
     view or load changes ──► which stream, where to ──► Reserve there ──► Migrate ──► Migrated ──► Attach there
                                                             └── no room, failed ──► stays where it is; tried again later
 
-Each move is a task here, so that it goes on while the stream's client is slow. It ends with the stream at the latest.
+Each move is a task here, so that it goes on while the stream's client is slow. It ends with the stream at the latest. A stream
+that is being copied (`router.copies`) moves when that is done.
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from configs.schema import ClusterConfig
 from protocol.errors import OverloadedError, TandemError
 from protocol.messages import Role
 from protocol.ticket import reserved_tokens
 from router.claim import Claim
+from router.copies import Copies
 from router.journal import Journal
 from router.links import WorkerLink
 from router.policy import blocks_for, evening, rebalancing
 from router.roster import Roster
+from router.running import Running
 from telemetry.logging import fields
 from telemetry.metrics import Metrics
 
@@ -39,17 +41,6 @@ _FIRST_RETRY_S = 0.25
 _LONGEST_RETRY_S = 8.0
 
 
-@dataclass(eq=False)
-class _Running:
-    """One attached stream."""
-
-    claim: Claim
-    journal: Journal
-    move: asyncio.Task[None] | None = None
-    failures: int = 0
-    retry_at: float = 0.0
-
-
 class Migrator:
     """`start` and `close` from the router's loop."""
 
@@ -57,33 +48,36 @@ class Migrator:
         self._config = config
         self._roster = roster
         self._metrics = metrics
-        self._running: set[_Running] = set()
+        self._running: set[Running] = set()
         self._moves: set[asyncio.Task[None]] = set()
-        self._watching: asyncio.Task[None] | None = None
+        self._copies = Copies(config, roster, metrics, self._running)
+        self._tasks: list[asyncio.Task[None]] = []
         self._balance_at = 0.0
         self._num_known = 0
         """Decode workers with a load, at the latest look."""
 
     def start(self) -> None:
-        self._watching = asyncio.create_task(self._watch())
+        self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._copies.run())]
+        for task in self._tasks:
+            task.add_done_callback(self._over)
 
     async def close(self) -> None:
-        tasks = [*self._moves, *(() if self._watching is None else (self._watching,))]
+        tasks = [*self._moves, *self._tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     @contextlib.contextmanager
     def movable(self, claim: Claim, journal: Journal) -> Iterator[None]:
-        """While this lasts the claim's stream, which is attached, may be moved."""
-        running = _Running(claim, journal)
+        """While this lasts the claim's stream, which is attached, may be moved and copied."""
+        running = Running(claim, journal)
         self._running.add(running)
         try:
             yield
         finally:
             self._running.discard(running)
-            if running.move is not None:
-                running.move.cancel()
+            if running.sending is not None:
+                running.sending.cancel()
 
     async def _watch(self) -> None:
         loop = asyncio.get_running_loop()
@@ -128,25 +122,21 @@ class Migrator:
                 num_streams, blocks = num_streams - 1, blocks - need_blocks
                 self._begin(running, links[shift.target], need_blocks, "balance")
 
-    def _candidates(self) -> list[_Running]:
+    def _candidates(self) -> list[Running]:
         now = asyncio.get_running_loop().time()
-        return [
-            running
-            for running in self._running
-            if running.move is None and running.retry_at <= now and not running.claim.ended and running.journal.remaining_tokens
-        ]
+        return [running for running in self._running if running.sending is None and running.retry_at <= now and running.goes_on]
 
-    def _need_blocks(self, running: _Running) -> int:
+    def _need_blocks(self, running: Running) -> int:
         journal = running.journal
         tokens = reserved_tokens(len(journal.token_ids) - 1, journal.remaining_tokens + 1, self._config.answer_room)
         return blocks_for(tokens, self._config.block_size)
 
-    def _begin(self, running: _Running, target: WorkerLink, need_blocks: int, reason: str) -> None:
-        task = running.move = asyncio.create_task(self._move(running, target, need_blocks, reason))
+    def _begin(self, running: Running, target: WorkerLink, need_blocks: int, reason: str) -> None:
+        task = running.sending = asyncio.create_task(self._move(running, target, need_blocks, reason))
         self._moves.add(task)
         task.add_done_callback(self._over)
 
-    async def _move(self, running: _Running, target: WorkerLink, need_blocks: int, reason: str) -> None:
+    async def _move(self, running: Running, target: WorkerLink, need_blocks: int, reason: str) -> None:
         source, outcome = running.claim.decode, "cancelled"
         gap = self._metrics.migration_pause.observe
         try:
@@ -160,7 +150,7 @@ class Migrator:
             trace = running.journal.trace.trace_id
             log.warning("a stream was not moved: %s", error.message, extra=fields(trace=trace, code=error.code, **names))
         finally:
-            running.move = None
+            running.sending = None
             if outcome != "moved":
                 running.retry_at = asyncio.get_running_loop().time() + min(
                     _FIRST_RETRY_S * 2.0**running.failures, _LONGEST_RETRY_S
@@ -171,4 +161,4 @@ class Migrator:
     def _over(self, task: asyncio.Task[None]) -> None:
         self._moves.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            log.error("moving a stream failed", exc_info=task.exception())
+            log.error("moving or copying streams failed", exc_info=task.exception())

@@ -84,6 +84,12 @@ class Metrics:
             ("model_name", "reason", "outcome"),
             registry=self.registry,
         )
+        self._copies = Counter(
+            "tandem:kv_copies",
+            "Copies of running streams' KV at another decode worker.",
+            ("model_name", "outcome"),
+            registry=self.registry,
+        )
         self.waiting_requests = Gauge(
             "tandem:router_requests_waiting", "Requests held back for room.", ("model_name",), registry=self.registry
         ).labels(model_name)
@@ -103,6 +109,10 @@ class Metrics:
     def migrated(self, reason: str, outcome: str) -> None:
         """`reason`: drain or balance. `outcome`: moved, full (no room at the target), failed, cancelled (the stream ended)."""
         self._migrations.labels(self._model_name, reason, outcome).inc()
+
+    def copied(self, outcome: str) -> None:
+        """`outcome`: copied, full (no room anywhere else), failed, cancelled (the stream ended)."""
+        self._copies.labels(self._model_name, outcome).inc()
 
     def render(self) -> bytes:
         """Prometheus' text format."""

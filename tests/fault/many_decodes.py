@@ -41,9 +41,12 @@ CONFIG = ClusterConfig(
     dtype="float32",
     block_size=8,
     prefill=PrefillConfig(kv_cache_tokens=4096, max_batch_tokens=64),
-    decode=DecodeConfig(kv_cache_tokens=4096, max_batch_size=16),
+    decode=DecodeConfig(kv_cache_tokens=4096, max_batch_size=16, copy_every_tokens=0),
     limits=LimitsConfig(lease_s=2.0, heartbeat_s=0.1, connect_s=5.0, queue_s=20.0),
 )
+
+
+COPYING = CONFIG.model_copy(update={"decode": CONFIG.decode.model_copy(update={"copy_every_tokens": 16})})
 
 
 class ScriptedController:
@@ -131,10 +134,17 @@ class ManyDecodes:
 
     def moves(self, reason: str = "drain") -> dict[str, int]:
         """How often each outcome was counted."""
+        return self._outcomes("tandem:migrations_total", reason=reason)
+
+    def copies(self) -> dict[str, int]:
+        """Likewise."""
+        return self._outcomes("tandem:kv_copies_total")
+
+    def _outcomes(self, name: str, **labels: str) -> dict[str, int]:
         found: dict[str, int] = {}
         for family in self.metrics.registry.collect():
             for sample in family.samples:
-                if sample.name == "tandem:migrations_total" and sample.labels["reason"] == reason:
+                if sample.name == name and labels.items() <= sample.labels.items():
                     found[sample.labels["outcome"]] = int(sample.value)
         return found
 

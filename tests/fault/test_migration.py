@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from many_decodes import CONFIG, ManyDecodes, Said, run_many_decodes, varied
+from many_decodes import CONFIG, COPYING, ManyDecodes, Said, run_many_decodes, varied
 from scenarios import THOROUGH, prompt_of, run
 
 from configs.facts import ModelFacts
@@ -107,7 +107,7 @@ def test_streams_that_wait_for_blocks_move_when_they_have_come_back(small_model:
     """A pool that holds a third of them: while one of them is sent, others are preempted, and nobody is stuck."""
 
     async def scenario() -> None:
-        tight = CONFIG.model_copy(update={"decode": DecodeConfig(kv_cache_tokens=512, max_batch_size=16)})
+        tight = CONFIG.model_copy(update={"decode": DecodeConfig(kv_cache_tokens=512, max_batch_size=16, copy_every_tokens=0)})
         async with run_many_decodes(small_model, 2, tight) as many:
             wanted = [(prompt[:40], endless(150)) for prompt in EIGHT]
             expected = await undisturbed(many, wanted)
@@ -162,7 +162,7 @@ def test_choices_of_one_prompt_move_each_by_itself(small_model: ModelFacts) -> N
 
 def test_a_full_worker_gives_streams_to_one_that_joins(small_model: ModelFacts) -> None:
     """Sixteen streams begin on one worker, and another comes up. They last for several of the router's looks."""
-    config = CONFIG.model_copy(update={"decode": DecodeConfig(kv_cache_tokens=8192, max_batch_size=16)})
+    config = CONFIG.model_copy(update={"decode": DecodeConfig(kv_cache_tokens=8192, max_batch_size=16, copy_every_tokens=0)})
 
     async def scenario() -> None:
         async with run_many_decodes(small_model, 2, config) as many:
@@ -295,12 +295,12 @@ def test_the_death_of_either_loses_no_token(small_model: ModelFacts, dies: str, 
 
 @pytest.mark.parametrize("seed", range(300 if THOROUGH else 8))
 def test_random_drains_cancels_faults_and_a_death_lose_nothing(small_model: ModelFacts, seed: int) -> None:
-    """Ten requests on three workers that drain in turn; what was not cancelled is exact."""
+    """Ten requests, copied meanwhile, on three workers that drain in turn; what was not cancelled is exact."""
 
     async def scenario() -> None:
         rng = random.Random(seed)
         wanted = [(prompt_of(rng.randrange(1, 150), n), varied(rng, rng.randrange(20, 250))) for n in range(10)]
-        async with run_many_decodes(small_model, 3) as many:
+        async with run_many_decodes(small_model, 3, COPYING) as many:
             expected = await undisturbed(many, wanted)
             many.network.faults = Faults(
                 delay_s=0.001,

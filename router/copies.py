@@ -1,0 +1,118 @@
+"""Copies of running streams' KV at other decode workers, so that little has to be computed again when their own dies.
+
+    so many tokens since the last copy ──► Reserve there ──► Copy ──► Copied ──► Release: cached there
+                                               └── no room, failed ──► tried again when it is due
+
+A copy takes room from nobody: once it is complete it lies in the other worker's prefix cache, and goes when somebody needs the
+blocks. The next one sends what this one has not. Of each worker one stream is copied at a time, the one with most to lose
+first, so a worker that has little time copies less often. A stream keeps to one place for its copies as long as that is up:
+`router.admission` lets it go on there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Set
+
+from configs.schema import ClusterConfig
+from protocol.errors import OverloadedError, TandemError
+from protocol.messages import Role
+from protocol.ticket import reserved_tokens
+from router.journal import KvCopy
+from router.links import WorkerLink
+from router.policy import blocks_for
+from router.roster import Roster
+from router.running import Running
+from telemetry.logging import fields
+from telemetry.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 0.25
+"""How often to look which are due. What failed is tried again after as long: it costs a question."""
+
+
+class Copies:
+    """Of one router's streams. `run` until cancelled; `running` is the set of those that are attached, as it changes."""
+
+    def __init__(self, config: ClusterConfig, roster: Roster, metrics: Metrics, running: Set[Running]) -> None:
+        self._config = config
+        self._roster = roster
+        self._metrics = metrics
+        self._running = running
+        self._busy: set[WorkerLink] = set()
+
+    async def run(self) -> None:
+        every = self._config.decode.copy_every_tokens
+        if not every or self._config.deterministic:
+            return  # nobody wants any, or nothing is cached
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                if len(self._roster.ready(Role.DECODE)) > 1:
+                    for source, due in self._due(every).items():
+                        self._busy.add(source)
+                        tasks.create_task(self._copy_all(source, due, tasks))
+                await asyncio.sleep(_LOOK_S)
+
+    def _due(self, every: int) -> dict[WorkerLink, list[Running]]:
+        """By the worker that decodes them, if it copies nothing now; those with most to lose first."""
+        found: defaultdict[WorkerLink, list[Running]] = defaultdict(list)
+        not_now = self._busy.union(self._roster.draining(Role.DECODE))
+        for each in self._running:
+            if each.claim.decode not in not_now and each.goes_on and self._uncopied(each) >= every:
+                found[each.claim.decode].append(each)
+        for due in found.values():
+            due.sort(key=self._uncopied, reverse=True)
+        return found
+
+    def _uncopied(self, running: Running) -> int:
+        """Tokens of the answer that no other worker holds. A prompt is copied with its answer's first tokens."""
+        journal = running.journal
+        copy = journal.copy if self._place(running) is not None else None
+        held = 0 if copy is None else copy.num_tokens - len(journal.prompt_token_ids)
+        return journal.num_generated - max(0, held)
+
+    def _place(self, running: Running) -> WorkerLink | None:
+        """Where its latest copy is, if that worker is up and does not decode it by now."""
+        copy = running.journal.copy
+        link = None if copy is None else self._roster.ready_decode(copy.life[0])
+        return link if link is not None and copy is not None and link.life == copy.life != running.claim.decode.life else None
+
+    async def _copy_all(self, source: WorkerLink, due: Iterable[Running], tasks: asyncio.TaskGroup) -> None:
+        try:
+            for running in due:
+                if running in self._running and running.goes_on and running.sending is None and running.claim.decode is source:
+                    running.sending = tasks.create_task(self._copy(running))
+                    await asyncio.wait((running.sending,))
+                    running.sending = None
+        finally:
+            self._busy.discard(source)
+            if source in self._roster.draining(Role.DECODE):
+                self._roster.note_change()  # its streams may move now
+
+    async def _copy(self, running: Running) -> None:
+        journal, block_size = running.journal, self._config.block_size
+        token_ids = journal.token_ids[: (len(journal.token_ids) - 1) // block_size * block_size]
+        need_blocks = blocks_for(reserved_tokens(len(token_ids), 1, self._config.answer_room), block_size)
+        target = self._place(running) or self._other(running, need_blocks)
+        outcome = "cancelled"
+        try:
+            if target is None:
+                raise OverloadedError("no other decode worker has room")
+            await running.claim.copy(target, journal, token_ids, need_blocks, self._config.limits.lease_s)
+            journal.copy, outcome = KvCopy(target.life, len(token_ids)), "copied"
+        except OverloadedError:
+            outcome = "full"
+        except TandemError as error:
+            outcome = "failed"
+            trace = journal.trace.trace_id
+            log.info("a stream was not copied: %s", error.message, extra=fields(trace=trace, code=error.code))
+        finally:
+            self._metrics.copied(outcome)
+
+    def _other(self, running: Running, need_blocks: int) -> WorkerLink | None:
+        """The worker with the most room but its own."""
+        order = self._roster.decode_order(need_blocks, avoid=(running.claim.decode.ref.worker_id,))
+        return self._roster.ready_decode(order[0]) if order and order[0] != running.claim.decode.ref.worker_id else None
