@@ -65,7 +65,7 @@ class Ledger:
         self._entries: dict[int, TicketEntry] = {}
         self._next_id = 1
         self.cache_queries = 0
-        """Prompt tokens that were reserved for."""
+        """Prompt tokens of the tickets that were attached: others were copies, or came to nothing."""
         self.cache_hits = 0
         """Those of them that were held."""
 
@@ -131,8 +131,6 @@ class Ledger:
         )
         self._next_id += 1
         self._entries[entry.ticket_id] = entry
-        self.cache_queries += len(token_ids)
-        self.cache_hits += held
         return entry
 
     def find(self, ticket_id: int) -> TicketEntry | None:
@@ -209,8 +207,7 @@ class Ledger:
         entry = self._entries.get(ticket_id)
         if entry is None or entry.state is not TicketState.COMMITTED:
             return None
-        self._move(entry, TicketState.ATTACHED)
-        return entry
+        return self._attach(entry)
 
     def attach_here(self, ticket_id: int) -> TicketEntry | None:
         """Hand a ticket to the batch for which nothing was sent: what is not held of its prompt is computed here.
@@ -220,8 +217,7 @@ class Ledger:
         entry = self._entries.get(ticket_id)
         if entry is None or entry.state is not TicketState.RESERVED or entry.held_tokens == len(entry.token_ids):
             return None
-        self._move(entry, TicketState.ATTACHED)
-        return entry
+        return self._attach(entry)
 
     def grow(self, ticket_id: int, num_tokens: int) -> bool:
         """Make an attached ticket's blocks cover this many tokens. False, and nothing changes, if too few are free."""
@@ -356,6 +352,12 @@ class Ledger:
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
+
+    def _attach(self, entry: TicketEntry) -> TicketEntry:
+        self._move(entry, TicketState.ATTACHED)
+        self.cache_queries += len(entry.token_ids)
+        self.cache_hits += entry.held_tokens
+        return entry
 
     def _attached(self, ticket_id: int) -> TicketEntry:
         entry = self._entries[ticket_id]

@@ -56,6 +56,12 @@ class Copies:
                         tasks.create_task(self._copy_all(source, due, tasks))
                 await asyncio.sleep(_LOOK_S)
 
+    def place(self, running: Running) -> WorkerLink | None:
+        """Where its latest copy is, if that worker is up and does not decode it by now."""
+        copy = running.journal.copy
+        link = None if copy is None else self._roster.ready_decode(copy.life[0])
+        return link if link is not None and copy is not None and link.life == copy.life != running.claim.decode.life else None
+
     def _due(self, every: int) -> dict[WorkerLink, list[Running]]:
         """By the worker that decodes them, if it copies nothing now; those with most to lose first."""
         found: defaultdict[WorkerLink, list[Running]] = defaultdict(list)
@@ -70,19 +76,15 @@ class Copies:
     def _uncopied(self, running: Running) -> int:
         """Tokens of the answer that no other worker holds. A prompt is copied with its answer's first tokens."""
         journal = running.journal
-        copy = journal.copy if self._place(running) is not None else None
+        copy = journal.copy if self.place(running) is not None else None
         held = 0 if copy is None else copy.num_tokens - len(journal.prompt_token_ids)
         return journal.num_generated - max(0, held)
-
-    def _place(self, running: Running) -> WorkerLink | None:
-        """Where its latest copy is, if that worker is up and does not decode it by now."""
-        copy = running.journal.copy
-        link = None if copy is None else self._roster.ready_decode(copy.life[0])
-        return link if link is not None and copy is not None and link.life == copy.life != running.claim.decode.life else None
 
     async def _copy_all(self, source: WorkerLink, due: Iterable[Running], tasks: asyncio.TaskGroup) -> None:
         try:
             for running in due:
+                if source in self._roster.draining(Role.DECODE):
+                    return
                 if running in self._running and running.goes_on and running.sending is None and running.claim.decode is source:
                     running.sending = tasks.create_task(self._copy(running))
                     await asyncio.wait((running.sending,))
@@ -96,7 +98,7 @@ class Copies:
         journal, block_size = running.journal, self._config.block_size
         token_ids = journal.token_ids[: (len(journal.token_ids) - 1) // block_size * block_size]
         need_blocks = blocks_for(reserved_tokens(len(token_ids), 1, self._config.answer_room), block_size)
-        target = self._place(running) or self._other(running, need_blocks)
+        target = self.place(running) or self._other(running, need_blocks)
         outcome = "cancelled"
         try:
             if target is None:

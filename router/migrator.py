@@ -96,10 +96,16 @@ class Migrator:
         for running in self._candidates() if draining else ():
             if running.claim.decode in draining:
                 need_blocks = self._need_blocks(running)
-                order = self._roster.decode_order(need_blocks)
-                target = self._roster.ready_decode(order[0]) if order else None
+                target = self._target(running, need_blocks)
                 if target is not None:
                     self._begin(running, target, need_blocks, "drain")
+
+    def _target(self, running: Running, need_blocks: int) -> WorkerLink | None:
+        """Where most of it is already, or else the worker with the most room."""
+        order, place = self._roster.decode_order(need_blocks), self._copies.place(running)
+        if place is not None and place.ref.worker_id in order:
+            return place
+        return self._roster.ready_decode(order[0]) if order else None
 
     def _balance(self) -> None:
         if self._moves:
