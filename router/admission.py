@@ -23,7 +23,7 @@ from configs.schema import ClusterConfig
 from protocol.errors import InvalidRequestError, OverloadedError, TandemError, UnavailableError
 from protocol.messages import Role
 from protocol.ticket import reserved_tokens
-from router.claim import Claim, reserve
+from router.claim import Claim, Room, reserve
 from router.disaggregation import Case, PrefillCosts, prefill_here
 from router.journal import Journal
 from router.line import WaitingLine
@@ -117,17 +117,14 @@ class Admission:
             decode = self._roster.ready_decode(worker_id)
             if decode is None:
                 continue
-            copied_tokens = 0 if journal.copy is None or journal.copy.life != decode.life else journal.copy.num_tokens
-            if self._computes(journal, copied_tokens, decode, avoid) is None:
+            if self._computes(journal, journal.copied_at(decode.life), decode, avoid) is None:
                 if self._needs_prefill(journal):
                     return None
                 continue
             lease_s = self._config.limits.lease_s
             patience_s = lease_s if worker_id == order[-1] else _IMPATIENCE * lease_s
-            token_ids, own_tokens = journal.token_ids, self._own_tokens(journal)
-            ticket = await reserve(
-                decode, attempt_id, token_ids, journal.remaining_tokens, journal, need_blocks, own_tokens, patience_s
-            )
+            room = Room(journal.token_ids, journal.remaining_tokens, need_blocks, self._own_tokens(journal))
+            ticket = await reserve(decode, attempt_id, journal, room, patience_s)
             if ticket is None:
                 continue
             computes = self._computes(journal, ticket.held_tokens, decode, avoid)

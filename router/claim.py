@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from protocol.errors import OverloadedError, ProtocolError, TandemError, UnavailableError
-from protocol.messages import FirstToken, Prefilled, Ticket
+from protocol.messages import FirstToken, Prefilled, Reserve, Ticket
 from protocol.sampling import FinishReason, SamplingParams, TokenLogprobs
 from router.disaggregation import PrefillCosts
-from router.journal import Journal, Tokens
+from router.journal import Journal, KvCopy, Tokens
 from router.links import WorkerLink
 from router.resumption import Life
 from telemetry.logging import fields
@@ -28,34 +28,36 @@ from telemetry.logging import fields
 log = logging.getLogger(__name__)
 
 
-async def reserve(
-    decode: WorkerLink,
-    request_id: str,
-    token_ids: tuple[int, ...],
-    max_tokens: int,
-    journal: Journal,
-    need_blocks: int,
-    own_tokens: int,
-    patience_s: float,
-) -> Ticket | None:
-    """Blocks at this worker for these tokens of the journal's choice and an answer, entered in its book.
+@dataclass(frozen=True)
+class Room:
+    """What is wanted of a decode worker for one choice; the rest as in `protocol.messages.Reserve`."""
 
-    `own_tokens` as in `protocol.messages.Reserve`. None if it is full, slow to answer, leaving or lost.
-    """
+    token_ids: tuple[int, ...]
+    max_tokens: int
+    num_blocks: int
+    """For all of these tokens and the answer's beginning."""
+    own_tokens: int = 0
+
+
+async def reserve(decode: WorkerLink, attempt_id: str, journal: Journal, room: Room, patience_s: float) -> Ticket | None:
+    """Blocks at this worker, entered in its book; None if it is full, slow to answer, leaving or lost."""
     ticket = None
-    decode.book.give(need_blocks)
+    decode.book.give(room.num_blocks)
     try:
         ticket = await decode.reserve(
-            request_id, token_ids, max_tokens, journal.cache_salt, journal.trace, own_tokens, patience_s
+            lambda call_id: Reserve(
+                call_id, attempt_id, room.token_ids, room.max_tokens, journal.cache_salt, journal.trace, room.own_tokens
+            ),
+            patience_s,
         )
     except OverloadedError:
-        decode.book.refuse(need_blocks)
+        decode.book.refuse(room.num_blocks)
     except UnavailableError as error:
         decode.book.refuse(0)
         log.info("no reservation: %s", error.message, extra=fields(trace=journal.trace.trace_id))
     finally:
         if ticket is None:
-            decode.book.done(need_blocks)
+            decode.book.done(room.num_blocks)
     return ticket
 
 
@@ -228,8 +230,8 @@ class Claim:
         claim is left meanwhile, cancel this.
         """
         # Of the newest token no KV was computed yet: it plays the part of the first one.
-        known, max_tokens = journal.token_ids[:-1], journal.remaining_tokens + 1
-        ticket = await reserve(target, self._attempt_id, known, max_tokens, journal, num_blocks, 0, patience_s)
+        room = Room(journal.token_ids[:-1], journal.remaining_tokens + 1, num_blocks)
+        ticket = await reserve(target, self._attempt_id, journal, room, patience_s)
         if ticket is None:
             raise OverloadedError(f"{target.ref.worker_id} has no room for the stream")
         try:
@@ -239,6 +241,7 @@ class Claim:
             target.release(ticket.ticket_id)
             target.book.done(num_blocks)
             raise
+        journal.copy = KvCopy(self.decode.life, len(room.token_ids))  # what has left there stays in its cache
         self._leave_decode()
         self.decode, self._ticket, self._num_blocks = target, ticket, num_blocks
         self._stream.on_next(on_gap)
@@ -249,23 +252,21 @@ class Claim:
             self._stream.fail(error)
             raise
 
-    async def copy(
-        self, target: WorkerLink, journal: Journal, token_ids: tuple[int, ...], num_blocks: int, patience_s: float
-    ) -> None:
-        """Have the KV of the attached stream's first tokens, these, in the cache of another worker as well.
+    async def copy(self, target: WorkerLink, journal: Journal, room: Room, patience_s: float) -> None:
+        """Have the KV of the attached stream's first tokens, those of `room`, in the cache of another worker as well.
 
         Raises OverloadedError or UnavailableError; the stream goes on in any case.
         """
-        ticket = await reserve(target, self._attempt_id, token_ids, 1, journal, num_blocks, 0, patience_s)
+        ticket = await reserve(target, self._attempt_id, journal, room, patience_s)
         if ticket is None:
             raise OverloadedError(f"{target.ref.worker_id} has no room for a copy")
         try:
             target.open_stream(ticket.ticket_id)
-            if ticket.held_tokens < len(token_ids):
+            if ticket.held_tokens < len(room.token_ids):
                 await self.decode.copy(self._ticket.ticket_id, ticket)
         finally:
             target.release(ticket.ticket_id)
-            target.book.done(num_blocks)
+            target.book.done(room.num_blocks)
 
     def _leave_decode(self) -> None:
         self.decode.release(self._ticket.ticket_id)

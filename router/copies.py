@@ -20,6 +20,7 @@ from configs.schema import ClusterConfig
 from protocol.errors import OverloadedError, TandemError
 from protocol.messages import Role
 from protocol.ticket import reserved_tokens
+from router.claim import Room
 from router.journal import KvCopy
 from router.links import WorkerLink
 from router.policy import blocks_for
@@ -103,7 +104,7 @@ class Copies:
         try:
             if target is None:
                 raise OverloadedError("no other decode worker has room")
-            await running.claim.copy(target, journal, token_ids, need_blocks, self._config.limits.lease_s)
+            await running.claim.copy(target, journal, Room(token_ids, 1, need_blocks), self._config.limits.lease_s)
             journal.copy, outcome = KvCopy(target.life, len(token_ids)), "copied"
         except OverloadedError:
             outcome = "full"

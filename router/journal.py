@@ -78,3 +78,7 @@ class Journal:
     def remaining_tokens(self) -> int:
         """At most this many tokens are still to come."""
         return self.sampling.max_tokens - len(self.emitted)
+
+    def copied_at(self, life: Life) -> int:
+        """Of how many tokens this worker has a copy, as far as is known."""
+        return self.copy.num_tokens if self.copy is not None and self.copy.life == life else 0

@@ -140,21 +140,12 @@ class WorkerLink:
         """The worker's step has been running for longer than a lease: nothing new should wait behind it."""
         return self.report is not None and self.report.step_age_s > self._limits.lease_s
 
-    async def reserve(
-        self,
-        request_id: str,
-        token_ids: tuple[int, ...],
-        max_tokens: int,
-        cache_salt: str,
-        trace: TraceContext,
-        own_tokens: int,
-        patience_s: float,
-    ) -> Ticket:
-        """Ask a decode worker for blocks (`protocol.messages.Reserve`). The caller releases the ticket.
+    async def reserve(self, build: Callable[[int], Reserve], patience_s: float) -> Ticket:
+        """Ask a decode worker for blocks; `build` makes the question of its call id. The caller releases the ticket.
 
         Raises OverloadedError when it is full, UnavailableError when it didn't answer within `patience_s`, WorkerLostError.
         """
-        asking = asyncio.ensure_future(self._ask_for_ticket(request_id, token_ids, max_tokens, cache_salt, trace, own_tokens))
+        asking = asyncio.ensure_future(self._ask_for_ticket(build))
         try:
             async with asyncio.timeout(patience_s):
                 return await asyncio.shield(asking)
@@ -349,23 +340,12 @@ class WorkerLink:
             raise ProtocolError(f"{self.ref.worker_id} answered with {type(answer).__name__} where {kind.__name__} was due")
         return answer
 
-    async def _ask_for_ticket(
-        self,
-        request_id: str,
-        token_ids: tuple[int, ...],
-        max_tokens: int,
-        cache_salt: str,
-        trace: TraceContext,
-        own_tokens: int,
-    ) -> Ticket:
+    async def _ask_for_ticket(self, build: Callable[[int], Reserve]) -> Ticket:
         """A worker that doesn't answer within a lease is lost: our heartbeats would keep a ticket that we never heard of."""
         lease_s = self._limits.lease_s
         try:
             async with asyncio.timeout(lease_s):
-                answer = await self._ask(
-                    lambda call_id: Reserve(call_id, request_id, token_ids, max_tokens, cache_salt, trace, own_tokens),
-                    2 * lease_s,
-                )
+                answer = await self._ask(build, 2 * lease_s)
         except TimeoutError:
             self._lose(f"it did not answer within {lease_s:g} s")
             raise self.lost_error() from None

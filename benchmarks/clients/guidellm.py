@@ -12,6 +12,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,7 @@ def main() -> None:
     given = parser.parse_args()
     command = installed(given.directory.resolve())
     with tempfile.TemporaryDirectory() as folder:
-        write_tokenizer(resolve("smollm2").facts, Path(folder) / "tokenizer")
-        report = run(command, given.url, Path(folder))
+        report = run(command, given.url, Path(folder), STREAMS, REQUESTS)
     rows = [row(benchmark) for benchmark in report["benchmarks"]]
     for found in rows:
         assert (found["completed"], found["failed"]) == (REQUESTS, 0), found
@@ -50,14 +50,15 @@ def installed(directory: Path) -> Path:
     return directory / "bin" / "guidellm"
 
 
-def run(command: Path, url: str, folder: Path) -> Any:
-    """guidellm's own report."""
+def run(command: Path, url: str, folder: Path, streams: Sequence[int], requests: int) -> Any:
+    """guidellm's own report, of so many requests for each number of streams."""
+    write_tokenizer(resolve("smollm2").facts, folder / "tokenizer")
     options = {
         "--backend": {"kind": "openai_http", "target": url, "model": "smollm2"},
         "--tokenizer": {"kind": "huggingface_auto", "model": f"{folder}/tokenizer"},
-        "--profile": {"kind": "concurrent", "streams": STREAMS},
+        "--profile": {"kind": "concurrent", "streams": streams},
         "--data": {"kind": "synthetic_text", "prompt_tokens": PROMPT_TOKENS, "output_tokens": ANSWER_TOKENS},
-        "--constraint": {"kind": "max_requests", "count": REQUESTS},
+        "--constraint": {"kind": "max_requests", "count": requests},
         "--output": {"kind": "json", "path": f"{folder}/report.json"},
     }
     words = [word for name, value in options.items() for word in (name, json.dumps(value))]

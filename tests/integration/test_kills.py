@@ -46,6 +46,25 @@ def test_every_kind_of_stream_outlives_its_workers(two_decodes: Any) -> None:
     two_decodes.until(two_decodes.clean, 20)
 
 
+def test_a_long_stream_goes_on_where_its_copy_is(two_decodes: Any) -> None:
+    """Prefill computes nothing again, and the other decode worker little."""
+
+    async def disturb(client: httpx.AsyncClient, answers: list[Answered]) -> None:
+        [answer] = answers
+        await until(lambda: len(answer.times) > 200)
+        workers = two_decodes.workers()
+        [source] = [worker for worker in workers if worker["role"] == "decode" and worker["running"]]
+        os.kill(source["pid"], signal.SIGKILL)
+        said = len(answer.times)
+        await until(lambda: answer.complete)
+        for worker in (worker for worker in workers if worker is not source):
+            computed = two_decodes.worker(worker["worker_id"])["prefilled_tokens"] - worker["prefilled_tokens"]
+            assert computed < (said / 2 if worker["role"] == "decode" else 1), (worker["worker_id"], computed, said)
+
+    asyncio.run(disturbed(two_decodes, [Request("greedy", 5, 400)], disturb))
+    two_decodes.until(two_decodes.clean, 20)
+
+
 def test_streams_wait_for_the_only_decode_worker(cluster: Any) -> None:
     async def disturb(client: httpx.AsyncClient, answers: list[Answered]) -> None:
         await until(begun(answers))
