@@ -26,6 +26,7 @@ def two_decodes(cluster: Any) -> Any:
     return cluster
 
 
+@pytest.mark.timeout(400)  # tool calls of 600 tokens in float32, twice
 def test_every_kind_of_stream_outlives_its_workers(two_decodes: Any) -> None:
     requests = [Request(kind, number, 60) for number in range(2) for kind in KINDS]
 
