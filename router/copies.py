@@ -60,8 +60,10 @@ class Copies:
     def place(self, running: Running) -> WorkerLink | None:
         """Where its latest copy is, if that worker is up and does not decode it by now."""
         copy = running.journal.copy
-        link = None if copy is None else self._roster.ready_decode(copy.life[0])
-        return link if link is not None and copy is not None and link.life == copy.life != running.claim.decode.life else None
+        if copy is None or copy.life == running.claim.decode.life:
+            return None
+        link = self._roster.ready_decode(copy.life[0])
+        return link if link is not None and link.life == copy.life else None
 
     def _due(self, every: int) -> dict[WorkerLink, list[Running]]:
         """By the worker that decodes them, if it copies nothing now; those with most to lose first."""
@@ -76,10 +78,9 @@ class Copies:
 
     def _uncopied(self, running: Running) -> int:
         """Tokens of the answer that no other worker holds. A prompt is copied with its answer's first tokens."""
-        journal = running.journal
-        copy = journal.copy if self.place(running) is not None else None
-        held = 0 if copy is None else copy.num_tokens - len(journal.prompt_token_ids)
-        return journal.num_generated - max(0, held)
+        journal, place = running.journal, self.place(running)
+        copied = 0 if place is None else journal.copied_at(place.life)
+        return journal.num_generated - max(0, copied - len(journal.prompt_token_ids))
 
     async def _copy_all(self, source: WorkerLink, due: Iterable[Running], tasks: asyncio.TaskGroup) -> None:
         try:
