@@ -1,8 +1,8 @@
 """Do streams survive killed decode workers, and how long do clients wait? `python -m benchmarks.kills`, on an idle machine.
 
 A real cluster with two decode workers and the default model. Sixteen streams run at a time, each followed by the next, and
-again and again one of the decode workers that have some is killed (SIGKILL): half a second to three after both are up and every
-stream has gone on, so that a gap is that of one kill. Before, the same requests run undisturbed. Every answer must be the
+again and again one of the decode workers that have some is killed (SIGKILL): two to five seconds after both are up and every
+stream has gone on, so that a gap is that of one kill, and what has just come up has had its time to take copies. Before, the same requests run undisturbed. Every answer must be the
 undisturbed one: token ids, text, finish reason, logprobs. In float32 that must hold for all; in bfloat16 a re-computed KV cache
 is rounded differently, and the share of answers that differ is what is measured.
 """
@@ -31,6 +31,8 @@ STREAMS = 16
 DIFFERENT = 32
 MAX_TOKENS = 200
 START_S = 180.0
+CALM_S = (2.0, 5.0)
+"""Before a kill, from when both workers are up and every stream has gone on."""
 CONFIG = "prefill: {kv_cache_tokens: 16384}\ndecode: {workers: 2, kv_cache_tokens: 16384}\n"
 
 
@@ -179,7 +181,7 @@ async def disturbed(client: httpx.AsyncClient, requests: Sequence[Request], kill
         for number in range(kills):
             await until_up(client, killed)
             await until_flowing(load)
-            await asyncio.sleep(rng.uniform(0.5, 3.0))
+            await asyncio.sleep(rng.uniform(*CALM_S))
             pid, whom = await kill_one(client, rng)
             killed.add(pid)
             print(f"kill {number + 1} of {kills}: {whom}", flush=True)
