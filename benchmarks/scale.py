@@ -14,14 +14,16 @@ import argparse
 import asyncio
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, TypeVar
 
 import numpy as np
 
 from benchmarks.environment import write_result
-from cluster.supervisor import Process, Started, Supervisor
+from cluster.launcher import Process, Started
+from cluster.records import ClusterRecord, Life
+from cluster.supervisor import Supervisor
 from configs.loader import load_config
 from protocol.messages import Role, WorkerRef
 from simulator.cluster import Cluster, Shape
@@ -121,8 +123,15 @@ class IdleProcess:
         self._ref = ref
         self._over = asyncio.Event()
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (f"{self._ref.worker_id}-{self._ref.epoch}",)
+
     async def start(self) -> Started:
         return Started(self._ref, (1,), "node")
+
+    async def resume(self, names: Sequence[str]) -> None:
+        raise AssertionError("there was no former supervisor")
 
     async def run(self) -> None:
         await self._over.wait()
@@ -141,6 +150,9 @@ class IdleLauncher:
     def process(self, role: Role, worker_id: str, epoch: int) -> Process:
         return IdleProcess(WorkerRef(worker_id, epoch, role, "tcp://127.0.0.1:1"))
 
+    async def take_up(self, lives: Mapping[Life, Sequence[str]], worker_ids: Sequence[str]) -> None:
+        raise AssertionError("there was no former supervisor")
+
     async def release(self, worker_id: str) -> None:
         return None
 
@@ -148,11 +160,24 @@ class IdleLauncher:
         return "they start at once"
 
 
+class MemoryRecords:
+    """Makes the record, as the GCS would get it, and holds it."""
+
+    def __init__(self) -> None:
+        self._record: bytes | None = None
+
+    async def load(self) -> ClusterRecord | None:
+        return None if self._record is None else ClusterRecord.from_json(self._record)
+
+    async def save(self, record: ClusterRecord) -> None:
+        self._record = record.to_json()
+
+
 async def supervised(workers: int) -> dict[str, float]:
     config = load_config(None, {"prefill.workers": workers // 2, "decode.workers": workers // 2})
-    supervisor = Supervisor(config, IdleLauncher())
+    supervisor = Supervisor(config, IdleLauncher(), MemoryRecords())
     began = time.thread_time()
-    supervisor.start()
+    await supervisor.start()
     await supervisor.settle(60.0)
     up_s = time.thread_time() - began
     views = []
