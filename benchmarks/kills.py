@@ -2,9 +2,10 @@
 
 A real cluster with two decode workers and the default model. Sixteen streams run at a time, each followed by the next, and
 again and again one of the decode workers that have some is killed (SIGKILL): two to five seconds after both are up and every
-stream has gone on, so that a gap is that of one kill, and what has just come up has had its time to take copies. Before, the same requests run undisturbed. Every answer must be the
-undisturbed one: token ids, text, finish reason, logprobs. In float32 that must hold for all; in bfloat16 a re-computed KV cache
-is rounded differently, and the share of answers that differ is what is measured.
+stream has gone on, so that a gap is that of one kill, and the streams of a worker that has just come up have had their time to
+be copied. Before, the same requests run undisturbed. Every answer must be the undisturbed one: token ids, text, finish reason,
+logprobs. In float32 that must hold for all; in bfloat16 a re-computed KV cache is rounded differently, and the share of answers
+that differ is what is measured.
 """
 
 from __future__ import annotations
