@@ -125,6 +125,8 @@ def _llama_cpp(name: str, peers: PeerEnv, tokens: str, chunk: str) -> System:
 def serving(system: System, port: int) -> Iterator[str]:
     """Its address, from the moment at which it is healthy and at rest. It ends with us, also if we are told to (SIGTERM)."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    if healthy(port):
+        raise ServerDidNotStart(f"another server is on port {port}: it would be measured")
     # Not where our packages are: python -m puts its working directory on the path.
     with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, **system.environment}
