@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from configs.schema import ClusterConfig
 from engine.batch import SampledToken
-from engine.engine_thread import EngineThread
+from engine.engine_thread import PREFILL_NICENESS, EngineThread
 from engine.gang import Gang
 from engine.grammar import Grammars
 from engine.model_runner import ModelRunner
@@ -69,7 +69,7 @@ class PrefillWorker:
         self._max_queued = config.prefill.max_queued_requests
         self._facts = runner.facts
         self._gang = gang
-        self._engine = EngineThread(runner, gang)
+        self._engine = EngineThread(runner, gang, PREFILL_NICENESS)
         self._grammars = grammars
         self._cache = PrefixCache(runner.pool.num_blocks)
         self._scheduler = PrefillScheduler(

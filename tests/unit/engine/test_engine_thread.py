@@ -1,0 +1,43 @@
+"""The thread that computes, as the system sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import pytest
+
+from engine.batch import Chunk
+from engine.engine_thread import PREFILL_NICENESS, EngineThread
+from engine.gang import Gang
+from engine.model_runner import ModelRunner
+
+
+class Asking:
+    """A runner that says how nice the thread is that it runs in, instead of a token."""
+
+    def execute(self, chunks: Sequence[Chunk], on_layer: Callable[[int], None] | None) -> list[Any]:
+        return [os.getpriority(os.PRIO_PROCESS, 0)]
+
+
+class Alone:
+    """A gang of one."""
+
+    def begin(self, chunks: Sequence[Chunk]) -> list[Any]:
+        return []
+
+
+@pytest.mark.parametrize("niceness", [0, PREFILL_NICENESS])
+def test_only_the_computing_thread_is_nice(niceness: int) -> None:
+    async def niceness_of_a_step() -> Any:
+        engine = EngineThread(cast(ModelRunner, Asking()), cast(Gang, Alone()), niceness)
+        try:
+            return await engine.start([])
+        finally:
+            engine.close()
+
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    assert asyncio.run(niceness_of_a_step()) == [min(19, before + niceness)]
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
