@@ -3,7 +3,7 @@
 torch releases the GIL inside its operators, so messages are answered while a step is computed.
 
 Where workers share cores, running streams go first: prefill's thread, and those that it starts, are nicer to others by
-`PREFILL_NICENESS`. Decoding is some percent faster for it when one core each is all that they have, and the router takes part of it.
+`PREFILL_NICENESS`. Decoding is some percent faster for it where they have a core each and the router takes part of one.
 """
 
 from __future__ import annotations
