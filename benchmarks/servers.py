@@ -35,6 +35,15 @@ START_S, END_S = 300.0, 60.0
 SYSTEMS = ("tandem", "tandem-colocated:128", "vllm:128", "llama.cpp")
 """Those that are compared if nothing else is said. 128 tokens a step: of those that compute prompts beside running streams, it
 stalls them less than larger steps do."""
+_OURS: dict[str, tuple[Sequence[str], str]] = {
+    "tandem": ((), "1 prefill worker, 1 decode worker"),
+    "tandem-auto": (
+        ("--disaggregation", "auto"),
+        "1 prefill worker, 1 decode worker; each prompt where it is sooner",
+    ),
+    "tandem-colocated": (("--colocated",), "one worker that does both"),
+}
+"""Flags, and what they make."""
 QUIET_S, QUIET_CORES = 30.0, 0.3
 MODEL = "smollm2"
 CONTEXT = 8192
@@ -56,7 +65,7 @@ class System:
 
 
 def system(name: str, peers: PeerEnv | None) -> System:
-    """`tandem`, `tandem-colocated`, `vllm` or `llama.cpp`; with `:N` behind it, at most N tokens of prompts in a step.
+    """`vllm`, `llama.cpp` or one of ours; with `:N` behind it, at most N tokens of prompts in a step.
 
     Raises ValueError for other names, and for a peer without the folder that has it.
     """
@@ -64,13 +73,12 @@ def system(name: str, peers: PeerEnv | None) -> System:
     if colon and not (tokens.isdecimal() and int(tokens)):
         raise ValueError(f"{name}: what follows the colon is a number of tokens")
     chunk = f", {tokens} tokens a step" if tokens else ""
-    if kind in ("tandem", "tandem-colocated"):
-        colocated = kind == "tandem-colocated"
-        flags = [*(["--colocated"] if colocated else []), *(["--max-num-batched-tokens", tokens] if tokens else [])]
-        settings = f"one worker that does both{chunk}" if colocated else f"1 prefill worker, 1 decode worker{chunk}"
-        return System(name, settings, [TANDEM, "serve", *flags], {"PYTHONPATH": str(ROOT)})
+    if kind in _OURS:
+        flags, settings = _OURS[kind]
+        flags = [*flags, *(["--max-num-batched-tokens", tokens] if tokens else [])]
+        return System(name, f"{settings}{chunk}", [TANDEM, "serve", *flags], {"PYTHONPATH": str(ROOT)})
     if kind not in ("vllm", "llama.cpp"):
-        raise ValueError(f"{name}: the systems are tandem, tandem-colocated, vllm and llama.cpp, each with :TOKENS or without")
+        raise ValueError(f"{name}: the systems are {', '.join(_OURS)}, vllm and llama.cpp, each with :TOKENS or without")
     if peers is None:
         raise ValueError(f"{name} needs --peer-env: see benchmarks/peers/README.md")
     return _vllm(name, peers, tokens, chunk) if kind == "vllm" else _llama_cpp(name, peers, tokens, chunk)

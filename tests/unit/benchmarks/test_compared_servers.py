@@ -102,6 +102,12 @@ def test_a_server_that_ends_shows_what_it_said(capfd: pytest.CaptureFixture[str]
     assert "no such model" in capfd.readouterr().err
 
 
+def test_a_server_that_was_left_on_the_port_is_not_taken_for_ours() -> None:
+    fake, port = fake_server()
+    with serving(fake, port), pytest.raises(ServerDidNotStart, match=str(port)), serving(fake, port):
+        pytest.fail("it would be the other one that is measured")
+
+
 @given(st.floats(0.01, 4.9), st.lists(st.floats(0.001, 3.0), max_size=20), st.floats(0.0, 3.0))
 def test_only_gaps_that_end_after_the_lead_count(ttft: float, itl: list[float], cut: float) -> None:
     stream = RequestRecord(0, 64, 4000, 0.0, ttft=ttft, itl=itl, e2el=ttft + sum(itl) + cut)
