@@ -29,8 +29,11 @@ def main() -> None:
     options = parser.parse_args()
     rows = []
     for measured in json.loads(options.measured.read_text()):
-        simulated = simulated_goodput(measured["workload"], measured["shape"], measured["targets"], options.profile)
-        rows.append({**measured, "simulated": simulated, "ratio": simulated / measured["goodput"]})
+        workload = measured["workload"]
+        simulated = simulated_goodput(workload, measured["shape"], measured["targets"], options.profile)
+        if "trace" in workload:
+            workload = {**workload, "trace": Path(workload["trace"]).name}  # where it lies is nobody else's business
+        rows.append({**measured, "workload": workload, "simulated": simulated, "ratio": simulated / measured["goodput"]})
         print(rows[-1], flush=True)
     lines = ["| workload | cluster | limits, ms | measured, requests/s | simulated | ratio |", "|---|---|---|---|---|---|"]
     for row in rows:

@@ -3,7 +3,7 @@
 torch releases the GIL inside its operators, so messages are answered while a step is computed.
 
 Where workers share cores, running streams go first: prefill's thread, and those that it starts, are nicer to others by
-`PREFILL_NICENESS`. Decoding is some percent faster for it where they have a core each and the router takes part of one.
+`PREFILL_NICENESS`. Where they have a core each, and the router takes part of one, it is prefill that waits.
 """
 
 from __future__ import annotations
@@ -63,8 +63,7 @@ class EngineThread:
 
 def _be_nice(more: int) -> None:
     """This thread and those that it will start, not the whole process: on Linux every thread has a niceness of its own."""
-    if more:
-        os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, 0) + more)
+    os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, 0) + more)
 
 
 async def _together(
