@@ -18,6 +18,7 @@ from configs.facts import ModelFacts
 from configs.schema import ClusterConfig, DecodeConfig, LimitsConfig, PrefillConfig
 from decode_workers.rank import share_of
 from decode_workers.worker import DecodeWorker
+from engine.batch import Chunk, SampledToken
 from engine.gang import Gang
 from engine.grammar import Grammars
 from engine.model_runner import ModelRunner
@@ -94,6 +95,10 @@ class ManyDecodes:
         self.prefill = prefill
         self.decodes = {worker.me.worker_id: worker for worker in decodes}
         self.network = network
+        self.step_s = 0.0
+        """What each decode step takes longer, so that an answer lasts as long on any machine."""
+        for worker in decodes:
+            self._slow_down(worker)
         self.metrics = Metrics("small", lambda: ())
         self.tasks = {worker.me.worker_id: asyncio.create_task(worker.run()) for worker in (prefill, *decodes)}
         self.controller = ScriptedController([worker.me for worker in (prefill, *decodes)])
@@ -125,6 +130,16 @@ class ManyDecodes:
     async def kill(self, worker_id: str) -> None:
         self.tasks[worker_id].cancel()
         await asyncio.wait((self.tasks[worker_id],))
+
+    def _slow_down(self, worker: DecodeWorker) -> None:
+        runner = worker._engine._runner
+        execute = runner.execute
+
+        def late(chunks: Sequence[Chunk], on_layer: Callable[[int], None] | None = None) -> list[SampledToken | None]:
+            time.sleep(self.step_s)
+            return execute(chunks, on_layer)
+
+        runner.execute = late
 
     def alive(self) -> list[PrefillWorker | DecodeWorker]:
         return [worker for worker in (self.prefill, *self.decodes.values()) if not self.tasks[worker.me.worker_id].done()]

@@ -25,10 +25,11 @@ def endless(max_tokens: int) -> SamplingParams:
     return SamplingParams(seed=1, max_tokens=max_tokens, temperature=0.0)
 
 
-async def started(many: ManyDecodes, num_tokens: int, pace_s: float = 0.001) -> tuple[asyncio.Task[Said], Said, str]:
-    """A stream of the prompt, and the worker that runs it."""
+async def started(many: ManyDecodes, num_tokens: int) -> tuple[asyncio.Task[Said], Said, str]:
+    """A stream of the prompt that lasts for some copies, and the worker that runs it."""
+    many.step_s = 0.004
     said = Said()
-    asking = asyncio.create_task(many.ask(PROMPT, endless(num_tokens), said, pace_s))
+    asking = asyncio.create_task(many.ask(PROMPT, endless(num_tokens), said))
     await many.until(lambda: len(said.token_ids) > 2)
     [source] = [worker_id for worker_id in many.decodes if many.running(worker_id)]
     return asking, said, source
@@ -120,7 +121,7 @@ def test_a_damaged_copy_is_none(small_model: ModelFacts, faults: Faults) -> None
     async def scenario() -> None:
         async with run_many_decodes(small_model, 2, COPYING) as many:
             alone = await many.ask(PROMPT, endless(1200), salt="alone")
-            asking, said, source = await started(many, 1200, 0.002)
+            asking, said, source = await started(many, 1200)
             many.network.faults, many.network.payloads_sent = faults, 0
             await many.until(lambda: bool(many.copies().get("failed")) and bool(many.copies().get("copied")))
             assert not asking.done()
