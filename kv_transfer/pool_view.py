@@ -8,6 +8,8 @@ looked at: all of the rank's, or those that travel on one lane (`kv_transfer.sha
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
@@ -18,7 +20,10 @@ from torch import Tensor
 
 from kv_transfer.plan import SlotRun
 
-_PAGE_BYTES = 4096
+_PAGE_BYTES = mmap.PAGESIZE
+_MADV_POPULATE_WRITE = 23
+_libc = ctypes.CDLL(None)
+_libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
 ByteArray = npt.NDArray[np.uint8]
 
@@ -85,6 +90,8 @@ class CpuPoolView(PoolView):
         self.rows: list[ByteArray] = [each[:, :, self.first_byte : self.first_byte + self.row_bytes] for each in slots]
         """Each layer as uint8 [2, S, row bytes]."""
         self._bytes = [each.data.cast("B") for each in slots]
+        self._bases = [half.data_ptr() for layer in layers for half in layer]
+        """Where the K's and the V's of each layer begin, of all heads."""
         self._touched = np.zeros(self.num_slots, dtype=np.bool_)
 
     def halves(self, layer: int, slots: Sequence[slice]) -> Iterator[memoryview]:
@@ -101,16 +108,16 @@ class CpuPoolView(PoolView):
         """Have the memory of these slots mapped, where this was not done before.
 
         The first write to a page costs up to 15 µs, so 1,024 tokens of the default model 100 ms; the copy into mapped pages
-        takes 1. This writes a byte to each of their pages.
+        takes 1. The kernel is asked to map them, since writing to them would take the interpreter from the engine; where it
+        can't (before Linux 5.14), the copy pays.
         """
-        step = max(1, _PAGE_BYTES // self.stride_bytes)
         for start, count in slots.runs:
             if self._touched[start : start + count].all():
                 continue
             self._touched[start : start + count] = True
-            for rows in self.rows:
-                rows[:, start : start + count : step, ::_PAGE_BYTES] = 0
-                rows[:, start + count - 1, -1] = 0
+            for base in self._bases:
+                first = (base + start * self.stride_bytes) // _PAGE_BYTES * _PAGE_BYTES
+                _libc.madvise(first, base + (start + count) * self.stride_bytes - first, _MADV_POPULATE_WRITE)
 
 
 class CudaPoolView(PoolView):
