@@ -1,6 +1,6 @@
 """What benchmarks send to a server, by the client of `tandem bench`, in this process: the same client for every system.
 
-Answers have the length that was asked for (`ignore_eos`), prompts are token ids. Two loads share no prompt unless their seeds
+Answers have the length that was asked for (`ignore_eos`). Two loads share no prompt unless their seeds
 are equal: a server's prefix cache has nothing of the one for the other.
 """
 
@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.environment import ROOT
 from loadtest.bench import Finished, run_bench
 from loadtest.options import BenchOptions
 from loadtest.server import ENDPOINTS
+
+PROSE = ROOT / "benchmarks" / "texts" / "public_domain.txt"
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,19 @@ class RandomPrompts:
 
     def options(self) -> dict[str, Any]:
         return {"dataset_name": "random", "random_input_len": self.input_len, "random_output_len": self.output_len}
+
+
+@dataclass(frozen=True)
+class TextPrompts:
+    """Lengths in tokens, pieces of English prose. An answer to random tokens may have characters of several tokens each, and a
+    gap between two of these is none between two tokens."""
+
+    input_len: int
+    output_len: int
+
+    def options(self) -> dict[str, Any]:
+        lengths = {"random_input_len": self.input_len, "random_output_len": self.output_len}
+        return {"dataset_name": "text", "dataset_path": PROSE, **lengths}
 
 
 @dataclass(frozen=True)
@@ -39,7 +55,7 @@ class Trace:
         return {"dataset_name": self.dataset, "dataset_path": self.path, "length_scale": self.length_scale}
 
 
-Prompts = RandomPrompts | Trace
+Prompts = RandomPrompts | TextPrompts | Trace
 
 WARM_UP, WARM_UPS = RandomPrompts(256, 32), 16
 _WARM_UP_SEED = 2**31

@@ -12,7 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from benchmarks.environment import ROOT, write_result
+from benchmarks.environment import write_result
+from benchmarks.load import PROSE
 from configs.facts import Model
 from configs.models import resolve
 from engine.batch import Chunk, ForwardBatch
@@ -24,7 +25,6 @@ from engine.operators import step_factory
 from engine.tensor_parallel import ALONE
 from router.text.tokenizer import Tokenizer
 
-TEXT = ROOT / "benchmarks" / "texts" / "public_domain.txt"
 BLOCK_SIZE = 16
 WAYS: dict[str, tuple[torch.dtype, Quantization, int]] = {
     "float32": (torch.float32, "none", 512),
@@ -40,7 +40,7 @@ WAYS: dict[str, tuple[torch.dtype, Quantization, int]] = {
 
 def main() -> None:
     model = resolve("smollm2")
-    token_ids = Tokenizer.build(model.tokenizer).encode(TEXT.read_text())
+    token_ids = Tokenizer.build(model.tokenizer).encode(PROSE.read_text())
     with torch.inference_mode():
         rows = {name: logprobs(model, token_ids, *way) for name, way in WAYS.items()}
     reference = rows["float32"]
