@@ -86,7 +86,7 @@ def serve(
     max_model_len: Annotated[int | None, typer.Option(help="Tokens of prompt and answer together.")] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens per KV block: 8, 16, 32 or 64.")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Sequences per decode step.")] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Prompt tokens per prefill step.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Prompt tokens per step, of either role.")] = None,
     admin_key: AdminKey = None,
     keys_file: Annotated[Path | None, typer.Option(help="API keys, as `tandem keys` makes them.")] = None,
     allow_anonymous: Annotated[
@@ -117,6 +117,7 @@ def serve(
         "block_size": block_size,
         "decode.max_batch_size": max_num_seqs,
         "prefill.max_batch_tokens": max_num_batched_tokens,
+        "decode.max_chunk_tokens": max_num_batched_tokens,
         "http.admin_key": admin_key,
         "http.keys_file": None if keys_file is None else str(keys_file),
         "http.allow_anonymous": allow_anonymous,

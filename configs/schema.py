@@ -73,15 +73,16 @@ class PoolConfig(_Section):
 class PrefillConfig(PoolConfig):
     workers: Annotated[int, Field(ge=0, le=1024)] = 1
     """0 where decode workers compute all prompts (`disaggregation: never`), and only there."""
-    max_batch_tokens: Positive = 64
-    """Prompt tokens per step, also of decode workers that compute prompts: the chunk. A cancel takes effect after one at the
-    latest."""
+    max_batch_tokens: Positive = 256
+    """Prompt tokens per step. A cancel takes effect after one at the latest."""
     max_queued_requests: Positive = 1024
 
 
 class DecodeConfig(PoolConfig):
     max_batch_size: Positive = 64
     """Sequences per step."""
+    max_chunk_tokens: Positive = 128
+    """Prompt tokens per step beside these, where decode workers compute prompts: what running streams wait for."""
     copy_every_tokens: Annotated[int, Field(ge=0)] = 32
     """After so many tokens more, the KV of a running stream is copied to another decode worker, which goes on from there should
     its own die; 0: never."""

@@ -18,9 +18,9 @@ Preempted streams come back oldest first, one at a time, as soon as their blocks
 meanwhile the ledger takes no new tickets.
 
 Beside the newest tokens of running streams a step computes up to `max_chunk_tokens` tokens of those that are prefilled or
-recomputed, oldest first: short prompts share a step, a long one is cut into chunks. Chunks are cut where prefill cuts them,
-whatever else is there, so that sums over the prompt are rounded in the same way. What was emitted is never sampled again: a
-stream goes on at the position after its newest token.
+recomputed, oldest first: short prompts share a step, a long one is cut into chunks, at multiples of that number whatever
+else is there: where the cuts are decides how sums are rounded. What was emitted is never sampled again: a stream goes on at
+the position after its newest token.
 """
 
 from __future__ import annotations
@@ -98,8 +98,6 @@ class Stream:
 
 
 class DecodeScheduler:
-    """`max_chunk_tokens` is where prefill cuts prompts."""
-
     def __init__(self, ledger: Ledger, max_batch_size: int, max_chunk_tokens: int) -> None:
         self._ledger = ledger
         self._max_batch_size = max_batch_size

@@ -98,7 +98,7 @@ class DecodeWorker:
             on_settled=self._changed,
             shares_prefixes=not config.deterministic,
         )
-        self._scheduler = DecodeScheduler(self.ledger, config.decode.max_batch_size, config.prefill.max_batch_tokens)
+        self._scheduler = DecodeScheduler(self.ledger, config.decode.max_batch_size, config.decode.max_chunk_tokens)
         self._tasks = asyncio.TaskGroup()
         self._idle = asyncio.Event()
         self._draining = False

@@ -4,7 +4,7 @@
                   └─► no room in time, or nobody is up ──────────► 429 | 503
 
 A worker's queue is first come, first served, so requests are held back here, where it is known who is due: a prefill worker
-gets no more from one router than keeps it busy for a step. Only of a tenant that has no other request one more prompt may be
+gets no more from one router than keeps it busy for two steps. Only of a tenant that has no other request one more prompt may be
 put in front of those of tenants that have: it then waits for a step of a long prompt of theirs, and not for all of it. Blocks
 are reserved at the decode worker before any prefill work is spent. A `Claim` (`router.claim`) holds what the request has at
 both workers and gives all of it back when it is left.
@@ -28,7 +28,7 @@ from router.disaggregation import Case, PrefillCosts, prefill_here
 from router.journal import Journal
 from router.line import WaitingLine
 from router.links import WorkerLink
-from router.policy import Book, blocks_for
+from router.policy import Book, blocks_for, prefill_window
 from router.roster import Roster
 from router.status import needed_roles
 from telemetry.metrics import Metrics
@@ -49,6 +49,7 @@ class Admission:
         self._roster = roster
         self._metrics = metrics
         self._costs = PrefillCosts()
+        self._prefill_window = prefill_window(config)
         self._line = WaitingLine(config.limits.max_waiting_requests, config.limits.queue_s / LEVELS_PER_QUEUE_TIME)
         metrics.waiting_requests.set_function(lambda: len(self._line))
 
@@ -132,7 +133,8 @@ class Admission:
                 self._metrics.decided("here" if computes is decode else "there")
                 note_change = self._roster.note_change
                 size = num_tokens - (ticket.held_tokens if computes is decode else 0)
-                ahead = not computes.prompts.takes_prompt(size, self._config.prefill.max_batch_tokens)
+                window_tokens = self._config.decode.max_chunk_tokens if computes is decode else self._prefill_window
+                ahead = not computes.prompts.takes_prompt(size, window_tokens)
                 return Claim(attempt_id, computes, decode, ticket, journal, need_blocks, self._costs, note_change, ahead=ahead)
             decode.release(ticket.ticket_id)
             decode.book.done(need_blocks)
@@ -157,15 +159,15 @@ class Admission:
 
     def _computes(self, journal: Journal, held_tokens: int, decode: WorkerLink, avoid: Container[str]) -> WorkerLink | None:
         """Who computes a prompt that `decode` decodes: a prefill worker, or itself. None: it has to wait, or does well to."""
-        mode, window_tokens = self._config.disaggregation, self._config.prefill.max_batch_tokens
-        num_tokens = len(journal.token_ids)
+        mode, num_tokens = self._config.disaggregation, len(journal.token_ids)
         may_overtake = self._overtaking(journal.standing.tenant)
         if held_tokens > len(journal.prompt_token_ids):
             return decode  # no prefill worker has any of the answer
-        there = None if mode == "never" else self._roster.best_prefill(num_tokens, window_tokens, may_overtake, avoid)
+        there = None if mode == "never" else self._roster.best_prefill(num_tokens, self._prefill_window, may_overtake, avoid)
         if self._needs_prefill(journal) or (mode == "always" and there is not None):
             return there
-        takes = decode.prompts.refused_size is None and decode.prompts.takes_prompt(num_tokens - held_tokens, window_tokens)
+        missing, window_tokens = num_tokens - held_tokens, self._config.decode.max_chunk_tokens
+        takes = decode.prompts.refused_size is None and decode.prompts.takes_prompt(missing, window_tokens)
         here = decode if takes else None
         if mode != "auto" or not self._roster.ready(Role.PREFILL):
             return here

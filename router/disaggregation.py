@@ -17,9 +17,9 @@ _MEMORY_S = 30.0
 """What was measured counts for 1/e after so long."""
 _EVIDENCE = 0.1
 """Below this weight nothing is known: one measurement is forgotten after 70 s, so a way that was bad once is tried again."""
-_STREAM_WEIGHT = 1 / 64
-"""A running stream that stands still for a second costs so many seconds of a first token's wait: a client sees the one as a gap
-between two tokens, and waits for the other before it sees anything. More would leave first tokens waiting that need not."""
+_STREAM_WEIGHT = 1 / 2
+"""A running stream that stands still for a second costs so many seconds of a first token's wait: a second is one to whoever
+waits, but who waits for a first token has seen nothing yet."""
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from configs.schema import ClusterConfig
 from protocol.messages import LoadReport
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
     """KV blocks that hold this many tokens."""
     return -(-num_tokens // block_size)
+
+
+def prefill_window(config: ClusterConfig) -> int:
+    """Prompt tokens of one router at a prefill worker: those of the step that is computed, and of the next one."""
+    return 2 * config.prefill.max_batch_tokens
 
 
 def _nobody() -> None:

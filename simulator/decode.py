@@ -98,7 +98,7 @@ class DecodeWorker:
             on_settled=self._changed,
             shares_prefixes=not config.deterministic,
         )
-        self._scheduler = DecodeScheduler(self._ledger, config.decode.max_batch_size, config.prefill.max_batch_tokens)
+        self._scheduler = DecodeScheduler(self._ledger, config.decode.max_batch_size, config.decode.max_chunk_tokens)
         self._tickets: dict[int, _Ticket] = {}
         self._run: _Run | None = None
         self._steps = 0

@@ -19,7 +19,7 @@ from protocol.ticket import reserved_tokens
 from router.admission import LEVELS_PER_QUEUE_TIME
 from router.fair_queue import ANYBODY, Entry
 from router.line import LineRules
-from router.policy import Book, WorkerLoad, blocks_for
+from router.policy import Book, WorkerLoad, blocks_for, prefill_window
 from router.ranking import DecodeRanking, PrefillRanking
 from simulator.clock import Clock
 from simulator.decode import DecodeWorker
@@ -168,7 +168,7 @@ class Router:
         self._call()
 
     def _best_prefill(self, request: Request) -> str | None:
-        return self.prefill_ranking.best(len(request.token_ids), self._config.prefill.max_batch_tokens)
+        return self.prefill_ranking.best(len(request.token_ids), prefill_window(self._config))
 
     def _found_none(self, waiting: _Waiting, seen: int) -> None:
         if waiting.late:

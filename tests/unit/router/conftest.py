@@ -221,7 +221,9 @@ def run_cluster(model: Model, tokenizer: Tokenizer) -> Callable[..., None]:
         store = overrides.pop("store", None)
         deadline_s = overrides.pop("deadline_s", 60)
         if "max_batch_tokens" in overrides:
-            overrides["prefill"] = {"max_batch_tokens": overrides.pop("max_batch_tokens")}
+            step_tokens = overrides.pop("max_batch_tokens")
+            overrides["prefill"] = {"max_batch_tokens": step_tokens}
+            overrides["decode"] = {"max_chunk_tokens": step_tokens}
         if not prefill and overrides.get("disaggregation") == "never":
             overrides["prefill"] = overrides.get("prefill", {}) | {"workers": 0}
 

@@ -64,7 +64,7 @@ def test_a_flood_of_100_doubles_anothers_p95_at_most(run_cluster: Run, tmp_path:
         await cluster.clean()
 
     # Of the flood at most 200 tokens are out of the router's hands.
-    run_cluster(test, http=HttpConfig(keys_file=str(path)).model_dump(), max_batch_tokens=200)
+    run_cluster(test, http=HttpConfig(keys_file=str(path)).model_dump(), max_batch_tokens=100)
 
 
 def test_tiers_priorities_and_weights_decide_about_the_order(run_cluster: Run, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_stream_goes_on_where_it_is_decoded_while_prefill_is_busy(run_cluster: R
         assert (await waiting).json()["choices"][0]["text"] == TEXT
         await cluster.clean()
 
-    run_cluster(test, decode=2, max_batch_tokens=8)
+    run_cluster(test, decode=2, max_batch_tokens=4)
 
 
 def test_request_waits_for_the_only_worker_to_come_back(run_cluster: Run) -> None:
