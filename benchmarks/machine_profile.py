@@ -2,13 +2,15 @@
 
 For `tandem plan` and the simulator. The default model in its default dtype, one thread for each worker, pinned to a core of its
 own. While one role is measured the other one computes on the next core, as both do in a busy cluster, and share its memory's
-bandwidth. Medians over `--rounds` rounds through all points. What lies outside of the engines is taken from the results of
+bandwidth. Medians over `--rounds` rounds through all points. Then a real cluster tells how much longer its steps take, whose
+processes share these cores (`benchmarks.loaded_steps`). What lies outside of the engines is taken from the results of
 `benchmarks.overhead` and `benchmarks.handoff`, which have to be of the same machine: run them first.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import random
@@ -24,6 +26,7 @@ from typing import NoReturn
 import torch
 
 from benchmarks.environment import RESULTS, ROOT, environment
+from benchmarks.loaded_steps import slowdown
 from configs.models import resolve
 from engine.batch import Chunk
 from engine.model_runner import ModelRunner
@@ -69,26 +72,35 @@ def main() -> None:
         os.sched_setaffinity(0, {cores[-1]})
         keep_busy(options.busy)
     os.sched_setaffinity(0, {cores[0]})
-    steps = Steps()
-    measured: dict[tuple[str, int, int], list[float]] = {}
-    for role, points in (("prefill", PREFILLS), ("decode", DECODES)):
-        with companion("decode" if role == "prefill" else "prefill"):
-            for number in range(options.rounds):
-                for first, second in points:
-                    seconds = steps.prefill_s(first, second) if role == "prefill" else steps.decode_s(first, second)
-                    measured.setdefault((role, first, second), []).append(seconds)
-                print(f"{role}: round {number + 1} of {options.rounds}", flush=True)
+    measured = measure(options.rounds)
+    os.sched_setaffinity(0, cores)
     medians = {key: statistics.median(values) for key, values in measured.items()}
-    profile = Profile(
+    alone = Profile(
         prefill=tuple(PrefillPoint(tokens=n, start=start, seconds=medians["prefill", n, start]) for n, start in PREFILLS),
         decode=tuple(DecodePoint(batch=b, context=c, seconds=medians["decode", b, c]) for b, c in DECODES),
         overheads=overheads(),
         machine=environment(),
     )
+    text = table(alone, measured)  # what an engine alone takes
+    profile = alone.model_copy(update={"slowdown": asyncio.run(slowdown(alone))})
     options.output.write_text(profile.model_dump_json(indent=1) + "\n")
-    text = table(profile, measured)
+    text += f"\nIn a cluster on these cores steps take so many times as long: {profile.slowdown}\n"
     (RESULTS / "machine_profile.md").write_text(text)
     print(text)
+
+
+def measure(rounds: int) -> dict[tuple[str, int, int], list[float]]:
+    """Seconds of each round, by role and point."""
+    steps = Steps()
+    measured: dict[tuple[str, int, int], list[float]] = {}
+    for role, points in (("prefill", PREFILLS), ("decode", DECODES)):
+        with companion("decode" if role == "prefill" else "prefill"):
+            for number in range(rounds):
+                for first, second in points:
+                    seconds = steps.prefill_s(first, second) if role == "prefill" else steps.decode_s(first, second)
+                    measured.setdefault((role, first, second), []).append(seconds)
+                print(f"{role}: round {number + 1} of {rounds}", flush=True)
+    return measured
 
 
 class Steps:

@@ -2,7 +2,7 @@
 
 A prefill step of chunks (start, n) takes base(sum of n) + pair_s * sum of n * (start + n / 2): products with weights, then the
 pairs of tokens that attention looks at. A decode step of B streams takes base(B) + token_s(B) * tokens in all their contexts.
-base and token_s are linear between measured points, and go on as they end. `benchmarks/profile.py` measures all of it.
+base and token_s are linear between measured points, and go on as they end. `benchmarks/machine_profile.py` measures all of it.
 """
 
 from __future__ import annotations
@@ -82,12 +82,20 @@ class Overheads(_Part):
     """Between two steps of a decode worker, for each token that it made."""
 
 
+class Slowdown(_Part):
+    """So many times as long as measured take steps in a cluster whose processes share the engines' cores; 1 where none do."""
+
+    prefill: float = Field(default=1.0, gt=0)
+    decode: float = Field(default=1.0, gt=0)
+
+
 class Profile(_Part):
-    """Of one worker of each role, while the machine is as busy as it will be."""
+    """Of one worker of each role."""
 
     prefill: tuple[PrefillPoint, ...]
     decode: tuple[DecodePoint, ...]
     overheads: Overheads
+    slowdown: Slowdown = Slowdown()
     machine: dict[str, Any] = {}
     """Where it was measured, for people."""
 
@@ -108,12 +116,16 @@ class Profile(_Part):
         """Of chunks (start, number of tokens)."""
         tokens = sum(n for _, n in chunks)
         pairs = sum(n * (start + n / 2) for start, n in chunks)
-        return self.overheads.step_s + self._prefill_base(tokens) + self._pair_s * pairs
+        return self.overheads.step_s + self.slowdown.prefill * (self._prefill_base(tokens) + self._pair_s * pairs)
 
     def decode_step(self, batch: int) -> tuple[float, float]:
         """(base, token): a step of so many streams takes base + token * tokens of context of all together."""
-        base = self.overheads.step_s + self.overheads.output_s * batch + self._decode_base(batch)
-        return base, self._decode_token_s(batch)
+        base = self.overheads.step_s + self.overheads.output_s * batch + self.slowdown.decode * self._decode_base(batch)
+        return base, self.slowdown.decode * self._decode_token_s(batch)
+
+    def engine_decode_s(self, batch: float, context: float) -> float:
+        """What the engine takes of a step, of streams of so many tokens each."""
+        return self.slowdown.decode * (self._decode_base(batch) + self._decode_token_s(batch) * batch * context)
 
     def handoff_s(self, last_chunk: int) -> float:
         return self.overheads.handoff_s + self.overheads.handoff_token_s * last_chunk
