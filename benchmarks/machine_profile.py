@@ -67,13 +67,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--busy", choices=["prefill", "decode"], help=argparse.SUPPRESS)
     options = parser.parse_args()
-    cores = sorted(os.sched_getaffinity(0))
     if options.busy:
-        os.sched_setaffinity(0, {cores[-1]})
         keep_busy(options.busy)
-    os.sched_setaffinity(0, {cores[0]})
     measured = measure(options.rounds)
-    os.sched_setaffinity(0, cores)
     medians = {key: statistics.median(values) for key, values in measured.items()}
     alone = Profile(
         prefill=tuple(PrefillPoint(tokens=n, start=start, seconds=medians["prefill", n, start]) for n, start in PREFILLS),
@@ -91,15 +87,18 @@ def main() -> None:
 
 def measure(rounds: int) -> dict[tuple[str, int, int], list[float]]:
     """Seconds of each round, by role and point."""
+    cores = os.sched_getaffinity(0)
     steps = Steps()
     measured: dict[tuple[str, int, int], list[float]] = {}
     for role, points in (("prefill", PREFILLS), ("decode", DECODES)):
-        with companion("decode" if role == "prefill" else "prefill"):
+        with companion("decode" if role == "prefill" else "prefill", max(cores)):
+            os.sched_setaffinity(0, {min(cores)})
             for number in range(rounds):
                 for first, second in points:
                     seconds = steps.prefill_s(first, second) if role == "prefill" else steps.decode_s(first, second)
                     measured.setdefault((role, first, second), []).append(seconds)
                 print(f"{role}: round {number + 1} of {rounds}", flush=True)
+            os.sched_setaffinity(0, cores)
     return measured
 
 
@@ -150,14 +149,16 @@ def keep_busy(role: str) -> NoReturn:
 
 
 @contextmanager
-def companion(role: str) -> Iterator[None]:
-    """A worker of this role that computes all the time, on the last core."""
+def companion(role: str, core: int) -> Iterator[None]:
+    """A worker of this role that computes all the time, on this core."""
     command = [sys.executable, "-m", "benchmarks.machine_profile", "--busy", role]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None, "asked for"
         if process.stdout.readline().strip() != "busy":
             raise RuntimeError(f"the companion did not start: exit code {process.wait(10)}")
+        for thread in Path(f"/proc/{process.pid}/task").iterdir():
+            os.sched_setaffinity(int(thread.name), {core})
         yield
     finally:
         process.kill()
