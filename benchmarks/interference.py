@@ -3,9 +3,8 @@
 Eight streams run; in every second run a prompt of 1,024 tokens arrives every 1.5 s. The gaps between the streams' tokens are
 compared: 99th percentile with long prompts over that without. Gaps count from a moment at which all streams run to the end of
 the run; without long prompts, up to the tokens that streams reach with them, since a step takes longer the longer its streams
-are. Beside it, how long the long prompts take to their first token: a server could keep its streams
-smooth by letting those wait. Their answers have 16 tokens, so that they are handed over and decoded. Systems take turns, each
-with all cores.
+are. Beside it, how long the long prompts take to their first token: a server could keep its streams smooth by letting those
+wait. Their answers have 16 tokens, so that they are handed over and decoded. Systems take turns, each with all cores.
 """
 
 from __future__ import annotations
@@ -58,9 +57,9 @@ async def measure(system: System, port: int, seconds: float, seed: int) -> Round
         await warm_up(url)
         quiet, _ = await run(url, seconds, 0, 2 * seed)
         busy, long = await run(url, seconds, max(1, round(seconds / EVERY_S)), 2 * seed + 1)
-    # Who had no token when the client gave up has waited for so long at least.
     reached = min(len(stream.itl) for stream in busy)
     before, during = gaps(quiet, reached), gaps(busy)
+    # Who had no token when the client gave up has waited for so long at least.
     ttfts = [record.e2el if record.ttft is None else record.ttft for record in long]
     return {
         "quiet_itl_p50_ms": p_ms(before, 50),

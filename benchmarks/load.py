@@ -1,7 +1,7 @@
 """What benchmarks send to a server, by the client of `tandem bench`, in this process: the same client for every system.
 
-Answers have the length that was asked for (`ignore_eos`). Two loads share no prompt unless their seeds
-are equal: a server's prefix cache has nothing of the one for the other.
+Answers have the length that was asked for (`ignore_eos`). Two loads share no prompt of random tokens unless
+their seeds are equal: a server's prefix cache has nothing of the one for the other. Pieces of prose may overlap.
 """
 
 from __future__ import annotations
