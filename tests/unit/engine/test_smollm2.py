@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks import quality
+from benchmarks.load import PROSE
 from configs.facts import ModelFacts
 from configs.models import resolve
 from engine.model_runner import ModelRunner
@@ -63,7 +64,7 @@ def test_bfloat16_is_close(
 def test_no_format_costs_a_percent_of_perplexity() -> None:
     """On the beginning of the text that `benchmarks.quality` reads whole."""
     model = resolve("smollm2")
-    token_ids = Tokenizer.build(model.tokenizer).encode(quality.TEXT.read_text())[:256]
+    token_ids = Tokenizer.build(model.tokenizer).encode(PROSE.read_text())[:256]
     with torch.inference_mode():
         reference = quality.logprobs(model, token_ids, *quality.WAYS["float32"])
         for name, way in quality.WAYS.items():
