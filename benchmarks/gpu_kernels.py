@@ -67,7 +67,7 @@ def seconds(work: Callable[[], object], rounds: int = ROUNDS) -> float:
         end.record()
         end.synchronize()
         taken.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(taken)
+    return float(statistics.median(taken))
 
 
 def ceilings() -> Ceilings:

@@ -140,7 +140,8 @@ def smollm2_tokens() -> str:
 
     with tempfile.TemporaryDirectory() as folder:
         write(facts, Path(folder))
-        peer = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to("cuda").eval()
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        peer = loaded.to("cuda").eval()
     pool = KVPool.for_model(facts, 4096, 16, torch.float32, device=torch.device("cuda"))
     runner = ModelRunner.on_gpu(facts, decoder_weights(peer, facts), pool, "float32")
     return same_tokens(runner, peer, [token_ids(length) for length in (1, 17, 300, 64)], steps=64)

@@ -210,8 +210,12 @@ def transport_alone(name: TransportName, rounds: int) -> dict[str, Any]:
         sender = sending.connect_sender(exchange, from_view, 30.0)
         receiver = channels[0].result(30)
 
+        def receive() -> None:
+            for group in groups:
+                receiver.receive(group, slots)
+
         def transfer() -> None:
-            arriving = decode.submit(lambda: [receiver.receive(group, slots) for group in groups])
+            arriving = decode.submit(receive)
             for group in groups:
                 sender.send(group, slots)
             sender.flush()

@@ -136,10 +136,10 @@ async def drained(client: httpx.AsyncClient, worker_id: str, *, restart: bool) -
     drained_s = None
     while True:
         now = await status(client, worker_id)
-        lives = now is not None and former is not None and now["epoch"] == former["epoch"]
-        if drained_s is None and not (lives and now["tickets"]):
+        left = now if now is not None and former is not None and now["epoch"] == former["epoch"] else None
+        if drained_s is None and not (left and left["tickets"]):
             drained_s = time.monotonic() - begun
-        if not lives and (now is None) != restart and (now is None or now["running"] is not None):
+        if left is None and (now is None) != restart and (now is None or now["running"] is not None):
             return drained_s or 0.0, time.monotonic() - begun
         await asyncio.sleep(0.01)
 

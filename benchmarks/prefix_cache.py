@@ -60,7 +60,7 @@ async def measure(rounds: int) -> dict[str, list[float]]:
             for times, expected in ((uncached, 0), (cached, CACHED_TOKENS)):
                 prompt = (*prefix, *_tokens(rng, PROMPT_TOKENS - CACHED_TOKENS))
                 ttft_s, first = await _ask(prefill, decode, worker, prompt)
-                assert first.cached_tokens == expected
+                assert first.prefilled.cached_tokens == expected
                 if number >= 2:
                     times.append(ttft_s)
     return {"uncached_s": uncached, "cached_s": cached}

@@ -13,13 +13,15 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore
 
 from benchmarks.environment import write_result
 from configs.facts import Architecture, ModelFacts, WeightFormat
@@ -73,7 +75,7 @@ def be_rank(rank: int, size: int, place: Path, work: Work, subject: Any, told: C
     torch.set_num_threads(1)
     ranks = ALONE
     if size > 1:
-        ranks = connect(dist.FileStore(str(place), size), rank, size, torch.device("cpu"), "127.0.0.1", DEADLINE_S)
+        ranks = connect(FileStore(str(place), size), rank, size, torch.device("cpu"), "127.0.0.1", DEADLINE_S)
     answer = work(ranks, subject)
     if rank == 0:
         told.send(answer)
@@ -81,13 +83,13 @@ def be_rank(rank: int, size: int, place: Path, work: Work, subject: Any, told: C
 
 def measure_sums(ranks: TensorParallel, _: Any) -> dict[str, float]:
     group: Any = ranks._group
-    found = {}
+    found: dict[str, float] = {}
     for name, dtype in DTYPES.items():
         for rows in ROWS:
             part = torch.randn(rows, HIDDEN).to(dtype)
             ways: dict[str, Callable[[], Any]] = {
-                "gathered": lambda part=part: ranks.sum(part),
-                "all-reduce": lambda part=part: group.allreduce([part.clone()]).wait(),
+                "gathered": partial(ranks.sum, part),
+                "all-reduce": partial(all_reduce, group, part),
             }
             times: dict[str, list[float]] = {way: [] for way in ways}
             for _ in range(SUMS):
@@ -95,6 +97,10 @@ def measure_sums(ranks: TensorParallel, _: Any) -> dict[str, float]:
                     times[way].append(seconds(do))
             found |= {f"{name}, {rows} rows, {way}": statistics.median(times[way]) * 1e3 for way in ways}
     return found
+
+
+def all_reduce(group: Any, part: Tensor) -> None:
+    group.allreduce([part.clone()]).wait()
 
 
 def measure_steps(ranks: TensorParallel, facts: ModelFacts) -> dict[str, float]:
@@ -114,7 +120,7 @@ def measure_steps(ranks: TensorParallel, facts: ModelFacts) -> dict[str, float]:
         walls, computing = [], []
         for _ in range(WARM + STEPS):
             began = time.thread_time()
-            walls.append(seconds(lambda chunks=chunks: runner.execute(chunks)))
+            walls.append(seconds(partial(runner.execute, chunks)))
             computing.append(time.thread_time() - began)
         found[name] = statistics.median(walls[WARM:]) * 1e3
         found[f"{name}, computing"] = statistics.median(computing[WARM:]) * 1e3

@@ -96,7 +96,7 @@ def cuda_capture() -> Capture:
 
     def capture(compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         # Kernels are compiled and libraries set up outside of the capture, which allows neither.
-        before = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        before = torch.cuda.Stream()
         before.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(before):
             compute()

@@ -129,7 +129,7 @@ class CudaPoolView(PoolView):
 
     def begin_thread(self) -> None:
         torch.cuda.set_device(self.device)
-        torch.cuda.set_stream(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
+        torch.cuda.set_stream(torch.cuda.Stream(self.device))
 
     def make_ready(self, slots: Slots) -> None:
         """Have this thread's work wait for what the engine has launched: it may still write what these slots held before."""

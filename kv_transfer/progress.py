@@ -64,5 +64,5 @@ class StepProgress:
 
     def _mark(self) -> None:
         if self._device.type == "cuda":
-            self._launched = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._launched = torch.cuda.Event()
             self._launched.record(torch.cuda.default_stream(self._device))

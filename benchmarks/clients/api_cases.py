@@ -17,6 +17,7 @@ import tempfile
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarks.environment import write_result
 
@@ -79,7 +80,7 @@ def main() -> None:
         words = command(given.url, report, given.max_examples, given.seed, "--exclude-path", "/admin/scale")
         done = subprocess.run(words, cwd=folder, env={"TANDEM_API_KEY": "", "TANDEM_ADMIN_KEY": ""} | os.environ, check=False)
         cases = Cases.read(report)
-    result = {"cases": cases.number, "as_documented": done.returncode == 0}
+    result: dict[str, Any] = {"cases": cases.number, "as_documented": done.returncode == 0}
     result |= {"valid": dict(sorted(cases.positive.items())), "invalid": dict(sorted(cases.negative.items()))}
     write_result("api_cases", result, table(cases, good=done.returncode == 0))
     sys.exit(done.returncode)

@@ -11,6 +11,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from lines import DECODE_STEPS, Cases, claim_stdout, decode_name, median_s, prefill_name, serve
@@ -38,7 +39,7 @@ def main() -> None:
 def measure(runner: ModelRunner, cases: Cases) -> dict[str, float]:
     measured = machine_limits()
     for n in cases.prefill:
-        measured[prefill_name(n)] = n / median_s(lambda n=n: prefill(runner, n))  # type: ignore[misc]
+        measured[prefill_name(n)] = n / median_s(partial(prefill, runner, n))
     return measured | {decode_name(*case): decode(runner, *case) for case in cases.decode}
 
 

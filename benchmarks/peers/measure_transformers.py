@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import sys
 import time
+from functools import partial
 
 from lines import DECODE_STEPS, Cases, claim_stdout, decode_name, median_s, prefill_name, serve
 
@@ -41,7 +42,7 @@ def main() -> None:
         return size * DECODE_STEPS / (time.perf_counter() - began)
 
     def measure(cases: Cases) -> dict[str, float]:
-        measured = {prefill_name(n): n / median_s(lambda n=n: prefill(n)) for n in cases.prefill}  # type: ignore[misc]
+        measured = {prefill_name(n): n / median_s(partial(prefill, n)) for n in cases.prefill}
         return measured | {decode_name(*case): decode(*case) for case in cases.decode}
 
     serve(channel, transformers.__version__, measure)

@@ -13,6 +13,7 @@ import os
 import random
 import sys
 import time
+from functools import partial
 from typing import Any
 
 from lines import DECODE_STEPS, Cases, claim_stdout, decode_name, median_s, prefill_name, serve
@@ -59,7 +60,7 @@ class Engine:
         self._random = random.Random(0)
 
     def measure(self, cases: Cases) -> dict[str, float]:
-        measured = {prefill_name(n): n / median_s(lambda n=n: self.prefill(n)) for n in cases.prefill}  # type: ignore[misc]
+        measured = {prefill_name(n): n / median_s(partial(self.prefill, n)) for n in cases.prefill}
         return measured | {decode_name(*case): self.decode(*case) for case in cases.decode}
 
     def prefill(self, length: int) -> None:

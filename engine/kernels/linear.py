@@ -54,7 +54,7 @@ class Linear:
 
 
 def _can_pack(weight_OI: Tensor) -> bool:
-    if weight_OI.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if weight_OI.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if weight_OI.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
