@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ def main() -> None:
 
 async def measure(port: int, rounds: int, seconds: float) -> dict[str, Any]:
     ttfts: dict[str, dict[str, list[float]]] = {cell.name: {mode: [] for mode in MODES} for cell in CELLS}
+    decisions = {cell.name: Counter[str]() for cell in CELLS}
     failed = 0
     with contextlib.ExitStack() as clusters:
         urls = {mode: clusters.enter_context(one_core_each(mode, port + n)) for n, mode in enumerate(MODES)}
@@ -71,12 +73,14 @@ async def measure(port: int, rounds: int, seconds: float) -> dict[str, Any]:
                         num_warmups=2,
                         seed=100 * number + CELLS.index(cell),
                     )
+                    before = await decided(urls[mode])
                     found = await put_load(options)
+                    if mode == "auto":
+                        decisions[cell.name].update(await decided(urls[mode]) - before)
                     ttfts[cell.name][mode] += [record.ttft for record in found.records if record.ttft is not None]
                     failed += sum(not record.ok for record in found.records)
-        decisions = {mode: await decided(url) for mode, url in urls.items()}
     cells = {name: {mode: figures(values) for mode, values in modes.items()} for name, modes in ttfts.items()}
-    return {"cells": cells, "decisions": decisions, "failed": failed, "rounds": rounds, "seconds": seconds}
+    return {"cells": cells, "decided": decisions, "failed": failed, "rounds": rounds, "seconds": seconds}
 
 
 def figures(ttfts: list[float]) -> dict[str, float]:
@@ -109,12 +113,14 @@ def one_core_each(mode: str, port: int) -> Iterator[str]:
             yield f"http://{HOST}:{port}"
 
 
-async def decided(url: str) -> dict[str, float]:
+async def decided(url: str) -> Counter[str]:
     """How many prompts were computed here, where they were decoded, and how many there, at a prefill worker."""
     async with httpx.AsyncClient(timeout=10) as client:
         lines = (await client.get(f"{url}/metrics")).text.splitlines()
     counts = [line for line in lines if line.startswith("tandem:disaggregation_decisions_total")]
-    return {where: float(line.rsplit(" ", 1)[1]) for line in counts for where in ("here", "there") if f'"{where}"' in line}
+    return Counter(
+        {where: int(float(line.split()[-1])) for line in counts for where in ("here", "there") if f'"{where}"' in line}
+    )
 
 
 if __name__ == "__main__":

@@ -74,7 +74,9 @@ class PrefillConfig(PoolConfig):
     workers: Annotated[int, Field(ge=0, le=1024)] = 1
     """0 where decode workers compute all prompts (`disaggregation: never`), and only there."""
     max_batch_tokens: Positive = 256
-    """Prompt tokens per step. A cancel takes effect after one at the latest."""
+    """Prompt tokens per step, of one prompt. A cancel takes effect after one at the latest."""
+    saturation_tokens: Positive = 64
+    """With more tokens than these a step makes no more of them per second, so prompts share a step only up to here."""
     max_queued_requests: Positive = 1024
 
 

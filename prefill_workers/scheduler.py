@@ -2,11 +2,13 @@
 
     QUEUED ──blocks given──► COMPUTING ──last chunk──► HELD (until its KV has been handed over) ──► gone
 
-First come, first served: a step takes up to `max_batch_tokens` tokens from the oldest prompts, so that short prompts share
-a step and a long one is cut into chunks. A prompt is cut at multiples of `max_batch_tokens` whatever else is there: where the
-cuts are decides how sums are rounded, and a request's tokens shall not depend on its company. A prompt gets all its blocks
-when it starts; while there are too few, it and those behind it that have none wait, so that a long prompt is never starved by
-short ones. The router may put a prompt in front of others, also of one that is being computed: each is overtaken once at most.
+First come, first served: a step takes up to `max_batch_tokens` tokens of the oldest prompt, and prompts behind it only while
+all together have at most `saturation_tokens`. From there on a step takes as long as its tokens are many, so that who shared it
+would only wait for each other (DistServe's L_m: Zhong et al., OSDI 2024, section 3.1). A prompt is cut at multiples of
+`max_batch_tokens` whatever else is there: where the cuts are decides how sums are rounded, and a request's tokens shall not
+depend on its company. A prompt gets all its blocks when it starts; while there are too few, it and those behind it that have
+none wait, so that a long prompt is never starved by short ones. The router may put a prompt in front of others, also of one
+that is being computed: each is overtaken once at most.
 
 A prompt starts behind the blocks that the prefix cache has of it, and is first cut at the next such multiple. Its last token
 is always computed, for its logits, and into a block of its own, for a shared block is never written. What a step has computed
@@ -21,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from configs.schema import PrefillConfig
 from engine.prefix_cache import PrefixCache, block_keys
 
 
@@ -67,10 +70,11 @@ class PlannedChunk:
 
 
 class PrefillScheduler:
-    def __init__(self, cache: PrefixCache, block_size: int, max_batch_tokens: int, *, shares_prefixes: bool) -> None:
+    def __init__(self, cache: PrefixCache, block_size: int, config: PrefillConfig, *, shares_prefixes: bool) -> None:
         self._cache = cache
         self._block_size = block_size
-        self._max_batch_tokens = max_batch_tokens
+        self._max_batch_tokens = config.max_batch_tokens
+        self._shared_tokens = min(config.saturation_tokens, config.max_batch_tokens)
         self._shares_prefixes = shares_prefixes
         self._prompts: list[Prompt] = []
         """Queued and computing, in their order."""
@@ -114,7 +118,10 @@ class PrefillScheduler:
         self._prompts.insert(place, prompt)
 
     def plan(self) -> list[PlannedChunk]:
-        """The next step's chunks, at most `max_batch_tokens` tokens in all; moves the prompts on accordingly."""
+        """The next step's chunks: one of at most `max_batch_tokens` tokens, or several of at most `saturation_tokens` in all.
+
+        Moves the prompts on accordingly.
+        """
         chunks: list[PlannedChunk] = []
         room = self._max_batch_tokens
         blocks_lack = False
@@ -129,7 +136,7 @@ class PrefillScheduler:
             if not prompt.block_table and not self._start(prompt, hit):
                 blocks_lack = True  # what would free them may be behind it
                 continue
-            room -= num_tokens
+            room = min(room, self._shared_tokens) - num_tokens
             prompt.computed = start + num_tokens
             chunks.append(PlannedChunk(prompt, start, num_tokens, last=prompt.remaining == 0))
         self._prompts = [prompt for prompt in self._prompts if prompt.remaining]

@@ -75,7 +75,7 @@ class PrefillWorker:
         self._scheduler = PrefillScheduler(
             self._cache,
             runner.pool.block_size,
-            config.prefill.max_batch_tokens,
+            config.prefill,
             shares_prefixes=not config.deterministic,
         )
         pool = runner.pool

@@ -46,7 +46,7 @@ class PrefillWorker:
         self._scheduler = PrefillScheduler(
             self._cache,
             config.block_size,
-            config.prefill.max_batch_tokens,
+            config.prefill,
             shares_prefixes=not config.deterministic,
         )
         self._jobs: dict[Prompt, Job] = {}

@@ -7,10 +7,15 @@ from itertools import takewhile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from configs.schema import PrefillConfig
 from engine.prefix_cache import PrefixCache
 from prefill_workers.scheduler import PlannedChunk, PrefillScheduler, Prompt
 
 BLOCK_SIZE = 4
+
+
+def steps_of(max_batch_tokens: int, saturation_tokens: int = 1_000_000) -> PrefillConfig:
+    return PrefillConfig(max_batch_tokens=max_batch_tokens, saturation_tokens=saturation_tokens)
 
 
 def step(scheduler: PrefillScheduler) -> list[PlannedChunk]:
@@ -30,10 +35,11 @@ def added(scheduler: PrefillScheduler, *prompts: range, salt: str = "") -> list[
 class Run:
     """A run with any number of prompts, and what must hold after each step."""
 
-    def __init__(self, budget: int, num_blocks: int) -> None:
+    def __init__(self, budget: int, saturation: int, num_blocks: int) -> None:
         self.budget = budget
+        self.saturation = saturation
         self.cache = PrefixCache(num_blocks)
-        self.scheduler = PrefillScheduler(self.cache, BLOCK_SIZE, budget, shares_prefixes=True)
+        self.scheduler = PrefillScheduler(self.cache, BLOCK_SIZE, steps_of(budget, saturation), shares_prefixes=True)
         self.prompts: list[Prompt] = []
         """That have arrived."""
         self.line: list[Prompt] = []
@@ -65,7 +71,7 @@ class Run:
 
     def step(self) -> list[PlannedChunk]:
         plan = self.scheduler.plan()
-        assert sum(chunk.num_tokens for chunk in plan) <= self.budget
+        assert sum(chunk.num_tokens for chunk in plan) <= (self.budget if len(plan) < 2 else min(self.budget, self.saturation))
         for chunk in plan:
             self.check(chunk)
         self.scheduler.step_done(plan)
@@ -106,14 +112,15 @@ class Run:
 @given(
     prompts=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 40), st.booleans()), min_size=1, max_size=12),
     budget=st.integers(1, 32),
+    saturation=st.integers(1, 40),
     num_blocks=st.integers(10, 40),
     data=st.data(),
 )
 @settings(max_examples=300)
 def test_every_prompt_is_computed_once_in_order(
-    prompts: list[tuple[int, int, bool]], budget: int, num_blocks: int, data: st.DataObject
+    prompts: list[tuple[int, int, bool]], budget: int, saturation: int, num_blocks: int, data: st.DataObject
 ) -> None:
-    run = Run(budget, num_blocks)
+    run = Run(budget, saturation, num_blocks)
     for number, (family, length, ahead) in enumerate(prompts):
         tokens = range(100 * family, 100 * family + length)
         run.arrive(run.scheduler.new_prompt(tokens, "", whole=number % 3 == 0), ahead=ahead)
@@ -135,7 +142,7 @@ def test_every_prompt_is_computed_once_in_order(
 
 
 def test_short_prompts_share_a_step_and_long_ones_are_cut() -> None:
-    scheduler = PrefillScheduler(PrefixCache(100), BLOCK_SIZE, 16, shares_prefixes=True)
+    scheduler = PrefillScheduler(PrefixCache(100), BLOCK_SIZE, steps_of(16), shares_prefixes=True)
     _, _, long, _ = added(scheduler, range(5), range(100, 111), range(200, 230), range(300, 302))
     steps = [[(c.prompt is long, c.start, c.num_tokens, c.last) for c in step(scheduler)] for _ in range(4)]
     assert steps == [
@@ -146,8 +153,14 @@ def test_short_prompts_share_a_step_and_long_ones_are_cut() -> None:
     ]
 
 
+def test_prompts_share_a_step_up_to_its_saturation() -> None:
+    scheduler = PrefillScheduler(PrefixCache(100), BLOCK_SIZE, steps_of(16, 8), shares_prefixes=True)
+    added(scheduler, range(5), range(100, 103), range(200, 201), range(300, 312), range(400, 401))
+    assert [[chunk.num_tokens for chunk in step(scheduler)] for _ in range(5)] == [[5, 3], [1], [12], [1], []]
+
+
 def test_a_long_prompt_is_not_starved_by_short_ones() -> None:
-    scheduler = PrefillScheduler(PrefixCache(4), BLOCK_SIZE, 16, shares_prefixes=True)
+    scheduler = PrefillScheduler(PrefixCache(4), BLOCK_SIZE, steps_of(16), shares_prefixes=True)
     first, long, _ = added(scheduler, range(4), range(100, 116), range(200, 204))
     assert [chunk.prompt for chunk in step(scheduler)] == [first]
     assert step(scheduler) == [], "the long prompt waits for all four blocks, and the short one behind it"
@@ -156,7 +169,7 @@ def test_a_long_prompt_is_not_starved_by_short_ones() -> None:
 
 
 def test_a_prompt_goes_before_one_that_is_being_computed_and_none_is_overtaken_twice() -> None:
-    scheduler = PrefillScheduler(PrefixCache(100), BLOCK_SIZE, 16, shares_prefixes=True)
+    scheduler = PrefillScheduler(PrefixCache(100), BLOCK_SIZE, steps_of(16), shares_prefixes=True)
     long, queued = added(scheduler, range(40), range(100, 116))
     assert [chunk.prompt for chunk in step(scheduler)] == [long]
     first, second = (scheduler.new_prompt(range(start, start + 16), "") for start in (200, 300))
@@ -166,7 +179,7 @@ def test_a_prompt_goes_before_one_that_is_being_computed_and_none_is_overtaken_t
 
 
 def test_a_started_prompt_goes_on_while_one_ahead_of_it_finds_no_blocks() -> None:
-    scheduler = PrefillScheduler(PrefixCache(6), BLOCK_SIZE, 8, shares_prefixes=True)
+    scheduler = PrefillScheduler(PrefixCache(6), BLOCK_SIZE, steps_of(8), shares_prefixes=True)
     [long] = added(scheduler, range(16))
     step(scheduler)
     ahead = scheduler.new_prompt(range(100, 112), "")
@@ -178,7 +191,7 @@ def test_a_started_prompt_goes_on_while_one_ahead_of_it_finds_no_blocks() -> Non
 
 
 def test_a_prompt_starts_behind_what_is_cached_and_hands_it_over() -> None:
-    scheduler = PrefillScheduler(PrefixCache(100), BLOCK_SIZE, 16, shares_prefixes=True)
+    scheduler = PrefillScheduler(PrefixCache(100), BLOCK_SIZE, steps_of(16), shares_prefixes=True)
     added(scheduler, range(24))
     step(scheduler)
     assert [(c.start, c.end, c.handoff_start) for c in step(scheduler)] == [(16, 24, 16)]
@@ -189,7 +202,7 @@ def test_a_prompt_starts_behind_what_is_cached_and_hands_it_over() -> None:
 
 
 def test_the_last_token_is_computed_into_a_block_of_its_own() -> None:
-    scheduler = PrefillScheduler(PrefixCache(100), BLOCK_SIZE, 16, shares_prefixes=True)
+    scheduler = PrefillScheduler(PrefixCache(100), BLOCK_SIZE, steps_of(16), shares_prefixes=True)
     [donor] = added(scheduler, range(8))
     step(scheduler)
     [again, longer] = added(scheduler, range(8), range(9))
@@ -200,7 +213,7 @@ def test_the_last_token_is_computed_into_a_block_of_its_own() -> None:
 
 
 def test_nothing_is_shared_before_it_is_computed_or_across_salts() -> None:
-    scheduler = PrefillScheduler(PrefixCache(100), BLOCK_SIZE, 16, shares_prefixes=True)
+    scheduler = PrefillScheduler(PrefixCache(100), BLOCK_SIZE, steps_of(16), shares_prefixes=True)
     added(scheduler, range(8), range(8))
     first, second = scheduler.plan()
     assert (first.start, second.start) == (0, 0), "of two in one step, none waits for the other"
@@ -214,7 +227,7 @@ def test_nothing_is_shared_before_it_is_computed_or_across_salts() -> None:
 
 
 def test_prompts_that_may_not_share_compute_everything_themselves() -> None:
-    scheduler = PrefillScheduler(PrefixCache(100), BLOCK_SIZE, 16, shares_prefixes=False)
+    scheduler = PrefillScheduler(PrefixCache(100), BLOCK_SIZE, steps_of(16), shares_prefixes=False)
     for _ in range(2):
         prompt = scheduler.new_prompt(list(range(12)), "")
         scheduler.add(prompt)
