@@ -1,8 +1,10 @@
 """Do guidellm and `tandem bench` measure the same? `python -m benchmarks.clients.agreement URL DIR`, on an idle machine.
 
 DIR as in `benchmarks.clients.guidellm`. Both load the running cluster at the same time, each with as many streams, so that the
-server is as fast for the one as for the other. They send chats of as many words or tokens, streamed; of ours those count that
-began and ended while guidellm's were running. What differs then is how each reads a stream and its clock.
+server is as fast for the one as for the other. They send chats of English prose, about as long, streamed; of ours those count
+that began and ended while guidellm's were running. What differs then is how each reads a stream and its clock.
+
+Answers are long because guidellm reads an answer's end later than its beginning, by up to two tokens while the machine is busy.
 """
 
 from __future__ import annotations
@@ -18,18 +20,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.clients.guidellm import ANSWER_TOKENS, GUIDELLM, PROMPT_TOKENS, installed, row, run
+from benchmarks.clients.guidellm import GUIDELLM, installed, row, run
 from benchmarks.environment import write_result
-from benchmarks.load import RandomPrompts, bench_options
+from benchmarks.load import TextPrompts, bench_options
 from loadtest.bench import run_bench
 from loadtest.records import RequestRecord
 from loadtest.server import ENDPOINTS
 
-STREAMS = (1, 2, 4)
-REQUESTS = 60
+STREAMS = (2, 4)
+"""Each. With one each they fall into step: the one always asks while the other one's stream runs, never the other way round."""
+PROMPT_WORDS, ANSWER_TOKENS = 110, 128
+"""About 128 tokens of a prompt, as many as guidellm sends."""
+REQUESTS = 40
 """Of guidellm, for each number of streams."""
-PER_STREAM = 5
-"""Requests of ours in one go."""
+PER_STREAM = 10
+"""Requests of ours in one go, at whose beginning all streams send at once."""
 
 
 def main() -> None:
@@ -45,7 +50,9 @@ def main() -> None:
 async def side_by_side(command: Path, url: str, streams: int) -> dict[str, Any]:
     """Both clients' medians, ms."""
     with tempfile.TemporaryDirectory() as folder:
-        theirs = asyncio.create_task(asyncio.to_thread(run, command, url, Path(folder), (streams,), REQUESTS))
+        theirs = asyncio.create_task(
+            asyncio.to_thread(run, command, url, Path(folder), (streams,), REQUESTS, ANSWER_TOKENS, streams)
+        )
         ours: list[tuple[float, RequestRecord]] = []
         for seed in itertools.count(1000 * streams):
             if theirs.done():
@@ -60,7 +67,7 @@ async def side_by_side(command: Path, url: str, streams: int) -> dict[str, Any]:
 
 async def load(url: str, streams: int, seed: int) -> list[tuple[float, RequestRecord]]:
     """Some requests, each with the Unix time at which it was sent."""
-    prompts = RandomPrompts(PROMPT_TOKENS, ANSWER_TOKENS)
+    prompts = TextPrompts(PROMPT_WORDS, ANSWER_TOKENS)
     options = bench_options(url, prompts, num_prompts=PER_STREAM * streams, seed=seed, max_concurrency=streams)
     began: list[float] = []
     found = await run_bench(

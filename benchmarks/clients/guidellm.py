@@ -34,7 +34,7 @@ def main() -> None:
     given = parser.parse_args()
     command = installed(given.directory.resolve())
     with tempfile.TemporaryDirectory() as folder:
-        report = run(command, given.url, Path(folder), STREAMS, REQUESTS)
+        report = run(command, given.url, Path(folder), STREAMS, REQUESTS, ANSWER_TOKENS, seed=0)
     rows = [row(benchmark) for benchmark in report["benchmarks"]]
     for found in rows:
         assert (found["completed"], found["failed"]) == (REQUESTS, 0), found
@@ -50,14 +50,15 @@ def installed(directory: Path) -> Path:
     return directory / "bin" / "guidellm"
 
 
-def run(command: Path, url: str, folder: Path, streams: Sequence[int], requests: int) -> Any:
-    """guidellm's own report, of so many requests for each number of streams."""
+def run(command: Path, url: str, folder: Path, streams: Sequence[int], requests: int, answer_tokens: int, seed: int) -> Any:
+    """guidellm's own report, of so many requests for each number of streams. With an equal seed its prompts are equal."""
     write_tokenizer(resolve("smollm2").facts, folder / "tokenizer")
     options = {
         "--backend": {"kind": "openai_http", "target": url, "model": "smollm2"},
         "--tokenizer": {"kind": "huggingface_auto", "model": f"{folder}/tokenizer"},
         "--profile": {"kind": "concurrent", "streams": streams},
-        "--data": {"kind": "synthetic_text", "prompt_tokens": PROMPT_TOKENS, "output_tokens": ANSWER_TOKENS},
+        "--data": {"kind": "synthetic_text", "prompt_tokens": PROMPT_TOKENS, "output_tokens": answer_tokens},
+        "--seed": {"kind": "static", "value": seed},
         "--constraint": {"kind": "max_requests", "count": requests},
         "--output": {"kind": "json", "path": f"{folder}/report.json"},
     }
