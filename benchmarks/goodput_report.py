@@ -132,8 +132,8 @@ def draw(workload: str, systems: Mapping[str, Sequence[Entry]], folder: Path) ->
         axes.set_xscale("log", base=2)
         axes.set_xticks(SCALES, [f"{scale:g}" for scale in SCALES])
         axes.set_xlabel("scale of both limits")
-        axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("goodput, requests/s")
+    panels[0].set_ylim(bottom=0)  # of all, once all have drawn: it ends their scaling
     panels[0].legend()
     figure.savefig(folder / picture_name(workload), dpi=110)
