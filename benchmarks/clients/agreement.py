@@ -31,7 +31,7 @@ STREAMS = (2, 4)
 """Each. With one each they fall into step: the one always asks while the other one's stream runs, never the other way round."""
 PROMPT_WORDS, ANSWER_TOKENS = 110, 128
 """About 128 tokens of a prompt, as many as guidellm sends."""
-REQUESTS = 40
+REQUESTS = 120
 """Of guidellm, for each number of streams."""
 PER_STREAM = 10
 """Requests of ours in one go, at whose beginning all streams send at once."""
