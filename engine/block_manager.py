@@ -15,7 +15,7 @@ class BlockManager:
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks > 0, "a pool has blocks"
         self.num_blocks = num_blocks
-        # A stack: the blocks freed last are handed out first, because their memory has been touched.
+        # A stack: the blocks freed last are handed out first, because their memory is mapped.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._is_free = bytearray(b"\x01" * num_blocks)
 

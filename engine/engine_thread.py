@@ -1,15 +1,11 @@
 """The one thread that computes. A worker's asyncio loop plans and talks; this thread runs the model.
 
 torch releases the GIL inside its operators, so messages are answered while a step is computed.
-
-Where workers share cores, running streams go first: prefill's thread, and those that it starts, are nicer to others by
-`PREFILL_NICENESS`. Where they have a core each, and the router takes part of one, it is prefill that waits.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from engine.batch import Chunk, SampledToken
 from engine.gang import Gang
 from engine.model_runner import ModelRunner
-
-PREFILL_NICENESS = 10
+from engine.niceness import be_nice
 
 
 class EngineThread:
@@ -27,7 +22,7 @@ class EngineThread:
     def __init__(self, runner: ModelRunner, gang: Gang, niceness: int = 0) -> None:
         self._runner = runner
         self._gang = gang
-        self._thread = ThreadPoolExecutor(1, "engine", _be_nice, (niceness,))
+        self._thread = ThreadPoolExecutor(1, "engine", be_nice, (niceness,))
         self._step_began: float | None = None
         self.steps = 0
         self.busy_s = 0.0
@@ -59,11 +54,6 @@ class EngineThread:
             self.busy_s += time.monotonic() - began
             self.steps += 1
             self._step_began = None
-
-
-def _be_nice(more: int) -> None:
-    """This thread and those that it will start, not the whole process: on Linux every thread has a niceness of its own."""
-    os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, 0) + more)
 
 
 async def _together(

@@ -8,8 +8,6 @@ looked at: all of the rank's, or those that travel on one lane (`kv_transfer.sha
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
@@ -19,11 +17,6 @@ import torch
 from torch import Tensor
 
 from kv_transfer.plan import SlotRun
-
-_PAGE_BYTES = mmap.PAGESIZE
-_MADV_POPULATE_WRITE = 23
-_libc = ctypes.CDLL(None)
-_libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
 ByteArray = npt.NDArray[np.uint8]
 
@@ -90,9 +83,6 @@ class CpuPoolView(PoolView):
         self.rows: list[ByteArray] = [each[:, :, self.first_byte : self.first_byte + self.row_bytes] for each in slots]
         """Each layer as uint8 [2, S, row bytes]."""
         self._bytes = [each.data.cast("B") for each in slots]
-        self._bases = [half.data_ptr() for layer in layers for half in layer]
-        """Where the K's and the V's of each layer begin, of all heads."""
-        self._touched = np.zeros(self.num_slots, dtype=np.bool_)
 
     def halves(self, layer: int, slots: Sequence[slice]) -> Iterator[memoryview]:
         """K and then V of one layer as flat bytes: of the whole pool if its rows are whole, else of these slots alone."""
@@ -103,21 +93,6 @@ class CpuPoolView(PoolView):
         else:
             for rows in self.rows[layer]:
                 yield np.concatenate([rows[each] for each in slots]).data.cast("B")
-
-    def make_ready(self, slots: Slots) -> None:
-        """Have the memory of these slots mapped, where this was not done before.
-
-        The first write to a page costs up to 15 µs, so 1,024 tokens of the default model 100 ms; the copy into mapped pages
-        takes 1. The kernel is asked to map them, since writing to them would take the interpreter from the engine; where it
-        can't (before Linux 5.14), the copy pays.
-        """
-        for start, count in slots.runs:
-            if self._touched[start : start + count].all():
-                continue
-            self._touched[start : start + count] = True
-            for base in self._bases:
-                first = (base + start * self.stride_bytes) // _PAGE_BYTES * _PAGE_BYTES
-                _libc.madvise(first, base + (start + count) * self.stride_bytes - first, _MADV_POPULATE_WRITE)
 
 
 class CudaPoolView(PoolView):

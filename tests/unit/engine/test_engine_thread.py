@@ -10,9 +10,10 @@ from typing import Any, cast
 import pytest
 
 from engine.batch import Chunk
-from engine.engine_thread import PREFILL_NICENESS, EngineThread
+from engine.engine_thread import EngineThread
 from engine.gang import Gang
 from engine.model_runner import ModelRunner
+from engine.niceness import PREFILL_NICENESS
 
 
 class Asking:

@@ -1,0 +1,16 @@
+"""Who goes first where workers share cores: running streams.
+
+Prefill's computing thread, and what only prepares, are nicer to others by `PREFILL_NICENESS`. Where a prefill and a decode
+worker have a core each, and the router takes part of one, it is prefill that waits.
+"""
+
+from __future__ import annotations
+
+import os
+
+PREFILL_NICENESS = 10
+
+
+def be_nice(more: int) -> None:
+    """This thread and those that it will start, not the whole process: on Linux every thread has a niceness of its own."""
+    os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, 0) + more)
