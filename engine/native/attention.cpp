@@ -43,6 +43,11 @@ struct Context {
   const bf16 *keys, *values;
   const i64* table;
   i64 block_size, stride;  // stride between tokens, K * H
+
+  Context of_head(i64 head, i64 size) const {
+    return {keys + head * size, values + head * size, table, block_size, stride};
+  }
+
   // Where tokens [begin, begin + count) lie; beyond `length`, where the last one does.
   void locate(i64 begin, i64 length, i64 count, i64* offsets) const {
     const i64* block = table + begin / block_size;
@@ -69,9 +74,9 @@ inline float fold(float now, __m512 sum, float& largest, float& total) {
 
 constexpr i64 kDecodeChunk = 128;
 
-// Scores of one query head with `count` tokens; the rest of the chunk is minus infinity.
+// Scores of one query head with `count` tokens, whose keys are at `offsets`; the rest of the chunk is minus infinity.
 template <int HZ>
-void score_chunk(const bf16* q, const bf16* const* keys, i64 count, float scale, float* scores) {
+void score_chunk(const bf16* q, const bf16* keys, const i64* offsets, i64 count, float scale, float* scores) {
   __m512bh query[HZ];
   for (int z = 0; z < HZ; ++z) query[z] = load_pairs(q + 32 * z);
   for (i64 t = 0; t < kDecodeChunk; t += kVector) {
@@ -81,8 +86,9 @@ void score_chunk(const bf16* q, const bf16* const* keys, i64 count, float scale,
     }
     __m512 products[16];
     for (int i = 0; i < 16; ++i) {
-      products[i] = _mm512_dpbf16_ps(_mm512_setzero_ps(), query[0], load_pairs(keys[t + i]));
-      for (int z = 1; z < HZ; ++z) products[i] = _mm512_dpbf16_ps(products[i], query[z], load_pairs(keys[t + i] + 32 * z));
+      const bf16* key = keys + offsets[t + i];
+      products[i] = _mm512_dpbf16_ps(_mm512_setzero_ps(), query[0], load_pairs(key));
+      for (int z = 1; z < HZ; ++z) products[i] = _mm512_dpbf16_ps(products[i], query[z], load_pairs(key + 32 * z));
     }
     const __m512 scaled = _mm512_mul_ps(sums(products), _mm512_set1_ps(scale));
     _mm512_storeu_ps(scores + t, _mm512_mask_mov_ps(_mm512_set1_ps(kMinusInfinity), first_lanes(count - t), scaled));
@@ -103,15 +109,22 @@ inline float weigh_chunk(float* scores, i64 length, float& largest, float& total
   return fold(now, sum, largest, total);
 }
 
+// Add up the values at `offsets`, and have those keys and values brought near that are wanted next. Blocks lie anywhere, so
+// the processor can't guess where, and it takes only so many requests at a time: a few with each token, not all at once.
 template <int GT, int HZ>
-void add_values(const float (*weights)[kDecodeChunk], const float* shrink, const bf16* const* values, i64 count, float* out) {
+void add_values(const float (*weights)[kDecodeChunk], const float* shrink, const Context& context, const i64* offsets,
+                const i64* next_offsets, i64 count, float* out) {
   constexpr int Z = 2 * HZ;
   __m512 acc[GT][Z];
   for (int g = 0; g < GT; ++g)
     for (int z = 0; z < Z; ++z) acc[g][z] = _mm512_mul_ps(_mm512_loadu_ps(out + (g * Z + z) * kVector), _mm512_set1_ps(shrink[g]));
   for (i64 t = 0; t < count; ++t) {
+    for (int z = 0; z < HZ; ++z) {
+      _mm_prefetch(reinterpret_cast<const char*>(context.keys + next_offsets[t] + 32 * z), _MM_HINT_T1);
+      _mm_prefetch(reinterpret_cast<const char*>(context.values + next_offsets[t] + 32 * z), _MM_HINT_T1);
+    }
     __m512 value[Z];
-    for (int z = 0; z < Z; ++z) value[z] = load(values[t] + z * kVector);
+    for (int z = 0; z < Z; ++z) value[z] = load(context.values + offsets[t] + z * kVector);
     for (int g = 0; g < GT; ++g)
       for (int z = 0; z < Z; ++z) acc[g][z] = _mm512_fmadd_ps(value[z], _mm512_set1_ps(weights[g][t]), acc[g][z]);
   }
@@ -128,39 +141,27 @@ void decode_sequence(const bf16* q, const Context& context, i64 length, const He
   state.assign(count_heads * (size + 2), 0.0f);
   float *acc = state.data(), *largest = acc + count_heads * size, *total = largest + count_heads;
   std::fill(largest, total, kMinusInfinity);
-  i64 offsets[2][kDecodeChunk];
-  const bf16 *keys[kDecodeChunk], *values[kDecodeChunk];
-  context.locate(0, length, kDecodeChunk, offsets[0]);
-  for (i64 begin = 0, turn = 0; begin < length; begin += kDecodeChunk, turn ^= 1) {
-    const i64 count = std::min(kDecodeChunk, length - begin);
-    if (begin + kDecodeChunk < length) {
-      // Blocks lie anywhere, so the processor can't guess where the next chunk is.
-      context.locate(begin + kDecodeChunk, length, kDecodeChunk, offsets[turn ^ 1]);
-      for (const i64 offset : offsets[turn ^ 1])
-        for (i64 h = first * size; h < last * size; h += 32) {
-          _mm_prefetch(reinterpret_cast<const char*>(context.keys + offset + h), _MM_HINT_T1);
-          _mm_prefetch(reinterpret_cast<const char*>(context.values + offset + h), _MM_HINT_T1);
-        }
-    }
+  i64 places[2][kDecodeChunk], *offsets = places[0], *next_offsets = places[1];
+  context.locate(0, length, kDecodeChunk, offsets);
+  for (i64 begin = 0; begin < length; begin += kDecodeChunk, std::swap(offsets, next_offsets)) {
+    const i64 count = std::min(kDecodeChunk, length - begin), next = begin + kDecodeChunk;
+    context.locate(next < length ? next : begin, length, kDecodeChunk, next_offsets);
     for (i64 head = first; head < last; ++head) {
-      for (i64 t = 0; t < kDecodeChunk; ++t) {
-        keys[t] = context.keys + offsets[turn][t] + head * size;
-        values[t] = context.values + offsets[turn][t] + head * size;
-      }
+      const Context own = context.of_head(head, size);
       for (i64 g = 0; g < group; g += kTile) {
         const i64 tile = std::min<i64>(kTile, group - g), state_row = (head - first) * group + g;
         alignas(64) float weights[kTile][kDecodeChunk];
         float shrink[kTile];
         for (i64 i = 0; i < tile; ++i) {
-          score_chunk<HZ>(q + (head * group + g + i) * size, keys, count, scale, weights[i]);
+          score_chunk<HZ>(q + (head * group + g + i) * size, own.keys, offsets, count, scale, weights[i]);
           shrink[i] = weigh_chunk(weights[i], kDecodeChunk, largest[state_row + i], total[state_row + i]);
         }
         float* sums = acc + state_row * size;
         switch (tile) {
-          case 1: add_values<1, HZ>(weights, shrink, values, count, sums); break;
-          case 2: add_values<2, HZ>(weights, shrink, values, count, sums); break;
-          case 3: if constexpr (kTile > 2) add_values<3, HZ>(weights, shrink, values, count, sums); break;
-          case 4: if constexpr (kTile > 2) add_values<4, HZ>(weights, shrink, values, count, sums); break;
+          case 1: add_values<1, HZ>(weights, shrink, own, offsets, next_offsets, count, sums); break;
+          case 2: add_values<2, HZ>(weights, shrink, own, offsets, next_offsets, count, sums); break;
+          case 3: if constexpr (kTile > 2) add_values<3, HZ>(weights, shrink, own, offsets, next_offsets, count, sums); break;
+          case 4: if constexpr (kTile > 2) add_values<4, HZ>(weights, shrink, own, offsets, next_offsets, count, sums); break;
         }
       }
     }
