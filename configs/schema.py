@@ -65,8 +65,7 @@ class PoolConfig(_Section):
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Cores per worker; None shares the machine's cores between the workers of both roles."""
     kv_cache_tokens: Positive = 65_536
-    """Size of one worker's KV pool, in tokens. It is all taken from the system in the first
-    seconds. On a GPU, the least that must fit."""
+    """Size of one worker's KV pool, in tokens. Memory is touched only when used. On a GPU, the least that must fit."""
     resources: dict[str, Annotated[float, Field(gt=0)]] = {}
     """What Ray sets aside for one worker, such as {GPU: 1, tandem_decode: 1}."""
 

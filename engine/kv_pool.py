@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import mmap
 import os
@@ -20,11 +19,6 @@ LAYOUT_VERSION = 1
 """Grows whenever the meaning of the bytes changes: two workers with different versions refuse each other."""
 
 _CPU = torch.device("cpu")
-_POPULATED_TOGETHER = 1024
-"""Tokens: 0.1 s of work at most with the default model."""
-_MADV_POPULATE_WRITE = 23
-_libc = ctypes.CDLL(None)
-_libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
@@ -34,8 +28,8 @@ def token_bytes(facts: ModelFacts, dtype: torch.dtype) -> int:
 
 
 class KVPool:
-    """`data` is [layers, 2 (K, V), blocks, block size, KV heads, head size]. Its memory is mapped when `populate` or a
-    first write gets there.
+    """`data` is [layers, 2 (K, V), blocks, block size, KV heads, head size]. Its memory is touched only when written,
+    or a little before (`engine.populator`).
 
     A `shared` pool lies in a memfd, `memory_fd`, which other processes of this host can be given to read; elsewhere than on
     Linux, and in the memory of a GPU, there is no such thing and `memory_fd` is None.
@@ -98,21 +92,6 @@ class KVPool:
             shared=shared,
             device=device,
         )
-
-    def populate(self) -> None:
-        """Have the kernel map all memory now, the blocks that are handed out first before the others.
-
-        The first write to a page costs 2 to 15 µs: up to 100 ms for 1,024 tokens of the default model, in the step that
-        computes them and again where they arrive. Where the kernel can't (before Linux 5.14), the writes pay.
-        """
-        halves = [half for layer in self.data for half in layer]
-        together = -(-_POPULATED_TOGETHER // self.block_size)
-        for first in range(0, self.num_blocks, together):
-            for half in halves:
-                blocks = half[first : first + together]
-                begin = blocks.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-                if _libc.madvise(begin, blocks.data_ptr() + blocks.nbytes - begin, _MADV_POPULATE_WRITE) != 0:
-                    return
 
     def layer_slots(self, layer: int) -> Tensor:
         """A view of one layer, [2, slots, KV heads, head size]; slot = block * block size + offset."""

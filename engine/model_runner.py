@@ -7,7 +7,6 @@ interpreter lock, so that an event loop in another thread keeps running beside i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from threading import Thread
 from typing import Literal
 
 import torch
@@ -20,8 +19,8 @@ from engine.kv_pool import LAYOUT_VERSION, KVPool, token_bytes
 from engine.models.decoder import Decoder, DecoderWeights
 from engine.models.weights import Quantization, WeightFormat, load_weights
 from engine.native.library import NativeLibrary
-from engine.niceness import PREFILL_NICENESS, be_nice
 from engine.operators import step_factory
+from engine.populator import Populator
 from engine.sampler import SampleRequest, sample
 from engine.tensor_parallel import ALONE, TensorParallel
 from protocol.errors import ConfigError
@@ -47,6 +46,9 @@ class ModelRunner:
         self.dtype_name = dtype_name
         self._forward = forward
         self._sample = sample
+        self.populator = Populator(pool) if pool.data.device.type == "cpu" else None
+        if self.populator is not None:
+            self.populator.reach(-1)
 
     @classmethod
     def load(
@@ -70,8 +72,7 @@ class ModelRunner:
         many tokens, of its own KV heads.
 
         On `cuda`, the current GPU, weights and pool lie in its memory, of which the two take `gpu_memory_utilization`: the pool
-        has at least `num_kv_tokens`, and as many more as that allows. `auto` is cuda where there is a GPU. In the processor's
-        memory the pool is populated by a thread that this leaves behind.
+        has at least `num_kv_tokens`, and as many more as that allows. `auto` is cuda where there is a GPU.
         """
         _check_sizes(facts)
         if device == "auto":
@@ -92,7 +93,6 @@ class ModelRunner:
         pool = KVPool.for_model(own, num_kv_tokens, block_size, torch_dtype, shared=shared_kv, device=torch_device)
         if device == "cuda":
             return cls.on_gpu(facts, weights, pool, dtype_name)
-        Thread(target=_populate, args=(pool,), name="kv-populate", daemon=True).start()
         decoder = Decoder(own, weights, step_factory(own, torch_dtype, library), ranks)
         return cls(facts, lambda batch, on_layer: decoder.forward(batch, pool, on_layer), sample, pool, dtype_name)
 
@@ -131,6 +131,8 @@ class ModelRunner:
         for chunk in chunks:
             if chunk.constraint is not None:
                 chunk.constraint.begin()
+        if self.populator is not None:
+            self.populator.reach(max(chunk.block_table[-1] for chunk in chunks))
         with torch.inference_mode():
             batch = ForwardBatch.build(chunks, self.pool.block_size)
             logits_SV = self._forward(batch, on_layer)
@@ -177,12 +179,6 @@ def _request(chunk: Chunk) -> SampleRequest:
     assert chunk.sampling is not None, "only chunks that sample have logits"
     allowed_V = None if chunk.constraint is None else chunk.constraint.allowed(chunk.sampling, chunk.num_generated)
     return SampleRequest(chunk.sampling, chunk.end, chunk.num_generated, chunk.history, allowed_V)
-
-
-def _populate(pool: KVPool) -> None:
-    """Takes seconds, so nobody waits for it, and it waits for whoever computes."""
-    be_nice(PREFILL_NICENESS)
-    pool.populate()
 
 
 def _tokens_that_fit(facts: ModelFacts, dtype: torch.dtype, utilization: float) -> int:

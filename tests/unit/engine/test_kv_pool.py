@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-import threading
-from array import array
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +9,6 @@ import torch
 
 from engine.kernels.kv_cache import gather_tokens, scatter_tokens, store_kv
 from engine.kv_pool import KVPool
-from engine.model_runner import ModelRunner
 from protocol.errors import ConfigError
 
 
@@ -32,34 +27,6 @@ def test_memory_is_touched_only_when_written(small_model: Any) -> None:
     pool = KVPool.for_model(small_model("llama").facts, 4_000_000, 16, torch.float32)
     assert pool.data.nbytes > 3_000_000_000
     pool.layer_slots(2)[0, -1] = 1.0
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_populated_pool_is_mapped_and_as_it_was(shared: bool) -> None:
-    """Rows of 48 bytes: neither halves nor blocks begin on a page."""
-    pool = KVPool(num_layers=3, num_blocks=1001, block_size=5, num_kv_heads=3, head_dim=8, dtype=torch.bfloat16, shared=shared)
-    pool.layer_slots(1)[1, 4000] = 7.0
-    pool.populate()
-    assert _unmapped_pages(pool.data) == 0
-    assert (pool.layer_slots(1)[1, 4000] == 7.0).all()
-
-
-def test_a_runner_has_its_pool_populated(small_model: Any) -> None:
-    before = {thread.ident for thread in threading.enumerate()}
-    runner = ModelRunner.load(small_model("llama").facts, dtype="float32", block_size=16, num_kv_tokens=100_000)
-    for thread in threading.enumerate():
-        if thread.ident not in before:
-            thread.join(30)
-    assert _unmapped_pages(runner.pool.data) == 0
-
-
-def _unmapped_pages(data: torch.Tensor) -> int:
-    """By /proc/self/pagemap: bit 63 of a page's eight bytes says that it is in memory."""
-    first, last = data.data_ptr() // mmap.PAGESIZE, (data.data_ptr() + data.nbytes - 1) // mmap.PAGESIZE
-    with Path("/proc/self/pagemap").open("rb") as pagemap:
-        pagemap.seek(8 * first)
-        entries = array("Q", pagemap.read(8 * (last - first + 1)))
-    return sum(not entry >> 63 for entry in entries)
 
 
 @pytest.mark.parametrize(("num_tokens", "named"), [(15, "one block of 16"), (10**12, "at most [0-9]+ tokens")])
