@@ -55,7 +55,8 @@ def test_blocks_are_mapped_ahead_of_their_use_and_keep_what_they_hold(shared: bo
         populator.reach(block)
         populator.wait()
         assert are_mapped(pool, 0, block + 1 + AHEAD)
-        assert mapped_pages(pool.data[1, 0, block + 2 + AHEAD + TOGETHER :])[0] <= 16, "no further, but for readahead"
+        if shared:  # other memory may have been used before
+            assert mapped_pages(pool.data[1, 0, block + 2 + AHEAD + TOGETHER :])[0] <= 16, "no further, but for readahead"
     assert (pool.layer_slots(1)[1, 777] == 7.0).all()
     populator.reach(10 * AHEAD - 1)
     populator.wait()
@@ -64,7 +65,8 @@ def test_blocks_are_mapped_ahead_of_their_use_and_keep_what_they_hold(shared: bo
 
 def test_a_runner_s_pool_is_mapped_ahead_of_its_steps(small_model: Any) -> None:
     facts = small_model("llama").facts
-    runner = ModelRunner.load(facts, dtype="float32", block_size=BLOCK_SIZE, num_kv_tokens=10 * AHEAD_TOKENS)
+    tokens = 10 * AHEAD_TOKENS
+    runner = ModelRunner.load(facts, dtype="float32", block_size=BLOCK_SIZE, num_kv_tokens=tokens, shared_kv=True)
     assert runner.populator is not None
     runner.populator.wait()
     assert are_mapped(runner.pool, 0, AHEAD)
