@@ -65,14 +65,14 @@ def test_it_is_healthy_and_has_decode_workers_only(colocated: Any) -> None:
 
 
 def test_a_killed_worker_costs_no_token(colocated: Any) -> None:
-    undisturbed = together(colocated.url, 4, 48)
+    undisturbed = together(colocated.url, 4, 200)
 
     def kill() -> None:
         colocated.until(lambda: sum(worker["running"] or 0 for worker in colocated.workers()) >= 3, 30)
         busiest = max(colocated.workers(), key=lambda worker: worker["running"] or 0)
         os.kill(busiest["pid"], signal.SIGKILL)
 
-    assert together(colocated.url, 4, 48, kill) == undisturbed
+    assert together(colocated.url, 4, 200, kill) == undisturbed
     metrics = httpx.get(f"{colocated.url}/metrics", timeout=10).text
     (resumed,) = (line for line in metrics.splitlines() if line.startswith("tandem:resumed_streams_total"))
     assert float(resumed.rsplit(" ", 1)[1]) >= 1
