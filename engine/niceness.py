@@ -12,5 +12,5 @@ PREFILL_NICENESS = 10
 
 
 def be_nice(more: int) -> None:
-    """This thread and those that it will start, not the whole process: on Linux every thread has a niceness of its own."""
-    os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, 0) + more)
+    """This thread and those that it will start, by so much more than the process: on Linux every thread has its own."""
+    os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, os.getpid()) + more)

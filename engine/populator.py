@@ -29,8 +29,8 @@ class Populator:
 
     def __init__(self, pool: KVPool) -> None:
         self._num_blocks = pool.num_blocks
-        self._ahead = -(-AHEAD_TOKENS // pool.block_size)
-        self._together = -(-TOGETHER_TOKENS // pool.block_size)
+        self._ahead = AHEAD_TOKENS // pool.block_size
+        self._together = TOGETHER_TOKENS // pool.block_size
         self._halves = [half for layer in pool.data for half in layer]
         """K and V of each layer, [blocks, block size, KV heads, head size]."""
         self._end = 0

@@ -145,7 +145,8 @@ void decode_sequence(const bf16* q, const Context& context, i64 length, const He
   context.locate(0, length, kDecodeChunk, offsets);
   for (i64 begin = 0; begin < length; begin += kDecodeChunk, std::swap(offsets, next_offsets)) {
     const i64 count = std::min(kDecodeChunk, length - begin), next = begin + kDecodeChunk;
-    context.locate(next < length ? next : begin, length, kDecodeChunk, next_offsets);
+    if (next < length) context.locate(next, length, kDecodeChunk, next_offsets);
+    else next_offsets = offsets;
     for (i64 head = first; head < last; ++head) {
       const Context own = context.of_head(head, size);
       for (i64 g = 0; g < group; g += kTile) {

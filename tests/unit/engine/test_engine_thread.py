@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from engine.batch import Chunk
 from engine.engine_thread import EngineThread
 from engine.gang import Gang
 from engine.model_runner import ModelRunner
-from engine.niceness import PREFILL_NICENESS
+from engine.niceness import PREFILL_NICENESS, be_nice
 
 
 class Asking:
@@ -42,3 +43,21 @@ def test_only_the_computing_thread_is_nice(niceness: int) -> None:
     before = os.getpriority(os.PRIO_PROCESS, 0)
     assert asyncio.run(niceness_of_a_step()) == [min(19, before + niceness)]
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
+
+
+def test_what_a_nice_thread_starts_is_no_nicer() -> None:
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    found: list[int] = []
+
+    def nice(then: Callable[[], None]) -> None:
+        be_nice(PREFILL_NICENESS)
+        found.append(os.getpriority(os.PRIO_PROCESS, 0))
+        then()
+
+    def run(work: Callable[[], None]) -> None:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+
+    run(lambda: nice(lambda: run(lambda: nice(lambda: None))))
+    assert found == [min(19, before + PREFILL_NICENESS)] * 2

@@ -16,7 +16,7 @@ from engine.model_runner import ModelRunner
 from engine.populator import AHEAD_TOKENS, TOGETHER_TOKENS, Populator
 
 BLOCK_SIZE = 8
-AHEAD, TOGETHER = -(-AHEAD_TOKENS // BLOCK_SIZE), -(-TOGETHER_TOKENS // BLOCK_SIZE)
+AHEAD, TOGETHER = AHEAD_TOKENS // BLOCK_SIZE, TOGETHER_TOKENS // BLOCK_SIZE
 
 
 def pool_of(num_blocks: int, shared: bool) -> KVPool:
@@ -60,7 +60,7 @@ def test_blocks_are_mapped_ahead_of_their_use_and_keep_what_they_hold(shared: bo
     assert (pool.layer_slots(1)[1, 777] == 7.0).all()
     populator.reach(10 * AHEAD - 1)
     populator.wait()
-    assert are_mapped(pool, 0, 10 * AHEAD), "and not beyond the end"
+    assert are_mapped(pool, 0, 10 * AHEAD)
 
 
 def test_a_runner_s_pool_is_mapped_ahead_of_its_steps(small_model: Any) -> None:
