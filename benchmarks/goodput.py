@@ -5,8 +5,7 @@
 Every seed is a round in which all systems take their turn, each with all cores; the same prompts arrive at the same moments
 for all of them. Results are merged with those that are there, so parts can be run on their own (`--workloads`, `--systems`,
 `--seeds`), and an interrupted run loses one turn. `--runs` bounds a turn: what is not known by then stays between a good rate
-and a bad one. `--report` measures nothing, and writes table and pictures anew; `--measured FILE` is what
-`benchmarks.simulate` reads.
+and a bad one. `--report` measures nothing, and writes table and pictures anew.
 
 DIR of the traces has azure_llm_2023_conv.csv, azure_llm_2023_code.csv and mooncake_conversation.jsonl (`benchmarks.workloads`).
 """
@@ -17,18 +16,17 @@ import argparse
 import asyncio
 import json
 import os
-import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks import goodput_report
 from benchmarks.environment import RESULTS, environment, save_result
-from benchmarks.goodput_report import OURS, Entry
+from benchmarks.goodput_report import Entry
 from benchmarks.load import Prompts, bench_options, put_load, warm_up
 from benchmarks.servers import System, add_options, chosen, serving, turns
 from benchmarks.slo import LOWEST_STEP, SLOS, bracket, count_met, next_step, rate_of
-from benchmarks.workloads import TRACES, WORKLOADS, asked_of, described, prompts_of
+from benchmarks.workloads import TRACES, WORKLOADS, described, prompts_of
 from loadtest.bench import Finished
 
 NAME = "goodput"
@@ -48,18 +46,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="of load at each rate")
     parser.add_argument("--runs", type=int, default=14, help="at most, for each workload, system and seed")
     parser.add_argument("--report", action="store_true", help="of what is known, without measuring")
-    parser.add_argument("--measured", type=Path, help="write what is known to this file, for benchmarks.simulate")
     add_options(parser)
     options = parser.parse_args()
     known = load()
     names = options.workloads.split(",")
     if unknown := set(names) - set(WORKLOADS):
         parser.error(f"--workloads: {', '.join(sorted(unknown))} is none of {', '.join(WORKLOADS)}")
-    if options.traces is None and set(names) & set(TRACES) and (options.measured or not options.report):
+    if options.traces is None and set(names) & set(TRACES) and not options.report:
         parser.error("--workloads: traces need --traces")
-    if options.measured:
-        wanted = [entry for entry in known if entry["workload"] in names]
-        options.measured.write_text(json.dumps(for_simulator(wanted, options.traces), indent=1) + "\n")
     if options.report:
         print(save(known))
         return
@@ -102,22 +96,14 @@ def save(entries: list[Entry]) -> str:
     return table
 
 
-def for_simulator(entries: list[Entry], traces: Path | None) -> list[dict[str, Any]]:
-    """The goodput of one prefill and one decode worker, and of what; limits at scale 1. One that is 0 has no ratio."""
-    cases = []
-    for workload, systems in goodput_report.by_workload(entries).items():
-        for slo in (each for each in SLOS if each.scale == 1.0 and OURS in systems):
-            measured = statistics.median(goodput_report.goodputs(systems[OURS], slo))
-            num_prompts = requests_at(measured, systems[OURS][0]["seconds"])
-            asked = {**asked_of(workload, traces), "num_prompts": num_prompts}
-            if measured:
-                cases.append({"workload": asked, "shape": "1P1D", "targets": slo.limits_ms, "goodput": measured})
-    return cases
-
-
 def requests_at(rate: float, seconds: float) -> int:
     """Of one run."""
     return max(LEAST_REQUESTS, round(rate * seconds))
+
+
+def seed_of(seed: int, step: int) -> int:
+    """Of the prompts and arrivals of a run: others for each rate, but the same for all systems."""
+    return 1000 * seed + step - LOWEST_STEP
 
 
 def first_step(known: list[Entry], workload: str, system: str) -> int:
@@ -144,8 +130,7 @@ async def measure(system: System, prompts: Prompts, seed: int, first: int, optio
                 prompts,
                 num_prompts=requests_at(rate_of(step), options.seconds),
                 request_rate=rate_of(step),
-                # Other prompts and arrivals for each rate, but the same for all systems.
-                seed=1000 * seed + step - LOWEST_STEP,
+                seed=seed_of(seed, step),
                 timeout_s=TIMEOUT_S,
             )
             found = await put_load(load)

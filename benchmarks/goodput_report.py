@@ -13,7 +13,7 @@ Entry = dict[str, Any]
 """Of one workload, system and seed: names, settings, `runs` and where they were made."""
 _KEY = ("workload", "system", "seed")
 OURS, PEERS = "tandem", ("vllm", "llama.cpp")
-"""Names of systems, and what the names of those of others begin with."""
+"""One prefill and one decode worker, whose name those of our other systems begin with; and what those of others begin with."""
 
 
 def merge(known: Iterable[Entry], new: Entry) -> list[Entry]:
@@ -81,16 +81,17 @@ def _limits_table(systems: Mapping[str, Sequence[Entry]]) -> list[str]:
         cells.append(f"{max(entry['load_average'] for entry in entries):.1f}")
         cells.append(", ".join(sorted({entry["environment"]["commit"] for entry in entries})))
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    ratios = [_ratio(systems, slo) for slo in reference]
-    if any(ratios):
-        lines.append(f"| {OURS}, times the best peer | {' | '.join(ratios)} | | | | |")
+    for name in systems:
+        ratios = [_ratio(systems, name, slo) for slo in reference]
+        if name.startswith(OURS) and any(ratios):
+            lines.append(f"| {name}, times the best peer | {' | '.join(ratios)} | | | | |")
     return lines
 
 
-def _ratio(systems: Mapping[str, Sequence[Entry]], slo: Slo) -> str:
+def _ratio(systems: Mapping[str, Sequence[Entry]], name: str, slo: Slo) -> str:
     """Of the medians; empty if it can't be said."""
     best = max((statistics.median(goodputs(systems[name], slo)) for name in systems if name.startswith(PEERS)), default=0.0)
-    return f"{statistics.median(goodputs(systems[OURS], slo)) / best:.2f}" if best and OURS in systems else ""
+    return f"{statistics.median(goodputs(systems[name], slo)) / best:.2f}" if best else ""
 
 
 def _cell(entries: Sequence[Entry], slo: Slo) -> str:

@@ -1,12 +1,15 @@
 """How much longer steps take in a cluster than in engines that have a core each, for `benchmarks.machine_profile`.
 
-Where workers share their cores with HTTP, Ray and each other's messages, an engine waits for a core, and finds its caches cold.
-A cluster of one worker of each role gets chats at a steady rate, and what its engines are busy for is compared with what the
-profile says of as many steps of that size.
+Where workers share their cores with HTTP, Ray and each other's messages, an engine waits for a core, and finds its caches cold:
+more so while the other one computes as well. What the engines of a cluster of one worker of each role are busy for is compared
+with what the profile says of as many steps of that size: prompts without streams, streams without prompts, and both at once.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import httpx
@@ -14,10 +17,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.load import RandomPrompts, bench_options, put_load, warm_up
 from benchmarks.servers import serving, system
-from simulator.profile import Profile, Slowdown
+from simulator.profile import Profile, Slowdown, Slowdowns
 
-CHATS = RandomPrompts(128, 32)
-RATE, REQUESTS = 6.0, 180
+PROMPTS, NUM_PROMPTS = RandomPrompts(128, 1), 60
+"""One at a time."""
+STREAMS, NUM_STREAMS = RandomPrompts(32, 1500), 8
+"""Longer than what is measured beside them."""
+ALONE_S = 6.0
+START_S, END_S = 30.0, 120.0
 PORT = 8199
 
 
@@ -33,20 +40,63 @@ class Work:
         return Work(self.steps - before.steps, self.tokens - before.tokens, self.busy_s - before.busy_s)
 
 
-async def slowdown(profile: Profile) -> Slowdown:
-    """Measured busy time over the profile's, which has no slowdown yet."""
+async def slowdowns(profile: Profile) -> Slowdowns:
+    """Measured busy time over the profile's. Raises TimeoutError if streams don't start or end in time."""
     with serving(system("tandem", None), PORT) as url:
         await warm_up(url)
         before = await work(url)
-        await put_load(bench_options(url, CHATS, num_prompts=REQUESTS, seed=1, request_rate=RATE))
-        after = await work(url)
-    prefill, decode = (after[role].since(before[role]) for role in ("prefill", "decode"))
-    step_s = profile.prefill_step_s([(0, round(prefill.tokens / prefill.steps))])
-    context = CHATS.input_len + CHATS.output_len / 2
-    return Slowdown(
-        prefill=prefill.busy_s / prefill.steps / step_s,
-        decode=decode.busy_s / decode.steps / profile.engine_decode_s(decode.tokens / decode.steps, context),
+        await prompts(url)
+        prefill_alone = prefill_ratio(profile, before, await work(url))
+        async with streams(url) as first:
+            before = await work(url)
+            await asyncio.sleep(ALONE_S)
+            between = await work(url)
+            await prompts(url)
+            after = await work(url)
+    return Slowdowns(
+        prefill=Slowdown(alone=prefill_alone, beside=prefill_ratio(profile, between, after)),
+        decode=Slowdown(
+            alone=decode_ratio(profile, first, before, between), beside=decode_ratio(profile, first, between, after)
+        ),
     )
+
+
+async def prompts(url: str) -> None:
+    await put_load(bench_options(url, PROMPTS, num_prompts=NUM_PROMPTS, seed=1, max_concurrency=1))
+
+
+@asynccontextmanager
+async def streams(url: str) -> AsyncIterator[dict[str, Work]]:
+    """Run them all; the value is what the workers had done when the first of them decoded."""
+    first = await work(url)
+    load = asyncio.create_task(put_load(bench_options(url, STREAMS, num_prompts=NUM_STREAMS, seed=2)))
+    try:
+        async with asyncio.timeout(START_S):
+            before, rows = first, 0.0
+            while rows < NUM_STREAMS - 0.1:
+                await asyncio.sleep(0.2)
+                now = await work(url)
+                steps = now["decode"].since(before["decode"])
+                before, rows = now, steps.tokens / steps.steps if steps.steps else 0.0
+        yield first
+        if load.done():
+            raise RuntimeError("the streams had ended before all was measured")
+        async with asyncio.timeout(END_S):
+            await load
+    finally:
+        load.cancel()
+
+
+def prefill_ratio(profile: Profile, before: dict[str, Work], after: dict[str, Work]) -> float:
+    done = after["prefill"].since(before["prefill"])
+    return done.busy_s / done.steps / profile.prefill_step_s([(0, round(done.tokens / done.steps))])
+
+
+def decode_ratio(profile: Profile, first: dict[str, Work], before: dict[str, Work], after: dict[str, Work]) -> float:
+    """Of streams that are as long as the steps since `first`."""
+    done = after["decode"].since(before["decode"])
+    context = STREAMS.input_len + before["decode"].since(first["decode"]).steps + done.steps / 2
+    return done.busy_s / done.steps / profile.engine_decode_s(done.tokens / done.steps, context)
 
 
 async def work(url: str) -> dict[str, Work]:

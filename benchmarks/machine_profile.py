@@ -26,7 +26,7 @@ from typing import NoReturn
 import torch
 
 from benchmarks.environment import RESULTS, ROOT, environment
-from benchmarks.loaded_steps import slowdown
+from benchmarks.loaded_steps import slowdowns
 from configs.models import resolve
 from engine.batch import Chunk
 from engine.model_runner import ModelRunner
@@ -78,7 +78,7 @@ def main() -> None:
         machine=environment(),
     )
     text = table(alone, measured)  # what an engine alone takes
-    profile = alone.model_copy(update={"slowdown": asyncio.run(slowdown(alone))})
+    profile = alone.model_copy(update={"slowdown": asyncio.run(slowdowns(alone))})
     options.output.write_text(profile.model_dump_json(indent=1) + "\n")
     text += f"\nIn a cluster on these cores steps take so many times as long: {profile.slowdown}\n"
     (RESULTS / "machine_profile.md").write_text(text)

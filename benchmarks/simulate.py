@@ -1,63 +1,95 @@
-"""The simulator beside the cluster: `python -m benchmarks.simulate MEASURED.json`.
+"""The simulator beside the cluster: `python -m benchmarks.simulate --traces DIR`, after `benchmarks.goodput`.
 
-MEASURED.json, which `benchmarks.goodput --report --measured` writes, is a list of measured goodputs: {"workload": {...},
-"shape": "1P1D", "targets": {"ttft": 500, "tpot": 50}, "goodput": 4.2}, where workload is {"trace": FILE, "length_scale": 8,
-"num_prompts": 200, "seed": 0} or {"random_input_len": 200, "random_output_len": 200, "num_prompts": 200, "seed": 0}. Further
-keys are ignored.
+Every run that goodput.json has of `tandem` is simulated: the same prompts, arriving at the same moments. From both follows a
+goodput in the same way, so they differ by what the simulator says of the cluster, and by the noise of one run each.
+DIR is that of `benchmarks.goodput`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import write_result
+from benchmarks.goodput import load, seed_of
+from benchmarks.goodput_report import OURS, Entry, by_workload, goodputs
+from benchmarks.slo import SLOS
+from benchmarks.workloads import RANDOM, TRACES
 from configs.loader import load_config
+from configs.schema import ClusterConfig
 from loadtest.datasets import Lengths
-from simulator.cluster import Shape
-from simulator.goodput import Targets, goodput
+from simulator.cluster import Shape, simulate
+from simulator.goodput import Targets
 from simulator.profile import LAPTOP, Profile
 from simulator.workload import Workload, random_workload, trace_workload
+
+SHAPE = Shape(1, 1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("measured", type=Path)
+    parser.add_argument("--traces", type=Path, required=True)
     parser.add_argument("--profile", type=Path, default=LAPTOP)
     options = parser.parse_args()
+    config, profile = load_config(None, {}), Profile.load(options.profile)
     rows = []
-    for measured in json.loads(options.measured.read_text()):
-        workload = measured["workload"]
-        simulated = simulated_goodput(workload, measured["shape"], measured["targets"], options.profile)
-        if "trace" in workload:
-            workload = {**workload, "trace": Path(workload["trace"]).name}  # where it lies is nobody else's business
-        rows.append({**measured, "workload": workload, "simulated": simulated, "ratio": simulated / measured["goodput"]})
-        print(rows[-1], flush=True)
-    lines = ["| workload | cluster | limits, ms | measured, requests/s | simulated | ratio |", "|---|---|---|---|---|---|"]
+    for workload, systems in by_workload(load()).items():
+        measured = systems.get(OURS, [])
+        simulated = [like(entry, options.traces, config, profile) for entry in measured]
+        rows += compared(workload, measured, simulated)
+    write_result("simulate", {"rows": rows}, table(rows))
+
+
+def like(entry: Entry, traces: Path, config: ClusterConfig, profile: Profile) -> Entry:
+    """The entry that the simulator would have written."""
+    runs = []
+    for run in entry["runs"]:
+        asked = workload_of(entry["workload"], traces, run["sent"], seed_of(entry["seed"], run["step"]))
+        ended = simulate(asked.at_rate(run["rate"]), SHAPE, config, profile)
+        met = {slo.name: sum(map(Targets(slo.limits_ms).met_by, ended)) for slo in SLOS}
+        runs.append({"step": run["step"], "sent": run["sent"], "met": met})
+    return {"runs": runs}
+
+
+def workload_of(name: str, traces: Path, num_prompts: int, seed: int) -> Workload:
+    """As `benchmarks.workloads` has it."""
+    if name in RANDOM:
+        prompts = RANDOM[name]
+        return random_workload(num_prompts, Lengths(prompts.input_len, prompts.output_len, 0.0, 0), seed)
+    _, file, length_scale = TRACES[name]
+    return trace_workload(traces / file, num_prompts, length_scale, seed)
+
+
+def compared(workload: str, measured: Sequence[Entry], simulated: Sequence[Entry]) -> list[dict[str, Any]]:
+    """For each pair of limits the medians of the seeds; none where no rate that was tried was good."""
+    rows = []
+    for slo in (slo for slo in SLOS if slo.scale == 1.0 and measured):
+        real, made_up = (statistics.median(goodputs(entries, slo)) for entries in (measured, simulated))
+        if real:
+            limits = {"ttft_ms": slo.ttft_ms, "tpot_ms": slo.tpot_ms}
+            row = {"workload": workload, "cluster": str(SHAPE), **limits, "seeds": len(measured)}
+            rows.append({**row, "measured": real, "simulated": made_up, "ratio": made_up / real})
+    return rows
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown."""
+    lines = [
+        "# Goodput simulated and measured",
+        "",
+        "The same runs in a cluster and in the simulator: requests/s at which 90 % meet their limits, medians of the seeds.",
+        "",
+        "| workload | cluster | TTFT / TPOT | seeds | measured | simulated | ratio |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for row in rows:
-        limits = ", ".join(f"{name} {limit:g}" for name, limit in row["targets"].items())
-        name = row["workload"].get("trace") or "random {random_input_len} in, {random_output_len} out".format(**row["workload"])
-        lines.append(
-            f"| {Path(name).stem} | {row['shape']} | {limits} | {row['goodput']:.2f} | {row['simulated']:.2f} "
-            f"| {row['ratio']:.2f} |"
-        )
-    write_result("simulate", {"rows": rows}, "\n".join(lines))
-
-
-def simulated_goodput(workload: dict[str, Any], shape: str, targets: dict[str, float], profile: Path = LAPTOP) -> float:
-    """Requests per second, of a workload and a shape as in MEASURED.json."""
-    prefill, decode = shape.removesuffix("D").split("P")
-    size = Shape(int(prefill), int(decode))
-    return goodput(_workload(workload), size, load_config(None, {}), Profile.load(profile), Targets(targets))
-
-
-def _workload(asked: dict[str, Any]) -> Workload:
-    seed, num = asked.get("seed", 0), asked["num_prompts"]
-    if "trace" in asked:
-        return trace_workload(Path(asked["trace"]), num, asked.get("length_scale", 1.0), seed)
-    return random_workload(num, Lengths(asked["random_input_len"], asked["random_output_len"], 0.0, 0), seed)
+        limits = f"{row['ttft_ms']:g} / {row['tpot_ms']:g} ms"
+        figures = " | ".join(f"{row[name]:.2f}" for name in ("measured", "simulated", "ratio"))
+        lines.append(f"| {row['workload']} | {row['cluster']} | {limits} | {row['seeds']} | {figures} |")
+    return "\n".join([*lines, "", "Command: `python -m benchmarks.simulate --traces DIR`"])
 
 
 if __name__ == "__main__":

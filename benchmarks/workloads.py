@@ -8,7 +8,6 @@ al., Splitwise, ISCA 2024), and kvcache-ai/Mooncake's conversation trace (FAST 2
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from benchmarks.load import Prompts, RandomPrompts, Trace
 
@@ -35,11 +34,3 @@ def described(name: str) -> str:
         return f"Random prompts of {RANDOM[name].input_len} tokens, answers of {RANDOM[name].output_len}"
     _, file, length_scale = TRACES[name]
     return f"The first requests of {file}, lengths of prompts and answers divided by {length_scale:g}"
-
-
-def asked_of(workload: str, traces: Path | None) -> dict[str, Any]:
-    """As the simulator has it."""
-    prompts = prompts_of(workload, traces)
-    if isinstance(prompts, Trace):
-        return {"trace": str(prompts.path), "length_scale": prompts.length_scale}
-    return {"random_input_len": prompts.input_len, "random_output_len": prompts.output_len}

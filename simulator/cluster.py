@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import cycle
 
 from configs.schema import ClusterConfig
-from protocol.messages import LoadReport
+from protocol.messages import LoadReport, Role
+from simulator.busyness import Busyness
 from simulator.clock import Clock
 from simulator.decode import DecodeWorker
 from simulator.prefill import PrefillWorker
@@ -50,9 +51,12 @@ class Cluster:
         """`one_by_one`: as DecodeWorker. Requests go to the routers of `http.router_replicas` in turn."""
         self.clock = clock = Clock()
         self._message_s = profile.overheads.message_s
-        self.prefills = [PrefillWorker(f"prefill-{n}", config, profile, clock, self._report) for n in range(shape.prefill)]
+        busyness = {Role.PREFILL: Busyness(clock, shape.prefill), Role.DECODE: Busyness(clock, shape.decode)}
+        self.prefills = [
+            PrefillWorker(f"prefill-{n}", config, profile, clock, self._report, busyness) for n in range(shape.prefill)
+        ]
         self.decodes = [
-            DecodeWorker(f"decode-{n}", config, profile, clock, self._report, one_by_one=one_by_one)
+            DecodeWorker(f"decode-{n}", config, profile, clock, self._report, busyness, one_by_one=one_by_one)
             for n in range(shape.decode)
         ]
         self.routers = [

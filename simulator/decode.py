@@ -9,7 +9,7 @@ single steps. A step in which something is recomputed is a run of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import sqrt
 
@@ -19,7 +19,8 @@ from decode_workers.scheduler import DecodeScheduler, Stream
 from decode_workers.ticket_entry import TicketEntry
 from engine.batch import Chunk
 from engine.prefix_cache import PrefixCache
-from protocol.messages import LoadReport
+from protocol.messages import LoadReport, Role
+from simulator.busyness import Busyness
 from simulator.clock import Clock
 from simulator.profile import Profile
 from simulator.reporter import Reporter
@@ -27,6 +28,8 @@ from simulator.request import Request
 
 _LEAST_STEP_S = 1e-6
 """Whatever the profile says: time goes on."""
+_LONGEST_RUN_S = 1.0
+"""About: then it is asked again how busy prefill is."""
 
 
 @dataclass(eq=False)
@@ -75,14 +78,17 @@ class DecodeWorker:
         profile: Profile,
         clock: Clock,
         deliver: Callable[[LoadReport], None],
+        busyness: Mapping[Role, Busyness],
         *,
         one_by_one: bool = False,
     ) -> None:
-        """`one_by_one`: each step is a run of its own, which is slow, and what runs are measured against."""
+        """`busyness` of each role is told of this worker, and asked for the other one's. `one_by_one`: each step is a run of
+        its own, which is slow, and what runs are measured against."""
         self.worker_id = worker_id
         self.busy_s = 0.0
         self._profile = profile
         self._clock = clock
+        self._busyness = busyness
         self._block_size = config.block_size
         self._max_batch_size = config.decode.max_batch_size
         self._longest_run = 1 if one_by_one else config.decode.kv_cache_tokens
@@ -190,7 +196,9 @@ class DecodeWorker:
             return
         rows = [stream for stream in batch if not stream.recomputing]
         context = sum(len(stream.token_ids) for stream in rows)
-        first_s, token_s = self._profile.decode_step(len(rows)) if rows else (0.0, 0.0)
+        self._busyness[Role.DECODE].begin()
+        prefill_busy = self._busyness[Role.PREFILL].share
+        first_s, token_s = self._profile.decode_step(len(rows), prefill_busy) if rows else (0.0, 0.0)
         first_s = max(_LEAST_STEP_S, first_s + token_s * context)
         if len(rows) < len(batch) or self._scheduler.num_preempted:
             chunks = [self._scheduler.chunk(stream) for stream in batch]
@@ -200,7 +208,7 @@ class DecodeWorker:
         else:
             steps = min(stream.sampling.max_tokens - stream.num_generated for stream in rows)
             self._run = _Run(batch, None, self._clock.now, min(steps, self._longest_run), first_s, token_s * len(rows))
-            self._run.steps = min(self._run.steps, self._steps_with_blocks(self._run))
+            self._run.steps = min(self._run.steps, self._steps_with_blocks(self._run), 1 + int(_LONGEST_RUN_S / first_s))
         self._clock.at(self._run.end_of(self._run.steps), self._run_over, self._run, self._run.steps)
 
     def _run_over(self, run: _Run, steps: int) -> None:
@@ -208,6 +216,7 @@ class DecodeWorker:
             return  # it was shortened
         self._sync(grow=False)
         self._run = None
+        self._busyness[Role.DECODE].end()
         self.busy_s += run.end_of(run.steps) - run.began
         self._steps += run.steps
         for stream in run.batch:

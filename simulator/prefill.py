@@ -5,13 +5,14 @@ prompt ──► QUEUED ──► COMPUTING, a step after the other ──► fi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from configs.schema import ClusterConfig
 from engine.prefix_cache import PrefixCache
 from prefill_workers.scheduler import PlannedChunk, PrefillScheduler, Prompt
-from protocol.messages import LoadReport
+from protocol.messages import LoadReport, Role
+from simulator.busyness import Busyness
 from simulator.clock import Clock
 from simulator.profile import Profile
 from simulator.reporter import Reporter
@@ -37,11 +38,14 @@ class PrefillWorker:
         profile: Profile,
         clock: Clock,
         deliver: Callable[[LoadReport], None],
+        busyness: Mapping[Role, Busyness],
     ) -> None:
+        """`busyness` of each role is told of this worker, and asked for the other one's."""
         self.worker_id = worker_id
         self.busy_s = 0.0
         self._profile = profile
         self._clock = clock
+        self._busyness = busyness
         self._cache = PrefixCache(config.prefill.kv_cache_tokens // config.block_size)
         self._scheduler = PrefillScheduler(
             self._cache,
@@ -80,11 +84,13 @@ class PrefillWorker:
         if not plan:
             return
         self._computing = True
+        self._busyness[Role.PREFILL].begin()
         for chunk in plan:
             if chunk.start == chunk.prompt.cached:
                 request = self._jobs[chunk.prompt].request
                 request.prefill_began, request.cached = self._clock.now, chunk.prompt.cached
-        step_s = self._profile.prefill_step_s([(chunk.start, chunk.num_tokens) for chunk in plan])
+        decode_busy = self._busyness[Role.DECODE].share
+        step_s = self._profile.prefill_step_s([(chunk.start, chunk.num_tokens) for chunk in plan], decode_busy)
         self.busy_s += step_s
         self._steps += 1
         self._reporter.changed()
@@ -92,6 +98,7 @@ class PrefillWorker:
 
     def _step_done(self, plan: list[PlannedChunk]) -> None:
         self._computing = False
+        self._busyness[Role.PREFILL].end()
         self._scheduler.step_done(plan)
         for chunk in plan:
             if chunk.last:

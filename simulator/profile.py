@@ -2,7 +2,8 @@
 
 A prefill step of chunks (start, n) takes base(sum of n) + pair_s * sum of n * (start + n / 2): products with weights, then the
 pairs of tokens that attention looks at. A decode step of B streams takes base(B) + token_s(B) * tokens in all their contexts.
-base and token_s are linear between measured points, and go on as they end. `benchmarks/machine_profile.py` measures all of it.
+base and token_s are linear between measured points, and go on as they end. Both steps take longer the more the other role's
+workers compute, where they share cores (`Slowdown`). `benchmarks/machine_profile.py` measures all of it.
 """
 
 from __future__ import annotations
@@ -83,10 +84,21 @@ class Overheads(_Part):
 
 
 class Slowdown(_Part):
-    """So many times as long as measured take steps in a cluster whose processes share the engines' cores; 1 where none do."""
+    """So many times as long as measured take the steps of a role in a cluster whose processes share the engines' cores."""
 
-    prefill: float = Field(default=1.0, gt=0)
-    decode: float = Field(default=1.0, gt=0)
+    alone: float = Field(default=1.0, gt=0)
+    """While no worker of the other role computes."""
+    beside: float = Field(default=1.0, gt=0)
+    """While all of them do."""
+
+    def at(self, busy: float) -> float:
+        """While this share of them does, in 0..1."""
+        return self.alone + (self.beside - self.alone) * busy
+
+
+class Slowdowns(_Part):
+    prefill: Slowdown = Slowdown()
+    decode: Slowdown = Slowdown()
 
 
 class Profile(_Part):
@@ -95,7 +107,7 @@ class Profile(_Part):
     prefill: tuple[PrefillPoint, ...]
     decode: tuple[DecodePoint, ...]
     overheads: Overheads
-    slowdown: Slowdown = Slowdown()
+    slowdown: Slowdowns = Slowdowns()
     machine: dict[str, Any] = {}
     """Where it was measured, for people."""
 
@@ -112,20 +124,23 @@ class Profile(_Part):
             raise InvalidRequestError(f"{path}: no chunk at a prompt's beginning, or no decode step", param="profile")
         return profile
 
-    def prefill_step_s(self, chunks: Sequence[tuple[int, int]]) -> float:
-        """Of chunks (start, number of tokens)."""
+    def prefill_step_s(self, chunks: Sequence[tuple[int, int]], decode_busy: float = 0.0) -> float:
+        """Of chunks (start, number of tokens), while this share of the decode workers computes."""
         tokens = sum(n for _, n in chunks)
         pairs = sum(n * (start + n / 2) for start, n in chunks)
-        return self.overheads.step_s + self.slowdown.prefill * (self._prefill_base(tokens) + self._pair_s * pairs)
+        engine_s = self._prefill_base(tokens) + self._pair_s * pairs
+        return self.overheads.step_s + self.slowdown.prefill.at(decode_busy) * engine_s
 
-    def decode_step(self, batch: int) -> tuple[float, float]:
-        """(base, token): a step of so many streams takes base + token * tokens of context of all together."""
-        base = self.overheads.step_s + self.overheads.output_s * batch + self.slowdown.decode * self._decode_base(batch)
-        return base, self.slowdown.decode * self._decode_token_s(batch)
+    def decode_step(self, batch: int, prefill_busy: float = 0.0) -> tuple[float, float]:
+        """(base, token): a step of so many streams takes base + token * tokens of context of all together, while this share
+        of the prefill workers computes."""
+        slowdown = self.slowdown.decode.at(prefill_busy)
+        base = self.overheads.step_s + self.overheads.output_s * batch + slowdown * self._decode_base(batch)
+        return base, slowdown * self._decode_token_s(batch)
 
     def engine_decode_s(self, batch: float, context: float) -> float:
-        """What the engine takes of a step, of streams of so many tokens each."""
-        return self.slowdown.decode * (self._decode_base(batch) + self._decode_token_s(batch) * batch * context)
+        """What the engine takes of a step, of streams of so many tokens each, on cores of its own."""
+        return self._decode_base(batch) + self._decode_token_s(batch) * batch * context
 
     def handoff_s(self, last_chunk: int) -> float:
         return self.overheads.handoff_s + self.overheads.handoff_token_s * last_chunk

@@ -9,10 +9,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.goodput import for_simulator
 from benchmarks.goodput_report import by_workload, draw, goodputs, merge, picture_name, table
 from benchmarks.slo import SLOS, rate_of
-from benchmarks.workloads import asked_of
 
 Key = tuple[str, str, int]
 KEYS: st.SearchStrategy[Key] = st.tuples(st.sampled_from(["code", "chat"]), st.sampled_from(["a", "b"]), st.integers(0, 2))
@@ -66,19 +64,8 @@ def test_ours_is_compared_with_the_best_peer() -> None:
     known = [entry(("chat", system, 0), last_good=step) for system, step in rates.items()]
     shown = table(known, {})
     assert "| tandem, times the best peer | 2.00 | 2.00 | 2.00 |" in shown
+    assert "| tandem-colocated:128, times the best peer | 4.00 | 4.00 | 4.00 |" in shown
     assert "| tandem | 4.00 (4.00 to 4.00; below 4.36)" in shown
-
-
-def test_the_simulator_is_asked_for_what_was_measured() -> None:
-    known = [entry(("200-in-200-out", "tandem", seed), last_good=step) for seed, step in enumerate((8, 16, 17))]
-    nowhere_good = entry(("azure-code", "tandem", 0))
-    nowhere_good["runs"] = nowhere_good["runs"][1:]
-    known += [nowhere_good, entry(("azure-code", "vllm:128", 0), last_good=8)]
-    cases = for_simulator(known, Path("/traces"))
-    assert [case["targets"] for case in cases] == [slo.limits_ms for slo in SLOS if slo.scale == 1.0]
-    wanted = {"random_input_len": 200, "random_output_len": 200, "num_prompts": 40}
-    assert all(case["workload"] == wanted and case["goodput"] == 4.0 and case["shape"] == "1P1D" for case in cases)
-    assert asked_of("azure-code", Path("/traces")) == {"trace": "/traces/azure_llm_2023_code.csv", "length_scale": 8.0}
 
 
 def test_a_workload_has_a_picture(tmp_path: Path) -> None:

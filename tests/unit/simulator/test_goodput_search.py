@@ -15,7 +15,7 @@ from loadtest.datasets import Lengths
 from protocol.errors import InvalidRequestError
 from simulator.cluster import Shape
 from simulator.goodput import Planned, Targets, best_ratio, goodput, shapes, smallest_for
-from simulator.profile import LAPTOP, Line, Profile, Slowdown
+from simulator.profile import LAPTOP, Line, Profile, Slowdown, Slowdowns
 from simulator.workload import random_workload, trace_workload
 
 
@@ -66,7 +66,7 @@ def test_a_line_goes_through_its_points_and_between_them(points: list[tuple[int,
 
 def test_the_laptops_profile_is_near_its_points() -> None:
     """Base and slope are fitted apart, so points are not met exactly; steps outside of the engine come on top."""
-    profile = Profile.load(LAPTOP).model_copy(update={"slowdown": Slowdown()})
+    profile = Profile.load(LAPTOP).model_copy(update={"slowdown": Slowdowns()})
     for chunk in profile.prefill:
         fitted = profile.prefill_step_s([(chunk.start, chunk.tokens)]) - profile.overheads.step_s
         assert fitted == pytest.approx(chunk.seconds, rel=0.35)
@@ -77,15 +77,15 @@ def test_the_laptops_profile_is_near_its_points() -> None:
 
 
 def test_a_slowdown_is_of_the_engines_alone() -> None:
-    alone = Profile.load(LAPTOP).model_copy(update={"slowdown": Slowdown()})
-    shared = alone.model_copy(update={"slowdown": Slowdown(prefill=3.0, decode=2.0)})
-    step_s = alone.overheads.step_s
-    assert shared.prefill_step_s([(64, 64)]) - step_s == pytest.approx(3 * (alone.prefill_step_s([(64, 64)]) - step_s))
-    assert shared.engine_decode_s(4, 100) == pytest.approx(2 * alone.engine_decode_s(4, 100))
-    for profile in (shared, alone):
-        base, token = profile.decode_step(4)
-        outside_s = step_s + 4 * profile.overheads.output_s
-        assert base + token * 400 == pytest.approx(profile.engine_decode_s(4, 100) + outside_s)
+    alone = Profile.load(LAPTOP).model_copy(update={"slowdown": Slowdowns()})
+    slowdowns = Slowdowns(prefill=Slowdown(alone=2.0, beside=4.0), decode=Slowdown(beside=2.0))
+    shared = alone.model_copy(update={"slowdown": slowdowns})
+    step_s, outside_s = alone.overheads.step_s, alone.overheads.step_s + 4 * alone.overheads.output_s
+    for busy, prefill_factor, decode_factor in ((0.0, 2.0, 1.0), (0.5, 3.0, 1.5), (1.0, 4.0, 2.0)):
+        engine_s = shared.prefill_step_s([(64, 64)], busy) - step_s
+        assert engine_s == pytest.approx(prefill_factor * (alone.prefill_step_s([(64, 64)]) - step_s))
+        base, token = shared.decode_step(4, busy)
+        assert base + token * 400 - outside_s == pytest.approx(decode_factor * alone.engine_decode_s(4, 100))
 
 
 def test_a_bad_profile_says_where_it_is_bad(tmp_path: Path) -> None:

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from configs.loader import load_config
 from configs.schema import ClusterConfig
+from simulator.busyness import Busyness
+from simulator.clock import Clock
 from simulator.cluster import Cluster, Shape, simulate
-from simulator.profile import DecodePoint, Overheads, PrefillPoint, Profile
+from simulator.profile import DecodePoint, Overheads, PrefillPoint, Profile, Slowdown, Slowdowns
 from simulator.request import Request
 
 PREFILL_TOKEN_S, STEP_S = 2.0**-10, 2.0**-7
@@ -142,6 +144,45 @@ def test_waiting_is_that_of_a_queue_with_constant_service(load: float) -> None:
     simulate(requests, Shape(1, 1), config(limits__max_waiting_requests=10_000), profile(none))
     waited = np.mean([request.ttft_s for request in requests]) - service_s
     assert waited == pytest.approx(load * service_s / (2 * (1 - load)), rel=0.2)
+
+
+def test_steps_are_slower_beside_the_other_roles() -> None:
+    """A prompt computed while a stream runs takes longer than one before it, and the stream while prompts are computed."""
+    shared = profile().model_copy(update={"slowdown": Slowdowns(prefill=Slowdown(beside=2.0), decode=Slowdown(beside=3.0))})
+
+    def run(*extra: Request) -> tuple[Request, ...]:
+        stream = Request(0, 0.0, range(128), 2000)
+        simulate([stream, *extra], Shape(1, 1), config(decode__kv_cache_tokens=4096, limits__queue_s=600), shared)
+        return stream, *extra
+
+    [alone] = run()
+    prompts = [Request(1 + i, 4.0 + i / 4, [i + 1] * 128, 1) for i in range(40)]
+    beside, *others = run(*prompts)
+    assert alone.ttft_s == pytest.approx(OVERHEADS.request_s + 4 * OVERHEADS.message_s + 128 * PREFILL_TOKEN_S)
+    assert others[0].ttft_s > 1.9 * alone.ttft_s
+    assert 1.2 * alone.tpot_s < beside.tpot_s < 3 * alone.tpot_s
+
+
+def test_busyness_is_the_share_of_time_lately() -> None:
+    clock = Clock()
+    busyness = Busyness(clock, 2)
+    seen = []
+
+    def look() -> None:
+        seen.append(busyness.share)
+
+    for at, event in (
+        (1.0, look),
+        (1.0, busyness.begin),
+        (1.0, look),
+        (9.0, look),
+        (9.0, busyness.end),
+        (9.5, look),
+        (20.0, look),
+    ):
+        clock.at(at, event)
+    clock.run()
+    assert seen == pytest.approx([0.0, 0.0, 0.5, 0.5 * math.exp(-0.5), 0.0], abs=1e-3)
 
 
 def test_what_can_never_fit_is_refused() -> None:
