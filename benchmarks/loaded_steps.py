@@ -85,6 +85,7 @@ async def streams(url: str) -> AsyncIterator[dict[str, Work]]:
             await load
     finally:
         load.cancel()
+        await asyncio.gather(load, return_exceptions=True)
 
 
 def prefill_ratio(profile: Profile, before: dict[str, Work], after: dict[str, Work]) -> float:

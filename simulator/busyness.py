@@ -21,17 +21,17 @@ class Busyness:
         self._until = 0.0
 
     def begin(self) -> None:
-        self._share = self.share
-        self._until = self._clock.now
-        self._computing += 1
+        self._change(1)
 
     def end(self) -> None:
-        self._share = self.share
-        self._until = self._clock.now
-        self._computing -= 1
+        self._change(-1)
 
     @property
     def share(self) -> float:
         """Of the workers' time, in 0..1; the more recent counts for more."""
         now = self._computing / self._num_workers
         return now + (self._share - now) * math.exp((self._until - self._clock.now) / _MEMORY_S)
+
+    def _change(self, by: int) -> None:
+        self._share, self._until = self.share, self._clock.now
+        self._computing += by
