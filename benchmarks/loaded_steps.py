@@ -45,13 +45,13 @@ async def slowdowns(profile: Profile) -> Slowdowns:
     with serving(system("tandem", None), PORT) as url:
         await warm_up(url)
         before = await work(url)
-        await prompts(url)
+        await prompts(url, seed=1)
         prefill_alone = prefill_ratio(profile, before, await work(url))
         async with streams(url) as first:
             before = await work(url)
             await asyncio.sleep(ALONE_S)
             between = await work(url)
-            await prompts(url)
+            await prompts(url, seed=2)
             after = await work(url)
     return Slowdowns(
         prefill=Slowdown(alone=prefill_alone, beside=prefill_ratio(profile, between, after)),
@@ -61,15 +61,16 @@ async def slowdowns(profile: Profile) -> Slowdowns:
     )
 
 
-async def prompts(url: str) -> None:
-    await put_load(bench_options(url, PROMPTS, num_prompts=NUM_PROMPTS, seed=1, max_concurrency=1))
+async def prompts(url: str, seed: int) -> None:
+    """Of every seed others, so that nothing of them is cached."""
+    await put_load(bench_options(url, PROMPTS, num_prompts=NUM_PROMPTS, seed=seed, max_concurrency=1))
 
 
 @asynccontextmanager
 async def streams(url: str) -> AsyncIterator[dict[str, Work]]:
-    """Run them all; the value is what the workers had done when the first of them decoded."""
+    """Run them all; the value is what the workers had done before any of them decoded."""
     first = await work(url)
-    load = asyncio.create_task(put_load(bench_options(url, STREAMS, num_prompts=NUM_STREAMS, seed=2)))
+    load = asyncio.create_task(put_load(bench_options(url, STREAMS, num_prompts=NUM_STREAMS, seed=3)))
     try:
         async with asyncio.timeout(START_S):
             before, rows = first, 0.0

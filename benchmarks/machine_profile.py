@@ -80,7 +80,9 @@ def main() -> None:
     text = table(alone, measured)  # what an engine alone takes
     profile = alone.model_copy(update={"slowdown": asyncio.run(slowdowns(alone))})
     options.output.write_text(profile.model_dump_json(indent=1) + "\n")
-    text += f"\nIn a cluster on these cores steps take so many times as long: {profile.slowdown}\n"
+    text += "\nIn a cluster on these cores steps take so many times as long, alone and beside the other role's:"
+    factors = {"prefill": profile.slowdown.prefill, "decode": profile.slowdown.decode}
+    text += "".join(f" {role} {each.alone:.2f} and {each.beside:.2f}." for role, each in factors.items()) + "\n"
     (RESULTS / "machine_profile.md").write_text(text)
     print(text)
 

@@ -16,8 +16,9 @@ from typing import Any
 from benchmarks.environment import write_result
 from benchmarks.goodput import load, seed_of
 from benchmarks.goodput_report import OURS, Entry, by_workload, goodputs
+from benchmarks.load import Trace
 from benchmarks.slo import SLOS
-from benchmarks.workloads import RANDOM, TRACES
+from benchmarks.workloads import prompts_of
 from configs.loader import load_config
 from configs.schema import ClusterConfig
 from loadtest.datasets import Lengths
@@ -56,11 +57,10 @@ def like(entry: Entry, traces: Path, config: ClusterConfig, profile: Profile) ->
 
 def workload_of(name: str, traces: Path, num_prompts: int, seed: int) -> Workload:
     """As `benchmarks.workloads` has it."""
-    if name in RANDOM:
-        prompts = RANDOM[name]
-        return random_workload(num_prompts, Lengths(prompts.input_len, prompts.output_len, 0.0, 0), seed)
-    _, file, length_scale = TRACES[name]
-    return trace_workload(traces / file, num_prompts, length_scale, seed)
+    prompts = prompts_of(name, traces)
+    if isinstance(prompts, Trace):
+        return trace_workload(prompts.path, num_prompts, prompts.length_scale, seed)
+    return random_workload(num_prompts, Lengths(prompts.input_len, prompts.output_len, 0.0, 0), seed)
 
 
 def compared(workload: str, measured: Sequence[Entry], simulated: Sequence[Entry]) -> list[dict[str, Any]]:
