@@ -229,7 +229,8 @@ class DecodeWorker:
         self._wake()
 
     def _sync(self, *, grow: bool = True) -> None:
-        """Bring the books to what they are after the steps that are over; `grow`: and while the next is computed."""
+        """Bring the books to what they are after the steps that are over; `grow`: and while the next is computed, which has a
+        block for the newest token."""
         run = self._run
         if run is None:
             return
@@ -248,9 +249,8 @@ class DecodeWorker:
             stream.token_ids += [stream.token_ids[-1]] * count
             stream.num_generated += count
             stream.computed += count
-            if grow:
-                enough = self._ledger.grow(stream.ticket_id, len(stream.token_ids))
-                assert enough, "a run goes no further than its blocks"
+            enough = self._ledger.grow(stream.ticket_id, len(stream.token_ids) if grow else stream.computed)
+            assert enough, "a run goes no further than its blocks"
 
     def _steps_with_blocks(self, run: _Run) -> int:
         """How many steps from here on are sure to have blocks: the one that is planned has them, and in `block_size` further

@@ -92,7 +92,8 @@ def test_a_request_continues_the_clients_trace(run_cluster: Callable[..., None],
         assert len({span.span_id for span in collector.spans}) == len(collector.spans)
         length = {span.name: (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9 for span in collector.spans}
         for stage in ("prepare", "queue", "prefill", "decode_queue"):
-            assert length[f"tandem.{stage}"] == pytest.approx(times["stages"][stage], abs=1e-5)
+            span_s = length.get(f"tandem.{stage}", 0.0)  # a stage that took no time has no span
+            assert span_s == pytest.approx(times["stages"][stage], abs=1e-5)
         whole = length.pop("tandem.request")
         assert sum(length.values()) == pytest.approx(whole, rel=0.01), "the stages are all of the request"
         assert collector.services == {"tandem-router"}

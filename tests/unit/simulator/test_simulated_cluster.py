@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from configs.loader import load_config
@@ -81,6 +81,7 @@ def test_every_request_ends_once_and_in_order(rows: list[tuple[float, int, int, 
 
 
 @settings(max_examples=60, deadline=None)
+@example([(0.0, 1, 32, True), (1.0, 372, 62, True), (0.0, 209, 61, True), (0.0, 282, 40, False)], Shape(1, 1))
 @given(request_lists(), shape_strategy)
 def test_steps_in_one_go_are_steps_one_by_one(rows: list[tuple[float, int, int, bool]], shape: Shape) -> None:
     times = []
