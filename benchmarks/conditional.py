@@ -1,29 +1,28 @@
 """Time to the first token with `disaggregation` always, never and auto: `python -m benchmarks.conditional`, on an idle machine.
 
-Three clusters of one decode worker on one core; always and auto have a prefill worker on another one, so that only the decision
-differs. All three run all the time, and are put under load in turns, cell by cell: short and long prompts, at a low and a high
-rate. Nobody shares a prefix. `auto` should never be above 1.1 times the better of the other two.
+Clusters of one decode worker on one core; always and auto have a prefill worker on another one, so that only the decision
+differs. They take turns, each with a fresh cluster that is put under load cell by cell: short and long prompts, at a low and a
+high rate. Nobody shares a prefix. `auto` should never be above 1.1 times the better of the other two.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import yaml
 
-from benchmarks.environment import write_result
-from benchmarks.load import RandomPrompts, bench_options, put_load
-from benchmarks.servers import HOST, cluster
+from benchmarks.environment import ROOT, write_result
+from benchmarks.load import RandomPrompts, bench_options, put_load, warm_up
+from benchmarks.servers import TANDEM, System, serving, turns
 
 MODES = ("always", "never", "auto")
 ANSWER_TOKENS = 32
@@ -47,38 +46,38 @@ CELLS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=12.0, help="of load, each time")
-    parser.add_argument("--port", type=int, default=8131, help="the first of three")
+    parser.add_argument("--port", type=int, default=8131)
     options = parser.parse_args()
-    result = asyncio.run(measure(options.port, options.rounds, options.seconds))
+    with tempfile.TemporaryDirectory() as folder:
+        systems = [one_core_each(mode, Path(folder)) for mode in MODES]
+        result = asyncio.run(measure(systems, options.port, options.rounds, options.seconds))
     write_result("conditional", result, table(result["cells"]))
 
 
-async def measure(port: int, rounds: int, seconds: float) -> dict[str, Any]:
+async def measure(systems: Sequence[System], port: int, rounds: int, seconds: float) -> dict[str, Any]:
     ttfts: dict[str, dict[str, list[float]]] = {cell.name: {mode: [] for mode in MODES} for cell in CELLS}
     decisions = {cell.name: Counter[str]() for cell in CELLS}
     failed = 0
-    with contextlib.ExitStack() as clusters:
-        urls = {mode: clusters.enter_context(one_core_each(mode, port + n)) for n, mode in enumerate(MODES)}
-        for number in range(rounds):
+    for number, system in turns(systems, range(rounds)):
+        with serving(system, port) as url:
+            await warm_up(url)
             for cell in CELLS:
-                for turn in range(len(MODES)):
-                    mode = MODES[(turn + number) % len(MODES)]
-                    options = bench_options(
-                        urls[mode],
-                        RandomPrompts(cell.prompt_tokens, ANSWER_TOKENS),
-                        num_prompts=max(4, round(cell.rate * seconds)),
-                        request_rate=cell.rate,
-                        num_warmups=2,
-                        seed=100 * number + CELLS.index(cell),
-                    )
-                    before = await decided(urls[mode])
-                    found = await put_load(options)
-                    if mode == "auto":
-                        decisions[cell.name].update(await decided(urls[mode]) - before)
-                    ttfts[cell.name][mode] += [record.ttft for record in found.records if record.ttft is not None]
-                    failed += sum(not record.ok for record in found.records)
+                options = bench_options(
+                    url,
+                    RandomPrompts(cell.prompt_tokens, ANSWER_TOKENS),
+                    num_prompts=max(4, round(cell.rate * seconds)),
+                    request_rate=cell.rate,
+                    num_warmups=2,
+                    seed=100 * number + CELLS.index(cell),
+                )
+                before = await decided(url)
+                found = await put_load(options)
+                if system.name == "auto":
+                    decisions[cell.name].update(await decided(url) - before)
+                ttfts[cell.name][system.name] += [record.ttft for record in found.records if record.ttft is not None]
+                failed += sum(not record.ok for record in found.records)
     cells = {name: {mode: figures(values) for mode, values in modes.items()} for name, modes in ttfts.items()}
     return {"cells": cells, "decided": decisions, "failed": failed, "rounds": rounds, "seconds": seconds}
 
@@ -100,17 +99,14 @@ def table(cells: dict[str, dict[str, dict[str, float]]]) -> str:
     return "\n".join(lines)
 
 
-@contextmanager
-def one_core_each(mode: str, port: int) -> Iterator[str]:
-    """The address of a cluster with one core for each worker."""
+def one_core_each(mode: str, folder: Path) -> System:
+    """A cluster with one core for each worker; its configuration is kept in this folder."""
     config: dict[str, Any] = {"disaggregation": mode, "decode": {"threads": 1}}
     if mode != "never":
         config["prefill"] = {"threads": 1}
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-        yaml.safe_dump(config, file)
-        file.flush()
-        with cluster(port, "--config", file.name):
-            yield f"http://{HOST}:{port}"
+    file = folder / f"{mode}.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return System(mode, "one core for each worker", [TANDEM, "serve", "--config", str(file)], {"PYTHONPATH": str(ROOT)})
 
 
 async def decided(url: str) -> Counter[str]:

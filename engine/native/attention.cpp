@@ -4,8 +4,9 @@
 // [slots, K, H], once for keys and once for values; token t of a sequence lies in slot
 // table[t / block_size] * block_size + t % block_size.
 //
-// Both kinds read the context in chunks of fixed places and keep a running maximum and total, as in Milakov and
-// Gimelshein, "Online normalizer calculation for softmax", 2018, and Dao et al., "FlashAttention", 2022.
+// Scores are logarithms to the base of two. Both kinds read the context in chunks of fixed places and keep a running
+// maximum and total, as in Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, and Dao et al.,
+// "FlashAttention", 2022.
 
 #include "common.h"
 
@@ -64,7 +65,7 @@ struct Context {
 
 // Take a chunk, its largest score and its weights' sum, into the running ones. Returns what earlier sums are multiplied by.
 inline float fold(float now, __m512 sum, float& largest, float& total) {
-  const float shrink = std::exp(largest - now);
+  const float shrink = now == largest ? 1.0f : std::exp2(largest - now);
   total = total * shrink + _mm512_reduce_add_ps(sum);
   largest = now;
   return shrink;
@@ -102,7 +103,7 @@ inline float weigh_chunk(float* scores, i64 length, float& largest, float& total
   const float now = std::max(largest, _mm512_reduce_max_ps(top));
   __m512 sum = _mm512_setzero_ps();
   for (i64 t = 0; t < length; t += kVector) {
-    const __m512 weight = exponential(_mm512_sub_ps(_mm512_loadu_ps(scores + t), _mm512_set1_ps(now)));
+    const __m512 weight = power_of_two(_mm512_sub_ps(_mm512_loadu_ps(scores + t), _mm512_set1_ps(now)));
     _mm512_storeu_ps(scores + t, weight);
     sum = _mm512_add_ps(sum, weight);
   }
@@ -177,36 +178,66 @@ void decode_sequence(const bf16* q, const Context& context, i64 length, const He
 constexpr i64 kPrefillChunk = 128;  // keys whose scores are held at once
 constexpr i64 kTileTokens = 16;
 
-// Keys of one head as [L / 64][H / 2][64][2], values as [H / 64][L / 2][64][2]; tokens beyond `length` are zero.
-void pack_block(const Context& context, i64 head, i64 size, i64 begin, i64 length, i64 padded, bf16* keys, bf16* values) {
-  bf16* packed_keys = keys + begin * size;
-  i64 offsets[kColumns];
-  context.locate(begin, length, kColumns, offsets);
-  for (i64 t = 0; t < kColumns; ++t) {
-    const bool real = begin + t < length;
-    const i64 at = offsets[t] + head * size;
-    for (i64 p = 0; p < size / 2; ++p) {
-      uint32_t pair = 0;
-      if (real) std::memcpy(&pair, context.keys + at + 2 * p, sizeof pair);
-      std::memcpy(packed_keys + (p * kColumns + t) * 2, &pair, sizeof pair);
-    }
-    for (i64 h = 0; h < size; ++h) {
-      const bf16 value = real ? context.values[at + h] : 0;
-      values[(h / kColumns) * padded * kColumns + (((begin + t) / 2) * kColumns + h % kColumns) * 2 + (begin + t) % 2] = value;
-    }
+// Rows of sixteen pairs become columns.
+inline void transpose(__m512i v[16]) {
+  __m512i lanes[16];  // [4 q + j]: in each lane, pair j of it of the rows 4 q to 4 q + 3
+  for (int i = 0; i < 16; i += 4) {
+    const __m512i a = _mm512_unpacklo_epi32(v[i], v[i + 1]), b = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+    const __m512i c = _mm512_unpacklo_epi32(v[i + 2], v[i + 3]), d = _mm512_unpackhi_epi32(v[i + 2], v[i + 3]);
+    lanes[i] = _mm512_unpacklo_epi64(a, c);
+    lanes[i + 1] = _mm512_unpackhi_epi64(a, c);
+    lanes[i + 2] = _mm512_unpacklo_epi64(b, d);
+    lanes[i + 3] = _mm512_unpackhi_epi64(b, d);
+  }
+  for (int j = 0; j < 4; ++j) {
+    const __m512i a = _mm512_shuffle_i32x4(lanes[j], lanes[4 + j], 0x88), b = _mm512_shuffle_i32x4(lanes[j], lanes[4 + j], 0xdd);
+    const __m512i c = _mm512_shuffle_i32x4(lanes[8 + j], lanes[12 + j], 0x88);
+    const __m512i d = _mm512_shuffle_i32x4(lanes[8 + j], lanes[12 + j], 0xdd);
+    v[j] = _mm512_shuffle_i32x4(a, c, 0x88);
+    v[4 + j] = _mm512_shuffle_i32x4(b, d, 0x88);
+    v[8 + j] = _mm512_shuffle_i32x4(a, c, 0xdd);
+    v[12 + j] = _mm512_shuffle_i32x4(b, d, 0xdd);
   }
 }
 
-// Scores of one row over a chunk become weights in bfloat16; only the first `visible` keys count.
+// Keys of one head as [L / 64][H / 2][64][2], values as [H / 64][L / 2][64][2]; tokens beyond `length` are zero.
+void pack_block(const Context& context, i64 size, i64 begin, i64 length, i64 padded, bf16* keys, bf16* values) {
+  i64 offsets[kColumns];
+  context.locate(begin, length, kColumns, offsets);
+  bf16* packed_keys = keys + begin * size;
+  for (i64 t = 0; t < kColumns; t += kVector)
+    for (i64 p = 0; p < size / 2; p += kVector) {
+      __m512i pairs[16];
+      for (int i = 0; i < 16; ++i) {
+        const bool real = begin + t + i < length;
+        pairs[i] = real ? _mm512_loadu_si512(context.keys + offsets[t + i] + 2 * p) : _mm512_setzero_si512();
+      }
+      transpose(pairs);
+      for (int i = 0; i < 16; ++i) _mm512_storeu_si512(packed_keys + ((p + i) * kColumns + t) * 2, pairs[i]);
+    }
+  const auto widened = [&](i64 t, i64 h) {
+    if (begin + t >= length) return _mm512_setzero_si512();
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(context.values + offsets[t] + h)));
+  };
+  for (i64 t = 0; t < kColumns; t += 2)
+    for (i64 h = 0; h < size; h += kVector) {
+      const __m512i pairs = _mm512_or_si512(widened(t, h), _mm512_slli_epi32(widened(t + 1, h), 16));
+      bf16* block = values + h / kColumns * padded * kColumns;
+      _mm512_storeu_si512(block + ((begin + t) / 2 * kColumns + h % kColumns) * 2, pairs);
+    }
+}
+
+// Scores of one row over a chunk become weights in bfloat16. Where kMasked, only the first `visible` keys count.
+template <bool kMasked>
 inline float weigh_row(const float* scores, bf16* weights, i64 length, i64 visible, float scale, float& largest, float& total) {
+  const auto lanes = [&](i64 t) { return kMasked ? first_lanes(visible - t) : static_cast<__mmask16>(0xffff); };
   __m512 top = _mm512_set1_ps(kMinusInfinity);
-  for (i64 t = 0; t < length; t += kVector)
-    top = _mm512_mask_max_ps(top, first_lanes(visible - t), top, _mm512_loadu_ps(scores + t));
+  for (i64 t = 0; t < length; t += kVector) top = _mm512_mask_max_ps(top, lanes(t), top, _mm512_loadu_ps(scores + t));
   const float now = std::max(largest, _mm512_reduce_max_ps(top) * scale);
   __m512 sum = _mm512_setzero_ps();
   for (i64 t = 0; t < length; t += kVector) {
     const __m512 gap = _mm512_fmsub_ps(_mm512_loadu_ps(scores + t), _mm512_set1_ps(scale), _mm512_set1_ps(now));
-    const __m512 weight = _mm512_maskz_mov_ps(first_lanes(visible - t), exponential(gap));
+    const __m512 weight = _mm512_maskz_mov_ps(lanes(t), power_of_two(gap));
     store(weights + t, weight);
     sum = _mm512_add_ps(sum, weight);
   }
@@ -238,8 +269,9 @@ void prefill_tile(const bf16* qkv, i64 begin, i64 end, i64 start, i64 head, cons
       multiply_dense(work.queries.data(), size, rows, keys + (first + t) * size, size / 2, &work.scores[t], kPrefillChunk, false);
     for (i64 r = 0; r < rows; ++r) {
       const i64 visible = start + begin + r / group + 1 - first;
-      const float shrink = weigh_row(&work.scores[r * kPrefillChunk], &work.weights[r * kPrefillChunk], count, visible, scale,
-                                     work.largest[r], work.total[r]);
+      const auto weigh = visible < count ? weigh_row<true> : weigh_row<false>;
+      const float shrink = weigh(&work.scores[r * kPrefillChunk], &work.weights[r * kPrefillChunk], count, visible, scale,
+                                 work.largest[r], work.total[r]);
       if (shrink != 1.0f)
         for (i64 z = 0; z < size; z += kVector) {
           float* at = &work.acc[r * size + z];
@@ -270,7 +302,7 @@ void decode_attention(const bf16* qkv, const bf16* keys, const bf16* values, con
     const i64 b = unit / parts, first = unit % parts * heads_each;
     const Context context{keys, values, tables + b * table_width, block_size, num_kv_heads * size};
     const auto run = size == 64 ? decode_sequence<2> : decode_sequence<4>;
-    run(qkv + b * heads.row(), context, lengths[b], heads, first, first + heads_each, scale, out + b * num_heads * size);
+    run(qkv + b * heads.row(), context, lengths[b], heads, first, first + heads_each, scale * kLog2E, out + b * num_heads * size);
   }
 }
 
@@ -286,14 +318,14 @@ void prefill_attention(const bf16* qkv, const bf16* keys, const bf16* values, co
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (i64 unit = 0; unit < num_kv_heads * blocks; ++unit) {
     const i64 head = unit / blocks, at = head * padded * size;
-    pack_block(context, head, size, unit % blocks * kColumns, length, padded, packed_keys + at, packed_values + at);
+    pack_block(context.of_head(head, size), size, unit % blocks * kColumns, length, padded, packed_keys + at, packed_values + at);
   }
   const i64 tiles = (tokens + kTileTokens - 1) / kTileTokens;
 #pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1)
   for (i64 unit = 0; unit < num_kv_heads * tiles; ++unit) {
     const i64 head = unit % num_kv_heads, begin = (tiles - 1 - unit / num_kv_heads) * kTileTokens, at = head * padded * size;
     prefill_tile(qkv, begin, std::min(begin + kTileTokens, tokens), start, head, heads, packed_keys + at, packed_values + at, padded,
-                 scale, out);
+                 scale * kLog2E, out);
   }
 }
 

@@ -37,19 +37,18 @@ inline __mmask16 first_lanes(i64 n) {
   return n >= kVector ? 0xffff : n <= 0 ? 0 : static_cast<__mmask16>((1u << n) - 1);
 }
 
-// e^x for x <= 0, to a relative error of 2e-7: 2^n times the minimax polynomial of Cephes' expf.
-inline __m512 exponential(__m512 x) {
+constexpr float kLog2E = 1.44269504f;
+
+// 2^x for x <= 0, minus infinity included, to a relative error of 2e-7: 2^n times a minimax polynomial.
+inline __m512 power_of_two(__m512 x) {
   x = _mm512_max_ps(x, _mm512_set1_ps(-200.0f));
-  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
-  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
-  p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
+  const __m512 n = _mm512_roundscale_ps(x, 0), r = _mm512_sub_ps(x, n);
+  __m512 p = _mm512_set1_ps(1.327647141e-3f);
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(9.675541571e-3f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.550713277e-2f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.402211972e-1f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.931469671e-1f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
   return _mm512_scalef_ps(p, n);
 }
 

@@ -54,7 +54,7 @@ void swiglu(const bf16* gate_up, bf16* out, i64 rows, i64 width, i64 threads) {
   for (i64 r = 0; r < rows; ++r) {
     const bf16 *gate = gate_up + 2 * r * width, *up = gate + width;
     for (i64 i = 0; i < width; i += kVector) {
-      const __m512 g = load(gate + i), e = exponential(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_abs_ps(g)));
+      const __m512 g = load(gate + i), e = power_of_two(_mm512_mul_ps(_mm512_abs_ps(g), _mm512_set1_ps(-kLog2E)));
       // sigmoid from e^-|g|, which can't overflow
       const __m512 bottom = _mm512_add_ps(e, _mm512_set1_ps(1.0f));
       const __mmask16 negative = _mm512_cmp_ps_mask(g, _mm512_setzero_ps(), _CMP_LT_OQ);
