@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +76,7 @@ class Attaches:
         ledger: Ledger,
         scheduler: DecodeScheduler,
         send: Callable[[bytes, Any], None],
-        spawn: Callable[[Any], object],
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
         on_change: Callable[[], None],
     ) -> None:
         self._facts = facts

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -67,7 +67,7 @@ class Migrations:
         scheduler: DecodeScheduler,
         loop: StepLoop,
         send: Callable[[bytes, Any], None],
-        spawn: Callable[[Any], object],
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
         on_change: Callable[[], None],
     ) -> None:
         self._peers = peers

@@ -14,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 from configs.schema import ClusterConfig
 from decode_workers.arrivals import Arrivals, receive_ranks
@@ -139,7 +140,7 @@ class DecodeWorker:
             self.ledger,
             self._scheduler,
             self._endpoint.send,
-            lambda work: self._tasks.create_task(work),
+            self._spawn,
             self._changed,
         )
         self._migrations = Migrations(
@@ -148,7 +149,7 @@ class DecodeWorker:
             self._scheduler,
             self._loop,
             self._endpoint.send,
-            lambda work: self._tasks.create_task(work),
+            self._spawn,
             self._changed,
         )
 
@@ -295,6 +296,13 @@ class DecodeWorker:
             await asyncio.sleep(self._limits.heartbeat_s)
             self.ledger.expire()
             self._peers.retire_broken()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """As long as the worker runs. While it ends, a question may still be read; nothing begins for it."""
+        try:
+            self._tasks.create_task(work)
+        except RuntimeError:  # the group is shutting down
+            work.close()
 
     def _changed(self) -> None:
         """Something about the load changed: routers hear of it, an idle loop looks again, a drain may be over."""

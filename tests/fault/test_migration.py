@@ -335,3 +335,23 @@ def test_random_drains_cancels_faults_and_a_death_lose_nothing(small_model: Mode
             await disturbing
 
     run(scenario())
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_worker_that_ends_begins_nothing_more(small_model: ModelFacts) -> None:
+    """A question that it still reads does not turn its end into an error."""
+
+    async def scenario() -> None:
+        async with run_many_decodes(small_model, 1) as many:
+            worker, task = many.decodes["decode-0"], many.tasks["decode-0"]
+            task.cancel()
+            refused = 0
+            while not task.done():
+                work = asyncio.sleep(60)
+                worker._spawn(work)
+                refused += work.cr_frame is None
+                await asyncio.sleep(0)
+            assert task.cancelled()
+            assert refused, "it was asked while it ended"
+
+    run(scenario())
