@@ -20,8 +20,8 @@ _EVIDENCE = 0.1
 _STREAM_WEIGHT = 1 / 2
 """A running stream that stands still for a second costs so many seconds of a first token's wait: a second is one to whoever
 waits, but who waits for a first token has seen nothing yet."""
-_NOTICED_S = 1 / 20
-"""A stall costs what it is longer than this: what takes about as long as two steps is hardly seen."""
+_NOTICED_S = 3 / 40
+"""A stall costs what it is longer than this: what takes about as long as three steps is hardly seen."""
 
 
 @dataclass(frozen=True)
