@@ -21,7 +21,7 @@ _STREAM_WEIGHT = 1 / 2
 """A running stream that stands still for a second costs so many seconds of a first token's wait: a second is one to whoever
 waits, but who waits for a first token has seen nothing yet."""
 _NOTICED_S = 3 / 40
-"""A stall costs what it is longer than this: what takes about as long as three steps is hardly seen."""
+"""A shorter stall costs nothing: what takes about as long as three steps is hardly seen."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def prefill_here(case: Case, costs: Costs) -> bool:
     """Whether the decode worker had better compute the prompt itself."""
     missing = case.num_tokens - case.held_tokens
     own_s = costs.here.seconds(missing)
-    stalls_s = case.running * _STREAM_WEIGHT * max(0.0, own_s - _NOTICED_S)
+    stalls_s = case.running * own_s * _STREAM_WEIGHT if own_s > _NOTICED_S else 0.0
     here_s = costs.here.seconds(case.ahead_here) + own_s + stalls_s
     there_s = costs.there.seconds(case.ahead_there) + costs.there.seconds(case.num_tokens) + costs.handoff.seconds(missing)
     return here_s < there_s
