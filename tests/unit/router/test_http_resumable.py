@@ -171,13 +171,16 @@ def test_a_stream_can_be_resumed_after_its_workers_failed(run_cluster: Run) -> N
         cluster.says(TEXT)
         client = Client(cluster, prompt="Count:")
         cluster.decode[0].error_after = 2
-        cluster.prefill[0].fail_with = None
+        prefill = cluster.prefill[0]
+        prefill.gate.clear()
         reading = asyncio.ensure_future(client.read())
-        await cluster.until(lambda: bool(client.events))
-        cluster.prefill[0].fail_with = KvTransferError("broken")
+        await cluster.until(lambda: bool(prefill.seen))
+        prefill.fail_with = KvTransferError("broken")  # from the second prompt on, which resumes the stream
+        prefill.gate.set()
         await reading
         assert "error" in client.events.pop()
-        cluster.decode[0].error_after = cluster.prefill[0].fail_with = None
+        assert client.events, "the stream had begun"
+        cluster.decode[0].error_after = prefill.fail_with = None
         await client.again()
         assert texts(client.data)[0][0] == TEXT
 
