@@ -7,6 +7,7 @@ interpreter lock, so that an event loop in another thread keeps running beside i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Literal
 
 import torch
@@ -47,8 +48,6 @@ class ModelRunner:
         self._forward = forward
         self._sample = sample
         self.populator = Populator(pool) if pool.data.device.type == "cpu" else None
-        if self.populator is not None:
-            self.populator.reach(-1)
 
     @classmethod
     def load(
@@ -131,9 +130,9 @@ class ModelRunner:
         for chunk in chunks:
             if chunk.constraint is not None:
                 chunk.constraint.begin()
-        if self.populator is not None:
-            self.populator.reach(max(chunk.block_table[-1] for chunk in chunks))
-        with torch.inference_mode():
+        furthest = max(chunk.block_table[-1] for chunk in chunks)
+        mapped_ahead = nullcontext() if self.populator is None else self.populator.step(furthest)
+        with mapped_ahead, torch.inference_mode():
             batch = ForwardBatch.build(chunks, self.pool.block_size)
             logits_SV = self._forward(batch, on_layer)
             results: list[SampledToken | None] = [None] * len(chunks)

@@ -1,14 +1,22 @@
 """Maps a pool's memory before it is written: the first write to a page costs 2 to 15 µs.
 
 For 1,024 tokens of the default model that is up to 100 ms, in the step that computes them and again where they arrive. So a
-thread of low priority has the kernel map blocks ahead of those in use; `BlockManager` hands out new ones in order. A pool that
-is never filled never takes all its memory.
+thread of low priority has the kernel map blocks ahead of the furthest used one; `BlockManager` hands out new ones in order:
+
+    used ── AHEAD_TOKENS: mapped whatever is computed ── IDLE_AHEAD_TOKENS: mapped while nothing is ── never touched
+
+Under load the thread takes from the prompts that it works for, so what can be mapped before is, unless half of the machine's
+memory was taken when the pool was made. A pool that is never filled never takes all its memory.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from threading import Thread
 
 from engine.kv_pool import KVPool
@@ -16,46 +24,85 @@ from engine.niceness import PREFILL_NICENESS, be_nice
 
 AHEAD_TOKENS = 8192
 """As many as may arrive between two steps."""
-TOGETHER_TOKENS = 1024
-"""0.1 s of work at most, with the default model."""
+IDLE_AHEAD_TOKENS = 32768
+"""0.8 GB with the default model in bfloat16."""
+TOGETHER_TOKENS = 256
+"""25 ms of work at most, with the default model: a request may arrive meanwhile."""
+_IDLE_S = 0.1
+"""After the last step, and from one look at it to the next."""
 
+_MEMINFO = Path("/proc/meminfo")
 _MADV_POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None)
 _libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
 
 class Populator:
-    """Of one pool in the processor's memory. There is a thread while there is work. One thread calls `reach`."""
+    """Of one pool in the processor's memory. There is a thread while there is work."""
 
     def __init__(self, pool: KVPool) -> None:
         self._num_blocks = pool.num_blocks
-        self._ahead = AHEAD_TOKENS // pool.block_size
-        self._together = TOGETHER_TOKENS // pool.block_size
+        idle_ahead = AHEAD_TOKENS if memory_is_short() else IDLE_AHEAD_TOKENS
+        self._ahead, self._idle_ahead, self._together = (
+            tokens // pool.block_size for tokens in (AHEAD_TOKENS, idle_ahead, TOGETHER_TOKENS)
+        )
         self._halves = [half for layer in pool.data for half in layer]
         """K and V of each layer, [blocks, block size, KV heads, head size]."""
+        self._used = 0
+        """Blocks before it were."""
         self._end = 0
-        """Blocks before it are mapped, or the thread is at it."""
-        self._thread: Thread | None = None
+        """Blocks before it are mapped. Only the thread moves it."""
+        self._idle_since: float | None = 0.0
+        """None during a step."""
+        self._thread = self._started()
 
-    def reach(self, block: int) -> None:
-        """Blocks up to this one are in use: have those that follow mapped soon."""
-        needed = min(self._num_blocks, block + 1 + self._ahead)
-        if self._end >= needed or (self._thread is not None and self._thread.is_alive()):
-            return
-        begin, self._end = self._end, min(self._num_blocks, needed + self._together)
-        self._thread = Thread(target=self._populate, args=(begin, self._end), name="kv-populate", daemon=True)
-        self._thread.start()
+    @contextmanager
+    def step(self, block: int) -> Iterator[None]:
+        """While something is computed that uses blocks up to this one. One thread has steps."""
+        self._idle_since = None
+        self._used = max(self._used, block + 1)
+        if self._end < self._until(self._idle_ahead) and not self._thread.is_alive():
+            self._thread = self._started()
+        try:
+            yield
+        finally:
+            self._idle_since = time.monotonic()
 
     def wait(self) -> None:
-        """Until the thread has ended, if there is one."""
-        if self._thread is not None:
-            self._thread.join()
+        """Until there is no work left."""
+        self._thread.join()
 
-    def _populate(self, begin: int, end: int) -> None:
+    def _started(self) -> Thread:
+        thread = Thread(target=self._populate, name="kv-populate", daemon=True)
+        thread.start()
+        return thread
+
+    def _until(self, ahead: int) -> int:
+        return min(self._num_blocks, self._used + ahead)
+
+    def _populate(self) -> None:
         """Where the kernel can't (before Linux 5.14), the first writes pay."""
         be_nice(PREFILL_NICENESS)
-        for first in range(begin, end, self._together):
+        while self._end < self._until(self._idle_ahead):
+            if self._end >= self._until(self._ahead) and not self._is_idle():
+                time.sleep(_IDLE_S)
+                continue
+            end = min(self._num_blocks, self._end + self._together)
             for half in self._halves:
-                blocks = half[first : min(end, first + self._together)]
+                blocks = half[self._end : end]
                 page = blocks.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
                 _libc.madvise(page, blocks.data_ptr() + blocks.nbytes - page, _MADV_POPULATE_WRITE)
+            self._end = end
+
+    def _is_idle(self) -> bool:
+        since = self._idle_since
+        return since is not None and time.monotonic() - since >= _IDLE_S
+
+
+def memory_is_short() -> bool:
+    """Whether less than half of this machine's memory can be had. Unknown elsewhere than on Linux, where nothing is mapped."""
+    if not _MEMINFO.exists():
+        return False
+    lines = (line.partition(":") for line in _MEMINFO.read_text().splitlines())
+    kib = {name: int(value.split()[0]) for name, _, value in lines}
+    return kib["MemAvailable"] < kib["MemTotal"] / 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import time
 from array import array
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,23 @@ from typing import Any
 import pytest
 import torch
 
+from engine import populator as populator_module
 from engine.batch import Chunk
 from engine.kv_pool import KVPool
 from engine.model_runner import ModelRunner
-from engine.populator import AHEAD_TOKENS, TOGETHER_TOKENS, Populator
+from engine.populator import AHEAD_TOKENS, IDLE_AHEAD_TOKENS, TOGETHER_TOKENS, Populator, memory_is_short
 
 BLOCK_SIZE = 8
-AHEAD, TOGETHER = AHEAD_TOKENS // BLOCK_SIZE, TOGETHER_TOKENS // BLOCK_SIZE
+AHEAD, IDLE_AHEAD, TOGETHER = (tokens // BLOCK_SIZE for tokens in (AHEAD_TOKENS, IDLE_AHEAD_TOKENS, TOGETHER_TOKENS))
+
+
+@pytest.fixture(autouse=True)
+def enough_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """What this machine is said to have."""
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:       24684024 kB\nMemFree: 100 kB\nMemAvailable:   12342012 kB\nHugePages_Total:       0\n")
+    monkeypatch.setattr(populator_module, "_MEMINFO", meminfo)
+    return meminfo
 
 
 def pool_of(num_blocks: int, shared: bool) -> KVPool:
@@ -48,30 +59,62 @@ def are_mapped(pool: KVPool, begin: int, end: int) -> bool:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_blocks_are_mapped_ahead_of_their_use_and_keep_what_they_hold(shared: bool) -> None:
-    pool = pool_of(10 * AHEAD, shared)
+    pool = pool_of(3 * IDLE_AHEAD, shared)
     pool.layer_slots(1)[1, 777] = 7.0
     populator = Populator(pool)
-    for block in (-1, 0, TOGETHER, TOGETHER + 1, 3 * AHEAD):
-        populator.reach(block)
-        populator.wait()
-        assert are_mapped(pool, 0, block + 1 + AHEAD)
-        if shared:  # other memory may have been used before
-            assert mapped_pages(pool.data[1, 0, block + 2 + AHEAD + TOGETHER :])[0] <= 16, "no further, but for readahead"
-    assert (pool.layer_slots(1)[1, 777] == 7.0).all()
-    populator.reach(10 * AHEAD - 1)
     populator.wait()
-    assert are_mapped(pool, 0, 10 * AHEAD)
+    for block in (0, TOGETHER, TOGETHER + 1, IDLE_AHEAD):
+        with populator.step(block):
+            pass
+        populator.wait()
+        assert are_mapped(pool, 0, block + 1 + IDLE_AHEAD)
+        if shared:  # other memory may have been used before
+            rest = pool.data[1, 0, block + 2 + IDLE_AHEAD + TOGETHER :]
+            assert mapped_pages(rest)[0] <= 16, "no further, but for readahead"
+    assert (pool.layer_slots(1)[1, 777] == 7.0).all()
+    with populator.step(3 * IDLE_AHEAD - 1):
+        pass
+    populator.wait()
+    assert are_mapped(pool, 0, 3 * IDLE_AHEAD)
+
+
+def test_what_can_wait_is_not_mapped_during_a_step() -> None:
+    pool = pool_of(3 * IDLE_AHEAD, shared=True)
+    populator = Populator(pool)
+    populator.wait()
+    with populator.step(2 * IDLE_AHEAD):
+        deadline = time.monotonic() + 30
+        while not are_mapped(pool, 0, 2 * IDLE_AHEAD + 1 + AHEAD):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(0.3)  # in which the rest could be mapped several times
+        assert mapped_pages(pool.data[1, 0, 2 * IDLE_AHEAD + 2 + AHEAD + TOGETHER :])[0] <= 16
+    populator.wait()
+    assert are_mapped(pool, 0, 3 * IDLE_AHEAD)
+
+
+def test_a_machine_that_is_short_of_memory_is_not_asked_for_more_than_soon_is_used(enough_memory: Path) -> None:
+    assert not memory_is_short()
+    enough_memory.write_text(enough_memory.read_text().replace("12342012", "12342011"))
+    assert memory_is_short()
+    pool = pool_of(3 * IDLE_AHEAD, shared=True)
+    populator = Populator(pool)
+    with populator.step(0):
+        pass
+    populator.wait()
+    assert are_mapped(pool, 0, 1 + AHEAD)
+    assert mapped_pages(pool.data[1, 0, 2 + AHEAD + TOGETHER :])[0] <= 16
 
 
 def test_a_runner_s_pool_is_mapped_ahead_of_its_steps(small_model: Any) -> None:
     facts = small_model("llama").facts
-    tokens = 10 * AHEAD_TOKENS
+    tokens = 3 * IDLE_AHEAD_TOKENS
     runner = ModelRunner.load(facts, dtype="float32", block_size=BLOCK_SIZE, num_kv_tokens=tokens, shared_kv=True)
     assert runner.populator is not None
     runner.populator.wait()
-    assert are_mapped(runner.pool, 0, AHEAD)
-    for block in (2 * AHEAD, 1):
+    assert are_mapped(runner.pool, 0, IDLE_AHEAD)
+    for block in (AHEAD, 1):
         runner.execute([Chunk((5,), 0, [block], None, 0)])
         runner.populator.wait()
-        assert are_mapped(runner.pool, 2 * AHEAD if block > 1 else 0, 3 * AHEAD)
-    assert mapped_pages(runner.pool.data[1, 0, 4 * AHEAD :])[0] <= 16
+        assert are_mapped(runner.pool, 0, AHEAD + 1 + IDLE_AHEAD)
+    assert mapped_pages(runner.pool.data[1, 0, AHEAD + 2 + IDLE_AHEAD + TOGETHER :])[0] <= 16
