@@ -122,6 +122,13 @@ def start_serve(log: Path, *flags: str, environment: dict[str, str] | None = Non
     return Served(process, port, log, mark)
 
 
+def end_all(clusters: list[Served]) -> None:
+    """Those that still run."""
+    for served in clusters:
+        if served.process.poll() is None:
+            served.end()
+
+
 @pytest.fixture(scope="session")
 def tandem() -> str:
     """The command."""
@@ -133,9 +140,7 @@ def started() -> Iterator[list[Served]]:
     """Every cluster of this session; all of them end with it."""
     clusters: list[Served] = []
     yield clusters
-    for served in clusters:
-        if served.process.poll() is None:
-            served.end()
+    end_all(clusters)
 
 
 @pytest.fixture(autouse=True)
@@ -148,8 +153,8 @@ def nothing_leaks(started: list[Served]) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def serve(tmp_path_factory: pytest.TempPathFactory, started: list[Served]) -> Callable[..., Served]:
-    """Starts clusters (see start_serve)."""
+def launch(tmp_path_factory: pytest.TempPathFactory, started: list[Served]) -> Callable[..., Served]:
+    """Starts clusters (see start_serve) that run to the session's end."""
 
     def start(*flags: str, environment: dict[str, str] | None = None) -> Served:
         served = start_serve(tmp_path_factory.mktemp("serve") / "log", *flags, environment=environment)
@@ -159,9 +164,22 @@ def serve(tmp_path_factory: pytest.TempPathFactory, started: list[Served]) -> Ca
     return start
 
 
+@pytest.fixture(scope="module")
+def serve(launch: Callable[..., Served]) -> Iterator[Callable[..., Served]]:
+    """Starts clusters that end with the module: memory and cores are for the next one's."""
+    own: list[Served] = []
+
+    def start(*flags: str, environment: dict[str, str] | None = None) -> Served:
+        own.append(launch(*flags, environment=environment))
+        return own[-1]
+
+    yield start
+    end_all(own)
+
+
 @pytest.fixture(scope="session")
-def shared_cluster(serve: Callable[..., Served]) -> Served:
-    served = serve("--dtype", "float32")
+def shared_cluster(launch: Callable[..., Served]) -> Served:
+    served = launch("--dtype", "float32")
     served.wait_ready()
     return served
 

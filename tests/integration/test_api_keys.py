@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,14 @@ def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def guarded(serve: Callable[..., Any], keys_file: Path) -> Iterator[Any]:
-    """1 prefill + 1 decode worker, 2 routers, an empty file of keys. It would take its share of the cores from later tests."""
+def guarded(serve: Callable[..., Any], keys_file: Path) -> Any:
+    """1 prefill + 1 decode worker, 2 routers, an empty file of keys."""
     config = keys_file.with_name("cluster.yaml")
     config.write_text(f"http: {{router_replicas: 2, keys_file: {keys_file}}}\n")
     keys_file.write_text('{"keys": {}}')
     served = serve("--dtype", "float32", "--config", str(config))
     served.wait_ready()
-    yield served
-    served.end()
+    return served
 
 
 def new_key(served: Any, keys_file: Path, tenant: str, *flags: str) -> str:

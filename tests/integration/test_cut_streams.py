@@ -24,4 +24,3 @@ def test_cut_streams_leave_nothing_behind(serve: Callable[..., Any], tmp_path: P
     assert outcome.leaks == []
     assert set(outcome.early) == {"router", "controller", "HAProxy", "prefill worker", "decode worker"}
     assert max(outcome.growth.values()) <= GROWTH_LIMIT, outcome
-    served.end()

@@ -213,15 +213,14 @@ def test_text_stays_text_and_grows_as_it_would_be_whole(cluster: Any, visit: Cal
 
 
 @pytest.fixture(scope="module")
-def guarded(serve: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, str]]:
-    """A cluster with keys, and a key for one request a minute. It would take its share of the cores from later tests."""
+def guarded(serve: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
+    """A cluster with keys, and a key for one request a minute."""
     keys_file = tmp_path_factory.mktemp("keys") / "keys.json"
     keys_file.write_text('{"keys": {}}')
     served = serve("--dtype", "float32", "--keys-file", str(keys_file))
     served.wait_ready()
     added = served.command("keys", "add", "--tenant", "a", "--requests-per-minute", "1", "--keys-file", str(keys_file))
-    yield served, added.stdout.strip()
-    served.end()
+    return served, added.stdout.strip()
 
 
 def test_a_key_is_asked_for_where_one_is_needed(guarded: tuple[Any, str], visit: Callable[..., Visit]) -> None:

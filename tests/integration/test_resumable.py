@@ -7,7 +7,7 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def routers(serve: Callable[..., Any], keys_file: Path) -> Iterator[Any]:
+def routers(serve: Callable[..., Any], keys_file: Path) -> Any:
     """1 prefill + 1 decode worker, 2 routers, two tenants."""
     config = keys_file.with_name("cluster.yaml")
     config.write_text(
@@ -35,8 +35,7 @@ def routers(serve: Callable[..., Any], keys_file: Path) -> Iterator[Any]:
     keys_file.write_text('{"keys": {}}')
     served = serve("--dtype", "float32", "--config", str(config))
     served.wait_ready()
-    yield served
-    served.end()
+    return served
 
 
 @pytest.fixture(scope="module")
