@@ -21,6 +21,10 @@ from configs.schema import DEFAULT_TIER, ClusterConfig, PoolConfig
 from configs.sharding import check_tensor_parallel_size
 from protocol.errors import ConfigError
 
+COLOCATED_DEFAULTS = {"prefill": {"workers": 0}, "decode": {"max_chunk_tokens": 128}}
+"""Of a cluster that never disaggregates: no prefill workers (to want some is an error), and larger steps, as its workers have
+all the cores."""
+
 
 def load_config(path: Path | None, overrides: Mapping[str, Any]) -> ClusterConfig:
     """The configuration in a file (None: all defaults) with `overrides` on top, such as {"decode.workers": 3}.
@@ -113,9 +117,10 @@ def _override(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _derive(values: dict[str, Any]) -> None:
-    """A cluster that never disaggregates has no prefill workers unless it is told to, which is then an error."""
-    if values.get("disaggregation") == "never" and isinstance(values.get("prefill") or {}, dict):
-        values["prefill"] = {"workers": 0} | (values.get("prefill") or {})
+    """Defaults that follow from other values."""
+    for section, defaults in COLOCATED_DEFAULTS.items() if values.get("disaggregation") == "never" else ():
+        if isinstance(values.get(section) or {}, dict):
+            values[section] = defaults | (values.get(section) or {})
 
 
 def _pools(config: ClusterConfig) -> list[tuple[str, PoolConfig]]:

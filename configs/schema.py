@@ -83,8 +83,9 @@ class PrefillConfig(PoolConfig):
 class DecodeConfig(PoolConfig):
     max_batch_size: Positive = 64
     """Sequences per step."""
-    max_chunk_tokens: Positive = 128
-    """Prompt tokens per step beside these, where decode workers compute prompts: what running streams wait for."""
+    max_chunk_tokens: Positive = 64
+    """Prompt tokens per step beside these, where decode workers compute prompts: what running streams wait for. 128 in a
+    colocated cluster, unless said otherwise."""
     copy_every_tokens: Annotated[int, Field(ge=0)] = 32
     """After so many tokens more, the KV of a running stream is copied to another decode worker, which goes on from there should
     its own die; 0: never."""
