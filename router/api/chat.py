@@ -41,7 +41,7 @@ class ChatBody(SamplingBody):
     together: ClassVar[Together] = (
         *SamplingBody.together,
         either({"properties": {"top_logprobs": {"enum": [0, None]}}}, given(TRUE, "logprobs")),
-        either(absent("max_tokens"), absent("max_completion_tokens")),
+        either(absent("max_tokens"), absent("max_completion_tokens")),  # equal ones are accepted, which a schema can't say
         either(
             {"properties": {"tool_choice": {"enum": ["none", "auto", None]}}}, given({"type": "array", "minItems": 1}, "tools")
         ),
