@@ -21,7 +21,7 @@ from configs.schema import DEFAULT_TIER, ClusterConfig, PoolConfig
 from configs.sharding import check_tensor_parallel_size
 from protocol.errors import ConfigError
 
-COLOCATED_DEFAULTS = {"prefill": {"workers": 0}, "decode": {"max_chunk_tokens": 128}}
+_COLOCATED_DEFAULTS = {"prefill": {"workers": 0}, "decode": {"max_chunk_tokens": 128}}
 """Of a cluster that never disaggregates: no prefill workers (to want some is an error), and larger steps, as its workers have
 all the cores."""
 
@@ -118,7 +118,9 @@ def _override(values: dict[str, Any], key: str, value: Any) -> None:
 
 def _derive(values: dict[str, Any]) -> None:
     """Defaults that follow from other values."""
-    for section, defaults in COLOCATED_DEFAULTS.items() if values.get("disaggregation") == "never" else ():
+    if values.get("disaggregation") != "never":
+        return
+    for section, defaults in _COLOCATED_DEFAULTS.items():
         if isinstance(values.get(section) or {}, dict):
             values[section] = defaults | (values.get(section) or {})
 
