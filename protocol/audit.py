@@ -3,7 +3,7 @@
     router ──Audit──► decode        DecodeBooks
     router ──Audit──► prefill       PrefillBooks
 
-`router.leaks` compares the answers with each other and with what the router itself holds. What a worker can see alone, it
+`router.rules.leaks` compares the answers with each other and with what the router itself holds. What a worker can see alone, it
 says in `problems`. No prompt and no token is in any of it.
 """
 

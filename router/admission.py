@@ -24,12 +24,12 @@ from protocol.errors import InvalidRequestError, OverloadedError, TandemError, U
 from protocol.messages import Role
 from protocol.ticket import reserved_tokens
 from router.claim import Claim, Room, reserve
-from router.disaggregation import Case, PrefillCosts, prefill_here
 from router.journal import Journal
 from router.line import WaitingLine
 from router.links import WorkerLink
-from router.policy import Book, blocks_for, prefill_window
 from router.roster import Roster
+from router.rules.disaggregation import Case, PrefillCosts, prefill_here
+from router.rules.policy import Book, blocks_for, prefill_window
 from router.status import needed_roles
 from telemetry.metrics import Metrics
 

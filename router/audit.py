@@ -13,9 +13,9 @@ import asyncio
 
 from protocol.errors import TandemError
 from protocol.messages import WorkerRef
-from router.leaks import Audited, Leak, find_leaks
 from router.links import WorkerLink
 from router.roster import Roster
+from router.rules.leaks import Audited, Leak, find_leaks
 
 _PATIENCE_S = 2.0
 """A worker's loop answers within milliseconds; one that takes this long serves nobody."""

@@ -19,10 +19,10 @@ from types import TracebackType
 from protocol.errors import OverloadedError, ProtocolError, TandemError, UnavailableError
 from protocol.messages import FirstToken, Prefilled, Reserve, Ticket
 from protocol.sampling import FinishReason, SamplingParams, TokenLogprobs
-from router.disaggregation import PrefillCosts
 from router.journal import Journal, KvCopy, Tokens
 from router.links import WorkerLink
-from router.resumption import Life
+from router.rules.disaggregation import PrefillCosts
+from router.rules.resumption import Life
 from telemetry.logging import fields
 
 log = logging.getLogger(__name__)

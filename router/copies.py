@@ -23,8 +23,8 @@ from protocol.ticket import reserved_tokens
 from router.claim import Room
 from router.journal import KvCopy
 from router.links import WorkerLink
-from router.policy import blocks_for
 from router.roster import Roster
+from router.rules.policy import blocks_for
 from router.running import Running
 from telemetry.logging import fields
 from telemetry.metrics import Metrics

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from protocol.sampling import FinishReason, PromptLogprobs, SamplingParams, TokenLogprobs
 from protocol.trace import TraceContext, new_trace
-from router.fair_queue import ANYBODY, Standing
-from router.resumption import Life
+from router.rules.fair_queue import ANYBODY, Standing
+from router.rules.resumption import Life
 
 
 class Arrival(NamedTuple):

@@ -4,7 +4,7 @@ IN LINE ──► AT THE FRONT ──► out      one at a time is at the front;
    ▲             │
    └─────────────┘ it found none: before it looks again, whoever goes first by then has the front
 
-Who goes first is `router.fair_queue`'s to say. So a big request is not passed by small ones of the same tenant. Whoever could
+Who goes first is `router.rules.fair_queue`'s to say. So a big request is not passed by small ones of the same tenant. Whoever could
 not come to the front in time, at the pace at which the line moves, is refused at once. `LineRules` are this without tasks
 and clock, for the simulator too.
 """
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from protocol.errors import OverloadedError
-from router.fair_queue import Entry, FairQueue, Standing
+from router.rules.fair_queue import Entry, FairQueue, Standing
 
 _MEMORY_S = 30.0
 """How far back the pace is measured: what was counts for 1/e after so long."""

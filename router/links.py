@@ -44,7 +44,7 @@ from protocol.sampling import SamplingParams
 from protocol.trace import TraceContext
 from protocol.wire import WireClient
 from router.journal import Arrival
-from router.policy import Book, WorkerLoad
+from router.rules.policy import Book, WorkerLoad
 from router.streams import TokenStream
 
 log = logging.getLogger(__name__)

@@ -1,5 +1,5 @@
 """Running streams change their decode worker: off one that drains, from a full one to an idle one, or from one that has
-many to one that has few (`router.policy`).
+many to one that has few (`router.rules.policy`).
 
     view or load changes ──► which stream, where to ──► Reserve there ──► Migrate ──► Migrated ──► Attach there
                                                             └── no room, failed ──► stays where it is; tried again later
@@ -24,8 +24,8 @@ from router.claim import Claim
 from router.copies import Copies
 from router.journal import Journal
 from router.links import WorkerLink
-from router.policy import blocks_for, evening, rebalancing
 from router.roster import Roster
+from router.rules.policy import blocks_for, evening, rebalancing
 from router.running import Running
 from telemetry.logging import fields
 from telemetry.metrics import Metrics

@@ -4,7 +4,7 @@ admit ─► reserve ─► prefill ─► first token ─► attach ─► fram
   ▲                    │            │            │         │
   │                    │            │            │         │                         where the prompt is computed at decode
   └────────────────────┴────────────┴────────────┴─────────┘  a worker was lost or the KV did not arrive: go on at another
-                                                              pair with prompt + what was emitted (`router.resumption`)
+                                                              pair with prompt + what was emitted (`router.rules.resumption`)
 
 While frames come the stream may move to another decode worker (`router.migrator`): this function does not notice.
 """
@@ -24,7 +24,7 @@ from router.choices import SharedPrompt
 from router.claim import Claim, First
 from router.journal import Journal, Tokens
 from router.migrator import Migrator
-from router.resumption import Course, Deaths, Trials
+from router.rules.resumption import Course, Deaths, Trials
 from telemetry.ledger import RequestTimes
 from telemetry.logging import fields
 from telemetry.metrics import Metrics
@@ -52,7 +52,7 @@ class Pipeline:
 
         Closing the generator, or cancelling whoever waits in it, frees what the request holds in any phase. Raises a
         worker's refusal as it is; OverloadedError and UnavailableError as `Admission.admit`; UnavailableError's kinds and
-        PoisonError after the last attempt, as `router.resumption` has it.
+        PoisonError after the last attempt, as `router.rules.resumption` has it.
         """
         times.prepared()
         request_id = uuid.uuid4().hex  # ours: what a client calls its request need not be unique

@@ -15,7 +15,7 @@ from router.api.completions import CompletionBody
 from router.api.fields import MAX_SEED
 from router.api.messages import ChatMessage
 from router.echo import Echo
-from router.fair_queue import ANYBODY, Standing
+from router.rules.fair_queue import ANYBODY, Standing
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer
 from router.text.tool_format import Tool, ToolFormat, tool_format

@@ -24,8 +24,8 @@ from protocol.messages import Role, WorkerRef
 from protocol.wire import WireClient
 from router.controller_client import ControllerClient
 from router.links import WorkerLink
-from router.policy import Book
-from router.ranking import DecodeRanking, PrefillRanking
+from router.rules.policy import Book
+from router.rules.ranking import DecodeRanking, PrefillRanking
 from telemetry.logging import fields
 
 log = logging.getLogger(__name__)

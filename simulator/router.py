@@ -17,10 +17,10 @@ from protocol.errors import OverloadedError
 from protocol.messages import LoadReport
 from protocol.ticket import reserved_tokens
 from router.admission import LEVELS_PER_QUEUE_TIME
-from router.fair_queue import ANYBODY, Entry
 from router.line import LineRules
-from router.policy import Book, WorkerLoad, blocks_for, prefill_window
-from router.ranking import DecodeRanking, PrefillRanking
+from router.rules.fair_queue import ANYBODY, Entry
+from router.rules.policy import Book, WorkerLoad, blocks_for, prefill_window
+from router.rules.ranking import DecodeRanking, PrefillRanking
 from simulator.clock import Clock
 from simulator.decode import DecodeWorker
 from simulator.prefill import Job, PrefillWorker

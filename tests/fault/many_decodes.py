@@ -31,10 +31,10 @@ from protocol.sampling import SamplingParams, TokenLogprobs
 from protocol.wire import WireServer
 from router.admission import Admission
 from router.journal import Journal
-from router.leaks import Leak
 from router.migrator import Migrator
 from router.pipeline import Pipeline
 from router.roster import Roster
+from router.rules.leaks import Leak
 from telemetry.ledger import RequestTimes
 from telemetry.metrics import Metrics
 

@@ -14,8 +14,8 @@ from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState
 from protocol.errors import TandemError
 from protocol.messages import Release, Role
 from router.audit import audit
-from router.leaks import Leak
 from router.roster import Roster
+from router.rules.leaks import Leak
 
 
 class FixedController:

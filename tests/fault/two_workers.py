@@ -43,7 +43,7 @@ from protocol.messages import (
 from protocol.sampling import SamplingParams
 from protocol.trace import new_trace
 from protocol.wire import WireClient, WireServer
-from router.leaks import Audited, Leak, find_leaks
+from router.rules.leaks import Audited, Leak, find_leaks
 
 SECRET = b"f" * 32
 CONFIG = ClusterConfig(

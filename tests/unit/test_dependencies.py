@@ -22,10 +22,10 @@ ALLOWED: dict[str, set[str]] = {
     "loadtest": {"protocol.errors"},
     "simulator": {
         "router.admission",
-        "router.fair_queue",
+        "router.rules.fair_queue",
         "router.line",
-        "router.policy",
-        "router.ranking",
+        "router.rules.policy",
+        "router.rules.ranking",
         "prefill_workers.scheduler",
         "decode_workers.ledger",
         "decode_workers.scheduler",

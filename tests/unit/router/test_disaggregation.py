@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from router.disaggregation import Case, Costs, FadingLine, Line, PrefillCosts, prefill_here
+from router.rules.disaggregation import Case, Costs, FadingLine, Line, PrefillCosts, prefill_here
 
 tokens = st.integers(0, 8192)
 seconds = st.floats(0, 1)

@@ -10,7 +10,7 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.fair_queue import Entry, FairQueue, Standing
+from router.rules.fair_queue import Entry, FairQueue, Standing
 
 MANY = settings(max_examples=250, deadline=None)
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 0.5, "d": 4.0}

@@ -19,10 +19,10 @@ from protocol.errors import AuthenticationError, ConfigError, ContextLengthError
 from protocol.sampling import SamplingParams
 from router import keys as keys_module
 from router.callers import Caller, anonymous
-from router.fair_queue import Standing
 from router.keyring import Keyring
 from router.keys import ApiKey, check_key, read_key_file
 from router.prepare import Generation
+from router.rules.fair_queue import Standing
 
 TIERS = {"standard": TierConfig(), "small": TierConfig(max_context=100, weight=2.0, priority=3, earliest_priority=-5)}
 

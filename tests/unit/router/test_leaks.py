@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from protocol.audit import DecodeBooks, Owner, PairRow, PrefillBooks, PromptRow, SendRow, TicketRow
 from protocol.messages import Role, WorkerRef
 from protocol.ticket import TicketState
-from router.leaks import Audited, find_leaks
+from router.rules.leaks import Audited, find_leaks
 
 LEASE_S = 10.0
 WAITING = (TicketState.RESERVED, TicketState.RECEIVING)

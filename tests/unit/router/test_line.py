@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.errors import OverloadedError
-from router.fair_queue import ANYBODY, Standing
 from router.line import Pace, WaitingLine
+from router.rules.fair_queue import ANYBODY, Standing
 
 A, B = Standing("a"), Standing("b")
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.messages import LoadReport
-from router.policy import Book, WorkerLoad, blocks_for
-from router.ranking import DecodeRanking, PrefillRanking
+from router.rules.policy import Book, WorkerLoad, blocks_for
+from router.rules.ranking import DecodeRanking, PrefillRanking
 
 WINDOW = 300
 TENANT, OTHER = "a tenant", "another"

@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from protocol.messages import LoadReport
-from router.policy import Book, Shift, WorkerLoad, evening, rebalancing
+from router.rules.policy import Book, Shift, WorkerLoad, evening, rebalancing
 
 BATCH = 16
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from protocol.errors import KvTransferError, PoisonError, UnavailableError, WorkerLostError
 from protocol.messages import Attach, Role
-from router.resumption import Course, Deaths, Trials
+from router.rules.resumption import Course, Deaths, Trials
 
 Run = Callable[..., None]
 LOST = WorkerLostError("gone")

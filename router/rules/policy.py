@@ -1,4 +1,4 @@
-"""What a router knows of its workers' loads, and which streams should move. Pure; `router.ranking` chooses from it.
+"""What a router knows of its workers' loads, and which streams should move. Pure; `router.rules.ranking` chooses from it.
 
 What is known of a worker is its latest load report and what this router did since. A report says nothing of requests that
 are still on their way to the worker, so a burst between two reports would all go to the same one; the `Book` of each

@@ -15,7 +15,7 @@ from collections.abc import Callable, Container, Sequence
 from math import inf
 from typing import Any, overload
 
-from router.policy import Book, WorkerLoad
+from router.rules.policy import Book, WorkerLoad
 
 _Key = tuple[Any, ...]
 
