@@ -87,7 +87,7 @@ def find_controller() -> Any | None:
 
 
 class RayControllerClient:
-    """router.controller_client.ControllerClient over an actor handle."""
+    """router.dispatch.controller_client.ControllerClient over an actor handle."""
 
     def __init__(self, controller: Any) -> None:
         self._controller = controller

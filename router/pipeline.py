@@ -6,7 +6,7 @@ admit ─► reserve ─► prefill ─► first token ─► attach ─► fram
   └────────────────────┴────────────┴────────────┴─────────┘  a worker was lost or the KV did not arrive: go on at another
                                                               pair with prompt + what was emitted (`router.rules.resumption`)
 
-While frames come the stream may move to another decode worker (`router.migrator`): this function does not notice.
+While frames come the stream may move to another decode worker (`router.dispatch.migrator`): this function does not notice.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from collections.abc import AsyncGenerator, Container
 
 from configs.schema import LimitsConfig
 from protocol.errors import KvTransferError, OverloadedError, UnavailableError
-from router.admission import Admission
 from router.choices import SharedPrompt
-from router.claim import Claim, First
-from router.journal import Journal, Tokens
-from router.migrator import Migrator
+from router.dispatch.admission import Admission
+from router.dispatch.claim import Claim, First
+from router.dispatch.journal import Journal, Tokens
+from router.dispatch.migrator import Migrator
 from router.rules.resumption import Course, Deaths, Trials
 from telemetry.ledger import RequestTimes
 from telemetry.logging import fields

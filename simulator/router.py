@@ -1,4 +1,4 @@
-"""A router in virtual time: `router.pipeline` and `router.admission` around the real rankings, books and rules of the line.
+"""A router in virtual time: `router.pipeline` and `router.dispatch.admission` around the real rankings, books and rules of the line.
 
     arrive ──► line ──► front: ask decode workers in turn ──► claim ──► prefill ──► first token ──► attach ──► finished
                  ▲          │ no room
@@ -16,8 +16,8 @@ from configs.schema import ClusterConfig
 from protocol.errors import OverloadedError
 from protocol.messages import LoadReport
 from protocol.ticket import reserved_tokens
-from router.admission import LEVELS_PER_QUEUE_TIME
-from router.line import LineRules
+from router.dispatch.admission import LEVELS_PER_QUEUE_TIME
+from router.dispatch.line import LineRules
 from router.rules.fair_queue import ANYBODY, Entry
 from router.rules.policy import Book, WorkerLoad, blocks_for, prefill_window
 from router.rules.ranking import DecodeRanking, PrefillRanking

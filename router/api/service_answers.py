@@ -1,6 +1,6 @@
 """What the smaller endpoints answer with, for the OpenAPI document: models, tokens, health, and what operators see.
 
-As for `answers.py`, schemathesis checks that the JSON which `app.py` and `router/status.py` make is as described here.
+As for `answers.py`, schemathesis checks that the JSON which `app.py` and `router/dispatch/status.py` make is as described here.
 """
 
 from __future__ import annotations

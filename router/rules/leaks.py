@@ -5,7 +5,7 @@ migrates, or is attached, and belongs to a router that still wants it. `find_lea
 broken, each once.
 
 The books of different workers are not taken at one instant, and messages are under way between them. So what one comparison
-finds may be a request on the move; `router.audit` counts only what several in a row find (`Leak.key` tells).
+finds may be a request on the move; `router.dispatch.audit` counts only what several in a row find (`Leak.key` tells).
 
 What is not judged:
 - Claims of other routers: each knows only its own. Their tickets are checked for everything else.

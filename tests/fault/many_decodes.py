@@ -29,11 +29,11 @@ from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState
 from protocol.messages import Role, WorkerRef
 from protocol.sampling import SamplingParams, TokenLogprobs
 from protocol.wire import WireServer
-from router.admission import Admission
-from router.journal import Journal
-from router.migrator import Migrator
+from router.dispatch.admission import Admission
+from router.dispatch.journal import Journal
+from router.dispatch.migrator import Migrator
+from router.dispatch.roster import Roster
 from router.pipeline import Pipeline
-from router.roster import Roster
 from router.rules.leaks import Leak
 from telemetry.ledger import RequestTimes
 from telemetry.metrics import Metrics

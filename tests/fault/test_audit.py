@@ -13,8 +13,8 @@ from two_workers import CONFIG, SECRET
 from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState
 from protocol.errors import TandemError
 from protocol.messages import Release, Role
-from router.audit import audit
-from router.roster import Roster
+from router.dispatch.audit import audit
+from router.dispatch.roster import Roster
 from router.rules.leaks import Leak
 
 

@@ -12,11 +12,11 @@ from two_workers import CONFIG, SECRET
 
 from kv_transfer.loopback import Faults
 from protocol.messages import PushCommit
-from router.admission import Admission
-from router.journal import Journal
-from router.migrator import Migrator
+from router.dispatch.admission import Admission
+from router.dispatch.journal import Journal
+from router.dispatch.migrator import Migrator
+from router.dispatch.roster import Roster
 from router.pipeline import Pipeline
-from router.roster import Roster
 from telemetry.ledger import RequestTimes
 from telemetry.metrics import Metrics
 

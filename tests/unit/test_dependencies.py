@@ -21,9 +21,9 @@ ALLOWED: dict[str, set[str]] = {
     "telemetry": {"protocol"},
     "loadtest": {"protocol.errors"},
     "simulator": {
-        "router.admission",
+        "router.dispatch.admission",
         "router.rules.fair_queue",
-        "router.line",
+        "router.dispatch.line",
         "router.rules.policy",
         "router.rules.ranking",
         "prefill_workers.scheduler",

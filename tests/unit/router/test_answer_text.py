@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from configs.facts import Model
 from protocol.sampling import FinishReason, SamplingParams
 from router.answer import Answer, AnswerText, TokenTexts
-from router.journal import Tokens
+from router.dispatch.journal import Tokens
 from router.text.tokenizer import Tokenizer
 
 TEXTS = ["one two three", "日本語🧑‍🚀é", "aaaa aaaa", "stop me, stop", "x\n\ny", ""]

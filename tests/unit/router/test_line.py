@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.errors import OverloadedError
-from router.line import Pace, WaitingLine
+from router.dispatch.line import Pace, WaitingLine
 from router.rules.fair_queue import ANYBODY, Standing
 
 A, B = Standing("a"), Standing("b")

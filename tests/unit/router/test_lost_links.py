@@ -11,7 +11,7 @@ from configs.schema import LimitsConfig
 from protocol.errors import WorkerLostError
 from protocol.messages import Role, WorkerRef
 from protocol.wire import WireClient
-from router.links import WorkerLink
+from router.dispatch.links import WorkerLink
 
 
 class Connection:

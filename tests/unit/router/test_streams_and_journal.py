@@ -9,8 +9,8 @@ import pytest
 from protocol.errors import KvTransferError, WorkerLostError
 from protocol.messages import Failed, StreamOutput
 from protocol.sampling import FinishReason, SamplingParams
-from router.journal import Arrival, Journal, Tokens
-from router.streams import TokenStream
+from router.dispatch.journal import Arrival, Journal, Tokens
+from router.dispatch.streams import TokenStream
 
 ARRIVAL = Arrival(5.0, 0.01)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from protocol.errors import TandemError
 from protocol.messages import StreamOutput
-from router.journal import Arrival, Tokens
+from router.dispatch.journal import Arrival, Tokens
 
 
 class TokenStream:

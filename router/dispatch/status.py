@@ -7,8 +7,8 @@ from typing import Any
 from configs.schema import ClusterConfig
 from protocol.cluster_view import WorkerInfo
 from protocol.messages import Role
-from router.links import WorkerLink
-from router.roster import Roster
+from router.dispatch.links import WorkerLink
+from router.dispatch.roster import Roster
 from telemetry.metrics import kv_usage
 
 _REPORTED = (

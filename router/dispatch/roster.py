@@ -22,8 +22,8 @@ from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState
 from protocol.errors import ProtocolError, UnavailableError, WorkerLostError
 from protocol.messages import Role, WorkerRef
 from protocol.wire import WireClient
-from router.controller_client import ControllerClient
-from router.links import WorkerLink
+from router.dispatch.controller_client import ControllerClient
+from router.dispatch.links import WorkerLink
 from router.rules.policy import Book
 from router.rules.ranking import DecodeRanking, PrefillRanking
 from telemetry.logging import fields

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from router.claim import Claim
-from router.journal import Journal
+from router.dispatch.claim import Claim
+from router.dispatch.journal import Journal
 
 
 @dataclass(eq=False)

@@ -4,7 +4,7 @@
                        though it owed us tokens, answered as another life, or the link was closed
 
 A link lives as long as its `run`. When that ends every open question and every stream fails with WorkerLostError at once;
-a new connection is a new link (`router.roster` makes it). Blocks of tickets that the worker granted are given back by
+a new connection is a new link (`router.dispatch.roster` makes it). Blocks of tickets that the worker granted are given back by
 whoever holds the ticket; an answer that comes after its asker went away is given back here.
 """
 
@@ -43,9 +43,9 @@ from protocol.messages import (
 from protocol.sampling import SamplingParams
 from protocol.trace import TraceContext
 from protocol.wire import WireClient
-from router.journal import Arrival
+from router.dispatch.journal import Arrival
+from router.dispatch.streams import TokenStream
 from router.rules.policy import Book, WorkerLoad
-from router.streams import TokenStream
 
 log = logging.getLogger(__name__)
 

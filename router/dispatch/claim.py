@@ -19,8 +19,8 @@ from types import TracebackType
 from protocol.errors import OverloadedError, ProtocolError, TandemError, UnavailableError
 from protocol.messages import FirstToken, Prefilled, Reserve, Ticket
 from protocol.sampling import FinishReason, SamplingParams, TokenLogprobs
-from router.journal import Journal, KvCopy, Tokens
-from router.links import WorkerLink
+from router.dispatch.journal import Journal, KvCopy, Tokens
+from router.dispatch.links import WorkerLink
 from router.rules.disaggregation import PrefillCosts
 from router.rules.resumption import Life
 from telemetry.logging import fields

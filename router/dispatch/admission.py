@@ -6,12 +6,12 @@
 A worker's queue is first come, first served, so requests are held back here, where it is known who is due: a prefill worker
 gets no more from one router than keeps it busy for two steps. Only of a tenant that has no other request one more prompt may be
 put in front of those of tenants that have: it then waits for a step of a long prompt of theirs, and not for all of it. Blocks
-are reserved at the decode worker before any prefill work is spent. A `Claim` (`router.claim`) holds what the request has at
+are reserved at the decode worker before any prefill work is spent. A `Claim` (`router.dispatch.claim`) holds what the request has at
 both workers and gives all of it back when it is left.
 
 The decode worker may compute the prompt itself: always (`disaggregation: never`), or where that is better (`auto`). It does so
 in any case for a stream that has to go on elsewhere while prefill is busy: those of a lost worker all stand still at once; and
-for one of which it has a copy (`router.copies`).
+for one of which it has a copy (`router.dispatch.copies`).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from configs.schema import ClusterConfig
 from protocol.errors import InvalidRequestError, OverloadedError, TandemError, UnavailableError
 from protocol.messages import Role
 from protocol.ticket import reserved_tokens
-from router.claim import Claim, Room, reserve
-from router.journal import Journal
-from router.line import WaitingLine
-from router.links import WorkerLink
-from router.roster import Roster
+from router.dispatch.claim import Claim, Room, reserve
+from router.dispatch.journal import Journal
+from router.dispatch.line import WaitingLine
+from router.dispatch.links import WorkerLink
+from router.dispatch.roster import Roster
+from router.dispatch.status import needed_roles
 from router.rules.disaggregation import Case, PrefillCosts, prefill_here
 from router.rules.policy import Book, blocks_for, prefill_window
-from router.status import needed_roles
 from telemetry.metrics import Metrics
 
 _RETRY_WHEN_DOWN_S = 5.0

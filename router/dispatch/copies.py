@@ -6,7 +6,7 @@
 A copy takes room from nobody: once it is complete it lies in the other worker's prefix cache, and goes when somebody needs the
 blocks. The next one sends what this one has not. Of each worker one stream is copied at a time, the one with most to lose
 first, so a worker that has little time copies less often. A stream keeps to one place for its copies as long as that is up:
-`router.admission` lets it go on there.
+`router.dispatch.admission` lets it go on there.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from configs.schema import ClusterConfig
 from protocol.errors import OverloadedError, TandemError
 from protocol.messages import Role
 from protocol.ticket import reserved_tokens
-from router.claim import Room
-from router.journal import KvCopy
-from router.links import WorkerLink
-from router.roster import Roster
+from router.dispatch.claim import Room
+from router.dispatch.journal import KvCopy
+from router.dispatch.links import WorkerLink
+from router.dispatch.roster import Roster
+from router.dispatch.running import Running
 from router.rules.policy import blocks_for
-from router.running import Running
 from telemetry.logging import fields
 from telemetry.metrics import Metrics
 

@@ -13,8 +13,8 @@ import asyncio
 
 from protocol.errors import TandemError
 from protocol.messages import WorkerRef
-from router.links import WorkerLink
-from router.roster import Roster
+from router.dispatch.links import WorkerLink
+from router.dispatch.roster import Roster
 from router.rules.leaks import Audited, Leak, find_leaks
 
 _PATIENCE_S = 2.0

@@ -5,7 +5,7 @@ many to one that has few (`router.rules.policy`).
                                                             └── no room, failed ──► stays where it is; tried again later
 
 Each move is a task here, so that it goes on while the stream's client is slow. It ends with the stream at the latest. A stream
-that is being copied (`router.copies`) moves when that is done.
+that is being copied (`router.dispatch.copies`) moves when that is done.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from configs.schema import ClusterConfig
 from protocol.errors import OverloadedError, TandemError
 from protocol.messages import Role
 from protocol.ticket import reserved_tokens
-from router.claim import Claim
-from router.copies import Copies
-from router.journal import Journal
-from router.links import WorkerLink
-from router.roster import Roster
+from router.dispatch.claim import Claim
+from router.dispatch.copies import Copies
+from router.dispatch.journal import Journal
+from router.dispatch.links import WorkerLink
+from router.dispatch.roster import Roster
+from router.dispatch.running import Running
 from router.rules.policy import blocks_for, evening, rebalancing
-from router.running import Running
 from telemetry.logging import fields
 from telemetry.metrics import Metrics
 
