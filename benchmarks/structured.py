@@ -32,7 +32,7 @@ from engine.batch import Chunk
 from engine.grammar import Constraint, Grammars
 from engine.model_runner import ModelRunner
 from protocol.sampling import SamplingParams
-from router.grammar import json_grammar
+from router.text.grammar import json_grammar
 
 SEEDS = 10
 AT_ONCE = 16

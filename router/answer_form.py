@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from router.api.chat import ChatBody
 from router.api.structured import ResponseFormat, tool_schemas, tool_wishes
-from router.grammar import HEAD, check_grammar, json_grammar, json_rule
+from router.text.grammar import HEAD, check_grammar, json_grammar, json_rule
 from router.text.tool_format import Tool, ToolFormat
 
 

@@ -33,7 +33,6 @@ from starlette.responses import JSONResponse, Response
 from configs.addresses import is_loopback
 from protocol.errors import AuthenticationError, InvalidRequestError, ModelNotFoundError, NotAllowedError
 from protocol.messages import Role
-from router.answer import Delta
 from router.api import answers
 from router.api import service_answers as service
 from router.api.body import Body, parse_body
@@ -50,12 +49,13 @@ from router.api.responses import ResponsesBody, as_chat
 from router.api.resumable import Asked, is_resumable, last_event_of, refuse_resumable, stream_key
 from router.api.shapes import AnswerInfo, AnswerShape, Json
 from router.api.tools import DetokenizeBody, DrainBody, ScaleBody, TokenizeBody
-from router.choices import Said, said_before
 from router.gate import Doorkeeper, Gate, caller_of
 from router.meter import Meter
 from router.page.routes import page_routes
 from router.prepare import Generation
 from router.recorder import Recorder, new_pen
+from router.request.answer import Delta
+from router.request.choices import Said, said_before
 from router.service import Router
 
 _B = TypeVar("_B", bound=Body)

@@ -16,9 +16,9 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 
 from protocol.errors import InvalidRequestError, RateLimitError
-from router.answer import Delta
 from router.callers import Caller
 from router.rates import Buckets, Charge, RateStore
+from router.request.answer import Delta
 
 log = logging.getLogger(__name__)
 

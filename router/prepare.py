@@ -14,7 +14,7 @@ from router.api.chat import ChatBody
 from router.api.completions import CompletionBody
 from router.api.fields import MAX_SEED
 from router.api.messages import ChatMessage
-from router.echo import Echo
+from router.request.echo import Echo
 from router.rules.fair_queue import ANYBODY, Standing
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pydantic import TypeAdapter
 
 from protocol.errors import InvalidRequestError, StreamNotFoundError, UnavailableError
-from router.answer import Delta
+from router.request.answer import Delta
 from router.stream_records import Entry, Fate, RecordStore, StreamKey
 
 log = logging.getLogger(__name__)

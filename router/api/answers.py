@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import ConfigDict, Field, with_config
 from typing_extensions import TypedDict
 
-from router.answer import Finish
 from router.api.response_options import FunctionTool, ResponseToolChoice, TextOptions
+from router.request.answer import Finish
 
 exact = with_config(ConfigDict(extra="forbid"))
 Count = Annotated[int, Field(ge=0)]

@@ -9,10 +9,10 @@ from typing import Annotated, ClassVar, TypeVar
 from pydantic import Field
 
 from protocol.errors import InvalidRequestError
-from router.answer import Answer, Delta, TextLogprobs
 from router.api.body import Neutral, Together, either, given
 from router.api.fields import MAX_LOGPROBS, NOT_YET, TRUE, SamplingBody
 from router.api.shapes import AnswerInfo, Json, clipped, usage, whole_usage
+from router.request.answer import Answer, Delta, TextLogprobs
 from telemetry.ledger import RequestTimes
 
 _DEFAULT_MAX_TOKENS = 16

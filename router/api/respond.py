@@ -17,11 +17,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from protocol.errors import TandemError
-from router.answer import Answer, Delta
 from router.api.errors import error_body
 from router.api.event_ids import EventIds
 from router.api.heartbeat import with_heartbeats
 from router.api.shapes import AnswerShape, Json
+from router.request.answer import Answer, Delta
 from telemetry.ledger import RequestTimes
 
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}

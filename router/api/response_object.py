@@ -13,10 +13,10 @@ import time
 from collections.abc import Iterable
 
 from protocol.errors import OverloadedError, TandemError
-from router.answer import Delta, TextLogprob, TextLogprobs
 from router.api.response_items import CallInMaking, MessageInMaking
 from router.api.responses import ResponsesBody
 from router.api.shapes import Json, clipped
+from router.request.answer import Delta, TextLogprob, TextLogprobs
 from router.text.tool_calls import ToolCallDelta
 
 

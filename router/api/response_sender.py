@@ -7,10 +7,10 @@ from collections.abc import AsyncGenerator, Iterable
 from starlette.types import Receive, Scope, Send
 
 from protocol.errors import TandemError
-from router.answer import Delta
 from router.api.respond import GenerationResponse, event
 from router.api.response_object import ResponseCourse
 from router.api.shapes import Json
+from router.request.answer import Delta
 
 
 class ResponseSender(GenerationResponse):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from router.answer import Answer, Delta
+from router.request.answer import Answer, Delta
 from telemetry.ledger import RequestTimes
 
 Json = dict[str, Any]

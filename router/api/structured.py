@@ -10,7 +10,7 @@ from pydantic import Field
 
 from protocol.errors import InvalidRequestError
 from router.api.body import Body, Together, absent, either, given
-from router.grammar import ANY_OBJECT, json_rule
+from router.text.grammar import ANY_OBJECT, json_rule
 from router.text.tool_format import ToolWishes
 
 MAX_TOOLS = 128

@@ -8,10 +8,10 @@ from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field
 
 from protocol.errors import TandemError
-from router.answer import Delta
 from router.api.body import check_body
 from router.api.chat import ChatBody
 from router.api.shapes import Json
+from router.request.answer import Delta
 
 _PATH = re.compile(r"(?<=`)[a-z_0-9.]+(?=`)|\bmax_tokens\b")
 """Where messages name fields."""

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from router.grammar import HEAD, json_rule, literal
+from router.text.grammar import HEAD, json_rule, literal
 
 Message = Mapping[str, Any]
 Tool = Mapping[str, Any]

@@ -22,7 +22,7 @@ from router.dispatch.admission import Admission
 from router.dispatch.journal import Journal
 from router.dispatch.migrator import Migrator
 from router.dispatch.roster import Roster
-from router.pipeline import Pipeline
+from router.request.pipeline import Pipeline
 from telemetry.ledger import RequestTimes
 from telemetry.metrics import Metrics
 
@@ -85,7 +85,7 @@ def test_damage_is_computed_again_and_counted(
             logged = [(record.name, getattr(record, "fields", {}).get("trace")) for record in caplog.records]
             parts = {name for name, trace in logged if trace == journal.trace.trace_id}
             assert parts == {
-                "router.pipeline",
+                "router.request.pipeline",
                 "prefill_workers.worker",
                 "decode_workers.worker",
                 "decode_workers.attaches",

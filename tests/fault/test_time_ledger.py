@@ -16,7 +16,7 @@ from router.dispatch.admission import Admission
 from router.dispatch.journal import Journal
 from router.dispatch.migrator import Migrator
 from router.dispatch.roster import Roster
-from router.pipeline import Pipeline
+from router.request.pipeline import Pipeline
 from telemetry.ledger import RequestTimes
 from telemetry.metrics import Metrics
 

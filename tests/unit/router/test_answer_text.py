@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from configs.facts import Model
 from protocol.sampling import FinishReason, SamplingParams
-from router.answer import Answer, AnswerText, TokenTexts
 from router.dispatch.journal import Tokens
+from router.request.answer import Answer, AnswerText, TokenTexts
 from router.text.tokenizer import Tokenizer
 
 TEXTS = ["one two three", "日本語🧑‍🚀é", "aaaa aaaa", "stop me, stop", "x\n\ny", ""]

@@ -11,7 +11,7 @@ import pytest
 
 from protocol.errors import ProtocolError
 from protocol.sampling import PromptLogprobs
-from router.echo import unpack
+from router.request.echo import unpack
 
 PROMPT = "The capital é 日本 is"
 

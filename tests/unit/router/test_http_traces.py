@@ -58,7 +58,7 @@ def test_an_invalid_trace_is_a_new_one(run_cluster: Run) -> None:
 def test_a_failed_attempt_is_logged_with_its_trace(run_cluster: Run, caplog: pytest.LogCaptureFixture) -> None:
     async def test(cluster: Any) -> None:
         cluster.prefill[0].fail_with = WorkerLostError("gone")
-        with caplog.at_level(logging.WARNING, logger="router.pipeline"):
+        with caplog.at_level(logging.WARNING, logger="router.request.pipeline"):
             answer = await cluster.http.post("/v1/completions", json=BODY, headers=SENT)
         assert answer.status_code == 503
         assert {record.__dict__["fields"]["trace"] for record in caplog.records} == {TRACE}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from router.grammar import ANY_OBJECT, MAX_FREE_KEY, json_grammar
+from router.text.grammar import ANY_OBJECT, MAX_FREE_KEY, json_grammar
 
 INTEGER = {"type": "integer"}
 LONGEST, TOO_LONG = "k" * MAX_FREE_KEY, "k" * (MAX_FREE_KEY + 1)

@@ -12,9 +12,9 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from protocol.errors import OverloadedError, WorkerLostError
-from router.answer import Delta, Finish, TextLogprob, TextLogprobs, TokenText
 from router.api.response_object import ResponseCourse
 from router.api.responses import LOGPROBS, ResponsesBody
+from router.request.answer import Delta, Finish, TextLogprob, TextLogprobs, TokenText
 from router.text.tool_calls import ToolCallDelta
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.grammar import json_rule
+from router.text.grammar import json_rule
 from router.text.tool_calls import ToolCallDelta, ToolCallParser, whole_calls
 from router.text.tool_format import ToolFormat, ToolWishes, tool_format
 

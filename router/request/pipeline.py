@@ -19,11 +19,11 @@ from collections.abc import AsyncGenerator, Container
 
 from configs.schema import LimitsConfig
 from protocol.errors import KvTransferError, OverloadedError, UnavailableError
-from router.choices import SharedPrompt
 from router.dispatch.admission import Admission
 from router.dispatch.claim import Claim, First
 from router.dispatch.journal import Journal, Tokens
 from router.dispatch.migrator import Migrator
+from router.request.choices import SharedPrompt
 from router.rules.resumption import Course, Deaths, Trials
 from telemetry.ledger import RequestTimes
 from telemetry.logging import fields

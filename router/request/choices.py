@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from protocol.sampling import PromptLogprobs
-from router.answer import Delta
+from router.request.answer import Delta
 
 _AT_ONCE = 32
 """So many choices of a request are at the workers at the same time; the others follow as these end."""

@@ -16,7 +16,7 @@ from configs.facts import TokenizerFacts
 from configs.vocabulary import byte_alphabet
 from protocol.sampling import FinishReason, PromptLogprobs, SamplingParams, TokenLogprobs
 from router.dispatch.journal import Tokens
-from router.echo import Echo, unpack
+from router.request.echo import Echo, unpack
 from router.text.detokenizer import Detokenizer
 from router.text.stop import StopMatcher
 from router.text.tokenizer import Tokenizer
