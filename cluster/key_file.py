@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from protocol.errors import ConfigError
-from router.keys import ApiKey, KeyFile, new_secret, read_key_file, render_key_file
+from router.access.keys import ApiKey, KeyFile, new_secret, read_key_file, render_key_file
 
 
 def add_key(path: Path, values: dict[str, Any]) -> str:

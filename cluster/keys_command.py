@@ -15,7 +15,7 @@ from protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     from configs.schema import TierConfig
-    from router.keys import ApiKey
+    from router.access.keys import ApiKey
 
 app = typer.Typer(help="Add, list and revoke API keys.", no_args_is_help=True)
 
@@ -63,7 +63,7 @@ def show(keys_file: KeysFile = None, config: Config = None) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from router.keys import read_key_file
+    from router.access.keys import read_key_file
 
     path, _ = _file(keys_file, config)
     table = Table(box=None, pad_edge=False)

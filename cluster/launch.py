@@ -30,7 +30,7 @@ from configs.models import resolve_for
 from configs.schema import ClusterConfig
 from protocol.cluster_view import ClusterView
 from protocol.errors import ConfigError, UnavailableError
-from router.keyring import Keyring
+from router.access.keyring import Keyring
 from telemetry.spans import check_installed
 
 Report = Callable[[str], None]

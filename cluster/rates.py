@@ -10,9 +10,9 @@ import ray
 
 from cluster.ray_launcher import NAME_PREFIX, NAMESPACE
 from configs.schema import ClusterConfig
-from router.meter import PATIENCE_S
-from router.rates import Buckets, Charge, RateStore
-from router.redis_rates import RedisRates
+from router.access.meter import PATIENCE_S
+from router.access.rates import Buckets, Charge, RateStore
+from router.access.redis_rates import RedisRates
 
 
 class RateKeeper:
@@ -26,7 +26,7 @@ class RateKeeper:
 
 
 class RayRates:
-    """router.rates.RateStore over the actor's handle."""
+    """router.access.rates.RateStore over the actor's handle."""
 
     def __init__(self, keeper: Any) -> None:
         self._keeper = keeper

@@ -20,8 +20,8 @@ from cluster.stream_keeper import RayRecordStore
 from configs.models import resolve_for
 from configs.schema import ClusterConfig
 from protocol.errors import UnavailableError
+from router.access.meter import Meter
 from router.app import create_app
-from router.meter import Meter
 from router.recorder import Recorder
 from router.service import Router
 from telemetry.logging import setup_logging

@@ -13,7 +13,7 @@ own: the owner of the three calls `await router.start()` before, and closes all 
         def __serve_build_asgi_app__(self):
             return create_app(self._router, ..., echo_request_id=False)   # Serve adds X-Request-ID by itself
 
-Who may use /v1 is checked in `router.gate`; the key and the loopback rule of /admin here, on the peer's address, because
+Who may use /v1 is checked in `router.access.gate`; the key and the loopback rule of /admin here, on the peer's address, because
 Serve's proxies may listen on every interface.
 """
 
@@ -33,6 +33,8 @@ from starlette.responses import JSONResponse, Response
 from configs.addresses import is_loopback
 from protocol.errors import AuthenticationError, InvalidRequestError, ModelNotFoundError, NotAllowedError
 from protocol.messages import Role
+from router.access.gate import Doorkeeper, Gate, caller_of
+from router.access.meter import Meter
 from router.api import answers
 from router.api import service_answers as service
 from router.api.body import Body, parse_body
@@ -49,8 +51,6 @@ from router.api.responses import ResponsesBody, as_chat
 from router.api.resumable import Asked, is_resumable, last_event_of, refuse_resumable, stream_key
 from router.api.shapes import AnswerInfo, AnswerShape, Json
 from router.api.tools import DetokenizeBody, DrainBody, ScaleBody, TokenizeBody
-from router.gate import Doorkeeper, Gate, caller_of
-from router.meter import Meter
 from router.page.routes import page_routes
 from router.prepare import Generation
 from router.recorder import Recorder, new_pen

@@ -13,10 +13,10 @@ from pydantic import TypeAdapter
 from starlette.requests import Request
 
 from protocol.errors import InvalidRequestError
+from router.access.gate import caller_of
 from router.api.event_ids import LAST_EVENT_HEADER, EventId, EventIds
 from router.api.respond import AnswerResponse
 from router.api.shapes import AnswerInfo, AnswerShape
-from router.gate import caller_of
 from router.prepare import Generation
 from router.request.answer import Delta
 from router.stream_records import StreamKey

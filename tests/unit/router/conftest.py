@@ -21,9 +21,9 @@ from configs.models import resolve
 from configs.schema import ClusterConfig, ResumableConfig
 from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState
 from protocol.messages import Role
+from router.access.meter import Meter
+from router.access.rates import RateStore
 from router.app import create_app
-from router.meter import Meter
-from router.rates import RateStore
 from router.recorder import Recorder
 from router.service import Router
 from router.stream_records import Entry, Fate, StreamKey, StreamRecords

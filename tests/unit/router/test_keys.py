@@ -17,10 +17,10 @@ from cluster.key_file import add_key, revoke_key
 from configs.schema import TierConfig
 from protocol.errors import AuthenticationError, ConfigError, ContextLengthError, InvalidRequestError, NotAllowedError
 from protocol.sampling import SamplingParams
-from router import keys as keys_module
-from router.callers import Caller, anonymous
-from router.keyring import Keyring
-from router.keys import ApiKey, check_key, read_key_file
+from router.access import keys as keys_module
+from router.access.callers import Caller, anonymous
+from router.access.keyring import Keyring
+from router.access.keys import ApiKey, check_key, read_key_file
 from router.prepare import Generation
 from router.rules.fair_queue import Standing
 

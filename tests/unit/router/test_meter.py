@@ -13,10 +13,10 @@ import pytest
 from cluster.key_file import add_key
 from configs.schema import HttpConfig, TierConfig
 from protocol.errors import InvalidRequestError, RateLimitError, UnavailableError
-from router.callers import Caller, anonymous
-from router.keyring import Keyring
-from router.meter import Meter
-from router.rates import Buckets, Charge
+from router.access.callers import Caller, anonymous
+from router.access.keyring import Keyring
+from router.access.meter import Meter
+from router.access.rates import Buckets, Charge
 from router.request.answer import Delta
 
 Run = Callable[..., None]

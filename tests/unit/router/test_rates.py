@@ -16,8 +16,8 @@ import redis
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.rates import Buckets, Charge
-from router.redis_rates import RedisRates
+from router.access.rates import Buckets, Charge
+from router.access.redis_rates import RedisRates
 
 STEPS = st.lists(st.tuples(st.floats(0, 100), st.integers(1, 50), st.integers(0, 50)), min_size=1, max_size=40)
 """Seconds since the step before, what is wanted, and what is given back of it."""

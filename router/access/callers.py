@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from configs.schema import DEFAULT_TIER, TierConfig
 from protocol.errors import ContextLengthError, InvalidRequestError, NotAllowedError
-from router.keys import ApiKey
+from router.access.keys import ApiKey
 from router.prepare import Generation
 from router.rules.fair_queue import Standing
 

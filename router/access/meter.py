@@ -16,8 +16,8 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 
 from protocol.errors import InvalidRequestError, RateLimitError
-from router.callers import Caller
-from router.rates import Buckets, Charge, RateStore
+from router.access.callers import Caller
+from router.access.rates import Buckets, Charge, RateStore
 from router.request.answer import Delta
 
 log = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from configs.schema import TierConfig
 from protocol.errors import ConfigError
-from router.callers import Caller
-from router.keys import ApiKey, check_key, read_key_file
+from router.access.callers import Caller
+from router.access.keys import ApiKey, check_key, read_key_file
 
 log = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from redis.asyncio import Redis
 
-from router.rates import Charge
+from router.access.rates import Charge
 
 _TAKE = """
--- KEYS: buckets. ARGV: per_minute and amount of each. As Buckets.take in router/rates.py, by Redis' own clock.
+-- KEYS: buckets. ARGV: per_minute and amount of each. As Buckets.take in router/access/rates.py, by Redis' own clock.
 local time = redis.call('TIME')
 local now = time[1] + time[2] / 1000000
 local levels, wait = {}, 0
@@ -34,7 +34,7 @@ _PREFIX = "tandem:rates:"
 
 
 class RedisRates:
-    """A router.rates.RateStore. Made in the loop that uses it; `close` it there."""
+    """A router.access.rates.RateStore. Made in the loop that uses it; `close` it there."""
 
     def __init__(self, url: str, patience_s: float) -> None:
         self._redis = Redis.from_url(url, socket_timeout=patience_s, socket_connect_timeout=patience_s)

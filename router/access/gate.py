@@ -13,10 +13,10 @@ from pathlib import Path
 from configs.addresses import is_loopback
 from configs.schema import ClusterConfig
 from protocol.errors import AuthenticationError, NotAllowedError, TandemError
+from router.access.callers import Caller, anonymous
+from router.access.keyring import Keyring
 from router.api.envelope import AsgiApp, Receive, Scope, Send
 from router.api.errors import error_response
-from router.callers import Caller, anonymous
-from router.keyring import Keyring
 from router.page.routes import PAGE_FILES
 
 _OPEN = frozenset(("/health", "/metrics", "/openapi.json", *PAGE_FILES))
