@@ -22,7 +22,7 @@ from configs.schema import ClusterConfig
 from protocol.errors import UnavailableError
 from router.access.meter import Meter
 from router.app import create_app
-from router.recorder import Recorder
+from router.resume.recorder import Recorder
 from router.service import Router
 from telemetry.logging import setup_logging
 

@@ -10,7 +10,7 @@ import ray
 
 from cluster.ray_launcher import NAME_PREFIX, NAMESPACE
 from configs.schema import ClusterConfig, ResumableConfig
-from router.stream_records import Entry, Fate, StreamKey, StreamRecords
+from router.resume.stream_records import Entry, Fate, StreamKey, StreamRecords
 
 
 class StreamKeeper:
@@ -27,7 +27,7 @@ class StreamKeeper:
 
 
 class RayRecordStore:
-    """router.stream_records.RecordStore over the actor's handle."""
+    """router.resume.stream_records.RecordStore over the actor's handle."""
 
     def __init__(self, keeper: Any) -> None:
         self._keeper = keeper

@@ -48,14 +48,14 @@ from router.api.openapi import Access, DocumentedApp, Operation
 from router.api.response_object import ResponseCourse
 from router.api.response_sender import ResponseSender
 from router.api.responses import ResponsesBody, as_chat
-from router.api.resumable import Asked, is_resumable, last_event_of, refuse_resumable, stream_key
 from router.api.shapes import AnswerInfo, AnswerShape, Json
 from router.api.tools import DetokenizeBody, DrainBody, ScaleBody, TokenizeBody
 from router.page.routes import page_routes
 from router.prepare import Generation
-from router.recorder import Recorder, new_pen
 from router.request.answer import Delta
 from router.request.choices import Said, said_before
+from router.resume.recorder import Recorder, new_pen
+from router.resume.resumable import Asked, is_resumable, last_event_of, refuse_resumable, stream_key
 from router.service import Router
 
 _B = TypeVar("_B", bound=Body)

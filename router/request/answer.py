@@ -57,7 +57,7 @@ class TextLogprobs:
 class Delta:
     """What one piece of a choice adds. `text` may be empty while a character or a stop string is still open.
 
-    Resumable streams are recorded as these, in JSON and without `times` (`router/recorder.py`).
+    Resumable streams are recorded as these, in JSON and without `times` (`router/resume/recorder.py`).
     """
 
     index: int

@@ -24,9 +24,9 @@ from protocol.messages import Role
 from router.access.meter import Meter
 from router.access.rates import RateStore
 from router.app import create_app
-from router.recorder import Recorder
+from router.resume.recorder import Recorder
+from router.resume.stream_records import Entry, Fate, StreamKey, StreamRecords
 from router.service import Router
-from router.stream_records import Entry, Fate, StreamKey, StreamRecords
 from router.text.tokenizer import Tokenizer
 
 

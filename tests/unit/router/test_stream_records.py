@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from protocol.errors import InvalidRequestError
 from router.api.event_ids import START, EventId, EventIds
-from router.stream_records import Entry, Fate, StreamKey, StreamRecords
+from router.resume.stream_records import Entry, Fate, StreamKey, StreamRecords
 
 KEYS = [StreamKey(tenant, path, "r") for tenant in ("", "acme") for path in ("/v1/completions", "/v1/chat/completions")]
 

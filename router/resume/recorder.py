@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 
 from protocol.errors import InvalidRequestError, StreamNotFoundError, UnavailableError
 from router.request.answer import Delta
-from router.stream_records import Entry, Fate, RecordStore, StreamKey
+from router.resume.stream_records import Entry, Fate, RecordStore, StreamKey
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from router.api.respond import AnswerResponse
 from router.api.shapes import AnswerInfo, AnswerShape
 from router.prepare import Generation
 from router.request.answer import Delta
-from router.stream_records import StreamKey
+from router.resume.stream_records import StreamKey
 
 RESUMABLE_HEADER = "x-tandem-resumable"
 _REQUEST_ID_HEADER = "x-request-id"
