@@ -35,23 +35,23 @@ from protocol.errors import AuthenticationError, InvalidRequestError, ModelNotFo
 from protocol.messages import Role
 from router.access.gate import Doorkeeper, Gate, caller_of
 from router.access.meter import Meter
-from router.api import answers
-from router.api import service_answers as service
 from router.api.body import Body, parse_body
-from router.api.chat import ChatBody, ChatShape
-from router.api.completions import CompletionBody, CompletionShape
+from router.api.chat.body import ChatBody, ChatShape
+from router.api.completions.body import CompletionBody, CompletionShape
+from router.api.document import answer_schemas as answers
+from router.api.document import service_schemas as service
+from router.api.document.openapi import Access, DocumentedApp, Operation
 from router.api.envelope import Envelope
 from router.api.errors import install_error_handlers
 from router.api.event_ids import EventId, EventIds
 from router.api.intake import read_json_bytes
-from router.api.openapi import Access, DocumentedApp, Operation
-from router.api.response_object import ResponseCourse
-from router.api.response_sender import ResponseSender
-from router.api.responses import ResponsesBody, as_chat
+from router.api.prepare import Generation
+from router.api.responses.body import ResponsesBody, as_chat
+from router.api.responses.events import ResponseCourse
+from router.api.responses.sender import ResponseSender
 from router.api.shapes import AnswerInfo, AnswerShape, Json
-from router.api.tools import DetokenizeBody, DrainBody, ScaleBody, TokenizeBody
+from router.api.tools.bodies import DetokenizeBody, DrainBody, ScaleBody, TokenizeBody
 from router.page.routes import page_routes
-from router.prepare import Generation
 from router.request.answer import Delta
 from router.request.choices import Said, said_before
 from router.resume.recorder import Recorder, new_pen

@@ -23,6 +23,7 @@ from configs.schema import ClusterConfig
 from protocol.errors import ModelNotFoundError, TandemError, UnavailableError
 from protocol.messages import Role
 from protocol.trace import TraceContext
+from router.api.prepare import Generation, Preparer
 from router.dispatch.admission import Admission
 from router.dispatch.audit import audit
 from router.dispatch.controller_client import ControllerClient
@@ -30,7 +31,6 @@ from router.dispatch.journal import Journal, Tokens
 from router.dispatch.migrator import Migrator
 from router.dispatch.roster import Roster
 from router.dispatch.status import health_problem, worker_status
-from router.prepare import Generation, Preparer
 from router.request.answer import AnswerText, Delta, TokenTexts
 from router.request.choices import Said, SharedPrompt, interleaved
 from router.request.pipeline import Pipeline

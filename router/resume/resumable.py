@@ -14,10 +14,10 @@ from starlette.requests import Request
 
 from protocol.errors import InvalidRequestError
 from router.access.gate import caller_of
+from router.api.answer_sender import AnswerResponse
 from router.api.event_ids import LAST_EVENT_HEADER, EventId, EventIds
-from router.api.respond import AnswerResponse
+from router.api.prepare import Generation
 from router.api.shapes import AnswerInfo, AnswerShape
-from router.prepare import Generation
 from router.request.answer import Delta
 from router.resume.stream_records import StreamKey
 

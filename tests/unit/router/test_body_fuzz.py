@@ -13,12 +13,12 @@ from jsonschema import Draft202012Validator, validators
 
 from protocol.errors import InvalidRequestError
 from router.api.body import Body, parse_body
-from router.api.chat import ChatBody
-from router.api.completions import CompletionBody
-from router.api.openapi import body_schema
-from router.api.responses import ResponsesBody
+from router.api.chat.body import ChatBody
+from router.api.completions.body import CompletionBody
+from router.api.document.openapi import body_schema
+from router.api.responses.body import ResponsesBody
 from router.api.structured import tool_wishes
-from router.api.tools import DetokenizeBody, ScaleBody, TokenizeBody
+from router.api.tools.bodies import DetokenizeBody, ScaleBody, TokenizeBody
 
 KINDS: list[type[Body]] = [ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody, ScaleBody]
 

@@ -11,8 +11,8 @@ from openai import omit
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
 
-from router.api.chat import ChatShape
-from router.api.respond import AnswerResponse
+from router.api.answer_sender import AnswerResponse
+from router.api.chat.body import ChatShape
 from router.api.shapes import AnswerInfo
 from router.request.answer import Delta
 from router.text.tool_calls import ToolCallDelta

@@ -12,8 +12,8 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from protocol.errors import OverloadedError, WorkerLostError
-from router.api.response_object import ResponseCourse
-from router.api.responses import LOGPROBS, ResponsesBody
+from router.api.responses.body import LOGPROBS, ResponsesBody
+from router.api.responses.events import ResponseCourse
 from router.request.answer import Delta, Finish, TextLogprob, TextLogprobs, TokenText
 from router.text.tool_calls import ToolCallDelta
 

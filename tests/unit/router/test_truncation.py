@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.truncation import truncated, turns
+from router.api.truncation import truncated, turns
 
 SHORT = {"s": "system", "d": "developer", "u": "user", "a": "assistant", "t": "tool"}
 

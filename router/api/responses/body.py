@@ -14,11 +14,11 @@ from pydantic import Field
 from protocol.errors import InvalidRequestError
 from router.api.body import Body, Neutral, Together
 from router.api.fields import MAX_LOGPROBS, MAX_SALT_CHARS, MAX_SEED, STREAM_OPTIONS, Count
-from router.api.response_input import CallItem, Item, MessageItem
-from router.api.response_options import FunctionTool, ResponseToolChoice, TextOptions
+from router.api.responses.input import CallItem, Item, MessageItem
+from router.api.responses.options import FunctionTool, ResponseToolChoice, TextOptions
+from router.api.responses.translation import Translation
 from router.api.shapes import Json
 from router.api.structured import MAX_TOOLS
-from router.api.translation import Translation
 
 LOGPROBS = "message.output_text.logprobs"
 

@@ -9,17 +9,17 @@ from dataclasses import dataclass, replace
 from configs.facts import Model
 from protocol.errors import ContextLengthError, InvalidRequestError
 from protocol.sampling import MAX_PROMPT_LOGPROBS, SamplingParams, TokenBias
-from router.answer_form import AnswerForm, chat_form, json_form
-from router.api.chat import ChatBody
-from router.api.completions import CompletionBody
+from router.api.answer_form import AnswerForm, chat_form, json_form
+from router.api.chat.body import ChatBody
+from router.api.chat.messages import ChatMessage
+from router.api.completions.body import CompletionBody
 from router.api.fields import MAX_SEED
-from router.api.messages import ChatMessage
+from router.api.truncation import Truncated, truncated
 from router.request.echo import Echo
 from router.rules.fair_queue import ANYBODY, Standing
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer
 from router.text.tool_format import Tool, ToolFormat, tool_format
-from router.truncation import Truncated, truncated
 
 _MAX_ID_DIGITS = 10
 

@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Iterable
 from starlette.types import Receive, Scope, Send
 
 from protocol.errors import TandemError
-from router.api.respond import GenerationResponse, event
-from router.api.response_object import ResponseCourse
+from router.api.answer_sender import GenerationResponse, event
+from router.api.responses.events import ResponseCourse
 from router.api.shapes import Json
 from router.request.answer import Delta
 

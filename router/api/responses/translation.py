@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from protocol.errors import TandemError
 from router.api.body import check_body
-from router.api.chat import ChatBody
+from router.api.chat.body import ChatBody
 from router.api.shapes import Json
 from router.request.answer import Delta
 

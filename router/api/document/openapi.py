@@ -13,9 +13,9 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import TypeAdapter
 
-from router.api.answers import Refusal
+from router.api.answer_sender import DROPPED_HEADER
 from router.api.body import Body
-from router.api.respond import DROPPED_HEADER
+from router.api.document.answer_schemas import Refusal
 from router.api.shapes import Json
 
 _JSON = "application/json"

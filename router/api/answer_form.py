@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from router.api.chat import ChatBody
+from router.api.chat.body import ChatBody
 from router.api.structured import ResponseFormat, tool_schemas, tool_wishes
 from router.text.grammar import HEAD, check_grammar, json_grammar, json_rule
 from router.text.tool_format import Tool, ToolFormat

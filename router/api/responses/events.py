@@ -13,8 +13,8 @@ import time
 from collections.abc import Iterable
 
 from protocol.errors import OverloadedError, TandemError
-from router.api.response_items import CallInMaking, MessageInMaking
-from router.api.responses import ResponsesBody
+from router.api.responses.body import ResponsesBody
+from router.api.responses.items import CallInMaking, MessageInMaking
 from router.api.shapes import Json, clipped
 from router.request.answer import Delta, TextLogprob, TextLogprobs
 from router.text.tool_calls import ToolCallDelta

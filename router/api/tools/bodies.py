@@ -8,7 +8,7 @@ from pydantic import Field
 
 from protocol.errors import InvalidRequestError
 from router.api.body import Body, Neutral, Together, absent, either, given
-from router.api.messages import MESSAGES, ChatMessage, check_messages
+from router.api.chat.messages import MESSAGES, ChatMessage, check_messages
 from router.api.structured import MAX_TOOLS, ToolBody
 
 _WORKERS = "an integer from 1 to 1024"

@@ -9,8 +9,8 @@ from pydantic import Field
 
 from protocol.errors import InvalidRequestError
 from router.api.body import Neutral, Together, absent, either, given
+from router.api.chat.messages import MESSAGES, ChatMessage, check_messages
 from router.api.fields import MAX_LOGPROBS, NOT_YET, TRUE, Count, SamplingBody
-from router.api.messages import MESSAGES, ChatMessage, check_messages
 from router.api.shapes import AnswerInfo, Json, clipped, usage, whole_usage
 from router.api.structured import MAX_TOOLS, ToolBody, ToolChoice
 from router.request.answer import Answer, Delta, TextLogprob, TextLogprobs

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import ConfigDict, Field, with_config
 from typing_extensions import TypedDict
 
-from router.api.response_options import FunctionTool, ResponseToolChoice, TextOptions
+from router.api.responses.options import FunctionTool, ResponseToolChoice, TextOptions
 from router.request.answer import Finish
 
 exact = with_config(ConfigDict(extra="forbid"))

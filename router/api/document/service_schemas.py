@@ -10,7 +10,7 @@ from typing import Annotated, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from router.api.answers import Count, exact
+from router.api.document.answer_schemas import Count, exact
 
 
 @exact
