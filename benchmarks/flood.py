@@ -23,7 +23,7 @@ import httpx
 
 from benchmarks.environment import write_result
 from benchmarks.servers import HOST, cluster
-from cluster.key_file import add_key
+from cluster.commands.key_file import add_key
 
 FLOOD, LINE = 100, 90
 REQUESTS = 24

@@ -33,7 +33,7 @@ def main() -> None:
 
 
 async def start_worker(began: float) -> None:
-    import cluster.worker_process  # noqa: F401  (the actor's class, and Ray with it)
+    import cluster.ray.worker_process  # noqa: F401  (the actor's class, and Ray with it)
     from configs.models import resolve_for
     from configs.schema import ClusterConfig
     from decode_workers.actor import DecodeActor

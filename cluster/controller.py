@@ -14,8 +14,8 @@ from typing import Any, cast
 import ray
 from ray.exceptions import RayTaskError
 
-from cluster.ray_errors import original
-from cluster.ray_launcher import NAME_PREFIX, NAMESPACE, RayLauncher
+from cluster.ray.errors import original
+from cluster.ray.launcher import NAME_PREFIX, NAMESPACE, RayLauncher
 from cluster.records import GcsRecords
 from cluster.supervisor import Supervisor
 from configs.schema import ClusterConfig

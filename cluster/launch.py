@@ -23,8 +23,8 @@ from typing import Any, cast
 import httpx
 import redis
 
-from cluster.placement import unplaceable
-from cluster.ray_session import check_port_free, joined_ray, local_ray
+from cluster.ray.placement import unplaceable
+from cluster.ray.session import check_port_free, joined_ray, local_ray
 from configs.loader import served_context
 from configs.models import resolve_for
 from configs.schema import ClusterConfig
@@ -115,10 +115,10 @@ def running_cluster(config: ClusterConfig, address: str | None, report: Report) 
 @contextmanager
 def _pools_and_http(config: ClusterConfig, place: _Place, report: Report) -> Iterator[RunningCluster]:
     from cluster.controller import find_controller, start_controller
-    from cluster.rates import start_rate_keeper
-    from cluster.ray_launcher import node_resources
-    from cluster.serve_app import deploy_router, start_http
-    from cluster.stream_keeper import start_stream_keeper
+    from cluster.ray.launcher import node_resources
+    from cluster.ray.rates import start_rate_keeper
+    from cluster.ray.serve_app import deploy_router, start_http
+    from cluster.ray.stream_keeper import start_stream_keeper
     from cluster.teardown import remove_cluster, sweep
 
     if not place.may_grow and (reason := unplaceable(config, node_resources())) is not None:
@@ -151,7 +151,7 @@ def _ask(reference: Any) -> Any:
     import ray
     from ray.exceptions import RayError, RayTaskError
 
-    from cluster.ray_errors import original
+    from cluster.ray.errors import original
 
     try:
         return ray.get(reference)

@@ -1,4 +1,4 @@
-"""What the supervisor asks of whoever makes processes: cluster.ray_launcher, or a scripted one in tests."""
+"""What the supervisor asks of whoever makes processes: cluster.ray.launcher, or a scripted one in tests."""
 
 from __future__ import annotations
 

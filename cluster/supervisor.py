@@ -10,7 +10,7 @@ record takes up what a former one has left: lives that are up are awaited again,
 
 Whatever ends a life (a crash, a failed start, a drain), its task kills the process before the pool hears of it, so two lives
 of one worker never run side by side. A drain runs in a task of its own beside the life. All decisions are the pool's
-(cluster.pool); how processes come to be is the launcher's (cluster.ray_launcher, or a scripted one in tests). Everything runs
+(cluster.pool); how processes come to be is the launcher's (cluster.ray.launcher, or a scripted one in tests). Everything runs
 in one event loop; `close` ends every life and waits for it.
 """
 
@@ -23,8 +23,8 @@ from collections.abc import Coroutine
 from typing import Any
 
 from cluster.launcher import Launcher, Process, Started
-from cluster.placement import pool_of
 from cluster.pool import Action, Drain, Pool, Remove, Resume, Start, Stop
+from cluster.ray.placement import pool_of
 from cluster.records import ClusterRecord, Life, RecordStore
 from configs.schema import ClusterConfig
 from protocol.cluster_view import ClusterView, WorkerState

@@ -15,9 +15,9 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import get_placement_group, placement_group_table, remove_placement_group
 
 from cluster.controller import CONTROLLER, find_controller
-from cluster.ray_launcher import NAME_PREFIX, NAMESPACE
+from cluster.ray.launcher import NAME_PREFIX, NAMESPACE
+from cluster.ray.serve_app import APPLICATION
 from cluster.records import delete_record
-from cluster.serve_app import APPLICATION
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import httpx
 import pytest
 from local_processes import TANDEM, marked_processes
 
-from cluster.ray_session import free_port
+from cluster.ray.session import free_port
 
 START_S = 150.0
 

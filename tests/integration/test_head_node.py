@@ -21,7 +21,7 @@ from disturbed import begun, disturbed, until
 from local_processes import TANDEM, marked_processes
 
 from benchmarks.streams import Answered, Request
-from cluster.ray_session import free_port, local_environment
+from cluster.ray.session import free_port, local_environment
 
 REDIS = shutil.which("redis-server")
 START_S = 60.0

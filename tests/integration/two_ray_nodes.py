@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from cluster.ray_session import local_environment
+from cluster.ray.session import local_environment
 
 
 def main() -> None:

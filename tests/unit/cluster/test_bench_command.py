@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from cluster import cli
+from cluster.commands import cli
 from loadtest import bench
 from loadtest.options import BenchOptions
 from protocol.errors import UnavailableError

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from cluster import cli
-from cluster.chat import Conversation, Timing, answer_pieces
-from cluster.http_client import ApiClient
-from cluster.ray_session import check_port_free, local_environment
-from cluster.scale_command import parse_sizes, pending
-from cluster.serve_command import changes, greeting
+from cluster.commands import cli
+from cluster.commands.chat import Conversation, Timing, answer_pieces
+from cluster.commands.http_client import ApiClient
+from cluster.commands.scale import parse_sizes, pending
+from cluster.commands.serve import changes, greeting
+from cluster.ray.session import check_port_free, local_environment
 from configs.schema import ClusterConfig, HttpConfig
 from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState
 from protocol.errors import ConfigError, InvalidRequestError, OverloadedError, UnavailableError

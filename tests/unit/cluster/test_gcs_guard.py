@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.gcs_guard import Process, gcs_and_raylet
+from cluster.ray.gcs_guard import Process, gcs_and_raylet
 
 
 def gcs(pid: int, port: int, node_id: str) -> Process:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.haproxy_guard import close_ports, rewrite
+from cluster.ray.haproxy_guard import close_ports, rewrite
 
 CONFIGURATION = """global
     stats socket {directory}/admin.sock mode 666 level admin expose-fd listeners
@@ -68,6 +68,6 @@ def test_the_file_is_for_its_owner_only(tmp_path: Path) -> None:
 def test_the_real_haproxy_accepts_what_is_left(tmp_path: Path) -> None:
     path = tmp_path / "haproxy.cfg"
     path.write_text(CONFIGURATION.format(directory=tmp_path, metrics_port=9101, port=18080, stats_port=8404))
-    command = [sys.executable, "-c", "from cluster.haproxy_guard import main; main()", "-c", "-f", str(path)]
+    command = [sys.executable, "-c", "from cluster.ray.haproxy_guard import main; main()", "-c", "-f", str(path)]
     checked = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert checked.returncode == 0, checked.stderr

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster import cli
+from cluster.commands import cli
 
 
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

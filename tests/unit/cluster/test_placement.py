@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.placement import bundle_of, missing, threads_per_rank, unplaceable
+from cluster.ray.placement import bundle_of, missing, threads_per_rank, unplaceable
 from configs.schema import ClusterConfig, DecodeConfig, PoolConfig, PrefillConfig
 from protocol.messages import Role
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster import cli
+from cluster.commands import cli
 
 
 def tandem(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.placement import unplaceable
+from cluster.ray.placement import unplaceable
 from configs.loader import load_config
 
 ROOT = Path(__file__).parents[3]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
-from cluster.ray_errors import answer, original
+from cluster.ray.errors import answer, original
 from protocol.errors import ConfigError, TandemError, WorkerLostError
 
 DEATH = (

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from cluster.http_client import ApiClient
+from cluster.commands.http_client import ApiClient
 from protocol.errors import InvalidRequestError, UnavailableError
 from protocol.messages import Role
 

@@ -63,7 +63,7 @@ def local_environment(scratch: Path) -> dict[str, str]:
 
 
 def haproxy_guard() -> Path:
-    """The installed `tandem-haproxy` (cluster.haproxy_guard). Raises ConfigError if Tandem is not installed properly."""
+    """The installed `tandem-haproxy` (cluster.ray.haproxy_guard). Raises ConfigError if Tandem is not installed properly."""
     beside = Path(sys.executable).with_name("tandem-haproxy")
     found = str(beside) if beside.exists() else shutil.which("tandem-haproxy")
     if found is None:

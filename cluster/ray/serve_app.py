@@ -15,8 +15,8 @@ from ray import serve
 from ray.exceptions import RayError
 
 from cluster.controller import RayControllerClient
-from cluster.rates import rate_store
-from cluster.stream_keeper import RayRecordStore
+from cluster.ray.rates import rate_store
+from cluster.ray.stream_keeper import RayRecordStore
 from configs.models import resolve_for
 from configs.schema import ClusterConfig
 from protocol.errors import UnavailableError

@@ -33,10 +33,10 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.launcher import Process, Started
-from cluster.placement import Resources, bundle_of, missing, pool_of, threads_per_rank
-from cluster.ray_errors import answer
+from cluster.ray.errors import answer
+from cluster.ray.placement import Resources, bundle_of, missing, pool_of, threads_per_rank
+from cluster.ray.worker_process import WorkerProcess
 from cluster.records import Life
-from cluster.worker_process import WorkerProcess
 from configs.schema import ClusterConfig
 from protocol.errors import TandemError, WorkerLostError
 from protocol.messages import Role

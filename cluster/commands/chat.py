@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from cluster.http_client import ApiClient
+from cluster.commands.http_client import ApiClient
 from protocol.errors import TandemError
 
 HELP = "/exit leaves, /clear forgets the conversation, /help says this. Ctrl-C stops an answer."

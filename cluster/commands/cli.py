@@ -13,10 +13,10 @@ from typing import Annotated, Any
 
 import typer
 
-from cluster.bench_command import bench
-from cluster.gcs_guard import keep_gcs
-from cluster.keys_command import app as keys_app
-from cluster.plan_command import plan
+from cluster.commands.bench import bench
+from cluster.commands.keys import app as keys_app
+from cluster.commands.plan import plan
+from cluster.ray.gcs_guard import keep_gcs
 from protocol.errors import ConfigError, TandemError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -95,7 +95,7 @@ def serve(
     address: RayAddress = None,
 ) -> None:
     """Start a cluster and serve it until Ctrl-C."""
-    from cluster.serve_command import serve_until_interrupted
+    from cluster.commands.serve import serve_until_interrupted
     from configs.loader import load_config
 
     flags: dict[str, Any] = {
@@ -133,7 +133,7 @@ def stop(address: RayAddress = None) -> None:
     """End the cluster on a Ray cluster (a local `tandem serve` ends with Ctrl-C)."""
     if address is None:
         raise ConfigError("name the Ray cluster with --address or RAY_ADDRESS", param="address")
-    from cluster.ray_session import joined_ray
+    from cluster.ray.session import joined_ray
 
     with joined_ray(address):
         from cluster.teardown import remove_cluster
@@ -149,8 +149,8 @@ def status(
     admin_key: AdminKey = None,
 ) -> None:
     """Show the workers: state, load, KV cache."""
-    from cluster.http_client import ApiClient
-    from cluster.status_table import print_status
+    from cluster.commands.http_client import ApiClient
+    from cluster.commands.status_table import print_status
 
     answer = ApiClient(url, admin_key).get("/admin/status")
     if as_json:
@@ -167,8 +167,8 @@ def scale(
     wait_s: Annotated[float, typer.Option("--wait", help="Seconds to wait until it is done; 0 returns at once.")] = 600.0,
 ) -> None:
     """Change the number of workers while requests run; running streams move to the workers that stay."""
-    from cluster.http_client import ApiClient
-    from cluster.scale_command import parse_sizes, wait_until_scaled
+    from cluster.commands.http_client import ApiClient
+    from cluster.commands.scale import parse_sizes, wait_until_scaled
 
     wanted = parse_sizes(sizes)
     client = ApiClient(url, admin_key)
@@ -186,8 +186,8 @@ def drain(
     wait_s: Annotated[float, typer.Option("--wait", help="Seconds to wait until it is done; 0 returns at once.")] = 660.0,
 ) -> None:
     """Empty a worker while requests run, and end it: running streams move to other workers."""
-    from cluster.drain_command import drain_and_wait
-    from cluster.http_client import ApiClient
+    from cluster.commands.drain import drain_and_wait
+    from cluster.commands.http_client import ApiClient
 
     drain_and_wait(ApiClient(url, admin_key), worker, restart, wait_s)
 
@@ -202,8 +202,8 @@ def rollout(
     wait_s: Annotated[float, typer.Option("--wait", help="Seconds that one worker may take to drain and to start.")] = 780.0,
 ) -> None:
     """Restart all workers, one after the other, while requests run."""
-    from cluster.drain_command import roll_out
-    from cluster.http_client import ApiClient
+    from cluster.commands.drain import roll_out
+    from cluster.commands.http_client import ApiClient
 
     roll_out(ApiClient(url, admin_key), room_s, wait_s)
 
@@ -215,7 +215,7 @@ def audit(
     admin_key: AdminKey = None,
 ) -> None:
     """Compare the books of all workers: nothing, or a line for each leak and exit code 1."""
-    from cluster.http_client import ApiClient
+    from cluster.commands.http_client import ApiClient
 
     answer = ApiClient(url, admin_key).get("/admin/audit")
     if as_json:
@@ -230,7 +230,7 @@ def audit(
 @app.command()
 def models() -> None:
     """List the models that can be served by name, and those in the cache."""
-    from cluster.status_table import print_models
+    from cluster.commands.status_table import print_models
     from configs.models import list_models
 
     print_models(list_models())
@@ -248,9 +248,9 @@ def chat(
     """Talk to the model in the terminal."""
     from rich.console import Console
 
-    from cluster.chat import Conversation
-    from cluster.chat import chat as talk
-    from cluster.http_client import ApiClient
+    from cluster.commands.chat import Conversation
+    from cluster.commands.chat import chat as talk
+    from cluster.commands.http_client import ApiClient
 
     client = ApiClient(url, api_key)
     name = model or client.get("/v1/models")["data"][0]["id"]

@@ -40,7 +40,7 @@ def add(
     config: Config = None,
 ) -> None:
     """Make a key and print it. It is shown this once: the file has only a hash of it."""
-    from cluster.key_file import add_key
+    from cluster.commands.key_file import add_key
 
     path, tiers = _file(keys_file, config)
     if tier not in tiers:
@@ -83,7 +83,7 @@ def revoke(
     config: Config = None,
 ) -> None:
     """Refuse a key from now on. Requests that run already go on."""
-    from cluster.key_file import revoke_key
+    from cluster.commands.key_file import revoke_key
 
     path, _ = _file(keys_file, config)
     revoke_key(path, key_id)

@@ -35,7 +35,7 @@ class _Running(Protocol):
 
 
 class WorkerProcess:
-    """At most one life of one rank, wrapped by `ray.remote` in cluster.ray_launcher. Cheap to make."""
+    """At most one life of one rank, wrapped by `ray.remote` in cluster.ray.launcher. Cheap to make."""
 
     def __init__(self) -> None:
         self._first: WorkerActor | None = None
