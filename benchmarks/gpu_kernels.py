@@ -22,7 +22,7 @@ from engine.kernels.triton.launch import Launch
 from engine.kernels.triton.layers import add_norm, swiglu
 from engine.kernels.triton.prefill_attention import prefill_attention, prefill_tiles
 from engine.kernels.triton.sampling import SamplingRows, sample
-from engine.kv_pool import KVPool
+from engine.memory.kv_pool import KVPool
 
 ROUNDS = 20
 CONTEXT = 4096

@@ -20,7 +20,7 @@ import torch
 from benchmarks.gpu_model import decoder_weights, kv_bytes_per_token, matrix_parameters
 from configs.facts import ModelFacts
 from engine.batch import Chunk
-from engine.kv_pool import KVPool
+from engine.memory.kv_pool import KVPool
 from engine.model_runner import ModelRunner
 from protocol.errors import TandemError
 from protocol.sampling import SamplingParams

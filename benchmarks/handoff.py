@@ -29,10 +29,10 @@ from benchmarks.environment import write_result
 from configs.models import resolve
 from configs.schema import ClusterConfig, TransportName
 from decode_workers.worker import DecodeWorker
-from engine.gang import Gang
 from engine.grammar import Grammars
-from engine.kv_pool import KVPool
+from engine.memory.kv_pool import KVPool
 from engine.model_runner import ModelRunner
+from engine.ranks.gang import Gang
 from kv_transfer.choice import receiving_transports, sending_transports
 from kv_transfer.fingerprint import push_fingerprints
 from kv_transfer.plan import Piece, cut, layer_groups, slot_runs

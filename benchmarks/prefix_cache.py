@@ -22,9 +22,9 @@ from benchmarks.environment import write_result
 from configs.models import resolve
 from configs.schema import ClusterConfig
 from decode_workers.worker import DecodeWorker
-from engine.gang import Gang
 from engine.grammar import Grammars
 from engine.model_runner import ModelRunner
+from engine.ranks.gang import Gang
 from kv_transfer.gloo import GlooTransport
 from prefill_workers.worker import PrefillWorker
 from protocol.calls import Caller

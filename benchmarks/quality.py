@@ -17,12 +17,12 @@ from benchmarks.load import PROSE
 from configs.facts import Model
 from configs.models import resolve
 from engine.batch import Chunk, ForwardBatch
-from engine.kv_pool import KVPool
+from engine.memory.kv_pool import KVPool
 from engine.models.decoder import Decoder
 from engine.models.weights import Quantization, WeightFormat, load_weights
 from engine.native.library import NativeLibrary
 from engine.operators import step_factory
-from engine.tensor_parallel import ALONE
+from engine.ranks.tensor_parallel import ALONE
 from router.text.tokenizer import Tokenizer
 
 BLOCK_SIZE = 16

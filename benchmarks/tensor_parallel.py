@@ -29,7 +29,7 @@ from engine.batch import Chunk
 from engine.model_runner import ModelRunner
 from engine.models.parameters import layer_parameters, model_parameters
 from engine.models.safetensors_weights import SafetensorsWeights
-from engine.tensor_parallel import ALONE, TensorParallel, connect
+from engine.ranks.tensor_parallel import ALONE, TensorParallel, connect
 from protocol.sampling import SamplingParams
 
 HIDDEN, BLOCK_SIZE, CONTEXT = 2048, 16, 256

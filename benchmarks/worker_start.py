@@ -37,7 +37,7 @@ async def start_worker(began: float) -> None:
     from configs.models import resolve_for
     from configs.schema import ClusterConfig
     from decode_workers.actor import DecodeActor
-    from engine.kv_pool import KVPool
+    from engine.memory.kv_pool import KVPool
     from engine.model_runner import resolve_dtype
 
     imported = time.monotonic()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from decode_workers.rank import load_share
 from decode_workers.worker import DecodeWorker
-from engine.first_rank import FirstRankActor
-from engine.gang import Gang
 from engine.grammar import Grammars
 from engine.model_runner import ModelRunner
-from engine.tensor_parallel import TensorParallel
+from engine.ranks.first_rank import FirstRankActor
+from engine.ranks.gang import Gang
+from engine.ranks.tensor_parallel import TensorParallel
 from kv_transfer.choice import receiving_transports, sending_transports
 from protocol.messages import Role, WorkerRef
 from protocol.wire import WireServer

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from decode_workers.ledger import Ledger
-from engine.gang import Gang
-from engine.kv_pool import KVPool
+from engine.memory.kv_pool import KVPool
+from engine.ranks.gang import Gang
 from kv_transfer.lanes import LocalReceiveRank, ReceiveRank
 from kv_transfer.receiver import ReceivingPair, TransferStats
 from kv_transfer.remote_lanes import RemoteReceiveRank

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from decode_workers.ledger import Ledger
 from decode_workers.scheduler import DecodeScheduler
-from engine.prefix_cache import PrefixCache
+from engine.memory.prefix_cache import PrefixCache
 from protocol.audit import DecodeBooks, Owner, SendRow, TicketRow
 from protocol.ticket import TicketState
 

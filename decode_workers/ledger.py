@@ -12,7 +12,7 @@ with its answer; the scheduler may preempt it, which takes all its blocks, and r
 So that a new ticket does not preempt others at once, one block for each ticket that holds some has to stay free beside it, and
 while a preempted one waits, none is granted.
 
-Full blocks are kept when their ticket is gone (`engine.prefix_cache`): those of a prompt that was committed or computed
+Full blocks are kept when their ticket is gone (`engine.memory.prefix_cache`): those of a prompt that was committed or computed
 here, and those of an answer that was preempted or came to its end. A new ticket shares what is there of its prompt's
 beginning; it is `held`, never written again, and not sent.
 
@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from decode_workers.ticket_entry import TicketEntry
-from engine.prefix_cache import PrefixCache, block_keys
+from engine.memory.prefix_cache import PrefixCache, block_keys
 from protocol.ticket import TicketState, check_transition, reserved_tokens
 
 

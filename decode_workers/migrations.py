@@ -24,8 +24,8 @@ from typing import Any
 from decode_workers.ledger import Ledger
 from decode_workers.scheduler import DecodeScheduler, Stream
 from decode_workers.step_loop import StepLoop
-from engine.gang import Gang
-from engine.kv_pool import KVPool
+from engine.memory.kv_pool import KVPool
+from engine.ranks.gang import Gang
 from kv_transfer.lanes import LocalSendRank, SendRank
 from kv_transfer.peers import DecodePeers
 from kv_transfer.progress import StepProgress

@@ -9,9 +9,9 @@ import torch
 
 from configs.models import resolve_for
 from configs.schema import ClusterConfig
-from engine.follower import Follower, Share
 from engine.model_runner import ModelRunner
-from engine.tensor_parallel import TensorParallel
+from engine.ranks.follower import Follower, Share
+from engine.ranks.tensor_parallel import TensorParallel
 from kv_transfer.choice import receiving_transports, sending_transports
 from kv_transfer.lanes import LocalReceiveRank, LocalSendRank
 from kv_transfer.progress import StepProgress

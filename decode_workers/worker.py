@@ -28,10 +28,10 @@ from decode_workers.scheduler import DecodeScheduler
 from decode_workers.step_loop import StepLoop
 from decode_workers.ticket_entry import TicketEntry
 from engine.engine_thread import EngineThread
-from engine.gang import Gang
 from engine.grammar import Grammars
+from engine.memory.prefix_cache import PrefixCache
 from engine.model_runner import ModelRunner
-from engine.prefix_cache import PrefixCache
+from engine.ranks.gang import Gang
 from kv_transfer.peers import DecodePeers
 from kv_transfer.receiver import TransferStats
 from kv_transfer.transport import ReceiveTransport, SendTransport

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from configs.facts import ModelFacts
 from engine.batch import Chunk, ForwardBatch
-from engine.kv_pool import KVPool
+from engine.memory.kv_pool import KVPool
 from engine.models.decoder import Decoder, DecoderWeights
 from engine.operators import step_factory
 from engine.operators.device_batch import BatchShape, DeviceBatch
 from engine.operators.triton_step import TritonStep
-from engine.tensor_parallel import ALONE
+from engine.ranks.tensor_parallel import ALONE
 from protocol.sampling import SamplingParams
 
 GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128)

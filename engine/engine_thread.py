@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from engine.batch import Chunk, SampledToken
-from engine.gang import Gang
 from engine.model_runner import ModelRunner
 from engine.niceness import be_nice
+from engine.ranks.gang import Gang
 
 
 class EngineThread:

@@ -16,14 +16,14 @@ from torch import Tensor
 from configs.facts import ModelFacts
 from configs.sharding import check_tensor_parallel_size, rank_facts
 from engine.batch import Chunk, ForwardBatch, SampledToken
-from engine.kv_pool import LAYOUT_VERSION, KVPool, token_bytes
+from engine.memory.kv_pool import LAYOUT_VERSION, KVPool, token_bytes
+from engine.memory.populator import Populator
 from engine.models.decoder import Decoder, DecoderWeights
 from engine.models.weights import Quantization, WeightFormat, load_weights
 from engine.native.library import NativeLibrary
 from engine.operators import step_factory
-from engine.populator import Populator
+from engine.ranks.tensor_parallel import ALONE, TensorParallel
 from engine.sampler import SampleRequest, sample
-from engine.tensor_parallel import ALONE, TensorParallel
 from protocol.errors import ConfigError
 from protocol.messages import KvLayout
 

@@ -1,7 +1,7 @@
 """KV over gloo: one two-rank process group per pair and epoch, for workers on CPUs of one or several hosts.
 
 A pair needs no world group and no TCP store: gloo asks its store for nothing but the other side's 170-byte address, which
-travels in our own authenticated messages (`engine.store`). Each group listens on the worker's own address only.
+travels in our own authenticated messages (`engine.ranks.store`). Each group listens on the worker's own address only.
 
 Measured on torch 2.13: the peer's death raises here in 22 to 120 ms; `is_completed()` stays False until `wait()`, so one
 thread per pair waits; after a timeout the pair is dead.
@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.store import RelayStore
+from engine.ranks.store import RelayStore
 from kv_transfer.pool_view import PoolView
 from kv_transfer.staged import StagedReceiver, StagedSender
 from kv_transfer.transport import ReceiveChannel, SendChannel, TransportError

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from engine.first_rank import FirstRankActor
-from engine.gang import Gang
 from engine.grammar import Grammars
 from engine.model_runner import ModelRunner
-from engine.tensor_parallel import TensorParallel
+from engine.ranks.first_rank import FirstRankActor
+from engine.ranks.gang import Gang
+from engine.ranks.tensor_parallel import TensorParallel
 from kv_transfer.choice import sending_transports
 from prefill_workers.rank import load_share
 from prefill_workers.worker import PrefillWorker

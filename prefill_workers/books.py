@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
-from engine.prefix_cache import PrefixCache
+from engine.memory.prefix_cache import PrefixCache
 from kv_transfer.peers import DecodePeers
 from prefill_workers.scheduler import PrefillScheduler, Prompt
 from protocol.audit import PrefillBooks, PromptRow

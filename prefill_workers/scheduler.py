@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from configs.schema import PrefillConfig
-from engine.prefix_cache import PrefixCache, block_keys
+from engine.memory.prefix_cache import PrefixCache, block_keys
 
 
 @dataclass(eq=False)

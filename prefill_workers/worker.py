@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from configs.schema import ClusterConfig
 from engine.batch import SampledToken
 from engine.engine_thread import EngineThread
-from engine.gang import Gang
 from engine.grammar import Grammars
+from engine.memory.prefix_cache import PrefixCache
 from engine.model_runner import ModelRunner
 from engine.niceness import PREFILL_NICENESS
-from engine.prefix_cache import PrefixCache
+from engine.ranks.gang import Gang
 from engine.sampler import finish_reason
 from engine.scoring import PromptScores
 from kv_transfer.lanes import LocalSendRank

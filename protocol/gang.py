@@ -48,7 +48,7 @@ class GangJoined:
 @message(52)
 @dataclass(frozen=True)
 class StoreValue:
-    """A rank has set this in `engine.store`."""
+    """A rank has set this in `engine.ranks.store`."""
 
     key: str
     value: bytes

@@ -18,7 +18,7 @@ from decode_workers.ledger import Ledger
 from decode_workers.scheduler import DecodeScheduler, Stream
 from decode_workers.ticket_entry import TicketEntry
 from engine.batch import Chunk
-from engine.prefix_cache import PrefixCache
+from engine.memory.prefix_cache import PrefixCache
 from protocol.messages import LoadReport, Role
 from simulator.busyness import Busyness
 from simulator.clock import Clock

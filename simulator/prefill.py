@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from configs.schema import ClusterConfig
-from engine.prefix_cache import PrefixCache
+from engine.memory.prefix_cache import PrefixCache
 from prefill_workers.scheduler import PlannedChunk, PrefillScheduler, Prompt
 from protocol.messages import LoadReport, Role
 from simulator.busyness import Busyness

@@ -23,9 +23,9 @@ from configs.sharding import vocabulary_of
 from engine.batch import ForwardBatch, sendable
 from engine.kernels.linear import Linear
 from engine.kernels.norm import rms_norm
-from engine.kv_pool import KVPool
+from engine.memory.kv_pool import KVPool
 from engine.operators import StepFactory
-from engine.tensor_parallel import TensorParallel
+from engine.ranks.tensor_parallel import TensorParallel
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from configs.facts import ModelFacts
 from engine.batch import ForwardBatch
-from engine.kv_pool import KVPool
+from engine.memory.kv_pool import KVPool
 from engine.native.library import HEAD_DIMS, NativeLibrary
 from engine.operators.native_step import NativeStep
 from engine.operators.torch_step import TorchStep

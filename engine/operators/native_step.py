@@ -8,7 +8,7 @@ from torch import Tensor
 from configs.facts import ModelFacts
 from engine.batch import ForwardBatch
 from engine.kernels.rope import angles
-from engine.kv_pool import KVPool
+from engine.memory.kv_pool import KVPool
 from engine.native.library import NativeLibrary
 
 

@@ -15,7 +15,7 @@ from engine.kernels.attention import decode_attention, prefill_attention
 from engine.kernels.kv_cache import store_kv
 from engine.kernels.norm import rms_norm
 from engine.kernels.rope import rotate, rotation
-from engine.kv_pool import KVPool
+from engine.memory.kv_pool import KVPool
 
 _CHEAP_PADDING = 64
 """Tokens of padding that cost less than one more attention call."""

@@ -19,7 +19,7 @@ from engine.kernels.triton.kv_cache import rotate_and_store
 from engine.kernels.triton.launch import Launch
 from engine.kernels.triton.layers import add_norm, swiglu
 from engine.kernels.triton.prefill_attention import prefill_attention, prefill_tiles
-from engine.kv_pool import KVPool
+from engine.memory.kv_pool import KVPool
 from engine.operators.device_batch import BatchShape, DeviceBatch
 
 

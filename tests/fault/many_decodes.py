@@ -19,10 +19,10 @@ from configs.schema import ClusterConfig, DecodeConfig, LimitsConfig, PrefillCon
 from decode_workers.rank import share_of
 from decode_workers.worker import DecodeWorker
 from engine.batch import Chunk, SampledToken
-from engine.gang import Gang
 from engine.grammar import Grammars
 from engine.model_runner import ModelRunner
-from engine.tensor_parallel import ALONE, TensorParallel
+from engine.ranks.gang import Gang
+from engine.ranks.tensor_parallel import ALONE, TensorParallel
 from kv_transfer.loopback import LoopbackNetwork, LoopbackTransport
 from prefill_workers.worker import PrefillWorker
 from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState

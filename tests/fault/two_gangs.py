@@ -14,11 +14,11 @@ import decode_workers.rank
 import prefill_workers.rank
 from configs.facts import ModelFacts
 from decode_workers.worker import DecodeWorker
-from engine.follower import Follower, Share
-from engine.gang import Gang
 from engine.grammar import Grammars
 from engine.model_runner import ModelRunner
-from engine.tensor_parallel import TensorParallel
+from engine.ranks.follower import Follower, Share
+from engine.ranks.gang import Gang
+from engine.ranks.tensor_parallel import TensorParallel
 from kv_transfer.loopback import LoopbackNetwork, LoopbackTransport
 from prefill_workers.worker import PrefillWorker
 from protocol.messages import Role, WorkerRef

@@ -15,9 +15,9 @@ from letters import with_letters
 from configs.facts import ModelFacts
 from configs.schema import ClusterConfig, DecodeConfig, LimitsConfig, PrefillConfig
 from decode_workers.worker import DecodeWorker
-from engine.gang import Gang
 from engine.grammar import Grammars
 from engine.model_runner import ModelRunner
+from engine.ranks.gang import Gang
 from kv_transfer.loopback import LoopbackNetwork, LoopbackTransport
 from prefill_workers.worker import PrefillWorker
 from protocol.audit import Audit

@@ -19,9 +19,9 @@ from two_workers import SECRET
 from configs.facts import ModelFacts
 from configs.schema import ClusterConfig, TransportName
 from decode_workers.worker import DecodeWorker
-from engine.gang import Gang
 from engine.grammar import Grammars
 from engine.model_runner import ModelRunner
+from engine.ranks.gang import Gang
 from kv_transfer.choice import receiving_transports, sending_transports
 from prefill_workers.worker import PrefillWorker
 from protocol.messages import Role, WorkerRef

@@ -12,7 +12,7 @@ from benchmarks.gpu_model import LLAMA_8B, decoder_weights, transformers_model
 from benchmarks.gpu_steps import same_tokens, token_ids
 from engine.batch import Chunk, ForwardBatch
 from engine.kernels.rope import inverse_frequencies
-from engine.kv_pool import KVPool
+from engine.memory.kv_pool import KVPool
 from engine.model_runner import ModelRunner
 from engine.operators.device_batch import BatchShape, DeviceBatch
 from engine.operators.triton_step import TritonStep

@@ -10,12 +10,12 @@ from benchmarks.gpu import table
 from benchmarks.gpu_kernels import Ceilings, Timing
 from benchmarks.gpu_model import LLAMA_8B, decoder_weights, kv_bytes_per_token, matrix_parameters, transformers_model
 from benchmarks.gpu_steps import StepTiming, same_tokens, token_ids
-from engine.kv_pool import KVPool
+from engine.memory.kv_pool import KVPool
 from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
 from engine.operators import step_factory
+from engine.ranks.tensor_parallel import ALONE
 from engine.sampler import sample
-from engine.tensor_parallel import ALONE
 
 SMALL = replace(
     LLAMA_8B, num_layers=2, hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=40_000

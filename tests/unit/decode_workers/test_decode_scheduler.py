@@ -12,7 +12,7 @@ from decode_workers.ledger import Ledger
 from decode_workers.scheduler import DecodeScheduler, LocalPrefill, Stream
 from decode_workers.ticket_entry import TicketEntry
 from engine.batch import Chunk
-from engine.prefix_cache import PrefixCache
+from engine.memory.prefix_cache import PrefixCache
 from protocol.sampling import SamplingParams
 from protocol.ticket import TicketState
 

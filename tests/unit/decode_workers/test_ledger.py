@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from decode_workers.ledger import Ledger
 from decode_workers.ticket_entry import TicketEntry
-from engine.prefix_cache import PrefixCache, block_keys
+from engine.memory.prefix_cache import PrefixCache, block_keys
 from protocol.ticket import TicketState, check_transition
 
 BLOCK_SIZE = 4

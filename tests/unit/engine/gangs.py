@@ -22,7 +22,7 @@ import torch.distributed as dist
 from configs.facts import ModelFacts
 from engine.batch import Chunk, SampledToken
 from engine.model_runner import ModelRunner
-from engine.tensor_parallel import TensorParallel, connect
+from engine.ranks.tensor_parallel import TensorParallel, connect
 from protocol.errors import TandemError
 
 CPU, HOST = torch.device("cpu"), "127.0.0.1"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from engine.block_manager import BlockManager
+from engine.memory.block_manager import BlockManager
 
 NUM_BLOCKS = 12
 

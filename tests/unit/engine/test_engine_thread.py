@@ -12,9 +12,9 @@ import pytest
 
 from engine.batch import Chunk
 from engine.engine_thread import EngineThread
-from engine.gang import Gang
 from engine.model_runner import ModelRunner
 from engine.niceness import PREFILL_NICENESS, be_nice
+from engine.ranks.gang import Gang
 
 
 class Asking:

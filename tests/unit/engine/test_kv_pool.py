@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.kernels.kv_cache import gather_tokens, scatter_tokens, store_kv
-from engine.kv_pool import KVPool
+from engine.memory.kv_pool import KVPool
 from protocol.errors import ConfigError
 
 

@@ -16,7 +16,7 @@ from configs.facts import ModelFacts
 from engine.batch import Chunk, ForwardBatch
 from engine.kernels.quantized import quantize
 from engine.kernels.rope import inverse_frequencies
-from engine.kv_pool import KVPool
+from engine.memory.kv_pool import KVPool
 from engine.model_runner import ModelRunner
 from engine.models.weights import WeightFormat
 from engine.native import build

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine import populator as populator_module
 from engine.batch import Chunk
-from engine.kv_pool import KVPool
+from engine.memory import populator as populator_module
+from engine.memory.kv_pool import KVPool
+from engine.memory.populator import AHEAD_TOKENS, IDLE_AHEAD_TOKENS, TOGETHER_TOKENS, Populator, memory_is_short
 from engine.model_runner import ModelRunner
-from engine.populator import AHEAD_TOKENS, IDLE_AHEAD_TOKENS, TOGETHER_TOKENS, Populator, memory_is_short
 
 BLOCK_SIZE = 8
 AHEAD, IDLE_AHEAD, TOGETHER = (tokens // BLOCK_SIZE for tokens in (AHEAD_TOKENS, IDLE_AHEAD_TOKENS, TOGETHER_TOKENS))

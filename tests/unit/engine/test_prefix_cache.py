@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.prefix_cache import PrefixCache, block_keys
+from engine.memory.prefix_cache import PrefixCache, block_keys
 
 BLOCK_SIZE = 2
 NUM_BLOCKS = 10

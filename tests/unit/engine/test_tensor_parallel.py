@@ -18,7 +18,7 @@ from configs.sharding import vocabulary_of
 from engine.batch import Chunk, SampledToken
 from engine.model_runner import ModelRunner
 from engine.native.library import NativeLibrary
-from engine.tensor_parallel import connect
+from engine.ranks.tensor_parallel import connect
 from protocol.errors import ConfigError, WorkerLostError
 from protocol.sampling import SamplingParams
 

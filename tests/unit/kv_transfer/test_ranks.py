@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from two_ends import BLOCK_SIZE, DONE, HEAD_DIM, HEADS, LAYERS, Kind, World, pool, world
 
 from configs.sharding import heads_of
-from engine.kv_pool import KVPool
+from engine.memory.kv_pool import KVPool
 from kv_transfer.loopback import Faults, LoopbackNetwork
 from kv_transfer.sender import OutgoingTransfer, PushPart
 from protocol.errors import IncompatiblePeerError, KvTransferError

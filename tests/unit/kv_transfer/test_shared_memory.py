@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 import torch
 
-from engine.kv_pool import KVPool
+from engine.memory.kv_pool import KVPool
 from kv_transfer.plan import SlotRun
 from kv_transfer.pool_view import Slots, view_of
 from kv_transfer.same_host import Offer

@@ -14,8 +14,8 @@ import torch
 
 from decode_workers.ledger import Ledger
 from decode_workers.ticket_entry import TicketEntry
-from engine.kv_pool import KVPool
-from engine.prefix_cache import PrefixCache
+from engine.memory.kv_pool import KVPool
+from engine.memory.prefix_cache import PrefixCache
 from kv_transfer.gloo import GlooTransport
 from kv_transfer.lanes import LocalReceiveRank, LocalSendRank
 from kv_transfer.loopback import LoopbackNetwork, LoopbackTransport

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.schema import PrefillConfig
-from engine.prefix_cache import PrefixCache
+from engine.memory.prefix_cache import PrefixCache
 from prefill_workers.scheduler import PlannedChunk, PrefillScheduler, Prompt
 
 BLOCK_SIZE = 4

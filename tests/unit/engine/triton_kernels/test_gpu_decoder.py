@@ -13,13 +13,13 @@ from torch import Tensor
 from engine.batch import Chunk, ForwardBatch
 from engine.cuda_graphs import GraphedDecoder
 from engine.device_sampler import sample_on_device
-from engine.kv_pool import KVPool
+from engine.memory.kv_pool import KVPool
 from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
 from engine.models.weights import WeightFormat, load_weights
 from engine.operators import step_factory
+from engine.ranks.tensor_parallel import ALONE
 from engine.sampler import SampleRequest, sample
-from engine.tensor_parallel import ALONE
 from protocol.errors import ConfigError
 from protocol.sampling import SamplingParams
 from tests.unit.engine.triton_kernels.triton_cases import DEVICE, relative_error

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from configs.facts import ModelFacts
 from engine.batch import Chunk, ForwardBatch
 from engine.kernels.rope import inverse_frequencies
-from engine.kv_pool import KVPool
+from engine.memory.kv_pool import KVPool
 from engine.models.decoder import Decoder
 from engine.models.weights import WeightFormat, load_weights
 from engine.operators import StepFactory
 from engine.operators.device_batch import BatchShape, DeviceBatch
 from engine.operators.torch_step import TorchStep
 from engine.operators.triton_step import TritonStep
-from engine.tensor_parallel import ALONE
+from engine.ranks.tensor_parallel import ALONE
 from protocol.sampling import SamplingParams
 from tests.unit.engine.triton_kernels.triton_cases import relative_error
 

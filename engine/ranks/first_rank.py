@@ -13,10 +13,10 @@ import torch
 
 from configs.models import resolve_for
 from configs.schema import ClusterConfig
-from engine.gang import Gang
 from engine.grammar import Grammars
 from engine.model_runner import ModelRunner
-from engine.tensor_parallel import TensorParallel
+from engine.ranks.gang import Gang
+from engine.ranks.tensor_parallel import TensorParallel
 from protocol.actor import Worker, WorkerActor
 from protocol.messages import Role, WorkerRef
 from protocol.wire import WireServer

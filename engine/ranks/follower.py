@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from engine.batch import Chunk
-from engine.gang import STEP_LEASES
 from engine.model_runner import ModelRunner
+from engine.ranks.gang import STEP_LEASES
+from engine.ranks.store import RelayStore
+from engine.ranks.tensor_parallel import TensorParallel, connect
 from engine.scoring import PromptScores
-from engine.store import RelayStore
-from engine.tensor_parallel import TensorParallel, connect
 from protocol.errors import TandemError, WorkerLostError
 from protocol.gang import GangJoin, GangJoined, RunStep, StepChunk, StepDone, StoreValue
 from protocol.messages import Failed, Ping

@@ -3,7 +3,7 @@
     connect (sockets) ──► form (process group; every rank loads its share) ──► steps, one after the other ──► a rank is lost
 
 A gang lives and dies as one. A rank whose connection is lost, or that does not answer in time, ends `run`, which ends the
-worker; the others find the first rank gone and end too (`engine.follower`). What comes after is a new life with a new epoch.
+worker; the others find the first rank gone and end too (`engine.ranks.follower`). What comes after is a new life with a new epoch.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import torch
 
 from engine.batch import Chunk
-from engine.store import RelayStore
-from engine.tensor_parallel import ALONE, TensorParallel, connect
+from engine.ranks.store import RelayStore
+from engine.ranks.tensor_parallel import ALONE, TensorParallel, connect
 from protocol.calls import Caller, expect
 from protocol.errors import WorkerLostError
 from protocol.gang import GangJoin, GangJoined, RunStep, StepChunk, StepDone, StoreValue

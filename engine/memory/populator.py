@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 
-from engine.kv_pool import KVPool
+from engine.memory.kv_pool import KVPool
 from engine.niceness import PREFILL_NICENESS, be_nice
 
 AHEAD_TOKENS = 8192

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
-from engine.block_manager import BlockManager
+from engine.memory.block_manager import BlockManager
 
 _KEY_BYTES = 32
 

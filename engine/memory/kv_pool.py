@@ -29,7 +29,7 @@ def token_bytes(facts: ModelFacts, dtype: torch.dtype) -> int:
 
 class KVPool:
     """`data` is [layers, 2 (K, V), blocks, block size, KV heads, head size]. Its memory is touched only when written,
-    or a little before (`engine.populator`).
+    or a little before (`engine.memory.populator`).
 
     A `shared` pool lies in a memfd, `memory_fd`, which other processes of this host can be given to read; elsewhere than on
     Linux, and in the memory of a GPU, there is no such thing and `memory_fd` is None.
