@@ -25,7 +25,7 @@ from decode_workers.worker import DecodeWorker
 from engine.grammar import Grammars
 from engine.model_runner import ModelRunner
 from engine.ranks.gang import Gang
-from kv_transfer.gloo import GlooTransport
+from kv_transfer.transports.gloo import GlooTransport
 from prefill_workers.worker import PrefillWorker
 from protocol.calls import Caller
 from protocol.messages import FirstToken, Ping, Prefill, Release, Reserve, Reserved, Role, WorkerRef

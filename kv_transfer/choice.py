@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from configs.schema import TransportName
-from kv_transfer.cuda_ipc import CudaIpcReceiver, CudaIpcSender, share_storage
-from kv_transfer.gloo import GlooTransport
-from kv_transfer.nccl import NcclTransport
-from kv_transfer.nccl_library import NcclLibrary, find_nccl
-from kv_transfer.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from kv_transfer.transport import ReceiveTransport, SendTransport
+from kv_transfer.transports.cuda_ipc import CudaIpcReceiver, CudaIpcSender, share_storage
+from kv_transfer.transports.gloo import GlooTransport
+from kv_transfer.transports.nccl import NcclTransport
+from kv_transfer.transports.nccl_library import NcclLibrary, find_nccl
+from kv_transfer.transports.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from protocol.errors import ConfigError
 
 _Transport = TypeVar("_Transport", SendTransport, ReceiveTransport)

@@ -23,7 +23,7 @@ from engine.grammar import Grammars
 from engine.model_runner import ModelRunner
 from engine.ranks.gang import Gang
 from engine.ranks.tensor_parallel import ALONE, TensorParallel
-from kv_transfer.loopback import LoopbackNetwork, LoopbackTransport
+from kv_transfer.transports.loopback import LoopbackNetwork, LoopbackTransport
 from prefill_workers.worker import PrefillWorker
 from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState
 from protocol.messages import Role, WorkerRef

@@ -11,7 +11,7 @@ from scenarios import THOROUGH, prompt_of, run
 
 from configs.facts import ModelFacts
 from configs.schema import ClusterConfig, DecodeConfig
-from kv_transfer.loopback import Faults
+from kv_transfer.transports.loopback import Faults
 from protocol.cluster_view import WorkerState
 from protocol.messages import Role
 from protocol.sampling import SamplingParams

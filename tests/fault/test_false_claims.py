@@ -13,7 +13,7 @@ from company import MIB, PROMPT, company, insiders
 from scenarios import Factory, Reference, greedy, prompt_of, run
 from two_workers import SECRET
 
-from kv_transfer.loopback import LoopbackNetwork
+from kv_transfer.transports.loopback import LoopbackNetwork
 from protocol.errors import InvalidRequestError, ProtocolError, TandemError
 from protocol.messages import (
     Attach,

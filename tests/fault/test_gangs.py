@@ -9,7 +9,7 @@ from scenarios import Reference, greedy, prompt_of, run
 from two_gangs import run_gangs
 
 from configs.facts import ModelFacts
-from kv_transfer.loopback import Faults
+from kv_transfer.transports.loopback import Faults
 from protocol.errors import TandemError, WorkerLostError
 from protocol.gang import RunStep
 from protocol.messages import Role

@@ -13,7 +13,7 @@ from scenarios import greedy, prompt_of, run
 
 from configs.facts import ModelFacts
 from configs.schema import ClusterConfig, DecodeConfig, PrefillConfig
-from kv_transfer.loopback import Faults
+from kv_transfer.transports.loopback import Faults
 from protocol.messages import Role
 
 CHUNK = 16

@@ -15,7 +15,7 @@ import pytest
 from scenarios import Factory, Reference, greedy, prompt_of, run
 from two_workers import CONFIG, SECRET, TwoWorkers
 
-from kv_transfer.loopback import Faults
+from kv_transfer.transports.loopback import Faults
 from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState
 from protocol.messages import Role
 from router.dispatch.admission import Admission

@@ -11,7 +11,7 @@ import pytest
 from scenarios import Factory, Reference, greedy, prompt_of, run
 
 from configs.schema import ClusterConfig
-from kv_transfer.loopback import Faults
+from kv_transfer.transports.loopback import Faults
 from protocol.errors import TandemError
 from protocol.messages import FirstToken, Release
 

@@ -10,7 +10,7 @@ from scenarios import Factory, greedy, prompt_of, run
 from test_resume import FixedController
 from two_workers import CONFIG, SECRET
 
-from kv_transfer.loopback import Faults
+from kv_transfer.transports.loopback import Faults
 from protocol.messages import PushCommit
 from router.dispatch.admission import Admission
 from router.dispatch.journal import Journal

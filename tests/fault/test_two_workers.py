@@ -10,7 +10,7 @@ import pytest
 from scenarios import THOROUGH, Factory, Reference, greedy, prompt_of, run
 
 from configs.schema import ClusterConfig
-from kv_transfer.loopback import Faults
+from kv_transfer.transports.loopback import Faults
 from protocol.errors import InvalidRequestError, OverloadedError, TandemError
 from protocol.messages import Release
 from protocol.sampling import SamplingParams

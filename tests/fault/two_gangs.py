@@ -19,7 +19,7 @@ from engine.model_runner import ModelRunner
 from engine.ranks.follower import Follower, Share
 from engine.ranks.gang import Gang
 from engine.ranks.tensor_parallel import TensorParallel
-from kv_transfer.loopback import LoopbackNetwork, LoopbackTransport
+from kv_transfer.transports.loopback import LoopbackNetwork, LoopbackTransport
 from prefill_workers.worker import PrefillWorker
 from protocol.messages import Role, WorkerRef
 from protocol.wire import WireServer

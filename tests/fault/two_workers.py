@@ -18,7 +18,7 @@ from decode_workers.worker import DecodeWorker
 from engine.grammar import Grammars
 from engine.model_runner import ModelRunner
 from engine.ranks.gang import Gang
-from kv_transfer.loopback import LoopbackNetwork, LoopbackTransport
+from kv_transfer.transports.loopback import LoopbackNetwork, LoopbackTransport
 from prefill_workers.worker import PrefillWorker
 from protocol.audit import Audit
 from protocol.calls import Caller

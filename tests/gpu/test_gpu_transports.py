@@ -24,11 +24,11 @@ from kv_transfer.choice import receiving_transports, sending_transports
 from kv_transfer.device_fingerprint import MultilinearFingerprints
 from kv_transfer.fingerprint import DIGEST_BYTES
 from kv_transfer.lanes import LocalReceiveRank, LocalSendRank, SendLane
-from kv_transfer.nccl_library import find_nccl
 from kv_transfer.plan import cut
 from kv_transfer.pool_view import PoolView, view_of
 from kv_transfer.progress import StepProgress
 from kv_transfer.transport import TransportError
+from kv_transfer.transports.nccl_library import find_nccl
 from protocol.errors import TransportUnavailableError
 from protocol.gang import HeadMove, TokenSpan
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from configs.schema import TransportName
 from kv_transfer.choice import receiving_transports, sending_transports
-from kv_transfer.nccl_library import NcclLibrary
+from kv_transfer.transports.nccl_library import NcclLibrary
 from protocol.errors import ConfigError
 
 FD = 7

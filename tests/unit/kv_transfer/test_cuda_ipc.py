@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kv_transfer import cuda_ipc
-from kv_transfer.cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from kv_transfer.plan import SlotRun
 from kv_transfer.pool_view import PoolView, Slots
 from kv_transfer.transport import ReceiveChannel, SendChannel, TransportError
+from kv_transfer.transports import cuda_ipc
+from kv_transfer.transports.cuda_ipc import CudaIpcReceiver, CudaIpcSender
 
 LAYERS, HEADS, HEAD_DIM = 3, 2, 8
 HANDLE = b"where the pool is"

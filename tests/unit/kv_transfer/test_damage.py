@@ -18,10 +18,10 @@ from two_ends import (
     world,
 )
 
-from kv_transfer.loopback import Faults, LoopbackNetwork
 from kv_transfer.pool_view import CpuPoolView, PoolView, Slots
 from kv_transfer.sender import OutgoingTransfer, PushPart, SendingPair
 from kv_transfer.transport import ReceiveChannel, ReceiveTransport
+from kv_transfer.transports.loopback import Faults, LoopbackNetwork
 from protocol.errors import KvTransferError, TandemError
 
 

@@ -16,9 +16,9 @@ from two_ends import (
     world,
 )
 
-from kv_transfer.loopback import Faults, LoopbackNetwork
 from kv_transfer.pool_view import Slots
 from kv_transfer.sender import OutgoingTransfer, PushPart
+from kv_transfer.transports.loopback import Faults, LoopbackNetwork
 from protocol.errors import KvTransferError
 from protocol.ticket import TicketState
 

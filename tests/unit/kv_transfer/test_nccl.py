@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from kv_transfer.nccl import Side, misfit
-from kv_transfer.nccl_library import ID_BYTES, Communicator, NcclLibrary, find_nccl
 from kv_transfer.transport import TransportError
+from kv_transfer.transports.nccl import Side, misfit
+from kv_transfer.transports.nccl_library import ID_BYTES, Communicator, NcclLibrary, find_nccl
 
 SUCCESS, SYSTEM_ERROR, IN_PROGRESS = 0, 2, 7
 HANDLE = 0x1234

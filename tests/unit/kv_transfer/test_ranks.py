@@ -14,8 +14,8 @@ from two_ends import BLOCK_SIZE, DONE, HEAD_DIM, HEADS, LAYERS, Kind, World, poo
 
 from configs.sharding import heads_of
 from engine.memory.kv_pool import KVPool
-from kv_transfer.loopback import Faults, LoopbackNetwork
 from kv_transfer.sender import OutgoingTransfer, PushPart
+from kv_transfer.transports.loopback import Faults, LoopbackNetwork
 from protocol.errors import IncompatiblePeerError, KvTransferError
 
 RANKS = [1, 2, 4]

@@ -13,9 +13,9 @@ import torch
 from engine.memory.kv_pool import KVPool
 from kv_transfer.plan import SlotRun
 from kv_transfer.pool_view import Slots, view_of
-from kv_transfer.same_host import Offer
-from kv_transfer.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from kv_transfer.transport import ReceiveChannel, SendChannel, TransportError
+from kv_transfer.transports.same_host import Offer
+from kv_transfer.transports.shared_memory import SharedMemoryReceiver, SharedMemorySender
 
 LAYERS, SLOTS = 3, 32
 

@@ -16,14 +16,14 @@ from decode_workers.ledger import Ledger
 from decode_workers.ticket_entry import TicketEntry
 from engine.memory.kv_pool import KVPool
 from engine.memory.prefix_cache import PrefixCache
-from kv_transfer.gloo import GlooTransport
 from kv_transfer.lanes import LocalReceiveRank, LocalSendRank
-from kv_transfer.loopback import LoopbackNetwork, LoopbackTransport
 from kv_transfer.progress import StepProgress
 from kv_transfer.receiver import ReceivingPair, TransferStats
 from kv_transfer.sender import SendingPair
-from kv_transfer.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from kv_transfer.transport import ReceiveTransport, SendTransport
+from kv_transfer.transports.gloo import GlooTransport
+from kv_transfer.transports.loopback import LoopbackNetwork, LoopbackTransport
+from kv_transfer.transports.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from protocol.endpoint import Endpoint
 from protocol.messages import (
     KvLayout,

@@ -20,10 +20,10 @@ import msgpack
 import torch
 from torch import Tensor
 
-from kv_transfer.nccl_library import ID_BYTES, Communicator, NcclLibrary
 from kv_transfer.pool_view import PoolView
-from kv_transfer.staged import StagedReceiver, StagedSender
 from kv_transfer.transport import ReceiveChannel, SendChannel, TransportError
+from kv_transfer.transports.nccl_library import ID_BYTES, Communicator, NcclLibrary
+from kv_transfer.transports.staged import StagedReceiver, StagedSender
 
 NAME = "nccl"
 

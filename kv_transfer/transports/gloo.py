@@ -18,8 +18,8 @@ from torch import Tensor
 
 from engine.ranks.store import RelayStore
 from kv_transfer.pool_view import PoolView
-from kv_transfer.staged import StagedReceiver, StagedSender
 from kv_transfer.transport import ReceiveChannel, SendChannel, TransportError
+from kv_transfer.transports.staged import StagedReceiver, StagedSender
 
 _SENDER, _RECEIVER = 0, 1
 

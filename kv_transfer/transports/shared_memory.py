@@ -15,8 +15,8 @@ import numpy as np
 
 from kv_transfer.plan import SlotRun, copies
 from kv_transfer.pool_view import ByteArray, CpuPoolView, PoolView, Slots
-from kv_transfer.same_host import Offer, SameHostReceiveChannel, SameHostSendChannel, meet_decode, meet_prefill
 from kv_transfer.transport import ReceiveChannel, SendChannel, TransportError
+from kv_transfer.transports.same_host import Offer, SameHostReceiveChannel, SameHostSendChannel, meet_decode, meet_prefill
 
 NAME = "shared_memory"
 

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from kv_transfer.plan import SlotRun
 from kv_transfer.pool_view import PoolView, Slots
-from kv_transfer.same_host import Offer, SameHostReceiveChannel, SameHostSendChannel, meet_decode, meet_prefill
 from kv_transfer.transport import ReceiveChannel, SendChannel, TransportError
+from kv_transfer.transports.same_host import Offer, SameHostReceiveChannel, SameHostSendChannel, meet_decode, meet_prefill
 
 NAME = "cuda_ipc"
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from kv_transfer.pool_view import PoolView
-from kv_transfer.staged import StagedReceiver, StagedSender
 from kv_transfer.transport import ReceiveChannel, SendChannel, TransportError
+from kv_transfer.transports.staged import StagedReceiver, StagedSender
 
 
 @dataclass
