@@ -13,9 +13,9 @@ from pathlib import Path
 
 from configs.facts import Model
 from configs.fields import model_error, read_json
-from configs.gguf_model import model_from_gguf
-from configs.hf_directory import CONFIG, model_from_directory, supported_architecture
-from configs.hf_hub import fetch_snapshot, local_snapshots
+from configs.model_files.gguf_model import model_from_gguf
+from configs.model_files.hf_directory import CONFIG, model_from_directory, supported_architecture
+from configs.model_files.hf_hub import fetch_snapshot, local_snapshots
 from configs.packaged import SMOLLM2, fetch
 from configs.schema import ClusterConfig
 from protocol.errors import ConfigError

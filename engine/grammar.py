@@ -26,7 +26,7 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from configs.facts import Model, ModelFacts, TokenizerFacts
-from configs.vocabulary import token_bytes
+from configs.model_files.vocabulary import token_bytes
 from protocol.errors import ConfigError, InvalidRequestError
 from protocol.sampling import SamplingParams
 

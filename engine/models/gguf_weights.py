@@ -17,7 +17,7 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from configs.facts import Architecture
-from configs.gguf_file import GgufTensor, read_gguf_index
+from configs.model_files.gguf_file import GgufTensor, read_gguf_index
 from engine.kernels.quantized import QuantizedWeight
 from engine.models.parameters import Part, Shard
 from protocol.errors import ConfigError

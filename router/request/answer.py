@@ -13,7 +13,7 @@ from typing import Literal
 from pydantic import ConfigDict, with_config
 
 from configs.facts import TokenizerFacts
-from configs.vocabulary import byte_alphabet
+from configs.model_files.vocabulary import byte_alphabet
 from protocol.sampling import FinishReason, PromptLogprobs, SamplingParams, TokenLogprobs
 from router.dispatch.journal import Tokens
 from router.request.echo import Echo, unpack

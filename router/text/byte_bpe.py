@@ -15,7 +15,7 @@ import regex  # type: ignore[import-untyped]
 import tiktoken
 
 from configs.facts import ByteLevelBpe
-from configs.vocabulary import bpe_token_bytes, byte_alphabet
+from configs.model_files.vocabulary import bpe_token_bytes, byte_alphabet
 from protocol.errors import ConfigError
 
 _MAX_SPACES = 400_000

@@ -14,7 +14,7 @@ from pathlib import Path
 import tokenizers
 
 from configs.facts import ByteLevelBpe, TokenizerFacts
-from configs.vocabulary import spelled_bytes
+from configs.model_files.vocabulary import spelled_bytes
 from protocol.errors import ConfigError, InvalidRequestError
 from router.text.byte_bpe import ByteBpe, UnsplittableError
 from router.text.detokenizer import BytesDetokenizer, Detokenizer, WindowDetokenizer

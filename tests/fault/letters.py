@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from configs.facts import ByteLevelBpe, Model, ModelFacts, TokenizerFacts
-from configs.vocabulary import byte_alphabet
+from configs.model_files.vocabulary import byte_alphabet
 
 NUM_LETTERS = 97
 

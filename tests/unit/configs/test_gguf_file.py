@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.gguf_file import read_gguf_index
+from configs.model_files.gguf_file import read_gguf_index
 from configs.models import resolve
 from protocol.errors import ConfigError
 

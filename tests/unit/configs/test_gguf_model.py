@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from configs.facts import Architecture, RopeScaling, WeightFormat
-from configs.gguf_model import model_from_gguf
+from configs.model_files.gguf_model import model_from_gguf
 from configs.models import resolve
 from protocol.errors import ConfigError
 

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from configs.facts import Architecture, RopeScaling, WeightFormat
-from configs.hf_directory import facts_from_directory, model_from_directory
+from configs.model_files.hf_directory import facts_from_directory, model_from_directory
 from protocol.errors import ConfigError
 
 Files = Callable[..., Path]

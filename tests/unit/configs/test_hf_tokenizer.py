@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from configs.bpe_patterns import GPT2, GPT2_SINGLE_DIGITS, LLAMA3, QWEN2
 from configs.facts import TokenizerFacts
-from configs.hf_tokenizer import read_tokenizer
+from configs.model_files.bpe_patterns import GPT2, GPT2_SINGLE_DIGITS, LLAMA3, QWEN2
+from configs.model_files.hf_tokenizer import read_tokenizer
 from protocol.errors import ConfigError
 
 Json = dict[str, Any]

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.facts import Model
+from configs.model_files.vocabulary import token_bytes
 from configs.models import resolve
-from configs.vocabulary import token_bytes
 from engine.grammar import MAX_DIGITS, Constraint, Grammars
 from engine.sampler import SampleRequest, finish_reason, sample
 from protocol.errors import InvalidRequestError

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 import configs
-from configs.bpe_patterns import LLAMA3, QWEN2
 from configs.facts import TokenizerFacts
-from configs.hf_tokenizer import read_tokenizer
+from configs.model_files.bpe_patterns import LLAMA3, QWEN2
+from configs.model_files.hf_tokenizer import read_tokenizer
 from protocol.errors import ConfigError
 from router.text.tokenizer import Tokenizer
 

@@ -9,11 +9,11 @@ import math
 import struct
 from pathlib import Path
 
-from configs.bpe_patterns import BY_GGUF_NAME
 from configs.cache import file_sha256
 from configs.facts import Architecture, ByteLevelBpe, Model, ModelFacts, RopeScaling, TokenizerFacts, WeightFormat
 from configs.fields import Fields, model_error
-from configs.gguf_file import GgufIndex, read_gguf_index
+from configs.model_files.bpe_patterns import BY_GGUF_NAME
+from configs.model_files.gguf_file import GgufIndex, read_gguf_index
 
 _CONTROL, _USER_DEFINED = 3, 4
 """Kinds in tokenizer.ggml.token_type that text never merges into."""

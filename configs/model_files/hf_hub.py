@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configs.fields import model_error
-from configs.hf_directory import CONFIG, GENERATION_CONFIG, weight_files_of
-from configs.hf_tokenizer import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG
+from configs.model_files.hf_directory import CONFIG, GENERATION_CONFIG, weight_files_of
+from configs.model_files.hf_tokenizer import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG
 from protocol.errors import ConfigError
 
 _NEEDED = [CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE]

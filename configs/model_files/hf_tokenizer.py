@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from configs.bpe_patterns import GPT2, GPT2_SINGLE_DIGITS, SPLIT_PATTERNS
 from configs.facts import ByteLevelBpe, TokenizerFacts
 from configs.fields import Fields, model_error, read_json
+from configs.model_files.bpe_patterns import GPT2, GPT2_SINGLE_DIGITS, SPLIT_PATTERNS
 
 TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _BPE_DEFAULTS: tuple[tuple[str, tuple[Any, ...]], ...] = (

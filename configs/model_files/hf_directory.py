@@ -13,8 +13,8 @@ from pathlib import Path
 from configs.cache import file_sha256
 from configs.facts import Architecture, Model, ModelFacts, RopeScaling, WeightFormat
 from configs.fields import Fields, model_error, read_json
-from configs.hf_tokenizer import read_tokenizer
-from configs.safetensors_file import check_safetensors
+from configs.model_files.hf_tokenizer import read_tokenizer
+from configs.model_files.safetensors_file import check_safetensors
 
 CONFIG, GENERATION_CONFIG, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
