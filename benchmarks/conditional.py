@@ -20,9 +20,9 @@ import httpx
 import numpy as np
 import yaml
 
-from benchmarks.environment import ROOT, write_result
-from benchmarks.load import RandomPrompts, bench_options, put_load, warm_up
-from benchmarks.servers import TANDEM, System, serving, turns
+from benchmarks.lib.environment import ROOT, write_result
+from benchmarks.lib.load import RandomPrompts, bench_options, put_load, warm_up
+from benchmarks.lib.servers import TANDEM, System, serving, turns
 
 MODES = ("always", "never", "auto")
 ANSWER_TOKENS = 32

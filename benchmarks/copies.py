@@ -15,10 +15,10 @@ from typing import Any
 
 import httpx
 
-from benchmarks.environment import ROOT, write_result
-from benchmarks.load import RandomPrompts, bench_options, put_load, warm_up
-from benchmarks.rounds import Round, compare, median, spread
-from benchmarks.servers import TANDEM, System, serving
+from benchmarks.lib.environment import ROOT, write_result
+from benchmarks.lib.load import RandomPrompts, bench_options, put_load, warm_up
+from benchmarks.lib.rounds import Round, compare, median, spread
+from benchmarks.lib.servers import TANDEM, System, serving
 from configs.schema import DecodeConfig
 
 STREAMS = 16

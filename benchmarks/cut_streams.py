@@ -23,9 +23,9 @@ from typing import Any
 
 import httpx
 
-from benchmarks.environment import write_result
-from benchmarks.processes import pss_bytes, tree
-from benchmarks.servers import HOST, cluster
+from benchmarks.lib.environment import write_result
+from benchmarks.lib.processes import pss_bytes, tree
+from benchmarks.lib.servers import HOST, cluster
 
 POOL_TOKENS = 4096
 CONFIG = f"max_model_len: 1024\nprefill: {{kv_cache_tokens: {POOL_TOKENS}}}\ndecode: {{kv_cache_tokens: {POOL_TOKENS}}}\n"

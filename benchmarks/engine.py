@@ -25,9 +25,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.engine_report import Run, report
-from benchmarks.environment import RESULTS, ROOT, write_result
-from benchmarks.measured_process import MeasuredProcess
+from benchmarks.lib.engine_report import Run, report
+from benchmarks.lib.environment import RESULTS, ROOT, write_result
+from benchmarks.lib.measured_process import MeasuredProcess
 from benchmarks.peers.setup import LLAMA_CPP, PeerEnv
 from configs.models import resolve
 

@@ -21,8 +21,8 @@ from typing import Any
 
 import httpx
 
-from benchmarks.environment import write_result
-from benchmarks.servers import HOST, cluster
+from benchmarks.lib.environment import write_result
+from benchmarks.lib.servers import HOST, cluster
 from cluster.commands.key_file import add_key
 
 FLOOD, LINE = 100, 90

@@ -1,13 +1,13 @@
 """Load that meets its limits, beside others: `python -m benchmarks.goodput --traces DIR --peer-env DIR`, on an idle machine.
 
-    workload ──► seed ──► system: fresh server ──► warm-up ──► runs at rates that `benchmarks.slo` asks for ──► results written
+    workload ──► seed ──► system: fresh server ──► warm-up ──► runs at rates that `benchmarks.lib.slo` asks for ──► results written
 
 Every seed is a round in which all systems take their turn, each with all cores; the same prompts arrive at the same moments
 for all of them. Results are merged with those that are there, so parts can be run on their own (`--workloads`, `--systems`,
 `--seeds`), and an interrupted run loses one turn. `--runs` bounds a turn: what is not known by then stays between a good rate
 and a bad one. `--report` measures nothing, and writes table and pictures anew.
 
-DIR of the traces has azure_llm_2023_conv.csv, azure_llm_2023_code.csv and mooncake_conversation.jsonl (`benchmarks.workloads`).
+DIR of the traces has azure_llm_2023_conv.csv, azure_llm_2023_code.csv and mooncake_conversation.jsonl (`benchmarks.lib.workloads`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import goodput_report
-from benchmarks.environment import RESULTS, environment, save_result
-from benchmarks.goodput_report import Entry
-from benchmarks.load import Prompts, bench_options, put_load, warm_up
-from benchmarks.servers import System, add_options, chosen, serving, turns
-from benchmarks.slo import LOWEST_STEP, SLOS, bracket, count_met, next_step, rate_of
-from benchmarks.workloads import TRACES, WORKLOADS, described, prompts_of
+from benchmarks.lib import goodput_report
+from benchmarks.lib.environment import RESULTS, environment, save_result
+from benchmarks.lib.goodput_report import Entry
+from benchmarks.lib.load import Prompts, bench_options, put_load, warm_up
+from benchmarks.lib.servers import System, add_options, chosen, serving, turns
+from benchmarks.lib.slo import LOWEST_STEP, SLOS, bracket, count_met, next_step, rate_of
+from benchmarks.lib.workloads import TRACES, WORKLOADS, described, prompts_of
 from loadtest.bench import Finished
 
 NAME = "goodput"

@@ -13,10 +13,10 @@ from importlib.metadata import version
 
 import torch
 
-from benchmarks.environment import ROOT, write_result
-from benchmarks.gpu_kernels import DTYPE, Ceilings, Timing, ceilings, timings
-from benchmarks.gpu_model import LLAMA_8B, decoder_weights, transformers_model
-from benchmarks.gpu_steps import CONTEXT, DECODE_ROWS, StepTiming, same_tokens, smollm2_tokens, step_timings, token_ids
+from benchmarks.lib.environment import ROOT, write_result
+from benchmarks.lib.gpu_kernels import DTYPE, Ceilings, Timing, ceilings, timings
+from benchmarks.lib.gpu_model import LLAMA_8B, decoder_weights, transformers_model
+from benchmarks.lib.gpu_steps import CONTEXT, DECODE_ROWS, StepTiming, same_tokens, smollm2_tokens, step_timings, token_ids
 from engine.memory.kv_pool import KVPool
 from engine.model_runner import ModelRunner
 

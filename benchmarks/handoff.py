@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.environment import write_result
+from benchmarks.lib.environment import write_result
 from configs.models import resolve
 from configs.schema import ClusterConfig, TransportName
 from decode_workers.worker import DecodeWorker

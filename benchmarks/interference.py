@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.environment import write_result
-from benchmarks.load import RandomPrompts, TextPrompts, bench_options, warm_up
-from benchmarks.rounds import Round, compare, median, origin, spread
-from benchmarks.servers import System, add_options, chosen, serving
+from benchmarks.lib.environment import write_result
+from benchmarks.lib.load import RandomPrompts, TextPrompts, bench_options, warm_up
+from benchmarks.lib.rounds import Round, compare, median, origin, spread
+from benchmarks.lib.servers import System, add_options, chosen, serving
 from loadtest.bench import make_samples
 from loadtest.http_client import HttpClient
 from loadtest.records import RequestRecord

@@ -25,8 +25,8 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from benchmarks.environment import write_result
-from benchmarks.gpu_model import LLAMA_8B
+from benchmarks.lib.environment import write_result
+from benchmarks.lib.gpu_model import LLAMA_8B
 from engine.kernels.triton.decode_attention import DecodeAttention
 from engine.kernels.triton.kv_cache import gather_tokens, rotate_and_store, scatter_tokens
 from engine.kernels.triton.launch import Launch

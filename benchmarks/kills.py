@@ -24,9 +24,9 @@ from typing import Any
 
 import httpx
 
-from benchmarks.environment import write_result
-from benchmarks.servers import HOST, cluster
-from benchmarks.streams import Answered, Request
+from benchmarks.lib.environment import write_result
+from benchmarks.lib.servers import HOST, cluster
+from benchmarks.lib.streams import Answered, Request
 
 STREAMS = 16
 DIFFERENT = 32

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from benchmarks.environment import ROOT, write_result
+from benchmarks.lib.environment import ROOT, write_result
 from configs.models import resolve
 
 TASK = "tandem_capitals"

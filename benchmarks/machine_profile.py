@@ -3,7 +3,7 @@
 For `tandem plan` and the simulator. The default model in its default dtype, one thread for each worker, pinned to a core of its
 own. While one role is measured the other one computes on the next core, as both do in a busy cluster, and share its memory's
 bandwidth. Medians over `--rounds` rounds through all points. Then a real cluster tells how much longer its steps take, whose
-processes share these cores (`benchmarks.loaded_steps`). What lies outside of the engines is taken from the results of
+processes share these cores (`benchmarks.lib.loaded_steps`). What lies outside of the engines is taken from the results of
 `benchmarks.overhead` and `benchmarks.handoff`, which have to be of the same machine: run them first.
 """
 
@@ -25,8 +25,8 @@ from typing import NoReturn
 
 import torch
 
-from benchmarks.environment import RESULTS, ROOT, environment
-from benchmarks.loaded_steps import slowdowns
+from benchmarks.lib.environment import RESULTS, ROOT, environment
+from benchmarks.lib.loaded_steps import slowdowns
 from configs.models import resolve
 from engine.batch import Chunk
 from engine.model_runner import ModelRunner

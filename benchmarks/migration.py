@@ -20,8 +20,8 @@ from typing import Any
 
 import httpx
 
-from benchmarks.environment import write_result
-from benchmarks.servers import HOST, cluster
+from benchmarks.lib.environment import write_result
+from benchmarks.lib.servers import HOST, cluster
 
 STREAMS = 8
 CONTEXT = 500

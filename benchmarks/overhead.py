@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from benchmarks import processes
-from benchmarks.environment import write_result
-from benchmarks.servers import HOST, cluster
+from benchmarks.lib import processes
+from benchmarks.lib.environment import write_result
+from benchmarks.lib.servers import HOST, cluster
 from configs.models import resolve
 from engine.batch import Chunk
 from engine.model_runner import ModelRunner

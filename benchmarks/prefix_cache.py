@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.environment import write_result
+from benchmarks.lib.environment import write_result
 from configs.models import resolve
 from configs.schema import ClusterConfig
 from decode_workers.worker import DecodeWorker

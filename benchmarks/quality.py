@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from benchmarks.environment import write_result
-from benchmarks.load import PROSE
+from benchmarks.lib.environment import write_result
+from benchmarks.lib.load import PROSE
 from configs.facts import Model
 from configs.models import resolve
 from engine.batch import Chunk, ForwardBatch

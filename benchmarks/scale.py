@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from benchmarks.environment import write_result
+from benchmarks.lib.environment import write_result
 from cluster.launcher import Process, Started
 from cluster.records import ClusterRecord, Life
 from cluster.supervisor import Supervisor

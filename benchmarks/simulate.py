@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import write_result
 from benchmarks.goodput import load, seed_of
-from benchmarks.goodput_report import OURS, Entry, by_workload, goodputs
-from benchmarks.load import Trace
-from benchmarks.slo import SLOS
-from benchmarks.workloads import prompts_of
+from benchmarks.lib.environment import write_result
+from benchmarks.lib.goodput_report import OURS, Entry, by_workload, goodputs
+from benchmarks.lib.load import Trace
+from benchmarks.lib.slo import SLOS
+from benchmarks.lib.workloads import prompts_of
 from configs.loader import load_config
 from configs.schema import ClusterConfig
 from loadtest.datasets import Lengths
@@ -56,7 +56,7 @@ def like(entry: Entry, traces: Path, config: ClusterConfig, profile: Profile) ->
 
 
 def workload_of(name: str, traces: Path, num_prompts: int, seed: int) -> Workload:
-    """As `benchmarks.workloads` has it."""
+    """As `benchmarks.lib.workloads` has it."""
     prompts = prompts_of(name, traces)
     if isinstance(prompts, Trace):
         return trace_workload(prompts.path, num_prompts, prompts.length_scale, seed)

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
-from benchmarks.environment import write_result
+from benchmarks.lib.environment import write_result
 from configs.facts import Architecture, ModelFacts, WeightFormat
 from engine.batch import Chunk
 from engine.model_runner import ModelRunner

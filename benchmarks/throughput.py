@@ -10,10 +10,10 @@ import argparse
 import statistics
 from typing import Any
 
-from benchmarks.environment import write_result
-from benchmarks.load import RandomPrompts, bench_options, put_load, warm_up
-from benchmarks.rounds import Round, compare, median, origin, spread
-from benchmarks.servers import System, add_options, chosen, serving
+from benchmarks.lib.environment import write_result
+from benchmarks.lib.load import RandomPrompts, bench_options, put_load, warm_up
+from benchmarks.lib.rounds import Round, compare, median, origin, spread
+from benchmarks.lib.servers import System, add_options, chosen, serving
 
 STREAMS = 16
 PROMPTS = RandomPrompts(256, 128)

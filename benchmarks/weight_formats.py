@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmarks.environment import write_result
+from benchmarks.lib.environment import write_result
 from configs.models import resolve
 from engine.kernels.linear import Linear
 from engine.kernels.quantized import quantize

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 
-from benchmarks.environment import ROOT
+from benchmarks.lib.environment import ROOT
 
 HOST = "127.0.0.1"
 SECRET = b"b" * 32

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.clients.guidellm import GUIDELLM, installed, row, run
-from benchmarks.environment import write_result
-from benchmarks.load import TextPrompts, bench_options
+from benchmarks.lib.environment import write_result
+from benchmarks.lib.load import TextPrompts, bench_options
 from loadtest.bench import run_bench
 from loadtest.records import RequestRecord
 from loadtest.server import ENDPOINTS

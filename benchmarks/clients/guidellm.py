@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import write_result
+from benchmarks.lib.environment import write_result
 from benchmarks.peers.hf_directory import write_tokenizer
 from configs.models import resolve
 

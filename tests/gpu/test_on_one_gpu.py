@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.gpu_model import LLAMA_8B, decoder_weights, transformers_model
-from benchmarks.gpu_steps import same_tokens, token_ids
+from benchmarks.lib.gpu_model import LLAMA_8B, decoder_weights, transformers_model
+from benchmarks.lib.gpu_steps import same_tokens, token_ids
 from engine.batch import Chunk, ForwardBatch
 from engine.kernels.rope import inverse_frequencies
 from engine.memory.kv_pool import KVPool

@@ -25,7 +25,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.streams import KINDS, Answered, Request
+from benchmarks.lib.streams import KINDS, Answered, Request
 
 LANES = 6
 SAMPLE_S = 2.0

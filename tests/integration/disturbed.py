@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.streams import Answered, Request
+from benchmarks.lib.streams import Answered, Request
 
 
 async def disturbed(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from chaos import Chaos, growing
 
-from benchmarks.environment import write_result
+from benchmarks.lib.environment import write_result
 
 SECONDS = float(os.environ.get("TANDEM_CHAOS_S", "45"))
 SEED = int(os.environ.get("TANDEM_CHAOS_SEED", "1"))

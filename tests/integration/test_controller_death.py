@@ -11,7 +11,7 @@ import httpx
 import pytest
 from disturbed import begun, disturbed, until
 
-from benchmarks.streams import Answered, Request
+from benchmarks.lib.streams import Answered, Request
 
 BACK_S = 20.0
 

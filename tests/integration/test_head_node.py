@@ -20,7 +20,7 @@ import pytest
 from disturbed import begun, disturbed, until
 from local_processes import TANDEM, marked_processes
 
-from benchmarks.streams import Answered, Request
+from benchmarks.lib.streams import Answered, Request
 from cluster.ray.session import free_port, local_environment
 
 REDIS = shutil.which("redis-server")

@@ -14,7 +14,7 @@ import pytest
 from disturbed import begun, disturbed, until
 
 from benchmarks.kills import counted, kill_one
-from benchmarks.streams import KINDS, Answered, Request
+from benchmarks.lib.streams import KINDS, Answered, Request
 
 KILLS = 4
 

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.streams import Answered, Request
+from benchmarks.lib.streams import Answered, Request
 
 RETENTION_S = 15.0
 KINDS = ("seeded", "choices", "stop", "schema", "tools")

@@ -11,7 +11,7 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from benchmarks.schemas import SCHEMAS
+from benchmarks.lib.schemas import SCHEMAS
 
 ASK: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
 

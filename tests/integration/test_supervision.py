@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.servers import until_quiet
+from benchmarks.lib.servers import until_quiet
 
 
 def ask(cluster: Any, max_tokens: int = 8) -> str:

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.environment import ROOT
 from benchmarks.interference import LEAD_S, gaps
+from benchmarks.lib.environment import ROOT
+from benchmarks.lib.servers import HOST, SYSTEMS, ServerDidNotStart, System, healthy, serving, system, turns
 from benchmarks.peers.setup import PeerEnv
-from benchmarks.servers import HOST, SYSTEMS, ServerDidNotStart, System, healthy, serving, system, turns
 from loadtest.records import RequestRecord
 
 FAKE = """
@@ -80,7 +80,7 @@ def test_no_server_is_left_when_the_driver_is_told_to_end() -> None:
     fake, port = fake_server()
     code = f"""
 import time
-from benchmarks.servers import System, serving
+from benchmarks.lib.servers import System, serving
 with serving(System("fake", "", {fake.command!r}), {port}):
     print("serving", flush=True)
     time.sleep(60)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import arithmetic
-from benchmarks.engine_report import share_of_limit
+from benchmarks.lib import arithmetic
+from benchmarks.lib.engine_report import share_of_limit
 from configs.models import resolve
 from engine.models.parameters import layer_parameters
 

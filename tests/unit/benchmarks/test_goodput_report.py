@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.goodput_report import by_workload, draw, goodputs, merge, picture_name, table
-from benchmarks.slo import SLOS, rate_of
+from benchmarks.lib.goodput_report import by_workload, draw, goodputs, merge, picture_name, table
+from benchmarks.lib.slo import SLOS, rate_of
 
 Key = tuple[str, str, int]
 KEYS: st.SearchStrategy[Key] = st.tuples(st.sampled_from(["code", "chat"]), st.sampled_from(["a", "b"]), st.integers(0, 2))

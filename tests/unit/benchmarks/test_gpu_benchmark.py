@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 
 from benchmarks.gpu import table
-from benchmarks.gpu_kernels import Ceilings, Timing
-from benchmarks.gpu_model import LLAMA_8B, decoder_weights, kv_bytes_per_token, matrix_parameters, transformers_model
-from benchmarks.gpu_steps import StepTiming, same_tokens, token_ids
+from benchmarks.lib.gpu_kernels import Ceilings, Timing
+from benchmarks.lib.gpu_model import LLAMA_8B, decoder_weights, kv_bytes_per_token, matrix_parameters, transformers_model
+from benchmarks.lib.gpu_steps import StepTiming, same_tokens, token_ids
 from engine.memory.kv_pool import KVPool
 from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder

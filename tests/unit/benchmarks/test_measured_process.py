@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.environment import ROOT
-from benchmarks.measured_process import MeasuredProcess
+from benchmarks.lib.environment import ROOT
+from benchmarks.lib.measured_process import MeasuredProcess
 
 ECHO = """
 import os

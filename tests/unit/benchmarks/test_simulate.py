@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from benchmarks.goodput import seed_of
+from benchmarks.lib.slo import LOWEST_STEP, SLOS, rate_of
 from benchmarks.simulate import compared, like, table, workload_of
-from benchmarks.slo import LOWEST_STEP, SLOS, rate_of
 from configs.loader import load_config
 from simulator.profile import LAPTOP, Profile
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.slo import (
+from benchmarks.lib.slo import (
     ATTAINMENT,
     HIGHEST_STEP,
     LOWEST_STEP,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import quality
-from benchmarks.load import PROSE
+from benchmarks.lib.load import PROSE
 from configs.facts import ModelFacts
 from configs.models import resolve
 from engine.model_runner import ModelRunner

@@ -10,7 +10,7 @@ from typing import Any
 
 import matplotlib
 
-from benchmarks import arithmetic
+from benchmarks.lib import arithmetic
 from configs.facts import ModelFacts
 
 matplotlib.use("Agg")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.load import Prompts, RandomPrompts, Trace
+from benchmarks.lib.load import Prompts, RandomPrompts, Trace
 
 TRACES = {
     "azure-conversation": ("azure", "azure_llm_2023_conv.csv", 8.0),

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_model import decoder_weights, kv_bytes_per_token, matrix_parameters
+from benchmarks.lib.gpu_model import decoder_weights, kv_bytes_per_token, matrix_parameters
 from configs.facts import ModelFacts
 from engine.batch import Chunk
 from engine.memory.kv_pool import KVPool

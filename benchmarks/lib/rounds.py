@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from benchmarks.servers import System, turns
+from benchmarks.lib.servers import System, turns
 
 Round = dict[str, float]
 """Figures of one system."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import ROOT
+from benchmarks.lib.environment import ROOT
 from loadtest.bench import Finished, run_bench
 from loadtest.options import BenchOptions
 from loadtest.server import ENDPOINTS

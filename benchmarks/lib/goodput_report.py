@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.slo import ATTAINMENT, PAIRS, SCALES, SLOS, Run, Slo, goodput
+from benchmarks.lib.slo import ATTAINMENT, PAIRS, SCALES, SLOS, Run, Slo, goodput
 
 Entry = dict[str, Any]
 """Of one workload, system and seed: names, settings, `runs` and where they were made."""

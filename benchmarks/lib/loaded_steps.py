@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.load import RandomPrompts, bench_options, put_load, warm_up
-from benchmarks.servers import serving, system
+from benchmarks.lib.load import RandomPrompts, bench_options, put_load, warm_up
+from benchmarks.lib.servers import serving, system
 from simulator.profile import Profile, Slowdown, Slowdowns
 
 PROMPTS, NUM_PROMPTS = RandomPrompts(128, 1), 60

@@ -23,8 +23,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks import processes
-from benchmarks.environment import ROOT
+from benchmarks.lib import processes
+from benchmarks.lib.environment import ROOT
 from benchmarks.peers.setup import LLAMA_CPP, VLLM, PeerEnv
 from configs.models import resolve
 
