@@ -35,9 +35,9 @@ from router.request.answer import AnswerText, Delta, TokenTexts
 from router.request.choices import Said, SharedPrompt, interleaved
 from router.request.pipeline import Pipeline
 from router.text.tokenizer import Tokenizer
-from telemetry.ledger import RequestTimes, Stage
 from telemetry.logging import fields
 from telemetry.metrics import Metrics, WorkerSample
+from telemetry.request_times import RequestTimes, Stage
 from telemetry.spans import Attributes, SpanExport
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from protocol.errors import ConfigError
 from protocol.trace import TraceContext, new_span_id
-from telemetry.ledger import Stretch
+from telemetry.request_times import Stretch
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan

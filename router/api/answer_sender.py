@@ -22,7 +22,7 @@ from router.api.event_ids import EventIds
 from router.api.heartbeat import with_heartbeats
 from router.api.shapes import AnswerShape, Json
 from router.request.answer import Answer, Delta
-from telemetry.ledger import RequestTimes
+from telemetry.request_times import RequestTimes
 
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 DROPPED_HEADER = "x-tandem-dropped-messages"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from router.request.answer import Answer, Delta
-from telemetry.ledger import RequestTimes
+from telemetry.request_times import RequestTimes
 
 Json = dict[str, Any]
 

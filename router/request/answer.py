@@ -22,7 +22,7 @@ from router.text.stop import StopMatcher
 from router.text.tokenizer import Tokenizer
 from router.text.tool_calls import ToolCallDelta, ToolCallParser
 from router.text.tool_format import ToolFormat
-from telemetry.ledger import RequestTimes
+from telemetry.request_times import RequestTimes
 
 Finish = Literal["stop", "length", "tool_calls"]
 

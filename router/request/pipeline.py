@@ -25,9 +25,9 @@ from router.dispatch.journal import Journal, Tokens
 from router.dispatch.migrator import Migrator
 from router.request.choices import SharedPrompt
 from router.rules.resumption import Course, Deaths, Trials
-from telemetry.ledger import RequestTimes
 from telemetry.logging import fields
 from telemetry.metrics import Metrics
+from telemetry.request_times import RequestTimes
 
 log = logging.getLogger(__name__)
 

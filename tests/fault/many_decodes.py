@@ -35,8 +35,8 @@ from router.dispatch.migrator import Migrator
 from router.dispatch.roster import Roster
 from router.request.pipeline import Pipeline
 from router.rules.leaks import Leak
-from telemetry.ledger import RequestTimes
 from telemetry.metrics import Metrics
+from telemetry.request_times import RequestTimes
 
 CONFIG = ClusterConfig(
     dtype="float32",

@@ -17,8 +17,8 @@ from router.dispatch.journal import Journal
 from router.dispatch.migrator import Migrator
 from router.dispatch.roster import Roster
 from router.request.pipeline import Pipeline
-from telemetry.ledger import RequestTimes
 from telemetry.metrics import Metrics
+from telemetry.request_times import RequestTimes
 
 HELD_UP_S = 0.3
 

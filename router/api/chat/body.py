@@ -15,7 +15,7 @@ from router.api.shapes import AnswerInfo, Json, clipped, usage, whole_usage
 from router.api.structured import MAX_TOOLS, ToolBody, ToolChoice
 from router.request.answer import Answer, Delta, TextLogprob, TextLogprobs
 from router.text.tool_calls import ToolCallDelta, whole_calls
-from telemetry.ledger import RequestTimes
+from telemetry.request_times import RequestTimes
 
 
 class ChatBody(SamplingBody):

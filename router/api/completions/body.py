@@ -13,7 +13,7 @@ from router.api.body import Neutral, Together, either, given
 from router.api.fields import MAX_LOGPROBS, NOT_YET, TRUE, SamplingBody
 from router.api.shapes import AnswerInfo, Json, clipped, usage, whole_usage
 from router.request.answer import Answer, Delta, TextLogprobs
-from telemetry.ledger import RequestTimes
+from telemetry.request_times import RequestTimes
 
 _DEFAULT_MAX_TOKENS = 16
 _MAX_PROMPTS = 1024

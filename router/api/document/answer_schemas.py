@@ -27,7 +27,7 @@ class PromptTokensDetails(TypedDict):
 
 @exact
 class Times(TypedDict):
-    """Where the time of a choice went, in seconds (`telemetry/ledger.py`)."""
+    """Where the time of a choice went, in seconds (`telemetry/request_times.py`)."""
 
     stages: dict[str, Seconds]
     total: Seconds

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telemetry.ledger import RequestTimes, Stage
+from telemetry.request_times import RequestTimes, Stage
 
 seconds = st.floats(0, 5)
 Event = tuple[str, float, float]
