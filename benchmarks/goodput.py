@@ -1,13 +1,15 @@
 """Load that meets its limits, beside others: `python -m benchmarks.goodput --traces DIR --peer-env DIR`, on an idle machine.
 
-    workload ──► seed ──► system: fresh server ──► warm-up ──► runs at rates that `benchmarks.lib.slo` asks for ──► results written
+    workload ──► seed ──► system: fresh server ──► warm-up ──► runs at rates that `benchmarks.lib.slo` asks for ──► results
+    written
 
 Every seed is a round in which all systems take their turn, each with all cores; the same prompts arrive at the same moments
 for all of them. Results are merged with those that are there, so parts can be run on their own (`--workloads`, `--systems`,
 `--seeds`), and an interrupted run loses one turn. `--runs` bounds a turn: what is not known by then stays between a good rate
 and a bad one. `--report` measures nothing, and writes table and pictures anew.
 
-DIR of the traces has azure_llm_2023_conv.csv, azure_llm_2023_code.csv and mooncake_conversation.jsonl (`benchmarks.lib.workloads`).
+DIR of the traces has azure_llm_2023_conv.csv, azure_llm_2023_code.csv and mooncake_conversation.jsonl
+(`benchmarks.lib.workloads`).
 """
 
 from __future__ import annotations

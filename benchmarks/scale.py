@@ -1,8 +1,8 @@
 """How routing and supervision grow with the cluster: `python -m benchmarks.scale [--requests N]`.
 
 1. Simulated clusters of 10, 100 and 1,000 workers, half of each role, with the same load per worker: what a choice of a pair
-   takes in a router (`router.rules.ranking`), what a change of a load takes there, what the simulation takes per request. The largest
-   gets `--requests`, 1,000,000 by default; every request has to end and no block may be lost.
+   takes in a router (`router.rules.ranking`), what a change of a load takes there, what the simulation takes per request. The
+   largest gets `--requests`, 1,000,000 by default; every request has to end and no block may be lost.
 2. The controller's supervisor over processes that do nothing: bringing all workers up, and making the view that routers get.
 
 All but wall times are CPU time of the thread. Step times come from the profile of a laptop, which decides about nothing here.

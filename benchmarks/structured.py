@@ -1,7 +1,7 @@
 """Answers that follow a schema: `python -m benchmarks.structured`, on an idle machine.
 
-1. Do they? 20 schemas (`benchmarks.lib.schemas`) times 10 seeds at temperature 1, 16 at a time, through a cluster of its own. Each
-   answer is parsed and validated by `jsonschema`; one that reached max_tokens counts as failed.
+1. Do they? 20 schemas (`benchmarks.lib.schemas`) times 10 seeds at temperature 1, 16 at a time, through a cluster of its
+   own. Each answer is parsed and validated by `jsonschema`; one that reached max_tokens counts as failed.
 2. What does it cost? Decode steps of 16 sequences at a context of 256, temperature 1, free and with a schema, in turns in one
    process. The same tokens are computed in both; only the choice of the next one differs. The wall time of whole steps is
    compared, medians of each round.

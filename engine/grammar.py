@@ -3,9 +3,9 @@
     Grammars.constraint ──► Constraint   begin ──► (the model computes the step) ──► allowed ──► accept ──► begin ...
                                                         the mask is computed meanwhile, in a thread of its own
 
-A grammar is text in the dialect of Lark that llguidance reads, written by the router (`router.text.grammar`). llguidance was chosen
-over xgrammar because it compiles next to nothing ahead: a schema that nobody has seen is ready in about a millisecond, a mask
-in 5 to 500 us. Its limits turn a hostile schema into an error instead of a stalled worker.
+A grammar is text in the dialect of Lark that llguidance reads, written by the router (`router.text.grammar`). llguidance was
+chosen over xgrammar because it compiles next to nothing ahead: a schema that nobody has seen is ready in about a millisecond, a
+mask in 5 to 500 us. Its limits turn a hostile schema into an error instead of a stalled worker.
 
 A grammar alone lets numbers go on for ever; after `MAX_DIGITS` in a row something else is chosen if anything else may be.
 

@@ -1,4 +1,4 @@
-"""A router in virtual time: `router.request.pipeline` and `router.dispatch.admission` around the real rankings, books and rules of the line.
+"""A router in virtual time: the pipeline and the admission of a request around the real rankings, books and rules of the line.
 
     arrive ──► line ──► front: ask decode workers in turn ──► claim ──► prefill ──► first token ──► attach ──► finished
                  ▲          │ no room

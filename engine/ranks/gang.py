@@ -3,7 +3,8 @@
     connect (sockets) ──► form (process group; every rank loads its share) ──► steps, one after the other ──► a rank is lost
 
 A gang lives and dies as one. A rank whose connection is lost, or that does not answer in time, ends `run`, which ends the
-worker; the others find the first rank gone and end too (`engine.ranks.follower`). What comes after is a new life with a new epoch.
+worker; the others find the first rank gone and end too (`engine.ranks.follower`). What comes after is a new life with a new
+epoch.
 """
 
 from __future__ import annotations

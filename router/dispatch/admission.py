@@ -6,8 +6,8 @@
 A worker's queue is first come, first served, so requests are held back here, where it is known who is due: a prefill worker
 gets no more from one router than keeps it busy for two steps. Only of a tenant that has no other request one more prompt may be
 put in front of those of tenants that have: it then waits for a step of a long prompt of theirs, and not for all of it. Blocks
-are reserved at the decode worker before any prefill work is spent. A `Claim` (`router.dispatch.claim`) holds what the request has at
-both workers and gives all of it back when it is left.
+are reserved at the decode worker before any prefill work is spent. A `Claim` (`router.dispatch.claim`) holds what the request
+has at both workers and gives all of it back when it is left.
 
 The decode worker may compute the prompt itself: always (`disaggregation: never`), or where that is better (`auto`). It does so
 in any case for a stream that has to go on elsewhere while prefill is busy: those of a lost worker all stand still at once; and

@@ -4,8 +4,8 @@ IN LINE ──► AT THE FRONT ──► out      one at a time is at the front;
    ▲             │
    └─────────────┘ it found none: before it looks again, whoever goes first by then has the front
 
-Who goes first is `router.rules.fair_queue`'s to say. So a big request is not passed by small ones of the same tenant. Whoever could
-not come to the front in time, at the pace at which the line moves, is refused at once. `LineRules` are this without tasks
+Who goes first is `router.rules.fair_queue`'s to say. So a big request is not passed by small ones of the same tenant. Whoever
+could not come to the front in time, at the pace at which the line moves, is refused at once. `LineRules` are this without tasks
 and clock, for the simulator too.
 """
 

@@ -42,7 +42,7 @@ PRE_TOKENIZERS: dict[str, list[Any]] = {
 
 @pytest.fixture(scope="module")
 def corpus(varied_strings: VariedStrings) -> list[str]:
-    sources = [path.read_text() for path in sorted(Path(configs.__file__).parent.glob("*.py"))]
+    sources = [path.read_text() for path in sorted(Path(configs.__file__).parent.rglob("*.py"))]
     return [*sources, *varied_strings(400)]
 
 
