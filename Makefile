@@ -1,13 +1,19 @@
 # make serve    install, fetch the default model, start a cluster of one prefill and one decode worker (ARGS="--port 9000")
 # make test     install with the test tools, then ruff, mypy and pytest
-# make install  the first half of both
+# make install  the first half of both: .venv with the package versions of requirements.lock
+# make lint     ruff and mypy
+# make format   ruff rewrites what it can
+# make unit     the unit tests alone
+# make unit-newest  the same on the newest Python that is installed and that all dependencies support
+# make docs     draw the pictures of README and docs anew, then check every link
+# make update   renew requirements.lock: the newest versions that the ranges in pyproject.toml allow
 # make chaos    workers and connections fail under load for twenty minutes (TANDEM_CHAOS_S=seconds); report in benchmarks/results/chaos.md
 # make clean    forget the environment and every cache in this folder
 #
 # Needs Python 3.11 or newer (PYTHON=... names another one) and nothing else; everything goes into .venv.
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test chaos clean
+.PHONY: help install serve test lint format unit unit-newest docs update chaos clean
 .DELETE_ON_ERROR:
 
 VENV := .venv
@@ -23,6 +29,11 @@ TORCH_INDEX = $(shell command -v nvidia-smi >/dev/null 2>&1 || { \
 	$(BIN)/python -c 'from urllib.request import urlopen; urlopen("$(TORCH_CPU_INDEX)/torch/", timeout=5)' 2>/dev/null && \
 	echo --extra-index-url $(TORCH_CPU_INDEX); })
 
+# Versions that were tested. Where torch comes from (CPU or CUDA build) stays open, and so do the CUDA packages that it brings.
+LOCK := requirements.lock
+NEWEST_PYTHON ?= $(shell for python in python3.14 python3.13 python3.12; do \
+	$$python -c '' 2>/dev/null && echo $$python && break; done)
+
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
@@ -31,17 +42,39 @@ install: $(VENV)/.installed
 serve: install
 	@exec $(BIN)/tandem serve $(ARGS)
 
-test: $(VENV)/.installed-test
+test: lint
+	$(BIN)/pytest $(ARGS)
+
+lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest $(ARGS)
+
+format: $(VENV)/.installed-test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+unit: $(VENV)/.installed-test
+	$(BIN)/pytest tests/unit $(ARGS)
+
+unit-newest:
+	@test -n "$(NEWEST_PYTHON)" || { echo "no Python newer than 3.11 is installed; name one with NEWEST_PYTHON=..." >&2; exit 1; }
+	$(MAKE) unit PYTHON=$(NEWEST_PYTHON) VENV=.venv-newest
+
+update: | $(BIN)/python
+	rm -rf build/update
+	$(PYTHON) -m venv build/update
+	build/update/bin/python -m pip --disable-pip-version-check install '.[test]' $(TORCH_INDEX)
+	build/update/bin/python -m pip --disable-pip-version-check freeze --exclude tandem \
+		| sed -nE 's/^([A-Za-z0-9._-]+==[^+ ]+)(\+[^ ]+)?$$/\1/p' | grep -viE '^(nvidia|cuda)' | LC_ALL=C sort -f > $(LOCK).new
+	mv $(LOCK).new $(LOCK)
+	rm -rf build/update
 
 chaos: $(VENV)/.installed-test
 	TANDEM_CHAOS_S=$${TANDEM_CHAOS_S:-1200} $(BIN)/pytest -s tests/integration/test_chaos.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .venv-newest .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -49,12 +82,12 @@ $(BIN)/python:
 	@echo "==> a fresh environment in $(VENV), $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: pyproject.toml | $(BIN)/python
+$(VENV)/.installed: pyproject.toml $(LOCK) | $(BIN)/python
 	@echo "==> packages (minutes the first time)"
-	$(PIP) install --editable . $(TORCH_INDEX)
+	$(PIP) install --constraint $(LOCK) --editable . $(TORCH_INDEX)
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	@echo "==> test tools"
-	$(PIP) install --editable '.[test]' $(TORCH_INDEX)
+	$(PIP) install --constraint $(LOCK) --editable '.[test]' $(TORCH_INDEX)
 	@touch $@
