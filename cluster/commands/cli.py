@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cluster import __version__
 from cluster.commands.bench import bench
 from cluster.commands.keys import app as keys_app
 from cluster.commands.plan import plan
@@ -58,6 +59,21 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         code = 130
     sys.exit(code)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tandem {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def tandem(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options that stand before a command. What they do happens while they are read."""
 
 
 @app.command()
