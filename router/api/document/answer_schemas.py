@@ -27,7 +27,7 @@ class PromptTokensDetails(TypedDict):
 
 @exact
 class Times(TypedDict):
-    """Where the time of a choice went, in seconds (`telemetry/request_times.py`)."""
+    """Where the time of a choice went, in seconds."""
 
     stages: dict[str, Seconds]
     total: Seconds
@@ -292,7 +292,7 @@ class ResponseObject(TypedDict):
 
 
 class ResponseEvent(TypedDict):
-    """What else an event has depends on its type (`response_object.py`)."""
+    """What else an event has depends on its type."""
 
     type: Annotated[str, Field(pattern=r"^response\.")]
     sequence_number: Count
