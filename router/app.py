@@ -53,7 +53,7 @@ from router.api.shapes import AnswerInfo, AnswerShape, Json
 from router.api.tools.bodies import DetokenizeBody, DrainBody, ScaleBody, TokenizeBody
 from router.page.routes import page_routes
 from router.request.answer import Delta
-from router.request.choices import Said, said_before
+from router.request.choices import EmittedChoice, emitted_choices
 from router.resume.recorder import Recorder, new_pen
 from router.resume.resumable import Asked, is_resumable, last_event_of, refuse_resumable, stream_key
 from router.service import Router
@@ -266,18 +266,18 @@ class _Endpoints:
         self._check_model(request, None)
         record = await self._recorder.take_over(stream_key(request), seen.piece)
         asked = Asked.load(record.opening)
-        rest = self._deltas(request, asked.generations, said_before(record.said, asked.info.num_choices))
+        rest = self._deltas(request, asked.generations, emitted_choices(record.said, asked.info.num_choices))
         return asked.response(self._recorder.resumed(record, rest), shape(asked.info), EventIds(seen))
 
     def _deltas(
-        self, request: Request, generations: Sequence[Generation], said: Sequence[Said] = ()
+        self, request: Request, generations: Sequence[Generation], emitted: Sequence[EmittedChoice] = ()
     ) -> AsyncGenerator[Delta, None]:
-        """The answer, or what it lacks after what was said, at the caller's cost."""
+        """The answer, or what it lacks after what was emitted, at the caller's cost."""
         state = request.scope["state"]
-        answer = self._router.answers(generations, state["request_id"], state["trace"], state["arrival"], said)
-        num_prompt_tokens = 0 if said else sum(len(generation.prompt_token_ids) for generation in generations)
+        answer = self._router.answers(generations, state["request_id"], state["trace"], state["arrival"], emitted)
+        num_prompt_tokens = 0 if emitted else sum(len(generation.prompt_token_ids) for generation in generations)
         max_tokens = sum(generation.num_choices * generation.sampling.max_tokens for generation in generations)
-        max_tokens -= sum(len(each.token_ids) for each in said)
+        max_tokens -= sum(len(each.token_ids) for each in emitted)
         return self._meter.metered(caller_of(request.scope), num_prompt_tokens, max_tokens, answer)
 
     def _of_caller(

@@ -32,7 +32,7 @@ from router.dispatch.migrator import Migrator
 from router.dispatch.roster import Roster
 from router.dispatch.status import health_problem, worker_status
 from router.request.answer import AnswerText, Delta, TokenTexts
-from router.request.choices import Said, SharedPrompt, interleaved
+from router.request.choices import EmittedChoice, SharedPrompt, interleaved
 from router.request.pipeline import Pipeline
 from router.text.tokenizer import Tokenizer
 from telemetry.logging import fields
@@ -115,16 +115,16 @@ class Router:
         request_id: str,
         trace: TraceContext,
         arrival: float,
-        said: Sequence[Said] = (),
+        emitted: Sequence[EmittedChoice] = (),
     ) -> AsyncGenerator[Delta, None]:
         """All choices of all prompts, piece by piece; the last piece of each has its finish reason.
 
-        Closing the generator frees everything. `arrival` is the request's, on `time.monotonic`. `said`: of all choices, what
-        comes before these pieces; those that have not ended go on.
+        Closing the generator frees everything. `arrival` is the request's, on `time.monotonic`. `emitted` has
+        the part of every choice that comes before these pieces, or is empty; choices that have not ended go on.
         """
         choices: list[AsyncGenerator[Delta, None]] = []
         times: list[RequestTimes] = []
-        before = said or [Said()] * sum(generation.num_choices for generation in generations)
+        before = emitted or [EmittedChoice()] * sum(generation.num_choices for generation in generations)
         index = 0
         for generation in generations:
             own = before[index : index + generation.num_choices]

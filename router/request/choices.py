@@ -22,22 +22,23 @@ _AT_ONCE = 32
 
 
 @dataclass(frozen=True)
-class Said:
-    """What a stream that is resumed has said of a choice."""
+class EmittedChoice:
+    """The part of one choice that its client has got already, from a stream that is now resumed."""
 
     token_ids: tuple[int, ...] = ()
     ended: bool = False
+    """The client has its finish reason, too."""
 
 
-def said_before(deltas: Iterable[Delta], num_choices: int) -> list[Said]:
-    """Of each choice, by these pieces."""
+def emitted_choices(deltas: Iterable[Delta], num_choices: int) -> list[EmittedChoice]:
+    """Sum up what these pieces of a response told of each of its choices, in the order of their indices."""
     token_ids: list[list[int]] = [[] for _ in range(num_choices)]
     ended: set[int] = set()
     for delta in deltas:
         token_ids[delta.index] += delta.token_ids
         if delta.finish_reason is not None:
             ended.add(delta.index)
-    return [Said(tuple(ids), index in ended) for index, ids in enumerate(token_ids)]
+    return [EmittedChoice(tuple(ids), index in ended) for index, ids in enumerate(token_ids)]
 
 
 class _Others(Container[str]):
