@@ -22,10 +22,10 @@ import numpy as np
 
 from benchmarks.lib.environment import write_result
 from cluster.launcher import Process, Started
-from cluster.records import ClusterRecord, Life
+from cluster.records import ClusterRecord
 from cluster.supervisor import Supervisor
 from configs.loader import load_config
-from protocol.messages import Role, WorkerRef
+from protocol.messages import Role, WorkerLife, WorkerRef
 from simulator.cluster import Cluster, Shape
 from simulator.profile import LAPTOP, Profile
 from simulator.request import Request
@@ -150,7 +150,7 @@ class IdleLauncher:
     def process(self, role: Role, worker_id: str, epoch: int) -> Process:
         return IdleProcess(WorkerRef(worker_id, epoch, role, "tcp://127.0.0.1:1"))
 
-    async def take_up(self, lives: Mapping[Life, Sequence[str]], worker_ids: Sequence[str]) -> None:
+    async def take_up(self, lives: Mapping[WorkerLife, Sequence[str]], worker_ids: Sequence[str]) -> None:
         raise AssertionError("there was no former supervisor")
 
     async def release(self, worker_id: str) -> None:

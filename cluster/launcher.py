@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.records import Life
-from protocol.messages import Role, WorkerRef
+from protocol.messages import Role, WorkerLife, WorkerRef
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Launcher(Protocol):
     def process(self, role: Role, worker_id: str, epoch: int) -> Process:
         """A process that begins with its `start` or `resume`; cheap."""
 
-    async def take_up(self, lives: Mapping[Life, Sequence[str]], worker_ids: Sequence[str]) -> None:
+    async def take_up(self, lives: Mapping[WorkerLife, Sequence[str]], worker_ids: Sequence[str]) -> None:
         """Of what a former launcher has made, know the resources of these workers, and remove all but them and these lives."""
 
     async def release(self, worker_id: str) -> None:

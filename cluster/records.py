@@ -16,10 +16,7 @@ from ray.experimental import internal_kv
 
 from cluster.pool import PoolRecord
 from protocol.errors import UnavailableError
-from protocol.messages import Role
-
-Life = tuple[str, int]
-"""Worker id and epoch."""
+from protocol.messages import Role, WorkerLife
 
 _NAMESPACE = "tandem"
 _KEY = "supervisor"
@@ -30,7 +27,7 @@ class ClusterRecord:
     """Both pools, and the lives that are up, each with the names of its ranks' processes, the first one's first."""
 
     pools: Mapping[Role, PoolRecord]
-    processes: tuple[tuple[Life, tuple[str, ...]], ...]
+    processes: tuple[tuple[WorkerLife, tuple[str, ...]], ...]
 
     def to_json(self) -> bytes:
         return _ADAPTER.dump_json(self)

@@ -25,11 +25,11 @@ from typing import Any
 from cluster.launcher import Launcher, Process, Started
 from cluster.pool import Action, Drain, Pool, Remove, Resume, Start, Stop
 from cluster.ray.placement import pool_of
-from cluster.records import ClusterRecord, Life, RecordStore
+from cluster.records import ClusterRecord, RecordStore
 from configs.schema import ClusterConfig
 from protocol.cluster_view import ClusterView, WorkerState
 from protocol.errors import ConfigError, InvalidRequestError, TandemError, UnavailableError
-from protocol.messages import Role
+from protocol.messages import Role, WorkerLife
 
 log = logging.getLogger(__name__)
 
@@ -49,9 +49,9 @@ class Supervisor:
         self._records = records
         self._pools = {role: Pool(role) for role in Role}
         self._roles = [role for role in Role if config.disaggregation != "never" or role is Role.DECODE]
-        self._lives: dict[Life, asyncio.Task[None]] = {}
-        self._processes: dict[Life, Process] = {}
-        self._names: dict[Life, tuple[str, ...]] = {}
+        self._lives: dict[WorkerLife, asyncio.Task[None]] = {}
+        self._processes: dict[WorkerLife, Process] = {}
+        self._names: dict[WorkerLife, tuple[str, ...]] = {}
         """Of the processes of lives that are up."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._version = time.time_ns()
@@ -69,7 +69,7 @@ class Supervisor:
                 self.scale(role, pool_of(self._config, role).workers)
             return
         self._pools = {role: Pool(role, record.pools[role]) for role in Role}
-        lives = [(info.worker_id, info.epoch) for info in self.view().workers]
+        lives = [WorkerLife(info.worker_id, info.epoch) for info in self.view().workers]
         self._names = {life: names for life, names in record.processes if life in lives}
         log.info("taking up %d of %d workers of a former controller", len(self._names), len(lives))
         await self._launcher.take_up(self._names, [worker_id for worker_id, _ in lives])
@@ -136,7 +136,7 @@ class Supervisor:
 
     def _obey(self, pool: Pool, actions: list[Action]) -> None:
         for action in actions:
-            life = (action.worker_id, action.epoch)
+            life = WorkerLife(action.worker_id, action.epoch)
             match action:
                 case Start(delay_s=delay_s):
                     self._begin(pool, life, delay_s)
@@ -153,7 +153,7 @@ class Supervisor:
         self._news = asyncio.Event()
         self._spawn(self._save())
 
-    def _begin(self, pool: Pool, life: Life, delay_s: float) -> None:
+    def _begin(self, pool: Pool, life: WorkerLife, delay_s: float) -> None:
         task = self._lives[life] = asyncio.get_running_loop().create_task(self._live(pool, *life, delay_s))
         task.add_done_callback(lambda done: self._over(life, done))
 
@@ -173,19 +173,19 @@ class Supervisor:
 
     async def _live(self, pool: Pool, worker_id: str, epoch: int, delay_s: float) -> None:
         """One life, from its start to its end; then the pool decides what comes next."""
-        former = [task for life, task in self._lives.items() if life[0] == worker_id and life[1] < epoch]
+        former = [task for life, task in self._lives.items() if life.worker_id == worker_id and life.epoch < epoch]
         if former:
             await asyncio.wait(former)
         await asyncio.sleep(delay_s)
-        process = self._processes[worker_id, epoch] = self._launcher.process(pool.role, worker_id, epoch)
+        process = self._processes[WorkerLife(worker_id, epoch)] = self._launcher.process(pool.role, worker_id, epoch)
         try:
-            if (names := self._names.get((worker_id, epoch))) is not None:
+            if (names := self._names.get(WorkerLife(worker_id, epoch))) is not None:
                 await process.resume(names)
                 self._obey(pool, pool.resumed(worker_id, epoch))
             else:
                 await self._save()
                 started = await self._start(pool.role, process)
-                self._names[worker_id, epoch] = process.names
+                self._names[WorkerLife(worker_id, epoch)] = process.names
                 self._obey(pool, pool.started(started.ref, started.pids, started.node))
                 log.info("%s epoch %d is ready, process %d on %s", worker_id, epoch, started.pids[0], started.node)
             await process.run()
@@ -212,14 +212,14 @@ class Supervisor:
 
     async def _kill(self, worker_id: str, epoch: int) -> None:
         """End a process for certain. A kill that was interrupted is repeated by whoever interrupted it."""
-        process = self._processes.get((worker_id, epoch))
+        process = self._processes.get(WorkerLife(worker_id, epoch))
         if process is not None:
             await process.kill()
-            self._processes.pop((worker_id, epoch), None)
-            self._names.pop((worker_id, epoch), None)
+            self._processes.pop(WorkerLife(worker_id, epoch), None)
+            self._names.pop(WorkerLife(worker_id, epoch), None)
 
     async def _drain(self, pool: Pool, worker_id: str, epoch: int) -> None:
-        process = self._processes[worker_id, epoch]
+        process = self._processes[WorkerLife(worker_id, epoch)]
         try:
             async with asyncio.timeout(self._config.limits.drain_s):
                 await process.drain()
@@ -232,14 +232,14 @@ class Supervisor:
     async def _stop(self, worker_id: str, epoch: int) -> None:
         """End a life politely, then for certain; it tells the pool by itself."""
         await self._ask_to_stop(worker_id, epoch)
-        life = self._lives.get((worker_id, epoch))
+        life = self._lives.get(WorkerLife(worker_id, epoch))
         if life is not None:
             _, running = await asyncio.wait([life], timeout=STOP_S)
             if running:
                 await self._kill(worker_id, epoch)
 
     async def _ask_to_stop(self, worker_id: str, epoch: int) -> None:
-        process = self._processes.get((worker_id, epoch))
+        process = self._processes.get(WorkerLife(worker_id, epoch))
         if process is not None:
             try:
                 async with asyncio.timeout(STOP_S):
@@ -250,7 +250,7 @@ class Supervisor:
     async def _remove(self, worker_id: str, epoch: int) -> None:
         """The pool has forgotten this life: end it politely, then for certain."""
         await self._ask_to_stop(worker_id, epoch)
-        life = self._lives.get((worker_id, epoch))
+        life = self._lives.get(WorkerLife(worker_id, epoch))
         if life is not None:
             life.cancel()
             await asyncio.wait([life])
@@ -268,7 +268,7 @@ class Supervisor:
         self._tasks.discard(task)
         _report_bug(task)
 
-    def _over(self, life: Life, task: asyncio.Task[None]) -> None:
+    def _over(self, life: WorkerLife, task: asyncio.Task[None]) -> None:
         del self._lives[life]
         _report_bug(task)
 

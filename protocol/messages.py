@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from enum import Enum
+from typing import NamedTuple
 
 from protocol.codec import message
 from protocol.errors import TandemError, error_from_code
@@ -28,6 +29,13 @@ from protocol.trace import TraceContext
 class Role(Enum):
     PREFILL = "prefill"
     DECODE = "decode"
+
+
+class WorkerLife(NamedTuple):
+    """Names one life of one worker: every start of a worker has a higher epoch than the one before."""
+
+    worker_id: str
+    epoch: int
 
 
 @dataclass(frozen=True)
@@ -41,6 +49,11 @@ class WorkerRef:
     """Where its socket listens, as `tcp://host:port`."""
     num_ranks: int = 1
     """Its tensor-parallel size. The first rank speaks for all."""
+
+    @property
+    def life(self) -> WorkerLife:
+        """Worker id and epoch, without the role and the address."""
+        return WorkerLife(self.worker_id, self.epoch)
 
 
 @dataclass(frozen=True)

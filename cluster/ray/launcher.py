@@ -36,10 +36,9 @@ from cluster.launcher import Process, Started
 from cluster.ray.errors import answer
 from cluster.ray.placement import Resources, bundle_of, missing, pool_of, threads_per_rank
 from cluster.ray.worker_process import WorkerProcess
-from cluster.records import Life
 from configs.schema import ClusterConfig
 from protocol.errors import TandemError, WorkerLostError
-from protocol.messages import Role
+from protocol.messages import Role, WorkerLife
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +78,7 @@ class RayLauncher:
     def process(self, role: Role, worker_id: str, epoch: int) -> Process:
         return RayProcess(self, role, worker_id, epoch)
 
-    async def take_up(self, lives: Mapping[Life, Sequence[str]], worker_ids: Sequence[str]) -> None:
+    async def take_up(self, lives: Mapping[WorkerLife, Sequence[str]], worker_ids: Sequence[str]) -> None:
         kept = {name for names in lives.values() for name in names}
         self._groups = await asyncio.to_thread(_take_up, kept, worker_ids)
         await self.keep_spare()

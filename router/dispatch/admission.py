@@ -112,7 +112,7 @@ class Admission:
         if self._config.disaggregation == "never":
             order = self._by_prompts(order, avoid)
         if journal.copy is not None:
-            copied_to, _ = journal.copy.life
+            copied_to = journal.copy.life.worker_id
             order = sorted(order, key=lambda worker_id: worker_id != copied_to)
         for worker_id in order:
             decode = self._roster.ready_decode(worker_id)

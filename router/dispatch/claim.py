@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from protocol.errors import OverloadedError, ProtocolError, TandemError, UnavailableError
-from protocol.messages import FirstToken, Prefilled, Reserve, Ticket
+from protocol.messages import FirstToken, Prefilled, Reserve, Ticket, WorkerLife
 from protocol.sampling import FinishReason, SamplingParams, TokenLogprobs
 from router.dispatch.journal import Journal, KvCopy, Tokens
 from router.dispatch.links import WorkerLink
 from router.rules.disaggregation import PrefillCosts
-from router.rules.resumption import Life
 from telemetry.logging import fields
 
 log = logging.getLogger(__name__)
@@ -130,7 +129,7 @@ class Claim:
         return self._stream.begun
 
     @property
-    def killed(self) -> Life | None:
+    def killed(self) -> WorkerLife | None:
         """The worker whose turn it was, if it died and had made nothing of it yet."""
         turn = self.decode if self._attaching else self.computes
         return None if self.decoded or not turn.died else turn.life
@@ -141,7 +140,7 @@ class Claim:
         return [self.decode] if self.computes is self.decode else [self.computes, self.decode]
 
     @property
-    def deaths(self) -> list[Life]:
+    def deaths(self) -> list[WorkerLife]:
         """Of its workers."""
         return [link.life for link in self.workers if link.died]
 

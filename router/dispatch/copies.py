@@ -62,7 +62,7 @@ class Copies:
         copy = running.journal.copy
         if copy is None or copy.life == running.claim.decode.life:
             return None
-        link = self._roster.ready_decode(copy.life[0])
+        link = self._roster.ready_decode(copy.life.worker_id)
         return link if link is not None and link.life == copy.life else None
 
     def _due(self, every: int) -> dict[WorkerLink, list[Running]]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from protocol.messages import WorkerLife
 from protocol.sampling import FinishReason, PromptLogprobs, SamplingParams, TokenLogprobs
 from protocol.trace import TraceContext, new_trace
 from router.rules.fair_queue import ANYBODY, Standing
-from router.rules.resumption import Life
 
 
 class Arrival(NamedTuple):
@@ -39,7 +39,7 @@ class Tokens:
 class KvCopy:
     """The KV of a choice's first tokens, cached at a decode worker that does not decode it."""
 
-    life: Life
+    life: WorkerLife
     num_tokens: int
 
 
@@ -79,6 +79,6 @@ class Journal:
         """At most this many tokens are still to come."""
         return self.sampling.max_tokens - len(self.emitted)
 
-    def copied_at(self, life: Life) -> int:
+    def copied_at(self, life: WorkerLife) -> int:
         """Of how many tokens this worker has a copy, as far as is known."""
         return self.copy.num_tokens if self.copy is not None and self.copy.life == life else 0

@@ -38,6 +38,7 @@ from protocol.messages import (
     Role,
     Ticket,
     TokenFrame,
+    WorkerLife,
     WorkerRef,
 )
 from protocol.sampling import SamplingParams
@@ -127,8 +128,9 @@ class WorkerLink:
         return WorkerLoad(self.ref.worker_id, self.report, self.prompts)
 
     @property
-    def life(self) -> tuple[str, int]:
-        return (self.ref.worker_id, self.ref.epoch)
+    def life(self) -> WorkerLife:
+        """Which life of the worker this link leads to."""
+        return self.ref.life
 
     @property
     def fresh(self) -> bool:
@@ -292,7 +294,7 @@ class WorkerLink:
             log.warning("%s sent an unexpected %s", self.ref.worker_id, type(message).__name__)
 
     def _on_load_report(self, report: LoadReport, now: float) -> None:
-        if (report.worker_id, report.epoch) != (self.ref.worker_id, self.ref.epoch):
+        if WorkerLife(report.worker_id, report.epoch) != self.life:
             self._lose(f"{report.worker_id} of epoch {report.epoch} answers at its address")
             return
         if self.report is None or report.steps != self.report.steps:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from configs.schema import LimitsConfig
 from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState
 from protocol.errors import ProtocolError, UnavailableError, WorkerLostError
-from protocol.messages import Role, WorkerRef
+from protocol.messages import Role, WorkerLife, WorkerRef
 from protocol.wire import WireClient
 from router.dispatch.controller_client import ControllerClient
 from router.dispatch.links import WorkerLink
@@ -86,7 +86,7 @@ class Roster:
         self._secret = secret
         self._limits = limits
         self._on_lost = on_lost
-        self._entries: dict[tuple[str, int], _Entry] = {}
+        self._entries: dict[WorkerLife, _Entry] = {}
         self._prefills, self._decodes = PrefillRanking(), DecodeRanking()
         self._ready = {Role.PREFILL: _Ready(self._prefills), Role.DECODE: _Ready(self._decodes)}
         self._changed = asyncio.Event()
@@ -150,7 +150,7 @@ class Roster:
 
     def find(self, info: WorkerInfo) -> WorkerLink | None:
         """The live link to this life of a worker."""
-        entry = self._entries.get((info.worker_id, info.epoch))
+        entry = self._entries.get(WorkerLife(info.worker_id, info.epoch))
         return entry.link if entry else None
 
     def members(self) -> list[tuple[WorkerRef, WorkerLink | None]]:
@@ -183,20 +183,20 @@ class Roster:
                 entry.state = info.state
                 self._set_retired(entry, False)
         for info in view.workers:
-            if info.ref is not None and (info.worker_id, info.epoch) not in self._entries:
+            if info.ref is not None and info.ref.life not in self._entries:
                 self._open(info.ref, info.state)
         self.note_change()
 
     def _open(self, ref: WorkerRef, state: WorkerState) -> None:
         entry = _Entry(ref, state, self._spawn(self._keep(ref)))
-        self._entries[ref.worker_id, ref.epoch] = entry
+        self._entries[ref.life] = entry
 
     def _retire(self, entry: _Entry) -> None:
         """Its worker is no longer listed: it left, or a new controller has not found it yet."""
         self._set_retired(entry, True)
         if entry.link is None:
             entry.task.cancel()
-            del self._entries[entry.ref.worker_id, entry.ref.epoch]
+            del self._entries[entry.ref.life]
 
     def _set_retired(self, entry: _Entry, retired: bool) -> None:
         entry.retired = retired
@@ -215,7 +215,7 @@ class Roster:
 
     async def _keep(self, ref: WorkerRef) -> None:
         """Hold a link to one life of a worker for as long as its entry stands."""
-        entry = self._entries[ref.worker_id, ref.epoch]
+        entry = self._entries[ref.life]
         pause_s = _FIRST_PAUSE_S
         while not entry.retired:
             try:
@@ -229,7 +229,7 @@ class Roster:
             if not entry.retired:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        self._entries.pop((ref.worker_id, ref.epoch), None)
+        self._entries.pop(ref.life, None)
 
     async def _hold(self, entry: _Entry, client: WireClient) -> None:
         link = entry.link = WorkerLink(

@@ -19,11 +19,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from protocol.audit import DecodeBooks, Owner, PrefillBooks, PromptRow, TicketRow
-from protocol.messages import Role, WorkerRef
+from protocol.messages import Role, WorkerLife, WorkerRef
 from protocol.ticket import TicketState
-
-Life = tuple[str, int]
-"""Worker id and epoch."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +34,9 @@ class Audited:
     """Tickets that this router holds at a decode worker, and whether it waits for tokens of theirs."""
 
     @property
-    def life(self) -> Life:
-        return self.ref.worker_id, self.ref.epoch
+    def life(self) -> WorkerLife:
+        """Which life of the worker this is about."""
+        return self.ref.life
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ def _block_leaks(worker: Audited, books: DecodeBooks | PrefillBooks) -> list[Lea
 
 
 def _ticket_leaks(
-    worker: Audited, books: DecodeBooks, transfers: Collection[tuple[Life, int]] | None, lease_s: float
+    worker: Audited, books: DecodeBooks, transfers: Collection[tuple[WorkerLife, int]] | None, lease_s: float
 ) -> Iterator[Leak]:
     """At most one for each ticket, the plainest first."""
     for row in books.tickets:
@@ -115,7 +113,7 @@ def _ticket_leaks(
 
 
 def _why_not(
-    row: TicketRow, worker: Audited, transfers: Collection[tuple[Life, int]] | None, lease_s: float
+    row: TicketRow, worker: Audited, transfers: Collection[tuple[WorkerLife, int]] | None, lease_s: float
 ) -> tuple[str, str] | None:
     """Kind and reason if nobody needs this ticket."""
     if row.state is not TicketState.ATTACHED and row.overdue_s > lease_s:
@@ -132,14 +130,14 @@ def _why_not(
     return None
 
 
-def _expected_transfers(workers: Sequence[Audited]) -> Collection[tuple[Life, int]] | None:
+def _expected_transfers(workers: Sequence[Audited]) -> Collection[tuple[WorkerLife, int]] | None:
     """Tickets for which there are prompts, or streams that migrate; None if there may be more of them than we know."""
-    found: set[tuple[Life, int]] = set()
+    found: set[tuple[WorkerLife, int]] = set()
     for worker in workers:
         if worker.books is None:
             return None
         rows = worker.books.prompts if isinstance(worker.books, PrefillBooks) else worker.books.sends
-        found |= {((row.decode_id, row.decode_epoch), row.ticket_id) for row in rows}
+        found |= {(WorkerLife(row.decode_id, row.decode_epoch), row.ticket_id) for row in rows}
     return found
 
 
@@ -148,16 +146,16 @@ def _send_leaks(worker: Audited, books: DecodeBooks, workers: Sequence[Audited])
     transfers = _transfers_by_life(workers)
     for row in books.sends:
         ticket = f"ticket {row.ticket_id} of {row.decode_id} (epoch {row.decode_epoch})"
-        known = transfers.get((row.decode_id, row.decode_epoch), ())
+        known = transfers.get(WorkerLife(row.decode_id, row.decode_epoch), ())
         if known is not None and (row.ticket_id, row.transfer_id) not in known:
             yield _leak("send", worker, f"hands a stream over for {ticket}, which is not there", ticket)
 
 
 def _prompt_leaks(worker: Audited, books: PrefillBooks, workers: Sequence[Audited]) -> Iterator[Leak]:
     transfers = _transfers_by_life(workers)
-    pushes = {(pair.decode_id, pair.decode_epoch): pair.pushes_in_flight for pair in books.pairs}
+    pushes = {WorkerLife(pair.decode_id, pair.decode_epoch): pair.pushes_in_flight for pair in books.pairs}
     for row in books.prompts:
-        life = (row.decode_id, row.decode_epoch)
+        life = WorkerLife(row.decode_id, row.decode_epoch)
         if row.stopped:
             if not row.in_step and not pushes.get(life):
                 yield _prompt_leak("prompt", worker, row, "was stopped and is still there; nothing reads its blocks")
@@ -167,14 +165,14 @@ def _prompt_leaks(worker: Audited, books: PrefillBooks, workers: Sequence[Audite
             known = transfers[life]
             if known is not None and (row.ticket_id, row.transfer_id) not in known:
                 yield _prompt_leak("ticket", worker, row, f"which is unknown there with transfer {row.transfer_id}")
-    wanted = {(row.decode_id, row.decode_epoch) for row in books.prompts}
+    wanted = {WorkerLife(row.decode_id, row.decode_epoch) for row in books.prompts}
     for (decode_id, epoch), count in pushes.items():
         if count and (decode_id, epoch) not in wanted:
             subject = f"pushes to {decode_id} (epoch {epoch})"
             yield _leak("pushes", worker, f"has {count} {subject} under way, but no prompt for it", subject)
 
 
-def _transfers_by_life(workers: Sequence[Audited]) -> dict[Life, Collection[tuple[int, int]] | None]:
+def _transfers_by_life(workers: Sequence[Audited]) -> dict[WorkerLife, Collection[tuple[int, int]] | None]:
     return {worker.life: _transfers(worker.books) for worker in workers if worker.ref.role is Role.DECODE}
 
 

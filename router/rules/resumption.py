@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Callable, Container, Iterable
 from contextlib import asynccontextmanager
 
 from protocol.errors import PoisonError, UnavailableError, WorkerLostError
+from protocol.messages import WorkerLife
 
 _DEATHS = 2
 """Of workers, before a token was decoded: that many are no accident."""
@@ -33,22 +34,18 @@ _TOKENS_PER_RESUME = 16
 """A request may go on so often, and once more for so many tokens of its answer: a long one meets more accidents."""
 
 
-Life = tuple[str, int]
-"""Of a worker: its id and epoch."""
-
-
 class Deaths:
     """Which lives of workers have ended of late, as far as requests noticed. `now` as in all calls, s."""
 
     def __init__(self) -> None:
-        self._at: dict[Life, float] = {}
+        self._at: dict[WorkerLife, float] = {}
 
-    def note(self, lives: Iterable[Life], now: float) -> None:
+    def note(self, lives: Iterable[WorkerLife], now: float) -> None:
         for life in lives:
             self._at.setdefault(life, now)
         self._at = {life: at for life, at in self._at.items() if now - at < _MEMORY_S}
 
-    def any_but(self, lives: Container[Life]) -> bool:
+    def any_but(self, lives: Container[WorkerLife]) -> bool:
         """Whether others than these have, in the minute before the latest note."""
         return any(life not in lives for life in self._at)
 
@@ -60,7 +57,7 @@ class Course:
         self._deaths = deaths
         self._num_resumes = 0
         self._num_failures = 0
-        self._suspected_of: set[Life] = set()
+        self._suspected_of: set[WorkerLife] = set()
 
     @property
     def suspected(self) -> bool:
@@ -72,7 +69,7 @@ class Course:
         self._num_failures = 0
         self._suspected_of.clear()
 
-    def failed(self, error: UnavailableError, num_emitted: int, killed: Life | None) -> None:
+    def failed(self, error: UnavailableError, num_emitted: int, killed: WorkerLife | None) -> None:
         """Return if the request may go on elsewhere after this. `killed`: the life that ended with it in its hands.
 
         Raises PoisonError once too many workers have died of it, `error` itself once it has failed too often.

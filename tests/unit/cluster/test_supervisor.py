@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from cluster.launcher import Process, Started
-from cluster.records import ClusterRecord, Life
+from cluster.records import ClusterRecord
 from cluster.supervisor import Supervisor
 from configs.schema import ClusterConfig, DecodeConfig, LimitsConfig, PrefillConfig
 from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState
 from protocol.errors import ConfigError, InvalidRequestError, UnavailableError, WorkerLostError
-from protocol.messages import Role, WorkerRef
+from protocol.messages import Role, WorkerLife, WorkerRef
 
 
 class ScriptedProcess:
@@ -70,7 +70,7 @@ class ScriptedLauncher:
         self.processes: dict[tuple[str, int], ScriptedProcess] = {}
         self.released: list[str] = []
         self.release_seen = asyncio.Event()
-        self.left: set[Life] = set()
+        self.left: set[WorkerLife] = set()
         """Lives that a former supervisor's end has left; with `take_up` only those that are recorded stay."""
         self.on_start: Callable[[WorkerRef], Awaitable[None]] = self._at_once
 
@@ -84,7 +84,7 @@ class ScriptedLauncher:
         process = self.processes[worker_id, epoch] = ScriptedProcess(self, role, worker_id, epoch)
         return process
 
-    async def take_up(self, lives: Mapping[Life, Sequence[str]], worker_ids: Sequence[str]) -> None:
+    async def take_up(self, lives: Mapping[WorkerLife, Sequence[str]], worker_ids: Sequence[str]) -> None:
         self.left &= lives.keys()
         assert {worker_id for worker_id, _ in lives} <= set(worker_ids)
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import KvTransferError, PoisonError, UnavailableError, WorkerLostError
-from protocol.messages import Attach, Role
+from protocol.messages import Attach, Role, WorkerLife
 from router.rules.resumption import Course, Deaths, Trials
 
 Run = Callable[..., None]
@@ -34,7 +34,7 @@ def test_only_deaths_without_a_token_between_them_convict(happened: list[str], t
             mine, failures, emitted = [], 0, emitted + tokens_each
             continue
         error = KvTransferError("damaged") if event == "transfer" else LOST
-        life = ("w", number)
+        life = WorkerLife("w", number)
         if event != "transfer":
             deaths.note([life], number * gap_s)
             died[number] = number * gap_s
