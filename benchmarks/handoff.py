@@ -39,7 +39,7 @@ from kv_transfer.plan import Piece, cut, layer_groups, slot_runs
 from kv_transfer.pool_view import Slots, view_of
 from kv_transfer.transport import ReceiveChannel
 from prefill_workers.worker import PrefillWorker
-from protocol.calls import Caller
+from protocol.calls import CallClient
 from protocol.messages import Attach, Attached, FirstToken, Ping, Prefill, Release, Reserve, Reserved, Role, WorkerRef
 from protocol.sampling import SamplingParams
 from protocol.trace import new_trace
@@ -111,7 +111,7 @@ async def first_tokens(transport: TransportName, rounds: int) -> dict[str, list[
     return times
 
 
-async def _ask(prefill: Caller, decode: Caller, prompt: tuple[int, ...], max_tokens: int) -> tuple[float, float]:
+async def _ask(prefill: CallClient, decode: CallClient, prompt: tuple[int, ...], max_tokens: int) -> tuple[float, float]:
     """Seconds to the first token, and from there until the answer can go on."""
     sampling = SamplingParams(seed=0, max_tokens=max_tokens, temperature=0.0)
     reserved: Reserved = await decode.ask(lambda call_id: Reserve(call_id, "b", prompt, max_tokens, "", new_trace(), 0), 10)
@@ -130,7 +130,7 @@ async def _ask(prefill: Caller, decode: Caller, prompt: tuple[int, ...], max_tok
 
 
 @asynccontextmanager
-async def _workers(transport: TransportName) -> AsyncIterator[tuple[Caller, Caller]]:
+async def _workers(transport: TransportName) -> AsyncIterator[tuple[CallClient, CallClient]]:
     spawn = multiprocessing.get_context("spawn")
     processes, callers = [], []
     try:
@@ -140,7 +140,7 @@ async def _workers(transport: TransportName) -> AsyncIterator[tuple[Caller, Call
             process.start()
             processes.append(process)
             address = await asyncio.to_thread(ours.recv)
-            callers.append(Caller(await WireClient.connect(address, SECRET, 10), lambda message: None))
+            callers.append(CallClient(await WireClient.connect(address, SECRET, 10), lambda message: None))
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(work) for caller in callers for work in (caller.run(), _ping(caller))]
             yield callers[0], callers[1]
@@ -152,7 +152,7 @@ async def _workers(transport: TransportName) -> AsyncIterator[tuple[Caller, Call
             process.join()
 
 
-async def _ping(caller: Caller) -> None:
+async def _ping(caller: CallClient) -> None:
     while True:
         caller.send(Ping())
         await asyncio.sleep(CONFIG.limits.heartbeat_s)

@@ -27,7 +27,7 @@ from engine.model_runner import ModelRunner
 from engine.ranks.gang import Gang
 from kv_transfer.transports.gloo import GlooTransport
 from prefill_workers.worker import PrefillWorker
-from protocol.calls import Caller
+from protocol.calls import CallClient
 from protocol.messages import FirstToken, Ping, Prefill, Release, Reserve, Reserved, Role, WorkerRef
 from protocol.sampling import SamplingParams
 from protocol.trace import new_trace
@@ -84,7 +84,9 @@ def _tokens(rng: random.Random, count: int) -> tuple[int, ...]:
     return tuple(rng.randrange(100, 40_000) for _ in range(count))
 
 
-async def _ask(prefill: Caller, decode: Caller, worker: DecodeWorker, prompt: tuple[int, ...]) -> tuple[float, FirstToken]:
+async def _ask(
+    prefill: CallClient, decode: CallClient, worker: DecodeWorker, prompt: tuple[int, ...]
+) -> tuple[float, FirstToken]:
     sampling = SamplingParams(seed=0, max_tokens=2, temperature=0.0)
     reserved: Reserved = await decode.ask(lambda call_id: Reserve(call_id, "b", prompt, 2, "", new_trace(), 0), 10)
     committed = worker.transfer_stats.committed
@@ -100,7 +102,7 @@ async def _ask(prefill: Caller, decode: Caller, worker: DecodeWorker, prompt: tu
 
 
 @asynccontextmanager
-async def _workers() -> AsyncIterator[tuple[Caller, Caller, DecodeWorker]]:
+async def _workers() -> AsyncIterator[tuple[CallClient, CallClient, DecodeWorker]]:
     model = resolve(CONFIG.model)
     facts = model.facts
     runners = [
@@ -117,7 +119,7 @@ async def _workers() -> AsyncIterator[tuple[Caller, Caller, DecodeWorker]]:
         refs[1], SECRET, runners[1], Grammars(model), servers[1], transports, transports, CONFIG, Gang.alone()
     )
     tasks = [asyncio.create_task(prefill.run()), asyncio.create_task(decode.run())]
-    callers = [Caller(await WireClient.connect(ref.address, SECRET, 5), lambda message: None) for ref in refs]
+    callers = [CallClient(await WireClient.connect(ref.address, SECRET, 5), lambda message: None) for ref in refs]
     for caller in callers:
         tasks += [asyncio.create_task(caller.run()), asyncio.create_task(_ping(caller))]
     try:
@@ -128,7 +130,7 @@ async def _workers() -> AsyncIterator[tuple[Caller, Caller, DecodeWorker]]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _ping(caller: Caller) -> None:
+async def _ping(caller: CallClient) -> None:
     while True:
         caller.send(Ping())
         await asyncio.sleep(CONFIG.limits.heartbeat_s)

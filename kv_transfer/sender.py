@@ -23,7 +23,7 @@ from kv_transfer.lanes import SendLane, SendRank
 from kv_transfer.rendezvous import offer
 from kv_transfer.shards import head_moves
 from kv_transfer.transport import TransportError
-from protocol.calls import Caller, expect
+from protocol.calls import CallClient, expect
 from protocol.errors import KvTransferError, TandemError
 from protocol.gang import TokenSpan
 from protocol.messages import (
@@ -105,7 +105,7 @@ class SendingPair:
         self.peer = peer
         self._me = me
         self._layout = layout
-        self._caller = Caller(client, self._told)
+        self._caller = CallClient(client, self._told)
         self._lease_s = lease_s
         self._heartbeat_s = heartbeat_s
         self._lanes: list[SendLane] = []

@@ -1,6 +1,6 @@
 """Questions and answers over one connection: every question has a deadline, every answer finds its question.
 
-`Caller.run` reads the connection until it is lost; then every open question fails with WorkerLostError at once.
+`CallClient.run` reads the connection until it is lost; then every open question fails with WorkerLostError at once.
 Messages that answer nothing (token frames, load reports) go to `on_message`.
 """
 
@@ -28,7 +28,7 @@ def expect(answer: Any, kind: type[_Answer]) -> _Answer:
     return answer
 
 
-class Caller:
+class CallClient:
     """The asking side of one WireClient, which it owns: `run` closes it on the way out."""
 
     def __init__(self, client: WireClient, on_message: Callable[[Any], None]) -> None:

@@ -19,7 +19,7 @@ import torch
 from engine.batch import Chunk
 from engine.ranks.store import RelayStore
 from engine.ranks.tensor_parallel import ALONE, TensorParallel, connect
-from protocol.calls import Caller, expect
+from protocol.calls import CallClient, expect
 from protocol.errors import WorkerLostError
 from protocol.gang import GangJoin, GangJoined, RunStep, StepChunk, StepDone, StoreValue
 from protocol.messages import Ping
@@ -37,7 +37,7 @@ class Gang:
     def __init__(self, others: Sequence[WireClient], *, lease_s: float, heartbeat_s: float) -> None:
         self._step_s = STEP_LEASES * lease_s
         self._heartbeat_s = heartbeat_s
-        self._callers = [Caller(client, self._told(rank)) for rank, client in enumerate(others, start=1)]
+        self._callers = [CallClient(client, self._told(rank)) for rank, client in enumerate(others, start=1)]
         self._reading = [asyncio.create_task(caller.run()) for caller in self._callers]
         self._living = asyncio.create_task(self._live()) if self._callers else None
         self._store: RelayStore | None = None

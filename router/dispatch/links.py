@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from configs.schema import LimitsConfig
 from protocol.audit import Audit, DecodeBooks, PrefillBooks
-from protocol.calls import Caller
+from protocol.calls import CallClient
 from protocol.errors import ProtocolError, UnavailableError, WorkerLostError
 from protocol.messages import (
     Attach,
@@ -86,7 +86,7 @@ class WorkerLink:
         self._limits = limits
         self._on_load = on_load
         self._on_report = on_report
-        self._caller = Caller(client, self._on_message)
+        self._caller = CallClient(client, self._on_message)
         self._streams: dict[int, TokenStream] = {}
         self._num_prefills = 0
         self._late: set[asyncio.Future[Ticket]] = set()
@@ -314,7 +314,7 @@ class WorkerLink:
             self._lose_broken()
 
     async def _ask(self, build: Callable[[int], Any], deadline_s: float) -> Any:
-        """As `Caller.ask`, but when it raises because the connection is lost then so is the link already."""
+        """As `CallClient.ask`, but when it raises because the connection is lost then so is the link already."""
         try:
             return await self._caller.ask(build, deadline_s)
         except WorkerLostError:

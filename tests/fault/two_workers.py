@@ -21,7 +21,7 @@ from engine.ranks.gang import Gang
 from kv_transfer.transports.loopback import LoopbackNetwork, LoopbackTransport
 from prefill_workers.worker import PrefillWorker
 from protocol.audit import Audit
-from protocol.calls import Caller
+from protocol.calls import CallClient
 from protocol.errors import WorkerLostError
 from protocol.messages import (
     Attach,
@@ -61,7 +61,7 @@ Frames = defaultdict[int, asyncio.Queue[StreamOutput]]
 class ScriptedRouter:
     """Speaks a router's messages by hand, so that a test can stop anywhere in between."""
 
-    def __init__(self, prefill: Caller, decode: Caller, frames: Frames) -> None:
+    def __init__(self, prefill: CallClient, decode: CallClient, frames: Frames) -> None:
         self.prefill = prefill
         self.decode = decode
         self.frames = frames
@@ -152,7 +152,7 @@ async def connect_router(
 
     callers = []
     for worker in (prefill, decode):
-        caller = Caller(await WireClient.connect(worker.address, SECRET, 5), on_message)
+        caller = CallClient(await WireClient.connect(worker.address, SECRET, 5), on_message)
         callers.append(caller)
         number = len(tasks)
         tasks[f"read-{number}"] = asyncio.create_task(caller.run())
@@ -206,7 +206,7 @@ async def leaks_of(workers: Iterable[WorkerRef]) -> list[Leak]:
     """What a router that has just come finds in the books of these workers, when nothing is under way."""
     audited = []
     for ref in workers:
-        caller = Caller(await WireClient.connect(ref.address, SECRET, 5), lambda message: None)
+        caller = CallClient(await WireClient.connect(ref.address, SECRET, 5), lambda message: None)
         reading = asyncio.create_task(caller.run())
         audited.append(Audited(ref, await caller.ask(Audit, 5)))
         caller.close()
@@ -214,7 +214,7 @@ async def leaks_of(workers: Iterable[WorkerRef]) -> list[Leak]:
     return find_leaks(audited, CONFIG.limits.lease_s, 5)
 
 
-async def _ping(caller: Caller) -> None:
+async def _ping(caller: CallClient) -> None:
     with contextlib.suppress(WorkerLostError):
         while True:
             caller.send(Ping())
