@@ -33,7 +33,7 @@ from starlette.responses import JSONResponse, Response
 from configs.addresses import is_loopback
 from protocol.errors import AuthenticationError, InvalidRequestError, ModelNotFoundError, NotAllowedError
 from protocol.messages import Role
-from router.access.gate import Doorkeeper, Gate, caller_of
+from router.access.gate import Authenticator, Gate, caller_of
 from router.access.meter import Meter
 from router.api.body import Body, parse_body
 from router.api.chat.body import ChatBody, ChatShape
@@ -47,15 +47,15 @@ from router.api.event_ids import EventId, EventIds
 from router.api.intake import read_json_bytes
 from router.api.prepare import Generation
 from router.api.responses.body import ResponsesBody, as_chat
-from router.api.responses.events import ResponseCourse
+from router.api.responses.events import ResponseBuilder
 from router.api.responses.sender import ResponseSender
 from router.api.shapes import AnswerInfo, AnswerShape, Json
 from router.api.tools.bodies import DetokenizeBody, DrainBody, ScaleBody, TokenizeBody
 from router.page.routes import page_routes
 from router.request.answer import Delta
 from router.request.choices import EmittedChoice, emitted_choices
-from router.resume.recorder import Recorder, new_pen
-from router.resume.resumable import Asked, is_resumable, last_event_of, refuse_resumable, stream_key
+from router.resume.recorder import Recorder, new_writer
+from router.resume.resumable import AnswerRequest, is_resumable, last_event_of, refuse_resumable, stream_key
 from router.service import Router
 
 _B = TypeVar("_B", bound=Body)
@@ -71,7 +71,7 @@ def create_app(router: Router, meter: Meter, recorder: Recorder, *, echo_request
     # OpenAPI's own pages load scripts from other hosts, so they stay off.
     app = DocumentedApp(title="Tandem", docs_url=None, redoc_url=None)
     install_error_handlers(app)
-    app.add_middleware(Gate, doorkeeper=Doorkeeper(router.config))
+    app.add_middleware(Gate, authenticator=Authenticator(router.config))
     app.add_middleware(Envelope, echo_request_id=echo_request_id)
     http = router.config.http
     keys = {Access.CALLERS: http.keys_file is not None, Access.OPERATORS: http.admin_key is not None}
@@ -171,8 +171,8 @@ class _Endpoints:
             )
             deltas = self._deltas(request, self._of_caller(request, generations, chat, "messages"))
         [generation] = generations
-        course = ResponseCourse(uuid.uuid4().hex, self._router.facts.name, body, len(generation.prompt_token_ids))
-        return ResponseSender(translation.undone_for(deltas), course, generation.num_dropped, stream=body.stream)
+        builder = ResponseBuilder(uuid.uuid4().hex, self._router.facts.name, body, len(generation.prompt_token_ids))
+        return ResponseSender(translation.undone_for(deltas), builder, generation.num_dropped, stream=body.stream)
 
     async def models(self, request: Request) -> Response:
         cards = [self._model_card()] if caller_of(request.scope).may_use(self._router.facts.name) else []
@@ -253,21 +253,22 @@ class _Endpoints:
         own = self._of_caller(request, generations, body, param)
         deltas = self._deltas(request, own)
         sparse = not body.return_token_ids and body.num_logprobs is None
-        asked = Asked(own, info, body.continuous_usage, sparse)
+        answer_request = AnswerRequest(own, info, body.continuous_usage, sparse)
         if not is_resumable(request):
-            return asked.response(deltas, shape, stream=body.stream)
+            return answer_request.response(deltas, shape, stream=body.stream)
         if not body.stream:
             raise InvalidRequestError("only streamed answers can be resumed; set `stream` to true", param="stream")
-        pen = new_pen(stream_key(request), asked.dump())
-        return asked.response(self._recorder.recorded(pen, deltas), shape, EventIds())
+        writer = new_writer(stream_key(request), answer_request.dump())
+        return answer_request.response(self._recorder.recorded(writer, deltas), shape, EventIds())
 
     async def _resume(self, request: Request, seen: EventId, shape: Callable[[AnswerInfo], AnswerShape]) -> Response:
         """The rest of a stream: what is on record after that event, then what was not said yet."""
         self._check_model(request, None)
         record = await self._recorder.take_over(stream_key(request), seen.piece)
-        asked = Asked.load(record.opening)
-        rest = self._deltas(request, asked.generations, emitted_choices(record.said, asked.info.num_choices))
-        return asked.response(self._recorder.resumed(record, rest), shape(asked.info), EventIds(seen))
+        answer_request = AnswerRequest.load(record.request)
+        emitted = emitted_choices(record.deltas, answer_request.info.num_choices)
+        rest = self._deltas(request, answer_request.generations, emitted)
+        return answer_request.response(self._recorder.resumed(record, rest), shape(answer_request.info), EventIds(seen))
 
     def _deltas(
         self, request: Request, generations: Sequence[Generation], emitted: Sequence[EmittedChoice] = ()
@@ -288,9 +289,11 @@ class _Endpoints:
         own = []
         for generation in generations:
             fitted = caller.fit(generation, body.answer_tokens, param)
-            standing = caller.standing(body.priority)
+            scheduling_class = caller.scheduling_class(body.priority)
             self._router.check_room(fitted, param)
-            own.append(dataclasses.replace(fitted, cache_salt=caller.salted(fitted.cache_salt), standing=standing))
+            own.append(
+                dataclasses.replace(fitted, cache_salt=caller.salted(fitted.cache_salt), scheduling_class=scheduling_class)
+            )
         return tuple(own)
 
     def _info(self, prefix: str, body: ChatBody | CompletionBody, generations: Sequence[Generation]) -> AnswerInfo:

@@ -135,7 +135,7 @@ class Router:
                 num_prompt_logprobs = None if choice and prompt is not None else generation.sampling.num_prompt_logprobs
                 sampling = dataclasses.replace(generation.sampling, choice=choice, num_prompt_logprobs=num_prompt_logprobs)
                 prompt_ids, salt = generation.prompt_token_ids, generation.cache_salt
-                journal = Journal(prompt_ids, sampling, salt, generation.standing, trace, list(begun.token_ids))
+                journal = Journal(prompt_ids, sampling, salt, generation.scheduling_class, trace, list(begun.token_ids))
                 detokenizer = self._tokenizer.detokenizer()
                 stops, echo, tool_format = generation.stops, generation.echo, generation.tool_format
                 text = AnswerText(index, detokenizer, self._texts, sampling, stops, echo, tool_format)

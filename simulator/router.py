@@ -4,7 +4,7 @@
                  ▲          │ no room
                  └──────────┘ at the next change of any load, whoever is first then
 
-Nobody dies here, and every request has the same standing, so nothing is resumed and nobody is passed over.
+Nobody dies here, and every request has the same scheduling class, so nothing is resumed and nobody is passed over.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import ray
 
 from cluster.ray.launcher import NAME_PREFIX, NAMESPACE
 from configs.schema import ClusterConfig, ResumableConfig
-from router.resume.stream_records import Entry, Fate, StreamKey, StreamRecords
+from router.resume.stream_records import Entry, StreamKey, StreamRecords, WriteOutcome
 
 
 class StreamKeeper:
@@ -19,7 +19,7 @@ class StreamKeeper:
     def __init__(self, limits: ResumableConfig) -> None:
         self._records = StreamRecords(limits.max_streams, limits.max_bytes, limits.retention_s)
 
-    async def write(self, entries: Sequence[Entry]) -> list[Fate]:
+    async def write(self, entries: Sequence[Entry]) -> list[WriteOutcome]:
         return self._records.write(entries, time.monotonic())
 
     async def take_over(self, key: StreamKey, owner: str, num_seen: int) -> list[bytes] | None:
@@ -32,8 +32,8 @@ class RayRecordStore:
     def __init__(self, keeper: Any) -> None:
         self._keeper = keeper
 
-    async def write(self, entries: Sequence[Entry]) -> list[Fate]:
-        return cast(list[Fate], await self._keeper.write.remote(entries))
+    async def write(self, entries: Sequence[Entry]) -> list[WriteOutcome]:
+        return cast(list[WriteOutcome], await self._keeper.write.remote(entries))
 
     async def take_over(self, key: StreamKey, owner: str, num_seen: int) -> list[bytes] | None:
         return cast(list[bytes] | None, await self._keeper.take_over.remote(key, owner, num_seen))

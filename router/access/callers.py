@@ -9,7 +9,7 @@ from configs.schema import DEFAULT_TIER, TierConfig
 from protocol.errors import ContextLengthError, InvalidRequestError, NotAllowedError
 from router.access.keys import ApiKey
 from router.api.prepare import Generation
-from router.rules.fair_queue import Standing
+from router.rules.fair_queue import SchedulingClass
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class Caller:
         salt, because a tenant's name has no slash. Without keys it is what the request says."""
         return cache_salt if self.key is None else f"{self.tenant}/{cache_salt}"
 
-    def standing(self, priority: int) -> Standing:
+    def scheduling_class(self, priority: int) -> SchedulingClass:
         """The place in line of a request with this `priority`. Raises InvalidRequestError if the tier does not allow it."""
         if priority < self.tier.earliest_priority:
             whose = "without an API key" if self.key is None else f"with an API key of tier {self.tier_name}"
             problem = f"`priority` must be at least {self.tier.earliest_priority} {whose}; got {priority}"
             raise InvalidRequestError(problem, param="priority")
-        return Standing(self.tenant, self.tier.weight, self.tier.priority + priority)
+        return SchedulingClass(self.tenant, self.tier.weight, self.tier.priority + priority)
 
     def fit(self, generation: Generation, wanted: int | None, prompt_param: str) -> Generation:
         """The same within the caller's context: an answer for which the client set no length (`wanted` None) gets shorter.

@@ -24,7 +24,7 @@ _OPERATORS = "/admin/"
 _CALLER = "caller"
 
 
-class Doorkeeper:
+class Authenticator:
     """Tells callers from strangers. Raises ConfigError if the keys can't be read."""
 
     def __init__(self, config: ClusterConfig) -> None:
@@ -46,14 +46,14 @@ class Doorkeeper:
 class Gate:
     """ASGI middleware, inside the Envelope."""
 
-    def __init__(self, app: AsgiApp, doorkeeper: Doorkeeper) -> None:
+    def __init__(self, app: AsgiApp, authenticator: Authenticator) -> None:
         self._app = app
-        self._doorkeeper = doorkeeper
+        self._authenticator = authenticator
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in _OPEN and not scope["path"].startswith(_OPERATORS):
             try:
-                scope["state"][_CALLER] = self._doorkeeper.caller(scope)
+                scope["state"][_CALLER] = self._authenticator.caller(scope)
             except TandemError as error:
                 await error_response(error)(scope, receive, send)
                 return

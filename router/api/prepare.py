@@ -16,7 +16,7 @@ from router.api.completions.body import CompletionBody
 from router.api.fields import MAX_SEED
 from router.api.truncation import Truncated, truncated
 from router.request.echo import Echo
-from router.rules.fair_queue import ANYBODY, Standing
+from router.rules.fair_queue import ANYBODY, SchedulingClass
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer
 from router.text.tool_format import Tool, ToolFormat, tool_format
@@ -40,7 +40,7 @@ class Generation:
     num_choices: int
     echo: Echo | None
     """The prompt, if it is to be said before the answer."""
-    standing: Standing = ANYBODY
+    scheduling_class: SchedulingClass = ANYBODY
     """Decides about its place in line."""
     tool_format: ToolFormat | None = None
     """How calls of tools are written, if the answer may have any."""

@@ -62,7 +62,7 @@ class Admission:
         """
         self.check_possible(len(journal.token_ids), journal.remaining_tokens)
         try:
-            with self._line.place(journal.standing, self._cost(journal), deadline, ahead=resumed) as place:
+            with self._line.place(journal.scheduling_class, self._cost(journal), deadline, ahead=resumed) as place:
                 while True:
                     await place.front()
                     self._roster.check_open()
@@ -160,7 +160,7 @@ class Admission:
     def _computes(self, journal: Journal, held_tokens: int, decode: WorkerLink, avoid: Container[str]) -> WorkerLink | None:
         """Who computes a prompt that `decode` decodes: a prefill worker, or itself. None: it has to wait, or does well to."""
         mode, num_tokens = self._config.disaggregation, len(journal.token_ids)
-        may_overtake = self._overtaking(journal.standing.tenant)
+        may_overtake = self._overtaking(journal.scheduling_class.tenant)
         if held_tokens > len(journal.prompt_token_ids):
             return decode  # no prefill worker has any of the answer
         there = None if mode == "never" else self._roster.best_prefill(num_tokens, self._prefill_window, may_overtake, avoid)
@@ -204,5 +204,5 @@ class Admission:
                 return UnavailableError(
                     f"no {role.value} worker came up within {waited_s:g} s", retry_after_s=_RETRY_WHEN_DOWN_S
                 )
-        retry_after_s = self._line.retry_after_s(journal.standing)
+        retry_after_s = self._line.retry_after_s(journal.scheduling_class)
         return OverloadedError(f"no room within {waited_s:g} s: all workers are full", retry_after_s=retry_after_s)

@@ -97,7 +97,7 @@ class Claim:
         self._num_tokens = len(journal.token_ids)
         self._num_missing = self._num_tokens - (ticket.held_tokens if self.here else 0)
         """What is to be computed of them, as far as is known."""
-        self._tenant = journal.standing.tenant
+        self._tenant = journal.scheduling_class.tenant
         self._ahead = ahead
         self._num_blocks = num_blocks
         self._costs = costs

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from protocol.messages import WorkerLife
 from protocol.sampling import FinishReason, PromptLogprobs, SamplingParams, TokenLogprobs
 from protocol.trace import TraceContext, new_trace
-from router.rules.fair_queue import ANYBODY, Standing
+from router.rules.fair_queue import ANYBODY, SchedulingClass
 
 
 class Arrival(NamedTuple):
@@ -51,7 +51,7 @@ class Journal:
     sampling: SamplingParams
     cache_salt: str
     """Whoever goes on with the choice elsewhere may share KV with the same requests only."""
-    standing: Standing = ANYBODY
+    scheduling_class: SchedulingClass = ANYBODY
     """Decides about its place in line."""
     trace: TraceContext = field(default_factory=new_trace)
     """Of the request; for log lines, here and at the workers."""

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from protocol.errors import OverloadedError
-from router.rules.fair_queue import Entry, FairQueue, Standing
+from router.rules.fair_queue import Entry, FairQueue, SchedulingClass
 
 _MEMORY_S = 30.0
 """How far back the pace is measured: what was counts for 1/e after so long."""
@@ -64,16 +64,18 @@ class LineRules:
         """As in FairQueue."""
         return self._queue.num_of(tenant)
 
-    def enter(self, standing: Standing | None, cost: float, patience_s: float, now: float) -> tuple[Entry, Entry | None]:
+    def enter(
+        self, scheduling_class: SchedulingClass | None, cost: float, patience_s: float, now: float
+    ) -> tuple[Entry, Entry | None]:
         """The newcomer's entry, and another's that has to make room for it. None is a resumed stream, which is never refused.
 
         Raises OverloadedError if the line is too long, or too slow for `patience_s`.
         """
         leaving = None
-        if standing is not None:
-            self._check_pace(standing, patience_s)
-            leaving = self._make_room(standing)
-        return self._queue.add(standing, cost, now), leaving
+        if scheduling_class is not None:
+            self._check_pace(scheduling_class, patience_s)
+            leaving = self._make_room(scheduling_class)
+        return self._queue.add(scheduling_class, cost, now), leaving
 
     def call(self, now: float) -> Entry | None:
         """Who comes to the front just now; None if somebody is there, or nobody waits."""
@@ -98,33 +100,33 @@ class LineRules:
             self._queue.leave(entry)
         self.step_back(entry)
 
-    def retry_after_s(self, standing: Standing) -> float:
+    def retry_after_s(self, scheduling_class: SchedulingClass) -> float:
         """When a newcomer would come to the front, from the pace at which the line moved lately: 1 to 60 s."""
         gap_s = 1.0 if self._pace.gap_s is None else self._pace.gap_s
-        return min(max(1.0, self._queue.num_before(standing) * gap_s), _LONGEST_RETRY_S)
+        return min(max(1.0, self._queue.num_before(scheduling_class) * gap_s), _LONGEST_RETRY_S)
 
-    def full_error(self, standing: Standing) -> OverloadedError:
+    def full_error(self, scheduling_class: SchedulingClass) -> OverloadedError:
         return OverloadedError(
-            f"{len(self)} requests are waiting already; try again later", retry_after_s=self.retry_after_s(standing)
+            f"{len(self)} requests are waiting already; try again later", retry_after_s=self.retry_after_s(scheduling_class)
         )
 
-    def _check_pace(self, standing: Standing, patience_s: float) -> None:
+    def _check_pace(self, scheduling_class: SchedulingClass, patience_s: float) -> None:
         gap_s = self._pace.gap_s
-        if gap_s is not None and (wait_s := self._queue.num_before(standing) * gap_s) > patience_s:
+        if gap_s is not None and (wait_s := self._queue.num_before(scheduling_class) * gap_s) > patience_s:
             raise OverloadedError(
                 f"as requests are served now this one would wait for {wait_s:.0f} s, longer than the {patience_s:.3g} s that "
                 "it may; try again later",
-                retry_after_s=self.retry_after_s(standing),
+                retry_after_s=self.retry_after_s(scheduling_class),
             )
 
-    def _make_room(self, standing: Standing) -> Entry | None:
+    def _make_room(self, scheduling_class: SchedulingClass) -> Entry | None:
         """Raise OverloadedError if the line is full and no tenant waits for more than its share, by whose request it could go.
         Who is at the front stays."""
         if len(self) < self._limit:
             return None
-        leaving = self._queue.who_leaves_for(standing)
+        leaving = self._queue.who_leaves_for(scheduling_class)
         if leaving is None or leaving is self.front:
-            raise self.full_error(standing)
+            raise self.full_error(scheduling_class)
         self._queue.leave(leaving)
         return leaving
 
@@ -164,22 +166,22 @@ class WaitingLine:
         """As in FairQueue."""
         return self._rules.num_of(tenant)
 
-    def retry_after_s(self, standing: Standing) -> float:
+    def retry_after_s(self, scheduling_class: SchedulingClass) -> float:
         """As in LineRules."""
-        return self._rules.retry_after_s(standing)
+        return self._rules.retry_after_s(scheduling_class)
 
     @contextmanager
-    def place(self, standing: Standing, cost: float, deadline: float, *, ahead: bool = False) -> Iterator[Place]:
+    def place(self, scheduling_class: SchedulingClass, cost: float, deadline: float, *, ahead: bool = False) -> Iterator[Place]:
         """A place in line while inside. `ahead` goes before all others that wait, also if the line is full (a resumed stream).
 
         `deadline` is the loop's time. Raises OverloadedError at once if the line is too long.
         """
         now = asyncio.get_running_loop().time()
-        entry, leaving = self._rules.enter(None if ahead else standing, cost, deadline - now, now)
+        entry, leaving = self._rules.enter(None if ahead else scheduling_class, cost, deadline - now, now)
         if leaving is not None:
             called = self._places.pop(leaving).called
             if not called.done():  # it is giving up itself
-                called.set_exception(self._rules.full_error(standing))
+                called.set_exception(self._rules.full_error(scheduling_class))
         place = self._places[entry] = Place(self, entry, deadline)
         try:
             yield place

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 
 from protocol.errors import InvalidRequestError, StreamNotFoundError, UnavailableError
 from router.request.answer import Delta
-from router.resume.stream_records import Entry, Fate, RecordStore, StreamKey
+from router.resume.stream_records import Entry, RecordStore, StreamKey, WriteOutcome
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +29,8 @@ _DELTA = TypeAdapter(Delta)
 
 
 @dataclass
-class Pen:
-    """Held by one stream, for its record."""
+class RecordWriter:
+    """One stream's place in its record: what it has written and what it has still to write."""
 
     key: StreamKey
     owner: str
@@ -39,18 +39,22 @@ class Pen:
     lost: bool = False
 
 
-def new_pen(key: StreamKey, opening: bytes) -> Pen:
-    """For a new record. It begins with the first piece that is written: a request that came to nothing leaves none."""
-    return Pen(key, uuid.uuid4().hex, [opening])
+def new_writer(key: StreamKey, request: bytes) -> RecordWriter:
+    """Return the writer of a new record, whose chunk 0 is `request`.
+
+    The record begins when the first piece is written, so a request that failed before leaves no record.
+    """
+    return RecordWriter(key, uuid.uuid4().hex, [request])
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """A record that was taken over: what was asked, what was said, and the pen to go on with."""
+class TakenRecord:
+    """A record that this router has taken over: the stream's request, its pieces so far, and the writer that goes on."""
 
-    opening: bytes
-    said: Sequence[Delta]
-    pen: Pen
+    request: bytes
+    """The request as it was given to `new_writer`."""
+    deltas: Sequence[Delta]
+    writer: RecordWriter
 
 
 class Recorder:
@@ -58,14 +62,14 @@ class Recorder:
 
     def __init__(self, store: RecordStore) -> None:
         self._store = store
-        self._waiting: list[tuple[list[Entry], asyncio.Future[Fate]]] = []
+        self._waiting: list[tuple[list[Entry], asyncio.Future[WriteOutcome]]] = []
         self._writing: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
         if self._writing is not None:
             await self._writing
 
-    async def take_over(self, key: StreamKey, num_seen: int) -> Recorded:
+    async def take_over(self, key: StreamKey, num_seen: int) -> TakenRecord:
         """The record of a stream of which the client has `num_seen` pieces. Whoever was writing it finds it taken.
 
         Raises StreamNotFoundError, and UnavailableError if the keeper is away.
@@ -83,55 +87,55 @@ class Recorder:
                 "began here with `x-tandem-resumable: true`, and which said something not long ago",
                 param="x-request-id",
             )
-        said = await asyncio.to_thread(lambda: [_DELTA.validate_json(chunk) for chunk in chunks[1:]])
-        return Recorded(chunks[0], said, Pen(key, owner, [], len(chunks)))
+        deltas = await asyncio.to_thread(lambda: [_DELTA.validate_json(chunk) for chunk in chunks[1:]])
+        return TakenRecord(request=chunks[0], deltas=deltas, writer=RecordWriter(key, owner, [], len(chunks)))
 
-    async def recorded(self, pen: Pen, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
+    async def recorded(self, writer: RecordWriter, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
         """The same pieces, each when it is on record. Raises InvalidRequestError when another connection has taken over."""
         async with contextlib.aclosing(deltas):
             async for delta in deltas:
-                if not pen.lost:
+                if not writer.lost:
                     # Times are moments on this router's clock.
-                    pen.unwritten.append(_DELTA.dump_json(replace(delta, times=None), exclude_defaults=True))
-                    await self._write(pen)
+                    writer.unwritten.append(_DELTA.dump_json(replace(delta, times=None), exclude_defaults=True))
+                    await self._write(writer)
                 yield delta
 
-    async def resumed(self, record: Recorded, rest: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
+    async def resumed(self, record: TakenRecord, rest: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
         """What was said, and then the rest as it comes. Raises as `recorded`."""
-        async with contextlib.aclosing(self.recorded(record.pen, rest)) as more:
-            for delta in record.said:
+        async with contextlib.aclosing(self.recorded(record.writer, rest)) as more:
+            for delta in record.deltas:
                 yield delta
                 await asyncio.sleep(0)  # a long answer is repeated without holding up others
             async for delta in more:
                 yield delta
 
-    async def _write(self, pen: Pen) -> None:
-        entries = [Entry(pen.key, pen.owner, pen.num_written + at, chunk) for at, chunk in enumerate(pen.unwritten)]
-        pen.num_written += len(entries)
-        pen.unwritten = []
-        outcome: asyncio.Future[Fate] = asyncio.get_running_loop().create_future()
-        self._waiting.append((entries, outcome))
+    async def _write(self, writer: RecordWriter) -> None:
+        entries = [Entry(writer.key, writer.owner, writer.num_written + at, chunk) for at, chunk in enumerate(writer.unwritten)]
+        writer.num_written += len(entries)
+        writer.unwritten = []
+        written: asyncio.Future[WriteOutcome] = asyncio.get_running_loop().create_future()
+        self._waiting.append((entries, written))
         if self._writing is None:
             self._writing = asyncio.create_task(self._write_all())
-        fate = await outcome
-        pen.lost = fate is Fate.LOST
-        if fate is Fate.TAKEN:
+        outcome = await written
+        writer.lost = outcome is WriteOutcome.LOST
+        if outcome is WriteOutcome.TAKEN:
             raise InvalidRequestError("another connection has taken over this stream", param="x-request-id")
 
     async def _write_all(self) -> None:
         while self._waiting:
             batch, self._waiting = self._waiting, []
-            fates = iter(await self._kept([entry for entries, _ in batch for entry in entries]))
-            for entries, outcome in batch:
-                *_, fate = (next(fates) for _ in entries)
-                if not outcome.done():
-                    outcome.set_result(fate)
+            outcomes = iter(await self._kept([entry for entries, _ in batch for entry in entries]))
+            for entries, written in batch:
+                *_, outcome = (next(outcomes) for _ in entries)
+                if not written.done():
+                    written.set_result(outcome)
         self._writing = None
 
-    async def _kept(self, entries: Sequence[Entry]) -> list[Fate]:
+    async def _kept(self, entries: Sequence[Entry]) -> list[WriteOutcome]:
         try:
             async with asyncio.timeout(_PATIENCE_S):
                 return await self._store.write(entries)
         except Exception as error:  # noqa: BLE001 (whatever ails it, serving goes on without it)
             log.warning("streams can't be resumed: their keeper is away (%s)", type(error).__name__)
-            return [Fate.LOST] * len(entries)
+            return [WriteOutcome.LOST] * len(entries)

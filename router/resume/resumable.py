@@ -58,7 +58,7 @@ def stream_key(request: Request) -> StreamKey:
 
 
 @dataclass(frozen=True)
-class Asked:
+class AnswerRequest:
     """All that decides about an answer: prompts, resolved sampling, and how it is written."""
 
     generations: tuple[Generation, ...]
@@ -67,14 +67,14 @@ class Asked:
     sparse: bool
 
     @classmethod
-    def load(cls, data: bytes) -> Asked:
-        asked = _ASKED.validate_json(data)
-        prompts = tuple(generation.prompt_token_ids for generation in asked.generations)
-        return replace(asked, info=replace(asked.info, prompts=prompts))
+    def load(cls, data: bytes) -> AnswerRequest:
+        loaded = _ANSWER_REQUEST.validate_json(data)
+        prompts = tuple(generation.prompt_token_ids for generation in loaded.generations)
+        return replace(loaded, info=replace(loaded.info, prompts=prompts))
 
     def dump(self) -> bytes:
         """With the prompts in it once."""
-        return _ASKED.dump_json(replace(self, info=replace(self.info, prompts=())))
+        return _ANSWER_REQUEST.dump_json(replace(self, info=replace(self.info, prompts=())))
 
     def response(
         self, deltas: AsyncGenerator[Delta, None], shape: AnswerShape, ids: EventIds | None = None, *, stream: bool = True
@@ -92,4 +92,4 @@ class Asked:
         )
 
 
-_ASKED = TypeAdapter(Asked)
+_ANSWER_REQUEST = TypeAdapter(AnswerRequest)

@@ -42,7 +42,7 @@ class Entry:
     chunk: bytes
 
 
-class Fate(Enum):
+class WriteOutcome(Enum):
     """What became of an entry."""
 
     KEPT = auto()
@@ -55,7 +55,7 @@ class Fate(Enum):
 class RecordStore(Protocol):
     """Keeps the records for all routers of a cluster. Any exception means that it is away."""
 
-    async def write(self, entries: Sequence[Entry]) -> list[Fate]:
+    async def write(self, entries: Sequence[Entry]) -> list[WriteOutcome]:
         """As StreamRecords.write."""
         ...
 
@@ -94,8 +94,8 @@ class StreamRecords:
         """Of all records, never over `max_bytes`."""
         return self._num_bytes
 
-    def write(self, entries: Sequence[Entry], now: float) -> list[Fate]:
-        """Add the entries in this order; the fate of each."""
+    def write(self, entries: Sequence[Entry], now: float) -> list[WriteOutcome]:
+        """Add the entries in this order; what became of each."""
         self._forget_old(now)
         return [self._write(entry, now) for entry in entries]
 
@@ -110,26 +110,26 @@ class StreamRecords:
         self._touch(key, record, now)
         return list(record.chunks)
 
-    def _write(self, entry: Entry, now: float) -> Fate:
+    def _write(self, entry: Entry, now: float) -> WriteOutcome:
         if entry.number == 0:
             self._forget(entry.key)
             self._records[entry.key] = _Record(entry.owner, now)
         record = self._records.get(entry.key)
         if record is None:
-            return Fate.LOST
+            return WriteOutcome.LOST
         if record.owner != entry.owner:
-            return Fate.TAKEN
+            return WriteOutcome.TAKEN
         num_bytes = len(entry.chunk) + _CHUNK_BYTES
         if entry.number != len(record.chunks) or record.num_bytes + num_bytes > self._max_bytes // _SHARE:
             self._forget(entry.key)  # one with a gap is worth nothing
-            return Fate.LOST
+            return WriteOutcome.LOST
         record.chunks.append(entry.chunk)
         record.num_bytes += num_bytes
         self._num_bytes += num_bytes
         self._touch(entry.key, record, now)
         while len(self._records) > self._max_streams or self._num_bytes > self._max_bytes:
             self._forget(next(iter(self._records)))
-        return Fate.KEPT
+        return WriteOutcome.KEPT
 
     def _touch(self, key: StreamKey, record: _Record, now: float) -> None:
         record.touched = now

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Standing:
-    """What decides about a request's place."""
+class SchedulingClass:
+    """What decides a request's place in the queue: its tenant, the tenant's weight, and its level."""
 
     tenant: str
     weight: float = 1.0
@@ -26,14 +26,14 @@ class Standing:
     """Lower goes first."""
 
 
-ANYBODY = Standing("")
+ANYBODY = SchedulingClass("")
 
 
 @dataclass(eq=False)
 class Entry:
-    """One request in the queue; `standing` None for a resumed stream. `cost` is in any unit, the same for all."""
+    """One request in the queue; `scheduling_class` None for a resumed stream. `cost` is in any unit, the same for all."""
 
-    standing: Standing | None
+    scheduling_class: SchedulingClass | None
     cost: float
     number: int
 
@@ -72,15 +72,15 @@ class FairQueue:
     def __len__(self) -> int:
         return len(self._resumed) + sum(level.num_waiting for level in self._levels.values())
 
-    def add(self, standing: Standing | None, cost: float, now: float) -> Entry:
+    def add(self, scheduling_class: SchedulingClass | None, cost: float, now: float) -> Entry:
         """Put a request behind those of the same tenant and level; None: a resumed stream, behind the others of these."""
         self._num_added += 1
-        entry = Entry(standing, cost, self._num_added)
-        if standing is None:
+        entry = Entry(scheduling_class, cost, self._num_added)
+        if scheduling_class is None:
             self._resumed.append(entry)
         else:
-            level = self._levels.setdefault(standing.level, _Level(now))
-            tenant = level.tenants.setdefault(standing.tenant, _Tenant(level.virtual))
+            level = self._levels.setdefault(scheduling_class.level, _Level(now))
+            tenant = level.tenants.setdefault(scheduling_class.tenant, _Tenant(level.virtual))
             if not tenant.waiting:
                 tenant.start = max(tenant.start, level.virtual)
             tenant.waiting.append(entry)
@@ -103,58 +103,60 @@ class FairQueue:
 
     def serve(self, entry: Entry, now: float) -> None:
         """It got what it waited for: it leaves, and its tenant pays."""
-        if entry.standing is not None:
-            level = self._levels[entry.standing.level]
-            tenant = level.tenants[entry.standing.tenant]
+        if entry.scheduling_class is not None:
+            level = self._levels[entry.scheduling_class.level]
+            tenant = level.tenants[entry.scheduling_class.tenant]
             level.since = now
             level.virtual = max(level.virtual, tenant.start)
-            tenant.start += entry.cost / entry.standing.weight
+            tenant.start += entry.cost / entry.scheduling_class.weight
         self.leave(entry)
 
     def leave(self, entry: Entry) -> None:
         """It goes without having been served."""
-        if entry.standing is None:
+        if entry.scheduling_class is None:
             self._resumed.remove(entry)
             return
-        number = entry.standing.level
+        number = entry.scheduling_class.level
         level = self._levels[number]
-        level.tenants[entry.standing.tenant].waiting.remove(entry)
+        level.tenants[entry.scheduling_class.tenant].waiting.remove(entry)
         for name, tenant in list(level.tenants.items()):
             if not tenant.waiting and tenant.start <= level.virtual:
                 del level.tenants[name]
         if not level.num_waiting:
             del self._levels[number]
 
-    def who_leaves_for(self, standing: Standing) -> Entry | None:
+    def who_leaves_for(self, scheduling_class: SchedulingClass) -> Entry | None:
         """Of a full queue: the newest request of the tenant that waits for most by its weight, at its last level. None if
-        that is the newcomer of this standing itself."""
+        that is the newcomer of this class itself."""
         crowd: dict[str, float] = {}
         newest: dict[str, Entry] = {}
         for entry in self._by_level():
-            assert entry.standing is not None
-            tenant = entry.standing.tenant
-            crowd[tenant] = crowd.get(tenant, 0.0) + 1 / entry.standing.weight
+            assert entry.scheduling_class is not None
+            tenant = entry.scheduling_class.tenant
+            crowd[tenant] = crowd.get(tenant, 0.0) + 1 / entry.scheduling_class.weight
             newest[tenant] = entry
-        own = crowd.get(standing.tenant, 0.0) + 1 / standing.weight
+        own = crowd.get(scheduling_class.tenant, 0.0) + 1 / scheduling_class.weight
         most = max(crowd, key=lambda tenant: crowd[tenant], default=None)
         return newest[most] if most is not None and crowd[most] > own else None
 
-    def num_before(self, standing: Standing) -> float:
-        """About how many go before a newcomer of this standing: all of better levels, and in its own level as many of each
+    def num_before(self, scheduling_class: SchedulingClass) -> float:
+        """About how many go before a newcomer of this class: all of better levels, and in its own level as many of each
         tenant as are due, by the weights, until it is its turn. Ageing and costs are left out."""
         found = float(len(self._resumed))
-        own = self._levels.get(standing.level)
-        behind = own.tenants[standing.tenant].waiting if own is not None and standing.tenant in own.tenants else ()
+        own = self._levels.get(scheduling_class.level)
+        behind = (
+            own.tenants[scheduling_class.tenant].waiting if own is not None and scheduling_class.tenant in own.tenants else ()
+        )
         for number, level in self._levels.items():
-            if number < standing.level:
+            if number < scheduling_class.level:
                 found += level.num_waiting
-            elif number == standing.level:
+            elif number == scheduling_class.level:
                 for name, tenant in level.tenants.items():
-                    if name == standing.tenant:
+                    if name == scheduling_class.tenant:
                         found += len(tenant.waiting)
                     elif tenant.waiting:
-                        assert tenant.waiting[0].standing is not None
-                        share = tenant.waiting[0].standing.weight / standing.weight
+                        assert tenant.waiting[0].scheduling_class is not None
+                        share = tenant.waiting[0].scheduling_class.weight / scheduling_class.weight
                         found += min(len(tenant.waiting), (len(behind) + 1) * share)
         return found
 

@@ -14,13 +14,13 @@ from collections.abc import Iterable
 
 from protocol.errors import OverloadedError, TandemError
 from router.api.responses.body import ResponsesBody
-from router.api.responses.items import CallInMaking, MessageInMaking
+from router.api.responses.items import PartialCall, PartialMessage
 from router.api.shapes import Json, clipped
 from router.request.answer import Delta, TextLogprob, TextLogprobs
 from router.text.tool_calls import ToolCallDelta
 
 
-class ResponseCourse:
+class ResponseBuilder:
     """An answer as it comes: `begin`, `push` of every piece, and `fail` if it ends without a finish reason."""
 
     def __init__(self, answer_id: str, model: str, body: ResponsesBody, num_prompt_tokens: int) -> None:
@@ -30,7 +30,7 @@ class ResponseCourse:
         self._num_prompt_tokens = num_prompt_tokens
         self._num_tokens = self._cached_tokens = 0
         self._num_events = 0
-        self._open: MessageInMaking | CallInMaking | None = None
+        self._open: PartialMessage | PartialCall | None = None
         self._logprobs: list[Json] = []
         """Of tokens that have said nothing yet: text to come is theirs, or they spell a call."""
         self.response = _new_response(f"resp_{answer_id}", model, body)
@@ -62,14 +62,14 @@ class ResponseCourse:
 
     def _say(self, text: str) -> list[Json]:
         message, events = self._open, list[Json]()
-        if not isinstance(message, MessageInMaking):
+        if not isinstance(message, PartialMessage):
             message, events = self._begin_message()
         logprobs, self._logprobs = self._logprobs, []
         return events + message.add(text, logprobs)
 
-    def _begin_message(self) -> tuple[MessageInMaking, list[Json]]:
+    def _begin_message(self) -> tuple[PartialMessage, list[Json]]:
         closed = self._close("completed")
-        message = MessageInMaking(self._item_id("msg"), len(self.response["output"]))
+        message = PartialMessage(self._item_id("msg"), len(self.response["output"]))
         return message, closed + self._begin_item(message)
 
     def _call(self, piece: ToolCallDelta) -> list[Json]:
@@ -77,15 +77,15 @@ class ResponseCourse:
         if piece.call_id is not None:
             assert piece.name is not None, "a call begins with its name"
             events += self._close("completed")
-            call = CallInMaking(self._item_id("fc"), len(self.response["output"]), piece.call_id, piece.name)
+            call = PartialCall(self._item_id("fc"), len(self.response["output"]), piece.call_id, piece.name)
             events += self._begin_item(call)
         self._logprobs = []
         if piece.arguments:
-            assert isinstance(self._open, CallInMaking), "arguments belong to the call that began last"
+            assert isinstance(self._open, PartialCall), "arguments belong to the call that began last"
             events += self._open.add(piece.arguments)
         return events
 
-    def _begin_item(self, item: MessageInMaking | CallInMaking) -> list[Json]:
+    def _begin_item(self, item: PartialMessage | PartialCall) -> list[Json]:
         self._open = item
         return item.open()
 
@@ -101,7 +101,7 @@ class ResponseCourse:
         status, events = "incomplete" if incomplete else "completed", list[Json]()
         if self._open is None and not self.response["output"]:
             _, events = self._begin_message()
-        if isinstance(self._open, MessageInMaking) and self._logprobs:
+        if isinstance(self._open, PartialMessage) and self._logprobs:
             events += self._say("")
         events += self._close(status)
         self.response |= {"status": status, "usage": self._usage()}

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from router.api.shapes import Json
 
 
-class MessageInMaking:
+class PartialMessage:
     """What the model says: one part of text."""
 
     def __init__(self, item_id: str, output_index: int) -> None:
@@ -53,7 +53,7 @@ class MessageInMaking:
         return {"type": kind, **where, **fields}
 
 
-class CallInMaking:
+class PartialCall:
     """A call of one of the client's functions."""
 
     def __init__(self, item_id: str, output_index: int, call_id: str, name: str) -> None:

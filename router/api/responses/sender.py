@@ -8,7 +8,7 @@ from starlette.types import Receive, Scope, Send
 
 from protocol.errors import TandemError
 from router.api.answer_sender import GenerationResponse, event
-from router.api.responses.events import ResponseCourse
+from router.api.responses.events import ResponseBuilder
 from router.api.shapes import Json
 from router.request.answer import Delta
 
@@ -17,10 +17,10 @@ class ResponseSender(GenerationResponse):
     """As for chats, the first piece decides about the status: what fails before it is an HTTP error."""
 
     def __init__(
-        self, deltas: AsyncGenerator[Delta, None], course: ResponseCourse, num_dropped: int | None, *, stream: bool
+        self, deltas: AsyncGenerator[Delta, None], builder: ResponseBuilder, num_dropped: int | None, *, stream: bool
     ) -> None:
         super().__init__(deltas, num_dropped)
-        self._course = course
+        self._builder = builder
         self._stream = stream
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -28,16 +28,16 @@ class ResponseSender(GenerationResponse):
             await self._send_events(send)
             return
         async for delta in self._deltas:
-            self._course.push(delta)
-        await self._send_whole(self._course.response, scope, receive, send)
+            self._builder.push(delta)
+        await self._send_whole(self._builder.response, scope, receive, send)
 
     async def _send_events(self, send: Send) -> None:
         delta = await anext(self._deltas)
         await self._start_events(send)
-        events = self._course.begin()
+        events = self._builder.begin()
         try:
             while True:
-                events += self._course.push(delta)
+                events += self._builder.push(delta)
                 if delta.finish_reason is not None:
                     break
                 if events:
@@ -45,7 +45,7 @@ class ResponseSender(GenerationResponse):
                     events = []
                 delta = await anext(self._deltas)
         except TandemError as error:
-            events = self._course.fail(error)
+            events = self._builder.fail(error)
         await send({"type": "http.response.body", "body": _named(events), "more_body": False})
 
 

@@ -25,7 +25,7 @@ from router.access.meter import Meter
 from router.access.rates import RateStore
 from router.app import create_app
 from router.resume.recorder import Recorder
-from router.resume.stream_records import Entry, Fate, StreamKey, StreamRecords
+from router.resume.stream_records import Entry, StreamKey, StreamRecords, WriteOutcome
 from router.service import Router
 from router.text.tokenizer import Tokenizer
 
@@ -74,7 +74,7 @@ class MemoryRecords:
         self.call_s = 0.0
         self.away = False
 
-    async def write(self, entries: Sequence[Entry]) -> list[Fate]:
+    async def write(self, entries: Sequence[Entry]) -> list[WriteOutcome]:
         if self.away:
             raise ConnectionError("the keeper is gone")
         self.num_calls += 1

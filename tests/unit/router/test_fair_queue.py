@@ -10,15 +10,17 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.rules.fair_queue import Entry, FairQueue, Standing
+from router.rules.fair_queue import Entry, FairQueue, SchedulingClass
 
 MANY = settings(max_examples=250, deadline=None)
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 0.5, "d": 4.0}
-STANDINGS = st.builds(
-    lambda tenant, level: Standing(tenant, WEIGHTS[tenant], level), st.sampled_from("abcd"), st.integers(-2, 2)
+SCHEDULING_CLASSES = st.builds(
+    lambda tenant, level: SchedulingClass(tenant, WEIGHTS[tenant], level), st.sampled_from("abcd"), st.integers(-2, 2)
 )
 MOVES = st.lists(
-    st.tuples(st.sampled_from(["add", "add", "serve", "leave", "resume"]), STANDINGS, st.integers(1, 500), st.floats(0, 5)),
+    st.tuples(
+        st.sampled_from(["add", "add", "serve", "leave", "resume"]), SCHEDULING_CLASSES, st.integers(1, 500), st.floats(0, 5)
+    ),
     max_size=60,
 )
 
@@ -33,13 +35,13 @@ def serve_first(queue: FairQueue, now: float) -> Entry:
 @MANY
 @given(MOVES, st.floats(0.1, 20), st.randoms(use_true_random=False))
 def test_everyone_is_served_once_and_in_the_order_of_its_tenant(
-    moves: list[tuple[str, Standing, int, float]], ageing_s: float, chance: random.Random
+    moves: list[tuple[str, SchedulingClass, int, float]], ageing_s: float, chance: random.Random
 ) -> None:
     queue, now, waiting, served = FairQueue(ageing_s), 0.0, [], []
-    for move, standing, cost, pause_s in moves:
+    for move, scheduling_class, cost, pause_s in moves:
         now += pause_s
         if move in ("add", "resume"):
-            waiting.append(queue.add(None if move == "resume" else standing, cost, now))
+            waiting.append(queue.add(None if move == "resume" else scheduling_class, cost, now))
         elif move == "serve" and waiting:
             served.append(serve_first(queue, now))
             waiting.remove(served[-1])
@@ -47,7 +49,7 @@ def test_everyone_is_served_once_and_in_the_order_of_its_tenant(
             entry = waiting.pop(chance.randrange(len(waiting)))
             queue.leave(entry)
         assert len(queue) == len(waiting)
-        tenants = [entry.standing.tenant for entry in waiting if entry.standing is not None]
+        tenants = [entry.scheduling_class.tenant for entry in waiting if entry.scheduling_class is not None]
         assert [queue.num_of(tenant) for tenant in WEIGHTS] == [tenants.count(tenant) for tenant in WEIGHTS]
     while waiting:
         served.append(serve_first(queue, now))
@@ -56,8 +58,8 @@ def test_everyone_is_served_once_and_in_the_order_of_its_tenant(
     assert queue._levels == {}, "nothing is kept of those that are gone"
     by_tenant: dict[object, list[int]] = defaultdict(list)
     for entry in served:
-        standing_of = entry.standing
-        by_tenant[standing_of and (standing_of.tenant, standing_of.level)].append(entry.number)
+        class_of = entry.scheduling_class
+        by_tenant[class_of and (class_of.tenant, class_of.level)].append(entry.number)
     assert all(numbers == sorted(numbers) for numbers in by_tenant.values())
 
 
@@ -68,16 +70,16 @@ def test_shares_differ_by_one_request_of_each_at_most(costs: dict[str, list[int]
     queue = FairQueue(1.0)
     for tenant, sizes in costs.items():
         for size in sizes:
-            queue.add(Standing(tenant, WEIGHTS[tenant]), size, 0.0)
+            queue.add(SchedulingClass(tenant, WEIGHTS[tenant]), size, 0.0)
     left = {tenant: len(sizes) for tenant, sizes in costs.items()}
     got = dict.fromkeys(costs, 0.0)
     history = [dict(got)]
     ends: dict[str, int] = {}
     while len(queue):
         entry = serve_first(queue, 0.0)
-        assert entry.standing is not None
-        tenant = entry.standing.tenant
-        got[tenant] += entry.cost / entry.standing.weight
+        assert entry.scheduling_class is not None
+        tenant = entry.scheduling_class.tenant
+        got[tenant] += entry.cost / entry.scheduling_class.weight
         left[tenant] -= 1
         history.append(dict(got))
         if not left[tenant]:
@@ -93,10 +95,10 @@ def test_shares_differ_by_one_request_of_each_at_most(costs: dict[str, list[int]
 def test_who_comes_to_a_flood_goes_next(flood: int, served: int, cost: int) -> None:
     queue = FairQueue(1.0)
     for _ in range(flood):
-        queue.add(Standing("flood"), cost, 0.0)
+        queue.add(SchedulingClass("flood"), cost, 0.0)
     for number in range(min(served, flood - 1)):
         serve_first(queue, float(number))
-    late = queue.add(Standing("other"), 500, 200.0)
+    late = queue.add(SchedulingClass("other"), 500, 200.0)
     entries = [serve_first(queue, 200.0) for _ in range(min(2, len(queue)))]
     assert late in entries
 
@@ -109,41 +111,45 @@ def test_nobody_starves_behind_better_levels_that_never_end(better: list[int], l
     queue = FairQueue(ageing_s)
     for number in better:
         for _ in range(2):
-            queue.add(Standing("crowd", 1.0, number), 1, 0.0)
-    patient = queue.add(Standing("patient", 1.0, level), 1, 0.0)
+            queue.add(SchedulingClass("crowd", 1.0, number), 1, 0.0)
+    patient = queue.add(SchedulingClass("patient", 1.0, level), 1, 0.0)
     bound = 2 * (ageing_s * max(0, level - min(better)) + len(set(better)) + 1)
     now = 0.0
     while True:
         entry = serve_first(queue, now)
         if entry is patient:
             break
-        queue.add(entry.standing, 1, now)
+        queue.add(entry.scheduling_class, 1, now)
         now += 1
         assert now <= bound
 
 
 @MANY
-@given(st.lists(st.tuples(STANDINGS, st.booleans()), max_size=40), STANDINGS)
-def test_the_most_crowding_tenants_newest_request_leaves(added: list[tuple[Standing, bool]], newcomer: Standing) -> None:
+@given(st.lists(st.tuples(SCHEDULING_CLASSES, st.booleans()), max_size=40), SCHEDULING_CLASSES)
+def test_the_most_crowding_tenants_newest_request_leaves(
+    added: list[tuple[SchedulingClass, bool]], newcomer: SchedulingClass
+) -> None:
     queue = FairQueue(1.0)
-    entries = [queue.add(None if resumed else standing, 1, 0.0) for standing, resumed in added]
+    entries = [queue.add(None if resumed else scheduling_class, 1, 0.0) for scheduling_class, resumed in added]
     crowd: dict[str, float] = defaultdict(float)
     for entry in entries:
-        if entry.standing is not None:
-            crowd[entry.standing.tenant] += 1 / entry.standing.weight
+        if entry.scheduling_class is not None:
+            crowd[entry.scheduling_class.tenant] += 1 / entry.scheduling_class.weight
     leaving = queue.who_leaves_for(newcomer)
     own = crowd[newcomer.tenant] + 1 / newcomer.weight
     if leaving is None:
         assert max(crowd.values()) <= own
         return
-    assert leaving.standing is not None
-    tenant = leaving.standing.tenant
+    assert leaving.scheduling_class is not None
+    tenant = leaving.scheduling_class.tenant
     assert tenant != newcomer.tenant
     assert crowd[tenant] == max(crowd.values()) > own
-    others = [entry for entry in entries if entry.standing is not None and entry.standing.tenant == tenant]
-    last_level = max(entry.standing.level for entry in others if entry.standing)
-    assert leaving.standing.level == last_level
-    assert leaving.number == max(entry.number for entry in others if entry.standing and entry.standing.level == last_level)
+    others = [entry for entry in entries if entry.scheduling_class is not None and entry.scheduling_class.tenant == tenant]
+    last_level = max(entry.scheduling_class.level for entry in others if entry.scheduling_class)
+    assert leaving.scheduling_class.level == last_level
+    assert leaving.number == max(
+        entry.number for entry in others if entry.scheduling_class and entry.scheduling_class.level == last_level
+    )
 
 
 @MANY
@@ -151,10 +157,10 @@ def test_the_most_crowding_tenants_newest_request_leaves(added: list[tuple[Stand
 def test_the_estimate_is_right_for_equal_costs(waiting: list[str], newcomer: str) -> None:
     queue = FairQueue(1e9)
     for tenant in waiting:
-        queue.add(Standing(tenant, WEIGHTS[tenant]), 1, 0.0)
-    standing = Standing(newcomer, WEIGHTS[newcomer])
-    estimate = queue.num_before(standing)
-    mine = queue.add(standing, 1, 0.0)
+        queue.add(SchedulingClass(tenant, WEIGHTS[tenant]), 1, 0.0)
+    scheduling_class = SchedulingClass(newcomer, WEIGHTS[newcomer])
+    estimate = queue.num_before(scheduling_class)
+    mine = queue.add(scheduling_class, 1, 0.0)
     before = 0
     while serve_first(queue, 0.0) is not mine:
         before += 1
@@ -167,9 +173,9 @@ def test_the_estimate_counts_better_levels_and_resumed_streams() -> None:
     queue = FairQueue(1.0)
     queue.add(None, 1, 0.0)
     for level in (-1, -1, 1, 1):
-        queue.add(Standing("a", 1.0, level), 1, 0.0)
-    assert queue.num_before(Standing("b", 1.0, 0)) == 3
-    assert queue.num_before(Standing("b", 1.0, -2)) == 1
+        queue.add(SchedulingClass("a", 1.0, level), 1, 0.0)
+    assert queue.num_before(SchedulingClass("b", 1.0, 0)) == 3
+    assert queue.num_before(SchedulingClass("b", 1.0, -2)) == 1
 
 
 def times_to_first_token(flood: int, seed: int) -> list[float]:
@@ -180,14 +186,14 @@ def times_to_first_token(flood: int, seed: int) -> list[float]:
     queue, now = FairQueue(1.5), 0.0
     arrivals = sorted((chance.uniform(0, 100), chance.uniform(0.1, 1.9)) for _ in range(15))
     for _ in range(flood):
-        queue.add(Standing("flood"), chance.uniform(0.1, 1.9), 0.0)
+        queue.add(SchedulingClass("flood"), chance.uniform(0.1, 1.9), 0.0)
     waits: list[float] = []
     came: dict[Entry, float] = {}
     while len(waits) < 15:
         while arrivals and (arrivals[0][0] <= now or not len(queue)):
             at, cost = arrivals.pop(0)
             now = max(now, at)
-            came[queue.add(Standing("steady"), cost, now)] = at
+            came[queue.add(SchedulingClass("steady"), cost, now)] = at
         entry = serve_first(queue, now)
         now += entry.cost
         if entry in came:

@@ -22,7 +22,7 @@ from router.access.callers import Caller, anonymous
 from router.access.keyring import Keyring
 from router.access.keys import ApiKey, check_key, read_key_file
 from router.api.prepare import Generation
-from router.rules.fair_queue import Standing
+from router.rules.fair_queue import SchedulingClass
 
 TIERS = {"standard": TierConfig(), "small": TierConfig(max_context=100, weight=2.0, priority=3, earliest_priority=-5)}
 
@@ -201,9 +201,9 @@ def test_models_context_and_priority() -> None:
     with pytest.raises(NotAllowedError):
         limited.check_model("n")
     assert limited.max_context == 100, "the smaller of the two"
-    assert limited.standing(-5) == Standing("a", 2.0, -2)
+    assert limited.scheduling_class(-5) == SchedulingClass("a", 2.0, -2)
     with pytest.raises(InvalidRequestError, match="at least -5 with an API key of tier small"):
-        limited.standing(-6)
+        limited.scheduling_class(-6)
     assert limited.fit(generation(60, 40), 40, "prompt").sampling.max_tokens == 40
     assert limited.fit(generation(60, 1000), None, "prompt").sampling.max_tokens == 40
     for prompt, answer, wanted, min_tokens, param in (
@@ -217,7 +217,7 @@ def test_models_context_and_priority() -> None:
     free = anonymous(TIERS)
     assert free.fit(generation(60, 10**6), None, "prompt").sampling.max_tokens == 10**6
     assert free.may_use("anything")
-    assert free.standing(7) == Standing("", 1.0, 7), "whoever wants to may wait"
+    assert free.scheduling_class(7) == SchedulingClass("", 1.0, 7), "whoever wants to may wait"
     assert free.salted("own") == "own"
 
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from protocol.errors import OverloadedError
 from router.dispatch.line import Pace, WaitingLine
-from router.rules.fair_queue import ANYBODY, Standing
+from router.rules.fair_queue import ANYBODY, SchedulingClass
 
-A, B = Standing("a"), Standing("b")
+A, B = SchedulingClass("a"), SchedulingClass("b")
 
 
 async def wait_in(
@@ -22,12 +22,12 @@ async def wait_in(
     order: list[str] | None = None,
     name: str = "",
     *,
-    standing: Standing = ANYBODY,
+    scheduling_class: SchedulingClass = ANYBODY,
     ahead: bool = False,
     hold_s: float = 0.0,
 ) -> None:
     """Come to the front, stay there for a moment, and be served."""
-    with line.place(standing, 1, until, ahead=ahead) as place:
+    with line.place(scheduling_class, 1, until, ahead=ahead) as place:
         await place.front()
         await asyncio.sleep(hold_s)
         place.served = True
@@ -61,7 +61,7 @@ def test_first_come_first_served_and_resumed_go_ahead() -> None:
 def test_who_finds_no_room_steps_back_for_whoever_is_due() -> None:
     async def main() -> None:
         line, order = WaitingLine(10, 1.0), list[str]()
-        with line.place(Standing("low", 1.0, 5), 1, deadline()) as place:
+        with line.place(SchedulingClass("low", 1.0, 5), 1, deadline()) as place:
             await place.front()
             await place.front()
             task = asyncio.create_task(wait_in(line, deadline(), order, "better"))
@@ -101,9 +101,9 @@ def test_a_full_line_makes_room_for_whoever_has_less_in_it() -> None:
             await front.front()
             crowd = []
             for name in ("a1", "a2"):
-                crowd.append(asyncio.create_task(wait_in(line, deadline(), order, name, standing=A)))
+                crowd.append(asyncio.create_task(wait_in(line, deadline(), order, name, scheduling_class=A)))
                 await asyncio.sleep(0)
-            other = asyncio.create_task(wait_in(line, deadline(), order, "b", standing=B))
+            other = asyncio.create_task(wait_in(line, deadline(), order, "b", scheduling_class=B))
             await asyncio.sleep(0)
             with pytest.raises(OverloadedError):
                 await crowd[1]
@@ -119,9 +119,9 @@ def test_a_full_line_makes_room_for_whoever_has_less_in_it() -> None:
 def test_who_would_wait_too_long_at_the_present_pace_is_refused_at_once() -> None:
     async def main() -> None:
         line = WaitingLine(1000, 1.0)
-        await asyncio.gather(*(wait_in(line, deadline(), standing=A, hold_s=0.02) for _ in range(9)))
-        tasks = [asyncio.create_task(wait_in(line, deadline(60), standing=A)) for _ in range(200)]
-        with line.place(Standing("first", 1.0, -9), 1, deadline()) as front:
+        await asyncio.gather(*(wait_in(line, deadline(), scheduling_class=A, hold_s=0.02) for _ in range(9)))
+        tasks = [asyncio.create_task(wait_in(line, deadline(60), scheduling_class=A)) for _ in range(200)]
+        with line.place(SchedulingClass("first", 1.0, -9), 1, deadline()) as front:
             await front.front()
             await asyncio.sleep(0)
             with pytest.raises(OverloadedError, match="as requests are served now") as refused, line.place(A, 1, deadline(1.0)):

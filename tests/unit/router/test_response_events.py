@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from protocol.errors import OverloadedError, WorkerLostError
 from router.api.responses.body import LOGPROBS, ResponsesBody
-from router.api.responses.events import ResponseCourse
+from router.api.responses.events import ResponseBuilder
 from router.request.answer import Delta, Finish, TextLogprob, TextLogprobs, TokenText
 from router.text.tool_calls import ToolCallDelta
 
@@ -41,12 +41,12 @@ def pieces(said: list[str], calls: list[list[str]], finish: Finish | None) -> li
 @given(texts, st.lists(arguments, max_size=3), finishes, st.booleans())
 def test_events_add_up(said: list[str], calls: list[list[str]], finish: Finish | None, logprobs: bool) -> None:
     body = ResponsesBody(model="m", input="i", include=[LOGPROBS] if logprobs else [])
-    course = ResponseCourse("x", "m", body, 5)
-    events = course.begin()
+    builder = ResponseBuilder("x", "m", body, 5)
+    events = builder.begin()
     for piece in pieces(said, calls, finish):
-        events += course.push(piece)
+        events += builder.push(piece)
     if finish is None:
-        events += course.fail(WorkerLostError("gone"))
+        events += builder.fail(WorkerLostError("gone"))
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
 
     state: Any = ResponseStreamState(input_tools=omit, text_format=omit)
@@ -62,7 +62,7 @@ def test_events_add_up(said: list[str], calls: list[list[str]], finish: Finish |
             assert open_items == {event["output_index"]}
     assert open_items == set() or finish is None
 
-    response = Response.model_validate(course.response)
+    response = Response.model_validate(builder.response)
     expected = {None: "failed", "length": "incomplete"}.get(finish, "completed")
     assert response.status == events[-1]["response"]["status"] == expected
     assert events[-1]["type"] == f"response.{expected}"
@@ -70,20 +70,20 @@ def test_events_add_up(said: list[str], calls: list[list[str]], finish: Finish |
     found = [item.arguments for item in response.output if item.type == "function_call"]
     assert found == ["".join(parts) for parts in calls]
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
-    assert done == course.response["output"][: len(done)]
+    assert done == builder.response["output"][: len(done)]
     if finish is not None:
         assert len(done) == len(response.output) > 0
-        assert course.response["usage"]["output_tokens"] == len(pieces(said, calls, finish))
+        assert builder.response["usage"]["output_tokens"] == len(pieces(said, calls, finish))
 
 
 @given(texts, st.booleans())
 def test_logprobs_of_a_message_are_all_there_once(said: list[str], calls: bool) -> None:
     body = ResponsesBody(model="m", input="i", include=[LOGPROBS])
-    course = ResponseCourse("x", "m", body, 5)
+    builder = ResponseBuilder("x", "m", body, 5)
     deltas = pieces(said, [["a"]] if calls else [], "stop")
-    events = [event for piece in deltas for event in course.push(piece)]
+    events = [event for piece in deltas for event in builder.push(piece)]
     told = [entry for event in events if event["type"] == "response.output_text.delta" for entry in event["logprobs"]]
-    messages = [item for item in course.response["output"] if item["type"] == "message"]
+    messages = [item for item in builder.response["output"] if item["type"] == "message"]
     assert told == [entry for item in messages for entry in item["content"][0]["logprobs"]]
     if calls:
         assert len(told) <= len(said), "what spells a call is no text"
@@ -92,6 +92,6 @@ def test_logprobs_of_a_message_are_all_there_once(said: list[str], calls: bool) 
 
 
 def test_a_rate_limit_on_the_way_is_called_one() -> None:
-    course = ResponseCourse("x", "m", ResponsesBody(model="m", input="i"), 5)
-    [failed] = course.fail(OverloadedError("full"))
+    builder = ResponseBuilder("x", "m", ResponsesBody(model="m", input="i"), 5)
+    [failed] = builder.fail(OverloadedError("full"))
     assert failed["response"]["error"] == {"code": "rate_limit_exceeded", "message": "full"}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from protocol.errors import InvalidRequestError
 from router.api.event_ids import START, EventId, EventIds
-from router.resume.stream_records import Entry, Fate, StreamKey, StreamRecords
+from router.resume.stream_records import Entry, StreamKey, StreamRecords, WriteOutcome
 
 KEYS = [StreamKey(tenant, path, "r") for tenant in ("", "acme") for path in ("/v1/completions", "/v1/chat/completions")]
 
@@ -20,7 +20,7 @@ def key(name: str) -> StreamKey:
     return StreamKey("", "/v1/completions", name)
 
 
-def begin(records: StreamRecords, name: str, now: float = 0.0, size: int = 1) -> Fate:
+def begin(records: StreamRecords, name: str, now: float = 0.0, size: int = 1) -> WriteOutcome:
     return records.write([Entry(key(name), "me", 0, b"x" * size)], now)[0]
 
 
@@ -66,8 +66,8 @@ def test_what_is_taken_over_is_what_was_let_out(acts: list[tuple[str, int, int]]
         if act in ("begin", "say"):
             for writer in [each for each in reversed(writers) if each.key == at and each.recorded]:
                 chunk = f"{writer.owner} {len(writer.said)}".encode().ljust(size)
-                [fate] = records.write([Entry(at, writer.owner, len(writer.said), chunk)], now)
-                if fate is Fate.KEPT:
+                [outcome] = records.write([Entry(at, writer.owner, len(writer.said), chunk)], now)
+                if outcome is WriteOutcome.KEPT:
                     assert writer is current[at], "one owner at a time"
                     writer.said.append(chunk)
                     touched[at] = now
@@ -80,7 +80,7 @@ def test_what_is_taken_over_is_what_was_let_out(acts: list[tuple[str, int, int]]
 def test_a_record_is_kept_for_its_time_and_no_longer() -> None:
     records = StreamRecords(10, 100_000, 60.0)
     begin(records, "a")
-    assert records.write([Entry(key("a"), "me", 1, b"1")], 50.0) == [Fate.KEPT]
+    assert records.write([Entry(key("a"), "me", 1, b"1")], 50.0) == [WriteOutcome.KEPT]
     assert records.take_over(key("a"), "you", 1, 109.0) == [b"x", b"1"]
     assert records.take_over(key("a"), "you", 1, 168.0) == [b"x", b"1"], "counted anew"
     assert records.take_over(key("a"), "you", 1, 229.0) is None
@@ -92,14 +92,14 @@ def test_nobody_elses_stream_is_found() -> None:
     begin(records, "a")
     others = [StreamKey("acme", "/v1/completions", "a"), StreamKey("", "/v1/chat/completions", "a"), key("b")]
     assert [records.take_over(other, "you", 0, 0.0) for other in others] == [None] * 3
-    assert records.write([Entry(key("a"), "me", 1, b"1")], 0.0) == [Fate.KEPT], "and its owner keeps it"
+    assert records.write([Entry(key("a"), "me", 1, b"1")], 0.0) == [WriteOutcome.KEPT], "and its owner keeps it"
 
 
 def test_a_client_that_has_seen_more_gets_nothing() -> None:
     records = StreamRecords(10, 100_000, 60.0)
     begin(records, "a")
     assert records.take_over(key("a"), "you", 1, 0.0) is None
-    assert records.write([Entry(key("a"), "me", 2, b"2")], 0.0) == [Fate.LOST], "a gap"
+    assert records.write([Entry(key("a"), "me", 2, b"2")], 0.0) == [WriteOutcome.LOST], "a gap"
     assert records.take_over(key("a"), "you", 0, 0.0) is None
 
 
@@ -107,9 +107,12 @@ def test_who_was_taken_over_adds_nothing() -> None:
     records = StreamRecords(10, 100_000, 60.0)
     begin(records, "a")
     assert records.take_over(key("a"), "you", 0, 0.0) == [b"x"]
-    assert records.write([Entry(key("a"), "me", 1, b"1"), Entry(key("a"), "you", 1, b"I")], 0.0) == [Fate.TAKEN, Fate.KEPT]
+    assert records.write([Entry(key("a"), "me", 1, b"1"), Entry(key("a"), "you", 1, b"I")], 0.0) == [
+        WriteOutcome.TAKEN,
+        WriteOutcome.KEPT,
+    ]
     begin(records, "a")
-    assert records.write([Entry(key("a"), "you", 2, b"2")], 0.0) == [Fate.TAKEN], "begun anew by another"
+    assert records.write([Entry(key("a"), "you", 2, b"2")], 0.0) == [WriteOutcome.TAKEN], "begun anew by another"
 
 
 def test_the_one_that_was_silent_longest_makes_room() -> None:
@@ -123,8 +126,8 @@ def test_the_one_that_was_silent_longest_makes_room() -> None:
 
 def test_one_stream_can_not_drive_out_all_others() -> None:
     records = StreamRecords(100, 8000, 60.0)
-    assert [begin(records, str(number)) for number in range(5)] == [Fate.KEPT] * 5
-    assert begin(records, "large", size=1000) is Fate.LOST
+    assert [begin(records, str(number)) for number in range(5)] == [WriteOutcome.KEPT] * 5
+    assert begin(records, "large", size=1000) is WriteOutcome.LOST
     assert len(records) == 5
 
 
