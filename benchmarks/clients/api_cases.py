@@ -3,7 +3,7 @@
 It reads `/openapi.json`, makes requests of it, right and wrong, and checks each answer against it: status, headers, media type
 and shape, each event of a stream too. Of `tandem serve --max-model-len 512` also the longest answers end soon. Keys come from
 TANDEM_API_KEY and TANDEM_ADMIN_KEY. /admin/scale is left alone here, for it would scale.
-tests/unit/router/test_http_schemathesis.py does the same with it, in front of workers that do not compute.
+tests/unit/router/api/test_http_schemathesis.py does the same with it, in front of workers that do not compute.
 """
 
 from __future__ import annotations

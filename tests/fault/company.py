@@ -7,15 +7,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from hostile_peers import watch
-from scenarios import Factory, Reference, greedy, prompt_of
-from two_workers import CONFIG, SECRET, ScriptedRouter, TwoWorkers
-
 from configs.schema import LimitsConfig
 from protocol.codec import encode
 from protocol.errors import OverloadedError, WorkerLostError
 from protocol.messages import LoadReport
 from protocol.wire import WireClient
+from tests.fault.scenarios import Factory, Reference, greedy, prompt_of
+from tests.fault.two_workers import CONFIG, SECRET, ScriptedRouter, TwoWorkers
+from tests.hostile_peers import watch
 
 MIB = 1 << 20
 PROMPT = prompt_of(40, 3)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, RepetitionPenaltyLogitsProcessor
-from two_workers import CONFIG, TwoWorkers, run_two_workers
 
 from configs.facts import Architecture, ModelFacts, WeightFormat
 from configs.schema import ClusterConfig
+from tests.fault.two_workers import CONFIG, TwoWorkers, run_two_workers
 
 
 @pytest.fixture(scope="session")

@@ -10,10 +10,6 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from letters import with_letters
-from two_gangs import load_gang
-from two_workers import SECRET, leaks_of
-
 from configs.facts import ModelFacts
 from configs.schema import ClusterConfig, DecodeConfig, LimitsConfig, PrefillConfig
 from decode_workers.rank import share_of
@@ -37,6 +33,9 @@ from router.request.pipeline import Pipeline
 from router.rules.leaks import Leak
 from telemetry.metrics import Metrics
 from telemetry.request_times import RequestTimes
+from tests.fault.letters import with_letters
+from tests.fault.two_gangs import load_gang
+from tests.fault.two_workers import SECRET, leaks_of
 
 CONFIG = ClusterConfig(
     dtype="float32",

@@ -7,15 +7,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from scenarios import Factory, greedy, prompt_of, run
-from two_workers import CONFIG, SECRET
-
 from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState
 from protocol.errors import TandemError
 from protocol.messages import Release, Role
 from router.dispatch.audit import audit
 from router.dispatch.roster import Roster
 from router.rules.leaks import Leak
+from tests.fault.scenarios import Factory, greedy, prompt_of, run
+from tests.fault.two_workers import CONFIG, SECRET
 
 
 class FixedController:

@@ -9,13 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from scenarios import Factory, Reference, greedy, prompt_of, run
 
 from configs.models import resolve
 from configs.schema import ClusterConfig
 from protocol.errors import InvalidRequestError, KvTransferError, OverloadedError
 from protocol.messages import Attach, Attached, Prefilled, Release, Role, StreamOutput
 from protocol.sampling import SamplingParams
+from tests.fault.scenarios import Factory, Reference, greedy, prompt_of, run
 
 
 def config(decode_tokens: int) -> ClusterConfig:

@@ -6,8 +6,6 @@ import asyncio
 import random
 
 import pytest
-from many_decodes import COPYING, ManyDecodes, Said, run_many_decodes, varied
-from scenarios import THOROUGH, prompt_of, run
 
 from configs.facts import ModelFacts
 from configs.schema import ClusterConfig, DecodeConfig
@@ -15,6 +13,8 @@ from kv_transfer.transports.loopback import Faults
 from protocol.cluster_view import WorkerState
 from protocol.messages import Role
 from protocol.sampling import SamplingParams
+from tests.fault.many_decodes import COPYING, ManyDecodes, Said, run_many_decodes, varied
+from tests.fault.scenarios import THOROUGH, prompt_of, run
 
 EVERY = COPYING.decode.copy_every_tokens
 PROMPT = prompt_of(100)

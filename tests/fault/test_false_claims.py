@@ -9,9 +9,6 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from company import MIB, PROMPT, company, insiders
-from scenarios import Factory, Reference, greedy, prompt_of, run
-from two_workers import SECRET
 
 from kv_transfer.transports.loopback import LoopbackNetwork
 from protocol.errors import InvalidRequestError, ProtocolError, TandemError
@@ -36,6 +33,9 @@ from protocol.messages import (
 )
 from protocol.trace import new_trace
 from protocol.wire import WireServer
+from tests.fault.company import MIB, PROMPT, company, insiders
+from tests.fault.scenarios import Factory, Reference, greedy, prompt_of, run
+from tests.fault.two_workers import SECRET
 
 _TICKET = Ticket(1, 1, WorkerRef("false", 1, Role.DECODE, ""), 8, (1, 2), len(PROMPT), 0)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from scenarios import Reference, greedy, prompt_of, run
-from two_gangs import run_gangs
 
 from configs.facts import ModelFacts
 from kv_transfer.transports.loopback import Faults
 from protocol.errors import TandemError, WorkerLostError
 from protocol.gang import RunStep
 from protocol.messages import Role
+from tests.fault.scenarios import Reference, greedy, prompt_of, run
+from tests.fault.two_gangs import run_gangs
 
 SIZES = [1, 2, 4]
 

@@ -6,12 +6,12 @@ import json
 from dataclasses import replace
 
 import pytest
-from letters import spoken
-from scenarios import Factory, greedy, prompt_of, run
 
 from protocol.errors import InvalidRequestError
 from protocol.messages import Release
 from protocol.sampling import SamplingParams
+from tests.fault.letters import spoken
+from tests.fault.scenarios import Factory, greedy, prompt_of, run
 
 PERSON = """%llguidance {"no_forcing": true}
 start: "{" NAME ", " AGE "}"

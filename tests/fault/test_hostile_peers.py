@@ -18,10 +18,6 @@ from typing import Any
 
 import pytest
 import zmq
-from company import PROMPT, Insider, company, insiders
-from hostile_peers import RAW, dealer, idle_connections, say
-from scenarios import THOROUGH, Factory, Reference, greedy, run
-from two_workers import SECRET
 
 from protocol.codec import _CLASSES, encode
 from protocol.messages import (
@@ -40,6 +36,10 @@ from protocol.messages import (
     WorkerRef,
 )
 from protocol.sampling import SamplingParams
+from tests.fault.company import PROMPT, Insider, company, insiders
+from tests.fault.scenarios import THOROUGH, Factory, Reference, greedy, run
+from tests.fault.two_workers import SECRET
+from tests.hostile_peers import RAW, dealer, idle_connections, say
 
 SEEDS = range(6 if THOROUGH else 1)
 ROUNDS = 150 if THOROUGH else 40

@@ -10,13 +10,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from scenarios import THOROUGH, Reference, greedy, prompt_of
-from two_workers import ScriptedRouter, connect_router
-from worker_process import make_worker
 
 from configs.facts import ModelFacts
 from configs.schema import ClusterConfig, TransportName
 from protocol.messages import Role
+from tests.fault.scenarios import THOROUGH, Reference, greedy, prompt_of
+from tests.fault.two_workers import ScriptedRouter, connect_router
+from tests.fault.worker_process import make_worker
 
 SPEED = 400.0
 """Seconds that pass within one while the system is idle: an hour takes nine."""

@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from many_decodes import CONFIG, ManyDecodes, Said, run_many_decodes
-from scenarios import greedy, prompt_of, run
 
 from configs.facts import ModelFacts
 from configs.schema import ClusterConfig, DecodeConfig, PrefillConfig
 from kv_transfer.transports.loopback import Faults
 from protocol.messages import Role
+from tests.fault.many_decodes import CONFIG, ManyDecodes, Said, run_many_decodes
+from tests.fault.scenarios import greedy, prompt_of, run
 
 CHUNK = 16
 SMALL = CONFIG.model_copy(

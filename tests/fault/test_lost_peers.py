@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scenarios import THOROUGH, Reference, greedy, prompt_of, run
-from two_workers import ScriptedRouter, connect_router, leaks_of
-from worker_process import WorkerProcess, make_worker, worker_process
 
 from configs.facts import ModelFacts
 from configs.schema import ClusterConfig, TransportName
 from protocol.errors import TandemError
 from protocol.messages import Release, Role
+from tests.fault.scenarios import THOROUGH, Reference, greedy, prompt_of, run
+from tests.fault.two_workers import ScriptedRouter, connect_router, leaks_of
+from tests.fault.worker_process import WorkerProcess, make_worker, worker_process
 
 LEASE_S = 1.0
 SLACK_S = 3.0

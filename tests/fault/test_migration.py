@@ -9,8 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from many_decodes import CONFIG, COPYING, ManyDecodes, Said, run_many_decodes, varied
-from scenarios import THOROUGH, prompt_of, run
 
 from configs.facts import ModelFacts
 from configs.schema import DecodeConfig
@@ -19,6 +17,8 @@ from protocol.cluster_view import WorkerState
 from protocol.errors import TandemError
 from protocol.messages import Role
 from protocol.sampling import SamplingParams
+from tests.fault.many_decodes import CONFIG, COPYING, ManyDecodes, Said, run_many_decodes, varied
+from tests.fault.scenarios import THOROUGH, prompt_of, run
 
 BYTES_PER_TOKEN = 2 * 2 * 2 * 8 * 4
 EIGHT = [prompt_of(20 + 11 * n, n) for n in range(8)]

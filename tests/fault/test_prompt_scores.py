@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from scenarios import Factory, greedy, prompt_of, run
 from transformers import LlamaForCausalLM
-from two_gangs import run_gangs
 
 from configs.facts import ModelFacts
 from protocol.errors import InvalidRequestError
 from protocol.messages import FirstToken, Release
 from protocol.sampling import PromptLogprobs
+from tests.fault.scenarios import Factory, greedy, prompt_of, run
+from tests.fault.two_gangs import run_gangs
 
 
 @pytest.fixture(scope="module")

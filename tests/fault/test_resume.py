@@ -12,8 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from scenarios import Factory, Reference, greedy, prompt_of, run
-from two_workers import CONFIG, SECRET, TwoWorkers
 
 from kv_transfer.transports.loopback import Faults
 from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState
@@ -25,6 +23,8 @@ from router.dispatch.roster import Roster
 from router.request.pipeline import Pipeline
 from telemetry.metrics import Metrics
 from telemetry.request_times import RequestTimes
+from tests.fault.scenarios import Factory, Reference, greedy, prompt_of, run
+from tests.fault.two_workers import CONFIG, SECRET, TwoWorkers
 
 
 class FixedController:

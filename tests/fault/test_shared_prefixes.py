@@ -8,12 +8,12 @@ import random
 from typing import Any
 
 import pytest
-from scenarios import Factory, Reference, greedy, prompt_of, run
 
 from configs.schema import ClusterConfig
 from kv_transfer.transports.loopback import Faults
 from protocol.errors import TandemError
 from protocol.messages import FirstToken, Release
+from tests.fault.scenarios import Factory, Reference, greedy, prompt_of, run
 
 BLOCK_SIZE = 8
 TIGHT = ClusterConfig.model_validate(

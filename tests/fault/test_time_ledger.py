@@ -6,9 +6,6 @@ import asyncio
 import time
 
 import pytest
-from scenarios import Factory, greedy, prompt_of, run
-from test_resume import FixedController
-from two_workers import CONFIG, SECRET
 
 from kv_transfer.transports.loopback import Faults
 from protocol.messages import PushCommit
@@ -19,6 +16,9 @@ from router.dispatch.roster import Roster
 from router.request.pipeline import Pipeline
 from telemetry.metrics import Metrics
 from telemetry.request_times import RequestTimes
+from tests.fault.scenarios import Factory, greedy, prompt_of, run
+from tests.fault.test_resume import FixedController
+from tests.fault.two_workers import CONFIG, SECRET
 
 HELD_UP_S = 0.3
 

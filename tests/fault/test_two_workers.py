@@ -7,13 +7,13 @@ import random
 from collections.abc import Callable
 
 import pytest
-from scenarios import THOROUGH, Factory, Reference, greedy, prompt_of, run
 
 from configs.schema import ClusterConfig
 from kv_transfer.transports.loopback import Faults
 from protocol.errors import InvalidRequestError, OverloadedError, TandemError
 from protocol.messages import Release
 from protocol.sampling import SamplingParams
+from tests.fault.scenarios import THOROUGH, Factory, Reference, greedy, prompt_of, run
 
 ROOMY = ClusterConfig.model_validate(
     {

@@ -7,9 +7,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from letters import with_letters
-from two_workers import CONFIG, SECRET, TwoWorkers, served
-
 import decode_workers.rank
 import prefill_workers.rank
 from configs.facts import ModelFacts
@@ -23,6 +20,8 @@ from kv_transfer.transports.loopback import LoopbackNetwork, LoopbackTransport
 from prefill_workers.worker import PrefillWorker
 from protocol.messages import Role, WorkerRef
 from protocol.wire import WireServer
+from tests.fault.letters import with_letters
+from tests.fault.two_workers import CONFIG, SECRET, TwoWorkers, served
 
 HOST = "127.0.0.1"
 LEASE_S = CONFIG.limits.lease_s

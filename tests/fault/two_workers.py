@@ -10,8 +10,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from letters import with_letters
-
 from configs.facts import ModelFacts
 from configs.schema import ClusterConfig, DecodeConfig, LimitsConfig, PrefillConfig
 from decode_workers.worker import DecodeWorker
@@ -44,6 +42,7 @@ from protocol.sampling import SamplingParams
 from protocol.trace import new_trace
 from protocol.wire import WireClient, WireServer
 from router.rules.leaks import Audited, Leak, find_leaks
+from tests.fault.letters import with_letters
 
 SECRET = b"f" * 32
 CONFIG = ClusterConfig(

@@ -13,8 +13,6 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
 import torch
-from letters import with_letters
-from two_workers import SECRET
 
 from configs.facts import ModelFacts
 from configs.schema import ClusterConfig, TransportName
@@ -26,6 +24,8 @@ from kv_transfer.choice import receiving_transports, sending_transports
 from prefill_workers.worker import PrefillWorker
 from protocol.messages import Role, WorkerRef
 from protocol.wire import WireServer
+from tests.fault.letters import with_letters
+from tests.fault.two_workers import SECRET
 
 HOST = "127.0.0.1"
 

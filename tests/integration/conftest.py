@@ -14,9 +14,9 @@ from typing import Any
 
 import httpx
 import pytest
-from local_processes import TANDEM, marked_processes
 
 from cluster.ray.session import free_port
+from tests.integration.local_processes import TANDEM, marked_processes
 
 START_S = 150.0
 

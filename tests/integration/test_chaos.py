@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chaos import Chaos, growing
 
 from benchmarks.lib.environment import write_result
+from tests.integration.chaos import Chaos, growing
 
 SECONDS = float(os.environ.get("TANDEM_CHAOS_S", "45"))
 SEED = int(os.environ.get("TANDEM_CHAOS_SEED", "1"))

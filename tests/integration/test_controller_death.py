@@ -9,9 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
-from disturbed import begun, disturbed, until
 
 from benchmarks.lib.streams import Answered, Request
+from tests.integration.disturbed import begun, disturbed, until
 
 BACK_S = 20.0
 

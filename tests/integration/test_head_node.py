@@ -17,11 +17,11 @@ from typing import Any
 
 import httpx
 import pytest
-from disturbed import begun, disturbed, until
-from local_processes import TANDEM, marked_processes
 
 from benchmarks.lib.streams import Answered, Request
 from cluster.ray.session import free_port, local_environment
+from tests.integration.disturbed import begun, disturbed, until
+from tests.integration.local_processes import TANDEM, marked_processes
 
 REDIS = shutil.which("redis-server")
 START_S = 60.0

@@ -11,10 +11,10 @@ from typing import Any
 
 import httpx
 import pytest
-from disturbed import begun, disturbed, until
 
 from benchmarks.kills import counted, kill_one
 from benchmarks.lib.streams import KINDS, Answered, Request
+from tests.integration.disturbed import begun, disturbed, until
 
 KILLS = 4
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from page_visit import CHAT, CHROMIUM, DEADLINE_MS, FLAGS, Visit
 from playwright.sync_api import Browser, expect, sync_playwright
+
+from tests.integration.page_visit import CHAT, CHROMIUM, DEADLINE_MS, FLAGS, Visit
 
 FIGURES = re.compile(r"^First token after \d+\.\d\d s(\s· \d+\.\d tokens/s)?\s· \d+ tokens$")
 STORY = "Write a very long story about a cat and a dog."

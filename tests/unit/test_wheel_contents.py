@@ -7,9 +7,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from built_wheel import TOP_PACKAGES, build_wheel, product_files, run, unpack
 
 from cluster import __version__
+from tests.built_wheel import TOP_PACKAGES, build_wheel, product_files, run, unpack
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """What the endpoints answer with, for the OpenAPI document.
 
 They are made as plain JSON in `chat.py`, `completions.py` and `response_object.py`; that they
-are as described here is checked by schemathesis, an independent client (tests/unit/router/test_http_schemathesis.py).
+are as described here is checked by schemathesis, an independent client (tests/unit/router/api/test_http_schemathesis.py).
 A field that is `NotRequired` is there only if the request asks for it.
 """
 

@@ -14,13 +14,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from test_weights import write_gguf
 
 from configs.facts import Architecture, ModelFacts, WeightFormat
 from configs.sharding import possible_sizes, rank_facts
 from engine.models.gguf_weights import GgufWeights
 from engine.models.parameters import Part, Shard, Split, layer_parameters, model_parameters
 from engine.models.safetensors_weights import SafetensorsWeights
+from tests.unit.engine.test_weights import write_gguf
 
 Q = gguf.GGMLQuantizationType
 HIDDEN, HEAD_DIM = 24, 4

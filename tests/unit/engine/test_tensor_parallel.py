@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from gangs import CPU, HOST, AddressBook, ThreadGang, connect_threads, in_threads, process_gang
 
 from configs.facts import ModelFacts
 from configs.sharding import vocabulary_of
@@ -21,6 +20,7 @@ from engine.native.library import NativeLibrary
 from engine.ranks.tensor_parallel import connect
 from protocol.errors import ConfigError, WorkerLostError
 from protocol.sampling import SamplingParams
+from tests.unit.engine.gangs import CPU, HOST, AddressBook, ThreadGang, connect_threads, in_threads, process_gang
 
 FLOAT32 = {"dtype": "float32", "block_size": 8, "num_kv_tokens": 2048}
 NATIVE = pytest.mark.skipif(NativeLibrary.load(1) is None, reason="needs AVX-512 with bfloat16 and a C++ compiler")

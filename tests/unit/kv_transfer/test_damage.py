@@ -8,7 +8,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from two_ends import (
+
+from kv_transfer.pool_view import CpuPoolView, PoolView, Slots
+from kv_transfer.sender import OutgoingTransfer, PushPart, SendingPair
+from kv_transfer.transport import ReceiveChannel, ReceiveTransport
+from kv_transfer.transports.loopback import Faults, LoopbackNetwork
+from protocol.errors import KvTransferError, TandemError
+from tests.unit.kv_transfer.two_ends import (
     BLOCK_SIZE,
     BLOCKS,
     DONE,
@@ -17,12 +23,6 @@ from two_ends import (
     until,
     world,
 )
-
-from kv_transfer.pool_view import CpuPoolView, PoolView, Slots
-from kv_transfer.sender import OutgoingTransfer, PushPart, SendingPair
-from kv_transfer.transport import ReceiveChannel, ReceiveTransport
-from kv_transfer.transports.loopback import Faults, LoopbackNetwork
-from protocol.errors import KvTransferError, TandemError
 
 
 async def push_and_commit(pair: SendingPair, push: asyncio.Future[None], transfer: OutgoingTransfer) -> None:

@@ -6,7 +6,13 @@ import asyncio
 
 import pytest
 import torch
-from two_ends import (
+
+from kv_transfer.pool_view import Slots
+from kv_transfer.sender import OutgoingTransfer, PushPart
+from kv_transfer.transports.loopback import Faults, LoopbackNetwork
+from protocol.errors import KvTransferError
+from protocol.ticket import TicketState
+from tests.unit.kv_transfer.two_ends import (
     BLOCKS,
     DONE,
     EVERY_TRANSPORT,
@@ -15,12 +21,6 @@ from two_ends import (
     until,
     world,
 )
-
-from kv_transfer.pool_view import Slots
-from kv_transfer.sender import OutgoingTransfer, PushPart
-from kv_transfer.transports.loopback import Faults, LoopbackNetwork
-from protocol.errors import KvTransferError
-from protocol.ticket import TicketState
 
 
 @EVERY_TRANSPORT

@@ -10,13 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from two_ends import BLOCK_SIZE, DONE, HEAD_DIM, HEADS, LAYERS, Kind, World, pool, world
 
 from configs.sharding import heads_of
 from engine.memory.kv_pool import KVPool
 from kv_transfer.sender import OutgoingTransfer, PushPart
 from kv_transfer.transports.loopback import Faults, LoopbackNetwork
 from protocol.errors import IncompatiblePeerError, KvTransferError
+from tests.unit.kv_transfer.two_ends import BLOCK_SIZE, DONE, HEAD_DIM, HEADS, LAYERS, Kind, World, pool, world
 
 RANKS = [1, 2, 4]
 

@@ -9,7 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from two_ends import (
+
+from kv_transfer.pool_view import PoolView
+from kv_transfer.sender import OutgoingTransfer, PushPart
+from kv_transfer.transport import SendChannel, SendTransport
+from protocol.errors import IncompatiblePeerError, WorkerLostError
+from tests.unit.kv_transfer.two_ends import (
     DONE,
     EVERY_TRANSPORT,
     HEAD_DIM,
@@ -20,11 +25,6 @@ from two_ends import (
     World,
     world,
 )
-
-from kv_transfer.pool_view import PoolView
-from kv_transfer.sender import OutgoingTransfer, PushPart
-from kv_transfer.transport import SendChannel, SendTransport
-from protocol.errors import IncompatiblePeerError, WorkerLostError
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from openai_server import OpenAiServer
 from rich.console import Console
 
 from loadtest import plots, report
@@ -20,6 +19,7 @@ from loadtest.bench import Finished, run_bench
 from loadtest.options import BenchOptions
 from loadtest.runner import ClientHealth
 from protocol.errors import InvalidRequestError, UnavailableError
+from tests.unit.loadtest.openai_server import OpenAiServer
 
 OPTIONS = BenchOptions(
     base_url="http://127.0.0.1:1",

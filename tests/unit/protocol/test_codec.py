@@ -8,12 +8,12 @@ from typing import Any
 import msgpack
 import pytest
 from hypothesis import given, settings
-from message_values import EXAMPLES, any_message
 
 from protocol.codec import MAX_MESSAGE_BYTES, decode, encode
 from protocol.errors import ConfigError, OverloadedError, ProtocolError, error_from_code
 from protocol.messages import Failed, KvLayout, Release, Reserve
 from protocol.trace import new_trace
+from tests.unit.protocol.message_values import EXAMPLES, any_message
 
 
 @settings(max_examples=EXAMPLES)

@@ -16,11 +16,11 @@ import msgpack
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from message_values import EXAMPLES, any_message, fits
 
 from protocol.codec import _CLASSES, MAX_MESSAGE_BYTES, decode, encode
 from protocol.errors import ProtocolError
 from protocol.messages import Release
+from tests.unit.protocol.message_values import EXAMPLES, any_message, fits
 
 MIB = 1 << 20
 FOUR_BILLION = b"\xff\xff\xff\xff"

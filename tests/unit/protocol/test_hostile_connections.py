@@ -11,14 +11,14 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 import zmq
-from hostile_peers import RAW, TOO_LARGE, answer_to, dealer, idle_connections, say, watch, wire_tap
-from message_values import EXAMPLES
 
 from protocol.codec import encode
 from protocol.errors import WorkerLostError
 from protocol.messages import Ping, Release
 from protocol.sockets import _server_key
 from protocol.wire import _NONCE_BYTES, WIRE_VERSION, WireClient, WireServer, _prove
+from tests.hostile_peers import RAW, TOO_LARGE, answer_to, dealer, idle_connections, say, watch, wire_tap
+from tests.unit.protocol.message_values import EXAMPLES
 
 SECRET = b"s" * 32
 MIB = 1 << 20

@@ -14,7 +14,6 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
-from scripted_workers import Script, ScriptedDecode, ScriptedPrefill, ScriptedWorker
 
 from configs.facts import Model
 from configs.models import resolve
@@ -28,6 +27,7 @@ from router.resume.recorder import Recorder
 from router.resume.stream_records import Entry, StreamKey, StreamRecords, WriteOutcome
 from router.service import Router
 from router.text.tokenizer import Tokenizer
+from tests.unit.router.scripted_workers import Script, ScriptedDecode, ScriptedPrefill, ScriptedWorker
 
 
 class ScriptedController:
