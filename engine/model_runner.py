@@ -16,6 +16,7 @@ from torch import Tensor
 from configs.facts import ModelFacts
 from configs.sharding import check_tensor_parallel_size, rank_facts
 from engine.batch import Chunk, ForwardBatch, SampledToken
+from engine.batch_invariance import check_batch_invariance
 from engine.memory.kv_pool import LAYOUT_VERSION, KVPool, token_bytes
 from engine.memory.populator import Populator
 from engine.models.decoder import Decoder, DecoderWeights
@@ -92,7 +93,11 @@ class ModelRunner:
         pool = KVPool.for_model(own, num_kv_tokens, block_size, torch_dtype, shared=shared_kv, device=torch_device)
         if device == "cuda":
             return cls.on_gpu(facts, weights, pool, dtype_name)
-        decoder = Decoder(own, weights, step_factory(own, torch_dtype, library), ranks)
+        begin_step = step_factory(own, torch_dtype, library)
+        if deterministic:
+            with torch.inference_mode():
+                check_batch_invariance(own, weights, begin_step, torch_dtype, block_size)
+        decoder = Decoder(own, weights, begin_step, ranks)
         return cls(facts, lambda batch, on_layer: decoder.forward(batch, pool, on_layer), sample, pool, dtype_name)
 
     @classmethod

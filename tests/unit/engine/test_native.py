@@ -14,6 +14,7 @@ from torch import Tensor
 
 from configs.facts import ModelFacts
 from engine.batch import Chunk, ForwardBatch
+from engine.kernels.linear import Linear
 from engine.kernels.quantized import quantize
 from engine.kernels.rope import inverse_frequencies
 from engine.memory.kv_pool import KVPool
@@ -24,6 +25,7 @@ from engine.native.library import NativeLibrary
 from engine.native.matrix import NativeHead, QuantizedMatrix
 from engine.operators.native_step import NativeStep
 from engine.operators.torch_step import TorchStep
+from protocol.errors import ConfigError
 from protocol.sampling import SamplingParams
 
 LIBRARY = NativeLibrary.load(1)
@@ -219,9 +221,32 @@ def test_the_library_is_built_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert built.stat().st_mtime_ns == written
 
 
+def packed_products_keep_bits(facts: ModelFacts) -> bool:
+    """Whether a bfloat16 product of oneDNN gives a row the same bits among up to 33 rows as alone."""
+    torch.manual_seed(7)
+    shapes = [(facts.hidden_size, facts.intermediate_size), (2 * facts.intermediate_size, facts.hidden_size)]
+    for outputs, inputs in shapes:
+        linear = Linear(torch.randn(outputs, inputs).bfloat16(), same_bits=True)
+        x = torch.randn(33, inputs).bfloat16()
+        alone = torch.cat([linear(x[row : row + 1]) for row in range(33)])
+        if not all(torch.equal(linear(x[:rows]), alone[:rows]) for rows in range(1, 34)):
+            return False
+    return True
+
+
 @NATIVE
 def test_deterministic_answers_do_not_depend_on_company(smollm2_facts: ModelFacts, generate: Any) -> None:
-    runner = ModelRunner.load(smollm2_facts, dtype="bfloat16", block_size=16, num_kv_tokens=16_384, deterministic=True)
+    """Or, on processors whose products don't keep a row's bits, the worker refuses to load and says why."""
+
+    def load() -> ModelRunner:
+        return ModelRunner.load(smollm2_facts, dtype="bfloat16", block_size=16, num_kv_tokens=16_384, deterministic=True)
+
+    if not packed_products_keep_bits(smollm2_facts):
+        with pytest.raises(ConfigError, match="gives a row other bits") as refused:
+            load()
+        assert refused.value.param == "deterministic"
+        return
+    runner = load()
     sampling = SamplingParams(seed=3, max_tokens=8, temperature=0.8, num_logprobs=5)
     prompts = [[(31 * i * (k + 1) + k) % 49_000 + 17 for i in range(5 + 37 * k % 300)] for k in range(24)]
     together = generate(runner, prompts, [sampling] * len(prompts), chunk_tokens=128)

@@ -1,0 +1,159 @@
+"""Whether a row's bits depend on the rows beside it, tried with the very operators that a worker has loaded.
+
+`--deterministic` promises that a request's tokens do not depend on what runs beside it. Whether that holds is decided by
+the kernels that torch and oneDNN choose for this processor, and no list of processors tells it. So a deterministic worker
+compares before it serves: every kind of matrix product of its model, and the operators between them. Where a row has other
+bits in company than alone, the worker refuses to start, and says at which operator.
+
+Shape suffixes as in `engine.kernels`; D is the hidden size, A the width of a row of q, k and v.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from configs.facts import ModelFacts
+from engine.batch import Chunk, ForwardBatch
+from engine.memory.kv_pool import KVPool
+from engine.models.decoder import DecoderWeights
+from engine.operators import StepFactory
+from protocol.errors import ConfigError
+
+LAYER_ROWS = (*range(1, 34), 47, 48, 49, 63, 64, 65, 128, 256)
+"""Row counts that a layer's products are tried with: each small one, those around known tiles, and those of prompts."""
+HEAD_ROWS = (*range(1, 18), 31, 32, 33, 48, 64)
+"""Row counts that the output head is tried with. It is the largest product, and prompts need one row of it."""
+_DISTINCT_ROWS = 7
+"""Different rows that are repeated. 7 divides no tile, so each of them comes to lie at every place of a tile."""
+_PROMPTS = ((0, 5), (40, 33), (0, 70))
+"""Start and length of the chunks of several tokens that the operators between the products are tried with."""
+_CONTEXTS = (300, 129, 128, 65, 17, 16, 2, 1)
+"""Tokens of context of the single tokens beside them, in the order in which a batch has them."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product as a worker computes it."""
+
+    name: str
+    multiply: Callable[[Tensor], Tensor]
+    """[T, I] to [T, O]."""
+    num_inputs: int
+    row_counts: Sequence[int] = LAYER_ROWS
+
+
+def check_batch_invariance(
+    facts: ModelFacts, weights: DecoderWeights, begin_step: StepFactory, dtype: torch.dtype, block_size: int
+) -> None:
+    """Raise ConfigError if some operator gives a row other bits in company than alone.
+
+    `facts` and `weights` are those of one rank. All layers have products of the same shapes and formats, so the first
+    one's are tried. For SmolLM2 it takes under half a second of one core.
+    """
+    check_products(products_of(facts, weights), dtype)
+    operator = _operator_that_varies(facts, begin_step, weights.rope_frequencies, dtype, block_size)
+    if operator is not None:
+        raise _refusal(f"the {operator} in {_name(dtype)} gives a token other bits beside other sequences than alone")
+
+
+def check_products(products: Sequence[Product], dtype: torch.dtype) -> None:
+    """Raise ConfigError naming the first of these products in `dtype` that gives a row other bits in company than alone."""
+    for product in products:
+        rows = rows_that_vary(product, dtype)
+        if rows is not None:
+            raise _refusal(
+                f"the product '{product.name}' in {_name(dtype)} gives a row other bits among {rows} rows than alone"
+            )
+
+
+def products_of(facts: ModelFacts, weights: DecoderWeights) -> list[Product]:
+    """Every kind of matrix product of a rank's model: those of its first layer, and the output head."""
+    layer = weights.layers[0]
+    return [
+        Product("qkv", layer.qkv, facts.hidden_size),
+        Product("output", layer.output, facts.num_heads * facts.head_dim),
+        Product("gate_up", layer.gate_up, facts.hidden_size),
+        Product("down", layer.down, facts.intermediate_size),
+        Product("head", weights.head, facts.hidden_size, HEAD_ROWS),
+    ]
+
+
+def rows_that_vary(product: Product, dtype: torch.dtype) -> int | None:
+    """The first of the product's row counts at which some row has other bits than alone; None if every row keeps its bits."""
+    generator = torch.Generator().manual_seed(0)
+    distinct = torch.randn(_DISTINCT_ROWS, product.num_inputs, generator=generator).to(dtype)
+    order = torch.arange(max(product.row_counts)) % _DISTINCT_ROWS
+    x_TI = distinct[order]
+    alone_TO = torch.cat([product.multiply(distinct[row : row + 1]) for row in range(_DISTINCT_ROWS)])[order]
+    for rows in product.row_counts:
+        if not _same_bits(product.multiply(x_TI[:rows]), alone_TO[:rows]):
+            return rows
+    return None
+
+
+def _operator_that_varies(
+    facts: ModelFacts, begin_step: StepFactory, frequencies: Tensor, dtype: torch.dtype, block_size: int
+) -> str | None:
+    """The name of an operator between the products that gives a token other bits in a mixed step than alone."""
+    chunks = _mixed_chunks(block_size)
+    num_blocks = sum(len(chunk.block_table) for chunk in chunks)
+    pool = KVPool.for_model(replace(facts, num_layers=1), num_blocks * block_size, block_size, dtype)
+    generator = torch.Generator().manual_seed(1)
+    pool.data.copy_(torch.randn(pool.data.shape, generator=generator))
+    tokens = sum(len(chunk.token_ids) for chunk in chunks)
+    qkv_width = (facts.num_heads + 2 * facts.num_kv_heads) * facts.head_dim
+    widths = {"norm": facts.hidden_size, "attention": qkv_width, "activation": 2 * facts.intermediate_size}
+    inputs = {name: torch.randn(tokens, width, generator=generator).to(dtype) for name, width in widths.items()}
+
+    def computed(some: Sequence[Chunk], rows: slice) -> dict[str, Tensor]:
+        step = begin_step(ForwardBatch.build(some, block_size), pool, frequencies)
+        own = {name: rows_TA[rows].clone() for name, rows_TA in inputs.items()}
+        step.store(0, own["attention"])
+        x_TD = own["norm"].float()
+        return {
+            "norm": step.add_norm(x_TD, own["norm"], torch.ones(facts.hidden_size, dtype=dtype), facts.rms_norm_eps),
+            "attention": step.attend(0, own["attention"]),
+            "activation": step.swiglu(own["activation"]),
+        }
+
+    together: Mapping[str, Tensor] = computed(chunks, slice(0, tokens))
+    begin = 0
+    for chunk in chunks:
+        rows = slice(begin, begin + len(chunk.token_ids))
+        for name, alone in computed([chunk], rows).items():
+            if not _same_bits(alone, together[name][rows]):
+                return name
+        begin = rows.stop
+    return None
+
+
+def _mixed_chunks(block_size: int) -> list[Chunk]:
+    """Prompts and single tokens, each with blocks of its own, in the order of a batch's rows."""
+    chunks: list[Chunk] = []
+    first_block = 0
+    for start, length in (*_PROMPTS, *((context - 1, 1) for context in _CONTEXTS)):
+        last_block = first_block + (start + length - 1) // block_size
+        table = range(first_block, last_block + 1)
+        chunks.append(Chunk([0] * length, start, table, sampling=None, num_generated=0))
+        first_block = last_block + 1
+    return chunks
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Unlike `torch.equal`, two equal NaNs are the same, and zeros of two signs are not."""
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def _refusal(what: str) -> ConfigError:
+    return ConfigError(
+        f"{what} on this processor, so answers would depend on what runs beside them; leave out --deterministic",
+        param="deterministic",
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

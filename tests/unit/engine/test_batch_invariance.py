@@ -1,0 +1,141 @@
+"""`--deterministic` is refused where a row's bits depend on its company: proven with operators that are made to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from configs.facts import ModelFacts
+from configs.schema import ClusterConfig
+from decode_workers.actor import DecodeActor
+from engine import batch_invariance
+from engine.batch_invariance import HEAD_ROWS, LAYER_ROWS, Product, check_products, products_of, rows_that_vary
+from engine.kernels.linear import Linear
+from engine.model_runner import ModelRunner
+from engine.models.weights import WeightFormat, load_weights
+from engine.operators.torch_step import TorchStep
+from prefill_workers.actor import PrefillActor
+from protocol.errors import ConfigError
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """torch's attention keeps a row's bits with one thread only."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def exact(x_TI: Tensor) -> Tensor:
+    """A product of small whole numbers: no order of sums rounds it."""
+    return (x_TI.round() @ torch.ones(x_TI.shape[1], 16, dtype=x_TI.dtype)).clone()
+
+
+def broken_at(broken_rows: int, broken_row: int = 0) -> Callable[[Tensor], Tensor]:
+    """That product, but for the least bit of one value of one row when there are so many rows."""
+
+    def multiply(x_TI: Tensor) -> Tensor:
+        y_TO = exact(x_TI)
+        if len(x_TI) == broken_rows:
+            y_TO[broken_row, 3] = torch.nextafter(y_TO[broken_row, 3], torch.tensor(torch.inf, dtype=y_TO.dtype))
+        return y_TO
+
+    return multiply
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_bit_of_one_row_is_seen_at_any_number_of_rows(dtype: torch.dtype) -> None:
+    assert rows_that_vary(Product("down", exact, 32), dtype) is None
+    for rows in LAYER_ROWS[1:]:
+        for row in {0, rows // 2, rows - 1}:
+            assert rows_that_vary(Product("down", broken_at(rows, row), 32), dtype) == rows
+
+
+def test_a_product_that_looks_at_its_neighbours_is_seen() -> None:
+    product = Product("head", lambda x_TI: exact(x_TI) + x_TI.sum(), 32, HEAD_ROWS)
+    assert rows_that_vary(product, torch.float32) == 2
+
+
+def test_the_refusal_says_what_and_where() -> None:
+    products = [Product("qkv", exact, 32), Product("down", broken_at(17), 32)]
+    with pytest.raises(ConfigError) as refused:
+        check_products(products, torch.bfloat16)
+    assert refused.value.param == "deterministic"
+    assert refused.value.message == (
+        "the product 'down' in bfloat16 gives a row other bits among 17 rows than alone on this processor, "
+        "so answers would depend on what runs beside them; leave out --deterministic"
+    )
+
+
+@pytest.fixture
+def facts(small_model: Callable[[str], Any]) -> ModelFacts:
+    found: ModelFacts = small_model("llama").facts
+    return found
+
+
+def load(facts: ModelFacts, **options: Any) -> ModelRunner:
+    return ModelRunner.load(facts, dtype="float32", block_size=8, num_kv_tokens=64, **options)
+
+
+def test_every_product_of_the_model_is_tried(facts: ModelFacts) -> None:
+    weights = load_weights(facts, WeightFormat(torch.float32, "none", deterministic=True, library=None))
+    products = products_of(facts, weights)
+    assert [product.name for product in products] == ["qkv", "output", "gate_up", "down", "head"]
+    for product in products:
+        assert product.multiply(torch.zeros(3, product.num_inputs)).shape[0] == 3
+
+
+def test_a_worker_with_a_broken_product_refuses_to_load(facts: ModelFacts, monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply = Linear.__call__
+    monkeypatch.setattr(Linear, "__call__", lambda linear, x_TI: multiply(linear, x_TI) + 1e-3 * (len(x_TI) == 8))
+    with pytest.raises(ConfigError, match="the product 'qkv' in float32 gives a row other bits among"):
+        load(facts, deterministic=True)
+    load(facts)  # without the promise there is nothing to refuse
+
+
+@pytest.mark.parametrize(("operator", "method"), [("norm", "add_norm"), ("attention", "attend"), ("activation", "swiglu")])
+def test_a_worker_with_a_broken_operator_refuses_to_load(
+    operator: str, method: str, facts: ModelFacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = getattr(TorchStep, method)
+
+    def broken(step: TorchStep, *arguments: Any) -> Tensor:
+        rows_TX: Tensor = right(step, *arguments)
+        return rows_TX * (1 + 1e-3 * (len(rows_TX) > 100))
+
+    monkeypatch.setattr(batch_invariance, "check_products", lambda products, dtype: None)
+    monkeypatch.setattr(TorchStep, method, broken)
+    with pytest.raises(ConfigError, match=f"the {operator} in float32 gives a token other bits beside other sequences"):
+        load(facts, deterministic=True)
+    load(facts)
+
+
+@pytest.mark.parametrize("actor_class", [PrefillActor, DecodeActor])
+def test_such_a_worker_never_becomes_ready(
+    actor_class: type[PrefillActor | DecodeActor], facts: ModelFacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its start raises reaches the supervisor, which ends the launch with a ConfigError's message."""
+    multiply = Linear.__call__
+    monkeypatch.setattr(Linear, "__call__", lambda linear, x_TI: multiply(linear, x_TI) + 1e-3 * (len(x_TI) == 8))
+    rank = f"{actor_class.role.value}_workers.rank"
+    monkeypatch.setattr(f"{rank}.resolve_for", lambda config: SimpleNamespace(facts=facts))
+    actor = actor_class(
+        worker_id="worker-0",
+        epoch=1,
+        config=ClusterConfig(dtype="float32", block_size=8, deterministic=True),
+        secret=b"secret" * 8,
+        host="127.0.0.1",
+        threads=1,
+        others=(),
+    )
+    with pytest.raises(ConfigError, match="leave out --deterministic"):
+        asyncio.run(actor.start())
