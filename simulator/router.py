@@ -16,11 +16,10 @@ from configs.schema import ClusterConfig
 from protocol.errors import OverloadedError
 from protocol.messages import LoadReport
 from protocol.ticket import reserved_tokens
-from router.dispatch.admission import LEVELS_PER_QUEUE_TIME
-from router.dispatch.line import LineRules
 from router.rules.fair_queue import ANYBODY, Entry
-from router.rules.policy import Book, WorkerLoad, blocks_for, prefill_window
+from router.rules.line_rules import LEVELS_PER_QUEUE_TIME, LineRules
 from router.rules.ranking import DecodeRanking, PrefillRanking
+from router.rules.worker_load import Outstanding, WorkerLoad, blocks_for, prefill_window
 from simulator.clock import Clock
 from simulator.decode import DecodeWorker
 from simulator.prefill import Job, PrefillWorker
@@ -35,11 +34,11 @@ class _Known:
     """A worker as this router knows it."""
 
     worker_id: str
-    book: Book
+    outstanding: Outstanding
     report: LoadReport | None = None
 
     def load(self) -> WorkerLoad:
-        return WorkerLoad(self.worker_id, self.report, self.book)
+        return WorkerLoad(self.worker_id, self.report, self.outstanding)
 
 
 @dataclass(eq=False)
@@ -96,11 +95,11 @@ class Router:
         """A worker tells its load."""
         known = self._known[report.worker_id]
         known.report = report
-        known.book.reported()
+        known.outstanding.reported()
         self._note_change()
 
     def _know(self, worker_id: str, ranking: PrefillRanking | DecodeRanking) -> _Known:
-        known = _Known(worker_id, Book(on_change=lambda: ranking.put(known.load())))
+        known = _Known(worker_id, Outstanding(on_change=lambda: ranking.put(known.load())))
         ranking.put(known.load())
         return known
 
@@ -136,7 +135,7 @@ class Router:
             self._found_none(waiting, seen)
             return
         waiting.looking = True
-        self._known[order[number]].book.give(waiting.need_blocks)
+        self._known[order[number]].outstanding.give(waiting.need_blocks)
         self._clock.after(self._overheads.message_s, self._reserve, waiting, order, number, seen)
 
     def _reserve(self, waiting: _Waiting, order: Sequence[str], number: int, seen: int) -> None:
@@ -149,19 +148,19 @@ class Router:
     def _answered(self, waiting: _Waiting, order: Sequence[str], number: int, seen: int, ticket_id: int | None) -> None:
         decode_id, request = order[number], waiting.request
         waiting.looking = False
-        book = self._known[decode_id].book
+        outstanding = self._known[decode_id].outstanding
         if ticket_id is None:
-            book.refuse(waiting.need_blocks)
-            book.done(waiting.need_blocks)
+            outstanding.refuse(waiting.need_blocks)
+            outstanding.done(waiting.need_blocks)
             self._ask(waiting, order, number + 1, seen)
             return
         prefill_id = self._best_prefill(request)
         if prefill_id is None:
             self._clock.after(self._overheads.message_s, self._decodes[decode_id].release, ticket_id)
-            book.done(waiting.need_blocks)
+            outstanding.done(waiting.need_blocks)
             self._found_none(waiting, seen)
             return
-        self._known[prefill_id].book.give_prompt(len(request.token_ids), ANYBODY.tenant, ahead=False)
+        self._known[prefill_id].outstanding.give_prompt(len(request.token_ids), ANYBODY.tenant, ahead=False)
         del self._waiting[waiting.entry]
         self._line.leave(waiting.entry, self._clock.now, served=True)
         self._clock.after(self._overheads.message_s, self._prefill, waiting, prefill_id, decode_id, ticket_id)
@@ -221,13 +220,13 @@ class Router:
         else:
             self._clock.after(self._overheads.message_s, decode.release, ticket_id)
             self._finished(request, decode_id, waiting.need_blocks)
-        self._known[prefill_id].book.prompt_done(len(request.token_ids), ANYBODY.tenant)
+        self._known[prefill_id].outstanding.prompt_done(len(request.token_ids), ANYBODY.tenant)
         self._note_change()
 
     def _finished(self, request: Request, decode_id: str, need_blocks: int) -> None:
         """The last token is here."""
         request.last_at = self._clock.now
-        self._known[decode_id].book.done(need_blocks)
+        self._known[decode_id].outstanding.done(need_blocks)
         self._on_end(request)
 
     def _refuse(self, request: Request, error: str) -> None:

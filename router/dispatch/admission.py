@@ -30,15 +30,13 @@ from router.dispatch.links import WorkerLink
 from router.dispatch.roster import Roster
 from router.dispatch.status import needed_roles
 from router.rules.disaggregation import Case, PrefillCosts, prefill_here
-from router.rules.policy import Book, blocks_for, prefill_window
+from router.rules.line_rules import LEVELS_PER_QUEUE_TIME
+from router.rules.worker_load import Outstanding, blocks_for, prefill_window
 from telemetry.metrics import Metrics
 
 _RETRY_WHEN_DOWN_S = 5.0
 _IMPATIENCE = 0.25
 """Share of a lease that a decode worker gets to answer while there are others to ask."""
-
-LEVELS_PER_QUEUE_TIME = 40
-"""So many levels of priority what waits may gain: one every 1.5 s by default (`limits.queue_s` / 40)."""
 
 
 class Admission:
@@ -137,7 +135,7 @@ class Admission:
                 ahead = not computes.prompts.takes_prompt(size, window_tokens)
                 return Claim(attempt_id, computes, decode, ticket, journal, need_blocks, self._costs, note_change, ahead=ahead)
             decode.release(ticket.ticket_id)
-            decode.book.done(need_blocks)
+            decode.outstanding.done(need_blocks)
         return None
 
     def _by_prompts(self, order: Sequence[str], avoid: Container[str]) -> list[str]:
@@ -176,11 +174,11 @@ class Admission:
         # Waiting for the better place holds up whoever comes next.
         return here if there is None and len(self._line) > 1 else there
 
-    def _overtaking(self, tenant: str) -> Callable[[Book], bool] | None:
+    def _overtaking(self, tenant: str) -> Callable[[Outstanding], bool] | None:
         """Which prompts one of this tenant's may go before; None if it has more requests in line."""
         if self._line.num_of(tenant) > 1:
             return None
-        return lambda book: book.may_be_overtaken(tenant, self._line.num_of)
+        return lambda outstanding: outstanding.may_be_overtaken(tenant, self._line.num_of)
 
     def _prefer_here(self, num_tokens: int, held_tokens: int, decode: WorkerLink, avoid: Container[str]) -> bool:
         prefills = self._roster.ready(Role.PREFILL)

@@ -39,9 +39,9 @@ class Room:
 
 
 async def reserve(decode: WorkerLink, attempt_id: str, journal: Journal, room: Room, patience_s: float) -> Ticket | None:
-    """Blocks at this worker, entered in its book; None if it is full, slow to answer, leaving or lost."""
+    """Blocks at this worker, counted as outstanding there; None if it is full, slow to answer, leaving or lost."""
     ticket = None
-    decode.book.give(room.num_blocks)
+    decode.outstanding.give(room.num_blocks)
     try:
         ticket = await decode.reserve(
             lambda call_id: Reserve(
@@ -50,13 +50,13 @@ async def reserve(decode: WorkerLink, attempt_id: str, journal: Journal, room: R
             patience_s,
         )
     except OverloadedError:
-        decode.book.refuse(room.num_blocks)
+        decode.outstanding.refuse(room.num_blocks)
     except UnavailableError as error:
-        decode.book.refuse(0)
+        decode.outstanding.refuse(0)
         log.info("no reservation: %s", error.message, extra=fields(trace=journal.trace.trace_id))
     finally:
         if ticket is None:
-            decode.book.done(room.num_blocks)
+            decode.outstanding.done(room.num_blocks)
     return ticket
 
 
@@ -238,7 +238,7 @@ class Claim:
             moved = await self.decode.migrate(self._ticket.ticket_id, ticket)
         except BaseException:
             target.release(ticket.ticket_id)
-            target.book.done(num_blocks)
+            target.outstanding.done(num_blocks)
             raise
         journal.copy = KvCopy(self.decode.life, len(room.token_ids))  # what has left there stays in its cache
         self._leave_decode()
@@ -265,11 +265,11 @@ class Claim:
                 await self.decode.copy(self._ticket.ticket_id, ticket)
         finally:
             target.release(ticket.ticket_id)
-            target.book.done(room.num_blocks)
+            target.outstanding.done(room.num_blocks)
 
     def _leave_decode(self) -> None:
         self.decode.release(self._ticket.ticket_id)
-        self.decode.book.done(self._num_blocks)
+        self.decode.outstanding.done(self._num_blocks)
 
     def _prefill_done(self) -> None:
         if self._prefilling:

@@ -25,7 +25,7 @@ from router.dispatch.journal import KvCopy
 from router.dispatch.links import WorkerLink
 from router.dispatch.roster import Roster
 from router.dispatch.running import Running
-from router.rules.policy import blocks_for
+from router.rules.worker_load import blocks_for
 from telemetry.logging import fields
 from telemetry.metrics import Metrics
 

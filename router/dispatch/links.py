@@ -46,7 +46,7 @@ from protocol.trace import TraceContext
 from protocol.wire import WireClient
 from router.dispatch.journal import Arrival
 from router.dispatch.streams import TokenStream
-from router.rules.policy import Book, WorkerLoad
+from router.rules.worker_load import Outstanding, WorkerLoad
 
 log = logging.getLogger(__name__)
 
@@ -76,9 +76,9 @@ class WorkerLink:
         """`on_load` is called when anything that is known of the worker's load changes, and when the link is lost;
         `on_report` when a report has arrived."""
         self.ref = ref
-        self.book = Book(on_change=on_load)
+        self.outstanding = Outstanding(on_change=on_load)
         """Of claims: in prompt tokens at a prefill worker, in KV blocks at a decode worker."""
-        self.prompts = self.book if ref.role is Role.PREFILL else Book(on_change=on_load)
+        self.prompts = self.outstanding if ref.role is Role.PREFILL else Outstanding(on_change=on_load)
         """Of prompts that are computed there, in tokens."""
         self.report: LoadReport | None = None
         self.retired = False
@@ -121,7 +121,7 @@ class WorkerLink:
         return self.gone.result()
 
     def load(self) -> WorkerLoad:
-        return WorkerLoad(self.ref.worker_id, self.report, self.book)
+        return WorkerLoad(self.ref.worker_id, self.report, self.outstanding)
 
     def prompt_load(self) -> WorkerLoad:
         """As one that computes prompts."""
@@ -273,7 +273,7 @@ class WorkerLink:
                 self._lose(f"it was silent for {limits.lease_s:g} s")
             elif self._owes_progress() and now - self._progress_at > _STALL_LEASES * limits.lease_s:
                 self._lose(f"it made no step for {_STALL_LEASES * limits.lease_s:g} s")
-            elif self.retired and not self.book.in_flight:
+            elif self.retired and not self.outstanding.in_flight:
                 self._lose("the worker left the cluster")
 
     def _owes_progress(self) -> bool:
@@ -301,7 +301,7 @@ class WorkerLink:
             self._progress_at = now
         self.report = report
         self._reported_at = now
-        self.book.reported()
+        self.outstanding.reported()
         self.prompts.reported()
         self._on_report()
 

@@ -1,5 +1,5 @@
 """Running streams change their decode worker: off one that drains, from a full one to an idle one, or from one that has
-many to one that has few (`router.rules.policy`).
+many to one that has few (`router.rules.balance`).
 
     view or load changes ──► which stream, where to ──► Reserve there ──► Migrate ──► Migrated ──► Attach there
                                                             └── no room, failed ──► stays where it is; tried again later
@@ -26,7 +26,8 @@ from router.dispatch.journal import Journal
 from router.dispatch.links import WorkerLink
 from router.dispatch.roster import Roster
 from router.dispatch.running import Running
-from router.rules.policy import blocks_for, evening, rebalancing
+from router.rules.balance import evening, rebalancing
+from router.rules.worker_load import blocks_for
 from telemetry.logging import fields
 from telemetry.metrics import Metrics
 

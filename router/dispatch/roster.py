@@ -24,8 +24,8 @@ from protocol.messages import Role, WorkerLife, WorkerRef
 from protocol.wire import WireClient
 from router.dispatch.controller_client import ControllerClient
 from router.dispatch.links import WorkerLink
-from router.rules.policy import Book
 from router.rules.ranking import DecodeRanking, PrefillRanking
+from router.rules.worker_load import Outstanding
 from telemetry.logging import fields
 
 log = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class Roster:
         return list(self._ready[role].links.values())
 
     def best_prefill(
-        self, num_tokens: int, window_tokens: int, may_overtake: Callable[[Book], bool] | None, avoid: Container[str]
+        self, num_tokens: int, window_tokens: int, may_overtake: Callable[[Outstanding], bool] | None, avoid: Container[str]
     ) -> WorkerLink | None:
         """`PrefillRanking.best` of those that are ready."""
         worker_id = self._prefills.best(num_tokens, window_tokens, may_overtake, avoid)

@@ -1,12 +1,13 @@
 """Who goes next: priority with ageing between levels, weighted fairness between the tenants of a level, order within a tenant.
 
-Resumed streams go before everybody. Then the level with the lowest number, minus one for every `ageing_s` that it has waited
-since it was last served: a level that waits overtakes any other in the end, and is then served once before it ages anew. In a
-level the tenant with the lowest start tag: start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996), where a tenant's tag
-grows by cost / weight with each request served, and one that comes back starts where the level is by now. So while two
-tenants wait, what they got, each divided by its weight, never differs by more than one request of each.
+Resumed streams go before all other requests. Then goes the level with the lowest number, minus one for every `ageing_s` that it
+has waited since it was last served. So a level that waits overtakes any other in the end, and is then served once before it
+ages anew. Within a level goes the tenant with the lowest start tag. This is start-time fair queueing (Goyal, Vin, Cheng,
+SIGCOMM 1996): a tenant's tag grows by cost / weight with each request served, and a tenant that comes back starts where the
+level is by now. So while two tenants wait, their service, each divided by its weight, never differs by more than one request
+of each.
 
-Pure: no clock, no event loop. What is not said here by an argument is decided by the order of arrival.
+Pure: no clock, no event loop. The order of arrival decides what no argument does.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class SchedulingClass:
-    """What decides a request's place in the queue: its tenant, the tenant's weight, and its level."""
+    """What decides about a request's place: its tenant, the tenant's weight, and the level of priority."""
 
     tenant: str
     weight: float = 1.0
     level: int = 0
-    """Lower goes first."""
+    """A lower level goes first."""
 
 
 ANYBODY = SchedulingClass("")
@@ -31,7 +32,7 @@ ANYBODY = SchedulingClass("")
 
 @dataclass(eq=False)
 class Entry:
-    """One request in the queue; `scheduling_class` None for a resumed stream. `cost` is in any unit, the same for all."""
+    """One request in the queue; without a `scheduling_class` it is a resumed stream. `cost` has one unit for all requests."""
 
     scheduling_class: SchedulingClass | None
     cost: float
@@ -41,18 +42,18 @@ class Entry:
 @dataclass
 class _Tenant:
     start: float
-    """Start tag of its first request."""
+    """Start tag of the tenant's first waiting request."""
     waiting: deque[Entry] = field(default_factory=deque)
 
 
 @dataclass
 class _Level:
     since: float
-    """When it was served last, or began to wait."""
+    """When the level was served last, or began to wait."""
     virtual: float = 0.0
-    """Start tag of the request served last."""
+    """Start tag of the request that was served last."""
     tenants: dict[str, _Tenant] = field(default_factory=dict)
-    """Also those that wait for nothing but are ahead of their share."""
+    """Tenants that wait, and tenants that have no request here but are ahead of their share."""
 
     @property
     def num_waiting(self) -> int:
@@ -60,20 +61,20 @@ class _Level:
 
 
 class FairQueue:
-    """All times in seconds on any clock that never goes back."""
+    """Requests in order of service. Times are in seconds, on any clock that never goes back."""
 
     def __init__(self, ageing_s: float) -> None:
         self._ageing_s = ageing_s
         self._resumed: deque[Entry] = deque()
         self._levels: dict[int, _Level] = {}
-        """Those in which somebody waits."""
+        """Levels in which some request waits, by number."""
         self._num_added = 0
 
     def __len__(self) -> int:
         return len(self._resumed) + sum(level.num_waiting for level in self._levels.values())
 
     def add(self, scheduling_class: SchedulingClass | None, cost: float, now: float) -> Entry:
-        """Put a request behind those of the same tenant and level; None: a resumed stream, behind the others of these."""
+        """Put a request behind those of its tenant and level, or behind the resumed streams if it has no class."""
         self._num_added += 1
         entry = Entry(scheduling_class, cost, self._num_added)
         if scheduling_class is None:
@@ -87,12 +88,12 @@ class FairQueue:
         return entry
 
     def num_of(self, tenant: str) -> int:
-        """Its requests, resumed streams apart."""
+        """Number of a tenant's requests that wait, resumed streams apart."""
         levels = self._levels.values()
         return sum(len(level.tenants[tenant].waiting) for level in levels if tenant in level.tenants)
 
     def first(self, now: float) -> Entry | None:
-        """Who goes next; stays in the queue."""
+        """The request that goes next, or None. It stays in the queue."""
         if self._resumed:
             return self._resumed[0]
         if not self._levels:
@@ -102,7 +103,7 @@ class FairQueue:
         return min(waiting, key=lambda tenant: (tenant.start, tenant.waiting[0].number)).waiting[0]
 
     def serve(self, entry: Entry, now: float) -> None:
-        """It got what it waited for: it leaves, and its tenant pays."""
+        """Take out a request that was served: its tenant pays the cost."""
         if entry.scheduling_class is not None:
             level = self._levels[entry.scheduling_class.level]
             tenant = level.tenants[entry.scheduling_class.tenant]
@@ -112,7 +113,7 @@ class FairQueue:
         self.leave(entry)
 
     def leave(self, entry: Entry) -> None:
-        """It goes without having been served."""
+        """Take out a request that was not served: its tenant pays nothing."""
         if entry.scheduling_class is None:
             self._resumed.remove(entry)
             return
@@ -126,8 +127,10 @@ class FairQueue:
             del self._levels[number]
 
     def who_leaves_for(self, scheduling_class: SchedulingClass) -> Entry | None:
-        """Of a full queue: the newest request of the tenant that waits for most by its weight, at its last level. None if
-        that is the newcomer of this class itself."""
+        """The request that should leave a full queue for a newcomer, or None if the newcomer should.
+
+        It is the newest request, at its last level, of the tenant that has the most requests in the queue by its weight.
+        """
         crowd: dict[str, float] = {}
         newest: dict[str, Entry] = {}
         for entry in self._by_level():
@@ -140,13 +143,15 @@ class FairQueue:
         return newest[most] if most is not None and crowd[most] > own else None
 
     def num_before(self, scheduling_class: SchedulingClass) -> float:
-        """About how many go before a newcomer of this class: all of better levels, and in its own level as many of each
-        tenant as are due, by the weights, until it is its turn. Ageing and costs are left out."""
+        """Estimate how many requests go before a newcomer.
+
+        These are all requests of better levels and, in its own level, as many of each tenant as are due by the weights before
+        its turn comes. Ageing and costs are left out.
+        """
         found = float(len(self._resumed))
         own = self._levels.get(scheduling_class.level)
-        behind = (
-            own.tenants[scheduling_class.tenant].waiting if own is not None and scheduling_class.tenant in own.tenants else ()
-        )
+        mine = None if own is None else own.tenants.get(scheduling_class.tenant)
+        behind = () if mine is None else mine.waiting
         for number, level in self._levels.items():
             if number < scheduling_class.level:
                 found += level.num_waiting
@@ -161,7 +166,7 @@ class FairQueue:
         return found
 
     def _by_level(self) -> Iterator[Entry]:
-        """Everyone but resumed streams; the last levels last, within a tenant in order."""
+        """All requests but resumed streams: the best level first, and each tenant's in order of arrival."""
         for _, level in sorted(self._levels.items()):
             for tenant in level.tenants.values():
                 yield from tenant.waiting

@@ -21,11 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "telemetry": {"protocol"},
     "loadtest": {"protocol.errors"},
     "simulator": {
-        "router.dispatch.admission",
-        "router.rules.fair_queue",
-        "router.dispatch.line",
-        "router.rules.policy",
-        "router.rules.ranking",
+        "router.rules",
         "prefill_workers.scheduler",
         "decode_workers.ledger",
         "decode_workers.scheduler",

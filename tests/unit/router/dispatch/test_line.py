@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.errors import OverloadedError
-from router.dispatch.line import Pace, WaitingLine
+from router.dispatch.line import WaitingLine
 from router.rules.fair_queue import ANYBODY, SchedulingClass
+from router.rules.line_rules import Pace
 
 A, B = SchedulingClass("a"), SchedulingClass("b")
 

@@ -9,7 +9,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from protocol.messages import LoadReport
-from router.rules.policy import Book, Shift, WorkerLoad, evening, rebalancing
+from router.rules.balance import Shift, evening, rebalancing
+from router.rules.worker_load import Outstanding, WorkerLoad
 
 BATCH = 16
 
@@ -31,7 +32,7 @@ class Worker:
         report = LoadReport(
             self.worker_id, 1, running, 0, 0, free, self.total_blocks, 0, 0, 0, 0.0, 0.0, 0, 0, 0, free, 0, 0, 0
         )
-        return WorkerLoad(self.worker_id, report, Book())
+        return WorkerLoad(self.worker_id, report, Outstanding())
 
 
 @st.composite
@@ -90,14 +91,14 @@ def test_a_full_worker_gives_to_an_idle_one() -> None:
 
 def test_what_was_given_since_the_report_counts() -> None:
     full, idle = Worker("decode-0", 100, [30, 30, 35]).load(), Worker("decode-1", 100, []).load()
-    idle.book.give(55)
+    idle.outstanding.give(55)
     assert rebalancing([full, idle], BATCH) is None
 
 
 def test_one_worker_or_unknown_ones_give_nothing() -> None:
     full = Worker("decode-0", 100, [95]).load()
     assert rebalancing([full], BATCH) is None
-    assert rebalancing([full, WorkerLoad("decode-1", None, Book())], BATCH) is None
+    assert rebalancing([full, WorkerLoad("decode-1", None, Outstanding())], BATCH) is None
 
 
 @given(clusters(), st.integers(1, 3), st.data())

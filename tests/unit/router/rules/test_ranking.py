@@ -10,17 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.messages import LoadReport
-from router.rules.policy import Book, WorkerLoad, blocks_for
 from router.rules.ranking import DecodeRanking, PrefillRanking
+from router.rules.worker_load import Outstanding, WorkerLoad, blocks_for
 
 WINDOW = 300
 TENANT, OTHER = "a tenant", "another"
-Overtaking = Callable[[Book], bool]
+Overtaking = Callable[[Outstanding], bool]
 
 
-def alone(book: Book) -> bool:
+def alone(outstanding: Outstanding) -> bool:
     """May overtake those of whom there is nobody else."""
-    return TENANT not in book.tenants
+    return TENANT not in outstanding.tenants
 
 
 def report(worker_id: str, queued_tokens: int = 0, reservable_blocks: int = 0) -> LoadReport:
@@ -33,10 +33,10 @@ def sorted_prefills(
     """The rule in the plainest words: look at all workers."""
     found = []
     for load in loads:
-        book = load.book
-        behind = not book.in_flight_size or book.in_flight_size + num_tokens <= window_tokens
-        if book.refused_size is None and (behind or may_overtake(book)):
-            turn = (book.in_flight, book.given, load.worker_id)
+        outstanding = load.outstanding
+        behind = not outstanding.in_flight_size or outstanding.in_flight_size + num_tokens <= window_tokens
+        if outstanding.refused_size is None and (behind or may_overtake(outstanding)):
+            turn = (outstanding.in_flight, outstanding.given, load.worker_id)
             found.append((load.worker_id in avoid, load.queued_tokens, turn))
     return [turn[-1] for _, _, turn in sorted(found)]
 
@@ -45,7 +45,7 @@ def sorted_decodes(loads: Iterable[WorkerLoad], need_blocks: int, avoid: Contain
     """Likewise."""
     found = []
     for load in loads:
-        free, turn = load.reservable_blocks, (load.book.in_flight, load.book.given, load.worker_id)
+        free, turn = load.reservable_blocks, (load.outstanding.in_flight, load.outstanding.given, load.worker_id)
         if free is None or free >= need_blocks:
             found.append((load.worker_id in avoid, free is None, -(free or 0), turn))
     return [turn[-1] for _, _, _, turn in sorted(found)]
@@ -71,8 +71,8 @@ def decode_order(loads: Iterable[WorkerLoad], need_blocks: int, avoid: Container
     return list(ranking.order(need_blocks, avoid))
 
 
-books = st.builds(
-    Book,
+outstandings = st.builds(
+    Outstanding,
     in_flight=st.integers(0, 5),
     in_flight_size=st.integers(0, 500),
     unreported_size=st.integers(0, 500),
@@ -90,7 +90,7 @@ def loads(draw: st.DrawFn) -> list[WorkerLoad]:
         WorkerLoad(
             name,
             draw(st.none() | st.builds(report, st.just(name), st.integers(0, 300), st.integers(0, 300))),
-            draw(books),
+            draw(outstandings),
         )
         for name in names
     ]
@@ -124,21 +124,21 @@ def test_choice_stays_that_while_loads_change(moves: list[tuple[str, str, int]],
 
     for name, move, amount in moves:
         if name not in loads:
-            loads[name] = WorkerLoad(name, None, Book(on_change=lambda name=name: put(name)))  # type: ignore[misc]
+            loads[name] = WorkerLoad(name, None, Outstanding(on_change=lambda name=name: put(name)))  # type: ignore[misc]
             given_prompts[name] = []
             put(name)
-        book = loads[name].book
+        outstanding = loads[name].outstanding
         if move == "give":
             tenant = TENANT if amount % 2 else OTHER
-            book.give_prompt(amount, tenant, ahead=not book.takes_prompt(amount, WINDOW) and tenant == OTHER)
+            outstanding.give_prompt(amount, tenant, ahead=not outstanding.takes_prompt(amount, WINDOW) and tenant == OTHER)
             given_prompts[name].append((amount, tenant))
         elif move == "done" and given_prompts[name]:
-            book.prompt_done(*given_prompts[name].pop())
+            outstanding.prompt_done(*given_prompts[name].pop())
         elif move == "refuse":
-            book.refuse(amount)
+            outstanding.refuse(amount)
         elif move == "report":
-            loads[name] = WorkerLoad(name, report(name, amount, amount), book)
-            book.reported()
+            loads[name] = WorkerLoad(name, report(name, amount, amount), outstanding)
+            outstanding.reported()
         elif move == "leave":
             del loads[name]
             prefills.discard(name)
@@ -152,8 +152,8 @@ def test_choice_stays_that_while_loads_change(moves: list[tuple[str, str, int]],
 def test_prefill_goes_to_the_shortest_queue(workers: list[WorkerLoad], avoid: set[str]) -> None:
     best = best_prefill(workers, 10, WINDOW, avoid)
     by_id = {load.worker_id: load for load in workers}
-    within = {load.worker_id for load in workers if load.book.takes_prompt(10, WINDOW)}
-    open_ids = {load.worker_id for load in workers if load.book.refused_size is None} & within
+    within = {load.worker_id for load in workers if load.outstanding.takes_prompt(10, WINDOW)}
+    open_ids = {load.worker_id for load in workers if load.outstanding.refused_size is None} & within
     ranks = {name: (name in avoid, by_id[name].queued_tokens) for name in open_ids}
     assert best in open_ids if open_ids else best is None
     if best is not None:
@@ -177,23 +177,23 @@ def test_decode_never_gets_what_is_known_not_to_fit(workers: list[WorkerLoad], n
 
 @given(st.integers(1, 6), st.lists(st.integers(1, 200), min_size=1, max_size=40))
 def test_burst_between_two_reports_spreads_by_tokens(num_workers: int, prompts: list[int]) -> None:
-    workers = [WorkerLoad(f"p{index}", report(f"p{index}"), Book()) for index in range(num_workers)]
+    workers = [WorkerLoad(f"p{index}", report(f"p{index}"), Outstanding()) for index in range(num_workers)]
     for prompt in prompts:
         chosen = best_prefill(workers, prompt, sum(prompts))
-        next(load for load in workers if load.worker_id == chosen).book.give(prompt)
+        next(load for load in workers if load.worker_id == chosen).outstanding.give(prompt)
     queues = [load.queued_tokens for load in workers]
     assert max(queues) - min(queues) <= max(prompts), "greedy balancing is off by one prompt at most"
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=20), st.integers(1, 600))
 def test_what_is_out_of_hand_is_a_window_or_one_prompt(prompts: list[int], window: int) -> None:
-    worker = WorkerLoad("p", report("p"), Book())
+    worker = WorkerLoad("p", report("p"), Outstanding())
     for prompt in prompts:
         if best_prefill([worker], prompt, window):
-            worker.book.give_prompt(prompt, TENANT, ahead=False)
-        elif worker.book.in_flight == 1:
-            assert worker.book.in_flight_size + prompt > window
-        assert worker.book.in_flight == 1 or worker.book.in_flight_size <= window
+            worker.outstanding.give_prompt(prompt, TENANT, ahead=False)
+        elif worker.outstanding.in_flight == 1:
+            assert worker.outstanding.in_flight_size + prompt > window
+        assert worker.outstanding.in_flight == 1 or worker.outstanding.in_flight_size <= window
 
 
 @given(
@@ -203,61 +203,61 @@ def test_what_is_out_of_hand_is_a_window_or_one_prompt(prompts: list[int], windo
 def test_beyond_the_window_goes_the_only_prompt_of_a_tenant_before_those_of_crowds(
     moves: list[tuple[str, int, bool]], in_line: Counter[str]
 ) -> None:
-    worker = WorkerLoad("p", report("p"), Book())
+    worker = WorkerLoad("p", report("p"), Outstanding())
     in_flight: list[tuple[int, str]] = []
     for tenant, size, ends in moves:
         if ends and in_flight:
-            worker.book.prompt_done(*in_flight.pop(size % len(in_flight)))
+            worker.outstanding.prompt_done(*in_flight.pop(size % len(in_flight)))
             continue
         tenants = {of for _, of in in_flight}
-        ahead, former = not worker.book.takes_prompt(size, 100), worker.book.overtaker
+        ahead, former = not worker.outstanding.takes_prompt(size, 100), worker.outstanding.overtaker
         best = best_prefill(
-            [worker], size, 100, may_overtake=lambda book, t=tenant: book.may_be_overtaken(t, in_line.__getitem__)
+            [worker], size, 100, may_overtake=lambda outstanding, t=tenant: outstanding.may_be_overtaken(t, in_line.__getitem__)
         )
         wanted = former is None and tenant not in tenants and all(in_line[each] for each in tenants)
         assert (best is not None) == (not ahead or wanted)
         if best is not None:
-            worker.book.give_prompt(size, tenant, ahead=ahead)
+            worker.outstanding.give_prompt(size, tenant, ahead=ahead)
             in_flight.append((size, tenant))
-            assert worker.book.overtaker == (tenant if ahead else former)
+            assert worker.outstanding.overtaker == (tenant if ahead else former)
     for each in in_flight:
-        worker.book.prompt_done(*each)
-    assert worker.book == Book(given=worker.book.given, unreported_size=worker.book.unreported_size)
+        worker.outstanding.prompt_done(*each)
+    assert worker.outstanding == Outstanding(given=worker.outstanding.given, unreported_size=worker.outstanding.unreported_size)
 
 
 @given(st.integers(2, 5), st.integers(1, 30))
 def test_idle_workers_take_turns(num_workers: int, num_requests: int) -> None:
-    workers = [WorkerLoad(f"p{index}", report(f"p{index}"), Book()) for index in range(num_workers)]
+    workers = [WorkerLoad(f"p{index}", report(f"p{index}"), Outstanding()) for index in range(num_workers)]
     taken: Counter[str] = Counter()
     for _ in range(num_requests):
         chosen = best_prefill(workers, 10, WINDOW)
         assert chosen is not None
         taken[chosen] += 1
-        book = next(load for load in workers if load.worker_id == chosen).book
-        book.give(10)
-        book.done(10)
-        book.reported()
+        outstanding = next(load for load in workers if load.worker_id == chosen).outstanding
+        outstanding.give(10)
+        outstanding.done(10)
+        outstanding.reported()
     counts = [taken[load.worker_id] for load in workers]
     assert max(counts) - min(counts) <= 1
 
 
 @given(st.lists(st.tuples(st.sampled_from(["give", "done", "reported", "refuse"]), st.integers(1, 50)), max_size=60))
 def test_books_balance(moves: list[tuple[str, int]]) -> None:
-    book, open_sizes = Book(), []
+    outstanding, open_sizes = Outstanding(), []
     for move, size in moves:
         if move == "give":
-            book.give(size)
+            outstanding.give(size)
             open_sizes.append(size)
         elif move == "done" and open_sizes:
-            book.done(open_sizes.pop())
+            outstanding.done(open_sizes.pop())
         elif move == "refuse":
-            book.refuse(size)
+            outstanding.refuse(size)
         elif move == "reported":
-            book.reported()
-            assert book.unreported_size == 0
-            assert book.refused_size is None
-        assert book.in_flight == len(open_sizes)
-        assert book.in_flight_size == sum(open_sizes)
+            outstanding.reported()
+            assert outstanding.unreported_size == 0
+            assert outstanding.refused_size is None
+        assert outstanding.in_flight == len(open_sizes)
+        assert outstanding.in_flight_size == sum(open_sizes)
 
 
 @given(st.integers(0, 10_000), st.sampled_from([8, 16, 32, 64]))

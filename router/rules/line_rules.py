@@ -1,0 +1,138 @@
+"""Who is in line, who is at the front, and who is refused. Pure: every time is given; `router.dispatch.line` has the tasks.
+
+    enter ──► IN LINE ──call──► AT THE FRONT ──leave──► out       one request at a time is at the front
+      │          ▲                   │
+      │          └────step_back──────┘ it found no room: before it looks again, whoever goes first by then is called
+      └─► refused: the line is too long, or too slow for the newcomer
+
+Times (`now`) are in seconds, on any clock that never goes back.
+"""
+
+from __future__ import annotations
+
+import math
+
+from protocol.errors import OverloadedError
+from router.rules.fair_queue import Entry, FairQueue, SchedulingClass
+
+LEVELS_PER_QUEUE_TIME = 40
+"""Levels of priority that a request gains while it waits for `limits.queue_s`: one every 1.5 s by default."""
+_MEMORY_S = 30.0
+"""Time constant of the pace: what was measured this long ago counts for 1/e."""
+_EVIDENCE = 4.0
+"""Number of requests that must have been served lately before anybody is refused for the pace."""
+_LONGEST_RETRY_S = 60.0
+
+
+class Pace:
+    """Seconds from one served request to the next, measured only while others wait all along."""
+
+    def __init__(self) -> None:
+        self._busy_s = 0.0
+        self._num_served = 0.0
+        self._last: float | None = None
+
+    @property
+    def gap_s(self) -> float | None:
+        """Mean gap in seconds; None before enough requests were served."""
+        return self._busy_s / self._num_served if self._num_served >= _EVIDENCE else None
+
+    def served(self, now: float, others_wait: bool) -> None:
+        """Note that a request was served. The gap to the next one counts only if `others_wait`."""
+        if self._last is not None:
+            passed_s = now - self._last
+            fading = math.exp(-passed_s / _MEMORY_S)
+            self._busy_s = self._busy_s * fading + passed_s
+            self._num_served = self._num_served * fading + 1
+        self._last = now if others_wait else None
+
+
+class LineRules:
+    """The line of one router: at most `limit` requests, resumed streams apart.
+
+    A request that waits gains a level of priority every `ageing_s` seconds.
+    """
+
+    def __init__(self, limit: int, ageing_s: float) -> None:
+        self.front: Entry | None = None
+        self._limit = limit
+        self._queue = FairQueue(ageing_s)
+        self._pace = Pace()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def num_of(self, tenant: str) -> int:
+        """Number of requests that a tenant has in line, resumed streams apart."""
+        return self._queue.num_of(tenant)
+
+    def enter(
+        self, scheduling_class: SchedulingClass | None, cost: float, patience_s: float, now: float
+    ) -> tuple[Entry, Entry | None]:
+        """Put a newcomer in line. Returns its entry, and that of another request that has to leave for it, or None.
+
+        Without a `scheduling_class` it is a resumed stream, which is never refused. `cost` is in tokens. Raises OverloadedError
+        if the line is too long, or so slow that the newcomer would wait for more than `patience_s`.
+        """
+        leaving = None
+        if scheduling_class is not None:
+            self._check_pace(scheduling_class, patience_s)
+            leaving = self._make_room(scheduling_class)
+        return self._queue.add(scheduling_class, cost, now), leaving
+
+    def call(self, now: float) -> Entry | None:
+        """Bring the request that goes first to the front. None if the front is taken, or nobody waits."""
+        if self.front is not None:
+            return None
+        self.front = self._queue.first(now)
+        return self.front
+
+    def step_back(self, entry: Entry) -> bool:
+        """Free the front, for the request there found no room. False if this one was not at the front."""
+        if self.front is not entry:
+            return False
+        self.front = None
+        return True
+
+    def leave(self, entry: Entry, now: float, *, served: bool) -> None:
+        """Take a request out of the line: it found room (`served`), or gives up."""
+        if served:
+            self._queue.serve(entry, now)
+            self._pace.served(now, len(self._queue) > 0)
+        else:
+            self._queue.leave(entry)
+        self.step_back(entry)
+
+    def retry_after_s(self, scheduling_class: SchedulingClass) -> float:
+        """Seconds until a newcomer would come to the front at the recent pace, between 1 and 60."""
+        gap_s = 1.0 if self._pace.gap_s is None else self._pace.gap_s
+        return min(max(1.0, self._queue.num_before(scheduling_class) * gap_s), _LONGEST_RETRY_S)
+
+    def full_error(self, scheduling_class: SchedulingClass) -> OverloadedError:
+        """The refusal of a request for which the line is too long."""
+        return OverloadedError(
+            f"{len(self)} requests are waiting already; try again later", retry_after_s=self.retry_after_s(scheduling_class)
+        )
+
+    def _check_pace(self, scheduling_class: SchedulingClass, patience_s: float) -> None:
+        gap_s = self._pace.gap_s
+        if gap_s is not None and (wait_s := self._queue.num_before(scheduling_class) * gap_s) > patience_s:
+            raise OverloadedError(
+                f"as requests are served now this one would wait for {wait_s:.0f} s, longer than the {patience_s:.3g} s that "
+                "it may; try again later",
+                retry_after_s=self.retry_after_s(scheduling_class),
+            )
+
+    def _make_room(self, scheduling_class: SchedulingClass) -> Entry | None:
+        """In a full line, take out the request that has to leave for the newcomer: one of the tenant that waits for most.
+
+        None if the line is not full. Raises OverloadedError if no tenant waits for more than the newcomer's. The request at
+        the front stays.
+        """
+        if len(self) < self._limit:
+            return None
+        leaving = self._queue.who_leaves_for(scheduling_class)
+        if leaving is None or leaving is self.front:
+            raise self.full_error(scheduling_class)
+        self._queue.leave(leaving)
+        return leaving

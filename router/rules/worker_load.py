@@ -1,0 +1,138 @@
+"""What a router knows of a worker's load. Pure; `router.rules.ranking` sorts workers by it, `router.rules.pair` chooses.
+
+Two records say it together: the worker's latest load report, and what this router did since (`Outstanding`). A report says
+nothing of requests that are still on their way to the worker, so without the second a burst between two reports would all go
+to the same worker.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from configs.schema import ClusterConfig
+from protocol.messages import LoadReport
+
+
+def blocks_for(num_tokens: int, block_size: int) -> int:
+    """Smallest number of KV blocks that holds this many tokens."""
+    return -(-num_tokens // block_size)
+
+
+def prefill_window(config: ClusterConfig) -> int:
+    """Prompt tokens that one router keeps at a prefill worker: the step that is being computed, and the next one."""
+    return 2 * config.prefill.max_batch_tokens
+
+
+def _tell_nobody() -> None:
+    return None
+
+
+@dataclass
+class Outstanding:
+    """Requests that one router has given to one worker and that are not done.
+
+    Sizes are in prompt tokens where prompts are counted, and in KV blocks where claims at a decode worker are.
+    """
+
+    in_flight: int = 0
+    """Number of requests given and not done."""
+    in_flight_size: int = 0
+    """Size of these requests together."""
+    unreported_size: int = 0
+    """Size of all requests given since the latest load report."""
+    given: int = 0
+    """Number of requests given since the link to the worker was made."""
+    refused_size: int | None = None
+    """Smallest size that the worker has refused since its latest load report; None if it refused nothing."""
+    tenants: Counter[str] = field(default_factory=Counter)
+    """Number of prompts in flight by tenant."""
+    overtaker: str | None = None
+    """Tenant whose prompt in flight was sent to go before the others; None if no prompt was."""
+    on_change: Callable[[], None] = field(default=_tell_nobody, repr=False, compare=False)
+    """Called after every change."""
+
+    def give_prompt(self, num_tokens: int, tenant: str, *, ahead: bool) -> None:
+        """Note that a prompt was sent to the worker; with `ahead` it goes before those in flight."""
+        self.tenants[tenant] += 1
+        if ahead:
+            self.overtaker = tenant
+        self.give(num_tokens)
+
+    def prompt_done(self, num_tokens: int, tenant: str) -> None:
+        """Note that a prompt was computed, or was cancelled."""
+        self.tenants[tenant] -= 1
+        if not self.tenants[tenant]:
+            del self.tenants[tenant]
+            if self.overtaker == tenant:
+                self.overtaker = None
+        self.done(num_tokens)
+
+    def takes_prompt(self, num_tokens: int, window_tokens: int) -> bool:
+        """Tell whether a prompt of this length may go behind those in flight.
+
+        A router can't reorder what is queued at a worker, so it keeps no more than a window of tokens there. An idle worker
+        takes one prompt of any length.
+        """
+        return not self.in_flight_size or self.in_flight_size + num_tokens <= window_tokens
+
+    def may_be_overtaken(self, tenant: str, in_line: Callable[[str], int]) -> bool:
+        """Tell whether the only request that `tenant` has in line may go before the prompts in flight.
+
+        It may if none of these is its own and each of their tenants has more requests in line (`in_line` counts them). One
+        prompt overtakes at a time.
+        """
+        return self.overtaker is None and tenant not in self.tenants and all(in_line(other) for other in self.tenants)
+
+    def give(self, size: int) -> None:
+        """Note that a request of this size was sent to the worker."""
+        self.in_flight += 1
+        self.in_flight_size += size
+        self.unreported_size += size
+        self.given += 1
+        self.on_change()
+
+    def done(self, size: int) -> None:
+        """Note that a request has left the worker. The room that it frees is seen with the next load report."""
+        self.in_flight -= 1
+        self.in_flight_size -= size
+        assert self.in_flight >= 0
+        assert self.in_flight_size >= 0
+        self.on_change()
+
+    def refuse(self, size: int) -> None:
+        """Note that the worker has no room for a request of this size."""
+        self.refused_size = size if self.refused_size is None else min(self.refused_size, size)
+        self.on_change()
+
+    def reported(self) -> None:
+        """Note that a load report arrived: it counts what was given before, and earlier refusals are out of date."""
+        self.unreported_size = 0
+        self.refused_size = None
+        self.on_change()
+
+
+@dataclass(frozen=True)
+class WorkerLoad:
+    """What is known of one worker's load when a worker is chosen."""
+
+    worker_id: str
+    report: LoadReport | None
+    """The latest load report; None until the first one arrives."""
+    outstanding: Outstanding
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens that the worker computes before those of a new request, as far as is known."""
+        reported = self.report.queued_tokens if self.report else 0
+        return max(reported + self.outstanding.unreported_size, self.outstanding.in_flight_size)
+
+    @property
+    def reservable_blocks(self) -> int | None:
+        """KV blocks that a new ticket may probably take at a decode worker; None if nothing is known."""
+        free = None if self.report is None else self.report.reservable_blocks - self.outstanding.unreported_size
+        refused = self.outstanding.refused_size
+        if refused is None:
+            return free
+        return refused - 1 if free is None else min(free, refused - 1)
