@@ -24,6 +24,7 @@ import hmac
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import FastAPI
@@ -35,27 +36,29 @@ from protocol.errors import AuthenticationError, InvalidRequestError, ModelNotFo
 from protocol.messages import Role
 from router.access.gate import Authenticator, Gate, caller_of
 from router.access.meter import Meter
+from router.api.answer_sender import EventSender, WholeSender
 from router.api.body import Body, parse_body
 from router.api.chat.body import ChatBody, ChatShape
+from router.api.completion_events import CompletionEvents, whole_completion
 from router.api.completions.body import CompletionBody, CompletionShape
 from router.api.document import answer_schemas as answers
 from router.api.document import service_schemas as service
 from router.api.document.openapi import Access, DocumentedApp, Operation
 from router.api.envelope import Envelope
 from router.api.errors import install_error_handlers
-from router.api.event_ids import EventId, EventIds
 from router.api.intake import read_json_bytes
 from router.api.prepare import Generation
 from router.api.responses.body import ResponsesBody, as_chat
 from router.api.responses.events import ResponseBuilder
-from router.api.responses.sender import ResponseSender
+from router.api.responses.writers import ResponseEvents, whole_response
 from router.api.shapes import AnswerInfo, AnswerShape, Json
 from router.api.tools.bodies import DetokenizeBody, DrainBody, ScaleBody, TokenizeBody
 from router.page.routes import page_routes
 from router.request.answer import Delta
 from router.request.choices import EmittedChoice, emitted_choices
+from router.resume.event_ids import EventId
 from router.resume.recorder import Recorder, new_writer
-from router.resume.resumable import AnswerRequest, is_resumable, last_event_of, refuse_resumable, stream_key
+from router.resume.resumable import AnswerRequest, ResumableEvents, is_resumable, last_event_of, refuse_resumable, stream_key
 from router.service import Router
 
 _B = TypeVar("_B", bound=Body)
@@ -172,7 +175,10 @@ class _Endpoints:
             deltas = self._deltas(request, self._of_caller(request, generations, chat, "messages"))
         [generation] = generations
         builder = ResponseBuilder(uuid.uuid4().hex, self._router.facts.name, body, len(generation.prompt_token_ids))
-        return ResponseSender(translation.undone_for(deltas), builder, generation.num_dropped, stream=body.stream)
+        told = translation.undone_for(deltas)
+        if body.stream:
+            return EventSender(told, ResponseEvents(builder), generation.num_dropped)
+        return WholeSender(told, partial(whole_response, builder), generation.num_dropped)
 
     async def models(self, request: Request) -> Response:
         cards = [self._model_card()] if caller_of(request.scope).may_use(self._router.facts.name) else []
@@ -252,23 +258,26 @@ class _Endpoints:
     ) -> Response:
         own = self._of_caller(request, generations, body, param)
         deltas = self._deltas(request, own)
-        sparse = not body.return_token_ids and body.num_logprobs is None
-        answer_request = AnswerRequest(own, info, body.continuous_usage, sparse)
-        if not is_resumable(request):
-            return answer_request.response(deltas, shape, stream=body.stream)
-        if not body.stream:
-            raise InvalidRequestError("only streamed answers can be resumed; set `stream` to true", param="stream")
-        writer = new_writer(stream_key(request), answer_request.dump())
-        return answer_request.response(self._recorder.recorded(writer, deltas), shape, EventIds())
+        num_dropped = own[0].num_dropped
+        if is_resumable(request):
+            if not body.stream:
+                raise InvalidRequestError("only streamed answers can be resumed; set `stream` to true", param="stream")
+            writer = new_writer(stream_key(request, caller_of(request.scope).tenant), AnswerRequest(own, info).dump())
+            events = ResumableEvents(CompletionEvents(shape, info))
+            return EventSender(self._recorder.recorded(writer, deltas), events, num_dropped)
+        if body.stream:
+            return EventSender(deltas, CompletionEvents(shape, info), num_dropped)
+        return WholeSender(deltas, partial(whole_completion, shape, info), num_dropped)
 
     async def _resume(self, request: Request, seen: EventId, shape: Callable[[AnswerInfo], AnswerShape]) -> Response:
         """The rest of a stream: what is on record after that event, then what was not said yet."""
         self._check_model(request, None)
-        record = await self._recorder.take_over(stream_key(request), seen.piece)
-        answer_request = AnswerRequest.load(record.request)
-        emitted = emitted_choices(record.deltas, answer_request.info.num_choices)
-        rest = self._deltas(request, answer_request.generations, emitted)
-        return answer_request.response(self._recorder.resumed(record, rest), shape(answer_request.info), EventIds(seen))
+        record = await self._recorder.take_over(stream_key(request, caller_of(request.scope).tenant), seen.piece)
+        recorded = AnswerRequest.load(record.request)
+        emitted = emitted_choices(record.deltas, recorded.info.num_choices)
+        rest = self._deltas(request, recorded.generations, emitted)
+        events = ResumableEvents(CompletionEvents(shape(recorded.info), recorded.info), seen)
+        return EventSender(self._recorder.resumed(record, rest), events, recorded.generations[0].num_dropped)
 
     def _deltas(
         self, request: Request, generations: Sequence[Generation], emitted: Sequence[EmittedChoice] = ()
@@ -307,6 +316,7 @@ class _Endpoints:
             logprobs=body.num_logprobs is not None,
             return_token_ids=body.return_token_ids,
             include_usage=body.include_usage,
+            continuous_usage=body.continuous_usage,
             include_times=body.include_times,
         )
 

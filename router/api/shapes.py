@@ -31,12 +31,21 @@ class AnswerInfo:
     logprobs: bool
     return_token_ids: bool
     include_usage: bool
+    """In a stream: whether a last chunk has the usage."""
+    continuous_usage: bool
+    """In a stream: whether every chunk has the usage up to it."""
     include_times: bool
-    """With the usage."""
+    """Whether the usage tells where the time went."""
 
     @property
     def num_choices(self) -> int:
+        """Number of choices of all prompts together."""
         return len(self.prompts) * self.choices_per_prompt
+
+    @property
+    def sparse(self) -> bool:
+        """Whether a stream leaves out chunks that say nothing: a character or a stop string that is still open."""
+        return not self.return_token_ids and not self.logprobs
 
     def prompt_of(self, index: int) -> tuple[int, ...]:
         """What choice `index` answers: those of a prompt follow each other."""

@@ -6,19 +6,17 @@ last-event-id: 17.1,      x-request-id: R ──► the events after it      the
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 
 from pydantic import TypeAdapter
 from starlette.requests import Request
 
-from protocol.errors import InvalidRequestError
-from router.access.gate import caller_of
-from router.api.answer_sender import AnswerResponse
-from router.api.event_ids import LAST_EVENT_HEADER, EventId, EventIds
+from protocol.errors import InvalidRequestError, TandemError
+from router.api.completion_events import CompletionEvents
 from router.api.prepare import Generation
-from router.api.shapes import AnswerInfo, AnswerShape
+from router.api.shapes import AnswerInfo
 from router.request.answer import Delta
+from router.resume.event_ids import LAST_EVENT_HEADER, START, EventId, EventIds
 from router.resume.stream_records import StreamKey
 
 RESUMABLE_HEADER = "x-tandem-resumable"
@@ -47,49 +45,61 @@ def refuse_resumable(request: Request, why: str) -> None:
         raise InvalidRequestError(f"`{LAST_EVENT_HEADER}` can't be followed: {why}", param=LAST_EVENT_HEADER)
 
 
-def stream_key(request: Request) -> StreamKey:
-    """Raises InvalidRequestError if the client has not given the stream an id, which it has to know to come back."""
+def stream_key(request: Request, tenant: str) -> StreamKey:
+    """Return the key of the stream that a request of this tenant begins or resumes.
+
+    Raises InvalidRequestError if the client has not named the stream by an `x-request-id`, which it has to know to come back.
+    """
     request_id = request.scope["state"]["request_id"]
     if request.headers.get(_REQUEST_ID_HEADER) != request_id:
         raise InvalidRequestError(
             f"`{_REQUEST_ID_HEADER}` must name the stream, in 1 to 128 printable characters", param=_REQUEST_ID_HEADER
         )
-    return StreamKey(caller_of(request.scope).tenant, request.url.path, request_id)
+    return StreamKey(tenant, request.url.path, request_id)
+
+
+class ResumableEvents:
+    """Builds the events of a resumable stream, each with its id; a router.api.server_sent_events.EventWriter.
+
+    Events up to the id that the client has `seen` are left out. An event that tells of an error has no id.
+    """
+
+    def __init__(self, events: CompletionEvents, seen: EventId = START) -> None:
+        self._events = events
+        self._ids = EventIds(seen)
+
+    @property
+    def ended(self) -> bool:
+        """Whether every choice has got its finish reason."""
+        return self._events.ended
+
+    def push(self, delta: Delta) -> bytes:
+        """Return the events of the next piece that the client has not seen."""
+        self._ids.next_piece()
+        return b"".join(self._ids.add(event) for event in self._events.events(delta))
+
+    def fail(self, error: TandemError) -> bytes:
+        """Return the event that tells of an error in the middle of a stream."""
+        return self._events.fail(error)
 
 
 @dataclass(frozen=True)
 class AnswerRequest:
-    """All that decides about an answer: prompts, resolved sampling, and how it is written."""
+    """All that decides an answer, as it is recorded: prompts, resolved sampling, and how the answer is written."""
 
     generations: tuple[Generation, ...]
     info: AnswerInfo
-    continuous_usage: bool
-    sparse: bool
 
     @classmethod
     def load(cls, data: bytes) -> AnswerRequest:
+        """Read what `dump` wrote."""
         loaded = _ANSWER_REQUEST.validate_json(data)
         prompts = tuple(generation.prompt_token_ids for generation in loaded.generations)
         return replace(loaded, info=replace(loaded.info, prompts=prompts))
 
     def dump(self) -> bytes:
-        """With the prompts in it once."""
+        """Write the request as JSON, with the prompts in it once."""
         return _ANSWER_REQUEST.dump_json(replace(self, info=replace(self.info, prompts=())))
-
-    def response(
-        self, deltas: AsyncGenerator[Delta, None], shape: AnswerShape, ids: EventIds | None = None, *, stream: bool = True
-    ) -> AnswerResponse:
-        return AnswerResponse(
-            deltas,
-            shape,
-            self.info.num_choices,
-            self.generations[0].num_dropped,
-            stream=stream,
-            include_usage=self.info.include_usage,
-            continuous_usage=self.continuous_usage,
-            sparse=self.sparse,
-            ids=ids,
-        )
 
 
 _ANSWER_REQUEST = TypeAdapter(AnswerRequest)

@@ -11,14 +11,25 @@ from openai import omit
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
 
-from router.api.answer_sender import AnswerResponse
+from router.api.answer_sender import EventSender
 from router.api.chat.body import ChatShape
+from router.api.completion_events import CompletionEvents
 from router.api.shapes import AnswerInfo
 from router.request.answer import Delta
 from router.text.tool_calls import ToolCallDelta
 
 INFO = AnswerInfo(
-    "chatcmpl-1", 1, "m", "fp", ((1, 2),), 1, logprobs=False, return_token_ids=True, include_usage=False, include_times=False
+    "chatcmpl-1",
+    1,
+    "m",
+    "fp",
+    ((1, 2),),
+    1,
+    logprobs=False,
+    return_token_ids=True,
+    include_usage=False,
+    continuous_usage=False,
+    include_times=False,
 )
 
 
@@ -36,9 +47,7 @@ def test_the_end_comes_after_the_call() -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    answer = AnswerResponse(
-        one_piece(), ChatShape(INFO), 1, None, stream=True, include_usage=False, continuous_usage=False, sparse=True
-    )
+    answer = EventSender(one_piece(), CompletionEvents(ChatShape(INFO), INFO), None)
     asyncio.run(answer({"type": "http"}, receive, send))
     body = b"".join(message.get("body", b"") for message in sent).decode()
     chunks = [json.loads(line.removeprefix("data: ")) for line in body.split("\n") if line.startswith("data: {")]

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 
 from protocol.sampling import TokenBias
-from router.api.answer_sender import event
+from router.api.server_sent_events import event
 
 TEXT = "Paris is the capital of France. Ünïcödé, 日本語 and 🧑‍🚀 too."
 CHAT = {"model": "smollm2", "messages": [{"role": "user", "content": "What is the capital of France?"}]}

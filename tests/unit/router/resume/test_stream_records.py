@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import InvalidRequestError
-from router.api.event_ids import START, EventId, EventIds
+from router.resume.event_ids import START, EventId, EventIds
 from router.resume.stream_records import Entry, StreamKey, StreamRecords, WriteOutcome
 
 KEYS = [StreamKey(tenant, path, "r") for tenant in ("", "acme") for path in ("/v1/completions", "/v1/chat/completions")]

@@ -1,0 +1,93 @@
+"""How the answer of a chat or a plain completion is written: as server-sent events, or whole.
+
+first piece of a choice ──► its opening, chunk, chunk ... ──► last chunk of the last choice, usage, [DONE]
+                                                          └─► an error event, if an error ends the stream
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable
+from dataclasses import replace
+
+from protocol.errors import TandemError
+from router.api.errors import error_body
+from router.api.server_sent_events import event
+from router.api.shapes import AnswerInfo, AnswerShape, Json
+from router.request.answer import Answer, Delta
+from telemetry.request_times import RequestTimes
+
+_DONE = b"data: [DONE]\n\n"
+
+
+class CompletionEvents:
+    """Builds the events of one streamed completion; a router.api.server_sent_events.EventWriter."""
+
+    def __init__(self, shape: AnswerShape, info: AnswerInfo) -> None:
+        self._shape = shape
+        self._info = info
+        self._begun: set[int] = set()
+        self._num_tokens = self._cached_tokens = 0
+        self._times: dict[int, RequestTimes | None] = {}
+        """The times of each choice that has ended."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether every choice has got its finish reason."""
+        return len(self._times) == self._info.num_choices
+
+    def push(self, delta: Delta) -> bytes:
+        """Return the events of the next piece, joined."""
+        return b"".join(self.events(delta))
+
+    def events(self, delta: Delta) -> list[bytes]:
+        """Return the events of the next piece; those that end the stream follow the last choice's last piece."""
+        self._num_tokens += len(delta.token_ids)
+        self._cached_tokens += delta.cached_tokens
+        events = self._opening(delta.index) + self._chunks(delta)
+        if delta.finish_reason is not None:
+            self._times[delta.index] = delta.times
+        return events + self._ending() if self.ended else events
+
+    def fail(self, error: TandemError) -> bytes:
+        """Return the event that tells of an error in the middle of a stream."""
+        return event(error_body(error))
+
+    def _opening(self, index: int) -> list[bytes]:
+        if index in self._begun:
+            return []
+        self._begun.add(index)
+        opening = self._shape.opening(index)
+        return [] if opening is None else [event(opening)]
+
+    def _chunks(self, delta: Delta) -> list[bytes]:
+        """The chunks of one piece. A piece that says nothing yet has none, unless the client asked for each token."""
+        if self._info.sparse and not (delta.text or delta.tool_calls or delta.finish_reason is not None):
+            return []
+        chunks = [self._shape.chunk(piece) for piece in _ending_apart(delta)]
+        if self._info.continuous_usage:
+            usage = self._shape.usage_chunk(self._num_tokens, self._cached_tokens, [])["usage"]
+            chunks = [{**chunk, "usage": usage} for chunk in chunks]
+        return [event(chunk) for chunk in chunks]
+
+    def _ending(self) -> list[bytes]:
+        if not self._info.include_usage:
+            return [_DONE]
+        times = [self._times[index] for index in sorted(self._times)]
+        return [event(self._shape.usage_chunk(self._num_tokens, self._cached_tokens, times)), _DONE]
+
+
+async def whole_completion(shape: AnswerShape, info: AnswerInfo, deltas: AsyncIterable[Delta]) -> Json:
+    """Collect all pieces and return the answer as one JSON object."""
+    pieces: list[list[Delta]] = [[] for _ in range(info.num_choices)]
+    async for delta in deltas:
+        pieces[delta.index].append(delta)
+    return shape.whole([Answer.of(of_choice) for of_choice in pieces])
+
+
+def _ending_apart(delta: Delta) -> list[Delta]:
+    """Split the finish reason from calls of tools that came with it, as OpenAI sends them: its package reads a chunk's finish
+    reason before its calls, and would never tell that a call which begins there is done."""
+    if delta.finish_reason is None or not delta.tool_calls:
+        return [delta]
+    end = replace(delta, text="", token_ids=(), logprobs=(), tool_calls=())
+    return [replace(delta, finish_reason=None), end]
