@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.lib import processes
 from benchmarks.lib.environment import write_result
+from benchmarks.lib.request_cost import during, first_token_s, worker_pids
 from benchmarks.lib.servers import HOST, cluster
 from configs.models import resolve
 from engine.batch import Chunk
@@ -75,18 +75,6 @@ def measure_first_token(port: int, requests: int) -> dict[str, Any]:
     }
 
 
-def first_token_s(connection: http.client.HTTPConnection, prompt: list[int]) -> float:
-    body = {"model": "smollm2", "prompt": prompt, "max_tokens": 2, "temperature": 0, "stream": True, "ignore_eos": True}
-    began = time.perf_counter()
-    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-    answer = connection.getresponse()
-    assert answer.status == 200, answer.read()
-    answer.readline()
-    took = time.perf_counter() - began
-    answer.read()
-    return took
-
-
 def prefill_s(runner: ModelRunner, prompt: list[int], period_s: float) -> float:
     """One prefill at the end of a period."""
     sampling = SamplingParams(seed=0, max_tokens=2, temperature=0.0)
@@ -112,25 +100,6 @@ def measure_cpu(port: int, serve_pid: int) -> dict[str, Any]:
         "us_per_token_by_process": {name: round(value, 1) for name, value in by_process.items()},
         "idle_cpu_percent": sum(idle.values()) / idle_s * 100,
     }
-
-
-def during(serve_pid: int, workers: dict[int, str], work: Any) -> tuple[Any, float, dict[str, float]]:
-    """Run `work`: its result, seconds taken, and CPU seconds outside the engine by process name."""
-    pids = processes.tree(serve_pid)
-    before = {pid: processes.cpu_s(pid) for pid in pids}
-    threads = {pid: processes.thread_cpu_s(pid) for pid in workers}
-    began = time.perf_counter()
-    result = work()
-    took = time.perf_counter() - began
-    spent: dict[str, float] = {}
-    for pid, name in pids.items():
-        used = processes.cpu_s(pid) - before[pid]
-        if pid in workers:
-            name = workers[pid]
-            now = processes.thread_cpu_s(pid)
-            used -= max(now[thread] - threads[pid].get(thread, 0.0) for thread in now)
-        spent[name] = spent.get(name, 0.0) + used
-    return result, took, spent
 
 
 def run_streams(port: int) -> int:
@@ -161,14 +130,6 @@ def run_streams(port: int) -> int:
         thread.join()
     assert counts == [STREAM_ANSWER] * STREAMS, counts
     return sum(counts)
-
-
-def worker_pids(port: int) -> dict[int, str]:
-    connection = http.client.HTTPConnection(HOST, port, timeout=30)
-    connection.request("GET", "/admin/status")
-    workers = json.loads(connection.getresponse().read())["workers"]
-    connection.close()
-    return {worker["pid"]: f"{worker['role']} worker" for worker in workers}
 
 
 def quantiles_ms(seconds: list[float]) -> dict[str, float]:

@@ -131,7 +131,14 @@ def _llama_cpp(name: str, peers: PeerEnv, tokens: str, chunk: str) -> System:
 
 @contextmanager
 def serving(system: System, port: int) -> Iterator[str]:
-    """Its address, from the moment at which it is healthy and at rest. It ends with us, also if we are told to (SIGTERM)."""
+    """The address of a server, from the moment at which it is healthy and at rest. It ends with us, also on SIGTERM."""
+    with serving_process(system, port):
+        yield f"http://{HOST}:{port}"
+
+
+@contextmanager
+def serving_process(system: System, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """The process of a server that is healthy and at rest. It ends with us, also if we are told to (SIGTERM)."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     if healthy(port):
         raise ServerDidNotStart(f"another server is on port {port}: it would be measured")
@@ -143,7 +150,7 @@ def serving(system: System, port: int) -> Iterator[str]:
         try:
             until_healthy(process, port)
             until_quiet(process.pid)
-            yield f"http://{HOST}:{port}"
+            yield process
         except ServerDidNotStart:
             log.seek(max(0, log.tell() - _LOG_END))
             print(log.read().decode(errors="replace"), file=sys.stderr)
