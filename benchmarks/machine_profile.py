@@ -27,6 +27,7 @@ import torch
 
 from benchmarks.lib.environment import RESULTS, ROOT, environment
 from benchmarks.lib.loaded_steps import slowdowns
+from configs.arithmetic import ceil_div
 from configs.models import resolve
 from engine.batch import Chunk
 from engine.model_runner import ModelRunner
@@ -117,12 +118,12 @@ class Steps:
     def prefill_s(self, tokens: int, start: int) -> float:
         """Seconds of one chunk, with the first token's sampling."""
         token_ids = [(7 * i * i + 13 * i) % 49_000 + 17 for i in range(tokens)]
-        table = self._blocks[: -(-(start + tokens) // BLOCK_SIZE)]
+        table = self._blocks[: ceil_div(start + tokens, BLOCK_SIZE)]
         return self._seconds(lambda: self._runner.execute([Chunk(token_ids, start, table, GREEDY, 0)]), 1)
 
     def decode_s(self, batch: int, context: int) -> float:
         """Seconds of one step."""
-        width = -(-(context + 1) // BLOCK_SIZE)
+        width = ceil_div(context + 1, BLOCK_SIZE)
         tables = [self._blocks[i * width : (i + 1) * width] for i in range(batch)]
         chunks = [Chunk((50 + i,), context, table, GREEDY, 1) for i, table in enumerate(tables)]
         return self._seconds(lambda: self._runner.execute(chunks), STEPS)

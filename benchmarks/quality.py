@@ -14,6 +14,7 @@ from torch import Tensor
 
 from benchmarks.lib.environment import write_result
 from benchmarks.lib.load import PROSE
+from configs.arithmetic import ceil_div
 from configs.facts import Model
 from configs.models import resolve
 from engine.batch import Chunk, ForwardBatch
@@ -53,7 +54,7 @@ def logprobs(model: Model, token_ids: list[int], dtype: torch.dtype, quantizatio
     library = NativeLibrary.load(torch.get_num_threads()) if dtype == torch.bfloat16 else None
     weights = load_weights(model.facts, WeightFormat(dtype, quantization, deterministic=False, library=library))
     decoder = Decoder(model.facts, weights, step_factory(model.facts, dtype, library), ALONE)
-    num_blocks = -(-len(token_ids) // BLOCK_SIZE)
+    num_blocks = ceil_div(len(token_ids), BLOCK_SIZE)
     pool = KVPool.for_model(model.facts, num_blocks * BLOCK_SIZE, BLOCK_SIZE, dtype)
     steps = []
     for start in range(0, len(token_ids), step_rows):

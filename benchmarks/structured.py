@@ -27,6 +27,7 @@ import torch
 from benchmarks.lib.environment import write_result
 from benchmarks.lib.schemas import SCHEMAS
 from benchmarks.lib.servers import HOST, cluster
+from configs.arithmetic import ceil_div
 from configs.models import resolve
 from engine.batch import Chunk
 from engine.grammar import Constraint, Grammars
@@ -113,7 +114,7 @@ def timed_steps(
     runner: ModelRunner, prompts: list[list[int]], sampling: SamplingParams, constraints: list[Constraint | None]
 ) -> list[float]:
     """Milliseconds of each step. A sequence always computes the same token; what it samples only moves its grammar on."""
-    per_table = -(-(CONTEXT + 1) // BLOCK_SIZE)
+    per_table = ceil_div(CONTEXT + 1, BLOCK_SIZE)
     tables = [list(range(i * per_table, (i + 1) * per_table)) for i in range(BATCH)]
     times = []
     for step in range(STEPS):

@@ -26,6 +26,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from configs.arithmetic import ceil_div
 from decode_workers.ticket_entry import TicketEntry
 from engine.memory.prefix_cache import PrefixCache, block_keys
 from protocol.ticket import TicketState, check_transition, reserved_tokens
@@ -351,7 +352,7 @@ class Ledger:
         return block_keys(token_ids, self._block_size, cache_salt) if self._shares_prefixes else []
 
     def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size)
+        return ceil_div(num_tokens, self._block_size)
 
     def _attach(self, entry: TicketEntry) -> TicketEntry:
         self._move(entry, TicketState.ATTACHED)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from configs.arithmetic import ceil_div
 from configs.facts import ModelFacts
 from engine.batch import Chunk, ForwardBatch
 from engine.memory.kv_pool import KVPool
@@ -57,7 +58,7 @@ class GraphedDecoder:
         self._pool = pool
         self._eager = Decoder(facts, weights, step_factory(facts, pool.dtype, None), ALONE)
         self._rows = sorted(graph_rows)
-        width = min(-(-facts.max_model_len // pool.block_size), pool.num_blocks)
+        width = min(ceil_div(facts.max_model_len, pool.block_size), pool.num_blocks)
         graphs = [_graph(facts, weights, pool, rows, width, capture) for rows in reversed(self._rows)]
         self._graphs = graphs[::-1]
 

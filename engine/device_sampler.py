@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from configs.arithmetic import ceil_div
 from engine.batch import SampledToken, sendable
 from engine.kernels.triton.sampling import SamplingRows, max_gap
 from engine.kernels.triton.sampling import sample as sampling_launches
@@ -47,7 +48,7 @@ def _adjusted(logits_SV: Tensor, requests: Sequence[SampleRequest]) -> Tensor:
 
 def _sampling_rows(requests: Sequence[SampleRequest], device: torch.device) -> SamplingRows:
     count = len(requests)
-    aligned = -(-count // _ALIGNED) * _ALIGNED
+    aligned = ceil_div(count, _ALIGNED) * _ALIGNED
     packed = np.zeros((8, aligned), dtype=np.int32)
     asked = [request.sampling for request in requests]
     packed[0, :count] = _bits([sampling.temperature for sampling in asked])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from configs.arithmetic import ceil_div
+
 
 class Piece(NamedTuple):
     """Tokens of a push that lie in one block of this side and belong to one fingerprint."""
@@ -80,5 +82,5 @@ def layer_groups(num_layers: int, layer_bytes: int) -> list[range]:
     `layer_bytes` is what one layer of the push takes. Long pushes go layer by layer, beside the computation of the next
     ones; short ones in a message or two.
     """
-    size = -(-MIN_MESSAGE_BYTES // layer_bytes)
+    size = ceil_div(MIN_MESSAGE_BYTES, layer_bytes)
     return [range(start, min(start + size, num_layers)) for start in range(0, num_layers, size)]

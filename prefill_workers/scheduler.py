@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from configs.arithmetic import ceil_div
 from configs.schema import PrefillConfig
 from engine.memory.prefix_cache import PrefixCache, block_keys
 
@@ -177,4 +178,4 @@ class PrefillScheduler:
         return True
 
     def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size)
+        return ceil_div(num_tokens, self._block_size)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.lib.gpu_model import decoder_weights, kv_bytes_per_token, matrix_parameters
+from configs.arithmetic import ceil_div
 from configs.facts import ModelFacts
 from engine.batch import Chunk
 from engine.memory.kv_pool import KVPool
@@ -111,7 +112,7 @@ def median_s(step: Callable[[], object]) -> float:
 def same_tokens(runner: ModelRunner, peer: Any, prompts: list[list[int]], steps: int) -> str:
     """Greedy answers, ours in one batch and transformers' one after the other: how many of the tokens are equal."""
     size = runner.pool.block_size
-    width = -(-(max(map(len, prompts)) + steps) // size)
+    width = ceil_div(max(map(len, prompts)) + steps, size)
     tables = [range(i * width, (i + 1) * width) for i in range(len(prompts))]
     known = [list(ids) for ids in prompts]
     chunks = [Chunk(ids, 0, table, GREEDY, 0) for ids, table in zip(prompts, tables, strict=True)]

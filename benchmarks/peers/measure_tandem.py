@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from lines import DECODE_STEPS, Cases, claim_stdout, decode_name, median_s, prefill_name, serve
 
+from configs.arithmetic import ceil_div
 from configs.models import resolve
 from engine.batch import Chunk
 from engine.model_runner import ModelRunner
@@ -65,7 +66,7 @@ def decode_step(runner: ModelRunner, size: int, context: int) -> Callable[[int],
     """Computes the given step of `DECODE_STEPS` + 1."""
     blocks = list(range(runner.pool.num_blocks))
     random.Random(0).shuffle(blocks)
-    needed = -(-(context + DECODE_STEPS + 1) // BLOCK_SIZE)
+    needed = ceil_div(context + DECODE_STEPS + 1, BLOCK_SIZE)
     tables = [blocks[i * needed : (i + 1) * needed] for i in range(size)]
 
     def run(number: int) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 
 from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType
 
+from configs.arithmetic import ceil_div
 from configs.fields import model_error
 
 _MAGIC = b"GGUF"
@@ -99,7 +100,7 @@ class _Header:
         alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
             raise model_error(f"{self._path}: general.alignment should be a power of two, not {alignment!r:.40}")
-        data_start = -(-self._position // alignment) * alignment
+        data_start = ceil_div(self._position, alignment) * alignment
         tensors: dict[str, GgufTensor] = {}
         for name, dimensions, type_id, offset in raw_tensors:
             if name in tensors:

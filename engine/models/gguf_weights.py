@@ -16,6 +16,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
+from configs.arithmetic import ceil_div
 from configs.facts import Architecture
 from configs.model_files.gguf_file import GgufTensor, read_gguf_index
 from engine.kernels.quantized import QuantizedWeight
@@ -94,7 +95,7 @@ class GgufWeights:
     def _enclosing_blocks(self, shard: Shard, columns: range) -> tuple[slice, Tensor]:
         """The bytes of the blocks that hold a shard, row by row, and where its columns are among their values."""
         block_values, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[self._tensors[shard.part.name].type_name]]
-        first, end = columns.start // block_values, -(-columns.stop // block_values)
+        first, end = columns.start // block_values, ceil_div(columns.stop, block_values)
         rows = self._bytes[shard.part.name].view(shard.part.shape[0], -1)[shard.rows.start : shard.rows.stop]
         skipped = columns.start - first * block_values
         return slice(skipped, skipped + len(columns)), rows[:, first * block_bytes : end * block_bytes]

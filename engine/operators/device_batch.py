@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from configs.arithmetic import ceil_div
 from engine.batch import ForwardBatch, sendable
 
 _ALIGNED = 4
@@ -100,4 +101,4 @@ class DeviceBatch:
 
 
 def _aligned(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
+    return ceil_div(size, _ALIGNED) * _ALIGNED

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from configs.arithmetic import ceil_div
 from configs.facts import ModelFacts
 from engine.batch import ForwardBatch
 from engine.kernels.activation import swiglu
@@ -111,7 +112,7 @@ def decode_groups(batch: ForwardBatch, dtype: torch.dtype) -> list[DecodeGroup]:
     row = int(batch.row_ends_C[first - 1]) if first else 0
     while first < len(batch.ends_C):
         ends = batch.ends_C[first:]
-        padded = -(-int(ends[0]) // multiple) * multiple
+        padded = ceil_div(int(ends[0]), multiple) * multiple
         size = int(np.count_nonzero(ends[0] - ends <= np.maximum(ends, _CHEAP_PADDING)))
         size = min(size, max(1, _GROUP_TOKENS // padded))
         num_blocks = padded // batch.block_size

@@ -11,13 +11,14 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from configs.arithmetic import ceil_div
 from configs.schema import ClusterConfig
 from protocol.messages import LoadReport
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
     """Smallest number of KV blocks that holds this many tokens."""
-    return -(-num_tokens // block_size)
+    return ceil_div(num_tokens, block_size)
 
 
 def prefill_window(config: ClusterConfig) -> int:

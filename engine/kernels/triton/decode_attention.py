@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from configs.arithmetic import ceil_div
 from engine.kernels.triton.launch import Launch, power_of_two
 from engine.kernels.triton.online_softmax import HEAD_DIMS, MIN_DOT, TileConfig, attend_tiles, scale_log2
 
@@ -116,7 +117,7 @@ def _join_kernel(
 
 def num_splits(num_rows: int, num_kv_heads: int, max_tiles: int) -> int:
     """Parts of each context, a power of two: enough to fill the GPU, as long as each may hold a tile."""
-    wanted = -(-_PROGRAMS // max(num_rows * num_kv_heads, 1))
+    wanted = ceil_div(_PROGRAMS, max(num_rows * num_kv_heads, 1))
     return min(power_of_two(wanted), power_of_two(max_tiles), _MAX_SPLITS)
 
 
@@ -135,7 +136,7 @@ class DecodeAttention:
     ) -> None:
         assert head_dim in HEAD_DIMS, f"a head size of {head_dim}"
         self._config = _FLOAT32 if dtype == torch.float32 else _TWO_BYTES
-        self._splits = num_splits(num_rows, num_kv_heads, -(-max_tokens // self._config.tokens))
+        self._splits = num_splits(num_rows, num_kv_heads, ceil_div(max_tokens, self._config.tokens))
         self._num_heads = num_heads
         self._num_kv_heads = num_kv_heads
         self._head_dim = head_dim

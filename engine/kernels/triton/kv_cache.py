@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from configs.arithmetic import ceil_div
 from engine.kernels.triton.launch import Launch, power_of_two
 
 _HEADS_PER_PROGRAM = 8
@@ -92,7 +93,7 @@ def rotate_and_store(
     A row whose slot is negative is left as it is.
     """
     num_tokens, num_kv_heads, head_dim = len(qkv_TA), *slots_2SKH.shape[2:]
-    grid = (num_tokens, -(-(num_heads + 2 * num_kv_heads) // _HEADS_PER_PROGRAM))
+    grid = (num_tokens, ceil_div(num_heads + 2 * num_kv_heads, _HEADS_PER_PROGRAM))
     constants = {
         "HEADS": num_heads,
         "KV_HEADS": num_kv_heads,
@@ -117,7 +118,7 @@ def _copy_tokens(pool_L2SKH: Tensor, layers: range, slots_T: Tensor, dense_L2TKH
     num_slots, num_tokens, row = pool_L2SKH.shape[2], len(slots_T), pool_L2SKH[0, 0, 0].numel()
     assert layers.step == 1, "consecutive layers"
     assert dense_L2TKH.shape == (len(layers), 2, num_tokens, *pool_L2SKH.shape[3:]), "one dense row per token"
-    grid = (-(-num_tokens // _TOKENS_PER_PROGRAM), 2 * len(layers))
+    grid = (ceil_div(num_tokens, _TOKENS_PER_PROGRAM), 2 * len(layers))
     args = (pool_L2SKH, dense_L2TKH, slots_T, layers.start, num_slots, num_tokens)
     constants = {
         "ROW": row,

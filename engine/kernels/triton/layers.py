@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from configs.arithmetic import ceil_div
 from engine.kernels.triton.launch import Launch, power_of_two
 
 _ELEMENTS_PER_WARP = 512
@@ -61,6 +62,6 @@ def add_norm(x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float
 def swiglu(gate_up_TI: Tensor, out_TI: Tensor) -> Launch:
     """`silu(gate) * up`, where the first half of the columns is the gate: [T, 2 I] to [T, I]."""
     num_rows, width = out_TI.shape
-    grid = (num_rows, -(-width // _SWIGLU_COLUMNS))
+    grid = (num_rows, ceil_div(width, _SWIGLU_COLUMNS))
     constants = {"WIDTH": width, "COLUMNS": _SWIGLU_COLUMNS}
     return Launch(_swiglu_kernel, grid, (gate_up_TI, out_TI), constants, num_warps=4)

@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from configs.arithmetic import ceil_div
 from decode_workers.ledger import Ledger
 from decode_workers.ticket_entry import TicketEntry
 from engine.memory.prefix_cache import PrefixCache, block_keys
@@ -73,7 +74,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def reserve(self, owner: bytes, prompt: int, answer: int, salt: str, own: int) -> None:
         live = [entry for entry in self.ledger if not entry.state.final]
         room = self.cache.num_free - sum(bool(entry.block_table) for entry in live)
-        num_blocks = -(-(prompt + min(answer, BLOCK_SIZE) - 1) // BLOCK_SIZE)
+        num_blocks = ceil_div(prompt + min(answer, BLOCK_SIZE) - 1, BLOCK_SIZE)
         own = min(own, prompt)
         keys = block_keys(range(prompt - own), BLOCK_SIZE, salt)
         cached = self.cache.match(keys)
@@ -119,7 +120,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert entry.announced_tokens <= len(entry.token_ids)
             assert start >= entry.held_tokens, "what is held is not written"
             self.pushes.append((entry, count))
-            for block in entry.block_table[start // BLOCK_SIZE : -(-(start + count) // BLOCK_SIZE)]:
+            for block in entry.block_table[start // BLOCK_SIZE : ceil_div(start + count, BLOCK_SIZE)]:
                 self.contents[block] = None
 
     @rule(data=st.data(), ok=st.booleans())
@@ -178,7 +179,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if entry is not None and entry.block_table:
             before = len(entry.block_table)
             num_tokens = len(entry.token_ids) + more
-            missing = max(0, -(-num_tokens // BLOCK_SIZE) - before)
+            missing = max(0, ceil_div(num_tokens, BLOCK_SIZE) - before)
             fits = missing <= self.cache.num_free
             assert self.ledger.grow(entry.ticket_id, num_tokens) == fits
             assert len(entry.block_table) == before + (missing if fits else 0), "wholly or not at all"
@@ -224,7 +225,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if entry is not None and entry.preempted:
             others = sum(bool(other.block_table) for other in self.ledger if not other.state.final)
             more = max(more, len(entry.keys) * BLOCK_SIZE - len(entry.token_ids))
-            num_blocks = -(-(len(entry.token_ids) + more) // BLOCK_SIZE)
+            num_blocks = ceil_div(len(entry.token_ids) + more, BLOCK_SIZE)
             cached = entry.keys[: min(self.cache.match(entry.keys), at_most // BLOCK_SIZE)]
             fits = self.cache.cost(num_blocks, cached) <= self.cache.num_free - others
             there = self.ledger.readmit(entry.ticket_id, len(entry.token_ids) + more, at_most)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import pytest
 import torch
 
+from configs.arithmetic import ceil_div
 from configs.facts import Architecture, ModelFacts, RopeScaling, WeightFormat
 from configs.models import resolve
 from engine.batch import Chunk, SampledToken
@@ -142,7 +143,7 @@ def _generate(
         random.Random(3).shuffle(blocks)
     tables: list[list[int]] = []
     for prompt, params in zip(prompts, sampling, strict=True):
-        needed = -(-(len(prompt) + params.max_tokens) // block_size)
+        needed = ceil_div(len(prompt) + params.max_tokens, block_size)
         tables.append([blocks.pop() for _ in range(needed)])
     known = [list(prompt) for prompt in prompts]
     computed = [0] * len(prompts)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from configs.arithmetic import ceil_div
 from engine.batch import Chunk, ForwardBatch
 from engine.operators.torch_step import decode_groups, prefill_spans
 from protocol.sampling import SamplingParams
@@ -59,7 +60,7 @@ def test_every_row_reads_and_writes_its_own_sequence(chunks: list[Chunk]) -> Non
         assert padded == blocks_BN.shape[1] * BLOCK
         assert size == 1 or size * padded <= 4096
         for i, chunk in enumerate(members):
-            used = -(-chunk.end // BLOCK)
+            used = ceil_div(chunk.end, BLOCK)
             assert blocks_BN[i, :used].tolist() == list(chunk.block_table[:used])
             assert padded - chunk.end < max(chunk.end, 64) + 16
             assert is_padding[i].tolist() == [False] * chunk.end + [True] * (padded - chunk.end)

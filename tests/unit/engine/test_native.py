@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from configs.arithmetic import ceil_div
 from configs.facts import ModelFacts
 from engine.batch import Chunk, ForwardBatch
 from engine.kernels.linear import Linear
@@ -75,7 +76,7 @@ def test_attention_is_that_of_the_formula(heads: int, kv_heads: int, size: int, 
     torch.manual_seed(0)
     pool = a_pool(kv_heads, size, block_size)
     for start, tokens in ((0, 2), (0, 100), (37, 90), (500, 64), (1000, 17)):
-        table = torch.randperm(pool.num_blocks)[: -(-(start + tokens) // block_size)]
+        table = torch.randperm(pool.num_blocks)[: ceil_div(start + tokens, block_size)]
         unused = torch.ones(pool.num_blocks, dtype=torch.bool).index_fill_(0, table, False)
         pool.data[:, :, unused] = math.nan  # what other owners leave behind must not matter
         pool.data[0, :, table[-1], (start + tokens - 1) % block_size + 1 :] = math.nan

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from configs.arithmetic import ceil_div
 from engine.memory.prefix_cache import PrefixCache, block_keys
 
 BLOCK_SIZE = 2
@@ -50,7 +51,7 @@ class Cache(RuleBasedStateMachine):
         """Match, then allocate: wholly or not at all."""
         keys = block_keys(tokens, BLOCK_SIZE, salt)[: (len(tokens) - 1) // BLOCK_SIZE]
         hit = self.cache.match(keys)
-        num_blocks = -(-len(tokens) // BLOCK_SIZE)
+        num_blocks = ceil_div(len(tokens), BLOCK_SIZE)
         free, owned = self.cache.num_free, {block for owner in self.owners for block in owner.table}
         table = self.cache.allocate(num_blocks, keys[:hit])
         if table is None:
@@ -118,7 +119,7 @@ TestCache.settings = settings(max_examples=100, stateful_step_count=40)
 def computed(cache: PrefixCache, tokens: range | list[int], salt: str = "") -> tuple[list[bytes], list[int]]:
     """The keys and the table of a prompt that was computed whole and is still owned."""
     keys = block_keys(tokens, BLOCK_SIZE, salt)
-    table = cache.allocate(-(-len(tokens) // BLOCK_SIZE), keys[: cache.match(keys)])
+    table = cache.allocate(ceil_div(len(tokens), BLOCK_SIZE), keys[: cache.match(keys)])
     assert table is not None
     cache.insert(keys, table)
     return keys, table

@@ -11,6 +11,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from configs.arithmetic import ceil_div
 from kv_transfer.fingerprint import DIGEST_BYTES, first_difference, push_fingerprints
 from kv_transfer.plan import cut
 from kv_transfer.pool_view import CpuPoolView, PoolView
@@ -70,7 +71,7 @@ def test_places_and_portions_of_layers_do_not_matter(
     one = fingerprints(kind, content, mine, borders, [range(LAYERS)])
     other = fingerprints(kind, content, theirs, borders, [range(0, 2), range(2, 3)])
     assert one == other
-    parts = sum(-(-end // BLOCK_SIZE) - start // BLOCK_SIZE for start, end in itertools.pairwise(borders))
+    parts = sum(ceil_div(end, BLOCK_SIZE) - start // BLOCK_SIZE for start, end in itertools.pairwise(borders))
     assert len(one) == parts * DIGEST_BYTES
     assert first_difference(one, other) is None
 

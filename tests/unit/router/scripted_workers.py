@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from configs.arithmetic import ceil_div
 from protocol.audit import Audit, DecodeBooks, Owner, PrefillBooks, PromptRow, TicketRow
 from protocol.endpoint import Endpoint
 from protocol.errors import KvTransferError, OverloadedError, TandemError
@@ -259,7 +260,7 @@ class ScriptedDecode(ScriptedWorker):
 
     async def _answer_reserve(self, router: bytes, message: Reserve) -> None:
         await self.reserve_gate.wait()
-        need = -(-reserved_tokens(len(message.prompt_token_ids), message.max_tokens, BLOCK_SIZE) // BLOCK_SIZE)
+        need = ceil_div(reserved_tokens(len(message.prompt_token_ids), message.max_tokens, BLOCK_SIZE), BLOCK_SIZE)
         if need > self.free_blocks:
             self.send(router, Failed.from_error(message.call_id, OverloadedError("full")))
             return

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from configs.arithmetic import ceil_div
 from configs.facts import Architecture, ModelFacts, WeightFormat
 from engine.kernels.triton.decode_attention import DecodeAttention
 from engine.kernels.triton.kv_cache import gather_tokens, rotate_and_store, scatter_tokens
@@ -85,10 +86,10 @@ class PagedContexts:
         self.heads = heads
         self.ends = ends
         self.block_size = block_size
-        needed = [-(-end // block_size) for end in ends]
+        needed = [ceil_div(end, block_size) for end in ends]
         blocks = torch.randperm(sum(needed) + 3)
         slots_2SKH = torch.full((2, len(blocks) * block_size, heads.kv, heads.size), math.nan, dtype=dtype)
-        width = -(-max(needed) // 4) * 4
+        width = ceil_div(max(needed), 4) * 4
         tables_CW = torch.full((len(ends), width), 2**30, dtype=torch.int32)
         self._slots = []
         for table, own, end in zip(tables_CW, blocks.split([*needed, 3]), ends, strict=False):
