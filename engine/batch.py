@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from configs.arithmetic import ceil_div
 from engine.grammar import Constraint
 from engine.scoring import PromptScores
 from protocol.sampling import SamplingParams, TokenLogprobs
@@ -83,25 +86,21 @@ class ForwardBatch:
         assert len(chunks) > 0, "a step computes something"
         assert all(len(chunk.token_ids) > 0 for chunk in chunks), "a chunk holds tokens"
         assert all(len(chunk.block_table) * block_size >= chunk.end for chunk in chunks), "a block table is too short"
-        order = [i for i, chunk in enumerate(chunks) if len(chunk.token_ids) > 1]
-        num_longer = len(order)
-        order += sorted((i for i, chunk in enumerate(chunks) if len(chunk.token_ids) == 1), key=lambda i: -chunks[i].start)
+        order = _row_order(chunks)
         ordered = [chunks[i] for i in order]
-        ends = np.array([chunk.end for chunk in ordered])
-        row_ends = np.cumsum([len(chunk.token_ids) for chunk in ordered])
-        wanted = [(range(_num_wanted(chunks[i])), row_end - 1, i) for row_end, i in zip(row_ends, order, strict=True)]
-        sampled = [(row - back, i, chunks[i].end - back) for backs, row, i in wanted for back in backs]
-        sampled.sort(key=lambda row_chunk_and_end: -row_chunk_and_end[2])
+        lengths = [len(chunk.token_ids) for chunk in ordered]
+        row_ends = list(accumulate(lengths))
+        sampled = _sampled_rows(ordered, row_ends)
         return cls(
             token_ids_T=np.concatenate([np.asarray(chunk.token_ids, dtype=np.int64) for chunk in ordered]),
             starts_C=np.array([chunk.start for chunk in ordered]),
-            ends_C=ends,
-            row_ends_C=row_ends,
-            num_longer=num_longer,
-            tables_CW=_tables(ordered, -(-ends // block_size)),
+            ends_C=np.array([chunk.end for chunk in ordered]),
+            row_ends_C=np.array(row_ends),
+            num_longer=len(lengths) - lengths.count(1),
+            tables_CW=_tables(ordered, block_size),
             block_size=block_size,
-            sampled_chunks=tuple(i for _, i, _ in sampled),
-            sample_rows_S=torch.tensor([row for row, _, _ in sampled], dtype=torch.int64),
+            sampled_chunks=tuple([order[chunk] for _, _, chunk in sampled]),
+            sample_rows_S=torch.tensor([row for _, row, _ in sampled], dtype=torch.int64),
         )
 
     @cached_property
@@ -144,13 +143,34 @@ def sendable(values: Tensor, device: torch.device) -> Tensor:
     return values.pin_memory() if device.type == "cuda" else values
 
 
-def _num_wanted(chunk: Chunk) -> int:
-    """How many of its tokens, the last ones, the logits behind them are wanted of."""
-    return len(chunk.token_ids) if chunk.scores is not None else int(chunk.sampling is not None)
+def _row_order(chunks: Sequence[Chunk]) -> list[int]:
+    """Indices of the chunks in the order of their rows: those of several tokens as given, then singles by falling context."""
+    longer = [i for i, chunk in enumerate(chunks) if len(chunk.token_ids) > 1]
+    singles = [i for i, chunk in enumerate(chunks) if len(chunk.token_ids) == 1]
+    singles.sort(key=lambda i: chunks[i].start, reverse=True)
+    return longer + singles
 
 
-def _tables(chunks: list[Chunk], num_blocks: _Ints) -> _Ints:
-    tables = np.zeros((len(chunks), int(num_blocks.max())), dtype=np.int64)
-    for table, chunk, used in zip(tables, chunks, num_blocks.tolist(), strict=True):
+def _sampled_rows(ordered: Sequence[Chunk], row_ends: Sequence[int]) -> list[tuple[int, int, int]]:
+    """The rows whose logits are wanted, by falling context: tokens of its context, the row, the chunk's index.
+
+    A chunk that samples wants its last row, one that scores a prompt all of its rows, the last one first.
+    """
+    sampled = []
+    for index, (chunk, row_end) in enumerate(zip(ordered, row_ends, strict=True)):
+        if chunk.scores is not None:
+            rows_back = range(len(chunk.token_ids))
+            sampled += [(chunk.end - back, row_end - 1 - back, index) for back in rows_back]
+        elif chunk.sampling is not None:
+            sampled.append((chunk.end, row_end - 1, index))
+    sampled.sort(key=itemgetter(0), reverse=True)
+    return sampled
+
+
+def _tables(chunks: Sequence[Chunk], block_size: int) -> _Ints:
+    """The blocks of each chunk's context, [C, W]; block 0 where a context has fewer than W."""
+    num_blocks = [ceil_div(chunk.end, block_size) for chunk in chunks]
+    tables = np.zeros((len(chunks), max(num_blocks)), dtype=np.int64)
+    for table, chunk, used in zip(tables, chunks, num_blocks, strict=True):
         table[:used] = chunk.block_table[:used]
     return tables
