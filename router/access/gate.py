@@ -3,7 +3,7 @@
 The caller is in `scope["state"]`. With keys: Bearer authentication. Without: whoever comes over loopback to a cluster that
 listens there alone, or everybody where the configuration says so. This is checked here, on the peer's address, because Serve's
 proxies may listen on every interface. Open to all are the chat page and the other paths of `_OPEN`; /admin has a key of its own
-(router/app.py).
+(router/endpoints/operators.py).
 """
 
 from __future__ import annotations

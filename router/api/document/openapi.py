@@ -113,10 +113,14 @@ class Operation:
 
 
 class DocumentedApp(FastAPI):
-    """FastAPI, whose document also has the two kinds of keys."""
+    """FastAPI, whose document also has the two kinds of keys, and no docstrings of endpoints: those speak to developers."""
 
     def openapi(self) -> Json:
+        """Return the OpenAPI document of this app."""
         document: Json = super().openapi()
+        for path in document["paths"].values():
+            for operation in path.values():
+                operation.pop("description", None)
         kinds = (access for access in Access if access is not Access.ANYBODY)
         schemes = {access.value: {"type": "http", "scheme": "bearer"} for access in kinds}
         document["components"] = {"securitySchemes": schemes}

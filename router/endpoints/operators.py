@@ -1,0 +1,90 @@
+"""The endpoints of those who run the cluster: /admin for operators, and what machines ask, /health and /metrics.
+
+The operator's key and the loopback rule of /admin are checked here, on the peer's address: Serve's proxies may listen on every
+interface.
+"""
+
+from __future__ import annotations
+
+import hmac
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from configs.addresses import is_loopback
+from configs.schema import HttpConfig
+from protocol.errors import AuthenticationError, NotAllowedError
+from protocol.messages import Role
+from router.api.tools.bodies import DrainBody, ScaleBody
+from router.endpoints.reading import read_body
+from router.service import Router
+
+_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class ProbeEndpoints:
+    """GET /health and /metrics, which are open to everybody."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    async def health(self, request: Request) -> Response:
+        """Tell whether a request could get through; a 503 says why none can."""
+        problem = self._router.health_problem()
+        if problem is None:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "unavailable", "reason": problem}, 503, {"retry-after": "1"})
+
+    async def metrics(self, request: Request) -> Response:
+        """Show the router's metrics in Prometheus' text format."""
+        return Response(self._router.metrics.render(), media_type=_METRICS_TYPE)
+
+
+class OperatorEndpoints:
+    """GET /admin/status and /admin/audit, POST /admin/scale and /admin/drain."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    async def status(self, request: Request) -> Response:
+        """Show the workers as this router knows them."""
+        check_operator(self._router.config.http, request)
+        return JSONResponse(self._router.status())
+
+    async def audit(self, request: Request) -> Response:
+        """Show what workers hold though no request needs it."""
+        check_operator(self._router.config.http, request)
+        return JSONResponse(await self._router.audit())
+
+    async def scale(self, request: Request) -> Response:
+        """Set the number of workers of one role or of both."""
+        check_operator(self._router.config.http, request)
+        body, _ = await read_body(self._router, request, ScaleBody)
+        body.check_together()
+        wanted = {Role.PREFILL: body.prefill, Role.DECODE: body.decode}
+        for role, workers in wanted.items():
+            if workers is not None:
+                await self._router.scale(role, workers)
+        return JSONResponse({role.value: workers for role, workers in wanted.items() if workers is not None})
+
+    async def drain(self, request: Request) -> Response:
+        """Let a worker finish what it has and stop, or start anew."""
+        check_operator(self._router.config.http, request)
+        body, _ = await read_body(self._router, request, DrainBody)
+        await self._router.drain(body.worker, body.restart)
+        return JSONResponse({"worker": body.worker, "restart": body.restart})
+
+
+def check_operator(http: HttpConfig, request: Request) -> None:
+    """Raise AuthenticationError unless the request has the operator's key.
+
+    Where no key is configured, raise NotAllowedError unless both the cluster and the peer are on loopback addresses.
+    """
+    if http.admin_key is not None:
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        # Headers arrive as latin-1; the key may hold any character.
+        right = hmac.compare_digest(given.encode("latin-1"), http.admin_key.encode())
+        if scheme.lower() != "bearer" or not right:
+            raise AuthenticationError("this needs the operator's key: send `Authorization: Bearer <http.admin_key>`")
+    elif not (is_loopback(http.host) and request.client is not None and is_loopback(request.client.host)):
+        raise NotAllowedError("without http.admin_key this is only served on loopback addresses; set a key to use it here")

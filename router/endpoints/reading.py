@@ -1,0 +1,33 @@
+"""What endpoints do first: read the body, and check the model that it names."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from starlette.requests import Request
+
+from router.access.gate import caller_of
+from router.api.body import Body, parse_body
+from router.api.intake import read_json_bytes
+from router.service import Router
+
+_B = TypeVar("_B", bound=Body)
+
+
+async def read_body(router: Router, request: Request, kind: type[_B]) -> tuple[_B, int]:
+    """Return the checked body and its size in bytes.
+
+    Raises InvalidRequestError, and its kinds for a body of the wrong media type, too large (`http.max_body_bytes`) or too slow
+    (`limits.queue_s`).
+    """
+    data = await read_json_bytes(request, router.config.http.max_body_bytes, router.config.limits.queue_s)
+    return await router.offload(len(data), parse_body, kind, data), len(data)
+
+
+def check_model(router: Router, request: Request, name: str | None) -> None:
+    """Raise ModelNotFoundError if `name` is not the served model, and NotAllowedError if the caller may not use that one.
+
+    None stands for the served model.
+    """
+    router.check_model(name)
+    caller_of(request.scope).check_model(router.facts.name)

@@ -1,0 +1,58 @@
+"""Begins streams that their clients may resume, and sends the rest of one when its client is back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from protocol.errors import InvalidRequestError
+from router.access.gate import caller_of
+from router.api.answer_sender import EventSender
+from router.api.completion_events import CompletionEvents
+from router.api.prepare import Generation
+from router.api.shapes import AnswerInfo, AnswerShape
+from router.endpoints.metered import MeteredRouter
+from router.endpoints.reading import check_model
+from router.request.choices import emitted_choices
+from router.resume.event_ids import EventId
+from router.resume.recorder import Recorder, new_writer
+from router.resume.resumable import AnswerRequest, ResumableEvents, stream_key
+from router.service import Router
+
+
+class ResumptionEndpoint:
+    """Begins streams that are recorded, and resumes them from their records."""
+
+    def __init__(self, router: Router, metered: MeteredRouter, recorder: Recorder) -> None:
+        self._router = router
+        self._metered = metered
+        self._recorder = recorder
+
+    def begin(
+        self, request: Request, generations: Sequence[Generation], shape: AnswerShape, info: AnswerInfo, *, stream: bool
+    ) -> Response:
+        """Answer by a stream whose pieces go on record before they are sent.
+
+        Raises InvalidRequestError if the client did not ask for a `stream`, or did not name it.
+        """
+        if not stream:
+            raise InvalidRequestError("only streamed answers can be resumed; set `stream` to true", param="stream")
+        key = stream_key(request, caller_of(request.scope).tenant)
+        writer = new_writer(key, AnswerRequest(tuple(generations), info).dump())
+        deltas = self._recorder.recorded(writer, self._metered.generate(request, generations))
+        return EventSender(deltas, ResumableEvents(CompletionEvents(shape, info)), generations[0].num_dropped)
+
+    async def resume(self, request: Request, seen: EventId, shape: Callable[[AnswerInfo], AnswerShape]) -> Response:
+        """Send the rest of a stream: what is on record after the event `seen`, then what was not generated yet.
+
+        Raises StreamNotFoundError if there is no such record, and UnavailableError if the keeper of the records is away.
+        """
+        check_model(self._router, request, None)
+        record = await self._recorder.take_over(stream_key(request, caller_of(request.scope).tenant), seen.piece)
+        recorded = AnswerRequest.load(record.request)
+        emitted = emitted_choices(record.deltas, recorded.info.num_choices)
+        rest = self._metered.generate(request, recorded.generations, emitted)
+        events = ResumableEvents(CompletionEvents(shape(recorded.info), recorded.info), seen)
+        return EventSender(self._recorder.resumed(record, rest), events, recorded.generations[0].num_dropped)

@@ -1,0 +1,73 @@
+"""The table of all endpoints: method, path, who answers it, and what the OpenAPI document says about it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from router.access.meter import Meter
+from router.api.chat.body import ChatBody
+from router.api.completions.body import CompletionBody
+from router.api.document import answer_schemas as answers
+from router.api.document import service_schemas as service
+from router.api.document.openapi import Access, Operation
+from router.api.responses.body import ResponsesBody
+from router.api.tools.bodies import DetokenizeBody, DrainBody, ScaleBody, TokenizeBody
+from router.endpoints.generation import GenerationEndpoints
+from router.endpoints.metered import MeteredRouter
+from router.endpoints.model import ModelEndpoints
+from router.endpoints.operators import OperatorEndpoints, ProbeEndpoints
+from router.endpoints.resumption import ResumptionEndpoint
+from router.resume.recorder import Recorder
+from router.service import Router
+
+_CALLERS, _OPERATORS, _ANYBODY = Access.CALLERS, Access.OPERATORS, Access.ANYBODY
+
+
+class Endpoint(NamedTuple):
+    """One row of the table. The function's name is the operation's name in the OpenAPI document."""
+
+    method: str
+    path: str
+    function: Callable[[Request], Awaitable[Response]]
+    operation: Operation
+
+
+def endpoint_table(router: Router, meter: Meter, recorder: Recorder) -> list[Endpoint]:
+    """Return all endpoints of one router. In an Operation: who may call, the answer, the body, and a stream's event."""
+    metered = MeteredRouter(router, meter)
+    generation = GenerationEndpoints(router, metered, ResumptionEndpoint(router, metered, recorder))
+    model, probes, operators = ModelEndpoints(router), ProbeEndpoints(router), OperatorEndpoints(router)
+
+    chat = Operation(_CALLERS, answers.ChatCompletion, ChatBody, answers.ChatChunk)
+    complete = Operation(_CALLERS, answers.Completion, CompletionBody, answers.CompletionChunk)
+    respond = Operation(_CALLERS, answers.ResponseObject, ResponsesBody, answers.ResponseEvent)
+    models = Operation(_CALLERS, service.ModelList)
+    card = Operation(_CALLERS, service.ModelCard, path_names_model=True)
+    tokenize = Operation(_CALLERS, service.Tokens, TokenizeBody)
+    detokenize = Operation(_CALLERS, service.Text, DetokenizeBody)
+    health = Operation(_ANYBODY, service.Healthy, unavailable=service.Unhealthy)
+    metrics = Operation(_ANYBODY, None)
+    status = Operation(_OPERATORS, service.Status)
+    audit = Operation(_OPERATORS, service.Audit)
+    scale = Operation(_OPERATORS, service.Scaled, ScaleBody, unavailable=answers.Refusal)
+    drain = Operation(_OPERATORS, service.Drained, DrainBody, unavailable=answers.Refusal)
+
+    return [
+        Endpoint("POST", "/v1/chat/completions", generation.chat, chat),
+        Endpoint("POST", "/v1/completions", generation.complete, complete),
+        Endpoint("POST", "/v1/responses", generation.respond, respond),
+        Endpoint("GET", "/v1/models", model.models, models),
+        Endpoint("GET", "/v1/models/{name:path}", model.model, card),
+        Endpoint("POST", "/tokenize", model.tokenize, tokenize),
+        Endpoint("POST", "/detokenize", model.detokenize, detokenize),
+        Endpoint("GET", "/health", probes.health, health),
+        Endpoint("GET", "/metrics", probes.metrics, metrics),
+        Endpoint("GET", "/admin/status", operators.status, status),
+        Endpoint("GET", "/admin/audit", operators.audit, audit),
+        Endpoint("POST", "/admin/scale", operators.scale, scale),
+        Endpoint("POST", "/admin/drain", operators.drain, drain),
+    ]
