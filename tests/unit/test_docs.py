@@ -1,0 +1,95 @@
+"""The pages for readers: links lead somewhere, pages are short, pictures are up to date, and the API page is whole."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from router.api.chat.body import ChatBody
+from router.api.completions.body import CompletionBody
+from router.api.responses.body import ResponsesBody
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")])
+MAX_LINES = 250
+LIMITS = {"README.md": 150, "CHANGELOG.md": 1000, "docs/architecture.md": 502}
+"""Other limits: README is a front door, a changelog only grows, and the architecture page is still to be split."""
+
+_FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)|<(?:img|a)\b[^>]*?(?:src|href)=\"([^\"]+)\"")
+_HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def prose(page: Path) -> str:
+    """The page without its blocks of code."""
+    return _FENCE.sub("", page.read_text())
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub makes of a page's headings: lower case, no punctuation, dashes for spaces, numbers for repetitions."""
+    found: set[str] = set()
+    for heading in _HEADING.findall(prose(page)):
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        slug = re.sub(r"[^\w\- ]", "", text.strip().lower()).replace(" ", "-")
+        numbered = (f"{slug}-{number}" if number else slug for number in range(1000))
+        found.add(next(anchor for anchor in numbered if anchor not in found))
+    return found
+
+
+def dead_links(page: Path) -> list[str]:
+    dead = []
+    for markdown, html in _LINK.findall(prose(page)):
+        link = markdown or html
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+            dead.append(link)
+    return dead
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_relative_links_and_anchors_lead_somewhere(page: Path) -> None:
+    assert dead_links(page) == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "benchmarks" not in page.parts], ids=name_of)
+def test_pages_are_short(page: Path) -> None:
+    assert len(page.read_text().splitlines()) <= LIMITS.get(name_of(page), MAX_LINES)
+
+
+def test_a_dead_link_and_a_dead_anchor_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text('# A page, of `mine`\n\n[a](gone.md) [b](page.md#a-page-of-mine) [c](#nowhere)\n<img src="gone.svg">\n')
+    assert dead_links(page) == ["gone.md", "#nowhere", "gone.svg"]
+
+
+def test_pictures_are_what_their_scripts_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DOCS))
+    badges, chart, path = (importlib.import_module(name) for name in ("badges", "throughput_chart", "data_path"))
+    drawn = {path.TARGET: path.draw(), chart.TARGET: chart.draw(chart.read_groups()), **badges.pictures()}
+    stale = [name_of(target) for target, picture in drawn.items() if target.read_text() != picture]
+    assert stale == [], "draw them anew with `make docs`"
+
+
+def test_the_api_page_names_every_field_and_every_path() -> None:
+    page = (DOCS / "api.md").read_text()
+    whole, _, responses = page.partition("## Use `/v1/responses`")
+    for name in {**ChatBody.model_fields, **CompletionBody.model_fields}:
+        assert f"`{name}`" in whole, name
+    for name in ResponsesBody.model_fields:
+        assert f"`{name}`" in responses, name
+    document = json.loads((ROOT / "tests" / "unit" / "snapshots" / "openapi.json").read_text())
+    for path, methods in document["paths"].items():
+        for method in methods:
+            assert f"`{method.upper()} {path}`" in page, f"{method} {path}"
