@@ -5,7 +5,7 @@
 # make format   ruff rewrites what it can
 # make unit     the unit tests alone
 # make unit-newest  the same on the newest Python that is installed and that all dependencies support
-# make docs     draw the pictures of README and docs anew, then check every link
+# make docs     draw the pictures and the module map anew, then check every link
 # make update   renew requirements.lock: the newest versions that the ranges in pyproject.toml allow
 # make chaos    workers and connections fail under load for twenty minutes (TANDEM_CHAOS_S=seconds); report in benchmarks/results/chaos.md
 # make clean    forget the environment and every cache in this folder
@@ -60,6 +60,13 @@ unit: $(VENV)/.installed-test
 unit-newest:
 	@test -n "$(NEWEST_PYTHON)" || { echo "no Python newer than 3.11 is installed; name one with NEWEST_PYTHON=..." >&2; exit 1; }
 	$(MAKE) unit PYTHON=$(NEWEST_PYTHON) VENV=.venv-newest
+
+docs: $(VENV)/.installed-test
+	$(BIN)/python docs/badges.py
+	$(BIN)/python docs/data_path.py
+	$(BIN)/python docs/throughput_chart.py
+	$(BIN)/python docs/module_map.py
+	$(BIN)/pytest tests/unit/test_docs.py $(ARGS)
 
 update: | $(BIN)/python
 	rm -rf build/update

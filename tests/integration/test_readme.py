@@ -20,7 +20,8 @@ from typing import Any
 
 import httpx
 import pytest
-from local_processes import TANDEM
+
+from tests.integration.local_processes import TANDEM
 
 ROOT = Path(__file__).parents[2]
 ADDRESS = "http://127.0.0.1:8000"
