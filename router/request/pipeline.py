@@ -4,9 +4,10 @@ admit ─► reserve ─► prefill ─► first token ─► attach ─► fram
   ▲                    │            │            │         │
   │                    │            │            │         │                         where the prompt is computed at decode
   └────────────────────┴────────────┴────────────┴─────────┘  a worker was lost or the KV did not arrive: go on at another
-                                                              pair with prompt + what was emitted (`router.rules.resumption`)
+                                                              pair with prompt + what was emitted
 
-While frames come the stream may move to another decode worker (`router.dispatch.migrator`): this function does not notice.
+One way through is an `Attempt` (`router.request.attempt`); whether another one follows is decided by `RetryPolicy`
+(`router.rules.retry_policy`).
 """
 
 from __future__ import annotations
@@ -15,21 +16,47 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Container
+from collections.abc import AsyncGenerator, AsyncIterator, Container
+from contextlib import asynccontextmanager
 
 from configs.schema import LimitsConfig
 from protocol.errors import KvTransferError, OverloadedError, UnavailableError
 from router.dispatch.admission import Admission
-from router.dispatch.claim import Claim, First
 from router.dispatch.journal import Journal, Tokens
 from router.dispatch.migrator import Migrator
+from router.request.attempt import Attempt
 from router.request.choices import SharedPrompt
-from router.rules.resumption import Course, Deaths, Trials
+from router.request.suspect_queue import SuspectQueue
+from router.rules.retry_policy import RecentDeaths, RetryPolicy
 from telemetry.logging import fields
 from telemetry.metrics import Metrics
 from telemetry.request_times import RequestTimes
 
 log = logging.getLogger(__name__)
+
+
+class _Attempts:
+    """What the attempts at one choice have in common, and what the next one has to know of those before."""
+
+    def __init__(self, policy: RetryPolicy, avoid: Container[str], deadline: float) -> None:
+        self.policy = policy
+        self.avoid = avoid
+        """Workers that come last when the next pair is chosen."""
+        self.deadline = deadline
+        """The next attempt begins until then, on the loop's clock."""
+        self._failed: frozenset[str] = frozenset()
+        self._id = uuid.uuid4().hex  # ours: what a client calls its request need not be unique
+        self.num_begun = 0
+
+    def begin(self) -> str:
+        """The name of the next attempt, for workers."""
+        self.num_begun += 1
+        return f"{self._id}-{self.num_begun}"
+
+    def failed(self, workers: set[str], deadline: float) -> None:
+        """The next attempt avoids these workers and those of the failures before, and has until `deadline` to begin."""
+        self.avoid = self._failed = self._failed | workers
+        self.deadline = deadline
 
 
 class Pipeline:
@@ -40,8 +67,8 @@ class Pipeline:
         self._migrator = migrator
         self._limits = limits
         self._metrics = metrics
-        self._trials = Trials()
-        self._deaths = Deaths()
+        self._suspects = SuspectQueue()
+        self._deaths = RecentDeaths()
 
     async def run(
         self, journal: Journal, times: RequestTimes, prompt: SharedPrompt | None = None
@@ -52,51 +79,42 @@ class Pipeline:
 
         Closing the generator, or cancelling whoever waits in it, frees what the request holds in any phase. Raises a
         worker's refusal as it is; OverloadedError and UnavailableError as `Admission.admit`; UnavailableError's kinds and
-        PoisonError after the last attempt, as `router.rules.resumption` has it.
+        PoisonError after the last attempt, as `router.rules.retry_policy` has it.
         """
         times.prepared()
-        request_id = uuid.uuid4().hex  # ours: what a client calls its request need not be unique
         follows = prompt is not None and journal.sampling.choice > 0
         avoid: Container[str] = await prompt.elsewhere() if prompt is not None and follows else ()
-        failed: set[str] = set()
-        course = Course(self._deaths)
-        deadline = asyncio.get_running_loop().time() + self._limits.queue_s
-        tries = 0
+        attempts = _Attempts(RetryPolicy(self._deaths), avoid, self._deadline())
         while True:
-            tries += 1
-            resumed = tries > 1 or journal.num_generated > 0
-            async with self._trials.held(course.suspected, deadline) as acquit:
-                claim = await self._admission.admit(f"{request_id}-{tries}", journal, deadline, resumed=resumed, avoid=avoid)
-                with claim:
-                    times.admitted()
-                    try:
-                        tokens = await _begin(claim, journal, times, prompt)
-                        yield tokens
-                        if tokens.finish_reason is not None:
-                            return
-                        times.attached(await claim.attach(tokens.token_ids[0], journal.sampling, journal.num_generated))
-                        _note_place(prompt, claim)
-                        with self._migrator.movable(claim, journal):
-                            while True:
-                                tokens = journal.record(await claim.tokens())
-                                acquit()
-                                for arrival in tokens.arrivals:
-                                    times.stepped(*arrival)
-                                yield tokens
-                                if tokens.finish_reason is not None:
-                                    return
-                    except OverloadedError:
-                        # Prefill's queue is full; nothing was lost by it, so it is no failed attempt.
-                        claim.refused()
-                    except UnavailableError as error:
-                        self._note_failure(error, claim, journal, course, times)
-                        avoid = failed = failed | (claim.lost or {link.ref.worker_id for link in claim.workers})
-                        deadline = asyncio.get_running_loop().time() + self._limits.queue_s
+            async with self._attempt(attempts, journal, times, prompt) as attempt:
+                try:
+                    yield await attempt.first_tokens()
+                    await attempt.attach()
+                    while not attempt.finished:
+                        yield await attempt.next_tokens()
+                    return
+                except OverloadedError:
+                    # Prefill's queue is full; nothing was lost by it, so it is no failed attempt.
+                    attempt.claim.refused()
+                except UnavailableError as error:
+                    self._note_failure(error, attempt, attempts)
 
-    def _note_failure(
-        self, error: UnavailableError, claim: Claim, journal: Journal, course: Course, times: RequestTimes
-    ) -> None:
+    @asynccontextmanager
+    async def _attempt(
+        self, attempts: _Attempts, journal: Journal, times: RequestTimes, prompt: SharedPrompt | None
+    ) -> AsyncIterator[Attempt]:
+        """The next attempt, when it is its turn and there is room for it."""
+        async with self._suspects.turn(attempts.policy.suspected, attempts.deadline) as cleared:
+            attempt_id = attempts.begin()
+            resumed = attempts.num_begun > 1 or journal.num_generated > 0
+            claim = await self._admission.admit(attempt_id, journal, attempts.deadline, resumed=resumed, avoid=attempts.avoid)
+            with Attempt(claim, journal, times, prompt=prompt, migrator=self._migrator, cleared=cleared) as attempt:
+                times.admitted()
+                yield attempt
+
+    def _note_failure(self, error: UnavailableError, attempt: Attempt, attempts: _Attempts) -> None:
         """Raises what ends the request, if it may not go on."""
+        claim, journal, times = attempt.claim, attempt.journal, attempt.times
         times.lost()
         if isinstance(error, KvTransferError):
             self._metrics.kv_transfer_failures.inc()
@@ -106,34 +124,13 @@ class Pipeline:
         trace = journal.trace.trace_id
         log.warning("an attempt failed: %s", error.message, extra=fields(trace=trace, code=error.code, **pair, **state))
         if claim.decoded:
-            course.decoded()
-        course.failed(error, journal.num_generated, claim.killed)
+            attempts.policy.decoded()
+        attempts.policy.failed(error, journal.num_generated, claim.killed)
         if journal.num_generated:
             self._metrics.resumed_streams.inc()
             times.resumes += 1
+        attempts.failed(claim.lost or {link.ref.worker_id for link in claim.workers}, self._deadline())
 
-
-async def _begin(claim: Claim, journal: Journal, times: RequestTimes, prompt: SharedPrompt | None) -> Tokens:
-    """The first token of an attempt, noted."""
-    first = await claim.first_token(journal)
-    times.prefilled(first.prefilled.prefill_s)
-    if first.finish_reason is not None:
-        claim.finished()
-        _note_place(prompt, claim)
-    if prompt is not None and first.prefilled.prompt_logprobs is not None:
-        prompt.logprobs = first.prefilled.prompt_logprobs
-    return journal.record(_tokens(first, journal, prompt))
-
-
-def _note_place(prompt: SharedPrompt | None, claim: Claim) -> None:
-    if prompt is not None:
-        prompt.placed(claim.computes.ref.worker_id, claim.decode.ref.worker_id)
-
-
-def _tokens(first: First, journal: Journal, prompt: SharedPrompt | None) -> Tokens:
-    """What a resumed attempt finds cached may be the answer's own tokens, what a further choice does is the first one's prompt;
-    clients are told what the first attempt of the first choice found."""
-    logprobs = () if first.logprobs is None else (first.logprobs,)
-    cached_tokens = 0 if journal.num_generated or journal.sampling.choice else first.prefilled.cached_tokens
-    prompt_logprobs = first.prefilled.prompt_logprobs if prompt is None or journal.num_generated else prompt.logprobs
-    return Tokens((first.token_id,), logprobs, first.finish_reason, cached_tokens, prompt_logprobs)
+    def _deadline(self) -> float:
+        """Until when a request may wait for room that begins to wait now, on the loop's clock."""
+        return asyncio.get_running_loop().time() + self._limits.queue_s

@@ -1,4 +1,4 @@
-"""Who may go on after a failure, and who is to blame: the rules, and the router's requests by them."""
+"""Which requests go on after a failure, and which are refused as the cause: the rules, and the router's requests by them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from protocol.errors import KvTransferError, PoisonError, UnavailableError, WorkerLostError
 from protocol.messages import Attach, Role, WorkerLife
-from router.rules.resumption import Course, Deaths, Trials
+from router.rules.retry_policy import RecentDeaths, RetryPolicy
 
 Run = Callable[..., None]
 LOST = WorkerLostError("gone")
@@ -23,14 +23,14 @@ events = st.lists(st.sampled_from(["kill", "bystander", "transfer", "decoded"]),
 
 
 @given(events, st.integers(0, 40), st.floats(1, 200))
-def test_only_deaths_without_a_token_between_them_convict(happened: list[str], tokens_each: int, gap_s: float) -> None:
-    deaths = Deaths()
-    course, failures, resumes, emitted = Course(deaths), 0, 0, 0
+def test_only_deaths_without_a_token_between_them_count(happened: list[str], tokens_each: int, gap_s: float) -> None:
+    deaths = RecentDeaths()
+    policy, failures, resumes, emitted = RetryPolicy(deaths), 0, 0, 0
     mine: list[int] = []
     died: dict[int, float] = {}
     for number, event in enumerate(happened):
         if event == "decoded":
-            course.decoded()
+            policy.decoded()
             mine, failures, emitted = [], 0, emitted + tokens_each
             continue
         error = KvTransferError("damaged") if event == "transfer" else LOST
@@ -51,44 +51,10 @@ def test_only_deaths_without_a_token_between_them_convict(happened: list[str], t
         killed = life if event == "kill" else None
         if end is not None:
             with pytest.raises(end):
-                course.failed(error, emitted, killed)
+                policy.failed(error, emitted, killed)
             return
-        course.failed(error, emitted, killed)
-        assert course.suspected == bool(mine)
-
-
-def test_suspects_are_tried_one_at_a_time_and_others_pass() -> None:
-    async def main() -> None:
-        trials = Trials()
-        deadline = asyncio.get_running_loop().time() + 10
-        said: list[str] = []
-
-        async def suspect(name: str, end: asyncio.Event) -> None:
-            async with trials.held(True, deadline) as acquit:
-                said.append(name)
-                await end.wait()
-                acquit()
-                await asyncio.sleep(0.01)
-
-        ends = [asyncio.Event() for _ in range(3)]
-        tasks = [asyncio.create_task(suspect(str(number), end)) for number, end in enumerate(ends)]
-        async with trials.held(False, deadline):
-            await asyncio.sleep(0)
-        assert said == ["0"]
-        tasks[1].cancel()
-        ends[0].set()
-        await asyncio.sleep(0.005)
-        assert said == ["0", "2"], "an acquittal lets the next one in, and one that left is passed"
-        soon = asyncio.get_running_loop().time() + 0.01
-        with pytest.raises(UnavailableError, match="tried before"):
-            async with trials.held(True, soon):
-                raise AssertionError("two at a time")
-        ends[2].set()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        async with trials.held(True, soon + 5):
-            pass
-
-    asyncio.run(main())
+        policy.failed(error, emitted, killed)
+        assert policy.suspected == bool(mine)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -142,8 +108,8 @@ def test_a_stream_outlives_any_number_of_workers_that_decoded_some_of_it(run_clu
     run_cluster(test, decode=2)
 
 
-def test_innocents_that_began_with_a_killer_are_all_served(run_cluster: Run) -> None:
-    """Nobody can tell them apart at the first death; at the second the killer is on trial alone."""
+def test_requests_that_began_with_a_killer_are_all_served(run_cluster: Run) -> None:
+    """Nobody can tell them apart at the first death; at the second the killer runs alone."""
 
     async def test(cluster: Any) -> None:
         cluster.says(TEXT)

@@ -1,0 +1,110 @@
+"""One attempt at one choice, with the workers and the ticket that its claim holds.
+
+    first_tokens ──► attach ──► next_tokens, again and again ──► finished        or any of them raises why the attempt failed
+          └── the first token is the last ──────────────────────────┘
+
+Leaving the attempt frees what it holds in any phase. While it is attached the stream may move to another decode worker, or be
+copied there (`router.dispatch.migrator`), which is not noticed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import TracebackType
+
+from router.dispatch.claim import Claim, First
+from router.dispatch.journal import Journal, Tokens
+from router.dispatch.migrator import Migrator
+from router.request.choices import SharedPrompt
+from telemetry.request_times import RequestTimes
+
+
+class Attempt:
+    """A context manager around one claim. What it returns is on record in the journal already."""
+
+    def __init__(
+        self,
+        claim: Claim,
+        journal: Journal,
+        times: RequestTimes,
+        *,
+        prompt: SharedPrompt | None,
+        migrator: Migrator,
+        cleared: Callable[[], None],
+    ) -> None:
+        """`cleared` is called when a token was decoded. `prompt` is set if the choice shares its prompt with others."""
+        self.claim = claim
+        self.journal = journal
+        self.times = times
+        self.finished = False
+        """The latest tokens had the finish reason."""
+        self._prompt = prompt
+        self._migrator = migrator
+        self._cleared = cleared
+        self._held = ExitStack()
+
+    def __enter__(self) -> Attempt:
+        self._held.enter_context(self.claim)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._held.__exit__(kind, error, trace)
+
+    async def first_tokens(self) -> Tokens:
+        """Have the prompt computed, with what was emitted before, and return the token that follows it.
+
+        Raises OverloadedError if the queue of the prefill worker is full, UnavailableError if the attempt has failed.
+        """
+        first = await self.claim.first_token(self.journal)
+        self.times.prefilled(first.prefilled.prefill_s)
+        if first.finish_reason is not None:
+            self.finished = True
+            self.claim.finished()
+            self._note_place()
+        if self._prompt is not None and first.prefilled.prompt_logprobs is not None:
+            self._prompt.logprobs = first.prefilled.prompt_logprobs
+        return self.journal.record(self._tokens(first))
+
+    async def attach(self) -> None:
+        """Let decode go on from the first token; returns when it has the KV. Does nothing if that token was the last.
+
+        Raises UnavailableError if the attempt has failed.
+        """
+        if self.finished:
+            return
+        journal = self.journal
+        self.times.attached(await self.claim.attach(journal.emitted[-1], journal.sampling, journal.num_generated))
+        self._note_place()
+        self._held.enter_context(self._migrator.movable(self.claim, journal))
+
+    async def next_tokens(self) -> Tokens:
+        """Wait for what decode makes, and return all that is there. Raises UnavailableError if the attempt has failed."""
+        tokens = self.journal.record(await self.claim.tokens())
+        self._cleared()
+        for arrival in tokens.arrivals:
+            self.times.stepped(*arrival)
+        self.finished = tokens.finish_reason is not None
+        return tokens
+
+    def _note_place(self) -> None:
+        if self._prompt is not None:
+            self._prompt.placed(self.claim.computes.ref.worker_id, self.claim.decode.ref.worker_id)
+
+    def _tokens(self, first: First) -> Tokens:
+        """The first token as clients are told of it.
+
+        A resumed attempt may find the answer's own tokens cached, and a further choice finds the first one's prompt. So
+        clients are told what the first attempt of the first choice found.
+        """
+        resumed = self.journal.num_generated > 0
+        prompt_logprobs = first.prefilled.prompt_logprobs
+        if self._prompt is not None and not resumed:
+            prompt_logprobs = self._prompt.logprobs
+        return Tokens(
+            token_ids=(first.token_id,),
+            logprobs=() if first.logprobs is None else (first.logprobs,),
+            finish_reason=first.finish_reason,
+            cached_tokens=0 if resumed or self.journal.sampling.choice else first.prefilled.cached_tokens,
+            prompt_logprobs=prompt_logprobs,
+        )
