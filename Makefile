@@ -1,9 +1,11 @@
 # make serve    install, fetch the default model, start a cluster of one prefill and one decode worker (ARGS="--port 9000")
-# make test     install with the test tools, then ruff, mypy and pytest
+# make test     install with the test tools, then ruff, mypy and the quick tests: twelve minutes on two cores
+# make test-all   the same, then the slow tests (make test-slow): all of them in an hour
 # make install  the first half of both: .venv with the package versions of requirements.lock
 # make lint     ruff and mypy
 # make format   ruff rewrites what it can
-# make unit     the unit tests alone
+# make unit     the unit tests alone, slow ones included
+# make coverage   which lines of the product the unit and fault tests run; worker processes are not counted
 # make unit-newest  the same on the newest Python that is installed and that all dependencies support
 # make docs     draw the pictures and the module map anew, then check every link
 # make update   renew requirements.lock: the newest versions that the ranges in pyproject.toml allow
@@ -13,7 +15,7 @@
 # Needs Python 3.11 or newer (PYTHON=... names another one) and nothing else; everything goes into .venv.
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test lint format unit unit-newest docs update chaos clean
+.PHONY: help install serve test test-slow test-all coverage lint format unit unit-newest docs update chaos clean
 .DELETE_ON_ERROR:
 
 VENV := .venv
@@ -42,8 +44,23 @@ install: $(VENV)/.installed
 serve: install
 	@exec $(BIN)/tandem serve $(ARGS)
 
+# Tests of single parts share the cores. A cluster has them for itself, and its tests run one after the other.
+PARTS := -n 2 --dist loadfile tests/unit tests/fault
+CLUSTERS := tests/integration tests/gpu
+
 test: lint
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest $(PARTS) -m "not slow" $(ARGS)
+	$(BIN)/pytest $(CLUSTERS) -m "not slow" $(ARGS)
+
+test-slow: $(VENV)/.installed-test
+	$(BIN)/pytest $(PARTS) -m slow $(ARGS)
+	$(BIN)/pytest $(CLUSTERS) -m slow $(ARGS)
+
+test-all: test
+	$(MAKE) test-slow
+
+coverage: $(VENV)/.installed-test
+	$(BIN)/pytest $(PARTS) --cov $(ARGS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -55,7 +72,7 @@ format: $(VENV)/.installed-test
 	$(BIN)/ruff format .
 
 unit: $(VENV)/.installed-test
-	$(BIN)/pytest tests/unit $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile tests/unit $(ARGS)
 
 unit-newest:
 	@test -n "$(NEWEST_PYTHON)" || { echo "no Python newer than 3.11 is installed; name one with NEWEST_PYTHON=..." >&2; exit 1; }

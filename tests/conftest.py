@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
+# One of several processes of tests computes on one core, and so do the processes that it starts. OpenMP reads this once.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings

@@ -16,6 +16,8 @@ import pytest
 from benchmarks.lib.environment import write_result
 from tests.integration.chaos import Chaos, growing
 
+pytestmark = pytest.mark.slow
+
 SECONDS = float(os.environ.get("TANDEM_CHAOS_S", "45"))
 SEED = int(os.environ.get("TANDEM_CHAOS_SEED", "1"))
 SOAK = SECONDS >= 600

@@ -36,6 +36,7 @@ def test_four_choices_share_one_prefill(cluster: Any) -> None:
     assert held >= 3 * (num_prompt // 16 * 16), "nor is it sent again"
 
 
+@pytest.mark.slow
 def test_echo_scores_prompts_as_transformers_does(cluster: Any, transformers_smollm2: Any) -> None:
     rng = random.Random(5)
     prompts = [[rng.randrange(17, 40_000) for _ in range(length)] for length in (1, 2, 40, 700)]

@@ -13,6 +13,8 @@ import pytest
 from benchmarks.lib.streams import Answered, Request
 from tests.integration.disturbed import begun, disturbed, until
 
+pytestmark = pytest.mark.slow
+
 BACK_S = 20.0
 
 

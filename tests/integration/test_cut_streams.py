@@ -11,6 +11,8 @@ import pytest
 
 from benchmarks.cut_streams import CONFIG, GROWTH_LIMIT, cut_streams
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.timeout(400)
 def test_cut_streams_leave_nothing_behind(serve: Callable[..., Any], tmp_path: Path) -> None:

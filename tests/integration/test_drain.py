@@ -85,6 +85,7 @@ def two_decodes(cluster: Any) -> Any:
     return cluster
 
 
+@pytest.mark.slow
 def test_eight_streams_leave_a_drained_worker_exactly(two_decodes: Any) -> None:
     cluster = two_decodes
     expected = run_all(variants(cluster, 8, 500))
@@ -133,6 +134,7 @@ def load(cluster: Any, stop: threading.Event) -> Iterator[Stream]:
         yield from batch
 
 
+@pytest.mark.slow
 def test_a_rollout_under_load_fails_no_request(two_decodes: Any) -> None:
     cluster = two_decodes
     before = {w["worker_id"]: w["epoch"] for w in cluster.workers()}

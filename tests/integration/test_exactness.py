@@ -11,6 +11,8 @@ import httpx
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = [5, 6, 8, 11, 15, 16, 17, 24, 32, 47, 64, 100, 128, 200, 257, 384, 511, 700, 1024, 1500]
 NUM_TOKENS = 12
 TEXTS = [

@@ -26,7 +26,7 @@ from tests.integration.local_processes import TANDEM, marked_processes
 REDIS = shutil.which("redis-server")
 START_S = 60.0
 
-pytestmark = pytest.mark.skipif(REDIS is None, reason="redis-server is not installed")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(REDIS is None, reason="redis-server is not installed")]
 
 
 @dataclass

@@ -26,6 +26,7 @@ def two_decodes(cluster: Any) -> Any:
     return cluster
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)  # tool calls of 600 tokens in float32, twice
 def test_every_kind_of_stream_outlives_its_workers(two_decodes: Any) -> None:
     requests = [Request(kind, number, 60) for number in range(2) for kind in KINDS]
@@ -47,6 +48,7 @@ def test_every_kind_of_stream_outlives_its_workers(two_decodes: Any) -> None:
     two_decodes.until(two_decodes.clean, 20)
 
 
+@pytest.mark.slow
 def test_a_long_stream_goes_on_where_its_copy_is(two_decodes: Any) -> None:
     """Prefill computes nothing again, and the other decode worker little."""
 
@@ -74,6 +76,7 @@ def test_streams_wait_for_the_only_decode_worker(cluster: Any) -> None:
     asyncio.run(disturbed(cluster, [Request(kind, 3, 40) for kind in KINDS], disturb))
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_loses_its_streams_and_harms_nobody_when_it_wakes_up(serve: Callable[..., Any], tmp_path: Any) -> None:
     """It has tickets and tokens of streams that have long gone on elsewhere."""
     config = tmp_path / "impatient.yaml"

@@ -27,12 +27,14 @@ def test_a_truncated_model_file_is_one_line(tmp_path: Path, serve: Callable[...,
     assert_refused(serve("--model", str(broken)), "broken.gguf")
 
 
+@pytest.mark.slow
 def test_an_impossible_pool_is_one_line(tmp_path: Path, serve: Callable[..., Any]) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text("decode: {workers: 3, resources: {GPU: 640}}\n")
     assert_refused(serve("--config", str(path)), "decode: a worker needs {GPU: 640} on one node")
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_one_line(serve: Callable[..., Any]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -41,6 +43,7 @@ def test_a_port_in_use_is_one_line(serve: Callable[..., Any]) -> None:
         assert_refused(serve("--port", str(port)), f"127.0.0.1:{port}")
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_during_the_start_is_one_line(serve: Callable[..., Any]) -> None:
     served = serve("--dtype", "float32")
     served.until(lambda: any("raylet" in command for command in served.processes().values()), 60)
@@ -59,6 +62,7 @@ def assert_refused(served: Any, named: str) -> None:
     served.until(lambda: not served.processes(), GONE_S)
 
 
+@pytest.mark.slow
 def test_a_second_cluster_serves_beside_the_first_and_ends_on_sigterm(shared_cluster: Any, serve: Callable[..., Any]) -> None:
     second = serve("--dtype", "float32", "--max-model-len", "512", "--served-model-name", "small")
     second.wait_ready()
@@ -98,6 +102,7 @@ def listening_elsewhere(pid: int) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_when_the_command_is_killed_its_workers_and_haproxy_end_too(serve: Callable[..., Any]) -> None:
     served = serve("--dtype", "float32")
     served.wait_ready()
@@ -114,6 +119,7 @@ def test_when_the_command_is_killed_its_workers_and_haproxy_end_too(serve: Calla
         os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_an_interrupted_start_leaves_nothing(serve: Callable[..., Any]) -> None:
     served = serve("--dtype", "float32")
     served.until(lambda: any("WorkerProcess" in command for command in served.processes().values()), 60)

@@ -110,7 +110,7 @@ def test_a_conversation_by_keyboard(cluster: Any, visit: Callable[..., Visit]) -
     expect(chat.figures(0)).not_to_be_empty()
 
 
-@pytest.mark.parametrize("how", ["Escape", "Stop", "New chat"])
+@pytest.mark.parametrize("how", ["Escape", *(pytest.param(how, marks=pytest.mark.slow) for how in ("Stop", "New chat"))])
 def test_stopping_frees_the_stream(cluster: Any, visit: Callable[..., Visit], how: str) -> None:
     chat = visit(cluster)
     chat.set(Temperature="0")
@@ -160,6 +160,7 @@ def test_what_goes_wrong_is_said_in_words_and_loses_nothing(cluster: Any, visit:
     expect(chat.message).to_have_value("")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "said"),
     [
@@ -183,6 +184,7 @@ def test_an_answer_that_breaks_off(cluster: Any, visit: Callable[..., Visit], en
     assert [message["content"] for message in chat.send("Go on.")["messages"]] == ["Count.", "One, two", "Go on."]
 
 
+@pytest.mark.slow
 def test_text_stays_text_and_grows_as_it_would_be_whole(cluster: Any, visit: Callable[..., Visit]) -> None:
     chat = visit(cluster)
     text = (
@@ -224,6 +226,7 @@ def guarded(serve: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory)
     return served, added.stdout.strip()
 
 
+@pytest.mark.slow
 def test_a_key_is_asked_for_where_one_is_needed(guarded: tuple[Any, str], visit: Callable[..., Visit]) -> None:
     cluster, key = guarded
     chat = visit(cluster)
@@ -252,6 +255,7 @@ def test_a_key_is_asked_for_where_one_is_needed(guarded: tuple[Any, str], visit:
     assert page.evaluate("[Object.values(sessionStorage), Object.values(localStorage), document.cookie]") == [[key], [], ""]
 
 
+@pytest.mark.slow
 def test_it_can_be_used_without_seeing_it(cluster: Any, visit: Callable[..., Visit]) -> None:
     """Landmarks, names and states; where the focus goes; what is read aloud, and when."""
     chat = visit(cluster)
@@ -287,6 +291,7 @@ def test_it_can_be_used_without_seeing_it(cluster: Any, visit: Callable[..., Vis
     assert page.evaluate("!growing.isConnected"), "it is read because it comes into the log as a whole"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1200, 390, 320])
 def test_every_text_can_be_read(cluster: Any, visit: Callable[..., Visit], scheme: str, width: int) -> None:

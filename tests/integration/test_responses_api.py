@@ -56,6 +56,7 @@ def test_whole_and_streamed_responses_are_the_chats_answer(cluster: Any) -> None
     assert events[-1].response.usage.output_tokens == whole.usage.output_tokens
 
 
+@pytest.mark.slow
 def test_the_async_client_holds_a_conversation(cluster: Any) -> None:
     async def talk() -> None:
         async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=60) as api:
@@ -71,6 +72,7 @@ def test_the_async_client_holds_a_conversation(cluster: Any) -> None:
     asyncio.run(talk())
 
 
+@pytest.mark.slow
 def test_answers_parse_into_models(cluster: Any) -> None:
     parsed = client(cluster).responses.parse(**ASK, text_format=Capital, max_output_tokens=200)
     assert isinstance(parsed.output_parsed, Capital)
@@ -78,6 +80,7 @@ def test_answers_parse_into_models(cluster: Any) -> None:
         assert stream.until_done().get_final_response().output_parsed == parsed.output_parsed
 
 
+@pytest.mark.slow
 def test_a_function_is_called_and_its_result_read(cluster: Any) -> None:
     api = client(cluster)
     question: Any = {"role": "user", "content": "What is the weather in Kiel?"}

@@ -16,6 +16,8 @@ import pytest
 
 from benchmarks.lib.streams import Answered, Request
 
+pytestmark = pytest.mark.slow
+
 RETENTION_S = 15.0
 KINDS = ("seeded", "choices", "stop", "schema", "tools")
 

@@ -33,6 +33,7 @@ def client(cluster: Any) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=120)
 
 
+@pytest.mark.slow
 def test_every_schema_is_followed(cluster: Any) -> None:
     """One seed of the twenty schemas, all at once; `benchmarks.structured` takes ten."""
 
@@ -68,6 +69,7 @@ def test_pydantic_models_are_parsed(cluster: Any) -> None:
     assert isinstance(answer.choices[0].message.parsed, Person)
 
 
+@pytest.mark.slow
 def test_streamed_json_of_several_choices(cluster: Any) -> None:
     with client(cluster).chat.completions.stream(
         model="smollm2",
@@ -85,7 +87,10 @@ def test_streamed_json_of_several_choices(cluster: Any) -> None:
     assert len({str(person) for person in people}) == 3, "each choice has a randomness of its own"
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "Weather"}}])
+NAMED = {"type": "function", "function": {"name": "Weather"}}
+
+
+@pytest.mark.parametrize("choice", ["required", pytest.param(NAMED, marks=pytest.mark.slow)])
 def test_tools_that_must_be_called(cluster: Any, choice: Any) -> None:
     tools = [openai.pydantic_function_tool(Weather), openai.pydantic_function_tool(Person)]
     api = client(cluster)

@@ -26,7 +26,7 @@ def num_worker_processes(cluster: Any) -> int:
     return sum(command.startswith("ray::WorkerProcess") for command in cluster.processes().values())
 
 
-@pytest.mark.parametrize("worker_id", ["prefill-0", "decode-0"])
+@pytest.mark.parametrize("worker_id", [pytest.param("prefill-0", marks=pytest.mark.slow), "decode-0"])
 def test_after_kill_9_new_requests_succeed_within_five_seconds(cluster: Any, worker_id: str) -> None:
     """As it is while nothing else happens: the spare process that takes the dead one's place takes some seconds to make."""
     cluster.until(lambda: num_worker_processes(cluster) > len(cluster.workers()), 60)
@@ -43,6 +43,7 @@ def test_after_kill_9_new_requests_succeed_within_five_seconds(cluster: Any, wor
     assert f"{worker_id} is ready" in cluster.said()
 
 
+@pytest.mark.slow
 def test_scaling_while_requests_run_lets_streams_finish(cluster: Any) -> None:
     expected = ask(cluster, 150)
     answers: list[str] = []
@@ -70,6 +71,7 @@ def test_absurd_sizes_are_refused(cluster: Any, sizes: dict[str, int], named: st
     assert cluster.settled(1, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("process", ["/haproxy -db", "ray::ServeReplica:tandem:router"])
 def test_http_comes_back_when_its_entry_dies(cluster: Any, process: str) -> None:
     (pid,) = (pid for pid, command in cluster.processes().items() if process in command)

@@ -20,7 +20,7 @@ PROMPTS = [[5, 9, 2, 77], list(range(3, 90)), [200, 31] * 40, [17]]
 """Token ids that both models have."""
 ANSWER = 12
 
-pytestmark = pytest.mark.timeout(600)  # gangs of processes share two cores here
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # gangs of processes share two cores here
 
 
 def greedy(url: str, model: str, prompt: list[int]) -> list[int]:

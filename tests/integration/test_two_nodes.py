@@ -17,6 +17,8 @@ from typing import Any
 import httpx
 import pytest
 
+pytestmark = pytest.mark.slow
+
 CONFIGURATION = """
 dtype: float32
 prefill: {resources: {tandem_prefill: 1}}
