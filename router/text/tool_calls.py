@@ -1,6 +1,6 @@
 """Finds tool calls in a stream of text, wherever its pieces are cut.
 
-    TEXT ──begin──► NAME ──middle──► ARGUMENTS ──the object's closing brace──► END ──end──► BETWEEN ──begin──► NAME ...
+    CONTENT ──begin──► NAME ──middle──► ARGUMENTS ──the object's closing brace──► END ──end──► BETWEEN ──begin──► NAME ...
 
 The text follows the format's grammar, unless it was cut off: then what is not yet a call is content.
 """
@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import NamedTuple
 
 from router.text.tool_format import ToolFormat
 
@@ -24,22 +25,30 @@ class ToolCallDelta:
     call_id: str | None
     name: str | None
     arguments: str
-    """A piece of the JSON object."""
+    """A piece of the arguments' JSON object, as text."""
 
 
-def whole_calls(pieces: Iterable[ToolCallDelta]) -> list[tuple[str, str, str]]:
-    """Id, name and arguments of each call, put together."""
-    calls: list[tuple[str, str, str]] = []
+class ToolCall(NamedTuple):
+    """A whole call: its id, the name of the function, and the arguments as the text of a JSON object."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+def whole_calls(pieces: Iterable[ToolCallDelta]) -> list[ToolCall]:
+    """Put the pieces of all calls of an answer together."""
+    calls: list[ToolCall] = []
     for piece in pieces:
         if piece.call_id is not None and piece.name is not None:
-            calls.append((piece.call_id, piece.name, ""))
-        call_id, name, arguments = calls[piece.index]
-        calls[piece.index] = call_id, name, arguments + piece.arguments
+            calls.append(ToolCall(piece.call_id, piece.name, ""))
+        call = calls[piece.index]
+        calls[piece.index] = call._replace(arguments=call.arguments + piece.arguments)
     return calls
 
 
 class _State(Enum):
-    TEXT = auto()
+    CONTENT = auto()
     NAME = auto()
     ARGUMENTS = auto()
     END = auto()
@@ -47,83 +56,125 @@ class _State(Enum):
 
 
 class ToolCallParser:
-    """Owned by one choice: `push` its text, `flush` at the end. Both return content and pieces of calls."""
+    """Splits one choice's text into content and pieces of calls: `push` the text as it comes, then `flush`."""
 
     def __init__(self, format_: ToolFormat) -> None:
         self._format = format_
-        self._state = _State.TEXT
+        self._content = _ContentBeforeCalls(format_)
+        self._arguments = _JsonObjectScanner()
+        self._state = _State.CONTENT
         self._pending = ""
-        """Not decided yet."""
-        self._at_start = True
-        self._depth = 0
-        self._quoted = self._escaped = False
+        """Text of which it is not decided yet what it is."""
         self.num_calls = 0
+        """Number of calls that have begun."""
 
     def push(self, text: str) -> tuple[str, tuple[ToolCallDelta, ...]]:
+        """Take more text. Return the content and the pieces of calls that are certain by now."""
         self._pending += text
-        content, pieces = "", list[ToolCallDelta]()
-        progress = True
-        while progress:
-            before = self._state, self._pending
-            match self._state:
-                case _State.TEXT:
-                    content += self._text()
-                case _State.NAME:
-                    self._name(pieces)
-                case _State.ARGUMENTS:
-                    self._arguments(pieces)
-                case _State.END:
-                    self._skip(self._format.end, _State.BETWEEN)
-                case _State.BETWEEN:
-                    self._skip(self._format.separator + self._format.begin, _State.NAME)
-            progress = (self._state, self._pending) != before
+        content = ""
+        if self._state is _State.CONTENT:
+            content, self._pending, begun = self._content.split(self._pending)
+            self._state = _State.NAME if begun else _State.CONTENT
+        pieces: list[ToolCallDelta] = []
+        while self._advance(pieces):
+            pass
         return content, tuple(pieces)
 
     def flush(self) -> str:
-        """Content, now that no more text comes."""
-        undecided = {_State.TEXT: "", _State.NAME: self._format.begin}
-        content = undecided[self._state] + self._pending if self._state in undecided and not self.num_calls else ""
-        self._pending = ""
-        return content
+        """Return the content that was held back, now that no more text comes: a call without its name is content too."""
+        held, self._pending = self._pending, ""
+        if self._state is _State.CONTENT:
+            return held
+        return self._format.begin + held if self._state is _State.NAME and not self.num_calls else ""
 
-    def _text(self) -> str:
-        """Content that can't belong to a call."""
-        begin = self._format.begin
-        if self._format.tag:
-            found = self._pending.find(begin)
-            undecided_chars = max(_overlap(self._pending, begin), _overlap(self._pending, "\n" + begin))
-            end = found if found >= 0 else len(self._pending) - undecided_chars
-        else:
-            found = 0 if self._at_start and self._pending.startswith(begin) else -1
-            undecided = self._at_start and begin.startswith(self._pending)
-            end = 0 if found == 0 or undecided else len(self._pending)
-        content, rest = self._pending[:end], self._pending[end:]
-        if self._at_start and not content.strip():
-            content, rest = "", content * (found < 0) + rest  # blanks before a call are nothing
-        if found >= 0:
-            # A template puts the call on a line of its own again: else the next turn's prompt is not what was said.
-            content, rest = content.removesuffix("\n"), rest.removeprefix(begin)
-            self._state = _State.NAME
-        self._at_start = self._at_start and not content
-        self._pending = rest
-        return content
+    def _advance(self, pieces: list[ToolCallDelta]) -> bool:
+        """Take the next part of a call from the pending text, and say whether it was all there."""
+        match self._state:
+            case _State.CONTENT:
+                return False
+            case _State.NAME:
+                return self._take_name(pieces)
+            case _State.ARGUMENTS:
+                return self._take_arguments(pieces)
+            case _State.END:
+                return self._skip(self._format.end, _State.BETWEEN)
+            case _State.BETWEEN:
+                return self._skip(self._format.separator + self._format.begin, _State.NAME)
 
-    def _name(self, pieces: list[ToolCallDelta]) -> None:
+    def _take_name(self, pieces: list[ToolCallDelta]) -> bool:
         name, found, rest = self._pending.partition(self._format.middle)
-        if found:
-            pieces.append(ToolCallDelta(self.num_calls, f"call_{secrets.token_hex(12)}", json.loads(name), ""))
-            self.num_calls += 1
-            self._state, self._pending, self._depth = _State.ARGUMENTS, rest, 0
+        if not found:
+            return False
+        pieces.append(ToolCallDelta(self.num_calls, f"call_{secrets.token_hex(12)}", json.loads(name), ""))
+        self.num_calls += 1
+        self._arguments = _JsonObjectScanner()
+        self._state, self._pending = _State.ARGUMENTS, rest
+        return True
 
-    def _arguments(self, pieces: list[ToolCallDelta]) -> None:
-        end = self._end_of_object()
-        if end:
-            pieces.append(ToolCallDelta(self.num_calls - 1, None, None, self._pending[:end]))
-            self._pending = self._pending[end:]
+    def _take_arguments(self, pieces: list[ToolCallDelta]) -> bool:
+        size = self._arguments.scan(self._pending)
+        if size:
+            pieces.append(ToolCallDelta(self.num_calls - 1, None, None, self._pending[:size]))
+            self._pending = self._pending[size:]
+        if self._arguments.complete:
+            self._state = _State.END
+        return self._arguments.complete
 
-    def _end_of_object(self) -> int:
-        """How far the pending text belongs to the arguments; past their last brace begins the call's end."""
-        for index, letter in enumerate(self._pending, start=1):
+    def _skip(self, text: str, then: _State) -> bool:
+        if not self._pending.startswith(text):
+            return False
+        self._state, self._pending = then, self._pending[len(text) :]
+        return True
+
+
+class _ContentBeforeCalls:
+    """Lets content out until the first call begins, and holds back what may still be the beginning of one."""
+
+    def __init__(self, format_: ToolFormat) -> None:
+        self._begin = format_.begin
+        self._anywhere = bool(format_.tag)
+        """Whether a call may follow other content. If not, it can only be the whole answer."""
+        self._at_start = True
+
+    def split(self, pending: str) -> tuple[str, str, bool]:
+        """Return the content at the front of `pending`, what is left of it, and whether a call's name comes next."""
+        start = self._start_of_call(pending)
+        end = len(pending) - self._num_undecided(pending) if start is None else start
+        content = pending[:end]
+        if start is not None:
+            # A template puts the call on a line of its own again: with two line ends the next prompt would not be what was said.
+            content = content.removesuffix("\n")
+        if self._at_start and not content.strip():
+            content = ""  # blanks before a call are dropped, so they wait here until it is known whether one comes
+        self._at_start = self._at_start and not content
+        if start is None:
+            return content, pending[len(content) :], False
+        return content, pending[start + len(self._begin) :], True
+
+    def _start_of_call(self, pending: str) -> int | None:
+        if not self._anywhere:
+            return 0 if self._at_start and pending.startswith(self._begin) else None
+        found = pending.find(self._begin)
+        return None if found < 0 else found
+
+    def _num_undecided(self, pending: str) -> int:
+        """Number of trailing characters that may be the beginning of a call."""
+        if not self._anywhere:
+            return len(pending) if self._at_start and self._begin.startswith(pending) else 0
+        return max(_overlap(pending, self._begin), _overlap(pending, "\n" + self._begin))
+
+
+class _JsonObjectScanner:
+    """Finds the closing brace of one JSON object whose text comes in pieces."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._quoted = self._escaped = False
+        self.complete = False
+
+    def scan(self, text: str) -> int:
+        """Return how many characters of `text`, which continues the text before it, belong to the object."""
+        for index, letter in enumerate(text, start=1):
             if self._escaped:
                 self._escaped = False
             elif self._quoted:
@@ -136,15 +187,11 @@ class ToolCallParser:
             elif letter in "}]":
                 self._depth -= 1
                 if self._depth == 0:
-                    self._state = _State.END
+                    self.complete = True
                     return index
-        return len(self._pending)
-
-    def _skip(self, text: str, then: _State) -> None:
-        if self._pending.startswith(text):
-            self._state, self._pending = then, self._pending[len(text) :]
+        return len(text)
 
 
 def _overlap(text: str, begin: str) -> int:
-    """Length of the longest end of the text that `begin` starts with."""
+    """Length of the longest end of `text` that `begin` starts with."""
     return next((size for size in range(min(len(text), len(begin) - 1), 0, -1) if begin.startswith(text[-size:])), 0)
