@@ -16,9 +16,11 @@ from starlette.responses import Response
 
 from router.access.gate import caller_of
 from router.api.answer_sender import EventSender, WholeSender
-from router.api.chat.body import ChatBody, ChatShape
+from router.api.chat.body import ChatBody
+from router.api.chat.shape import ChatShape
 from router.api.completion_events import CompletionEvents, whole_completion
-from router.api.completions.body import CompletionBody, CompletionShape
+from router.api.completions.body import CompletionBody
+from router.api.completions.shape import CompletionShape
 from router.api.prepare import Generation
 from router.api.responses.body import ResponsesBody, as_chat
 from router.api.responses.events import ResponseBuilder

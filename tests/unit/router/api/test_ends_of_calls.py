@@ -12,7 +12,7 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
 
 from router.api.answer_sender import EventSender
-from router.api.chat.body import ChatShape
+from router.api.chat.shape import ChatShape
 from router.api.completion_events import CompletionEvents
 from router.api.shapes import AnswerInfo
 from router.request.answer import Delta
