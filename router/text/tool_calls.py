@@ -142,7 +142,7 @@ class _ContentBeforeCalls:
         end = len(pending) - self._num_undecided(pending) if start is None else start
         content = pending[:end]
         if start is not None:
-            # A template puts the call on a line of its own again: with two line ends the next prompt would not be what was said.
+            # A template puts the call on a line of its own again: else the next turn's prompt is not what was said.
             content = content.removesuffix("\n")
         if self._at_start and not content.strip():
             content = ""  # blanks before a call are dropped, so they wait here until it is known whether one comes
