@@ -23,7 +23,7 @@ import httpx
 
 from benchmarks.lib.environment import write_result
 from benchmarks.lib.servers import HOST, cluster
-from cluster.commands.key_file import add_key
+from cluster.commands.lib.key_file import add_key
 
 FLOOD, LINE = 100, 90
 REQUESTS = 24

@@ -42,21 +42,16 @@ class Finished:
         """Of prompt lengths: tokens or words."""
         self.records: Sequence[RequestRecord] = run.records
         self.client: ClientHealth = run.client
-        self.figures = summarize(
-            run.records, run.duration_s, options.shown_metrics, options.metric_percentiles, options.goodput
-        )
+        self.figures = summarize(run.records, run.duration_s, options.shown_metrics, options.percentiles, options.limits_ms)
         self.stages = stage_shares(run.records)
 
     def as_json(self) -> dict[str, Any]:
         """Everything, with vLLM's names where they mean the same; of no request its text."""
-        options = asdict(self.options) | {"api_key": None, "dataset_path": str(self.options.dataset_path or "")}
-        options["request_rate"] = _finite(self.options.request_rate)
-        options["burstiness"] = _finite(self.options.burstiness)
         return {
             "date": datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S"),
             "model_id": self.model,
             "num_prompts": self.options.num_prompts,
-            "options": options,
+            "options": self.options.as_json(),
             "prompt_unit": self.unit,
             "length_scale": self.options.length_scale,
             "time_scale": self.options.time_scale,
@@ -71,11 +66,18 @@ async def run_bench(
     options: BenchOptions, report: Report, on_start: Callable[[Times], None], on_done: Callable[[RequestRecord], None]
 ) -> Finished:
     """Raises InvalidRequestError for data and flags that don't fit, UnavailableError if the server answers nothing."""
-    client = HttpClient(options.base_url, options.api_key)
+    client = HttpClient(options.url, options.api_key)
     try:
         report("looking at the server")
         model, is_tandem = await find_model(client, options.model)
-        target = Target(options.backend, options.endpoint, model, options.ignore_eos, is_tandem, options.timeout_s)
+        target = Target(
+            backend=options.backend,
+            endpoint=options.path,
+            model=model,
+            ignore_eos=options.ignore_eos,
+            include_times=is_tandem,
+            timeout_s=options.timeout_s,
+        )
         report("making prompts")
         samples, unit = await make_samples(client, options, model)
         warm_ups, samples = samples[: options.num_warmups], samples[options.num_warmups :]
@@ -167,8 +169,3 @@ async def _warm_up(client: HttpClient, target: Target, samples: Sequence[Sample]
 
 def _record(record: RequestRecord) -> dict[str, Any]:
     return {**asdict(record), "ok": record.ok, "tpot": record.tpot}
-
-
-def _finite(value: float) -> float | str:
-    """JSON has no infinity."""
-    return "inf" if value == float("inf") else value

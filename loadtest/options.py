@@ -1,50 +1,66 @@
-"""What a load test is asked to do: `tandem bench`'s flags, checked together."""
+"""What a load test is asked to do: one record, whose fields are the flags of `tandem bench`.
+
+A new flag is one line here: a field with its type, its help and its default. The command makes flags of the fields.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from typer import Argument, Option
 
 from loadtest import metrics
 from loadtest.datasets import NAMES, TRACES
-from loadtest.server import Backend
+from loadtest.server import ENDPOINTS, Backend
 from protocol.errors import InvalidRequestError
+
+Dataset = Literal["random", "sharegpt", "azure", "mooncake", "text"]
 
 
 @dataclass(frozen=True)
 class BenchOptions:
     """Raises InvalidRequestError, naming the flag, for values that can't work or don't go together."""
 
-    base_url: str
-    api_key: str | None
-    backend: Backend
-    endpoint: str
-    model: str | None
-    dataset_name: str
-    dataset_path: Path | None
-    random_input_len: int
-    random_output_len: int
-    random_range_ratio: float
-    random_prefix_len: int
-    sharegpt_output_len: int | None
-    length_scale: float
-    time_scale: float | None
-    """None: arrivals by `request_rate`; else a trace's own."""
-    num_prompts: int
-    num_warmups: int
-    request_rate: float
-    burstiness: float
-    max_concurrency: int | None
-    ignore_eos: bool
-    seed: int
-    percentile_metrics: tuple[str, ...]
-    metric_percentiles: tuple[float, ...]
-    goodput: dict[str, float]
-    """Milliseconds by metric."""
-    timeout_s: float
+    base_url: Annotated[str | None, Option(envvar="TANDEM_URL", help="The server; goes before --host and --port.")] = None
+    host: Annotated[str, Option(help="The server's host.")] = "127.0.0.1"
+    port: Annotated[int, Option(help="The server's port.")] = 8000
+    endpoint: Annotated[str | None, Option(help="Path; by default the backend's.")] = None
+    backend: Annotated[Backend, Option(help="Which of OpenAI's APIs.")] = "completions"
+    api_key: Annotated[str | None, Option(envvar=["TANDEM_API_KEY", "OPENAI_API_KEY"], help="Bearer key for the server.")] = (
+        None
+    )
+    model: Annotated[str | None, Option(help="The server's first one if not given.")] = None
+    dataset_name: Annotated[Dataset, Option(help="What is sent.")] = "random"
+    dataset_path: Annotated[Path | None, Option(help="File of the dataset (all but random).")] = None
+    random_input_len: Annotated[int, Option(help="Prompt tokens (random, text).")] = 1024
+    random_output_len: Annotated[int, Option(help="Answer tokens (random, text).")] = 128
+    random_range_ratio: Annotated[float, Option(help="Lengths vary by so much, from 0 to under 1.")] = 0.0
+    random_prefix_len: Annotated[int, Option(help="Tokens at the beginning that all prompts share.")] = 0
+    sharegpt_output_len: Annotated[int | None, Option(help="Answer tokens, instead of the file's.")] = None
+    length_scale: Annotated[float, Option(help="Divides a trace's lengths.")] = 1.0
+    time_scale: Annotated[
+        float | None, Option(help="Send at a trace's own times, multiplied by this (10: ten times slower).")
+    ] = None
+    num_prompts: Annotated[int, Option(help="Requests.")] = 1000
+    num_warmups: Annotated[int, Option(help="Requests before the run, not measured.")] = 0
+    request_rate: Annotated[float, Option(help="Requests per second on average; inf sends all at once.")] = math.inf
+    burstiness: Annotated[float, Option(help="1: Poisson. Less: in bursts. More: evenly.")] = 1.0
+    max_concurrency: Annotated[int | None, Option(help="Requests at the server at a time; others wait here.")] = None
+    ignore_eos: Annotated[bool, Option("--ignore-eos", help="Answers have their full length (not in OpenAI's API).")] = False
+    seed: Annotated[int, Option(help="Of prompts and arrivals.")] = 0
+    percentile_metrics: Annotated[str, Option(help="Of ttft, ttst, tpot, itl, e2el.")] = "ttft,ttst,tpot,itl,e2el"
+    metric_percentiles: Annotated[str, Option(help="Such as 50,90,99.")] = "50,90,99"
+    goodput: Annotated[list[str] | None, Option(help="Limits in ms, such as ttft:500 tpot:50.")] = None
+    more_goodput: Annotated[list[str] | None, Argument(metavar="METRIC:MS", help="Further limits of --goodput.")] = None
+    timeout_s: Annotated[float, Option("--timeout", help="Seconds after which a request has failed.")] = 600.0
 
     def __post_init__(self) -> None:
+        if self.more_goodput and not self.goodput:
+            raise InvalidRequestError(f"what is {self.more_goodput[0]!r:.40}? Limits go after --goodput", param="goodput")
+        _ = self.wanted_metrics, self.percentiles, self.limits_ms  # which raise for what they can't read
         self._check(self.dataset_name in NAMES, f"dataset-name is one of {', '.join(NAMES)}", "dataset_name")
         needs_file = self.dataset_name != "random"
         self._check(
@@ -63,7 +79,7 @@ class BenchOptions:
         )
         self._check(self.seed >= 0, "seed must be at least 0", "seed")
         self._check(self.timeout_s > 0, "timeout must be over 0", "timeout")
-        self._check(self.endpoint.startswith("/"), "endpoint is a path, such as /v1/completions", "endpoint")
+        self._check(self.path.startswith("/"), "endpoint is a path, such as /v1/completions", "endpoint")
 
     @staticmethod
     def _check(right: bool, sentence: str, param: str) -> None:
@@ -71,9 +87,54 @@ class BenchOptions:
             raise InvalidRequestError(sentence, param=param)
 
     @property
+    def url(self) -> str:
+        """The server's address, such as http://127.0.0.1:8000."""
+        return self.base_url or f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
+    @property
+    def path(self) -> str:
+        """The path below the server's address that requests go to."""
+        return self.endpoint or ENDPOINTS[self.backend]
+
+    @property
+    def wanted_metrics(self) -> tuple[str, ...]:
+        """Names of the metrics whose percentiles are wanted. Raises InvalidRequestError for unknown ones."""
+        return metrics.parse_metrics(self.percentile_metrics)
+
+    @property
+    def percentiles(self) -> tuple[float, ...]:
+        """The percentiles that are wanted, from 0 to 100. Raises InvalidRequestError for what is no such number."""
+        return metrics.parse_percentiles(self.metric_percentiles)
+
+    @property
+    def limits_ms(self) -> dict[str, float]:
+        """The limits of goodput in milliseconds, by metric. Raises InvalidRequestError for what can't be read."""
+        return metrics.parse_goodput([*(self.goodput or ()), *(self.more_goodput or ())])
+
+    @property
     def shown_metrics(self) -> tuple[str, ...]:
-        """Those that were asked for and, behind a limit on concurrency, what the wait for it makes of them."""
+        """The wanted metrics and, behind a limit on concurrency, the same ones counted from the planned time of sending."""
         if self.max_concurrency is None:
-            return self.percentile_metrics
-        planned = (f"planned_{name}" for name in self.percentile_metrics)
-        return tuple(dict.fromkeys((*self.percentile_metrics, *(name for name in planned if name in metrics.METRICS))))
+            return self.wanted_metrics
+        planned = (f"planned_{name}" for name in self.wanted_metrics)
+        return tuple(dict.fromkeys((*self.wanted_metrics, *(name for name in planned if name in metrics.METRICS))))
+
+    def as_json(self) -> dict[str, Any]:
+        """The options for a file of results, without the key; what follows from several flags stands there as one value."""
+        flags = {name: value for name, value in asdict(self).items() if name not in ("host", "port", "more_goodput")}
+        return flags | {
+            "base_url": self.url,
+            "api_key": None,
+            "endpoint": self.path,
+            "dataset_path": str(self.dataset_path or ""),
+            "request_rate": _finite(self.request_rate),
+            "burstiness": _finite(self.burstiness),
+            "percentile_metrics": self.wanted_metrics,
+            "metric_percentiles": self.percentiles,
+            "goodput": self.limits_ms,
+        }
+
+
+def _finite(value: float) -> float | str:
+    """The number itself, or "inf": JSON has no infinity."""
+    return "inf" if value == math.inf else value

@@ -62,8 +62,8 @@ def _distribution(axes: Axes, finished: Finished, metrics: Sequence[str], title:
         if len(values):
             shares = np.arange(len(values) + 1) / len(values)
             axes.step(np.concatenate((values[:1], values)), shares, where="post", label=metric.upper())
-        if metric in finished.options.goodput:
-            axes.axvline(finished.options.goodput[metric], color="tab:red", linestyle="--", label=f"{metric.upper()} limit")
+        if metric in finished.options.limits_ms:
+            axes.axvline(finished.options.limits_ms[metric], color="tab:red", linestyle="--", label=f"{metric.upper()} limit")
     axes.set_xlim(left=0)
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:

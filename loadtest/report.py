@@ -62,7 +62,7 @@ def print_report(finished: Finished, console: Console) -> None:
     console.print(_totals(finished))
     latencies = Table(title="Latencies in ms", title_justify="left")
     latencies.add_column("")
-    columns = ["mean", "median", *map(percentile_name, options.metric_percentiles)]
+    columns = ["mean", "median", *map(percentile_name, options.percentiles)]
     for column in columns:
         latencies.add_column(column, justify="right")
     for metric in options.shown_metrics:
@@ -99,7 +99,7 @@ def save_json(finished: Finished, folder: Path, name: str | None) -> Path:
 
 def _totals(finished: Finished) -> Table:
     options, figures = finished.options, finished.figures
-    table = Table(title=f"{finished.model} at {options.base_url}", title_justify="left", show_header=False)
+    table = Table(title=f"{finished.model} at {options.url}", title_justify="left", show_header=False)
     table.add_column()
     table.add_column(justify="right")
     rows = {
@@ -112,8 +112,8 @@ def _totals(finished: Finished) -> Table:
         "Output throughput (tokens/s)": f"{figures['output_throughput']:.1f}",
         "Total throughput (tokens/s)": f"{figures['total_token_throughput']:.1f}",
     }
-    if options.goodput:
-        limits = ", ".join(f"{metric} {limit:g} ms" for metric, limit in options.goodput.items())
+    if options.limits_ms:
+        limits = ", ".join(f"{metric} {limit:g} ms" for metric, limit in options.limits_ms.items())
         rows[f"Goodput (1/s) within {limits}"] = f"{figures['request_goodput']:.3f}"
         rows["Requests within it, of all that were sent"] = f"{figures['goodput_attainment']:.1%}"
     if options.length_scale != 1.0:

@@ -13,7 +13,6 @@ from typing import Any
 from benchmarks.lib.environment import ROOT
 from loadtest.bench import Finished, run_bench
 from loadtest.options import BenchOptions
-from loadtest.server import ENDPOINTS
 
 PROSE = ROOT / "benchmarks" / "texts" / "public_domain.txt"
 
@@ -74,35 +73,17 @@ def bench_options(
     timeout_s: float = 120.0,
 ) -> BenchOptions:
     """Poisson arrivals at this rate, or all at once. Raises InvalidRequestError."""
-    options: dict[str, Any] = {
-        "dataset_path": None,
-        "random_input_len": 1,
-        "random_output_len": 1,
-        "length_scale": 1.0,
-        **prompts.options(),
-    }
     return BenchOptions(
         base_url=url,
-        api_key=None,
-        backend="completions",
-        endpoint=ENDPOINTS["completions"],
-        model=None,
-        random_range_ratio=0.0,
-        random_prefix_len=0,
-        sharegpt_output_len=None,
-        time_scale=None,
         num_prompts=num_prompts,
         num_warmups=num_warmups,
         request_rate=request_rate,
-        burstiness=1.0,
         max_concurrency=max_concurrency,
         ignore_eos=True,
         seed=seed,
-        percentile_metrics=("ttft", "tpot", "itl"),
-        metric_percentiles=(50.0, 90.0, 99.0),
-        goodput={},
+        percentile_metrics="ttft,tpot,itl",
         timeout_s=timeout_s,
-        **options,
+        **prompts.options(),
     )
 
 

@@ -8,14 +8,35 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 
-from cluster.commands.http_client import ApiClient
+from cluster.commands.lib.http_client import ApiClient
+from cluster.commands.lib.options import DEFAULT_URL, ApiKey, Url
 from protocol.errors import TandemError
 
 HELP = "/exit leaves, /clear forgets the conversation, /help says this. Ctrl-C stops an answer."
+
+
+def chat(
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    model: Annotated[str | None, typer.Option(help="The cluster's own if not given.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 always takes the likeliest token.")] = None,
+) -> None:
+    """Talk to the model in the terminal."""
+    client = ApiClient(url, api_key)
+    conversation = Conversation(
+        model=model or client.get("/v1/models")["data"][0]["id"],
+        system=system,
+        max_tokens=max_tokens,
+        temperature=temperature,
+    )
+    converse(client, conversation, Console())
 
 
 @dataclass
@@ -71,8 +92,8 @@ def answer_pieces(events: Iterator[dict[str, Any]], timing: Timing) -> Iterator[
                 yield text
 
 
-def chat(client: ApiClient, conversation: Conversation, console: Console) -> None:
-    """Read, ask, print, until /exit or the end of input."""
+def converse(client: ApiClient, conversation: Conversation, console: Console) -> None:
+    """Read a line, ask the model, print its answer, until /exit or the end of input."""
     console.print(f"[bold]{conversation.model}[/bold]. {HELP}", highlight=False)
     while True:
         try:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from configs.schema import TierConfig
     from router.access.keys import ApiKey
 
-app = typer.Typer(help="Add, list and revoke API keys.", no_args_is_help=True)
+keys = typer.Typer(name="keys", help="Add, list and revoke API keys.", no_args_is_help=True, add_completion=False)
 
 KeysFile = Annotated[
     Path | None, typer.Option("--keys-file", envvar="TANDEM_KEYS_FILE", help="The file; otherwise the one that --config names.")
@@ -25,7 +25,7 @@ KeysFile = Annotated[
 Config = Annotated[Path | None, typer.Option("--config", help="The cluster's YAML file: its http.keys_file and its tiers.")]
 
 
-@app.command()
+@keys.command()
 def add(
     tenant: Annotated[str, typer.Option(help="Whose key it is; tenants share no cached prefixes.")],
     tier: Annotated[str, typer.Option(help="One of the tiers of the configuration.")] = "standard",
@@ -40,7 +40,7 @@ def add(
     config: Config = None,
 ) -> None:
     """Make a key and print it. It is shown this once: the file has only a hash of it."""
-    from cluster.commands.key_file import add_key
+    from cluster.commands.lib.key_file import add_key
 
     path, tiers = _file(keys_file, config)
     if tier not in tiers:
@@ -57,7 +57,7 @@ def add(
     typer.echo(add_key(path, values))
 
 
-@app.command("list")
+@keys.command("list")
 def show(keys_file: KeysFile = None, config: Config = None) -> None:
     """Show all keys, without their secrets."""
     from rich.console import Console
@@ -76,14 +76,14 @@ def show(keys_file: KeysFile = None, config: Config = None) -> None:
     Console(width=None, highlight=False).print(table)
 
 
-@app.command()
+@keys.command()
 def revoke(
     key_id: Annotated[str, typer.Argument(metavar="ID", help="As `tandem keys list` shows it.")],
     keys_file: KeysFile = None,
     config: Config = None,
 ) -> None:
     """Refuse a key from now on. Requests that run already go on."""
-    from cluster.commands.key_file import revoke_key
+    from cluster.commands.lib.key_file import revoke_key
 
     path, _ = _file(keys_file, config)
     revoke_key(path, key_id)

@@ -2,71 +2,111 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
+from rich.console import Console
+from rich.table import Table
+from typer import Option
+
+from cluster.commands.lib.flag_groups import expand_flags
+from protocol.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from simulator.goodput import Planned
+    from simulator.workload import Workload
 
 
-class Dataset(StrEnum):
-    random = "random"
+@dataclass(frozen=True)
+class PlanOptions:
+    """What to plan for. Raises InvalidRequestError, naming the flag, for values that don't go together."""
+
+    slo: Annotated[str, Option(help="Limits in ms that 90 % of the requests have to meet.")] = "ttft:500,tpot:50"
+    trace: Annotated[Path | None, Option(help="Azure's CSV or Mooncake's JSONL.")] = None
+    dataset: Annotated[Literal["random"] | None, Option(help="Without a trace.")] = None
+    random_input_len: Annotated[int, Option(help="Prompt tokens (random).")] = 1024
+    random_output_len: Annotated[int, Option(help="Answer tokens (random).")] = 128
+    random_range_ratio: Annotated[float, Option(help="Lengths vary by so much, from 0 to under 1.")] = 0.0
+    random_prefix_len: Annotated[int, Option(help="Tokens at the beginning that all prompts share.")] = 0
+    length_scale: Annotated[float, Option(help="Divides a trace's lengths.")] = 1.0
+    num_prompts: Annotated[int, Option(help="Requests of each simulation.")] = 500
+    rate: Annotated[float | None, Option(help="Requests per second to plan for; a trace's own by default.")] = None
+    max_workers: Annotated[int, Option(help="Of both roles together.")] = 6
+    profile: Annotated[Path | None, Option(help="From benchmarks/machine_profile.py; by default a laptop's.")] = None
+    config: Annotated[Path | None, Option(help="YAML file of the cluster: pools, chunk, limits.")] = None
+    seed: Annotated[int, Option(help="Of prompts and arrivals.")] = 0
+    plot: Annotated[Path | None, Option(help="Draw goodput by ratio into this PNG file.")] = None
+
+    def __post_init__(self) -> None:
+        if (self.trace is None) == (self.dataset is None):
+            raise InvalidRequestError("give either --trace FILE or --dataset random", param="trace")
+        if self.rate is not None and not self.rate > 0:
+            raise InvalidRequestError(f"rate must be over 0; got {self.rate:g}", param="rate")
 
 
-def plan(
-    slo: Annotated[str, typer.Option(help="Limits in ms that 90 % of the requests have to meet.")] = "ttft:500,tpot:50",
-    trace: Annotated[Path | None, typer.Option(help="Azure's CSV or Mooncake's JSONL.")] = None,
-    dataset: Annotated[Dataset | None, typer.Option(help="Without a trace.")] = None,
-    random_input_len: Annotated[int, typer.Option(help="Prompt tokens (random).")] = 1024,
-    random_output_len: Annotated[int, typer.Option(help="Answer tokens (random).")] = 128,
-    random_range_ratio: Annotated[float, typer.Option(help="Lengths vary by so much, from 0 to under 1.")] = 0.0,
-    random_prefix_len: Annotated[int, typer.Option(help="Tokens at the beginning that all prompts share.")] = 0,
-    length_scale: Annotated[float, typer.Option(help="Divides a trace's lengths.")] = 1.0,
-    num_prompts: Annotated[int, typer.Option(help="Requests of each simulation.")] = 500,
-    rate: Annotated[float | None, typer.Option(help="Requests per second to plan for; a trace's own by default.")] = None,
-    max_workers: Annotated[int, typer.Option(help="Of both roles together.")] = 6,
-    profile: Annotated[Path | None, typer.Option(help="From benchmarks/machine_profile.py; by default a laptop's.")] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML file of the cluster: pools, chunk, limits.")] = None,
-    seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
-    plot: Annotated[Path | None, typer.Option(help="Draw goodput by ratio into this PNG file.")] = None,
-) -> None:
+@expand_flags
+def plan(options: PlanOptions) -> None:
     """Simulate clusters: which ratio of prefill to decode is best, and how many workers meet the targets."""
-    from rich.console import Console
+    from loadtest.plots import check_plot
+    from simulator import plots
+
+    if options.plot is not None:
+        check_plot(options.plot)
+    workload, planned = _planned(options)
+    rate = workload.own_rate if options.rate is None else options.rate
+    title = f"{workload.name}, {options.slo} ms"
+    _print(planned, rate, title, options)
+    if options.plot is not None:
+        plots.plot(planned, rate, title, options.plot)
+
+
+def _planned(options: PlanOptions) -> tuple[Workload, Sequence[Planned]]:
+    """What is sent, and the goodput of every cluster; shows progress. Raises InvalidRequestError or ConfigError."""
     from rich.progress import Progress
-    from rich.table import Table
 
     from configs.loader import load_config
-    from loadtest.datasets import Lengths
     from loadtest.metrics import parse_goodput
-    from loadtest.plots import check_plot
-    from protocol.errors import InvalidRequestError
-    from simulator import goodput, plots
+    from simulator import goodput
     from simulator.profile import LAPTOP, Profile
+
+    targets = goodput.Targets(parse_goodput(options.slo.split(",")))
+    workload = _workload(options)
+    profile = Profile.load(LAPTOP if options.profile is None else options.profile)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("simulating", total=len(goodput.shapes(options.max_workers)))
+        planned = goodput.plan(
+            workload=workload,
+            config=load_config(options.config, {}),
+            profile=profile,
+            targets=targets,
+            max_workers=options.max_workers,
+            on_planned=lambda _: progress.advance(task),
+        )
+    return workload, planned
+
+
+def _workload(options: PlanOptions) -> Workload:
+    """The requests of each simulation. Raises InvalidRequestError for a trace that can't be used."""
+    from loadtest.datasets import Lengths
     from simulator.workload import random_workload, trace_workload
 
-    if (trace is None) == (dataset is None):
-        raise InvalidRequestError("give either --trace FILE or --dataset random", param="trace")
-    if rate is not None and not rate > 0:
-        raise InvalidRequestError(f"rate must be over 0; got {rate:g}", param="rate")
-    if plot is not None:
-        check_plot(plot)
-    targets = goodput.Targets(parse_goodput(slo.split(",")))
-    lengths = Lengths(random_input_len, random_output_len, random_range_ratio, random_prefix_len)
-    if trace is None:
-        workload = random_workload(num_prompts, lengths, seed)
-    else:
-        workload = trace_workload(trace, num_prompts, length_scale, seed)
-    rate = workload.own_rate if rate is None else rate
-    measured = Profile.load(LAPTOP if profile is None else profile)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("simulating", total=len(goodput.shapes(max_workers)))
-        planned = goodput.plan(
-            workload, load_config(config, {}), measured, targets, max_workers, lambda _: progress.advance(task)
-        )
-    console = Console()
+    lengths = Lengths(
+        options.random_input_len, options.random_output_len, options.random_range_ratio, options.random_prefix_len
+    )
+    if options.trace is None:
+        return random_workload(options.num_prompts, lengths, options.seed)
+    return trace_workload(options.trace, options.num_prompts, options.length_scale, options.seed)
+
+
+def _print(planned: Sequence[Planned], rate: float | None, title: str, options: PlanOptions) -> None:
+    """A table with one row for each cluster, and a sentence that says which is enough for `rate` requests per second."""
+    from simulator import goodput
+
     ratio = goodput.best_ratio(planned)
     enough = None if rate is None else goodput.smallest_for(planned, rate)
-    table = Table(title=f"{workload.name}, {slo} ms")
+    table = Table(title=title)
     for column in ("cluster", "workers", "goodput, requests/s", "per worker", ""):
         table.add_column(column, justify="right")
     for each in planned:
@@ -74,11 +114,11 @@ def plan(
         table.add_row(
             str(each.shape), str(each.shape.workers), f"{each.goodput:.2f}", f"{each.per_worker:.2f}", ", ".join(notes)
         )
+    console = Console()
     console.print(table)
     if not ratio.goodput:
-        console.print(f"no cluster meets {slo} at any rate: a request alone is too slow for it")
+        console.print(f"no cluster meets {options.slo} at any rate: a request alone is too slow for it")
     elif rate is not None:
         wanted = f"{rate:.3g} requests/s"
-        console.print(f"{enough.shape} is enough for {wanted}" if enough else f"{max_workers} workers are too few for {wanted}")
-    if plot is not None:
-        plots.plot(planned, rate, f"{workload.name}, {slo} ms", plot)
+        few = f"{options.max_workers} workers are too few for {wanted}"
+        console.print(f"{enough.shape} is enough for {wanted}" if enough else few)

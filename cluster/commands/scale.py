@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
-from cluster.commands.http_client import ApiClient
-from protocol.errors import InvalidRequestError, UnavailableError
+from cluster.commands.lib.http_client import ApiClient
+from cluster.commands.lib.options import DEFAULT_URL, AdminKey, Url
+from cluster.commands.lib.waiting import Workers, wait_for
+from protocol.errors import InvalidRequestError
 from protocol.messages import Role
 
-_ASK_AGAIN_S = 0.5
+
+def scale(
+    sizes: Annotated[list[str], typer.Argument(metavar="ROLE=WORKERS...", help="For example: prefill=2 decode=3")],
+    url: Url = DEFAULT_URL,
+    admin_key: AdminKey = None,
+    wait_s: Annotated[float, typer.Option("--wait", help="Seconds to wait until it is done; 0 returns at once.")] = 600.0,
+) -> None:
+    """Change the number of workers while requests run; running streams move to the workers that stay."""
+    wanted = parse_sizes(sizes)
+    client = ApiClient(url, admin_key)
+    client.post("/admin/scale", {role.value: workers for role, workers in wanted.items()})
+    if wait_s > 0:
+        wait_until_scaled(client, wanted, wait_s)
 
 
 def parse_sizes(arguments: Sequence[str]) -> dict[Role, int]:
@@ -28,8 +42,8 @@ def parse_sizes(arguments: Sequence[str]) -> dict[Role, int]:
     return sizes
 
 
-def pending(workers: Sequence[Mapping[str, Any]], wanted: Mapping[Role, int]) -> str | None:
-    """What is not as wanted yet in a /admin/status answer, for people; None when it is done."""
+def pending(workers: Workers, wanted: Mapping[Role, int]) -> str | None:
+    """What is not as wanted yet among the workers of a /admin/status answer, in words for people; None when all is."""
     parts = []
     for role, number in wanted.items():
         states = [worker["state"] for worker in workers if worker["role"] == role.value]
@@ -40,13 +54,11 @@ def pending(workers: Sequence[Mapping[str, Any]], wanted: Mapping[Role, int]) ->
 
 
 def wait_until_scaled(client: ApiClient, wanted: Mapping[Role, int], deadline_s: float) -> None:
-    """Show progress until the cluster has just these workers, all ready. Raises UnavailableError at the deadline."""
-    end = time.monotonic() + deadline_s
+    """Show progress until the cluster has just these workers, all ready.
+
+    Raises UnavailableError if it takes longer than `deadline_s` seconds.
+    """
     console = Console(stderr=True)
     with console.status("scaling") as progress:
-        while (left := pending(client.get("/admin/status")["workers"], wanted)) is not None:
-            if time.monotonic() > end:
-                raise UnavailableError(f"not done after {deadline_s:g} s: {left}")
-            progress.update(f"scaling: {left}")
-            time.sleep(_ASK_AGAIN_S)
+        wait_for(client, lambda workers: pending(workers, wanted), deadline_s, lambda left: progress.update(f"scaling: {left}"))
     console.print(", ".join(f"{number} {role.value}" for role, number in wanted.items()), highlight=False)

@@ -18,9 +18,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from protocol.errors import ConfigError
 
@@ -47,13 +44,11 @@ class Process:
         return next((each.partition("=")[2] for each in self.arguments if each.startswith(f"{flag}=")), None)
 
 
-def keep_gcs(
-    port: Annotated[int, typer.Option(help="The GCS's, as in `ray start --head --port`.")] = 6379,
-) -> None:
-    """Start the GCS of this Ray head node again whenever it ends; needs Redis (RAY_REDIS_ADDRESS at `ray start --head`)."""
-    from telemetry.logging import setup_logging
+def guard_gcs(port: int) -> None:
+    """Start the GCS at `port` of this head node again whenever it ends; returns when the node was stopped.
 
-    setup_logging("gcs-guard")
+    Raises ConfigError if no such GCS runs here, or if it has no Redis to keep what it knows.
+    """
     pause_s = 0.0
     while True:
         gcs, raylet = _both(port)

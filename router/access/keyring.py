@@ -1,8 +1,8 @@
 """The keys that are good now: the file in memory, read again when it has changed.
 
-The file is replaced as a whole (cluster/commands/keys.py), so looking at its inode, size and time before each request is enough
-to see every change, and costs two microseconds. A file that has become unreadable or wrong changes nothing: the log says so,
-and the keys that were good stay good until it is mended.
+The file is replaced as a whole (cluster/commands/lib/key_file.py), so looking at its inode, size and time before each request
+is enough to see every change, and costs two microseconds. A file that has become unreadable or wrong changes nothing: the log
+says so, and the keys that were good stay good until it is mended.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A key is `tk-<id>-<secret>`. The file has, by id, a salt and a hash of the secret, and what the key may do; no secret. The
 secret is 32 random bytes, so a fast hash will do: there is nothing to guess, and a slow one (scrypt) would hold up the router
-for each request. The file is written by `tandem keys` (cluster/commands/keys.py) and read by every router.
+for each request. The file is written by `tandem keys` (cluster/commands/lib/key_file.py) and read by every router.
 """
 
 from __future__ import annotations

@@ -53,15 +53,15 @@ def test_flags_of_vllm(monkeypatch: pytest.MonkeyPatch, asked: list[BenchOptions
         == 2
     )
     [options] = asked
-    assert options.goodput == {"ttft": 500.0, "tpot": 50.0}
-    assert (options.base_url, options.endpoint) == ("http://[::1]:9000", "/v1/chat/completions")
+    assert options.limits_ms == {"ttft": 500.0, "tpot": 50.0}
+    assert (options.url, options.path) == ("http://[::1]:9000", "/v1/chat/completions")
     assert (options.max_concurrency, options.ignore_eos, options.request_rate) == (4, True, float("inf"))
-    assert (options.percentile_metrics, options.metric_percentiles) == (("ttft", "itl"), (99.0,))
+    assert (options.wanted_metrics, options.percentiles) == (("ttft", "itl"), (99.0,))
 
 
 def test_urls_and_keys_from_the_environment(monkeypatch: pytest.MonkeyPatch, asked: list[BenchOptions]) -> None:
     run(monkeypatch, "--base-url", "http://there/v", "--api-key", "k", "--endpoint", "/x")
-    assert (asked[0].base_url, asked[0].api_key, asked[0].endpoint) == ("http://there/v", "k", "/x")
+    assert (asked[0].url, asked[0].api_key, asked[0].path) == ("http://there/v", "k", "/x")
 
 
 @pytest.mark.parametrize(

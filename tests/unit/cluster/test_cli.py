@@ -14,9 +14,9 @@ import pytest
 
 from cluster.commands import cli
 from cluster.commands.chat import Conversation, Timing, answer_pieces
-from cluster.commands.http_client import ApiClient
+from cluster.commands.lib.foreground import changes, greeting
+from cluster.commands.lib.http_client import ApiClient
 from cluster.commands.scale import parse_sizes, pending
-from cluster.commands.serve import changes, greeting
 from cluster.ray.session import check_port_free, local_environment
 from configs.schema import ClusterConfig, HttpConfig
 from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState

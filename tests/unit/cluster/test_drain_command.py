@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 
-from cluster.commands.drain import drain_and_wait, roll_out
+from cluster.commands.drain import drain_and_wait
+from cluster.commands.rollout import roll_out
 from cluster.pool import Action, Drain, Pool, Remove, Start, Stop
 from protocol.errors import InvalidRequestError, UnavailableError
 from protocol.messages import Role, WorkerRef
 
 
 class PooledCluster:
-    """Has the two methods of `cluster.commands.http_client.ApiClient` that are used. `room` bounds the workers of a role."""
+    """Has the two methods of ApiClient that are used. `room` bounds the workers of a role."""
 
     def __init__(self, room: int = 9, stuck: str | None = None) -> None:
         self.pools = {role: Pool(role) for role in Role}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import math
 import time
 from pathlib import Path
 from typing import Any
@@ -23,29 +22,10 @@ from tests.unit.loadtest.openai_server import OpenAiServer
 
 OPTIONS = BenchOptions(
     base_url="http://127.0.0.1:1",
-    api_key=None,
-    backend="completions",
-    endpoint="/v1/completions",
-    model=None,
-    dataset_name="random",
-    dataset_path=None,
     random_input_len=6,
     random_output_len=5,
-    random_range_ratio=0.0,
-    random_prefix_len=0,
-    sharegpt_output_len=None,
-    length_scale=1.0,
-    time_scale=None,
     num_prompts=4,
-    num_warmups=0,
-    request_rate=math.inf,
-    burstiness=1.0,
-    max_concurrency=None,
-    ignore_eos=False,
-    seed=0,
-    percentile_metrics=("ttft", "ttst", "tpot", "itl", "e2el"),
-    metric_percentiles=(50.0, 99.0),
-    goodput={},
+    metric_percentiles="50,99",
     timeout_s=20.0,
 )
 
@@ -122,7 +102,7 @@ def test_warm_ups_are_other_prompts_and_not_counted() -> None:
     ],
 )
 def test_failures_are_misses_with_their_reason(faults: dict[str, Any], words: str) -> None:
-    finished = bench(OpenAiServer(**faults), goodput={"ttft": 1000.0})
+    finished = bench(OpenAiServer(**faults), goodput=["ttft:1000"])
     assert finished.figures["failed"] == 4
     assert finished.figures["goodput_attainment"] == 0.0
     assert all(words in str(record.error) for record in finished.records)
@@ -169,7 +149,7 @@ def test_sharegpt_has_its_own_lengths(tmp_path: Path) -> None:
 
 def test_what_is_said_saved_and_drawn(tmp_path: Path) -> None:
     server = OpenAiServer(owned_by="tandem", gap_s=0.005)
-    finished = bench(server, goodput={"ttft": 1000.0, "tpot": 0.001}, request_rate=50.0)
+    finished = bench(server, goodput=["ttft:1000", "tpot:0.001"], request_rate=50.0)
     assert server.bodies[0]["include_times"] is True
     console = Console(record=True, width=120)
     report.print_report(finished, console)

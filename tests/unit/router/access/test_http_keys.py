@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from cluster.commands.key_file import add_key, revoke_key
+from cluster.commands.lib.key_file import add_key, revoke_key
 from configs.schema import HttpConfig
 from router.app import create_app
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.commands.key_file import add_key, revoke_key
+from cluster.commands.lib.key_file import add_key, revoke_key
 from configs.schema import TierConfig
 from protocol.errors import AuthenticationError, ConfigError, ContextLengthError, InvalidRequestError, NotAllowedError
 from protocol.sampling import SamplingParams

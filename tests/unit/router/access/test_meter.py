@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cluster.commands.key_file import add_key
+from cluster.commands.lib.key_file import add_key
 from configs.schema import HttpConfig, TierConfig
 from protocol.errors import InvalidRequestError, RateLimitError, UnavailableError
 from router.access.callers import Caller, anonymous

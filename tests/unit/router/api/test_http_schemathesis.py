@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.clients.api_cases import Cases, command
-from cluster.commands.key_file import add_key
+from cluster.commands.lib.key_file import add_key
 from configs.schema import HttpConfig
 from protocol.messages import Role
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cluster.commands.key_file import add_key
+from cluster.commands.lib.key_file import add_key
 from configs.schema import HttpConfig
 
 Run = Callable[..., None]

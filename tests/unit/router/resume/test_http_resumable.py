@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cluster.commands.key_file import add_key
+from cluster.commands.lib.key_file import add_key
 from protocol.errors import KvTransferError
 
 Run = Callable[..., None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import httpx
@@ -34,21 +34,17 @@ class ApiClient:
         return self._call("POST", path, body)
 
     def stream(self, path: str, body: Any) -> Generator[dict[str, Any], None, None]:
-        """The events of a streamed answer, up to `[DONE]`. Closing the iterator ends the request."""
+        """Yield the events of a streamed answer, up to `[DONE]`. Closing the iterator ends the request.
+
+        Raises TandemError if the request is refused or the stream ends with an error, UnavailableError if nobody answers.
+        """
+        timeout = httpx.Timeout(_STREAM_S, connect=_CONNECT_S)
         try:
-            with self._client.stream("POST", path, json=body, timeout=httpx.Timeout(_STREAM_S, connect=_CONNECT_S)) as answer:
+            with self._client.stream("POST", path, json=body, timeout=timeout) as answer:
                 if answer.status_code != httpx.codes.OK:
                     answer.read()
                     raise _error_in(answer)
-                for line in answer.iter_lines():
-                    data = line.removeprefix("data: ")
-                    if data == "[DONE]":
-                        return
-                    if data != line:
-                        event = json.loads(data)
-                        if "error" in event:
-                            raise _error_from(event["error"])
-                        yield event
+                yield from _events(answer.iter_lines())
         except httpx.HTTPError as error:
             raise self._unreachable(error) from None
 
@@ -69,6 +65,19 @@ class ApiClient:
 
     def _unreachable(self, error: Exception) -> UnavailableError:
         return UnavailableError(f"no cluster answers at {self._url} ({error}); `tandem serve` starts one, --url names another")
+
+
+def _events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The events up to `[DONE]`. Raises the TandemError that an event carries."""
+    for line in lines:
+        data = line.removeprefix("data: ")
+        if data == "[DONE]":
+            return
+        if data != line:
+            event = json.loads(data)
+            if "error" in event:
+                raise _error_from(event["error"])
+            yield event
 
 
 def _error_in(answer: httpx.Response) -> TandemError:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from configs.models import ListedModel
+if TYPE_CHECKING:
+    from configs.models import ListedModel
 
 _COLUMNS = {
     "worker": "worker_id",

@@ -1,0 +1,1 @@
+"""What the commands of `tandem` share: their options, the way to a cluster's HTTP API, tables, waiting."""

@@ -1,0 +1,93 @@
+"""`tandem serve` in the foreground: progress while the cluster starts, then what happens to its workers, until Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shlex
+import signal
+from contextlib import redirect_stdout
+from types import FrameType
+
+from rich.console import Console
+
+from cluster.launch import RunningCluster, check_keys, check_model, check_telemetry, running_cluster
+from configs.schema import ClusterConfig
+from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState
+from protocol.messages import Role
+
+
+def serve_until_interrupted(config: ClusterConfig, address: str | None) -> None:
+    """Run a cluster; returns after Ctrl-C or SIGTERM, with everything taken down. Raises TandemError if it can't run."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
+    logging.getLogger("ray").setLevel(logging.WARNING)
+    for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: a shell starts background jobs with it ignored
+        signal.signal(number, _interrupt)
+    try:
+        check_keys(config)
+        check_telemetry(config)
+        model_name = check_model(config)
+        with (
+            open(os.devnull, "w") as nowhere,
+            console.status("starting") as progress,
+            redirect_stdout(nowhere),
+            running_cluster(config, address, lambda step: progress.update(f"starting: {step}")) as cluster,
+        ):
+            progress.stop()
+            # Ray prints a page of advice on stdout whenever a process ends; our own line says which worker it was.
+            # (Again, because the progress line has put stdout back.)
+            with redirect_stdout(nowhere):
+                _follow(cluster, config, model_name, console)
+    except KeyboardInterrupt:
+        console.print("stopped")
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _follow(cluster: RunningCluster, config: ClusterConfig, model_name: str, console: Console) -> None:
+    """Print the address, then each change of a worker, for ever."""
+    view = cluster.watch(0)
+    for line in greeting(view, config, model_name):
+        console.print(line)
+    while True:
+        fresh = cluster.watch(view.version)
+        for line in changes(view, fresh):
+            console.print(line)
+        view = fresh
+
+
+def greeting(view: ClusterView, config: ClusterConfig, model_name: str) -> list[str]:
+    """Where the cluster answers, and a first request to paste."""
+    host = f"[{config.http.host}]" if ":" in config.http.host else config.http.host
+    url = f"http://{host}:{config.http.port}"
+    counts = " + ".join(f"{sum(info.role is role for info in view.workers)} {role.value}" for role in Role)
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    body = json.dumps({"model": model_name, "messages": question, "temperature": 0})
+    key = "" if config.http.keys_file is None else ' -H "Authorization: Bearer $TANDEM_API_KEY"'
+    command = f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    return [f"ready: {counts}, {url}", command]
+
+
+def changes(before: ClusterView, after: ClusterView) -> list[str]:
+    """One line for each worker that came, went, died or changed its state."""
+    old = {info.worker_id: info for info in before.workers}
+    new = {info.worker_id: info for info in after.workers}
+    lines = [line for name, info in new.items() if (line := _change(old.get(name), info)) is not None]
+    return lines + [f"{name} is gone" for name in old if name not in new]
+
+
+def _change(old: WorkerInfo | None, new: WorkerInfo) -> str | None:
+    if old is not None and (old.epoch, old.state) == (new.epoch, new.state):
+        return None
+    match new.state:
+        case WorkerState.STARTING if old is not None:
+            return f"{new.worker_id} ended ({new.last_error}); starting it again as epoch {new.epoch}"
+        case WorkerState.STARTING:
+            return f"{new.worker_id} starts"
+        case WorkerState.READY:
+            return f"{new.worker_id} is ready, process {new.pid} on {new.node}"
+        case WorkerState.DRAINING:
+            return f"{new.worker_id} drains"

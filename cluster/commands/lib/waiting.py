@@ -1,0 +1,74 @@
+"""How commands wait for a cluster: they ask for its workers again and again until nothing is left to do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from cluster.commands.lib.http_client import ApiClient
+from protocol.errors import UnavailableError
+from protocol.messages import Role
+
+_ASK_AGAIN_S = 0.2
+
+Workers = Sequence[Mapping[str, Any]]
+"""The rows of workers in an answer of /admin/status."""
+
+Lacking = Callable[[Workers], str | None]
+"""Says what is not as wanted yet, in words for people; None when everything is."""
+
+
+def current_workers(client: ApiClient) -> Workers:
+    """The workers that the cluster has now. Raises TandemError if it does not answer."""
+    found: Workers = client.get("/admin/status")["workers"]
+    return found
+
+
+def wait_for(client: ApiClient, lacking: Lacking, deadline_s: float, on_look: Callable[[str], None] | None = None) -> None:
+    """Wait until nothing is lacking; `on_look` is told what is, after each look at the workers.
+
+    Raises UnavailableError that says what is still lacking after `deadline_s` seconds.
+    """
+    end = time.monotonic() + deadline_s
+    while (what := lacking(current_workers(client))) is not None:
+        if time.monotonic() > end:
+            raise UnavailableError(f"not done after {deadline_s:g} s: {what}")
+        if on_look is not None:
+            on_look(what)
+        time.sleep(_ASK_AGAIN_S)
+
+
+def what_a_drain_lacks(worker_id: str, epoch: int | None, restart: bool) -> Lacking:
+    """What keeps the life `epoch` of a worker from being over and, with `restart`, its next life from being ready."""
+
+    def lacking(workers: Workers) -> str | None:
+        worker = next((worker for worker in workers if worker["worker_id"] == worker_id), None)
+        if worker is not None and worker["epoch"] == epoch:
+            return f"{worker_id} is {worker['state']} with {worker['running'] or 0} streams"
+        if restart and (worker is None or not _usable(worker)):
+            return f"{worker_id} has not started again" + (f": {worker['last_error']}" if worker else "")
+        return None
+
+    return lacking
+
+
+def what_a_role_lacks(role: Role, number: int) -> Lacking:
+    """What keeps a role from having exactly `number` workers, all of them usable."""
+
+    def lacking(workers: Workers) -> str | None:
+        found = [worker for worker in workers if worker["role"] == role.value]
+        usable = sum(map(_usable, found))
+        return None if len(found) == usable == number else f"{usable} of {number} {role.value} workers are ready"
+
+    return lacking
+
+
+def epoch_of(workers: Workers, worker_id: str) -> int | None:
+    """The epoch of a worker, which counts its lives; None if there is no such worker."""
+    return next((worker["epoch"] for worker in workers if worker["worker_id"] == worker_id), None)
+
+
+def _usable(worker: Mapping[str, Any]) -> bool:
+    """A worker is usable when it is ready, and in reach of the router that answers."""
+    return worker["state"] == "ready" and worker["running"] is not None

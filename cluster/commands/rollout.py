@@ -1,0 +1,103 @@
+"""`tandem rollout`: restarts all workers of a cluster, one after the other.
+
+    one worker more, if there is room ──► for each of the old ones: drained, restarted, ready again ──► the extra one drained
+
+That is done for one role, then for the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from cluster.commands.lib.http_client import ApiClient
+from cluster.commands.lib.options import DEFAULT_URL, AdminKey, Url
+from cluster.commands.lib.waiting import (
+    Workers,
+    current_workers,
+    epoch_of,
+    wait_for,
+    what_a_drain_lacks,
+    what_a_role_lacks,
+)
+from protocol.errors import InvalidRequestError, UnavailableError
+from protocol.messages import Role
+
+Report = Callable[[str], None]
+"""Told what is being done, for people."""
+
+
+def rollout(
+    url: Url = DEFAULT_URL,
+    admin_key: AdminKey = None,
+    room_s: Annotated[
+        float, typer.Option("--room", help="Seconds to wait for one worker more of each role; 0 does without.")
+    ] = 120.0,
+    wait_s: Annotated[float, typer.Option("--wait", help="Seconds that one worker may take to drain and to start.")] = 780.0,
+) -> None:
+    """Restart all workers, one after the other, while requests run."""
+    roll_out(ApiClient(url, admin_key), room_s, wait_s)
+
+
+def roll_out(client: ApiClient, room_s: float, wait_s: float) -> None:
+    """Restart every worker that is there now. Raises UnavailableError if one takes longer than `wait_s` seconds.
+
+    For each role it waits at most `room_s` seconds for an additional worker; 0 means that it asks for none.
+    """
+    now = current_workers(client)
+    old = {role: [w for w in now if w["role"] == role.value and w["state"] != "draining"] for role in Role}
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bar = progress.add_task("rollout", total=sum(len(workers) for workers in old.values()))
+
+        def report(text: str) -> None:
+            progress.update(bar, description=text)
+
+        for role, workers in old.items():
+            if workers:
+                with _one_more(client, role, len(workers), room_s, wait_s, report):
+                    _restart_each(client, workers, wait_s, report, lambda: progress.advance(bar))
+        report("all workers are new")
+
+
+def _restart_each(client: ApiClient, workers: Workers, wait_s: float, report: Report, on_restarted: Callable[[], None]) -> None:
+    """Restart these workers in turn. Raises UnavailableError if one takes longer than `wait_s` seconds."""
+    for worker in workers:
+        worker_id, epoch = worker["worker_id"], worker["epoch"]
+        report(f"restarting {worker_id}")
+        if epoch_of(current_workers(client), worker_id) == epoch:  # else it has died meanwhile, and is new
+            client.post("/admin/drain", {"worker": worker_id, "restart": True})
+        wait_for(client, what_a_drain_lacks(worker_id, epoch, restart=True), wait_s)
+        on_restarted()
+
+
+@contextmanager
+def _one_more(client: ApiClient, role: Role, number: int, room_s: float, wait_s: float, report: Report) -> Iterator[None]:
+    """While the block runs, the role has one worker more than `number`, which takes what the others do not.
+
+    If the additional worker is not ready in time, there is no room for it, and the block runs without.
+    """
+    added = False
+    if room_s > 0:
+        report(f"adding a {role.value} worker")
+        try:
+            client.post("/admin/scale", {role.value: number + 1})
+            added = True
+            wait_for(client, what_a_role_lacks(role, number + 1), room_s)
+        except (InvalidRequestError, UnavailableError):  # at the limit, or none came up
+            if added:
+                client.post("/admin/scale", {role.value: number})
+            added = False
+    try:
+        yield
+    finally:
+        if added:
+            client.post("/admin/scale", {role.value: number})
+    if added:
+        report(f"draining the additional {role.value} worker")
+        wait_for(client, what_a_role_lacks(role, number), wait_s)
