@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import cluster
 from protocol.errors import ConfigError
 
 _OBJECT_STORE_BYTES = 128 * 1024 * 1024
@@ -63,9 +64,13 @@ def local_environment(scratch: Path) -> dict[str, str]:
 
 
 def haproxy_guard() -> Path:
-    """The installed `tandem-haproxy` (cluster.ray.haproxy_guard). Raises ConfigError if Tandem is not installed properly."""
-    beside = Path(sys.executable).with_name("tandem-haproxy")
-    found = str(beside) if beside.exists() else shutil.which("tandem-haproxy")
+    """The installed `tandem-haproxy` (cluster.ray.haproxy_guard). Raises ConfigError if Tandem is not installed properly.
+
+    It is looked for where `pip install --target` puts it, beside this Python, and on the PATH, in this order.
+    """
+    target = Path(cluster.__file__).parents[1]
+    places = (str(target / "bin"), str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath))
+    found = shutil.which("tandem-haproxy", path=os.pathsep.join(places))
     if found is None:
         raise ConfigError("the command tandem-haproxy is not installed; install Tandem with pip (make install)")
     return Path(found)

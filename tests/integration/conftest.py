@@ -106,13 +106,22 @@ def _without_ray() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
 
 
-def start_serve(log: Path, *flags: str, environment: dict[str, str] | None = None) -> Served:
-    """`tandem serve` with these flags, on a free port, with a Ray instance of its own unless a flag says otherwise."""
+def start_serve(
+    log: Path,
+    *flags: str,
+    environment: dict[str, str] | None = None,
+    command: str = TANDEM,
+    folder: Path | None = None,
+) -> Served:
+    """`tandem serve` with these flags, on a free port, with a Ray instance of its own unless a flag says otherwise.
+
+    `folder` is its working directory, this process's own by default.
+    """
     port, mark = free_port(), uuid.uuid4().hex
-    command = [TANDEM, "serve", "--port", str(port), *flags]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command,
+            [command, "serve", "--port", str(port), *flags],
+            cwd=folder,
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
@@ -156,8 +165,8 @@ def nothing_leaks(started: list[Served]) -> Iterator[None]:
 def launch(tmp_path_factory: pytest.TempPathFactory, started: list[Served]) -> Callable[..., Served]:
     """Starts clusters (see start_serve) that run to the session's end."""
 
-    def start(*flags: str, environment: dict[str, str] | None = None) -> Served:
-        served = start_serve(tmp_path_factory.mktemp("serve") / "log", *flags, environment=environment)
+    def start(*flags: str, **settings: Any) -> Served:
+        served = start_serve(tmp_path_factory.mktemp("serve") / "log", *flags, **settings)
         started.append(served)
         return served
 
@@ -169,8 +178,8 @@ def serve(launch: Callable[..., Served]) -> Iterator[Callable[..., Served]]:
     """Starts clusters that end with the module: memory and cores are for the next one's."""
     own: list[Served] = []
 
-    def start(*flags: str, environment: dict[str, str] | None = None) -> Served:
-        own.append(launch(*flags, environment=environment))
+    def start(*flags: str, **settings: Any) -> Served:
+        own.append(launch(*flags, **settings))
         return own[-1]
 
     yield start

@@ -177,7 +177,7 @@ def test_the_outside_is_as_it_was_reviewed(name: str, tmp_path: Path) -> None:
         difference = difflib.unified_diff(
             reviewed.splitlines(), now.splitlines(), f"{name}, reviewed", f"{name}, now", lineterm=""
         )
-        renewal = f"If every line of this is meant: {RENEW}=1 pytest {Path(__file__).name}, and commit the file."
+        renewal = f"If every line of this is meant: {RENEW}=1 pytest tests/unit/test_snapshots.py, and commit the file."
         pytest.fail("\n".join([*difference, renewal]), pytrace=False)
 
 

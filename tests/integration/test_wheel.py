@@ -1,0 +1,41 @@
+"""The wheel, unpacked into an empty folder, serves; the checkout is out of its sight."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.built_wheel import build_wheel, environment, unpack
+
+
+def test_the_unpacked_wheel_serves(tmp_path: Path, serve: Callable[..., Any]) -> None:
+    unpacked, empty = tmp_path / "unpacked", tmp_path / "empty"
+    empty.mkdir()
+    command = unpack(build_wheel(tmp_path), unpacked)
+    served = serve("--dtype", "float32", command=str(command), folder=empty, environment=environment(unpacked))
+    served.wait_ready()
+
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    body = {"model": "smollm2", "messages": messages, "temperature": 0, "max_tokens": 12}
+    answer = httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert "Paris" in answer.json()["choices"][0]["message"]["content"]
+    assert "<title>Tandem</title>" in httpx.get(served.url, timeout=30).text
+    actors = [pid for pid, shown in served.processes().items() if shown.startswith("ray::")]
+    assert len(actors) >= 4, "a controller, a router and two workers"
+    wanted = {f"PYTHONPATH={unpacked}", f"RAY_SERVE_HAPROXY_BINARY_PATH={unpacked / 'bin' / 'tandem-haproxy'}"}
+    assert all(wanted <= variables_of(pid) for pid in actors), "they might use the checkout, or an older installation"
+
+    assert served.leaks() == []
+    served.end(signal.SIGTERM)
+    assert served.process.returncode == 0, served.said()
+    served.until(lambda: not served.processes(), 10.0)
+
+
+def variables_of(pid: int) -> set[str]:
+    """The environment that a process was started with."""
+    return set((Path("/proc") / str(pid) / "environ").read_bytes().decode().split("\0"))
