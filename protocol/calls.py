@@ -22,16 +22,17 @@ _Answer = TypeVar("_Answer")
 
 
 def expect(answer: Any, kind: type[_Answer]) -> _Answer:
-    """The answer, if it is one to what was asked. Raises ProtocolError."""
+    """Return `answer` as a `kind`. Raises ProtocolError if it is a message of another class."""
     if not isinstance(answer, kind):
         raise ProtocolError(f"{type(answer).__name__} was answered where {kind.__name__} was due")
     return answer
 
 
 class CallClient:
-    """The asking side of one WireClient, which it owns: `run` closes it on the way out."""
+    """Asks questions over one WireClient, which it owns: `run` closes it on the way out."""
 
     def __init__(self, client: WireClient, on_message: Callable[[Any], None]) -> None:
+        """`on_message` gets every message that answers no question, in the loop that reads the connection."""
         self._client = client
         self._on_message = on_message
         self._open: dict[int, asyncio.Future[Any]] = {}
@@ -39,7 +40,7 @@ class CallClient:
         self._lost: str | None = None
 
     async def run(self) -> None:
-        """Dispatch until the connection is lost. Never raises on loss: that is told to those who ask."""
+        """Dispatch messages until the connection is lost, which it tells to all who ask but does not raise itself."""
         try:
             while True:
                 self._dispatch(await self._client.receive())
@@ -50,17 +51,18 @@ class CallClient:
 
     @property
     def lost(self) -> bool:
-        """The connection is."""
+        """Whether the connection is lost."""
         return self._lost is not None
 
     def send(self, message: Any) -> None:
-        """A message without an answer. Raises WorkerLostError."""
+        """Send a message that has no answer. Raises WorkerLostError."""
         self._client.send(message)
 
     async def ask(self, build: Callable[[int], Any], deadline_s: float) -> Any:
-        """Send `build(call_id)` and return its answer.
+        """Send the question `build(call_id)` and return its answer.
 
-        Raises the error of a Failed answer, WorkerLostError, or UnavailableError after `deadline_s`.
+        Raises the error that a Failed answer carries, WorkerLostError if the connection is lost, and UnavailableError if no
+        answer comes within `deadline_s`.
         """
         if self._lost is not None:
             raise WorkerLostError(self._lost)
@@ -78,7 +80,7 @@ class CallClient:
             del self._open[call_id]
 
     def close(self) -> None:
-        """Idempotent: closes the connection and fails what is still open."""
+        """Close the connection, and fail the open questions with WorkerLostError. May be called again."""
         if self._lost is None:
             self._lost = "the connection to the worker is lost"
             self._client.close()

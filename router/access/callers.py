@@ -1,4 +1,4 @@
-"""On whose behalf a request runs, and what its key and its tier allow. Pure."""
+"""The caller on whose behalf a request runs, and what the caller's key and tier allow. Pure."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ class Caller:
 
     @property
     def max_context(self) -> int | None:
-        """Tokens of prompt and answer together; the smaller of what the key and the tier say."""
+        """The most tokens that prompt and answer may have together: the smaller limit of key and tier; None without a limit."""
         limits = (self.tier.max_context, None if self.key is None else self.key.max_context)
         return min((limit for limit in limits if limit is not None), default=None)
 
     def may_use(self, model: str) -> bool:
+        """Return whether the caller's key allows this model. A caller without a key may use every model."""
         return self.key is None or self.key.models is None or model in self.key.models
 
     def check_model(self, model: str) -> None:
@@ -37,12 +38,17 @@ class Caller:
             raise NotAllowedError(f"this API key is not for the model {model!r}", param="model")
 
     def salted(self, cache_salt: str) -> str:
-        """What keeps this tenant's cached prefixes apart: the tenant, then what the request says. No two pairs give the same
-        salt, because a tenant's name has no slash. Without keys it is what the request says."""
+        """Return the salt that keeps this tenant's cached prefixes apart: its name, a slash, and the request's `cache_salt`.
+
+        Two tenants never share a salt, because a tenant's name has no slash. Without keys the request's salt stays as it is.
+        """
         return cache_salt if self.key is None else f"{self.tenant}/{cache_salt}"
 
     def scheduling_class(self, priority: int) -> SchedulingClass:
-        """The place in line of a request with this `priority`. Raises InvalidRequestError if the tier does not allow it."""
+        """Return the scheduling class of a request with this `priority`; a lower number goes first.
+
+        Raises InvalidRequestError if the caller's tier does not allow the priority.
+        """
         if priority < self.tier.earliest_priority:
             whose = "without an API key" if self.key is None else f"with an API key of tier {self.tier_name}"
             problem = f"`priority` must be at least {self.tier.earliest_priority} {whose}; got {priority}"
@@ -50,9 +56,10 @@ class Caller:
         return SchedulingClass(self.tenant, self.tier.weight, self.tier.priority + priority)
 
     def fit(self, generation: Generation, wanted: int | None, prompt_param: str) -> Generation:
-        """The same within the caller's context: an answer for which the client set no length (`wanted` None) gets shorter.
+        """Return the generation within the caller's context: an answer without a length of its own gets shorter if it has to.
 
-        Raises ContextLengthError, which names `prompt_param` or max_tokens.
+        `wanted` is the number of answer tokens that the client asked for, None if it did not say. Raises ContextLengthError,
+        which names `prompt_param` or max_tokens, if the generation does not fit.
         """
         limit = self.max_context
         num_prompt_tokens = len(generation.prompt_token_ids)
@@ -69,5 +76,5 @@ class Caller:
 
 
 def anonymous(tiers: dict[str, TierConfig]) -> Caller:
-    """Whoever sends a request where no keys are asked for."""
+    """Return the one caller of a cluster without keys. It has no tenant's name and no key, and is of the default tier."""
     return Caller("", DEFAULT_TIER, tiers[DEFAULT_TIER])

@@ -1,4 +1,4 @@
-"""Who may pass: a request is let in on somebody's behalf, or refused before its body is read.
+"""Lets each request in on its caller's behalf, or refuses it before its body is read.
 
 The caller is in `scope["state"]`. With keys: Bearer authentication. Without: whoever comes over loopback to a cluster that
 listens there alone, or everybody where the configuration says so. This is checked here, on the peer's address, because Serve's
@@ -25,16 +25,20 @@ _CALLER = "caller"
 
 
 class Authenticator:
-    """Tells callers from strangers. Raises ConfigError if the keys can't be read."""
+    """Finds the caller of a request, by its key or by the peer's address."""
 
     def __init__(self, config: ClusterConfig) -> None:
+        """Read the keys, if the configuration names a file of them. Raises ConfigError if they can't be read."""
         self._http = config.http
         self._anonymous = anonymous(config.tiers)
         keys_file = config.http.keys_file
         self._keyring = None if keys_file is None else Keyring(Path(keys_file), config.tiers)
 
     def caller(self, scope: Scope) -> Caller:
-        """Whose request this is. Raises AuthenticationError, NotAllowedError."""
+        """Return the caller of the request with this ASGI scope.
+
+        Raises AuthenticationError for a missing or wrong key, and NotAllowedError for a peer that may not come without a key.
+        """
         if self._keyring is not None:
             return self._keyring.caller(_bearer(scope))
         peer = scope["client"]
@@ -44,7 +48,7 @@ class Authenticator:
 
 
 class Gate:
-    """ASGI middleware, inside the Envelope."""
+    """ASGI middleware that notes each request's caller in its scope, or refuses the request. It stands inside the Envelope."""
 
     def __init__(self, app: AsgiApp, authenticator: Authenticator) -> None:
         self._app = app
@@ -61,7 +65,7 @@ class Gate:
 
 
 def caller_of(scope: Scope) -> Caller:
-    """On whose behalf a request that passed the gate runs."""
+    """Return the caller that the gate noted in the scope of a request."""
     caller = scope["state"][_CALLER]
     assert isinstance(caller, Caller)
     return caller

@@ -1,4 +1,4 @@
-"""The keys that are good now: the file in memory, read again when it has changed.
+"""Keeps the file of API keys in memory, and reads it again when it has changed.
 
 The file is replaced as a whole (cluster/commands/lib/key_file.py), so looking at its inode, size and time before each request
 is enough to see every change, and costs two microseconds. A file that has become unreadable or wrong changes nothing: the log
@@ -23,16 +23,17 @@ _Version = tuple[int, int, int] | None
 
 
 class Keyring:
-    """Raises ConfigError if the file can't be read or a key is of a tier that there is not."""
+    """The API keys that are good now, by id, and the caller that each stands for."""
 
     def __init__(self, path: Path, tiers: dict[str, TierConfig]) -> None:
+        """Read the file. Raises ConfigError if it can't be read, or if a key is of a tier that `tiers` lacks."""
         self._path = path
         self._tiers = tiers
         self._seen = self._version()
         self._keys = self._read()
 
     def caller(self, given: str) -> Caller:
-        """Whose key this is. Raises AuthenticationError."""
+        """Return the caller whose key a client gave. Raises AuthenticationError if the key is not good now."""
         self._refresh()
         key_id, key = check_key(self._keys, given, datetime.now(UTC))
         return Caller(key.tenant, key.tier, self._tiers[key.tier], key_id, key)

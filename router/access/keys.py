@@ -28,12 +28,12 @@ _ID_BYTES = 6
 _NO_SALT, _NO_DIGEST = "00" * _SALT_BYTES, "00" * 32
 
 Tenant = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-"""No slash: see Caller.salted."""
+"""The name of a tenant. It has no slash, because cache salts are a tenant's name, a slash, and the request's salt."""
 _Count = Annotated[int, Field(gt=0, le=10**12)]
 
 
 class ApiKey(BaseModel):
-    """What the file says of one key. None means no limit."""
+    """One entry of the file of keys. A limit that is None does not exist."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -48,14 +48,14 @@ class ApiKey(BaseModel):
     revoked: AwareDatetime | None = None
     requests_per_minute: _Count | None = None
     tokens_per_minute: _Count | None = None
-    """Prompts and answers together."""
+    """Tokens of prompts and answers together."""
     max_context: _Count | None = None
-    """Tokens of prompt and answer of one request, at most."""
+    """The most tokens that prompt and answer of one request may have together."""
     models: tuple[str, ...] | None = None
 
 
 class KeyFile(BaseModel):
-    """The whole file, as JSON."""
+    """The file of API keys, which is JSON: the entries by key id."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -64,13 +64,16 @@ class KeyFile(BaseModel):
 
 
 def new_secret() -> tuple[str, str, str, str]:
-    """A fresh key as it is given to its owner, once; its id, and the salt and the digest that are kept of it."""
+    """Make a new key. Return the key, which its owner sees once, its id, and the salt and the digest that are kept."""
     key_id, secret, salt = secrets.token_hex(_ID_BYTES), secrets.token_urlsafe(_SECRET_BYTES), secrets.token_bytes(_SALT_BYTES)
     return f"{_PREFIX}-{key_id}-{secret}", key_id, salt.hex(), _digest(secret, salt.hex())
 
 
 def check_key(keys: Mapping[str, ApiKey], given: str, now: datetime) -> tuple[str, ApiKey]:
-    """Id and entry of the key that a client sent. Raises AuthenticationError; only who knows the secret learns why."""
+    """Return id and entry of the key that a client gave.
+
+    Raises AuthenticationError for an unknown, revoked or expired key. Only who knows the secret learns which it is.
+    """
     prefix, _, rest = given.partition("-")
     key_id, _, secret = rest.partition("-")
     key = keys.get(key_id)
@@ -87,7 +90,7 @@ def check_key(keys: Mapping[str, ApiKey], given: str, now: datetime) -> tuple[st
 
 
 def read_key_file(path: Path) -> KeyFile:
-    """Raises ConfigError, without a word of what the file holds."""
+    """Read the file of keys. Raises ConfigError if that fails, with a message that repeats nothing of what the file holds."""
     try:
         return KeyFile.model_validate_json(path.read_bytes())
     except OSError as error:
@@ -100,6 +103,7 @@ def read_key_file(path: Path) -> KeyFile:
 
 
 def render_key_file(file: KeyFile) -> bytes:
+    """Return the file's content as `read_key_file` reads it."""
     return json.dumps(file.model_dump(mode="json", exclude_none=True), indent=1, sort_keys=True).encode() + b"\n"
 
 

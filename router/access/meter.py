@@ -23,21 +23,23 @@ from router.request.answer import Delta
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 1.0
-"""What the keeper of the buckets gets to answer."""
+"""Seconds that the keeper of the buckets has to answer."""
 _PAUSE_S = 5.0
-"""After a failure it is not asked for so long."""
+"""Seconds for which the keeper is not asked after it failed to answer."""
 
 
 class Meter:
-    """Owns the store; None will do where there are no keys, or one router. `close` first waits for what is given back."""
+    """Charges each caller's key for what its requests use. It owns the store of the buckets."""
 
     def __init__(self, store: RateStore | None) -> None:
+        """`store` keeps the buckets of all routers. None is enough for a cluster without keys or with a single router."""
         self._store = store
         self._own = Buckets()
         self._ask_again_at = 0.0
         self._returns: set[asyncio.Task[float]] = set()
 
     async def close(self) -> None:
+        """Wait until all that was not used has been given back, then close the store."""
         await asyncio.gather(*self._returns)
         if self._store is not None:
             await self._store.close()
@@ -45,9 +47,10 @@ class Meter:
     async def metered(
         self, caller: Caller, num_prompt_tokens: int, max_answer_tokens: int, answer: AsyncGenerator[Delta, None]
     ) -> AsyncGenerator[Delta, None]:
-        """The same answer, charged. A request that failed before its first token costs no tokens.
+        """Yield the pieces of `answer`, charged to the caller. A request that failed before its first token costs no tokens.
 
-        Raises RateLimitError; InvalidRequestError for what is more than a minute's tokens, which would never be granted.
+        Raises RateLimitError if the key has used up its minute, and InvalidRequestError for a request that needs more tokens
+        than the key has in a whole minute.
         """
         async with contextlib.aclosing(answer):
             num_tokens = num_prompt_tokens + max_answer_tokens

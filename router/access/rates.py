@@ -15,10 +15,14 @@ _MINUTE_S = 60.0
 
 @dataclass(frozen=True)
 class Charge:
+    """An amount that is to be taken from one bucket."""
+
     bucket: str
+    """The name of the bucket: a key's id and what is counted."""
     per_minute: int
+    """What the bucket holds when it is full, and what it gains in a minute."""
     amount: int
-    """Over `per_minute` it is never granted; negative gives back."""
+    """Requests or tokens. A negative amount gives back; one above `per_minute` is never granted."""
 
 
 class RateStore(Protocol):
@@ -28,18 +32,20 @@ class RateStore(Protocol):
         """Take all charges and return 0, or none of them and return the seconds until all of them could be taken."""
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Close the connection to the keeper of the buckets."""
+        ...
 
 
 class Buckets:
-    """Buckets in memory. `now` is any clock in seconds that never goes back."""
+    """Token buckets in memory. `now` is any clock in seconds that never goes back."""
 
     def __init__(self) -> None:
         self._filled: dict[str, tuple[float, float]] = {}
-        """Level and when it was that. A bucket that was never charged is full."""
+        """By name: a bucket's level, and when it had that level. A bucket that was never charged is full."""
 
     def take(self, charges: Sequence[Charge], now: float) -> float:
-        """As RateStore.take."""
+        """Take all charges and return 0, or none of them and return the seconds until all of them could be taken."""
         levels = {charge.bucket: self._level(charge, now) for charge in charges}
         wait_s = max((_wait_s(charge, levels[charge.bucket]) for charge in charges), default=0.0)
         if wait_s > 0:

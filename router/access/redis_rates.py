@@ -1,4 +1,4 @@
-"""The buckets in Redis (http.redis_url): for several clusters that share their keys, and limits that outlive a cluster."""
+"""Keeps the buckets in Redis (`http.redis_url`), so that several clusters share their keys' limits, which outlive a cluster."""
 
 from __future__ import annotations
 
@@ -34,16 +34,19 @@ _PREFIX = "tandem:rates:"
 
 
 class RedisRates:
-    """A router.access.rates.RateStore. Made in the loop that uses it; `close` it there."""
+    """A router.access.rates.RateStore over Redis. Make and close it in the event loop that uses it."""
 
     def __init__(self, url: str, patience_s: float) -> None:
+        """`patience_s` limits the time that Redis has to accept the connection, and to answer."""
         self._redis = Redis.from_url(url, socket_timeout=patience_s, socket_connect_timeout=patience_s)
         self._take = self._redis.register_script(_TAKE)
 
     async def take(self, charges: Sequence[Charge]) -> float:
+        """Take all charges and return 0, or none of them and return the seconds until all of them could be taken."""
         buckets = [f"{_PREFIX}{charge.bucket}" for charge in charges]
         numbers = [number for charge in charges for number in (charge.per_minute, charge.amount)]
         return float(await self._take(keys=buckets, args=numbers))
 
     async def close(self) -> None:
+        """Close the connection to Redis."""
         await self._redis.aclose()

@@ -1,1 +1,1 @@
-"""The chat page at `/`."""
+"""The chat page, served at `/`."""

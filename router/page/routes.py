@@ -45,7 +45,7 @@ _HEADERS = {
 
 
 def page_routes() -> list[BaseRoute]:
-    """One route per file. They are not part of the API, so the OpenAPI document does not have them."""
+    """Return one route for each file of the page. They are not part of the API, so the OpenAPI document leaves them out."""
     return [_route(path, Path(__file__).with_name(name)) for path, name in PAGE_FILES.items()]
 
 

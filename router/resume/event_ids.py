@@ -1,4 +1,4 @@
-"""Ids of the events of a stream that its client may resume.
+"""Numbers the events of a stream that its client may resume.
 
 An event's id is its piece of the answer and its place among the events that this piece makes. The record has the pieces, so a
 stream that is resumed makes the same events again, and leaves out those up to the id that its client has.
@@ -16,7 +16,10 @@ _ID = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})")
 
 
 class EventId(NamedTuple):
-    """Both count from 1; 0.0 is before the first event."""
+    """The id of an event: the number of its piece, and its number among the events of that piece.
+
+    Both count from 1, so 0.0 stands before the first event.
+    """
 
     piece: int
     event: int
@@ -26,7 +29,7 @@ class EventId(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> EventId:
-        """Of the header. Raises InvalidRequestError."""
+        """Read an id that a client sent as `last-event-id`. Raises InvalidRequestError."""
         found = _ID.fullmatch(text)
         if found is None:
             raise InvalidRequestError(
@@ -40,16 +43,17 @@ START = EventId(0, 0)
 
 
 class EventIds:
-    """Gives the events of one stream their ids; nothing is left of those that the client has `seen`."""
+    """Gives the events of one stream their ids, and leaves out the events up to the one that the client has `seen`."""
 
     def __init__(self, seen: EventId = START) -> None:
         self._seen = seen
         self._latest = START
 
     def next_piece(self) -> None:
+        """Count on to the next piece of the answer, whose events come now."""
         self._latest = EventId(self._latest.piece + 1, 0)
 
     def add(self, event: bytes) -> bytes:
-        """The next event of this piece, with its id."""
+        """Return the next event of this piece with its id in front, or nothing if the client has seen it."""
         self._latest = EventId(self._latest.piece, self._latest.event + 1)
         return f"id: {self._latest}\n".encode() + event if self._latest > self._seen else b""

@@ -24,7 +24,7 @@ from router.resume.stream_records import Entry, RecordStore, StreamKey, WriteOut
 log = logging.getLogger(__name__)
 
 _PATIENCE_S = 1.0
-"""What the keeper of the records gets to answer."""
+"""Seconds that the keeper of the records has to answer."""
 _DELTA = TypeAdapter(Delta)
 
 
@@ -58,7 +58,7 @@ class TakenRecord:
 
 
 class Recorder:
-    """Writes for all streams of a router; must be closed after them."""
+    """Writes the records of all resumable streams of a router. Close it after them."""
 
     def __init__(self, store: RecordStore) -> None:
         self._store = store
@@ -66,13 +66,14 @@ class Recorder:
         self._writing: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
+        """Wait for the write that is under way."""
         if self._writing is not None:
             await self._writing
 
     async def take_over(self, key: StreamKey, num_seen: int) -> TakenRecord:
-        """The record of a stream of which the client has `num_seen` pieces. Whoever was writing it finds it taken.
+        """Take over the record of a stream of which the client has seen `num_seen` pieces. Its former writer finds it taken.
 
-        Raises StreamNotFoundError, and UnavailableError if the keeper is away.
+        Raises StreamNotFoundError if there is no such record, and UnavailableError if the keeper of the records is away.
         """
         owner = uuid.uuid4().hex
         try:
@@ -91,7 +92,7 @@ class Recorder:
         return TakenRecord(request=chunks[0], deltas=deltas, writer=RecordWriter(key, owner, [], len(chunks)))
 
     async def recorded(self, writer: RecordWriter, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
-        """The same pieces, each when it is on record. Raises InvalidRequestError when another connection has taken over."""
+        """Yield each piece when it is on record. Raises InvalidRequestError when another connection has taken it over."""
         async with contextlib.aclosing(deltas):
             async for delta in deltas:
                 if not writer.lost:
@@ -101,7 +102,10 @@ class Recorder:
                 yield delta
 
     async def resumed(self, record: TakenRecord, rest: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
-        """What was said, and then the rest as it comes. Raises as `recorded`."""
+        """Yield the recorded pieces, then each piece of `rest` when it is on record.
+
+        Raises InvalidRequestError when another connection has taken over the record.
+        """
         async with contextlib.aclosing(self.recorded(record.writer, rest)) as more:
             for delta in record.deltas:
                 yield delta

@@ -24,7 +24,7 @@ _REQUEST_ID_HEADER = "x-request-id"
 
 
 def is_resumable(request: Request) -> bool:
-    """Whether a new stream shall be one that can be resumed. Raises InvalidRequestError."""
+    """Return whether the client wants a stream that can be resumed. Raises InvalidRequestError for a wrong header."""
     wanted = request.headers.get(RESUMABLE_HEADER, "false")
     if wanted not in ("true", "false"):
         raise InvalidRequestError(f"`{RESUMABLE_HEADER}` must be true or false; got {wanted!r:.40}", param=RESUMABLE_HEADER)
@@ -32,7 +32,10 @@ def is_resumable(request: Request) -> bool:
 
 
 def last_event_of(request: Request) -> EventId | None:
-    """What the client has of the stream that it resumes; None if it begins a new one. Raises InvalidRequestError."""
+    """Return the id of the last event that a client has of the stream that it resumes; None if it resumes none.
+
+    Raises InvalidRequestError for a header that is no such id.
+    """
     given = request.headers.get(LAST_EVENT_HEADER)
     return None if given is None else EventId.parse(given)
 

@@ -17,14 +17,14 @@ from enum import Enum, auto
 from typing import Protocol
 
 _CHUNK_BYTES = 100
-"""What a chunk takes in memory beside its own bytes, about."""
+"""About how much memory a chunk takes beside its own bytes."""
 _SHARE = 8
-"""One record may take an eighth of the room."""
+"""One record may take at most this part of the room: an eighth."""
 
 
 @dataclass(frozen=True)
 class StreamKey:
-    """Whose stream it is, of which endpoint, and the id that its client gave it."""
+    """Names a stream: its tenant, the path of its endpoint, and the request id that its client gave it."""
 
     tenant: str
     path: str
@@ -33,17 +33,17 @@ class StreamKey:
 
 @dataclass(frozen=True)
 class Entry:
-    """A chunk for a record, and who says that it is the record's owner."""
+    """One chunk to be written into a record, by `owner`, who must be the record's owner."""
 
     key: StreamKey
     owner: str
     number: int
-    """0 begins the record, also in place of one that is there."""
+    """The chunk's place in the record. Chunk 0 begins the record, also in place of an earlier record of this key."""
     chunk: bytes
 
 
 class WriteOutcome(Enum):
-    """What became of an entry."""
+    """What became of an entry that was to be written."""
 
     KEPT = auto()
     LOST = auto()
@@ -56,11 +56,14 @@ class RecordStore(Protocol):
     """Keeps the records for all routers of a cluster. Any exception means that it is away."""
 
     async def write(self, entries: Sequence[Entry]) -> list[WriteOutcome]:
-        """As StreamRecords.write."""
+        """Add the entries in this order, and return what became of each."""
         ...
 
     async def take_over(self, key: StreamKey, owner: str, num_seen: int) -> list[bytes] | None:
-        """As StreamRecords.take_over."""
+        """Make `owner` the owner of a record and return all its chunks.
+
+        Returns None if there is no such record, or if it holds fewer pieces than the client has seen.
+        """
         ...
 
 
@@ -73,7 +76,7 @@ class _Record:
 
 
 class StreamRecords:
-    """Records in memory, within bounds. `now` is any clock in seconds that never goes back.
+    """Records of streams in memory, within bounds. `now` is any clock in seconds that never goes back.
 
     A record is forgotten `retention_s` after it was last touched, and earlier if younger ones need its room.
     """
@@ -83,7 +86,7 @@ class StreamRecords:
         self._max_bytes = max_bytes
         self._retention_s = retention_s
         self._records: OrderedDict[StreamKey, _Record] = OrderedDict()
-        """The one that was touched last is the last."""
+        """In the order in which they were last touched."""
         self._num_bytes = 0
 
     def __len__(self) -> int:
@@ -91,17 +94,20 @@ class StreamRecords:
 
     @property
     def num_bytes(self) -> int:
-        """Of all records, never over `max_bytes`."""
+        """Bytes that all records take together; never more than `max_bytes`."""
         return self._num_bytes
 
     def write(self, entries: Sequence[Entry], now: float) -> list[WriteOutcome]:
-        """Add the entries in this order; what became of each."""
+        """Add the entries in this order, and return what became of each."""
         self._forget_old(now)
         return [self._write(entry, now) for entry in entries]
 
     def take_over(self, key: StreamKey, owner: str, num_seen: int, now: float) -> list[bytes] | None:
-        """All chunks of a record, which is this owner's from now on. None if it is not there, or holds fewer pieces than the
-        client has seen (its keeper was away then)."""
+        """Make `owner` the owner of a record and return all its chunks.
+
+        Returns None if there is no such record, or if it holds fewer pieces than the client has seen (`num_seen`): then its
+        keeper was away when the others were written.
+        """
         self._forget_old(now)
         record = self._records.get(key)
         if record is None or num_seen >= len(record.chunks):

@@ -24,16 +24,16 @@ _NO_ID = -1
 
 
 class UnsplittableError(Exception):
-    """Text on which tiktoken's splitting would panic; the message says what is allowed."""
+    """Raised for text on which tiktoken's splitting would panic. The message says what is allowed."""
 
 
 class ByteBpe:
-    """Encodes text that holds no special tokens."""
+    """Encodes text without special tokens by a byte-level BPE vocabulary."""
 
     def __init__(self, facts: ByteLevelBpe, special_tokens: frozenset[str]) -> None:
-        """Raises ConfigError for a vocabulary and merges that don't belong together."""
+        """Build the encoding. Raises ConfigError for a vocabulary and merges that don't belong together."""
         self.token_bytes = bpe_token_bytes(facts, special_tokens)
-        """By id. Special tokens are their text."""
+        """By id: the bytes that a token stands for. Those of a special token are its own text."""
         ids: dict[bytes, int] = {}
         for token_id, (token, spelled) in enumerate(zip(facts.tokens, self.token_bytes, strict=True)):
             if token not in special_tokens:
@@ -61,7 +61,7 @@ class ByteBpe:
         return ranks
 
     def encode(self, text: str) -> list[int]:
-        """Token ids. Raises UnsplittableError for a run of spaces that tiktoken can't split."""
+        """Return the token ids of a text. Raises UnsplittableError for a run of spaces that tiktoken can't split."""
         if len(text) > _MAX_SPACES and any(len(run) > _MAX_SPACES for run in regex.findall(r"\s+", text)):
             raise UnsplittableError(f"at most {_MAX_SPACES:,} spaces or line breaks may follow each other")
         ids = [self._id_by_rank[rank] for rank in self._encoding.encode_ordinary(text)]

@@ -27,10 +27,13 @@ _RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, Attr
 
 
 class ChatTemplate:
-    """Compiled once, rendered for every conversation."""
+    """A model's chat template, compiled once and rendered for every conversation."""
 
     def __init__(self, template: str | None, facts: TokenizerFacts) -> None:
-        """`template` None: a model without one, whose `render` refuses. Raises ConfigError if it is not valid Jinja."""
+        """Compile the template. Raises ConfigError if it is not valid Jinja.
+
+        `template` is None for a model that has none; `render` then refuses every conversation.
+        """
         tokens = {"bos_token": facts.bos_token, "eos_token": facts.eos_token, "unk_token": facts.unk_token}
         self._tokens = {name: token for name, token in tokens.items() if token is not None}
         self._template: jinja2.Template | None = None
@@ -48,7 +51,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
-        """The prompt, special tokens included; encode it without a further BOS.
+        """Return the prompt as text, special tokens included. Encode it without a further BOS.
 
         Messages and tools hold plain JSON values. Raises InvalidRequestError (param `messages`) if the template refuses
         them or the model has no template.

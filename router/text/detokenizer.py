@@ -13,28 +13,30 @@ import tokenizers
 
 
 class Detokenizer(Protocol):
-    """Owned by one stream."""
+    """Turns the token ids of one stream into text as they come."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these ids complete; bytes of an unfinished character wait for the next push."""
+        """Return the text that these ids complete. Bytes of an unfinished character wait for the next push."""
 
     def flush(self) -> str:
-        """What still waits, now that no more ids come."""
+        """Return what still waits, now that no more ids come."""
 
 
 class BytesDetokenizer:
-    """For byte-level vocabularies; each id costs a list access and its bytes are decoded once."""
+    """The detokenizer of byte-level vocabularies. Each id costs a list access, and its bytes are decoded once."""
 
     def __init__(self, token_bytes: Sequence[bytes]) -> None:
-        """`token_bytes` by id, empty for what isn't shown."""
+        """`token_bytes` has each token's bytes by id, and nothing for tokens that are not shown."""
         self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_ids: Sequence[int]) -> str:
+        """Return the text that these ids complete. Bytes of an unfinished character wait for the next push."""
         table, size = self._token_bytes, len(self._token_bytes)
         return self._decoder.decode(b"".join([table[token_id] for token_id in token_ids if 0 <= token_id < size]))
 
     def flush(self) -> str:
+        """Return U+FFFD for an unfinished character, now that no more ids come."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -43,7 +45,7 @@ _MAX_WAITING_IDS = 16
 
 
 class WindowDetokenizer:
-    """For all other vocabularies, whose tokens have no text of their own: it depends on the token before.
+    """The detokenizer of all other vocabularies, where a token's text depends on the token before it.
 
     What an id adds is the difference between the texts of a short window of ids with and without it, as in vLLM's
     `detokenize_incrementally`; text that ends with U+FFFD may be half a character and waits. (`tokenizers`' own
@@ -62,6 +64,7 @@ class WindowDetokenizer:
         """The text of these ids."""
 
     def push(self, token_ids: Sequence[int]) -> str:
+        """Return the text that these ids complete. Text that may be half a character waits for the next push."""
         pieces = []
         for token_id in token_ids:
             if 0 <= token_id < self._vocab_size and token_id not in self._special_ids:
@@ -71,6 +74,7 @@ class WindowDetokenizer:
         return "".join(pieces)
 
     def flush(self) -> str:
+        """Return the text that still waits, now that no more ids come."""
         return self._take(incomplete=True)
 
     def _take(self, *, incomplete: bool) -> str:

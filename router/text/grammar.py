@@ -36,7 +36,7 @@ _NAMES_KEYS = {"properties", "patternProperties", "required", "anyOf", "oneOf", 
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
-    """The part of a grammar that stands for JSON of this schema."""
+    """Return the part of a grammar that matches JSON of this schema."""
     return f"%json {json.dumps({**_with_short_keys(schema), 'x-guidance': _SPACING})}"
 
 
@@ -61,19 +61,22 @@ def _with_short_keys(schema: Any) -> Any:
 
 
 def literal(text: str) -> str:
-    """The part of a grammar that stands for this very text."""
+    """Return the part of a grammar that matches this very text."""
     return json.dumps(text)
 
 
 def json_grammar(schema: Mapping[str, Any], param: str) -> str:
-    """Of answers that are JSON of this schema. Raises InvalidRequestError, blaming `param`, if it can't be followed."""
+    """Return the grammar of answers that are JSON of this schema.
+
+    Raises InvalidRequestError, blaming `param`, if workers could not follow it.
+    """
     grammar = f"{HEAD}start: {json_rule(schema)}\n"
     check_grammar(grammar, param)
     return grammar
 
 
 def check_grammar(grammar: str, param: str) -> None:
-    """Raise InvalidRequestError, blaming `param`, if workers could not use it."""
+    """Raise InvalidRequestError, blaming `param`, if workers could not follow this grammar."""
     if len(grammar) > MAX_GRAMMAR_CHARS:
         raise InvalidRequestError(f"`{param}` must be smaller: at most about {MAX_GRAMMAR_CHARS // 1024} KiB", param=param)
     problem = _problem(grammar)

@@ -13,17 +13,20 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Owned by one stream: `push` until it has matched, or `flush` at the end. A character costs O(1) per stop string."""
+    """Looks for stop strings in the text of one stream. A character costs O(1) per stop string.
+
+    Call `push` until it says that a stop string is complete, or `flush` when the text ends before.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """`stops` may be empty, its strings may not."""
+        """`stops` may be empty. Its strings may not."""
         assert all(stops), "an empty stop string would stop everything"
         self._automata = [_Automaton(stop) for stop in stops]
         self._held = ""
         self._matched = False
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Take more text. Returns what is certain not to belong to a stop string, and whether a stop string is complete.
+        """Take more text. Return what is certain not to belong to a stop string, and whether a stop string is complete.
 
         After a match the stop string is dropped with everything behind it, and nothing more may be pushed.
         """
@@ -44,7 +47,7 @@ class StopMatcher:
         return pending[:num_certain], False
 
     def flush(self) -> str:
-        """What was held back, now that no more text comes."""
+        """Return the text that was held back, now that no more comes."""
         held, self._held = self._held, ""
         return held
 

@@ -21,14 +21,14 @@ from router.text.detokenizer import BytesDetokenizer, Detokenizer, WindowDetoken
 
 
 class Tokenizer(ABC):
-    """Immutable after construction; `encode` and `decode` may run in any thread.
+    """Text to token ids and back. It never changes, so `encode` and `decode` may run in any thread.
 
     Encoding takes about 0.2 µs a character: keep long texts out of an event loop.
     """
 
     @staticmethod
     def build(facts: TokenizerFacts) -> Tokenizer:
-        """The tokenizer that these facts describe. Raises ConfigError if they contradict themselves."""
+        """Return the tokenizer that these facts describe. Raises ConfigError if they contradict themselves."""
         if facts.byte_level_bpe is not None:
             return _ByteLevelTokenizer(facts, facts.byte_level_bpe)
         assert facts.tokenizer_json is not None, "one of the two kinds is set"
@@ -43,7 +43,7 @@ class Tokenizer(ABC):
             self._bos = [known[facts.bos_token]]
 
     def encode(self, text: str, *, add_bos: bool = False, param: str = "prompt") -> list[int]:
-        """Token ids. Special tokens that are written in the text are found, as `transformers` does.
+        """Return the token ids of a text. Special tokens that are written in it are found, as `transformers` does.
 
         `add_bos` puts BOS in front if the model's tokenizer does so for a plain prompt; chat templates write their own.
         Raises InvalidRequestError, blaming the field `param`, for text that is not Unicode (lone surrogates) and for
@@ -64,19 +64,19 @@ class Tokenizer(ABC):
     @property
     @abstractmethod
     def vocab_size(self) -> int:
-        """One more than the highest id; the model's own vocabulary may be larger by padding."""
+        """One more than the highest token id. The model's own vocabulary may be larger by padding."""
 
     @abstractmethod
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """The text. Bytes that are not UTF-8 become U+FFFD; ids without a token are nothing."""
+        """Return the text of these ids. Bytes that are not UTF-8 become U+FFFD, and ids without a token become nothing."""
 
     @abstractmethod
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token stands for, special ones as they are written; nothing for an id without a token."""
+        """Return the bytes of one token, those of a special token as it is written. An id without a token has none."""
 
     @abstractmethod
     def detokenizer(self) -> Detokenizer:
-        """A new detokenizer for one stream of ids, which skips special tokens."""
+        """Return a new detokenizer for one stream of ids. It skips special tokens."""
 
     @abstractmethod
     def _encode(self, text: str) -> list[int]: ...

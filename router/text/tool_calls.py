@@ -19,7 +19,7 @@ from router.text.tool_format import ToolFormat
 
 @dataclass(frozen=True)
 class ToolCallDelta:
-    """A piece of call number `index` of an answer. The first piece has id and name, and no arguments yet."""
+    """A piece of call number `index` of an answer. A call's first piece has its id and its name, and no arguments yet."""
 
     index: int
     call_id: str | None

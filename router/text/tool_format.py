@@ -1,4 +1,4 @@
-"""How a model writes tool calls: as its chat template says, or, where that knows no tools, in Hermes' way.
+"""How a model writes tool calls: as its chat template says or, where the template knows no tools, in Hermes' way.
 
 Hermes (Qwen, Hermes and many others)      <tool_call>
                                            {"name": "f", "arguments": {...}}
@@ -33,7 +33,7 @@ To call one, write the following, and nothing after it. Several calls may follow
 
 @dataclass(frozen=True)
 class ToolWishes:
-    """What a request says about its tools. `names` are those that may be called."""
+    """What a request says about its tools: which there are, which of their `names` may be called, and how."""
 
     tools: tuple[Tool, ...]
     names: tuple[str, ...]
@@ -43,19 +43,22 @@ class ToolWishes:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """A call is `begin`, its name as JSON, `middle`, its arguments, `end`. Calls follow each other after `separator`."""
+    """How calls are spelled: `begin`, the name as JSON, `middle`, the arguments, `end`; `separator` between two calls."""
 
     begin: str
     middle: str
     end: str
     separator: str
     tag: str
-    """What tells a call from text in front of it; empty if a call can only be the whole answer."""
+    """The text that tells a call from content in front of it; empty if a call can only be the whole answer."""
     native: bool
-    """The model's chat template knows tools itself."""
+    """Whether the model's chat template knows tools itself."""
 
     def grammar(self, wishes: ToolWishes, content: str | None) -> str:
-        """Of an answer with calls, or with content where none is required. `content` is its rule, if it is not just text."""
+        """Return the grammar of an answer that has calls, or content where no call is required.
+
+        `content` is the rule that the content follows; None for any text.
+        """
         call = " | ".join(f"call_{index}" for index in range(len(wishes.names)))
         more = f"({literal(self.separator + self.tag)} ({call}))*" if wishes.parallel else ""
         calls = f"({call}) {more}"
@@ -77,7 +80,7 @@ class ToolFormat:
         return HEAD + "\n".join(rules) + "\n"
 
     def conversation(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[list[Message], Sequence[Tool] | None]:
-        """Messages and tools as the chat template can take them."""
+        """Return messages and tools as the chat template can take them; no tools if the messages spell them out."""
         if self.native:
             return list(messages), tools or None
         spelled = [self._spelled(message) for message in messages]
@@ -116,7 +119,7 @@ class ToolFormat:
 
 
 def tool_format(template: str | None) -> ToolFormat:
-    """The one that this chat template speaks of."""
+    """Return the format that this chat template speaks of; Hermes' if it knows no tools, or if there is no template."""
     template = template or ""
     if "tools" in template and _TAG in template and "<function=" not in template:
         return _hermes(native=True)
