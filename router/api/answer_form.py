@@ -1,4 +1,4 @@
-"""The form that a request gives to its answer: the grammar that it follows, and whether there are calls of tools in it."""
+"""The form that a request gives to its answer: the grammar that it has to follow, and how its calls of tools are written."""
 
 from __future__ import annotations
 
@@ -12,22 +12,30 @@ from router.text.tool_format import Tool, ToolFormat
 
 @dataclass(frozen=True)
 class AnswerForm:
+    """What a request asks of its answer's form. By default an answer is free text without calls."""
+
     grammar: str = ""
-    """Empty: none."""
+    """The grammar that the answer has to follow; empty if it is free."""
     tools: tuple[Tool, ...] = ()
-    """As chat templates know them."""
+    """The tools that the prompt describes, as chat templates know them."""
     tool_format: ToolFormat | None = None
-    """How calls are written, if there may be any."""
+    """How calls are written; None if the answer can have no calls."""
 
 
 def json_form(wanted: ResponseFormat | None) -> AnswerForm:
-    """Raises InvalidRequestError for a schema that can't be followed."""
+    """Return the form of an answer with this `response_format`; None is free text.
+
+    Raises InvalidRequestError for a schema that can't be followed.
+    """
     schema = None if wanted is None else wanted.schema_wanted
     return AnswerForm() if wanted is None or schema is None else AnswerForm(json_grammar(schema, wanted.param))
 
 
 def chat_form(body: ChatBody, format_: ToolFormat) -> AnswerForm:
-    """Likewise, and for tools that can't be called."""
+    """Return the form of a chat's answer, whose calls are written in `format_`.
+
+    Raises InvalidRequestError for a schema that can't be followed, and for tools that can't be called.
+    """
     form = json_form(body.response_format)
     wishes = tool_wishes(body.tools, body.tool_choice, body.parallel_tool_calls)
     if wishes is None:

@@ -27,19 +27,25 @@ _SHOWN_BITS = 100
 _B = TypeVar("_B", bound="Body")
 
 Neutral = Mapping[str, tuple[object, ...]]
-"""Fields that are not supported, each with the values besides null at which it means nothing."""
+"""Fields that are not supported, each with its neutral values: those besides null that change nothing."""
 
 Together = tuple[JsonSchemaValue, ...]
+"""Rules about fields that go together, each as a JSON Schema that a body fulfils."""
 
 
 class Body(BaseModel):
-    """Base of all request bodies. A null is the same as an absent field. Descriptions complete "`field` must be ..."."""
+    """Base of all request bodies. A null means the same as an absent field.
+
+    A field's description completes the sentence "`field` must be ...". Docstrings are for developers: the OpenAPI document does
+    not have them.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     neutral: ClassVar[Neutral] = {}
     together: ClassVar[Together] = ()
-    """What fields ask of each other, as far as JSON Schema can say it; for the document. `check_together` enforces it."""
+    """What fields ask of each other, as far as JSON Schema can say it. The OpenAPI document shows it; `check_together`
+    enforces it."""
 
     @model_validator(mode="before")
     @classmethod
@@ -60,9 +66,10 @@ class Body(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """With what `_without_neutral` lets through: nulls, and neutral values of fields that are not supported."""
+        """Return the schema with what `_without_neutral` lets through: nulls, and neutral values of unsupported fields."""
         result = handler(core_schema)
         schema = handler.resolve_ref_schema(result)
+        schema.pop("description", None)
         required = schema.get("required", [])
         for name, field in schema["properties"].items():
             if name not in required and {"type": "null"} not in field.get("anyOf", []):
@@ -77,22 +84,26 @@ class Body(BaseModel):
 
 
 def given(schema: JsonSchemaValue, *names: str) -> JsonSchemaValue:
-    """For `Body.together`: these fields are there, and as this schema says."""
+    """Return a rule for `Body.together`: these fields are there and fulfil this schema."""
     return {"required": list(names), "properties": dict.fromkeys(names, schema)}
 
 
 def absent(*names: str) -> JsonSchemaValue:
-    """For `Body.together`: these fields are null or not there."""
+    """Return a rule for `Body.together`: these fields are null or not there."""
     return {"properties": {name: {"type": "null"} for name in names}}
 
 
 def either(*options: JsonSchemaValue) -> JsonSchemaValue:
+    """Return a rule for `Body.together`: at least one of these rules holds."""
     return {"anyOf": list(options)}
 
 
 def told_apart(kind: Callable[[str | None], str], kinds: str) -> Discriminator:
-    """For unions of bodies whose `type` says which: `kind` gives the branch's tag for a type, None if there is none; `kinds`
-    completes "`type` must be ..."."""
+    """Return the discriminator of a union of bodies whose field `type` says which of them a value is.
+
+    `kind` returns the tag of the union's branch for a type, or for None if the value has no type. `kinds` completes the
+    sentence "`type` must be ...".
+    """
 
     def tag(value: Any) -> str:
         given = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
@@ -102,7 +113,7 @@ def told_apart(kind: Callable[[str | None], str], kinds: str) -> Discriminator:
 
 
 def parse_body(kind: type[_B], data: bytes) -> _B:
-    """The checked body. Raises InvalidRequestError."""
+    """Return the body that these bytes of JSON hold. Raises InvalidRequestError, which names the field that is wrong."""
     try:
         values = from_json(data, allow_inf_nan=False)
     except ValueError as error:
@@ -113,7 +124,7 @@ def parse_body(kind: type[_B], data: bytes) -> _B:
 
 
 def check_body(kind: type[_B], values: Mapping[str, Any]) -> _B:
-    """The same of a JSON object that was read already. Raises InvalidRequestError."""
+    """Return the body that a JSON object holds. Raises InvalidRequestError, which names the field that is wrong."""
     try:
         return kind.model_validate(values)
     except ValidationError as invalid:

@@ -1,4 +1,4 @@
-"""What is around every request: its id, its trace, and a last answer when something of ours breaks."""
+"""Gives every request its id and its trace, and a last answer when something of ours breaks."""
 
 from __future__ import annotations
 
@@ -28,11 +28,14 @@ AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Envelope:
-    """ASGI middleware. The request's id is the client's `x-request-id` if it sent a printable one of up to 128 characters,
-    else one of ours; it is in `scope["state"]` beside the time of arrival, and in the answer's headers if `echo_request_id`.
-    So is the request's trace (see protocol.trace), and always in the answer's headers."""
+    """ASGI middleware around every request, which notes in `scope["state"]` its `request_id`, its `trace` and its `arrival`.
+
+    The id is the client's `x-request-id` if it sent a printable one of up to 128 characters, else a new one. The trace is a
+    protocol.trace.TraceContext. The arrival is in seconds on `time.monotonic`.
+    """
 
     def __init__(self, app: AsgiApp, echo_request_id: bool) -> None:
+        """The answer's headers always have the trace, and the request's id if `echo_request_id`."""
         self._app = app
         self._echo = echo_request_id
 

@@ -22,27 +22,36 @@ _CLIENT_WENT_AWAY = 499
 
 
 class BodyTooLargeError(InvalidRequestError):
+    """The body has more bytes than the configuration allows."""
+
     code: ClassVar[str] = "body_too_large"
     http_status: ClassVar[int] = 413
 
 
 class MediaTypeError(InvalidRequestError):
+    """The body is not announced as JSON."""
+
     code: ClassVar[str] = "unsupported_media_type"
     http_status: ClassVar[int] = 415
 
 
 class SlowBodyError(InvalidRequestError):
+    """The body did not arrive in time."""
+
     code: ClassVar[str] = "request_timeout"
     http_status: ClassVar[int] = 408
 
 
 def error_body(error: TandemError) -> Json:
+    """Return the error as OpenAI's error object."""
     return {"error": {"message": error.message, "type": error.openai_type, "param": error.param, "code": error.code}}
 
 
 def error_response(error: TandemError) -> Response:
-    """The answer before the first byte was sent: the error's own status, and when to try again or what to prove where that
-    helps."""
+    """Return the HTTP answer of a request that failed before its first byte was sent.
+
+    It has the error's own status. A `retry-after` header tells when to try again, `www-authenticate` that a key is needed.
+    """
     headers = {}
     if isinstance(error, OverloadedError | UnavailableError):
         retry_after_s = _DEFAULT_RETRY_S if error.retry_after_s is None else error.retry_after_s
@@ -53,7 +62,7 @@ def error_response(error: TandemError) -> Response:
 
 
 def internal_error_response() -> Response:
-    """For a bug of ours: the log has it, the client gets no inside view."""
+    """Return the HTTP answer after a bug of ours. It tells the client nothing of what happened, which the log has."""
     return error_response(TandemError("internal error; the router's log has the details"))
 
 

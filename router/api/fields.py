@@ -1,4 +1,4 @@
-"""What chat and plain completions have in common: sampling, stopping and what to return."""
+"""The fields that chats and plain completions share: sampling, stopping, and what to return."""
 
 from __future__ import annotations
 
@@ -53,6 +53,8 @@ TokenId = Annotated[int, Field(ge=0)]
 
 
 class StreamOptions(Body):
+    """Options of a streamed answer: where its usage is told."""
+
     neutral: ClassVar[Neutral] = {"include_obfuscation": (False,)}
 
     include_usage: bool = Field(default=False, description="true or false")
@@ -66,7 +68,7 @@ STREAM_OPTIONS = either(absent("stream_options"), given(TRUE, "stream"))
 
 
 class SamplingBody(Body):
-    """Fields of both completion endpoints."""
+    """The fields that the bodies of chats and plain completions share."""
 
     together: ClassVar[Together] = (STREAM_OPTIONS,)
 
@@ -113,13 +115,16 @@ class SamplingBody(Body):
 
     @property
     def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk that has the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def continuous_usage(self) -> bool:
+        """Whether every chunk of a stream has the usage up to it."""
         return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     def stops(self) -> tuple[str, ...]:
+        """Return the stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def check_together(self) -> None:

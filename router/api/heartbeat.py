@@ -1,4 +1,4 @@
-"""Comments in a stream of server-sent events while nothing is said, so that nobody on the way takes it for dead.
+"""Sends comments into a stream of server-sent events while nothing is said, so that nobody on the way takes it for dead.
 
     head of an event stream ──► events ... ──quiet for QUIET_S──► ": waiting" ──► events ... ──► last event
 
@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from starlette.types import Message, Send
 
 QUIET_S = 5.0
+"""Seconds without an event after which a comment is sent."""
 _COMMENT = b": waiting\n\n"
 
 
@@ -47,7 +48,7 @@ class _Heart:
 
 @asynccontextmanager
 async def with_heartbeats(send: Send) -> AsyncIterator[Send]:
-    """Whoever sends a response by what this gives need not care about pauses."""
+    """Yield a `send` for one HTTP answer that fills the pauses of an event stream with comments."""
     heart = _Heart(send)
     try:
         yield heart.send

@@ -10,7 +10,10 @@ from router.api.errors import BodyTooLargeError, MediaTypeError, SlowBodyError
 
 
 async def read_json_bytes(request: Request, max_bytes: int, deadline_s: float) -> bytes:
-    """The body as it came. Raises MediaTypeError (415), BodyTooLargeError (413) or SlowBodyError (408)."""
+    """Return the body's bytes as they came.
+
+    Raises MediaTypeError (415), BodyTooLargeError (413), or SlowBodyError (408) if it takes longer than `deadline_s`.
+    """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise MediaTypeError(f"the content type must be application/json; got {media_type or 'none'}")

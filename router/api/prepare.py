@@ -1,4 +1,4 @@
-"""From a checked body to what the pipeline needs: token ids, sampling, lengths that fit. Pure; may run in a thread."""
+"""Turns a checked body into what the pipeline needs: token ids, sampling, lengths that fit. Pure; may run in a thread."""
 
 from __future__ import annotations
 
@@ -30,29 +30,32 @@ _TRUNCATED_SHARE = 8
 
 @dataclass(frozen=True)
 class Generation:
-    """A prompt and what is wanted of it, in the terms of the pipeline."""
+    """One prompt and the answers that are wanted to it, in the terms of the pipeline."""
 
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     stops: tuple[str, ...]
     cache_salt: str
-    """Only requests with the same salt share cached KV; empty if the client sent none."""
+    """Only requests with the same salt share cached KV. It is empty if the client sent none."""
     num_choices: int
     echo: Echo | None
-    """The prompt, if it is to be said before the answer."""
+    """The prompt that the answer repeats before it begins; None if it repeats none."""
     scheduling_class: SchedulingClass = ANYBODY
-    """Decides about its place in line."""
+    """Decides the generation's place in line."""
     tool_format: ToolFormat | None = None
-    """How calls of tools are written, if the answer may have any."""
+    """How calls of tools are written; None if the answer can have no calls."""
     num_dropped: int | None = None
-    """Messages that were left out of the chat; None unless the client allowed it."""
+    """Number of messages that were left out of the chat; None unless the client allowed that."""
 
 
 class Preparer:
-    """Knows the model's text side and limits. `max_model_len` is prompt and answer together."""
+    """Prepares requests for one model: it knows the model's tokenizer, its chat template and its limits."""
 
     def __init__(self, model: Model, tokenizer: Tokenizer, max_model_len: int) -> None:
-        """Raises ConfigError for a chat template that is not valid."""
+        """`max_model_len` is the most tokens that prompt and answer may have together.
+
+        Raises ConfigError for a chat template that is not valid.
+        """
         self._facts = model.facts
         self._tokenizer = tokenizer
         self._template = ChatTemplate(model.tokenizer.chat_template, model.tokenizer)
@@ -60,8 +63,9 @@ class Preparer:
         self._max_model_len = max_model_len
 
     def chat(self, body: ChatBody, max_context: int | None = None) -> list[Generation]:
-        """One. `max_context`: what the caller's prompt and answer may have, if that is less than the model's context.
+        """Return the one generation of a chat.
 
+        `max_context` is the most tokens that the caller's prompt and answer may have together; None for the model's own limit.
         Raises InvalidRequestError, and ContextLengthError when prompt and answer are too long.
         """
         body.check_together()
@@ -92,7 +96,10 @@ class Preparer:
         return whole
 
     def completion(self, body: CompletionBody) -> list[Generation]:
-        """One for each prompt. Raises InvalidRequestError, and ContextLengthError when prompt and answer are too long."""
+        """Return one generation for each prompt of a plain completion.
+
+        Raises InvalidRequestError, and ContextLengthError when prompt and answer are too long.
+        """
         body.check_together()
         return [self._completion(body, prompt) for prompt in body.prompts()]
 
@@ -120,14 +127,18 @@ class Preparer:
         return prompt
 
     def text_tokens(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a plain prompt, with BOS in front where the model's tokenizer puts one.
+
+        Raises InvalidRequestError for text that is not Unicode, or has too long a run of spaces.
+        """
         return self._tokenizer.encode(text, add_bos=add_special_tokens)
 
     def chat_tokens(
         self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = (), *, add_generation_prompt: bool = True
     ) -> list[int]:
-        """The messages through the model's own template, which puts in what special tokens it wants.
+        """Return the token ids of a chat, spelled by the model's own template with the special tokens that it puts in.
 
-        `tools` as chat templates know them. Raises InvalidRequestError.
+        `tools` are in the form that chat templates know. Raises InvalidRequestError for messages that the template refuses.
         """
         spelled = [message.for_template(f"messages.{index}") for index, message in enumerate(messages)]
         conversation, own_tools = self._tool_format.conversation(spelled, tools)
@@ -135,7 +146,7 @@ class Preparer:
         return self._tokenizer.encode(text)
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """What these tokens say. Raises InvalidRequestError for ids outside the vocabulary."""
+        """Return the text of these tokens. Raises InvalidRequestError for ids outside the vocabulary."""
         self.check_tokens(token_ids, "tokens")
         return self._tokenizer.decode(token_ids, skip_special=False)
 

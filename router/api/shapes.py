@@ -1,4 +1,4 @@
-"""What the answers of both completion endpoints share."""
+"""What the answers of chats and plain completions share: the fields that every object repeats, and the usage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOWEST_LOGPROB = -9999.0
 
 @dataclass(frozen=True)
 class AnswerInfo:
-    """What every object of one answer repeats, and what the client asked to see."""
+    """What all JSON objects of one answer repeat, and what the client asked to see in them."""
 
     answer_id: str
     created: int
@@ -26,7 +26,7 @@ class AnswerInfo:
     model: str
     fingerprint: str
     prompts: tuple[tuple[int, ...], ...]
-    """Token ids."""
+    """The token ids of each prompt."""
     choices_per_prompt: int
     logprobs: bool
     return_token_ids: bool
@@ -48,7 +48,7 @@ class AnswerInfo:
         return not self.return_token_ids and not self.logprobs
 
     def prompt_of(self, index: int) -> tuple[int, ...]:
-        """What choice `index` answers: those of a prompt follow each other."""
+        """Return the token ids of the prompt that choice `index` answers. The choices of a prompt follow each other."""
         return self.prompts[index // self.choices_per_prompt]
 
 
@@ -56,22 +56,27 @@ class AnswerShape(Protocol):
     """One endpoint's way of writing an answer as JSON objects."""
 
     def opening(self, index: int) -> Json | None:
-        """A chunk that goes before the first text of a choice, if the endpoint has one."""
+        """Return the chunk that goes before the first text of a choice; None if the endpoint has none."""
         ...
 
-    def chunk(self, delta: Delta) -> Json: ...
+    def chunk(self, delta: Delta) -> Json:
+        """Return the chunk of one piece."""
+        ...
 
     def usage_chunk(self, num_completion_tokens: int, cached_tokens: int, times: Sequence[RequestTimes | None]) -> Json:
-        """`times`: one for each choice."""
+        """Return a chunk without choices that has the usage of all of them; `times` has one entry for each choice."""
         ...
 
-    def whole(self, answers: Sequence[Answer]) -> Json: ...
+    def whole(self, answers: Sequence[Answer]) -> Json:
+        """Return the object of an answer that is not streamed, with these choices in order."""
+        ...
 
 
 def usage(info: AnswerInfo, num_completion_tokens: int, cached_tokens: int, times: Sequence[RequestTimes | None]) -> Json:
-    """A prompt counts once however many choices it has. `cached_tokens`: how many of the prompts' tokens were cached.
+    """Return the usage of an answer, in tokens. A prompt counts once, however many choices it has.
 
-    Where the time of each choice went up to now is told if it was asked for.
+    `cached_tokens` is the number of the prompts' tokens that were cached. If the client asked for it, the usage tells where the
+    time of each choice went up to now.
     """
     num_prompt_tokens = sum(map(len, info.prompts))
     counts = {
@@ -87,10 +92,11 @@ def usage(info: AnswerInfo, num_completion_tokens: int, cached_tokens: int, time
 
 
 def whole_usage(info: AnswerInfo, answers: Sequence[Answer]) -> Json:
-    """Of an answer that was not streamed."""
+    """Return the usage of an answer that is not streamed."""
     num_tokens, cached_tokens = sum(len(each.token_ids) for each in answers), sum(each.cached_tokens for each in answers)
     return usage(info, num_tokens, cached_tokens, [each.times for each in answers])
 
 
 def clipped(logprob: float | None) -> float | None:
+    """Return the logprob as JSON can say it: OpenAI's stand-in for minus infinity. None stays None."""
     return None if logprob is None else max(logprob, _LOWEST_LOGPROB)

@@ -1,4 +1,4 @@
-"""Fields that give an answer a form: JSON of a schema, and calls of the client's functions."""
+"""The fields that give an answer a form: JSON of a schema, and calls of the client's functions."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ _Name = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
 
 class JsonSchemaFormat(Body):
+    """A JSON Schema that the answer has to follow, and its name."""
+
     name: _Name = Field(description=_NAME)
     description: str | None = Field(default=None, description="a string")
     schema_: dict[str, Any] = Field(alias="schema", description="a JSON Schema")
@@ -28,6 +30,8 @@ class JsonSchemaFormat(Body):
 
 
 class ResponseFormat(Body):
+    """The format of an answer: free text, any JSON object, or JSON of a schema."""
+
     together: ClassVar[Together] = (
         either(given({"enum": ["text", "json_object"]}, "type"), given({"type": "object"}, "json_schema")),
         either(given({"enum": ["json_schema"]}, "type"), absent("json_schema")),
@@ -38,14 +42,14 @@ class ResponseFormat(Body):
 
     @property
     def schema_wanted(self) -> Mapping[str, Any] | None:
-        """None: the answer is free."""
+        """The schema that the answer has to follow; None if it is free."""
         if self.json_schema is not None:
             return self.json_schema.schema_
         return ANY_OBJECT if self.type == "json_object" else None
 
     @property
     def param(self) -> str:
-        """What is to blame if it can't be followed."""
+        """The path of the field that is to blame if the schema can't be followed."""
         return "response_format" if self.json_schema is None else "response_format.json_schema.schema"
 
     def check_together(self) -> None:
@@ -57,6 +61,8 @@ class ResponseFormat(Body):
 
 
 class Function(Body):
+    """A function of the client's: its name, what it does, and the schema of its parameters."""
+
     name: _Name = Field(description=_NAME)
     description: str | None = Field(default=None, description="a string")
     parameters: dict[str, Any] | None = Field(default=None, description="a JSON Schema")
@@ -64,20 +70,26 @@ class Function(Body):
 
 
 class ToolBody(Body):
+    """A tool that the model may call, which is a function."""
+
     type: Literal["function"] = Field(description='"function"')
     function: Function = Field(description="an object with name, description and parameters")
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates know tools."""
+        """Return the tool as chat templates know it."""
         function: dict[str, Any] = {"name": self.function.name, "description": self.function.description or ""}
         return {"type": "function", "function": {**function, "parameters": self.function.parameters or _NO_ARGUMENTS}}
 
 
 class FunctionName(Body):
+    """A function that is chosen by its name."""
+
     name: str = Field(description="the name of one of the tools")
 
 
 class ToolByName(Body):
+    """The choice of one tool, which the model has to call."""
+
     type: Literal["function"] = Field(description='"function"')
     function: FunctionName = Field(description="an object with the name of one of the tools")
 
@@ -86,18 +98,25 @@ ToolChoice = Literal["none", "auto", "required"] | ToolByName
 
 
 class CalledFunction(Body):
+    """The function of an earlier call, with the arguments that it was called with."""
+
     name: str = Field(description="a string")
     arguments: str = Field(description="a JSON object, as a string")
     parsed_arguments: Any = Field(default=None, description="what the openai package made of the arguments")
 
 
 class ToolCallBody(Body):
+    """An earlier call of a tool, in a message of the assistant."""
+
     id: str = Field(description="a string")
     type: Literal["function"] = Field(default="function", description='"function"')
     function: CalledFunction = Field(description="an object with name and arguments")
 
     def for_template(self, param: str) -> dict[str, Any]:
-        """With arguments as an object. Raises InvalidRequestError, blaming something within `param`, if they are none."""
+        """Return the call as chat templates know it, with its arguments as an object.
+
+        Raises InvalidRequestError, which blames a field within `param`, if the arguments are no JSON object.
+        """
         try:
             arguments = json.loads(self.function.arguments or "{}")
         except (ValueError, RecursionError):
@@ -109,7 +128,10 @@ class ToolCallBody(Body):
 
 
 def tool_wishes(tools: Sequence[ToolBody], choice: ToolChoice | None, parallel: bool) -> ToolWishes | None:
-    """None without tools. Raises InvalidRequestError for names that are there twice, and for a choice that is not there."""
+    """Return what a request wants of its tools; None if it has none.
+
+    Raises InvalidRequestError for tools of the same name, and for a choice of a tool that is not there.
+    """
     names = [tool.function.name for tool in tools]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -129,7 +151,7 @@ def tool_wishes(tools: Sequence[ToolBody], choice: ToolChoice | None, parallel: 
 
 
 def tool_schemas(tools: Sequence[ToolBody]) -> list[tuple[str, str]]:
-    """For each tool the rule of its parameters, and the field that they come from."""
+    """Return for each tool the grammar rule of its parameters, and the path of the field that they come from."""
     return [
         (json_rule(tool.for_template()["function"]["parameters"]), f"tools.{index}.function.parameters")
         for index, tool in enumerate(tools)

@@ -1,4 +1,4 @@
-"""Which of a chat's messages go when it is too long (`truncation: "auto"`): the oldest turns, as few as it takes. Pure.
+"""Shortens a chat that is too long (`truncation: "auto"`) by its oldest turns, as few as it takes. Pure.
 
     system   user assistant   user assistant tool assistant   user   assistant tool   assistant tool
     stays    ────turn 1────   ───────────turn 2──────────     stays  ───round 1────   ────stays────
@@ -19,15 +19,15 @@ _STAYING = ("system", "developer")
 
 @dataclass(frozen=True)
 class Truncated:
-    """What is left of a chat."""
+    """What is left of a chat, as a prompt."""
 
     token_ids: list[int]
     num_dropped: int
-    """Messages."""
+    """Number of messages that were left out."""
 
 
 def truncated(roles: Sequence[str], render: Callable[[Sequence[int]], list[int]], max_tokens: int) -> Truncated | None:
-    """The chat of messages with these roles, cut to `max_tokens`; None if all that may go is not enough.
+    """Return the chat of messages with these roles, cut to `max_tokens`; None if dropping all that may go is not enough.
 
     `render` gives the tokens of the messages with the given indices. It is called once for each halving of the number of
     turns, and on ever shorter chats if much has to go. At least one turn is dropped: call it for a chat that is too long.
@@ -55,7 +55,7 @@ def truncated(roles: Sequence[str], render: Callable[[Sequence[int]], list[int]]
 
 
 def turns(roles: Sequence[str]) -> list[list[int]]:
-    """The messages that may go, as indices, in the order in which they do; those of a list go together."""
+    """Return the indices of the messages that may go, in the order in which they do. Those of an inner list go together."""
     last_user = max((index for index, role in enumerate(roles) if role == "user"), default=-1)
     earlier = _groups(roles, range(last_user), "user")
     rounds = _groups(roles, range(last_user + 1, len(roles)), "assistant")

@@ -14,6 +14,8 @@ from router.api.structured import MAX_TOOLS, ToolBody, ToolChoice
 
 
 class ChatBody(SamplingBody):
+    """The body of a chat: messages, tools, and the fields that it shares with a plain completion."""
+
     neutral: ClassVar[Neutral] = NOT_YET | {
         "functions": ([],),
         "function_call": ("none", "auto"),
@@ -55,14 +57,16 @@ class ChatBody(SamplingBody):
 
     @property
     def num_logprobs(self) -> int | None:
+        """Number of alternatives that each token of the answer is shown with; None if no logprobs are wanted."""
         return self.top_logprobs if self.logprobs else None
 
     @property
     def answer_tokens(self) -> int | None:
-        """How many tokens the client wants at most; None leaves it to the room that there is."""
+        """The most tokens that the client wants in the answer; None leaves it to the room that there is."""
         return self.max_completion_tokens or self.max_tokens
 
     def check_together(self) -> None:
+        """Raise InvalidRequestError for fields that don't go together."""
         super().check_together()
         check_messages(self.messages)
         if self.top_logprobs and not self.logprobs:

@@ -1,4 +1,4 @@
-"""The messages of a chat: their fields, what goes together, and how chat templates know them."""
+"""The messages of a chat: their fields, which of them go together, and how chat templates know them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,15 @@ _CONTENT = 'a string or a list of {"type": "text", "text": ...} parts'
 
 
 class TextPart(Body):
+    """One part of a message's content, which is text."""
+
     type: Literal["text"] = Field(description='"text", the only kind of content that this model reads')
     text: str = Field(description="a string")
 
 
 class ChatMessage(Body):
+    """One message of a chat."""
+
     neutral: ClassVar[Neutral] = {
         "function_call": (),
         "refusal": (),
@@ -49,9 +53,9 @@ class ChatMessage(Body):
     parsed: Any = Field(default=None, description="what the openai package made of the content, which says the same")
 
     def for_template(self, param: str) -> dict[str, Any]:
-        """As chat templates know messages: content in one piece, and `developer` is what used to be called `system`.
+        """Return the message as chat templates know it: content in one piece, and the role `system` in place of `developer`.
 
-        Raises InvalidRequestError, blaming something within `param`, for calls whose arguments are no JSON object.
+        Raises InvalidRequestError, which blames a field within `param`, for calls whose arguments are no JSON object.
         """
         parts = self.content if isinstance(self.content, list) else []
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in parts)
@@ -66,7 +70,10 @@ class ChatMessage(Body):
         return message
 
     def check_together(self, param: str, called: set[str]) -> None:
-        """Raise InvalidRequestError for fields that don't go together. `called` gets this message's calls."""
+        """Raise InvalidRequestError for fields that don't go together.
+
+        `param` is the message's path in the body. `called` has the ids of all earlier calls, and gets those of this message.
+        """
         if self.content is None and not self.tool_calls:
             raise InvalidRequestError(f"`{param}.content` is missing; it must be {_CONTENT}", param=f"{param}.content")
         if self.tool_calls and self.role != "assistant":

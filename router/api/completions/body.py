@@ -22,6 +22,8 @@ _Several = Annotated[list[_Prompt], Field(min_length=1, max_length=_MAX_PROMPTS)
 
 
 class CompletionBody(SamplingBody):
+    """The body of a plain completion: one or several prompts, and the fields that it shares with a chat."""
+
     neutral: ClassVar[Neutral] = NOT_YET | {
         "suffix": ("",),
         "add_special_tokens": (True,),
@@ -43,15 +45,16 @@ class CompletionBody(SamplingBody):
 
     @property
     def num_logprobs(self) -> int | None:
+        """Number of alternatives that each token of the answer is shown with; None if no logprobs are wanted."""
         return self.logprobs
 
     @property
     def answer_tokens(self) -> int:
-        """How many tokens the client wants at most; OpenAI's default if it doesn't say."""
+        """The most tokens that the client wants in the answer; OpenAI's default, 16, if it did not say."""
         return _DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     def prompts(self) -> list[str | list[int]]:
-        """All prompts, in order. Raises InvalidRequestError if there are too many."""
+        """Return all prompts in order, each as text or as token ids. Raises InvalidRequestError if there are too many."""
         prompts: list[str | list[int]] = []
         if isinstance(self.prompt, str):
             prompts = [self.prompt]
@@ -68,6 +71,7 @@ class CompletionBody(SamplingBody):
         return prompts
 
     def check_together(self) -> None:
+        """Raise InvalidRequestError for fields that don't go together."""
         super().check_together()
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequestError("`max_tokens` must be an integer of at least 1 without `echo`; got 0", param="max_tokens")

@@ -1,8 +1,9 @@
-"""What the endpoints answer with, for the OpenAPI document.
+"""The JSON objects that chats, completions and responses answer with, for the OpenAPI document alone.
 
-They are made as plain JSON in `chat.py`, `completions.py` and `response_object.py`; that they
-are as described here is checked by schemathesis, an independent client (tests/unit/router/api/test_http_schemathesis.py).
-A field that is `NotRequired` is there only if the request asks for it.
+The answers are made as plain JSON in `router/api/chat/shape.py`, `router/api/completions/shape.py` and
+`router/api/responses/events.py`. That they are as described here is checked by schemathesis, an independent client
+(`tests/unit/router/api/test_http_schemathesis.py`). A field that is `NotRequired` is there only if the request asks for it.
+The docstrings are part of the document: clients read them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the OpenAPI document says about an endpoint: its body, its answer, how it refuses, and the headers of each.
+"""Writes the OpenAPI document's part about an endpoint: its body, its answer, how it refuses, and the headers of each.
 
 FastAPI knows the paths alone, since the endpoints read their bodies and write their answers themselves.
 """
@@ -69,11 +69,11 @@ class Access(Enum):
 
 @dataclass(frozen=True)
 class Operation:
-    """One endpoint, as the document describes it."""
+    """One endpoint, as the OpenAPI document describes it."""
 
     access: Access
     answer: Any
-    """A TypedDict; None for text."""
+    """The TypedDict of its answer; None if the answer is plain text."""
     body: type[Body] | None = None
     chunk: Any = None
     """The TypedDict of one event of a streamed answer. An endpoint that has it needs room at the workers."""
@@ -82,7 +82,10 @@ class Operation:
     """The TypedDict of its 503, if it has one though it does not generate."""
 
     def described(self, model: str, keys: frozenset[Access]) -> Json:
-        """For `openapi_extra`. `model` is the name of the served one; who is in `keys` needs one."""
+        """Return the endpoint's part of the document, for FastAPI's `openapi_extra`.
+
+        `model` is the name of the served model. `keys` has the kinds of access that need a key in this cluster.
+        """
         refusals = {
             status: _refusal(status, self.unavailable or Refusal if status == 503 else Refusal) for status in self._refusals()
         }
@@ -128,12 +131,12 @@ class DocumentedApp(FastAPI):
 
 
 def body_schema(body: type[Body]) -> Json:
-    """JSON Schema without references: those of a body would not resolve within the document."""
+    """Return the JSON Schema of a body without references, since those would not resolve within the document."""
     return _inlined(body.model_json_schema())
 
 
 def answer_schema(answer: Any) -> Json:
-    """The same of an answer's type."""
+    """Return the JSON Schema of an answer's TypedDict without references, since those would not resolve within the document."""
     return _inlined(TypeAdapter(answer).json_schema())
 
 

@@ -1,6 +1,7 @@
-"""What the smaller endpoints answer with, for the OpenAPI document: models, tokens, health, and what operators see.
+"""The JSON objects that the smaller endpoints answer with, for the OpenAPI document alone: models, tokens, health, operators.
 
-As for `answers.py`, schemathesis checks that the JSON which `app.py` and `router/dispatch/status.py` make is as described here.
+The answers are made as plain JSON in `router/endpoints/` and `router/dispatch/status.py`. That they are as described here is
+checked by schemathesis, an independent client. The docstrings are part of the document: clients read them.
 """
 
 from __future__ import annotations

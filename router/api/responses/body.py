@@ -1,4 +1,4 @@
-"""POST /v1/responses: its body, and the chat that it stands for.
+"""The body of POST /v1/responses, and the chat that it stands for.
 
 A response is a chat in other words: `as_chat` translates, the chat's way through the router is used, and `Translation.undone`
 names the fields as the client knows them in whatever is refused there. Nothing is stored: each request brings the whole
@@ -26,10 +26,14 @@ _SOME = Field(min_length=1)
 
 
 class ResponseStreamOptions(Body):
+    """Options of a streamed response, none of which changes anything here."""
+
     neutral: ClassVar[Neutral] = {"include_obfuscation": (False,)}
 
 
 class ResponsesBody(Body):
+    """The body of a request for a response. `as_chat` translates it."""
+
     neutral: ClassVar[Neutral] = {
         "access_programs": (),
         "background": (False,),
@@ -87,6 +91,7 @@ class ResponsesBody(Body):
 
     @property
     def wants_logprobs(self) -> bool:
+        """Whether the response's text has the logprobs of its tokens."""
         return LOGPROBS in self.include
 
     def check_together(self) -> None:
@@ -98,7 +103,7 @@ class ResponsesBody(Body):
 
 
 def as_chat(body: ResponsesBody) -> Translation:
-    """The same as a chat. Raises InvalidRequestError."""
+    """Translate the body into a chat's. Raises InvalidRequestError for fields that don't go together."""
     body.check_together()
     translation = Translation()
     values = translation.values

@@ -1,4 +1,4 @@
-"""The response object of /v1/responses and the events that tell how it comes about. One answer each; pure.
+"""Builds the response object of /v1/responses, and the events that tell how it comes about. Pure.
 
     created, in_progress ──► an item opens, grows, closes ──► the next one ──► completed | incomplete (max_output_tokens)
                                                                            └─► failed, if an error ends it
@@ -21,10 +21,10 @@ from router.text.tool_calls import ToolCallDelta
 
 
 class ResponseBuilder:
-    """An answer as it comes: `begin`, `push` of every piece, and `fail` if it ends without a finish reason."""
+    """Builds one response as its answer comes: `begin`, `push` every piece, and `fail` if an error ends the answer."""
 
     def __init__(self, answer_id: str, model: str, body: ResponsesBody, num_prompt_tokens: int) -> None:
-        """The ids of the response and of its items are made from `answer_id`."""
+        """The ids of the response and of its items are made from `answer_id`, and `model` is the name that it shows."""
         self._answer_id = answer_id
         self._wants_logprobs = body.wants_logprobs
         self._num_prompt_tokens = num_prompt_tokens
@@ -32,15 +32,16 @@ class ResponseBuilder:
         self._num_events = 0
         self._open: PartialMessage | PartialCall | None = None
         self._logprobs: list[Json] = []
-        """Of tokens that have said nothing yet: text to come is theirs, or they spell a call."""
+        """The logprobs of tokens that have said nothing yet: text to come is theirs, or they spell a call."""
         self.response = _new_response(f"resp_{answer_id}", model, body)
-        """As it is now."""
+        """The response object as it is now."""
 
     def begin(self) -> list[Json]:
+        """Return the events that begin the response."""
         return self._numbered([self._event("response.created"), self._event("response.in_progress")])
 
     def push(self, delta: Delta) -> list[Json]:
-        """The events of one piece; those of the end too if it has the finish reason."""
+        """Return the events of the next piece; those that end the response too if the piece has the finish reason."""
         self._num_tokens += len(delta.token_ids)
         self._cached_tokens += delta.cached_tokens
         if self._wants_logprobs:
@@ -53,7 +54,7 @@ class ResponseBuilder:
         return self._numbered(events)
 
     def fail(self, error: TandemError) -> list[Json]:
-        """The last event of an answer that an error ended; what was said so far is in it."""
+        """Return the last event of a response that an error ended. The response in it has what was said so far."""
         code = "rate_limit_exceeded" if isinstance(error, OverloadedError) else "server_error"
         if self._open is not None:
             self.response["output"].append(self._open.item("incomplete"))

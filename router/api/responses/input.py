@@ -1,4 +1,4 @@
-"""The items of a response's input: messages, calls of functions, and what the functions gave. An answer's own items fit."""
+"""The items of a response's input: messages, calls of functions, and what these gave. An earlier response's output fits."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ _CALL_ID = "a non-empty string"
 
 
 class InputText(Body):
+    """One part of an item's content, which is text."""
+
     neutral: ClassVar[Neutral] = {"annotations": ([],)}
 
     type: Literal["input_text", "output_text"] = Field(
@@ -28,6 +30,8 @@ class InputText(Body):
 
 
 class MessageItem(Body):
+    """A message of the conversation."""
+
     neutral: ClassVar[Neutral] = {"phase": ()}
 
     type: Literal["message"] = Field(default="message", description=_TYPES)
@@ -37,11 +41,13 @@ class MessageItem(Body):
     status: _Status | None = Field(default=None, description=_STATUS)
 
     def message(self) -> Json:
-        """As a chat has it."""
+        """Return the item as a message of a chat."""
         return {"role": self.role, "content": _content(self.content)}
 
 
 class CallItem(Body):
+    """A call of a function that the model made earlier."""
+
     neutral: ClassVar[Neutral] = {"async": (False,), "caller": (), "namespace": ()}
 
     type: Literal["function_call"] = Field(description=_TYPES)
@@ -52,11 +58,13 @@ class CallItem(Body):
     status: _Status | None = Field(default=None, description=_STATUS)
 
     def tool_call(self) -> Json:
-        """As a chat has it in the message of whom called."""
+        """Return the item as one of the `tool_calls` of a chat's message."""
         return {"id": self.call_id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 class CallOutputItem(Body):
+    """What a called function gave."""
+
     neutral: ClassVar[Neutral] = {"caller": (), "name": (), "namespace": ()}
 
     type: Literal["function_call_output"] = Field(description=_TYPES)
@@ -66,7 +74,7 @@ class CallOutputItem(Body):
     status: _Status | None = Field(default=None, description=_STATUS)
 
     def message(self) -> Json:
-        """As a chat has it."""
+        """Return the item as a message of a chat, of the role tool."""
         return {"role": "tool", "tool_call_id": self.call_id, "content": _content(self.output)}
 
 

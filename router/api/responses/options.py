@@ -1,4 +1,4 @@
-"""What a response may be asked to look like: its text's format, and the functions that it may call."""
+"""Options of a response's form: the format of its text, and the functions that it may call."""
 
 from __future__ import annotations
 
@@ -14,18 +14,22 @@ _FORMATS = "one of text, json_object, json_schema"
 
 
 class PlainFormat(Body):
+    """The format of text that is free, or any JSON object."""
+
     type: Literal["text", "json_object"] = Field(description=_FORMATS)
 
     def response_format(self) -> Json:
-        """As a chat has it."""
+        """Return the format as a chat's `response_format`."""
         return {"type": self.type}
 
 
 class SchemaFormat(JsonSchemaFormat):
+    """The format of text that is JSON of a schema."""
+
     type: Literal["json_schema"] = Field(description=_FORMATS)
 
     def response_format(self) -> Json:
-        """As a chat has it."""
+        """Return the format as a chat's `response_format`."""
         return {"type": self.type, "json_schema": self.model_dump(by_alias=True, exclude={"type"})}
 
 
@@ -36,12 +40,16 @@ Format = Annotated[
 
 
 class TextOptions(Body):
+    """Options of a response's text."""
+
     neutral: ClassVar[Neutral] = {"verbosity": ("medium",)}
 
     format: Format = Field(default=PlainFormat(type="text"), description=f"an object with type, {_FORMATS}")
 
 
 class FunctionTool(Body):
+    """A function of the client's that the model may call."""
+
     type: Literal["function"] = Field(description='"function"')
     name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$", description="1 to 64 letters, digits, underscores and dashes")
     description: str | None = Field(default=None, description="a string")
@@ -49,14 +57,18 @@ class FunctionTool(Body):
     strict: bool = Field(default=True, description="true or false; the parameters are always followed")
 
     def as_chat(self) -> Json:
+        """Return the function as one of a chat's `tools`."""
         return {"type": self.type, "function": self.model_dump(exclude={"type"})}
 
 
 class FunctionChoice(Body):
+    """The choice of one function, which the model has to call."""
+
     type: Literal["function"] = Field(description='"function"')
     name: str = Field(description="the name of one of the tools")
 
     def as_chat(self) -> Json:
+        """Return the choice as a chat's `tool_choice`."""
         return {"type": self.type, "function": {"name": self.name}}
 
 

@@ -1,4 +1,4 @@
-"""A request in another endpoint's words: what is refused there is told to the client in its own."""
+"""Translates a request into a chat, and what is refused of the chat back into the client's own words."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ _PATH = re.compile(r"(?<=`)[a-z_0-9.]+(?=`)|\bmax_tokens\b")
 
 @dataclass
 class Translation:
-    """A body as a chat. `names`: paths in the chat (or beginnings of paths), and what they are called in the client's body."""
+    """A client's body as the body of a chat."""
 
     values: Json = field(default_factory=dict)
+    """The fields of the chat's body."""
     names: dict[str, str] = field(default_factory=dict)
+    """By path in the chat's body, or the beginning of one: the path in the client's body."""
 
     def chat(self) -> ChatBody:
-        """Raises InvalidRequestError, in the chat's words."""
+        """Return the checked body of the chat. Raises InvalidRequestError, which names fields of the chat."""
         return check_body(ChatBody, self.values)
 
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
-        """What is refused inside is said about the client's own fields."""
+        """Make every TandemError that is raised inside name the client's own fields."""
         try:
             yield
         except TandemError as error:
@@ -39,7 +41,7 @@ class Translation:
             raise type(error)(message, param=param, retry_after_s=error.retry_after_s) from None
 
     async def undone_for(self, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
-        """The same pieces; so is what ends them early."""
+        """Yield the same pieces, and make a TandemError that ends them name the client's own fields."""
         with self.undone():
             async with contextlib.aclosing(deltas):
                 async for delta in deltas:

@@ -1,4 +1,4 @@
-"""Bodies of the smaller endpoints: /tokenize, /detokenize, /admin/scale, /admin/drain."""
+"""The bodies of the smaller endpoints: /tokenize, /detokenize, /admin/scale and /admin/drain."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ _WORKERS = "an integer from 1 to 1024"
 
 
 class TokenizeBody(Body):
+    """The body of POST /tokenize: a plain prompt, or the messages of a chat."""
+
     neutral: ClassVar[Neutral] = {
         "continue_final_message": (False,),
         "chat_template": (),
@@ -42,11 +44,15 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
+    """The body of POST /detokenize: token ids."""
+
     model: str | None = Field(default=None, description="the name of the served model (see /v1/models)")
     tokens: list[Annotated[int, Field(ge=0)]] = Field(description="a list of token ids")
 
 
 class ScaleBody(Body):
+    """The body of POST /admin/scale: the number of workers of one role or of both."""
+
     together: ClassVar[Together] = (either(given({"type": "integer"}, "prefill"), given({"type": "integer"}, "decode")),)
 
     prefill: int | None = Field(default=None, ge=1, le=1024, description=_WORKERS)
@@ -59,5 +65,7 @@ class ScaleBody(Body):
 
 
 class DrainBody(Body):
+    """The body of POST /admin/drain: a worker, and whether it starts anew."""
+
     worker: str = Field(description="the id of a worker (see /admin/status)")
     restart: bool = Field(default=False, description="true or false")
