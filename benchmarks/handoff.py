@@ -32,6 +32,7 @@ from decode_workers.worker import DecodeWorker
 from engine.grammar import Grammars
 from engine.memory.kv_pool import KVPool
 from engine.model_runner import ModelRunner
+from engine.ranks.first_rank import FirstRank
 from engine.ranks.gang import Gang
 from kv_transfer.choice import receiving_transports, sending_transports
 from kv_transfer.fingerprint import push_fingerprints
@@ -175,13 +176,22 @@ async def _run(role: Role, transport: TransportName, told: Connection) -> None:
     )
     server = WireServer(SECRET, HOST)
     me = WorkerRef(role.value, 1, role, server.address)
+    first = FirstRank(
+        me=me,
+        config=CONFIG,
+        secret=SECRET,
+        server=server,
+        runner=runner,
+        grammars=Grammars(model),
+        gang=Gang.alone(),
+    )
     worker: PrefillWorker | DecodeWorker
     sending = sending_transports(transport, HOST, runner.pool.data, runner.pool.memory_fd)
     if role is Role.PREFILL:
-        worker = PrefillWorker(me, SECRET, runner, Grammars(model), server, sending, CONFIG, Gang.alone())
+        worker = PrefillWorker(first, sending)
     else:
         receiving = receiving_transports(transport, HOST, runner.pool.data.device)
-        worker = DecodeWorker(me, SECRET, runner, Grammars(model), server, receiving, sending, CONFIG, Gang.alone())
+        worker = DecodeWorker(first, receiving, sending)
     told.send(server.address)
     await worker.run()
 

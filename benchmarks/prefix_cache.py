@@ -24,6 +24,7 @@ from configs.schema import ClusterConfig
 from decode_workers.worker import DecodeWorker
 from engine.grammar import Grammars
 from engine.model_runner import ModelRunner
+from engine.ranks.first_rank import FirstRank
 from engine.ranks.gang import Gang
 from kv_transfer.transports.gloo import GlooTransport
 from prefill_workers.worker import PrefillWorker
@@ -114,10 +115,19 @@ async def _workers() -> AsyncIterator[tuple[CallClient, CallClient, DecodeWorker
         for role, server in zip((Role.PREFILL, Role.DECODE), servers, strict=True)
     ]
     transports = [GlooTransport(HOST)]
-    prefill = PrefillWorker(refs[0], SECRET, runners[0], Grammars(model), servers[0], transports, CONFIG, Gang.alone())
-    decode = DecodeWorker(
-        refs[1], SECRET, runners[1], Grammars(model), servers[1], transports, transports, CONFIG, Gang.alone()
-    )
+    ranks = [
+        FirstRank(
+            me=ref,
+            config=CONFIG,
+            secret=SECRET,
+            server=server,
+            runner=runner,
+            grammars=Grammars(model),
+            gang=Gang.alone(),
+        )
+        for ref, server, runner in zip(refs, servers, runners, strict=True)
+    ]
+    prefill, decode = PrefillWorker(ranks[0], transports), DecodeWorker(ranks[1], transports, transports)
     tasks = [asyncio.create_task(prefill.run()), asyncio.create_task(decode.run())]
     callers = [CallClient(await WireClient.connect(ref.address, SECRET, 5), lambda message: None) for ref in refs]
     for caller in callers:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from decode_workers.rank import load_share
+from configs.schema import PoolConfig
 from decode_workers.worker import DecodeWorker
-from engine.grammar import Grammars
-from engine.model_runner import ModelRunner
-from engine.ranks.first_rank import FirstRankActor
-from engine.ranks.gang import Gang
-from engine.ranks.tensor_parallel import TensorParallel
+from engine.ranks.first_rank import FirstRank, FirstRankActor
 from kv_transfer.choice import receiving_transports, sending_transports
-from protocol.messages import Role, WorkerRef
-from protocol.wire import WireServer
+from protocol.messages import Role
 
 
 class DecodeActor(FirstRankActor):
@@ -19,11 +14,12 @@ class DecodeActor(FirstRankActor):
 
     role = Role.DECODE
 
-    def load_share(self, ranks: TensorParallel) -> ModelRunner:
-        return load_share(self._config, ranks)
+    @property
+    def pool_config(self) -> PoolConfig:
+        return self._config.decode
 
-    def worker(self, me: WorkerRef, runner: ModelRunner, grammars: Grammars, server: WireServer, gang: Gang) -> DecodeWorker:
-        pool, wanted = runner.pool, self._config.transport
+    def worker(self, rank: FirstRank) -> DecodeWorker:
+        pool, wanted = rank.runner.pool, self._config.transport
         receiving = receiving_transports(wanted, self._host, pool.data.device)
         sending = sending_transports(wanted, self._host, pool.data, pool.memory_fd)
-        return DecodeWorker(me, self._secret, runner, grammars, server, receiving, sending, self._config, gang)
+        return DecodeWorker(rank, receiving, sending)

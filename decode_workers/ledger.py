@@ -81,6 +81,11 @@ class Ledger:
         return sum(entry.pushes_in_flight for entry in self._entries.values())
 
     @property
+    def total_blocks(self) -> int:
+        """KV blocks of the whole pool."""
+        return self._cache.num_blocks
+
+    @property
     def reservable_blocks(self) -> int:
         """How many blocks a new ticket may take."""
         if any(entry.preempted for entry in self._entries.values()):

@@ -5,57 +5,37 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-import torch
-
-from configs.models import resolve_for
 from configs.schema import ClusterConfig
 from engine.model_runner import ModelRunner
 from engine.ranks.follower import Follower, Share
-from engine.ranks.tensor_parallel import TensorParallel
+from engine.ranks.share import follower
 from kv_transfer.choice import receiving_transports, sending_transports
 from kv_transfer.lanes import LocalReceiveRank, LocalSendRank
 from kv_transfer.progress import StepProgress
 from kv_transfer.remote_lanes import ReceiveHost, SendHost
 from kv_transfer.transport import ReceiveTransport, SendTransport
 from protocol.gang import LaneClose, LaneClosed
-from protocol.wire import WireServer
-
-
-def load_share(config: ClusterConfig, ranks: TensorParallel) -> ModelRunner:
-    """Raises ConfigError when the model can't be loaded."""
-    return ModelRunner.load(
-        resolve_for(config).facts,
-        device=config.device,
-        gpu_memory_utilization=config.gpu_memory_utilization,
-        dtype=config.dtype,
-        quantization=config.quantization,
-        deterministic=config.deterministic,
-        block_size=config.block_size,
-        num_kv_tokens=config.decode.kv_cache_tokens,
-        shared_kv=config.transport != "gloo",
-        ranks=ranks,
-    )
 
 
 def decode_follower(config: ClusterConfig, secret: bytes, host: str, rank: int, threads: int) -> Follower:
-    """A rank that is not the first. Listens on `host`, computes with `threads` cores."""
+    """A rank of a decode worker that is not the first. It listens on `host` and computes with `threads` cores."""
 
-    def load(ranks: TensorParallel) -> Share:
-        torch.set_num_threads(threads)
-        runner = load_share(config, ranks)
+    def share(runner: ModelRunner) -> Share:
         pool = runner.pool
         receiving = receiving_transports(config.transport, host, pool.data.device)
         sending = sending_transports(config.transport, host, pool.data, pool.memory_fd)
         return share_of(runner, receiving, sending, config.limits.lease_s)
 
-    server = WireServer(secret, host)
-    return Follower(server, rank, config.decode.tensor_parallel_size, host, load, config.limits.lease_s)
+    return follower(config, config.decode, share, secret=secret, host=host, rank=rank, threads=threads)
 
 
 def share_of(
     runner: ModelRunner, receiving: Sequence[ReceiveTransport], sending: Sequence[SendTransport], lease_s: float
 ) -> Share:
-    """Its lanes receive whatever steps are computed, and send what earlier ones have."""
+    """What a rank of a decode worker serves: lanes that receive beside any step, and lanes that send what is computed already.
+
+    No step's progress is followed: what leaves was computed by an earlier one.
+    """
     layers, block_size = runner.pool.layers(), runner.pool.block_size
     progress = StepProgress(runner.pool.data.device)
     arriving = ReceiveHost(LocalReceiveRank(layers, block_size, receiving, lease_s))
@@ -73,4 +53,11 @@ def share_of(
 
     steps = itertools.count(1)
     handlers = {**arriving.handlers, **leaving.handlers, LaneClose: close_lane}
-    return Share(runner, handlers, lambda: next(steps), lambda layer: None, lambda: None, close)
+    return Share(
+        runner=runner,
+        handlers=handlers,
+        begin_step=lambda: next(steps),
+        layer_done=lambda layer: None,
+        finish_step=lambda: None,
+        close=close,
+    )

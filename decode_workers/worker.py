@@ -17,27 +17,25 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from configs.schema import ClusterConfig
 from decode_workers.arrivals import Arrivals, receive_ranks
 from decode_workers.attaches import Attaches
 from decode_workers.books import decode_books
 from decode_workers.ledger import Ledger
 from decode_workers.migrations import Migrations, send_ranks
 from decode_workers.outbox import Outbox
+from decode_workers.reservations import Reservations
 from decode_workers.scheduler import DecodeScheduler
 from decode_workers.step_loop import StepLoop
 from decode_workers.ticket_entry import TicketEntry
 from engine.engine_thread import EngineThread
-from engine.grammar import Grammars
 from engine.memory.prefix_cache import PrefixCache
-from engine.model_runner import ModelRunner
-from engine.ranks.gang import Gang
+from engine.ranks.first_rank import FirstRank
 from kv_transfer.peers import DecodePeers
 from kv_transfer.receiver import TransferStats
 from kv_transfer.transport import ReceiveTransport, SendTransport
 from protocol.audit import Audit
-from protocol.endpoint import Endpoint
-from protocol.errors import InvalidRequestError, KvTransferError, OverloadedError, TandemError
+from protocol.endpoint import Endpoint, Handler
+from protocol.errors import KvTransferError
 from protocol.messages import (
     Attach,
     Copy,
@@ -50,13 +48,9 @@ from protocol.messages import (
     PushCommit,
     Release,
     Reserve,
-    Reserved,
     StreamOutput,
-    Ticket,
     TransferAbort,
-    WorkerRef,
 )
-from protocol.wire import WireServer
 from telemetry.logging import fields
 
 log = logging.getLogger(__name__)
@@ -65,84 +59,55 @@ log = logging.getLogger(__name__)
 class DecodeWorker:
     """One decode worker without Ray. `run` serves until cancelled."""
 
-    def __init__(
-        self,
-        me: WorkerRef,
-        secret: bytes,
-        runner: ModelRunner,
-        grammars: Grammars,
-        server: WireServer,
-        receiving: Sequence[ReceiveTransport],
-        sending: Sequence[SendTransport],
-        config: ClusterConfig,
-        gang: Gang,
-    ) -> None:
+    def __init__(self, rank: FirstRank, receiving: Sequence[ReceiveTransport], sending: Sequence[SendTransport]) -> None:
+        """`receiving` and `sending` are the ways that KV can come and leave, the best first."""
+        me, config, runner, gang = rank.me, rank.config, rank.runner, rank.gang
+        pool, limits, layout, vocab_size = runner.pool, config.limits, runner.layout(), runner.facts.vocab_size
         self.me = me
-        self._limits = config.limits
+        self._limits = limits
         self._gang = gang
+        self._grammars = rank.grammars
         self._engine = EngineThread(runner, gang)
-        self._grammars = grammars
-        self._pool = runner.pool
-        self._layout = runner.layout()
-        self._vocab_size = runner.facts.vocab_size
-        ranks = send_ranks(runner.pool, sending, gang, self._limits.lease_s)
-        self._peers = DecodePeers(me, secret, self._layout, ranks, config.limits)
-        self._cache = PrefixCache(runner.pool.num_blocks)
+        self._cache = PrefixCache(pool.num_blocks)
+        self._tasks = asyncio.TaskGroup()
+        self._idle = asyncio.Event()
+        self._endpoint = Endpoint(rank.server, lease_s=limits.lease_s, heartbeat_s=limits.heartbeat_s)
         self.ledger = Ledger(
             self._cache,
-            runner.pool.block_size,
+            pool.block_size,
             config.answer_room,
-            self._limits.lease_s,
+            limits.lease_s,
             time.monotonic,
-            on_committed=lambda entry: self._attaches.start_if_ready(entry),
+            on_committed=self._committed,
             on_failed=self._failed,
             on_settled=self._changed,
             shares_prefixes=not config.deterministic,
         )
         self._scheduler = DecodeScheduler(self.ledger, config.decode.max_batch_size, config.decode.max_chunk_tokens)
-        self._tasks = asyncio.TaskGroup()
-        self._idle = asyncio.Event()
-        self._draining = False
-        self._endpoint = Endpoint(
-            server,
-            {
-                Reserve: self._reserve,
-                Attach: lambda router, message: self._attaches.ask(router, message),
-                Release: self._release,
-                Migrate: lambda router, message: self._migrations.begin(router, message),
-                Copy: lambda router, message: self._migrations.begin(router, message),
-                Ping: self._ping,
-                PairOpen: lambda sender, message: self._arrivals.open(sender, message),
-                PushAnnounce: lambda sender, message: self._arrivals.announce(sender, message),
-                PushCommit: lambda sender, message: self._arrivals.commit(sender, message),
-                TransferAbort: lambda sender, message: self._arrivals.abort(sender, message),
-                Audit: self._audit,
-            },
-            self.load,
-            self._peer_lost,
-            lease_s=self._limits.lease_s,
-            heartbeat_s=self._limits.heartbeat_s,
-        )
-        self._arrivals = Arrivals(
-            me,
-            self.ledger,
-            self._layout,
-            self._vocab_size,
-            self._pool.block_size,
-            receive_ranks(self._pool, receiving, gang, self._limits.lease_s),
-            self._endpoint.send,
-        )
         self._outbox = Outbox(self._endpoint.send)
         self._loop = StepLoop(self._engine, self.ledger, self._scheduler, self._outbox, self._endpoint.load_changed)
+        self._reservations = Reservations(
+            me, self.ledger, vocab_size=vocab_size, block_size=pool.block_size, send=self._endpoint.send
+        )
         self._attaches = Attaches(
             runner.facts,
-            grammars,
+            rank.grammars,
             self.ledger,
             self._scheduler,
             self._endpoint.send,
             self._spawn,
             self._changed,
         )
+        self._arrivals = Arrivals(
+            me,
+            self.ledger,
+            layout,
+            vocab_size,
+            pool.block_size,
+            receive_ranks(pool, receiving, gang, limits.lease_s),
+            self._endpoint.send,
+        )
+        self._peers = DecodePeers(me, rank.secret, layout, send_ranks(pool, sending, gang, limits.lease_s), limits)
         self._migrations = Migrations(
             self._peers,
             self.ledger,
@@ -154,10 +119,11 @@ class DecodeWorker:
         )
 
     async def run(self) -> None:
+        """Serve until cancelled. Raises WorkerLostError when another rank of this worker is lost."""
         try:
             async with self._tasks as tasks:
                 tasks.create_task(self._gang.run())
-                tasks.create_task(self._endpoint.run())
+                tasks.create_task(self._endpoint.run(self._handlers(), self.load, self._peer_lost))
                 tasks.create_task(self._loop.run())
                 tasks.create_task(self._expire_leases())
         finally:
@@ -167,9 +133,25 @@ class DecodeWorker:
             self._engine.close()
             self._grammars.close()
 
+    def _handlers(self) -> dict[type[Any], Handler]:
+        """Who answers which message. What prefill workers and other decode workers send goes to the arrivals."""
+        return {
+            Reserve: self._reserve,
+            Attach: self._attaches.ask,
+            Release: self._release,
+            Migrate: self._migrations.begin,
+            Copy: self._migrations.begin,
+            Ping: self._ping,
+            PairOpen: self._arrivals.open,
+            PushAnnounce: self._arrivals.announce,
+            PushCommit: self._arrivals.commit,
+            TransferAbort: self._arrivals.abort,
+            Audit: self._audit,
+        }
+
     async def drain(self) -> None:
         """Take no new reservations; returns when the last ticket is gone."""
-        self._draining = True
+        self._reservations.draining = True
         self._changed()
         await self._idle.wait()
 
@@ -205,52 +187,12 @@ class DecodeWorker:
     # -- tickets -----------------------------------------------------------------------------------------------------
 
     def _reserve(self, router: bytes, message: Reserve) -> None:
-        try:
-            entry = self._try_reserve(router, message)
-        except TandemError as error:
-            self._endpoint.send(router, Failed.from_error(message.call_id, error))
-            return
-        ticket = Ticket(
-            entry.ticket_id,
-            entry.transfer_id,
-            self.me,
-            self._pool.block_size,
-            tuple(entry.block_table),
-            len(entry.token_ids),
-            entry.held_tokens,
-        )
-        self._endpoint.send(router, Reserved(message.call_id, ticket))
-        self._changed()
+        if self._reservations.ask(router, message):
+            self._changed()
 
-    def _try_reserve(self, router: bytes, message: Reserve) -> TicketEntry:
-        message.trace.check()
-        if not message.prompt_token_ids or message.max_tokens < 1:
-            raise InvalidRequestError("a reservation needs at least one prompt token and one token of answer")
-        if not 0 <= min(message.prompt_token_ids) <= max(message.prompt_token_ids) < self._vocab_size:
-            raise InvalidRequestError(f"token ids must lie in [0, {self._vocab_size})", param="prompt")
-        if not 0 <= message.own_tokens <= len(message.prompt_token_ids):
-            raise InvalidRequestError(
-                f"{message.own_tokens} of {len(message.prompt_token_ids)} tokens can't be the ticket's own"
-            )
-        if not self.ledger.fits(len(message.prompt_token_ids), message.max_tokens):
-            raise InvalidRequestError(
-                f"prompt ({len(message.prompt_token_ids)}) and max_tokens ({message.max_tokens}) take more than the "
-                f"{self._cache.num_blocks} KV blocks that this worker has in all",
-                param="max_tokens",
-            )
-        entry = None
-        if not self._draining:
-            entry = self.ledger.reserve(
-                router,
-                message.prompt_token_ids,
-                message.max_tokens,
-                message.cache_salt,
-                message.trace.trace_id,
-                own_tokens=message.own_tokens,
-            )
-        if entry is None:
-            raise OverloadedError(f"full: {self.ledger.reservable_blocks} KV blocks may be reserved", retry_after_s=1.0)
-        return entry
+    def _committed(self, entry: TicketEntry) -> None:
+        """The KV of a prompt is here."""
+        self._attaches.start_if_ready(entry)
 
     def _failed(self, entry: TicketEntry) -> None:
         """The ledger gave a ticket up; tell whoever waits for it."""

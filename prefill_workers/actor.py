@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from engine.grammar import Grammars
-from engine.model_runner import ModelRunner
-from engine.ranks.first_rank import FirstRankActor
-from engine.ranks.gang import Gang
-from engine.ranks.tensor_parallel import TensorParallel
+from configs.schema import PoolConfig
+from engine.ranks.first_rank import FirstRank, FirstRankActor
 from kv_transfer.choice import sending_transports
-from prefill_workers.rank import load_share
 from prefill_workers.worker import PrefillWorker
-from protocol.messages import Role, WorkerRef
-from protocol.wire import WireServer
+from protocol.messages import Role
 
 
 class PrefillActor(FirstRankActor):
@@ -19,9 +14,10 @@ class PrefillActor(FirstRankActor):
 
     role = Role.PREFILL
 
-    def load_share(self, ranks: TensorParallel) -> ModelRunner:
-        return load_share(self._config, ranks)
+    @property
+    def pool_config(self) -> PoolConfig:
+        return self._config.prefill
 
-    def worker(self, me: WorkerRef, runner: ModelRunner, grammars: Grammars, server: WireServer, gang: Gang) -> PrefillWorker:
-        transports = sending_transports(self._config.transport, self._host, runner.pool.data, runner.pool.memory_fd)
-        return PrefillWorker(me, self._secret, runner, grammars, server, transports, self._config, gang)
+    def worker(self, rank: FirstRank) -> PrefillWorker:
+        pool = rank.runner.pool
+        return PrefillWorker(rank, sending_transports(self._config.transport, self._host, pool.data, pool.memory_fd))

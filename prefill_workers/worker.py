@@ -13,15 +13,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from typing import Any
 
-from configs.schema import ClusterConfig
 from engine.batch import SampledToken
 from engine.engine_thread import EngineThread
-from engine.grammar import Grammars
 from engine.memory.prefix_cache import PrefixCache
-from engine.model_runner import ModelRunner
 from engine.niceness import PREFILL_NICENESS
-from engine.ranks.gang import Gang
+from engine.ranks.first_rank import FirstRank
 from engine.sampler import finish_reason
 from engine.scoring import PromptScores
 from kv_transfer.lanes import LocalSendRank
@@ -34,7 +32,7 @@ from prefill_workers.books import prefill_books
 from prefill_workers.job import Job
 from prefill_workers.scheduler import PlannedChunk, PrefillScheduler, Prompt
 from protocol.audit import Audit
-from protocol.endpoint import Endpoint
+from protocol.endpoint import Endpoint, Handler
 from protocol.errors import (
     ContextLengthError,
     InvalidRequestError,
@@ -43,9 +41,8 @@ from protocol.errors import (
     TandemError,
     WorkerLostError,
 )
-from protocol.messages import Cancel, Failed, FirstToken, LoadReport, Prefill, Prefilled, WorkerRef
+from protocol.messages import Cancel, Failed, FirstToken, LoadReport, Prefill, Prefilled
 from protocol.sampling import MAX_PROMPT_LOGPROBS
-from protocol.wire import WireServer
 from telemetry.logging import fields
 
 log = logging.getLogger(__name__)
@@ -54,56 +51,39 @@ log = logging.getLogger(__name__)
 class PrefillWorker:
     """One prefill worker without Ray. `run` serves until cancelled."""
 
-    def __init__(
-        self,
-        me: WorkerRef,
-        secret: bytes,
-        runner: ModelRunner,
-        grammars: Grammars,
-        server: WireServer,
-        transports: Sequence[SendTransport],
-        config: ClusterConfig,
-        gang: Gang,
-    ) -> None:
-        self.me = me
+    def __init__(self, rank: FirstRank, transports: Sequence[SendTransport]) -> None:
+        """`transports` are the ways that KV can leave, the best first."""
+        config, runner, gang, pool = rank.config, rank.runner, rank.gang, rank.runner.pool
+        self.me = rank.me
         self._limits = config.limits
         self._max_queued = config.prefill.max_queued_requests
         self._facts = runner.facts
         self._gang = gang
         self._engine = EngineThread(runner, gang, PREFILL_NICENESS)
-        self._grammars = grammars
-        self._cache = PrefixCache(runner.pool.num_blocks)
+        self._grammars = rank.grammars
+        self._cache = PrefixCache(pool.num_blocks)
         self._scheduler = PrefillScheduler(
-            self._cache,
-            runner.pool.block_size,
-            config.prefill,
-            shares_prefixes=not config.deterministic,
+            self._cache, pool.block_size, config.prefill, shares_prefixes=not config.deterministic
         )
-        pool = runner.pool
         self._progress = StepProgress(pool.data.device)
         first = LocalSendRank(pool.layers(), pool.block_size, transports, self._progress, self._limits.lease_s)
-        others = [RemoteSendRank(gang.asker(rank), first.transports) for rank in range(1, gang.size)]
-        self._peers = DecodePeers(me, secret, runner.layout(), [first, *others], config.limits)
+        others = [RemoteSendRank(gang.asker(number), first.transports) for number in range(1, gang.size)]
+        self._peers = DecodePeers(rank.me, rank.secret, runner.layout(), [first, *others], config.limits)
         self._jobs: dict[Prompt, Job] = {}
         self._tokens = 0
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._draining = False
         self._tasks = asyncio.TaskGroup()
-        self._endpoint = Endpoint(
-            server,
-            {Prefill: self._prefill, Cancel: self._cancel, Audit: self._audit},
-            self.load,
-            self._peer_lost,
-            lease_s=self._limits.lease_s,
-            heartbeat_s=self._limits.heartbeat_s,
-        )
+        self._endpoint = Endpoint(rank.server, lease_s=self._limits.lease_s, heartbeat_s=self._limits.heartbeat_s)
 
     async def run(self) -> None:
+        """Serve until cancelled. Raises WorkerLostError when another rank of this worker is lost."""
+        handlers: dict[type[Any], Handler] = {Prefill: self._prefill, Cancel: self._cancel, Audit: self._audit}
         try:
             async with self._tasks as tasks:
                 tasks.create_task(self._gang.run())
-                tasks.create_task(self._endpoint.run())
+                tasks.create_task(self._endpoint.run(handlers, self.load, self._peer_lost))
                 tasks.create_task(self._steps())
                 tasks.create_task(self._retire_broken_pairs())
         finally:

@@ -27,30 +27,33 @@ REPORT_GAP_S = 0.05
 
 
 class Endpoint:
-    """Owns the server socket. Handlers run on the loop and must not block."""
+    """Owns the server socket.
 
-    def __init__(
-        self,
-        server: WireServer,
-        handlers: Mapping[type[Any], Handler],
-        report: Callable[[], LoadReport],
-        lost: Callable[[bytes], None],
-        *,
-        lease_s: float,
-        heartbeat_s: float,
-    ) -> None:
+    Those who answer messages also send them, so an endpoint is made first, for them to send by, and told its handlers when it
+    runs. A peer that is silent for `lease_s` seconds is lost; load is reported every `heartbeat_s` seconds at least.
+    """
+
+    def __init__(self, server: WireServer, *, lease_s: float, heartbeat_s: float) -> None:
         self._server = server
-        self._handlers: dict[type[Any], Handler] = {Ping: lambda peer, message: None, **handlers}
-        self._report = report
-        self._lost = lost
+        self._handlers: dict[type[Any], Handler] = {}
+        self._report: Callable[[], LoadReport] | None = None
+        self._lost: Callable[[bytes], None] | None = None
         self._lease_s = lease_s
         self._heartbeat_s = heartbeat_s
         self._changed = asyncio.Event()
         self._known: set[bytes] = set()
         self._refusals = Refusals(log)
 
-    async def run(self) -> None:
-        """Serve until cancelled; closes the socket."""
+    async def run(
+        self, handlers: Mapping[type[Any], Handler], report: Callable[[], LoadReport], lost: Callable[[bytes], None]
+    ) -> None:
+        """Serve until cancelled; closes the socket.
+
+        `handlers` run on the loop and must not block. `report` gives the present load, and `lost` is called with each peer that
+        has spoken and is gone.
+        """
+        self._handlers = {Ping: lambda peer, message: None, **handlers}
+        self._report, self._lost = report, lost
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._dispatch())
@@ -100,6 +103,7 @@ class Endpoint:
             except TimeoutError:
                 pass
             self._changed.clear()
+            assert self._report is not None, "it runs"
             report = self._report()
             for peer in self._server.peers():
                 self.send(peer, report)
@@ -116,5 +120,6 @@ class Endpoint:
     def _forget(self, peer: bytes) -> None:
         self._server.forget(peer)
         if peer in self._known:
+            assert self._lost is not None, "a peer is known when it has spoken"
             self._known.discard(peer)
             self._lost(peer)

@@ -8,19 +8,36 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from configs.models import resolve_for
-from configs.schema import ClusterConfig
+from configs.schema import ClusterConfig, PoolConfig
 from engine.grammar import Grammars
 from engine.model_runner import ModelRunner
 from engine.ranks.gang import Gang
-from engine.ranks.tensor_parallel import TensorParallel
+from engine.ranks.share import load_share
 from protocol.actor import Worker, WorkerActor
 from protocol.messages import Role, WorkerRef
 from protocol.wire import WireServer
 from telemetry.logging import setup_logging
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstRank:
+    """The first rank of a worker, loaded and connected: what the worker of either role is built around."""
+
+    me: WorkerRef
+    config: ClusterConfig
+    secret: bytes
+    """Shared by all processes of the cluster: peers prove with it who they are."""
+    server: WireServer
+    """The worker's socket. It listens already."""
+    runner: ModelRunner
+    grammars: Grammars
+    gang: Gang
+    """The worker's other ranks."""
 
 
 class FirstRankActor(WorkerActor):
@@ -50,13 +67,14 @@ class FirstRankActor(WorkerActor):
         self._threads = threads
         self._others = others
 
+    @property
     @abstractmethod
-    def load_share(self, ranks: TensorParallel) -> ModelRunner:
-        """Raises ConfigError when the model can't be loaded. Runs in a thread."""
+    def pool_config(self) -> PoolConfig:
+        """The role's section of the configuration."""
 
     @abstractmethod
-    def worker(self, me: WorkerRef, runner: ModelRunner, grammars: Grammars, server: WireServer, gang: Gang) -> Worker:
-        """The worker that all this is for."""
+    def worker(self, rank: FirstRank) -> Worker:
+        """The role's worker around its first rank. Raises ConfigError if it can't have the transports that are wanted."""
 
     async def build(self) -> Worker:
         setup_logging(self._worker_id)
@@ -70,9 +88,19 @@ class FirstRankActor(WorkerActor):
             heartbeat_s=limits.heartbeat_s,
         )
         ranks = await gang.form(self._host, limits.worker_start_s)
-        runner = await asyncio.to_thread(self.load_share, ranks)
+        runner = await asyncio.to_thread(load_share, self._config, self.pool_config, ranks)
         await gang.joined(runner.pool.num_blocks)
         server = WireServer(self._secret, self._host)
         me = WorkerRef(self._worker_id, self._epoch, self.role, server.address, gang.size)
         model = await asyncio.to_thread(resolve_for, self._config)
-        return self.worker(me, runner, Grammars(model), server, gang)
+        return self.worker(
+            FirstRank(
+                me=me,
+                config=self._config,
+                secret=self._secret,
+                server=server,
+                runner=runner,
+                grammars=Grammars(model),
+                gang=gang,
+            )
+        )

@@ -15,9 +15,7 @@ from configs.schema import ClusterConfig, DecodeConfig, LimitsConfig, PrefillCon
 from decode_workers.rank import share_of
 from decode_workers.worker import DecodeWorker
 from engine.batch import Chunk, SampledToken
-from engine.grammar import Grammars
 from engine.model_runner import ModelRunner
-from engine.ranks.gang import Gang
 from engine.ranks.tensor_parallel import ALONE, TensorParallel
 from kv_transfer.transports.loopback import LoopbackNetwork, LoopbackTransport
 from prefill_workers.worker import PrefillWorker
@@ -33,9 +31,8 @@ from router.request.pipeline import Pipeline
 from router.rules.leaks import Leak
 from telemetry.metrics import Metrics
 from telemetry.request_times import RequestTimes
-from tests.fault.letters import with_letters
 from tests.fault.two_gangs import load_gang
-from tests.fault.two_workers import SECRET, leaks_of
+from tests.fault.two_workers import SECRET, first_rank, leaks_of
 
 CONFIG = ClusterConfig(
     dtype="float32",
@@ -193,17 +190,14 @@ async def run_many_decodes(
 
     servers = [WireServer(SECRET, "127.0.0.1") for _ in range(num_decodes + 1)]
     me = WorkerRef("prefill-0", 1, Role.PREFILL, servers[0].address)
-    grammars = Grammars(with_letters(facts))
-    first = runner(config.prefill.kv_cache_tokens)
-    prefill = PrefillWorker(me, SECRET, first, grammars, servers[0], transports, config, Gang.alone())
+    prefill = PrefillWorker(first_rank(me, config, servers[0], runner(config.prefill.kv_cache_tokens)), transports)
     decodes, following = [], []
     for number, server in enumerate(servers[1:]):
         size = ranks[number] if ranks else 1
         others, gang, first = await load_gang(size, load_decode, lambda share: share_of(share, transports, transports, lease_s))
         following += others.running
         me = WorkerRef(f"decode-{number}", 1, Role.DECODE, server.address, size)
-        grammars = Grammars(with_letters(facts))
-        decodes.append(DecodeWorker(me, SECRET, first, grammars, server, transports, transports, config, gang))
+        decodes.append(DecodeWorker(first_rank(me, config, server, first, gang), transports, transports))
     many = ManyDecodes(prefill, decodes, network, config)
     try:
         async with asyncio.timeout(120):

@@ -23,6 +23,7 @@ from protocol.codec import _CLASSES, encode
 from protocol.messages import (
     Attach,
     Failed,
+    KvLayout,
     PairOpen,
     Ping,
     Prefill,
@@ -136,7 +137,7 @@ def test_any_message_of_an_insider(
             known: dict[type[Any], list[Any]] = {
                 type(ticket): [ticket],
                 WorkerRef: [workers.prefill.me, workers.decode.me],
-                type(workers.decode._layout): [workers.decode._layout],
+                KvLayout: [workers.decode._arrivals._layout],
                 SamplingParams: [greedy(1), greedy(4), dataclasses.replace(greedy(5), temperature=1e-50)],
             }
             maker = Maker(seed, known)

@@ -11,7 +11,6 @@ import decode_workers.rank
 import prefill_workers.rank
 from configs.facts import ModelFacts
 from decode_workers.worker import DecodeWorker
-from engine.grammar import Grammars
 from engine.model_runner import ModelRunner
 from engine.ranks.follower import Follower, Share
 from engine.ranks.gang import Gang
@@ -20,8 +19,7 @@ from kv_transfer.transports.loopback import LoopbackNetwork, LoopbackTransport
 from prefill_workers.worker import PrefillWorker
 from protocol.messages import Role, WorkerRef
 from protocol.wire import WireServer
-from tests.fault.letters import with_letters
-from tests.fault.two_workers import CONFIG, SECRET, TwoWorkers, served
+from tests.fault.two_workers import CONFIG, SECRET, TwoWorkers, first_rank, served
 
 HOST = "127.0.0.1"
 LEASE_S = CONFIG.limits.lease_s
@@ -56,12 +54,9 @@ async def run_gangs(
     )
     servers = [WireServer(SECRET, HOST) for _ in range(2)]
     me = WorkerRef("prefill-0", 1, Role.PREFILL, servers[0].address, num_prefill)
-    prefill = PrefillWorker(
-        me, SECRET, prefill_runner, Grammars(with_letters(facts)), servers[0], transports, CONFIG, prefill_gang
-    )
+    prefill = PrefillWorker(first_rank(me, CONFIG, servers[0], prefill_runner, prefill_gang), transports)
     me = WorkerRef("decode-0", 1, Role.DECODE, servers[1].address, num_decode)
-    grammars = Grammars(with_letters(facts))
-    decode = DecodeWorker(me, SECRET, decode_runner, grammars, servers[1], transports, transports, CONFIG, decode_gang)
+    decode = DecodeWorker(first_rank(me, CONFIG, servers[1], decode_runner, decode_gang), transports, transports)
     try:
         async with served(prefill, decode, network) as workers:
             yield workers, {Role.PREFILL: prefill_ranks, Role.DECODE: decode_ranks}

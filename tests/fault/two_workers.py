@@ -15,6 +15,7 @@ from configs.schema import ClusterConfig, DecodeConfig, LimitsConfig, PrefillCon
 from decode_workers.worker import DecodeWorker
 from engine.grammar import Grammars
 from engine.model_runner import ModelRunner
+from engine.ranks.first_rank import FirstRank
 from engine.ranks.gang import Gang
 from kv_transfer.transports.loopback import LoopbackNetwork, LoopbackTransport
 from prefill_workers.worker import PrefillWorker
@@ -220,6 +221,21 @@ async def _ping(caller: CallClient) -> None:
             await asyncio.sleep(0.1)
 
 
+def first_rank(
+    me: WorkerRef, config: ClusterConfig, server: WireServer, runner: ModelRunner, gang: Gang | None = None
+) -> FirstRank:
+    """With the tests' secret, and grammars over a vocabulary of letters; without a gang it is the only rank."""
+    return FirstRank(
+        me=me,
+        config=config,
+        secret=SECRET,
+        server=server,
+        runner=runner,
+        grammars=Grammars(with_letters(runner.facts)),
+        gang=gang or Gang.alone(),
+    )
+
+
 @asynccontextmanager
 async def run_two_workers(
     facts: ModelFacts, config: ClusterConfig, prefill_block_size: int | None = None
@@ -237,12 +253,9 @@ async def run_two_workers(
         for role, server in zip((Role.PREFILL, Role.DECODE), servers, strict=True)
     ]
     prefill_runner = runner(config.prefill.kv_cache_tokens, prefill_block_size)
-    prefill = PrefillWorker(
-        refs[0], SECRET, prefill_runner, Grammars(with_letters(facts)), servers[0], [transport], config, Gang.alone()
-    )
+    prefill = PrefillWorker(first_rank(refs[0], config, servers[0], prefill_runner), [transport])
     decode_runner = runner(config.decode.kv_cache_tokens)
-    grammars = Grammars(with_letters(facts))
-    decode = DecodeWorker(refs[1], SECRET, decode_runner, grammars, servers[1], [transport], [transport], config, Gang.alone())
+    decode = DecodeWorker(first_rank(refs[1], config, servers[1], decode_runner), [transport], [transport])
     async with served(prefill, decode, network) as workers:
         yield workers
 

@@ -17,15 +17,12 @@ import torch
 from configs.facts import ModelFacts
 from configs.schema import ClusterConfig, TransportName
 from decode_workers.worker import DecodeWorker
-from engine.grammar import Grammars
 from engine.model_runner import ModelRunner
-from engine.ranks.gang import Gang
 from kv_transfer.choice import receiving_transports, sending_transports
 from prefill_workers.worker import PrefillWorker
 from protocol.messages import Role, WorkerRef
 from protocol.wire import WireServer
-from tests.fault.letters import with_letters
-from tests.fault.two_workers import SECRET
+from tests.fault.two_workers import SECRET, first_rank
 
 HOST = "127.0.0.1"
 
@@ -52,14 +49,14 @@ def make_worker(
         num_kv_tokens=pool.kv_cache_tokens,
         shared_kv=True,
     )
-    grammars = Grammars(with_letters(facts))
     server = WireServer(SECRET, HOST)
     me = WorkerRef(worker_id, 1, role, server.address)
+    first = first_rank(me, config, server, runner)
     sending = sending_transports(transport, HOST, runner.pool.data, runner.pool.memory_fd)
     if role is Role.PREFILL:
-        return PrefillWorker(me, SECRET, runner, grammars, server, sending, config, Gang.alone())
+        return PrefillWorker(first, sending)
     receiving = receiving_transports(transport, HOST, runner.pool.data.device)
-    return DecodeWorker(me, SECRET, runner, grammars, server, receiving, sending, config, Gang.alone())
+    return DecodeWorker(first, receiving, sending)
 
 
 @contextmanager

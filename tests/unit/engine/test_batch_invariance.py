@@ -126,8 +126,7 @@ def test_such_a_worker_never_becomes_ready(
     """What its start raises reaches the supervisor, which ends the launch with a ConfigError's message."""
     multiply = Linear.__call__
     monkeypatch.setattr(Linear, "__call__", lambda linear, x_TI: multiply(linear, x_TI) + 1e-3 * (len(x_TI) == 8))
-    rank = f"{actor_class.role.value}_workers.rank"
-    monkeypatch.setattr(f"{rank}.resolve_for", lambda config: SimpleNamespace(facts=facts))
+    monkeypatch.setattr("engine.ranks.share.resolve_for", lambda config: SimpleNamespace(facts=facts))
     actor = actor_class(
         worker_id="worker-0",
         epoch=1,

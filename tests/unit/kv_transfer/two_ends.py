@@ -88,13 +88,13 @@ class Decode:
         self.transports = transports
         server = WireServer(SECRET, "127.0.0.1")
         self.ref = WorkerRef("decode-0", 5, Role.DECODE, server.address, len(pools))
-        handlers: dict[type[Any], Callable[[bytes, Any], None]] = {
+        self.handlers: dict[type[Any], Callable[[bytes, Any], None]] = {
             PairOpen: self.open_pair,
             PushAnnounce: lambda peer, message: self.pairs[peer].announce(message),
             PushCommit: lambda peer, message: self.pairs[peer].commit(message),
             TransferAbort: lambda peer, message: self.ledger.abort_transfer(message.ticket_id, message.transfer_id),
         }
-        self.endpoint = Endpoint(server, handlers, self.report, self.ledger.peer_lost, lease_s=60, heartbeat_s=1)
+        self.endpoint = Endpoint(server, lease_s=60, heartbeat_s=1)
 
     def open_pair(self, peer: bytes, message: PairOpen) -> None:
         if peer not in self.pairs or self.pairs[peer].closed:
@@ -175,7 +175,7 @@ async def world(
     sources = sources or [pool()]
     for number, source in enumerate(sources):
         source.data.normal_(generator=torch.Generator().manual_seed(1 + number))
-    serving = asyncio.create_task(receiver.endpoint.run())
+    serving = asyncio.create_task(receiver.endpoint.run(receiver.handlers, receiver.report, receiver.ledger.peer_lost))
     try:
         async with asyncio.timeout(60):
             yield World(receiver, sources, [sending(kind, sources[0]) for kind in prefill], StepProgress(torch.device("cpu")))

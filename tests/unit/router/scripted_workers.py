@@ -95,8 +95,8 @@ class ScriptedWorker:
         self.ref = WorkerRef(worker_id, epoch, self.role, self._server.address)
         self._tasks: set[asyncio.Task[None]] = set()
         handlers = {kind: self._guarded(handler) for kind, handler in self.handlers().items()}
-        self.endpoint = Endpoint(self._server, handlers, self.report, self.peer_lost, lease_s=5.0, heartbeat_s=0.05)
-        self._running = asyncio.create_task(self.endpoint.run())
+        self.endpoint = Endpoint(self._server, lease_s=5.0, heartbeat_s=0.05)
+        self._running = asyncio.create_task(self.endpoint.run(handlers, self.report, self.peer_lost))
 
     def handlers(self) -> dict[type[Any], Callable[[bytes, Any], None]]:
         raise NotImplementedError

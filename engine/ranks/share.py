@@ -1,0 +1,55 @@
+"""A rank's share of the model, loaded as the configuration says: the same for both roles, and for every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from configs.models import resolve_for
+from configs.schema import ClusterConfig, PoolConfig
+from engine.model_runner import ModelRunner
+from engine.ranks.follower import Follower, Share
+from engine.ranks.tensor_parallel import TensorParallel
+from protocol.wire import WireServer
+
+
+def load_share(config: ClusterConfig, pool: PoolConfig, ranks: TensorParallel) -> ModelRunner:
+    """This rank's part of the weights, and a KV pool as large as `pool`, the role's section of the configuration, says.
+
+    Takes seconds. Raises ConfigError when the model can't be loaded, or not so.
+    """
+    return ModelRunner.load(
+        resolve_for(config).facts,
+        device=config.device,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        dtype=config.dtype,
+        quantization=config.quantization,
+        deterministic=config.deterministic,
+        block_size=config.block_size,
+        num_kv_tokens=pool.kv_cache_tokens,
+        shared_kv=config.transport != "gloo",
+        ranks=ranks,
+    )
+
+
+def follower(
+    config: ClusterConfig,
+    pool: PoolConfig,
+    share_of: Callable[[ModelRunner], Share],
+    *,
+    secret: bytes,
+    host: str,
+    rank: int,
+    threads: int,
+) -> Follower:
+    """A rank that is not the first. It listens on `host` and computes with `threads` cores.
+
+    `share_of` makes the role's KV lanes around what was loaded; it runs in the engine's thread.
+    """
+
+    def load(ranks: TensorParallel) -> Share:
+        torch.set_num_threads(threads)
+        return share_of(load_share(config, pool, ranks))
+
+    return Follower(WireServer(secret, host), rank, pool.tensor_parallel_size, host, load, config.limits.lease_s)
