@@ -94,6 +94,11 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def runnable(block: Block) -> Any:
+    """A test's parameter. Blocks that change the cluster's size start workers and drain them, which is slow."""
+    return pytest.param(block, id=str(block), marks=[pytest.mark.slow] if "tandem scale" in block.code else [])
+
+
 def run_block(block: Block, url: str, commands: Path) -> subprocess.CompletedProcess[str]:
     """Run a shell or Python block against this cluster. Shell blocks end at the first command that fails."""
     code = block.code.replace(ADDRESS, url)
@@ -121,7 +126,7 @@ def test_every_block_is_of_a_kind_that_is_checked() -> None:
     assert [str(block) for block in BLOCKS if block.language not in LANGUAGES] == []
 
 
-@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language in ("sh", "python")], ids=str)
+@pytest.mark.parametrize("block", [runnable(block) for block in BLOCKS if block.language in ("sh", "python")])
 def test_a_block_runs(cluster: Any, commands: Path, block: Block) -> None:
     assert failure(block, cluster.url, commands) is None
 
