@@ -23,8 +23,8 @@ from router.api.completions.body import CompletionBody
 from router.api.completions.shape import CompletionShape
 from router.api.prepare import Generation
 from router.api.responses.body import ResponsesBody, as_chat
-from router.api.responses.events import ResponseBuilder
-from router.api.responses.writers import ResponseEvents, whole_response
+from router.api.responses.builder import ResponseBuilder
+from router.api.responses.events import ResponseEvents, whole_response
 from router.api.shapes import AnswerInfo, AnswerShape
 from router.endpoints.metered import MeteredRouter
 from router.endpoints.reading import check_model, read_body

@@ -1,7 +1,7 @@
 """The JSON objects that chats, completions and responses answer with, for the OpenAPI document alone.
 
 The answers are made as plain JSON in `router/api/chat/shape.py`, `router/api/completions/shape.py` and
-`router/api/responses/events.py`. That they are as described here is checked by schemathesis, an independent client
+`router/api/responses/builder.py`. That they are as described here is checked by schemathesis, an independent client
 (`tests/unit/router/api/test_http_schemathesis.py`). A field that is `NotRequired` is there only if the request asks for it.
 The docstrings are part of the document: clients read them.
 """

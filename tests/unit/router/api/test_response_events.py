@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from protocol.errors import OverloadedError, WorkerLostError
 from router.api.responses.body import LOGPROBS, ResponsesBody
-from router.api.responses.events import ResponseBuilder
+from router.api.responses.builder import ResponseBuilder
 from router.request.answer import Delta, Finish, TextLogprob, TextLogprobs, TokenText
 from router.text.tool_calls import ToolCallDelta
 
