@@ -109,7 +109,7 @@ class Router:
         """Raise InvalidRequestError if no worker's pool could ever hold a choice of this."""
         self._admission.check_possible(len(generation.prompt_token_ids), generation.sampling.max_tokens, prompt_param)
 
-    def answers(
+    def generate(
         self,
         generations: Sequence[Generation],
         request_id: str,

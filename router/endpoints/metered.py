@@ -50,7 +50,7 @@ class MeteredRouter:
         `emitted` is what each choice of a resumed stream has said before; it is neither said nor charged again.
         """
         state = request.scope["state"]
-        answer = self._router.answers(generations, state["request_id"], state["trace"], state["arrival"], emitted)
+        answer = self._router.generate(generations, state["request_id"], state["trace"], state["arrival"], emitted)
         num_prompt_tokens = 0 if emitted else sum(len(generation.prompt_token_ids) for generation in generations)
         max_tokens = sum(generation.num_choices * generation.sampling.max_tokens for generation in generations)
         max_tokens -= sum(len(each.token_ids) for each in emitted)
