@@ -82,6 +82,18 @@ def test_pictures_are_what_their_scripts_draw(monkeypatch: pytest.MonkeyPatch) -
     assert stale == [], "draw them anew with `make docs`"
 
 
+def test_readme_says_the_figures_of_its_chart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DOCS))
+    groups = importlib.import_module("throughput_chart").read_groups()
+    readme = (ROOT / "README.md").read_text()
+    alt_text = re.search(r'<img src="docs/throughput.svg"[^>]*alt="([^"]+)"', readme)
+    assert alt_text is not None
+    for bar in (bar for group in groups for bar in group.bars):
+        assert f" {bar.tokens_per_s:.0f}" in alt_text[1], bar
+        if bar.name == "Tandem" or bar.name.startswith("vLLM"):
+            assert f"{bar.tokens_per_s:.0f} tokens/s" in readme, bar
+
+
 def test_the_api_page_names_every_field_and_every_path() -> None:
     page = (DOCS / "api.md").read_text()
     whole, _, responses = page.partition("## Use `/v1/responses`")
