@@ -134,7 +134,7 @@ class Admission:
                 window_tokens = self._config.decode.max_chunk_tokens if computes is decode else self._prefill_window
                 ahead = not computes.prompts.takes_prompt(size, window_tokens)
                 return Claim(attempt_id, computes, decode, ticket, journal, need_blocks, self._costs, note_change, ahead=ahead)
-            decode.release(ticket.ticket_id)
+            decode.calls.release(ticket.ticket_id)
             decode.outstanding.done(need_blocks)
         return None
 

@@ -44,7 +44,7 @@ async def _ask(ref: WorkerRef, link: WorkerLink | None) -> Audited:
     if link is None:
         return Audited(ref, None)
     try:
-        books = await link.audit(_PATIENCE_S)
+        books = await link.calls.audit(_PATIENCE_S)
     except TandemError:
         return Audited(ref, None)
-    return Audited(ref, books, link.claims)
+    return Audited(ref, books, link.streams.claims)

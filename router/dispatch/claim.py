@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from protocol.errors import OverloadedError, ProtocolError, TandemError, UnavailableError
-from protocol.messages import FirstToken, Prefilled, Reserve, Ticket, WorkerLife
+from protocol.messages import FirstToken, Prefill, Prefilled, Reserve, Ticket, WorkerLife
 from protocol.sampling import FinishReason, SamplingParams, TokenLogprobs
 from router.dispatch.journal import Journal, KvCopy, Tokens
 from router.dispatch.links import WorkerLink
@@ -43,9 +43,15 @@ async def reserve(decode: WorkerLink, attempt_id: str, journal: Journal, room: R
     ticket = None
     decode.outstanding.give(room.num_blocks)
     try:
-        ticket = await decode.reserve(
+        ticket = await decode.calls.reserve(
             lambda call_id: Reserve(
-                call_id, attempt_id, room.token_ids, room.max_tokens, journal.cache_salt, journal.trace, room.own_tokens
+                call_id=call_id,
+                request_id=attempt_id,
+                prompt_token_ids=room.token_ids,
+                max_tokens=room.max_tokens,
+                cache_salt=journal.cache_salt,
+                trace=journal.trace,
+                own_tokens=room.own_tokens,
             ),
             patience_s,
         )
@@ -105,7 +111,7 @@ class Claim:
         self._prefilling = True
         self._attaching = False
         self._handed_over = False
-        self._stream = decode.open_stream(ticket.ticket_id)
+        self._stream = decode.streams.open(ticket.ticket_id)
         self._waits = computes.prompt_load().queued_tokens > 0
         computes.prompts.give_prompt(self._num_missing, self._tenant, ahead=ahead)
 
@@ -115,7 +121,7 @@ class Claim:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._prefill_done()
         if not self._handed_over and not self.here:
-            self.computes.cancel(self._attempt_id)
+            self.computes.calls.cancel(self._attempt_id)
         self._leave_decode()
 
     @property
@@ -159,31 +165,39 @@ class Claim:
         return first
 
     async def _first_here(self, journal: Journal) -> First:
-        await self.decode.attach(self._ticket.ticket_id, None, journal.sampling, journal.num_generated)
+        await self.decode.calls.attach(self._ticket.ticket_id, None, journal.sampling, journal.num_generated)
         output = await self._stream.take_first()
         self._prefill_done()
         if output.prefilled is None or len(output.token_ids) != 1:
             raise ProtocolError(f"{self.decode.ref.worker_id} did not say how it computed the prompt")
         logprobs = output.logprobs[0] if output.logprobs else None
-        return First(output.token_ids[0], logprobs, output.finish_reason, output.prefilled)
+        return First(
+            token_id=output.token_ids[0],
+            logprobs=logprobs,
+            finish_reason=output.finish_reason,
+            prefilled=output.prefilled,
+        )
 
     async def _first_there(self, journal: Journal) -> First:
         asking = asyncio.ensure_future(
-            self.computes.prefill(
-                self._attempt_id,
-                self._ticket,
-                journal.token_ids,
-                journal.num_generated,
-                journal.sampling,
-                journal.cache_salt,
-                journal.trace,
-                ahead=self._ahead,
+            self.computes.calls.prefill(
+                lambda call_id: Prefill(
+                    call_id=call_id,
+                    request_id=self._attempt_id,
+                    ticket=self._ticket,
+                    token_ids=journal.token_ids,
+                    num_generated=journal.num_generated,
+                    sampling=journal.sampling,
+                    cache_salt=journal.cache_salt,
+                    trace=journal.trace,
+                    ahead=self._ahead,
+                )
             )
         )
         try:
             await asyncio.wait((asking, self.decode.gone), return_when=asyncio.FIRST_COMPLETED)
             if not asking.done():
-                raise self.decode.lost_error()
+                raise self.decode.connection.lost_error()
             self._prefill_done()
             return _first(asking.result())
         finally:
@@ -210,7 +224,7 @@ class Claim:
         if not self.here:
             self._attaching = True
             began = time.monotonic()
-            waited_s = await self.decode.attach(self._ticket.ticket_id, first_token, sampling, num_generated)
+            waited_s = await self.decode.calls.attach(self._ticket.ticket_id, first_token, sampling, num_generated)
             now = time.monotonic()
             self._costs.handed_over(self._num_tokens - self._ticket.held_tokens, now - began, now)
         self._handed_over = True
@@ -234,19 +248,19 @@ class Claim:
         if ticket is None:
             raise OverloadedError(f"{target.ref.worker_id} has no room for the stream")
         try:
-            target.open_stream(ticket.ticket_id)
-            moved = await self.decode.migrate(self._ticket.ticket_id, ticket)
+            target.streams.open(ticket.ticket_id)
+            moved = await self.decode.calls.migrate(self._ticket.ticket_id, ticket)
         except BaseException:
-            target.release(ticket.ticket_id)
+            target.calls.release(ticket.ticket_id)
             target.outstanding.done(num_blocks)
             raise
         journal.copy = KvCopy(self.decode.life, len(room.token_ids))  # what has left there stays in its cache
         self._leave_decode()
         self.decode, self._ticket, self._num_blocks = target, ticket, num_blocks
         self._stream.on_next(on_gap)
-        target.adopt_stream(ticket.ticket_id, self._stream)
+        target.streams.adopt(ticket.ticket_id, self._stream)
         try:
-            await target.attach(ticket.ticket_id, moved.newest_token, journal.sampling, moved.num_generated)
+            await target.calls.attach(ticket.ticket_id, moved.newest_token, journal.sampling, moved.num_generated)
         except TandemError as error:
             self._stream.fail(error)
             raise
@@ -260,15 +274,15 @@ class Claim:
         if ticket is None:
             raise OverloadedError(f"{target.ref.worker_id} has no room for a copy")
         try:
-            target.open_stream(ticket.ticket_id)
+            target.streams.open(ticket.ticket_id)
             if ticket.held_tokens < len(room.token_ids):
-                await self.decode.copy(self._ticket.ticket_id, ticket)
+                await self.decode.calls.copy(self._ticket.ticket_id, ticket)
         finally:
-            target.release(ticket.ticket_id)
+            target.calls.release(ticket.ticket_id)
             target.outstanding.done(room.num_blocks)
 
     def _leave_decode(self) -> None:
-        self.decode.release(self._ticket.ticket_id)
+        self.decode.calls.release(self._ticket.ticket_id)
         self.decode.outstanding.done(self._num_blocks)
 
     def _prefill_done(self) -> None:
@@ -279,4 +293,9 @@ class Claim:
 
 
 def _first(answer: FirstToken) -> First:
-    return First(answer.token_id, answer.logprobs, answer.finish_reason, answer.prefilled)
+    return First(
+        token_id=answer.token_id,
+        logprobs=answer.logprobs,
+        finish_reason=answer.finish_reason,
+        prefilled=answer.prefilled,
+    )

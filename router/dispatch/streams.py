@@ -1,13 +1,15 @@
-"""The tokens of one stream on their way from a link to the pipeline."""
+"""The tokens of streams on their way from a connection to the requests that wait for them.
+
+A `TokenStream` is one stream; it goes on when the stream moves to another worker. `OpenStreams` are those of one connection.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 
 from protocol.errors import TandemError
-from protocol.messages import StreamOutput
+from protocol.messages import StreamOutput, TokenFrame
 from router.dispatch.journal import Arrival, Tokens
 
 
@@ -39,14 +41,14 @@ class TokenStream:
         return self._error is not None or bool(self._outputs and self._outputs[-1].finish_reason)
 
     def put(self, output: StreamOutput, arrival: Arrival) -> None:
+        """Add what one step made for the stream, or fail it with the error that came instead."""
         if output.error is not None:
             self.fail(output.error.to_error())
             return
-        now = time.monotonic()
         if self._told_gap is not None and self._latest is not None:
-            self._told_gap(now - self._latest)
+            self._told_gap(arrival.at - self._latest)
             self._told_gap = None
-        self._latest = now
+        self._latest = arrival.at
         self._outputs.append(output)
         self._arrivals.append(arrival)
         self._wake()
@@ -56,6 +58,7 @@ class TokenStream:
         self._told_gap = told_gap
 
     def fail(self, error: TandemError) -> None:
+        """End the stream with this error, after what has arrived; only the first one counts."""
         if self._error is None:
             self._error = error
             self._wake()
@@ -66,13 +69,22 @@ class TokenStream:
         Raises the stream's error once all that came before it was taken. The wait ends with the link at the latest: a
         link whose worker falls silent or makes no step fails its streams.
         """
-        await self._some()
+        if not self._outputs:
+            await self._some()
         outputs, self._outputs = self._outputs, []
         arrivals, self._arrivals = self._arrivals, []
-        return _merged(outputs, tuple(arrivals))
+        if len(outputs) > 1:
+            return _merged(outputs, tuple(arrivals))
+        [output] = outputs
+        return Tokens(
+            token_ids=output.token_ids,
+            logprobs=output.logprobs,
+            finish_reason=output.finish_reason,
+            arrivals=tuple(arrivals),
+        )
 
     async def take_first(self) -> StreamOutput:
-        """Likewise, of one step."""
+        """The output of the first step that was not taken yet; waits until there is one. Raises the stream's error."""
         await self._some()
         del self._arrivals[0]
         return self._outputs.pop(0)
@@ -89,9 +101,69 @@ class TokenStream:
             self._waiter.set_result(None)
 
 
+class OpenStreams:
+    """The streams of one connection, by the ids of the tickets whose tokens they get."""
+
+    def __init__(self) -> None:
+        self._by_ticket: dict[int, TokenStream] = {}
+        self._lost_error: Callable[[], TandemError] | None = None
+
+    def open(self, ticket_id: int) -> TokenStream:
+        """A new stream, where this ticket's tokens will arrive until `close`."""
+        stream = TokenStream()
+        self.adopt(ticket_id, stream)
+        return stream
+
+    def adopt(self, ticket_id: int, stream: TokenStream) -> None:
+        """Let this ticket's tokens go on with a stream that another worker has begun. A lost connection fails it at once."""
+        self._by_ticket[ticket_id] = stream
+        if self._lost_error is not None:
+            stream.fail(self._lost_error())
+
+    def close(self, ticket_id: int) -> None:
+        """Drop what still comes for this ticket; idempotent."""
+        self._by_ticket.pop(ticket_id, None)
+
+    def put(self, frame: TokenFrame, now: float) -> None:
+        """Share out what one step made. `now` is when the frame came, on `time.monotonic`."""
+        arrival = Arrival(now, frame.step_s)
+        for output in frame.outputs:
+            stream = self._by_ticket.get(output.ticket_id)
+            if stream is not None:
+                stream.put(output, arrival)
+
+    def note_attached(self, ticket_id: int) -> None:
+        """The worker owes tokens for this ticket from now on; does nothing if its stream was closed meanwhile."""
+        if ticket_id in self._by_ticket:
+            self._by_ticket[ticket_id].attached = True
+
+    def fail(self, ticket_id: int, error: TandemError) -> None:
+        """Fail the stream of this ticket; does nothing if it was closed."""
+        if ticket_id in self._by_ticket:
+            self._by_ticket[ticket_id].fail(error)
+
+    def fail_all(self, lost_error: Callable[[], TandemError]) -> None:
+        """The connection is lost: close every stream, and fail it and those that are opened later with such an error."""
+        self._lost_error = lost_error
+        for stream in self._by_ticket.values():
+            stream.fail(lost_error())
+        self._by_ticket.clear()
+
+    @property
+    def owed_tokens(self) -> bool:
+        """The worker owes tokens for some ticket."""
+        return any(stream.attached and not stream.ended for stream in self._by_ticket.values())
+
+    @property
+    def claims(self) -> dict[int, bool]:
+        """The ids of the tickets that are held here, and whether the worker owes tokens for each."""
+        return {ticket_id: stream.attached and not stream.ended for ticket_id, stream in self._by_ticket.items()}
+
+
 def _merged(outputs: Sequence[StreamOutput], arrivals: tuple[Arrival, ...]) -> Tokens:
-    if len(outputs) == 1:
-        return Tokens(outputs[0].token_ids, outputs[0].logprobs, outputs[0].finish_reason, arrivals=arrivals)
-    token_ids = tuple(token_id for output in outputs for token_id in output.token_ids)
-    logprobs = tuple(entry for output in outputs for entry in output.logprobs)
-    return Tokens(token_ids, logprobs, outputs[-1].finish_reason, arrivals=arrivals)
+    return Tokens(
+        token_ids=tuple(token_id for output in outputs for token_id in output.token_ids),
+        logprobs=tuple(entry for output in outputs for entry in output.logprobs),
+        finish_reason=outputs[-1].finish_reason,
+        arrivals=arrivals,
+    )

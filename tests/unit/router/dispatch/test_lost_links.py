@@ -41,7 +41,7 @@ def test_streams_fail_though_the_next_life_is_heard_of_meanwhile(turns: int) -> 
         connection = Connection()
         ref = WorkerRef("decode-0", 1, Role.DECODE, "tcp://127.0.0.1:1")
         link = WorkerLink(ref, cast(WireClient, connection), LimitsConfig(), lambda: None, lambda: None)
-        stream = link.open_stream(1)
+        stream = link.streams.open(1)
         running = asyncio.create_task(link.run())
         await asyncio.sleep(0)
         connection.broken.set()
