@@ -18,7 +18,7 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,18 +96,26 @@ def quantile(values: Sequence[float], share: float = 0.99) -> float:
 
 
 async def measure(port: int, scale: float) -> list[dict[str, Any]]:
+    """One row for each run, each dtype on a cluster of its own at `port`. `scale` multiplies the numbers of kills."""
     rows = []
-    limits = httpx.Limits(max_connections=4 * STREAMS)
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as config:
         config.write(CONFIG)
         config.flush()
         for dtype, runs in RUNS.items():
             with cluster(port, "--config", config.name, "--dtype", dtype):
-                async with httpx.AsyncClient(base_url=f"http://{HOST}:{port}", timeout=300, limits=limits) as client:
-                    await until_up(client)
-                    for run in runs:
-                        rows.append(await one_run(client, run, max(1, round(run.kills * scale))))
-                        print(table(rows[-1:]), flush=True)
+                rows += await measure_runs(port, runs, scale)
+    return rows
+
+
+async def measure_runs(port: int, runs: Iterable[Run], scale: float) -> list[dict[str, Any]]:
+    """One row for each run on the cluster at `port`, printed as soon as it is known."""
+    rows = []
+    limits = httpx.Limits(max_connections=4 * STREAMS)
+    async with httpx.AsyncClient(base_url=f"http://{HOST}:{port}", timeout=300, limits=limits) as client:
+        await until_up(client)
+        for run in runs:
+            rows.append(await one_run(client, run, max(1, round(run.kills * scale))))
+            print(table(rows[-1:]), flush=True)
     return rows
 
 
