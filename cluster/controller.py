@@ -28,7 +28,7 @@ CONTROLLER = NAME_PREFIX + "controller"
 
 
 class Controller:
-    """The actor's methods; all of them answer at once but `settle`, `watch` and `close`."""
+    """The actor around the supervisor. All of its methods answer at once but `settle`, `watch` and `close`."""
 
     async def __init__(self, config: ClusterConfig, secret: bytes) -> None:  # type: ignore[misc]  # Ray awaits it
         setup_logging("controller")
@@ -38,18 +38,24 @@ class Controller:
 
     @ray.method(max_task_retries=-1)
     async def settle(self, deadline_s: float) -> None:
-        """See Supervisor.settle."""
+        """Wait at most `deadline_s` seconds until every wanted worker is READY.
+
+        Raises ConfigError if a worker can't start, UnavailableError if one is not ready in time.
+        """
         await self._supervisor.settle(deadline_s)
         await self._launcher.keep_spare()
 
     @ray.method(max_task_retries=-1)
     async def watch(self, known_version: int) -> ClusterView:
+        """Return the view when its version differs from `known_version`, or after 10 s."""
         return await self._supervisor.watch(known_version)
 
     async def scale(self, role: Role, workers: int) -> None:
+        """Want this many workers of a role from now on. Raises InvalidRequestError for impossible numbers."""
         self._supervisor.scale(role, workers)
 
     async def drain(self, worker_id: str, restart: bool) -> None:
+        """Let a worker go, or start it anew with `restart`. Raises InvalidRequestError if it can't be spared."""
         self._supervisor.drain(worker_id, restart)
 
     async def close(self) -> None:
@@ -59,7 +65,7 @@ class Controller:
 
 
 def start_controller(config: ClusterConfig, secret: bytes, head_resources: dict[str, float]) -> Any:
-    """Handle of a new controller whose pools are starting. Raises ConfigError if this Ray cluster has one already."""
+    """Return the handle of a new controller, whose pools are starting. Raises ConfigError if this Ray cluster has one."""
     options: dict[str, Any] = {
         "name": CONTROLLER,
         "namespace": NAMESPACE,
@@ -79,7 +85,7 @@ def _actor_class() -> Any:
 
 
 def find_controller() -> Any | None:
-    """Handle of this Ray cluster's controller, or None."""
+    """Return the handle of this Ray cluster's controller, or None if there is none."""
     try:
         return ray.get_actor(CONTROLLER, namespace=NAMESPACE)
     except ValueError:
@@ -87,18 +93,24 @@ def find_controller() -> Any | None:
 
 
 class RayControllerClient:
-    """router.dispatch.controller_client.ControllerClient over an actor handle."""
+    """The router's client of the controller (`router.dispatch.controller_client.ControllerClient`), over an actor handle.
+
+    Every method raises UnavailableError if the controller is gone.
+    """
 
     def __init__(self, controller: Any) -> None:
         self._controller = controller
 
     async def watch(self, known_version: int) -> ClusterView:
+        """Return the view when its version differs from `known_version`, or after 10 s."""
         return cast(ClusterView, await self._controller.watch.remote(known_version))
 
     async def scale(self, role: Role, workers: int) -> None:
+        """Want this many workers of a role from now on. Raises InvalidRequestError for impossible numbers."""
         await _answered(self._controller.scale.remote(role, workers))
 
     async def drain(self, worker_id: str, restart: bool) -> None:
+        """Let a worker go, or start it anew with `restart`. Raises InvalidRequestError if it can't be spared."""
         await _answered(self._controller.drain.remote(worker_id, restart))
 
 

@@ -34,7 +34,7 @@ from router.access.keyring import Keyring
 from telemetry.spans import check_installed
 
 Report = Callable[[str], None]
-"""Told what is being done, for people."""
+"""A function that is told what is being done, in words for people."""
 
 _HEALTH_S = 30.0
 _HEALTH_RETRY_S = 0.1
@@ -64,19 +64,22 @@ class RunningCluster:
         self._controller = controller
 
     def watch(self, known_version: int) -> ClusterView:
-        """The view when it differs from the known one, or after 10 s. Raises UnavailableError if the controller is gone."""
+        """Return the view when it is a new one, or after 10 s. Raises UnavailableError if the controller is gone."""
         return cast(ClusterView, _ask(self._controller.watch.remote(known_version)))
 
 
 def check_model(config: ClusterConfig) -> str:
-    """The name that clients use. Fetches the model if need be; ConfigError if it can't be served, or not configured so."""
+    """Return the model's name for clients, after fetching the model if need be.
+
+    Raises ConfigError if the model can't be served at all, or not with this configuration.
+    """
     facts = resolve_for(config).facts
     served_context(config, facts)
     return facts.name
 
 
 def check_keys(config: ClusterConfig) -> None:
-    """ConfigError if the routers could not read the API keys, or if nobody would keep their rates."""
+    """Raise ConfigError if the routers could not read the API keys, or if nobody would keep their rates."""
     http = config.http
     if http.keys_file is not None:
         Keyring(Path(http.keys_file), config.tiers)
@@ -89,7 +92,7 @@ def check_keys(config: ClusterConfig) -> None:
 
 
 def check_telemetry(config: ClusterConfig) -> None:
-    """ConfigError if the routers could not send spans."""
+    """Raise ConfigError if the routers could not send spans."""
     if config.telemetry.otlp_endpoint is not None:
         check_installed()
 

@@ -15,7 +15,7 @@ class Started:
 
     ref: WorkerRef
     pids: tuple[int, ...]
-    """Of its ranks, the first one's first."""
+    """Process ids of the worker's ranks, in the order of the ranks."""
     node: str
 
 
@@ -24,35 +24,38 @@ class Process(Protocol):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """By which `resume` finds it; once it has started."""
+        """Return the names by which `resume` finds this process. Called only after `start` has returned."""
 
-    async def start(self) -> Started: ...
+    async def start(self) -> Started:
+        """Start the worker: load the model and listen. Returns once the worker takes requests."""
 
     async def resume(self, names: Sequence[str]) -> None:
-        """Instead of `start`: it was started by a former supervisor, under these names."""
+        """Take up a process that a former supervisor has started under these names. Takes the place of `start`."""
 
     async def run(self) -> None:
-        """Returns when the worker was stopped; raises when it died."""
+        """Return when the worker was stopped; raise when it died."""
 
-    async def drain(self) -> None: ...
+    async def drain(self) -> None:
+        """Let the worker finish what it has and take nothing new. Returns once nothing is left."""
 
-    async def stop(self) -> None: ...
+    async def stop(self) -> None:
+        """Ask the worker to end. `run` returns when it has."""
 
     async def kill(self) -> None:
-        """Idempotent; afterwards nothing of this life runs."""
+        """End all processes of this life by force. Idempotent; afterwards nothing of this life runs."""
 
 
 class Launcher(Protocol):
     """Makes processes, on resources that belong to a worker id over all its lives."""
 
     def process(self, role: Role, worker_id: str, epoch: int) -> Process:
-        """A process that begins with its `start` or `resume`; cheap."""
+        """Return a process that begins with its `start` or `resume`. The call itself starts nothing."""
 
     async def take_up(self, lives: Mapping[WorkerLife, Sequence[str]], worker_ids: Sequence[str]) -> None:
-        """Of what a former launcher has made, know the resources of these workers, and remove all but them and these lives."""
+        """Take over from a former launcher: keep these lives and the resources of these workers, and remove all else."""
 
     async def release(self, worker_id: str) -> None:
         """Give the worker's resources back, once none of its lives needs them. Idempotent."""
 
     async def why_not_started(self, role: Role) -> str:
-        """What keeps a worker of this role from starting, for people."""
+        """Say in words for people what keeps a worker of this role from starting."""

@@ -26,8 +26,10 @@ MAX_WORKERS = 1024
 FIRST_RETRY_S = 1.0
 MAX_RETRY_S = 30.0
 RESUMPTION_S = 3.0
-"""A replacement begins so long after a worker's death if others of its pool are READY: they take up its streams, and on a
-machine that they share a start would take the processor from them just then."""
+"""Seconds from a worker's death to the start of its replacement, if others of its pool are READY.
+
+These take up its streams, and on a machine that they share a start would take the processor from them just then.
+"""
 
 
 @dataclass(frozen=True)
@@ -82,21 +84,22 @@ class Member:
     info: WorkerInfo
     failures: int = 0
     comes_back: bool = False
-    """It is DRAINING, to be started anew."""
+    """Whether the worker is DRAINING in order to be started anew."""
 
     @property
     def leaves(self) -> bool:
+        """Whether the worker is DRAINING and will not come back."""
         return self.info.state is WorkerState.DRAINING and not self.comes_back
 
 
 @dataclass(frozen=True)
 class PoolRecord:
-    """All that a pool knows."""
+    """All that a pool knows: another pool can be made from it."""
 
     desired: int = 0
     members: tuple[Member, ...] = ()
     epochs: Mapping[str, int] = field(default_factory=dict)
-    """The last one of every worker id that there ever was."""
+    """The last epoch of every worker id that there ever was."""
 
 
 class Pool:
@@ -112,15 +115,15 @@ class Pool:
         return worker_id in self._members
 
     def workers(self) -> tuple[WorkerInfo, ...]:
-        """All workers, by index."""
+        """All workers of the pool, in the order of their index."""
         return tuple(member.info for member in sorted(self._members.values(), key=lambda member: member.index))
 
     def record(self) -> PoolRecord:
-        """Another pool can be made from it."""
+        """The pool's present state as a record, from which another pool can be made."""
         return PoolRecord(self.desired, tuple(self._members.values()), dict(self._epochs))
 
     def resume(self) -> list[Action]:
-        """Go on where the pool whose record this one was made from has ended. Once, before anything else."""
+        """Go on where the former pool, from whose record this one was made, has ended. Call it once, before anything else."""
         actions: list[Action] = []
         for info in self.workers():
             if info.state is WorkerState.STARTING:
@@ -130,7 +133,7 @@ class Pool:
         return actions
 
     def settled(self) -> bool:
-        """Every wanted worker takes requests."""
+        """Whether every wanted worker takes requests."""
         ready = sum(info.state is WorkerState.READY for info in self.workers())
         return ready == self.desired
 

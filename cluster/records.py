@@ -30,10 +30,12 @@ class ClusterRecord:
     processes: tuple[tuple[WorkerLife, tuple[str, ...]], ...]
 
     def to_json(self) -> bytes:
+        """Return the record as JSON, which `from_json` reads."""
         return _ADAPTER.dump_json(self)
 
     @staticmethod
     def from_json(data: bytes) -> ClusterRecord:
+        """Return the record that `to_json` has written."""
         return _ADAPTER.validate_json(data)
 
 
@@ -41,17 +43,20 @@ _ADAPTER = TypeAdapter(ClusterRecord)
 
 
 class RecordStore(Protocol):
-    """Holds one record. Both raise UnavailableError while the store is away."""
+    """A place that holds one record of a cluster. Both methods raise UnavailableError while the store is away."""
 
-    async def load(self) -> ClusterRecord | None: ...
+    async def load(self) -> ClusterRecord | None:
+        """Return the record, or None if none was saved."""
 
-    async def save(self, record: ClusterRecord) -> None: ...
+    async def save(self, record: ClusterRecord) -> None:
+        """Replace the record."""
 
 
 class GcsRecords:
-    """RecordStore in the key-value store of the Ray cluster that this process belongs to, where Ray Serve has its own."""
+    """A RecordStore in the key-value store of this process's Ray cluster, where Ray Serve keeps its state too."""
 
     async def load(self) -> ClusterRecord | None:
+        """Return the record, or None if none was saved. Raises UnavailableError while the GCS is away."""
         try:
             data = await asyncio.to_thread(internal_kv._internal_kv_get, _KEY, namespace=_NAMESPACE)
         except RpcError as error:
@@ -59,6 +64,7 @@ class GcsRecords:
         return None if data is None else ClusterRecord.from_json(data)
 
     async def save(self, record: ClusterRecord) -> None:
+        """Replace the record. Raises UnavailableError while the GCS is away."""
         try:
             await asyncio.to_thread(internal_kv._internal_kv_put, _KEY, record.to_json(), namespace=_NAMESPACE)
         except RpcError as error:
@@ -66,5 +72,5 @@ class GcsRecords:
 
 
 def delete_record() -> None:
-    """Blocks for a call to the GCS. Idempotent."""
+    """Delete the record of the cluster. Blocks for a call to the GCS. Idempotent."""
     internal_kv._internal_kv_del(_KEY, namespace=_NAMESPACE)

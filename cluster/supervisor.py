@@ -34,14 +34,14 @@ from protocol.messages import Role, WorkerLife
 log = logging.getLogger(__name__)
 
 WATCH_S = 10.0
-"""A watcher gets an answer after this long even when nothing changed, so that it can tell silence from death."""
+"""Seconds. A watcher gets an answer after this long even when nothing changed, so that it can tell silence from death."""
 STOP_S = 10.0
-"""How long an idle worker may take to end by itself before it is killed."""
+"""Seconds that an idle worker may take to end by itself before it is killed."""
 _SAVE_AGAIN_S = 1.0
 
 
 class Supervisor:
-    """Owner of both pools. `start` once, `close` once; all else in between."""
+    """The owner of both pools of workers. Call `start` once, then the other methods, and `close` once at the end."""
 
     def __init__(self, config: ClusterConfig, launcher: Launcher, records: RecordStore) -> None:
         self._config = config
@@ -52,10 +52,10 @@ class Supervisor:
         self._lives: dict[WorkerLife, asyncio.Task[None]] = {}
         self._processes: dict[WorkerLife, Process] = {}
         self._names: dict[WorkerLife, tuple[str, ...]] = {}
-        """Of the processes of lives that are up."""
+        """Names of the ranks' processes, by life that is up."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._version = time.time_ns()
-        """From the clock, for watchers know the versions of a former supervisor."""
+        """Version of the view. It starts at the clock's time, since watchers may know versions of a former supervisor."""
         self._saved_version = 0
         self._saving = asyncio.Lock()
         self._news = asyncio.Event()
@@ -95,10 +95,11 @@ class Supervisor:
         log.info("%s is drained%s", worker_id, " and restarted" if restart else "")
 
     def view(self) -> ClusterView:
+        """Return the workers as routers and operators see them, with a version that every change raises."""
         return ClusterView(self._version, tuple(info for pool in self._pools.values() for info in pool.workers()))
 
     async def watch(self, known_version: int) -> ClusterView:
-        """The view as soon as its version differs from the known one, or after WATCH_S."""
+        """Return the view as soon as its version differs from the known one, or after WATCH_S seconds."""
         if self._version == known_version:
             try:
                 async with asyncio.timeout(WATCH_S):

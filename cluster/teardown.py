@@ -25,7 +25,7 @@ _CLOSE_S = 30.0
 
 
 def remove_cluster() -> bool:
-    """Remove whatever there is of Tandem on the Ray cluster that this process has joined; False if there was nothing."""
+    """Remove whatever there is of Tandem on the Ray cluster that this process has joined. Return False if there was nothing."""
     controller = find_controller()
     closing = None if controller is None else controller.close.remote()
     served = _remove_application()
@@ -39,7 +39,7 @@ def remove_cluster() -> bool:
 
 
 def sweep() -> bool:
-    """Kill actors and remove placement groups that carry Tandem's name; False if there were none."""
+    """Kill actors and remove placement groups that carry Tandem's name. Return False if there were none."""
     actors = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE]
     actors.sort(key=lambda name: name != CONTROLLER)  # first, for it would replace its workers
     for name in actors:

@@ -41,7 +41,7 @@ def chat(
 
 @dataclass
 class Conversation:
-    """What was said, as the API takes it. A turn is kept only once it has an answer."""
+    """The messages so far, as the API takes them. A turn is kept only once it has an answer."""
 
     model: str
     system: str | None = None
@@ -50,7 +50,7 @@ class Conversation:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def request(self, text: str) -> dict[str, Any]:
-        """The body that asks for the answer to `text`."""
+        """Return the body of a request that asks for the answer to `text`."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         body: dict[str, Any] = {
             "model": self.model,
@@ -62,6 +62,7 @@ class Conversation:
         return body | {name: value for name, value in optional.items() if value is not None}
 
     def keep(self, text: str, answer: str) -> None:
+        """Add a question and its answer to the conversation."""
         self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
 
 
@@ -74,6 +75,7 @@ class Timing:
     tokens: int = 0
 
     def summary(self, now: float) -> str:
+        """Say how many tokens came, after how long, and how fast. `now` is the time of the end."""
         if self.first is None:
             return "no answer"
         rate = f", {(self.tokens - 1) / (now - self.first):.1f} tokens/s" if self.tokens > 1 and now > self.first else ""
@@ -81,7 +83,7 @@ class Timing:
 
 
 def answer_pieces(events: Iterator[dict[str, Any]], timing: Timing) -> Iterator[str]:
-    """Text out of a streamed chat completion, as it comes; notes times and the token count on the way."""
+    """Yield the text of a streamed chat completion as it comes, and note the times and the token count in `timing`."""
     for event in events:
         if event.get("usage"):
             timing.tokens = event["usage"]["completion_tokens"]

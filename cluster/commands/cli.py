@@ -61,7 +61,7 @@ def tandem(
 
 
 def main() -> None:
-    """Entry point of the command."""
+    """Run the command `tandem` and exit with its code."""
     try:
         code = app(standalone_mode=False)
     except (TandemError, typer.TyperException) as error:

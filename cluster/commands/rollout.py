@@ -29,7 +29,7 @@ from protocol.errors import InvalidRequestError, UnavailableError
 from protocol.messages import Role
 
 Report = Callable[[str], None]
-"""Told what is being done, for people."""
+"""A function that is told what is being done, in words for people."""
 
 
 def rollout(

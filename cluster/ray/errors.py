@@ -25,7 +25,7 @@ async def answer(reference: Any) -> Any:
 
 
 def original(error: RayTaskError) -> TandemError:
-    """What an actor's method raised: the TandemError itself, or its like for anything else."""
+    """Return the TandemError that an actor's method raised, or a WorkerLostError that stands for another exception."""
     cause = error.cause
     while isinstance(cause, BaseExceptionGroup):
         cause = cause.exceptions[0]

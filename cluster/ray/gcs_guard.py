@@ -24,23 +24,23 @@ from protocol.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _APPEAR_S = 60.0
-"""How long GCS and raylet may take to appear: this may be called before `ray start` is done."""
+"""Seconds that GCS and raylet may take to appear: this may be called before `ray start` is done."""
 _LOOK_S = 0.5
 _QUICK_S = 10.0
-"""A GCS that ends sooner is started again with a growing pause."""
+"""Seconds. A GCS that ends sooner after its start is started again with a growing pause."""
 _LONGEST_PAUSE_S = 30.0
 
 
 @dataclass(frozen=True)
 class Process:
-    """One that runs now."""
+    """A process that runs now, with its command line and its environment."""
 
     pid: int
     arguments: tuple[str, ...]
     environment: dict[str, str]
 
     def value_of(self, flag: str) -> str | None:
-        """Of an argument `flag=value`."""
+        """Return the value of the argument `flag=value`, or None if there is none."""
         return next((each.partition("=")[2] for each in self.arguments if each.startswith(f"{flag}=")), None)
 
 
@@ -70,7 +70,7 @@ def guard_gcs(port: int) -> None:
 
 
 def gcs_and_raylet(processes: Sequence[Process], port: int) -> tuple[Process | None, Process | None]:
-    """The GCS that listens at this port, and the raylet of its node."""
+    """Find the GCS that listens at this port, and the raylet of its node. None stands for what does not run."""
     gcs = next((each for each in _named("gcs_server", processes) if each.value_of("--gcs_server_port") == str(port)), None)
     if gcs is None:
         return None, None

@@ -26,7 +26,7 @@ _CLOSED_SECTIONS = frozenset({"frontend prometheus", "listen stats"})
 
 
 def close_ports(configuration: str) -> str:
-    """The configuration without the statistics page and the exporter, its admin socket for its own user only."""
+    """Return the configuration without the statistics page and the exporter, its admin socket for its own user only."""
     kept: list[str] = []
     closed = False
     for line in configuration.splitlines(keepends=True):
@@ -47,7 +47,9 @@ def rewrite(path: Path) -> None:
 
 
 def die_with_parent() -> None:
-    """SIGKILL for this process when the thread that started it ends (Linux; elsewhere the raylet's own clean-up must do)."""
+    """Have the kernel send SIGKILL to this process when the thread that started it ends (Linux; elsewhere the raylet's own
+    clean-up must do).
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -44,11 +44,11 @@ log = logging.getLogger(__name__)
 
 NAMESPACE = "tandem"
 NAME_PREFIX = "tandem-"
-"""Of every actor and placement group that belongs to a cluster."""
+"""Prefix of the name of every actor and placement group that belongs to a cluster."""
 _PROCESS_PREFIX = NAME_PREFIX + "process-"
-"""Of the actors that a launcher makes."""
+"""Prefix of the names of the actors that a launcher makes."""
 _QUIET_S = 5.0
-"""Without workers that come or go, before the next spare process is made."""
+"""Seconds without workers that come or go, before the next spare process is made."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ class _Actor:
 
 
 def node_resources() -> list[Resources]:
-    """Total resources of every node that is up."""
+    """Return the total resources of each node that is up."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 class RayLauncher:
-    """Launcher of cluster.supervisor on the Ray cluster that this process belongs to."""
+    """A `cluster.launcher.Launcher` that makes workers as actors on the Ray cluster that this process belongs to."""
 
     def __init__(self, config: ClusterConfig, secret: bytes) -> None:
         self._config = config
@@ -76,16 +76,20 @@ class RayLauncher:
         self._next_spare: asyncio.TimerHandle | None = None
 
     def process(self, role: Role, worker_id: str, epoch: int) -> Process:
+        """Return a process that begins with its `start` or `resume`. The call itself starts nothing."""
         return RayProcess(self, role, worker_id, epoch)
 
     async def take_up(self, lives: Mapping[WorkerLife, Sequence[str]], worker_ids: Sequence[str]) -> None:
+        """Take over from a former launcher: keep these lives and the resources of these workers, and remove all else."""
         kept = {name for names in lives.values() for name in names}
         self._groups = await asyncio.to_thread(_take_up, kept, worker_ids)
         await self.keep_spare()
 
     async def create(self, role: Role, worker_id: str, epoch: int) -> list[_Actor]:
-        """Actors for the ranks of this life. The first is the spare one if there is one, else, as the others, a
-        new one, perhaps not placed yet."""
+        """Return an actor for each rank of this life.
+
+        The first rank takes the spare process if there is one. All others are new, and perhaps not placed yet.
+        """
         first, spare, self._spare = 0, self._spare, None
         self._no_spare_yet()
         actors = []
@@ -97,35 +101,37 @@ class RayLauncher:
         return actors + await asyncio.to_thread(self._create_in_group, role, worker_id, epoch, first)
 
     async def start_arguments(self, role: Role) -> tuple[ClusterConfig, bytes, int]:
-        """What a process needs to know to become a rank of a worker of this role."""
+        """Return what a process needs to know to become a rank of a worker of this role."""
         nodes = await asyncio.to_thread(node_resources)
         return self._config, self._secret, threads_per_rank(self._config, role, nodes)
 
     def changed(self) -> None:
-        """A worker has come or gone: the next spare can wait until those that are there have settled."""
+        """Note that a worker has come or gone. The next spare process waits until the present workers have settled."""
         self._no_spare_yet()
         if self._keeps_spare and self._spare is None:
             self._next_spare = asyncio.get_running_loop().call_later(_QUIET_S, self._begin_spare)
 
     async def keep_spare(self) -> None:
-        """Have a spare process from now on, where one makes sense."""
+        """Keep a spare process from now on, where one makes sense."""
         nodes = await asyncio.to_thread(node_resources)
         self._keeps_spare = len(nodes) == 1 and not any(pool_of(self._config, role).resources for role in Role)
         if self._keeps_spare:
             self._begin_spare()
 
     async def release(self, worker_id: str) -> None:
+        """Give the worker's resources back, once none of its lives needs them. Idempotent."""
         group = self._groups.pop(worker_id, None)
         if group is not None:
             await asyncio.to_thread(remove_placement_group, group)
 
     async def why_not_started(self, role: Role) -> str:
+        """Say in words for people what keeps a worker of this role from starting."""
         nodes = await asyncio.to_thread(node_resources)
         reason = missing(pool_of(self._config, role), nodes)
         return reason or "its resources are taken, or loading takes longer than limits.worker_start_s"
 
     async def close(self) -> None:
-        """End the spare process. Comes after the last `create`."""
+        """End the spare process. Call it after the last `create`."""
         self._keeps_spare = False
         self._no_spare_yet()
         if self._spare is not None:
@@ -169,7 +175,7 @@ class RayLauncher:
 
 
 class RayProcess:
-    """Process of cluster.supervisor: the actors of one life's ranks, from creation to their end."""
+    """A `cluster.launcher.Process` of Ray actors, one for each rank of one life, from their creation to their end."""
 
     def __init__(self, launcher: RayLauncher, role: Role, worker_id: str, epoch: int) -> None:
         self._launcher = launcher
@@ -178,13 +184,15 @@ class RayProcess:
         self._epoch = epoch
         self._creation: asyncio.Task[list[_Actor]] | None = None
         self._following: list[asyncio.Future[Any]] = []
-        """The other ranks' `run`."""
+        """The calls of `run` on the ranks other than the first."""
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Return the names of the actors, in the order of the ranks, by which `resume` finds them."""
         return tuple(actor.name for actor in self._actors())
 
     async def start(self) -> Started:
+        """Start the worker: create its actors, load the model and listen. Raises TandemError if a rank fails."""
         creation = self._launcher.create(self._role, self._worker_id, self._epoch)
         self._creation = asyncio.get_running_loop().create_task(creation)
         await asyncio.shield(self._creation)
@@ -202,21 +210,26 @@ class RayProcess:
         return cast(Started, started)
 
     async def resume(self, names: Sequence[str]) -> None:
+        """Take up the actors that a former supervisor has created under these names. Takes the place of `start`."""
         self._creation = asyncio.get_running_loop().create_task(asyncio.to_thread(_find_actors, names))
         if len(await asyncio.shield(self._creation)) < len(names):
             raise WorkerLostError("it ended while the controller was away")
 
     async def run(self) -> None:
+        """Return when the worker was stopped. Raises WorkerLostError when one of its ranks died."""
         first, *others = self._handles()
         await self._while_running(others, answer(first.run.remote()))
 
     async def drain(self) -> None:
+        """Let the worker finish what it has and take nothing new. Returns once nothing is left."""
         await answer(self._handles()[0].drain.remote())
 
     async def stop(self) -> None:
+        """Ask the worker to end. `run` returns when it has."""
         await answer(self._handles()[0].stop.remote())
 
     async def kill(self) -> None:
+        """Kill all actors of this life. Idempotent."""
         if self._creation is None:
             return
         self._launcher.changed()

@@ -18,16 +18,17 @@ _TOKEN_CPU = 0.001
 
 
 def pool_of(config: ClusterConfig, role: Role) -> PoolConfig:
+    """Return the configuration of a role's pool."""
     return config.prefill if role is Role.PREFILL else config.decode
 
 
 def bundle_of(pool: PoolConfig) -> dict[str, float]:
-    """What one rank reserves."""
+    """Return the resources that one rank reserves."""
     return dict(pool.resources) or {"CPU": _TOKEN_CPU}
 
 
 def missing(pool: PoolConfig, nodes: Sequence[Resources]) -> str | None:
-    """Why no node could hold a worker of this pool even if it were empty, or None if one could."""
+    """Say why no node could hold a worker of this pool even if it were empty, or None if one could."""
     need = {name: amount * pool.tensor_parallel_size for name, amount in bundle_of(pool).items()}
     if any(_holds(node, need) for node in nodes):
         return None
@@ -36,7 +37,10 @@ def missing(pool: PoolConfig, nodes: Sequence[Resources]) -> str | None:
 
 
 def unplaceable(config: ClusterConfig, nodes: Sequence[Resources]) -> str | None:
-    """Why these pools can't all run on these nodes, or None if they can. First fit, prefill first."""
+    """Say why these pools can't all run on these nodes, or None if they can.
+
+    Workers are placed by first fit, those of prefill first.
+    """
     free = [dict(node) for node in nodes]
     for role in Role:
         pool = pool_of(config, role)
@@ -55,8 +59,11 @@ def unplaceable(config: ClusterConfig, nodes: Sequence[Resources]) -> str | None
 
 
 def threads_per_rank(config: ClusterConfig, role: Role, nodes: Sequence[Resources]) -> int:
-    """Cores that one rank computes with: of what the configuration gives its worker, or of an equal share of all nodes' cores
-    for every worker, at most one node's; at least 1."""
+    """Return the number of cores that one rank computes with, at least 1.
+
+    The ranks of a worker share its cores. These are the configuration's `threads` or, without them, an equal share of all
+    nodes' cores for every worker, but no more than one node has.
+    """
     pool = pool_of(config, role)
     cores = [int(node.get("CPU", 0.0)) for node in nodes]
     share = min(sum(cores) // (config.prefill.workers + config.decode.workers), max(cores, default=1))

@@ -16,30 +16,32 @@ from router.access.redis_rates import RedisRates
 
 
 class RateKeeper:
-    """The actor. When it is started anew all buckets are full."""
+    """The actor that keeps the keys' token buckets. When it is started anew, all buckets are full."""
 
     def __init__(self) -> None:
         self._buckets = Buckets()
 
     async def take(self, charges: Sequence[Charge]) -> float:
+        """Take all charges and return 0, or none of them and return the seconds until all of them could be taken."""
         return self._buckets.take(charges, time.monotonic())
 
 
 class RayRates:
-    """router.access.rates.RateStore over the actor's handle."""
+    """A `router.access.rates.RateStore` over the handle of a RateKeeper."""
 
     def __init__(self, keeper: Any) -> None:
         self._keeper = keeper
 
     async def take(self, charges: Sequence[Charge]) -> float:
+        """Take all charges and return 0, or none of them and return the seconds until all of them could be taken."""
         return float(await self._keeper.take.remote(charges))
 
     async def close(self) -> None:
-        """The actor is the cluster's, and other routers use it."""
+        """Do nothing: the actor is the cluster's, and other routers use it."""
 
 
 def start_rate_keeper(config: ClusterConfig, head_resources: dict[str, float]) -> Any | None:
-    """Handle of the actor; None if there are no keys, or Redis keeps their buckets."""
+    """Return the handle of a new RateKeeper. None means that there are no keys, or that Redis keeps their buckets."""
     if config.http.keys_file is None or config.http.redis_url is not None:
         return None
     options: dict[str, Any] = {
@@ -55,7 +57,7 @@ def start_rate_keeper(config: ClusterConfig, head_resources: dict[str, float]) -
 
 
 def rate_store(config: ClusterConfig, keeper: Any | None) -> RateStore | None:
-    """What a router asks; it closes it."""
+    """Return the store that a router charges its keys with: Redis, the actor, or None without keys. The router closes it."""
     if config.http.redis_url is not None:
         return RedisRates(config.http.redis_url, PATIENCE_S)
     return None if keeper is None else RayRates(keeper)

@@ -30,13 +30,16 @@ APPLICATION = "tandem"
 _NEVER_REACHED = 100_000
 """Requests in one replica; above what HAProxy lets through (RAY_SERVE_HAPROXY_MAXCONN)."""
 _ENVIRONMENT = {"MALLOC_ARENA_MAX": "1"}
-"""Of a replica. glibc gives each thread memory of its own otherwise, and each keeps what it once needed: a router, whose
-requests pass through many threads, then grows for thousands of them (`benchmarks/cut_streams.py`)."""
+"""Environment of a replica.
+
+glibc gives each thread memory of its own otherwise, and each keeps what it once needed: a router, whose requests pass
+through many threads, then grows for thousands of them (`benchmarks/cut_streams.py`).
+"""
 
 
 @serve.ingress()
 class RouterReplica:
-    """One replica. Serve builds the ASGI app after the constructor has returned."""
+    """One replica of the router in Ray Serve. Serve builds the ASGI app after the constructor has returned."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: ClusterConfig, secret: bytes, controller: Any, rate_keeper: Any | None, stream_keeper: Any
@@ -58,7 +61,7 @@ class RouterReplica:
 
 
 def start_http(config: ClusterConfig) -> None:
-    """Start Serve's controller and, on the head node, its entry at http.host and http.port; keeps those that are there.
+    """Start Serve's controller and, on the head node, its entry at http.host and http.port. What runs already stays.
 
     Raises UnavailableError if the entry can't start, for instance because somebody has just taken its port.
     """

@@ -23,13 +23,16 @@ import cluster
 from protocol.errors import ConfigError
 
 _OBJECT_STORE_BYTES = 128 * 1024 * 1024
-"""Nothing of ours goes through Ray's object store; near its minimum."""
+"""Size of Ray's object store, near its minimum: nothing of ours goes through it."""
 _CONNECT_S = 5.0
 _OWN_PORTS = range(20_000, 32_768)
 
 
 def local_environment(scratch: Path) -> dict[str, str]:
-    """Environment of a local Ray instance. `scratch` is a directory of this user only, for HAProxy's files."""
+    """Return the environment variables of a local Ray instance.
+
+    `scratch` is a directory of this user only, for HAProxy's files.
+    """
     environment = {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
@@ -64,9 +67,10 @@ def local_environment(scratch: Path) -> dict[str, str]:
 
 
 def haproxy_guard() -> Path:
-    """The installed `tandem-haproxy` (cluster.ray.haproxy_guard). Raises ConfigError if Tandem is not installed properly.
+    """Return the path of the installed `tandem-haproxy` (cluster.ray.haproxy_guard).
 
     It is looked for where `pip install --target` puts it, beside this Python, and on the PATH, in this order.
+    Raises ConfigError if Tandem is not installed properly.
     """
     target = Path(cluster.__file__).parents[1]
     places = (str(target / "bin"), str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath))
@@ -78,7 +82,7 @@ def haproxy_guard() -> Path:
 
 @contextmanager
 def local_ray() -> Iterator[None]:
-    """A Ray instance of this process's own, on loopback; all its processes are gone at the end."""
+    """Run a Ray instance of this process's own on loopback. All its processes are gone when the block ends."""
     # In /tmp whatever TMPDIR says: the path of a Unix socket has about 100 bytes, and Serve puts a node id of 56 into it.
     with tempfile.TemporaryDirectory(prefix="tandem-", dir="/tmp", ignore_cleanup_errors=True) as scratch:
         os.environ.update(local_environment(Path(scratch)))
@@ -102,7 +106,7 @@ def local_ray() -> Iterator[None]:
 
 @contextmanager
 def joined_ray(address: str) -> Iterator[None]:
-    """A connection to the Ray cluster at `address` (host:port, or `auto` on one of its nodes). Raises ConfigError."""
+    """Connect to the Ray cluster at `address` (host:port, or `auto` on one of its nodes). Raises ConfigError."""
     if address != "auto":
         check_reachable(address)
     os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -127,7 +131,7 @@ def joined_ray(address: str) -> Iterator[None]:
 
 
 def check_reachable(address: str) -> None:
-    """Raises ConfigError if `address` is not host:port, or if nobody listens there."""
+    """Raise ConfigError if `address` is not host:port, or if nobody listens there."""
     host, _, port = address.rpartition(":")
     # The resolver itself takes a port past 65535, modulo 65536, and may find somebody there.
     if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -152,7 +156,7 @@ def _own_sigterm() -> Iterator[None]:
 
 
 def check_port_free(host: str, port: int) -> None:
-    """Raises ConfigError if nobody could listen at `host`:`port`: the port is taken, or the address is not this machine's."""
+    """Raise ConfigError if nobody could listen at `host`:`port`: the port is taken, or the address is not this machine's."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -167,8 +171,11 @@ def check_port_free(host: str, port: int) -> None:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 where nobody listens. It stays free until it is used: the kernel gives it to nobody who asks for any
-    port, or connects (32768 and above on Linux), and it is none of Ray's workers' (10002 to 19999). Raises ConfigError."""
+    """Return a port of 127.0.0.1 where nobody listens.
+
+    It stays free until it is used: the kernel gives it to nobody who asks for any port, or connects (32768 and above on
+    Linux), and it is none of Ray's workers' (10002 to 19999). Raises ConfigError.
+    """
     for port in random.sample(_OWN_PORTS, len(_OWN_PORTS)):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))

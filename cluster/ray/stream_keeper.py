@@ -14,33 +14,46 @@ from router.resume.stream_records import Entry, StreamKey, StreamRecords, WriteO
 
 
 class StreamKeeper:
-    """The actor. When it is started anew it knows of no stream: those that run go on, and can't be resumed."""
+    """The actor that keeps the records of resumable streams.
+
+    When it is started anew it knows of no stream: those that run go on, and can't be resumed.
+    """
 
     def __init__(self, limits: ResumableConfig) -> None:
         self._records = StreamRecords(limits.max_streams, limits.max_bytes, limits.retention_s)
 
     async def write(self, entries: Sequence[Entry]) -> list[WriteOutcome]:
+        """Add the entries in this order. Returns what became of each."""
         return self._records.write(entries, time.monotonic())
 
     async def take_over(self, key: StreamKey, owner: str, num_seen: int) -> list[bytes] | None:
+        """Make `owner` the writer of a record and return all its chunks.
+
+        Returns None if there is no such record, or if it holds fewer pieces than the `num_seen` that the client has seen.
+        """
         return self._records.take_over(key, owner, num_seen, time.monotonic())
 
 
 class RayRecordStore:
-    """router.resume.stream_records.RecordStore over the actor's handle."""
+    """A `router.resume.stream_records.RecordStore` over the handle of a StreamKeeper."""
 
     def __init__(self, keeper: Any) -> None:
         self._keeper = keeper
 
     async def write(self, entries: Sequence[Entry]) -> list[WriteOutcome]:
+        """Add the entries in this order. Returns what became of each."""
         return cast(list[WriteOutcome], await self._keeper.write.remote(entries))
 
     async def take_over(self, key: StreamKey, owner: str, num_seen: int) -> list[bytes] | None:
+        """Make `owner` the writer of a record and return all its chunks.
+
+        Returns None if there is no such record, or if it holds fewer pieces than the `num_seen` that the client has seen.
+        """
         return cast(list[bytes] | None, await self._keeper.take_over.remote(key, owner, num_seen))
 
 
 def start_stream_keeper(config: ClusterConfig, head_resources: dict[str, float]) -> Any:
-    """Handle of the actor."""
+    """Return the handle of a new StreamKeeper."""
     options: dict[str, Any] = {
         "name": NAME_PREFIX + "streams",
         "namespace": NAMESPACE,

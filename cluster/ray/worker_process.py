@@ -35,7 +35,10 @@ class _Running(Protocol):
 
 
 class WorkerProcess:
-    """At most one life of one rank, wrapped by `ray.remote` in cluster.ray.launcher. Cheap to make."""
+    """The process of one rank for at most one life of its worker, wrapped by `ray.remote` in cluster.ray.launcher.
+
+    Cheap to make.
+    """
 
     def __init__(self) -> None:
         self._first: WorkerActor | None = None
@@ -43,14 +46,14 @@ class WorkerProcess:
         self._serving: asyncio.Future[None] | None = None
 
     async def warm_up(self) -> None:
-        """Import what any worker needs."""
+        """Import what any worker needs, so that a later start is quicker."""
         for role in Role:
             await asyncio.to_thread(_module, role, "actor")
 
     async def follow(
         self, role: Role, worker_id: str, rank: int, config: ClusterConfig, secret: bytes, threads: int
     ) -> Following:
-        """Become this rank and listen; the first one makes it load."""
+        """Become this rank, which is not the first, and listen. The first rank makes it load the model."""
         module = await asyncio.to_thread(_module, role, "rank")
         setup_logging(f"{worker_id}-rank-{rank}")
         make = module.prefill_follower if role is Role.PREFILL else module.decode_follower
@@ -85,10 +88,11 @@ class WorkerProcess:
         await asyncio.shield(self._serving)
 
     async def drain(self) -> None:
-        """Returns once the worker has nothing left to do; it takes nothing new."""
+        """Take nothing new, and return once the worker has nothing left to do."""
         await self._started().drain()
 
     async def stop(self) -> None:
+        """Ask the worker to end. `run` returns when it has."""
         await self._started().stop()
 
     def _started(self) -> WorkerActor:

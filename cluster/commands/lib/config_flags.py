@@ -85,9 +85,11 @@ class ConfigFlags:
     table: Sequence[ConfigFlag] = FLAGS
 
     def parameters(self) -> list[inspect.Parameter]:
+        """One parameter for each flag, annotated as Typer reads them."""
         return [each.parameter() for each in self.table]
 
     def collect(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of the given flags by key of the configuration. Raises ConfigError if two flags contradict each other."""
         overrides: dict[str, Any] = {}
         for each in self.table:
             value = given[each.name]

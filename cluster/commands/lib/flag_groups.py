@@ -38,10 +38,12 @@ class RecordFlags:
         self._record = record
 
     def parameters(self) -> list[inspect.Parameter]:
+        """One parameter for each field, annotated as Typer reads them."""
         hints = typing.get_type_hints(self._record, include_extras=True)
         return [flag(field.name, hints[field.name], field.default) for field in dataclasses.fields(self._record)]
 
     def collect(self, given: Mapping[str, Any]) -> Any:
+        """The record with these values. Raises whatever its own checks raise."""
         return self._record(**given)
 
 

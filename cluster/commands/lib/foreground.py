@@ -19,7 +19,7 @@ from protocol.messages import Role
 
 
 def serve_until_interrupted(config: ClusterConfig, address: str | None) -> None:
-    """Run a cluster; returns after Ctrl-C or SIGTERM, with everything taken down. Raises TandemError if it can't run."""
+    """Run a cluster until Ctrl-C or SIGTERM, then take everything down and return. Raises TandemError if it can't run."""
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
     logging.getLogger("ray").setLevel(logging.WARNING)
     for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: a shell starts background jobs with it ignored
@@ -60,7 +60,7 @@ def _follow(cluster: RunningCluster, config: ClusterConfig, model_name: str, con
 
 
 def greeting(view: ClusterView, config: ClusterConfig, model_name: str) -> list[str]:
-    """Where the cluster answers, and a first request to paste."""
+    """Return two lines: where the cluster answers, and a first request to paste."""
     host = f"[{config.http.host}]" if ":" in config.http.host else config.http.host
     url = f"http://{host}:{config.http.port}"
     counts = " + ".join(f"{sum(info.role is role for info in view.workers)} {role.value}" for role in Role)
@@ -72,7 +72,7 @@ def greeting(view: ClusterView, config: ClusterConfig, model_name: str) -> list[
 
 
 def changes(before: ClusterView, after: ClusterView) -> list[str]:
-    """One line for each worker that came, went, died or changed its state."""
+    """Return one line for each worker that came, went, died or changed its state."""
     old = {info.worker_id: info for info in before.workers}
     new = {info.worker_id: info for info in after.workers}
     lines = [line for name, info in new.items() if (line := _change(old.get(name), info)) is not None]

@@ -28,9 +28,17 @@ class ApiClient:
             raise UnavailableError(f"{url} is no URL: {error}") from None
 
     def get(self, path: str) -> Any:
+        """Return the JSON that the cluster answers at `path`.
+
+        Raises TandemError for a refusal, UnavailableError without an answer.
+        """
         return self._call("GET", path, None)
 
     def post(self, path: str, body: Any) -> Any:
+        """Post `body` and return the JSON that is answered.
+
+        Raises TandemError for a refusal, UnavailableError without an answer.
+        """
         return self._call("POST", path, body)
 
     def stream(self, path: str, body: Any) -> Generator[dict[str, Any], None, None]:
@@ -49,6 +57,7 @@ class ApiClient:
             raise self._unreachable(error) from None
 
     def close(self) -> None:
+        """Close the connections."""
         self._client.close()
 
     def _call(self, method: str, path: str, body: Any) -> Any:

@@ -40,7 +40,7 @@ def add_key(path: Path, values: dict[str, Any]) -> str:
 
 
 def revoke_key(path: Path, key_id: str) -> None:
-    """From now on the key is refused. Raises ConfigError if there is none of this id, or if it was revoked before."""
+    """Refuse a key from now on. Raises ConfigError if there is none of this id, or if it was revoked before."""
     with _edited(path, may_be_new=False) as keys:
         if key_id not in keys:
             raise ConfigError(f"{path} has no key {key_id!r:.100}; `tandem keys list` shows them", param="id")

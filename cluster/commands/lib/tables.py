@@ -28,7 +28,7 @@ _PIPE_WIDTH = 200
 
 
 def print_status(answer: Mapping[str, Any]) -> None:
-    """One row per worker of a /admin/status answer; below it, why workers are not ready or were restarted."""
+    """Print one row per worker of a /admin/status answer and, below the table, why workers are not ready or were restarted."""
     console = _console()
     table = Table(*_COLUMNS, box=None, pad_edge=False, padding=(0, 1))
     for worker in answer["workers"]:
@@ -40,7 +40,7 @@ def print_status(answer: Mapping[str, Any]) -> None:
 
 
 def print_models(models: Sequence[ListedModel]) -> None:
-    """One row per model; what is not in the cache is fetched when it is first served."""
+    """Print one row per model. A model that is not in the cache is fetched when it is first served."""
     table = Table("name", "source", "size", "cached at", box=None, pad_edge=False)
     for model in models:
         table.add_row(model.name, model.source, f"{model.num_bytes / 1e6:.0f} MB", str(model.path or "-"))
