@@ -100,7 +100,7 @@ def compare_clusters(other: Path, pairs: int, port: int) -> Pairs:
 
         def start(checkout: Path, own_port: int) -> Callable[[], Figures]:
             command = [str(checkout / ".venv" / "bin" / "tandem"), "serve"]
-            system = System(checkout.name, "", command, {"PYTHONPATH": str(checkout)})
+            system = System(name=checkout.name, settings="", command=command, environment={"PYTHONPATH": str(checkout)})
             serve_pid = stack.enter_context(serving_process(system, own_port)).pid
             asyncio.run(warm_up(f"http://{HOST}:{own_port}"))
             return lambda: measure_cluster(own_port, serve_pid)

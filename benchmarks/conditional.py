@@ -106,7 +106,12 @@ def one_core_each(mode: str, folder: Path) -> System:
         config["prefill"] = {"threads": 1}
     file = folder / f"{mode}.yaml"
     file.write_text(yaml.safe_dump(config))
-    return System(mode, "one core for each worker", [TANDEM, "serve", "--config", str(file)], {"PYTHONPATH": str(ROOT)})
+    return System(
+        name=mode,
+        settings="one core for each worker",
+        command=[TANDEM, "serve", "--config", str(file)],
+        environment={"PYTHONPATH": str(ROOT)},
+    )
 
 
 async def decided(url: str) -> Counter[str]:

@@ -44,7 +44,12 @@ def with_copies(folder: Path, every: int) -> System:
     config = folder / f"{every}.yaml"
     config.write_text(f"decode: {{workers: 2, copy_every_tokens: {every}}}\n")
     settings = f"a copy every {every} tokens" if every else "no copies"
-    return System(settings, settings, [TANDEM, "serve", "--config", str(config)], {"PYTHONPATH": str(ROOT)})
+    return System(
+        name=settings,
+        settings=settings,
+        command=[TANDEM, "serve", "--config", str(config)],
+        environment={"PYTHONPATH": str(ROOT)},
+    )
 
 
 async def measure(system: System, port: int, requests: int, seed: int) -> Round:

@@ -95,7 +95,7 @@ async def cut_streams(url: str, root_pid: int, streams: int, first: int, seed: i
         await _idle(http)
         late = await memory(http, root_pid)
         leaks = (await http.get("/admin/audit")).json()["leaks"]
-    return Outcome(dict(statuses), early, late, leaks)
+    return Outcome(statuses=dict(statuses), early=early, late=late, leaks=leaks)
 
 
 async def memory(http: httpx.AsyncClient, root_pid: int) -> dict[str, int]:

@@ -115,15 +115,42 @@ async def first_tokens(transport: TransportName, rounds: int) -> dict[str, list[
 async def _ask(prefill: CallClient, decode: CallClient, prompt: tuple[int, ...], max_tokens: int) -> tuple[float, float]:
     """Seconds to the first token, and from there until the answer can go on."""
     sampling = SamplingParams(seed=0, max_tokens=max_tokens, temperature=0.0)
-    reserved: Reserved = await decode.ask(lambda call_id: Reserve(call_id, "b", prompt, max_tokens, "", new_trace(), 0), 10)
+    reserved: Reserved = await decode.ask(
+        lambda call_id: Reserve(
+            call_id=call_id,
+            request_id="b",
+            prompt_token_ids=prompt,
+            max_tokens=max_tokens,
+            cache_salt="",
+            trace=new_trace(),
+            own_tokens=0,
+        ),
+        10,
+    )
     ticket = reserved.ticket
     began = time.perf_counter()
     first: FirstToken = await prefill.ask(
-        lambda call_id: Prefill(call_id, "b", ticket, prompt, 0, sampling, "", new_trace(), False), 60
+        lambda call_id: Prefill(
+            call_id=call_id,
+            request_id="b",
+            ticket=ticket,
+            token_ids=prompt,
+            num_generated=0,
+            sampling=sampling,
+            cache_salt="",
+            trace=new_trace(),
+            ahead=False,
+        ),
+        60,
     )
     ttft_s = time.perf_counter() - began
     if max_tokens > 1:
-        answer: Attached = await decode.ask(lambda call_id: Attach(call_id, ticket.ticket_id, first.token_id, sampling, 1), 60)
+        answer: Attached = await decode.ask(
+            lambda call_id: Attach(
+                call_id=call_id, ticket_id=ticket.ticket_id, first_token=first.token_id, sampling=sampling, num_generated=1
+            ),
+            60,
+        )
         assert answer
     attached_s = time.perf_counter() - began - ttft_s
     decode.send(Release(ticket.ticket_id))
@@ -175,7 +202,7 @@ async def _run(role: Role, transport: TransportName, told: Connection) -> None:
         shared_kv=True,
     )
     server = WireServer(SECRET, HOST)
-    me = WorkerRef(role.value, 1, role, server.address)
+    me = WorkerRef(worker_id=role.value, epoch=1, role=role, address=server.address)
     first = FirstRank(
         me=me,
         config=CONFIG,

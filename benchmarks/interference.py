@@ -80,7 +80,14 @@ async def run(url: str, seconds: float, num_long: int, seed: int) -> tuple[list[
     client = HttpClient(url, None)
     try:
         model, _ = await find_model(client, None)
-        target = Target("completions", ENDPOINTS["completions"], model, True, False, timeout_s=LEAD_S + seconds)
+        target = Target(
+            backend="completions",
+            endpoint=ENDPOINTS["completions"],
+            model=model,
+            ignore_eos=True,
+            include_times=False,
+            timeout_s=LEAD_S + seconds,
+        )
         samples = []
         for prompts, number in ((STREAM, STREAMS), (LONG, num_long)):
             if number:

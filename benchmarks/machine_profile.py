@@ -119,13 +119,21 @@ class Steps:
         """Seconds of one chunk, with the first token's sampling."""
         token_ids = [(7 * i * i + 13 * i) % 49_000 + 17 for i in range(tokens)]
         table = self._blocks[: ceil_div(start + tokens, BLOCK_SIZE)]
-        return self._seconds(lambda: self._runner.execute([Chunk(token_ids, start, table, GREEDY, 0)]), 1)
+        return self._seconds(
+            lambda: self._runner.execute(
+                [Chunk(token_ids=token_ids, start=start, block_table=table, sampling=GREEDY, num_generated=0)]
+            ),
+            1,
+        )
 
     def decode_s(self, batch: int, context: int) -> float:
         """Seconds of one step."""
         width = ceil_div(context + 1, BLOCK_SIZE)
         tables = [self._blocks[i * width : (i + 1) * width] for i in range(batch)]
-        chunks = [Chunk((50 + i,), context, table, GREEDY, 1) for i, table in enumerate(tables)]
+        chunks = [
+            Chunk(token_ids=(50 + i,), start=context, block_table=table, sampling=GREEDY, num_generated=1)
+            for i, table in enumerate(tables)
+        ]
         return self._seconds(lambda: self._runner.execute(chunks), STEPS)
 
     @staticmethod

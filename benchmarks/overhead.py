@@ -78,7 +78,7 @@ def measure_first_token(port: int, requests: int) -> dict[str, Any]:
 def prefill_s(runner: ModelRunner, prompt: list[int], period_s: float) -> float:
     """One prefill at the end of a period."""
     sampling = SamplingParams(seed=0, max_tokens=2, temperature=0.0)
-    chunk = Chunk(prompt, 0, range(PROMPT_TOKENS // BLOCK_SIZE), sampling, 0)
+    chunk = Chunk(token_ids=prompt, start=0, block_table=range(PROMPT_TOKENS // BLOCK_SIZE), sampling=sampling, num_generated=0)
     time.sleep(max(0.0, period_s - ENGINE_S))
     began = time.perf_counter()
     runner.execute([chunk])

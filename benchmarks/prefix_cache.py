@@ -89,11 +89,33 @@ async def _ask(
     prefill: CallClient, decode: CallClient, worker: DecodeWorker, prompt: tuple[int, ...]
 ) -> tuple[float, FirstToken]:
     sampling = SamplingParams(seed=0, max_tokens=2, temperature=0.0)
-    reserved: Reserved = await decode.ask(lambda call_id: Reserve(call_id, "b", prompt, 2, "", new_trace(), 0), 10)
+    reserved: Reserved = await decode.ask(
+        lambda call_id: Reserve(
+            call_id=call_id,
+            request_id="b",
+            prompt_token_ids=prompt,
+            max_tokens=2,
+            cache_salt="",
+            trace=new_trace(),
+            own_tokens=0,
+        ),
+        10,
+    )
     committed = worker.transfer_stats.committed
     began = time.perf_counter()
     first: FirstToken = await prefill.ask(
-        lambda call_id: Prefill(call_id, "b", reserved.ticket, prompt, 0, sampling, "", new_trace(), False), 60
+        lambda call_id: Prefill(
+            call_id=call_id,
+            request_id="b",
+            ticket=reserved.ticket,
+            token_ids=prompt,
+            num_generated=0,
+            sampling=sampling,
+            cache_salt="",
+            trace=new_trace(),
+            ahead=False,
+        ),
+        60,
     )
     ttft_s = time.perf_counter() - began
     while worker.transfer_stats.committed == committed:  # noqa: ASYNC110 - a count, between two measurements
@@ -111,7 +133,7 @@ async def _workers() -> AsyncIterator[tuple[CallClient, CallClient, DecodeWorker
     ]
     servers = [WireServer(SECRET, HOST) for _ in range(2)]
     refs = [
-        WorkerRef(role.value, 1, role, server.address)
+        WorkerRef(worker_id=role.value, epoch=1, role=role, address=server.address)
         for role, server in zip((Role.PREFILL, Role.DECODE), servers, strict=True)
     ]
     transports = [GlooTransport(HOST)]

@@ -58,7 +58,13 @@ def logprobs(model: Model, token_ids: list[int], dtype: torch.dtype, quantizatio
     pool = KVPool.for_model(model.facts, num_blocks * BLOCK_SIZE, BLOCK_SIZE, dtype)
     steps = []
     for start in range(0, len(token_ids), step_rows):
-        chunk = Chunk(token_ids[start : start + step_rows], start, range(num_blocks), None, 0)
+        chunk = Chunk(
+            token_ids=token_ids[start : start + step_rows],
+            start=start,
+            block_table=range(num_blocks),
+            sampling=None,
+            num_generated=0,
+        )
         batch = ForwardBatch.build([chunk], BLOCK_SIZE)
         last_first = torch.arange(len(chunk.token_ids)).flip(0)
         batch = replace(batch, sample_rows_S=last_first, sampled_chunks=(0,) * len(last_first))

@@ -60,7 +60,9 @@ def workload_of(name: str, traces: Path, num_prompts: int, seed: int) -> Workloa
     prompts = prompts_of(name, traces)
     if isinstance(prompts, Trace):
         return trace_workload(prompts.path, num_prompts, prompts.length_scale, seed)
-    return random_workload(num_prompts, Lengths(prompts.input_len, prompts.output_len, 0.0, 0), seed)
+    return random_workload(
+        num_prompts, Lengths(input_len=prompts.input_len, output_len=prompts.output_len, range_ratio=0.0, prefix_len=0), seed
+    )
 
 
 def compared(workload: str, measured: Sequence[Entry], simulated: Sequence[Entry]) -> list[dict[str, Any]]:

@@ -41,7 +41,12 @@ def main() -> None:
     def step() -> None:
         # Every 16th block is a sequence's next: scattered, as after some hours of service.
         tables = [range(i, runner.pool.num_blocks, SEQUENCES) for i in range(SEQUENCES)]
-        runner.execute([Chunk((50 + i,), CONTEXT, table, GREEDY, 1) for i, table in enumerate(tables)])
+        runner.execute(
+            [
+                Chunk(token_ids=(50 + i,), start=CONTEXT, block_table=table, sampling=GREEDY, num_generated=1)
+                for i, table in enumerate(tables)
+            ]
+        )
 
     for _ in range(WARM_STEPS):
         step()

@@ -120,7 +120,15 @@ def timed_steps(
     for step in range(STEPS):
         seeds = [replace(sampling, seed=step * BATCH + i) for i in range(BATCH)]
         chunks = [
-            Chunk(prompt[-1:], CONTEXT - 1, table, own, step, prompt, constraint=constraint)
+            Chunk(
+                token_ids=prompt[-1:],
+                start=CONTEXT - 1,
+                block_table=table,
+                sampling=own,
+                num_generated=step,
+                history=prompt,
+                constraint=constraint,
+            )
             for prompt, table, own, constraint in zip(prompts, tables, seeds, constraints, strict=True)
         ]
         began = time.perf_counter()

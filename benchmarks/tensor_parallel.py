@@ -110,11 +110,20 @@ def measure_steps(ranks: TensorParallel, facts: ModelFacts) -> dict[str, float]:
     blocks = CONTEXT // BLOCK_SIZE + 1
     steps = {
         f"decode, {sequences} at {CONTEXT}": [
-            Chunk((50 + i,), CONTEXT, range(i * blocks, (i + 1) * blocks), GREEDY, 1) for i in range(sequences)
+            Chunk(
+                token_ids=(50 + i,),
+                start=CONTEXT,
+                block_table=range(i * blocks, (i + 1) * blocks),
+                sampling=GREEDY,
+                num_generated=1,
+            )
+            for i in range(sequences)
         ]
         for sequences in SEQUENCES
     }
-    steps[f"prefill of {PROMPT}"] = [Chunk(range(50, 50 + PROMPT), 0, range(blocks), GREEDY, 0)]
+    steps[f"prefill of {PROMPT}"] = [
+        Chunk(token_ids=range(50, 50 + PROMPT), start=0, block_table=range(blocks), sampling=GREEDY, num_generated=0)
+    ]
     found = {}
     for name, chunks in steps.items():
         walls, computing = [], []

@@ -234,7 +234,17 @@ class Pool:
 
     def _fresh(self, worker_id: str, restarts: int, last_error: str | None) -> WorkerInfo:
         epoch = self._epochs[worker_id] = self._epochs.get(worker_id, 0) + 1
-        return WorkerInfo(worker_id, self.role, epoch, WorkerState.STARTING, None, (), None, restarts, last_error)
+        return WorkerInfo(
+            worker_id=worker_id,
+            role=self.role,
+            epoch=epoch,
+            state=WorkerState.STARTING,
+            ref=None,
+            pids=(),
+            node=None,
+            restarts=restarts,
+            last_error=last_error,
+        )
 
     def _dismiss(self, member: Member) -> list[Action]:
         if member.info.state is WorkerState.STARTING:

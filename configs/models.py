@@ -78,12 +78,16 @@ def list_models() -> list[ListedModel]:
     for name, model in _PACKAGED.items():
         path = model.path if model.path.exists() else None
         num_bytes = path.stat().st_size if path is not None else model.wheel_bytes
-        found.append(ListedModel(name, f"PyPI: {model.distribution} {model.version}", path, num_bytes))
+        found.append(
+            ListedModel(name=name, source=f"PyPI: {model.distribution} {model.version}", path=path, num_bytes=num_bytes)
+        )
     for snapshot in local_snapshots():
         try:
             served = supported_architecture(read_json(snapshot.path / CONFIG)) is not None
         except ConfigError:
             served = False  # the cache is shared with other programs: what is no model of ours is not listed
         if served:
-            found.append(ListedModel(snapshot.repo_id, "Hugging Face hub", snapshot.path, snapshot.num_bytes))
+            found.append(
+                ListedModel(name=snapshot.repo_id, source="Hugging Face hub", path=snapshot.path, num_bytes=snapshot.num_bytes)
+            )
     return found

@@ -110,7 +110,10 @@ async def make_samples(client: HttpClient, options: BenchOptions, model: str) ->
         assert path is not None, "checked by BenchOptions"
         return await _sharegpt(client, options, model, datasets.conversations(path), num, rng)
     lengths = Lengths(
-        options.random_input_len, options.random_output_len, options.random_range_ratio, options.random_prefix_len
+        input_len=options.random_input_len,
+        output_len=options.random_output_len,
+        range_ratio=options.random_range_ratio,
+        prefix_len=options.random_prefix_len,
     )
     # Chats are text: the template would make something else of token ids.
     speaks_ids = options.backend == "completions"

@@ -192,13 +192,13 @@ def _drawn(length: int, ratio: float, num: int, rng: np.random.Generator, least:
 
 
 def _sample(filler: Filler, units: Sequence[Unit], output_len: int, arrival_s: float | None = None) -> Sample:
-    return Sample(filler.prompt(units), len(units), output_len, arrival_s)
+    return Sample(prompt=filler.prompt(units), prompt_len=len(units), output_len=output_len, arrival_s=arrival_s)
 
 
 def _row(path: Path, line: int, arrival_s: float, input_len: int, output_len: int, hash_ids: tuple[int, ...] = ()) -> TraceRow:
     if input_len < 0 or output_len < 0 or not math.isfinite(arrival_s) or any(each < 0 for each in hash_ids):
         raise _bad(path, line, "lengths and hashes must not be negative, nor times infinite")
-    return TraceRow(arrival_s, input_len, output_len, hash_ids)
+    return TraceRow(arrival_s=arrival_s, input_len=input_len, output_len=output_len, hash_ids=hash_ids)
 
 
 def _read(path: Path) -> str:

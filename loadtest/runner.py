@@ -72,7 +72,7 @@ async def run_load(
     """Send `samples[i]` at `planned[i]` seconds from now. `on_done` is told of every request that has ended."""
     bodies = [target.body(sample) for sample in samples]  # before the clock runs
     records = [
-        RequestRecord(index, sample.prompt_len, sample.output_len, float(at))
+        RequestRecord(index=index, prompt_len=sample.prompt_len, output_len=sample.output_len, at_planned=float(at))
         for index, (sample, at) in enumerate(zip(samples, planned, strict=True))
     ]
     room = None if max_concurrency is None else asyncio.Semaphore(max_concurrency)

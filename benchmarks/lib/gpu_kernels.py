@@ -113,7 +113,13 @@ def decode(facts: ModelFacts, pool: KVPool, rows: int) -> Timing:
     count = len(layers)
     moved = 2 * rows * CONTEXT * kv_heads * size * DTYPE.itemsize
     name = f"decode attention, {rows} at {CONTEXT:,}"
-    return Timing(name, run_seconds(launches) / count, moved, 4 * rows * CONTEXT * heads * size, seconds(dense) / count)
+    return Timing(
+        name=name,
+        seconds=run_seconds(launches) / count,
+        moved_bytes=moved,
+        flops=4 * rows * CONTEXT * heads * size,
+        torch_seconds=seconds(dense) / count,
+    )
 
 
 def prefill(facts: ModelFacts, pool: KVPool, tokens: int) -> Timing:
@@ -129,7 +135,13 @@ def prefill(facts: ModelFacts, pool: KVPool, tokens: int) -> Timing:
     dense = seconds(lambda: F.scaled_dot_product_attention(query, k, v, is_causal=True, enable_gqa=True))
     moved = (2 * heads + 2 * kv_heads) * tokens * size * DTYPE.itemsize
     name = f"prefill attention, {tokens:,} tokens"
-    return Timing(name, run_seconds([launch]), moved, 2 * tokens * tokens * heads * size, dense)
+    return Timing(
+        name=name,
+        seconds=run_seconds([launch]),
+        moved_bytes=moved,
+        flops=2 * tokens * tokens * heads * size,
+        torch_seconds=dense,
+    )
 
 
 def small_ones(facts: ModelFacts, pool: KVPool, rows: int) -> Iterator[Timing]:
@@ -144,11 +156,25 @@ def small_ones(facts: ModelFacts, pool: KVPool, rows: int) -> Iterator[Timing]:
     gate_up, gated = random(rows, 2 * inner), random(rows, inner)
     stored = rotate_and_store(qkv, cos, sin, slots, pool.layer_slots(0), heads)
     kept = 2 * (heads + 2 * kv_heads) * size * DTYPE.itemsize * rows
-    yield Timing(f"rotate and store, {rows:,} rows", run_seconds([stored]), kept, 0, None)
+    yield Timing(
+        name=f"rotate and store, {rows:,} rows", seconds=run_seconds([stored]), moved_bytes=kept, flops=0, torch_seconds=None
+    )
     norm = add_norm(x, delta, weight, 1e-5, normed)
-    yield Timing(f"add and norm, {rows:,} rows", run_seconds([norm]), rows * hidden * (8 + 2 * DTYPE.itemsize), 0, None)
+    yield Timing(
+        name=f"add and norm, {rows:,} rows",
+        seconds=run_seconds([norm]),
+        moved_bytes=rows * hidden * (8 + 2 * DTYPE.itemsize),
+        flops=0,
+        torch_seconds=None,
+    )
     gate = swiglu(gate_up, gated)
-    yield Timing(f"swiglu, {rows:,} rows", run_seconds([gate]), 3 * rows * inner * DTYPE.itemsize, 0, None)
+    yield Timing(
+        name=f"swiglu, {rows:,} rows",
+        seconds=run_seconds([gate]),
+        moved_bytes=3 * rows * inner * DTYPE.itemsize,
+        flops=0,
+        torch_seconds=None,
+    )
 
 
 def copies(pool: KVPool) -> Iterator[Timing]:
@@ -158,8 +184,20 @@ def copies(pool: KVPool) -> Iterator[Timing]:
     dense = torch.empty((len(layers), 2, HANDOFF_TOKENS, *data.shape[3:]), dtype=DTYPE, device="cuda")
     moved = 2 * dense.nbytes
     gather, scatter = gather_tokens(data, layers, slots, dense), scatter_tokens(data, layers, slots, dense)
-    yield Timing(f"gather {HANDOFF_TOKENS:,} tokens of all layers", run_seconds([gather]), moved, 0, None)
-    yield Timing(f"scatter {HANDOFF_TOKENS:,} tokens of all layers", run_seconds([scatter]), moved, 0, None)
+    yield Timing(
+        name=f"gather {HANDOFF_TOKENS:,} tokens of all layers",
+        seconds=run_seconds([gather]),
+        moved_bytes=moved,
+        flops=0,
+        torch_seconds=None,
+    )
+    yield Timing(
+        name=f"scatter {HANDOFF_TOKENS:,} tokens of all layers",
+        seconds=run_seconds([scatter]),
+        moved_bytes=moved,
+        flops=0,
+        torch_seconds=None,
+    )
 
 
 def draws(rows: int, vocabulary: int) -> Iterator[Timing]:
@@ -177,7 +215,13 @@ def draws(rows: int, vocabulary: int) -> Iterator[Timing]:
             choices_S=torch.zeros(rows, dtype=torch.int32, device="cuda"),
             positions_S=torch.arange(rows, dtype=torch.int32, device="cuda"),
         )
-        yield Timing(f"sampling, {rows} rows, {name}", run_seconds(sample(logits, asked, gaps, picks)), logits.nbytes, 0, None)
+        yield Timing(
+            name=f"sampling, {rows} rows, {name}",
+            seconds=run_seconds(sample(logits, asked, gaps, picks)),
+            moved_bytes=logits.nbytes,
+            flops=0,
+            torch_seconds=None,
+        )
 
 
 def random(*shape: int) -> Tensor:

@@ -53,26 +53,53 @@ def step_timings(facts: ModelFacts, runner: ModelRunner, peer: Any) -> list[Step
         theirs = median_s(lambda tokens=tokens: peer_prefill(peer, tokens))  # type: ignore[misc]
         attention = 2 * tokens * tokens * facts.num_heads * facts.head_dim * facts.num_layers
         flops = 2 * matrices * tokens + attention + 2 * head
-        timings.append(StepTiming(f"prefill {tokens:,} tokens", tokens, ours, theirs, weight_bytes, flops))
+        timings.append(
+            StepTiming(
+                name=f"prefill {tokens:,} tokens",
+                tokens=tokens,
+                seconds=ours,
+                peer_seconds=theirs,
+                moved_bytes=weight_bytes,
+                flops=flops,
+            )
+        )
     for rows in DECODE_ROWS:
         chunks = decode_chunks(runner, rows)
         ours = median_s(lambda chunks=chunks: runner.execute(chunks))  # type: ignore[misc]
         theirs_or_none = peer_decode(peer, rows) if rows in PEER_ROWS else None
         moved = weight_bytes + rows * CONTEXT * token_bytes
         flops = 2 * (matrices + head) * rows + 4 * rows * CONTEXT * facts.num_heads * facts.head_dim * facts.num_layers
-        timings.append(StepTiming(f"decode {rows} at {CONTEXT:,}", rows, ours, theirs_or_none, moved, flops))
+        timings.append(
+            StepTiming(
+                name=f"decode {rows} at {CONTEXT:,}",
+                tokens=rows,
+                seconds=ours,
+                peer_seconds=theirs_or_none,
+                moved_bytes=moved,
+                flops=flops,
+            )
+        )
     return timings
 
 
 def prompt(runner: ModelRunner, tokens: int) -> Chunk:
-    return Chunk(token_ids(tokens), 0, range(tokens // runner.pool.block_size), GREEDY, 0)
+    return Chunk(
+        token_ids=token_ids(tokens),
+        start=0,
+        block_table=range(tokens // runner.pool.block_size),
+        sampling=GREEDY,
+        num_generated=0,
+    )
 
 
 def decode_chunks(runner: ModelRunner, rows: int) -> list[Chunk]:
     """Sequences over all of the pool, their blocks mixed. What the pool holds was left by others; times do not depend on it."""
     width = CONTEXT // runner.pool.block_size
     tables = torch.randperm(rows * width, generator=torch.Generator().manual_seed(0)).view(rows, width).tolist()
-    return [Chunk((50 + row,), CONTEXT - 1, table, GREEDY, 1) for row, table in enumerate(tables)]
+    return [
+        Chunk(token_ids=(50 + row,), start=CONTEXT - 1, block_table=table, sampling=GREEDY, num_generated=1)
+        for row, table in enumerate(tables)
+    ]
 
 
 def token_ids(count: int) -> list[int]:
@@ -115,12 +142,18 @@ def same_tokens(runner: ModelRunner, peer: Any, prompts: list[list[int]], steps:
     width = ceil_div(max(map(len, prompts)) + steps, size)
     tables = [range(i * width, (i + 1) * width) for i in range(len(prompts))]
     known = [list(ids) for ids in prompts]
-    chunks = [Chunk(ids, 0, table, GREEDY, 0) for ids, table in zip(prompts, tables, strict=True)]
+    chunks = [
+        Chunk(token_ids=ids, start=0, block_table=table, sampling=GREEDY, num_generated=0)
+        for ids, table in zip(prompts, tables, strict=True)
+    ]
     for _ in range(steps):
         for ids, token in zip(known, runner.execute(chunks), strict=True):
             assert token is not None, "every chunk samples"
             ids.append(token.token_id)
-        chunks = [Chunk(ids[-1:], len(ids) - 1, table, GREEDY, 1) for ids, table in zip(known, tables, strict=True)]
+        chunks = [
+            Chunk(token_ids=ids[-1:], start=len(ids) - 1, block_table=table, sampling=GREEDY, num_generated=1)
+            for ids, table in zip(known, tables, strict=True)
+        ]
     equal = 0
     for ids, asked in zip(known, prompts, strict=True):
         logits = peer(torch.tensor([ids[:-1]], device=runner.pool.data.device)).logits[0, len(asked) - 1 :]

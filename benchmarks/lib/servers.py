@@ -76,7 +76,9 @@ def system(name: str, peers: PeerEnv | None) -> System:
     if kind in _OURS:
         flags, settings = _OURS[kind]
         flags = [*flags, *(["--max-num-batched-tokens", tokens] if tokens else [])]
-        return System(name, f"{settings}{chunk}", [TANDEM, "serve", *flags], {"PYTHONPATH": str(ROOT)})
+        return System(
+            name=name, settings=f"{settings}{chunk}", command=[TANDEM, "serve", *flags], environment={"PYTHONPATH": str(ROOT)}
+        )
     if kind not in ("vllm", "llama.cpp"):
         raise ValueError(f"{name}: the systems are {', '.join(_OURS)}, vllm and llama.cpp, each with :TOKENS or without")
     if peers is None:
@@ -118,7 +120,9 @@ def _vllm(name: str, peers: PeerEnv, tokens: str, chunk: str) -> System:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    return System(name, f"{VLLM}, bfloat16, compiled, prefix cache{chunk}", command, environment)
+    return System(
+        name=name, settings=f"{VLLM}, bfloat16, compiled, prefix cache{chunk}", command=command, environment=environment
+    )
 
 
 def _llama_cpp(name: str, peers: PeerEnv, tokens: str, chunk: str) -> System:

@@ -93,7 +93,10 @@ def _workload(options: PlanOptions) -> Workload:
     from simulator.workload import random_workload, trace_workload
 
     lengths = Lengths(
-        options.random_input_len, options.random_output_len, options.random_range_ratio, options.random_prefix_len
+        input_len=options.random_input_len,
+        output_len=options.random_output_len,
+        range_ratio=options.random_range_ratio,
+        prefix_len=options.random_prefix_len,
     )
     if options.trace is None:
         return random_workload(options.num_prompts, lengths, options.seed)

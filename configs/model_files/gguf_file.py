@@ -120,7 +120,7 @@ class _Header:
         if offset + num_bytes > self._size:
             missing = offset + num_bytes - self._size
             raise model_error(f"{self._path}: truncated: {missing:,} bytes are missing at the end (tensor {name})")
-        return GgufTensor(name, dimensions[::-1], ggml_type.name, offset, num_bytes)
+        return GgufTensor(name=name, shape=dimensions[::-1], type_name=ggml_type.name, offset=offset, num_bytes=num_bytes)
 
     def _raw_tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._string()
