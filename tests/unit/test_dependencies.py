@@ -32,6 +32,17 @@ ALLOWED: dict[str, set[str]] = {
         *LEAVES,
     },
 }
+ROOMS = (
+    {"app"},
+    {"endpoints"},
+    {"service"},
+    {"resume", "access"},
+    {"api", "page"},
+    {"request"},
+    {"text", "dispatch"},
+    {"rules"},
+)
+"""The rooms of the router, from top to bottom. A room may import those below it, never one beside or above it."""
 NO_TORCH = {"router", "configs", "protocol", "telemetry", "loadtest"}
 
 
@@ -63,6 +74,23 @@ def test_imports_follow_the_table(package: str) -> None:
                 assert module.split(".")[0] != "torch", where
             if package != "cluster":
                 assert module.split(".")[0] != "ray", f"{where}: Ray is known to cluster alone"
+
+
+def room_of(path: Path) -> str:
+    """The folder of a module within router/, or the name of a module that stands there alone."""
+    return path.relative_to(ROOT / "router").parts[0].removesuffix(".py")
+
+
+def test_arrows_between_the_rooms_of_the_router_go_down() -> None:
+    levels = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
+    files = [path for path in sorted((ROOT / "router").rglob("*.py")) if path != ROOT / "router" / "__init__.py"]
+    assert {room_of(path) for path in files} == levels.keys(), "every file has a room, and no room is empty"
+    for path in files:
+        room = room_of(path)
+        for line, module in imports(path):
+            if module.split(".")[0] == "router":
+                other = module.split(".")[1]
+                assert other == room or levels[other] > levels[room], f"{path.relative_to(ROOT)}:{line} imports {module}"
 
 
 def test_no_pickle() -> None:
