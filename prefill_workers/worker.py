@@ -30,13 +30,13 @@ from kv_transfer.sender import OutgoingTransfer, PushPart, SendingPair
 from kv_transfer.transport import SendTransport
 from prefill_workers.books import prefill_books
 from prefill_workers.job import Job
-from prefill_workers.scheduler import PlannedChunk, PrefillScheduler, Prompt
+from prefill_workers.jobs import Jobs
+from prefill_workers.scheduler import PlannedChunk, PrefillScheduler
 from protocol.audit import Audit
 from protocol.endpoint import Endpoint, Handler
 from protocol.errors import (
     ContextLengthError,
     InvalidRequestError,
-    KvTransferError,
     OverloadedError,
     TandemError,
     WorkerLostError,
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 
 class PrefillWorker:
-    """One prefill worker without Ray. `run` serves until cancelled."""
+    """One prefill worker, without Ray. Made on a running event loop; `run` serves until it is cancelled."""
 
     def __init__(self, rank: FirstRank, transports: Sequence[SendTransport]) -> None:
         """`transports` are the ways that KV can leave, the best first."""
@@ -69,13 +69,13 @@ class PrefillWorker:
         first = LocalSendRank(pool.layers(), pool.block_size, transports, self._progress, self._limits.lease_s)
         others = [RemoteSendRank(gang.asker(number), first.transports) for number in range(1, gang.size)]
         self._peers = DecodePeers(rank.me, rank.secret, runner.layout(), [first, *others], config.limits)
-        self._jobs: dict[Prompt, Job] = {}
         self._tokens = 0
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._draining = False
         self._tasks = asyncio.TaskGroup()
         self._endpoint = Endpoint(rank.server, lease_s=self._limits.lease_s, heartbeat_s=self._limits.heartbeat_s)
+        self._jobs = Jobs(self._scheduler, self._endpoint.send, self._tasks.create_task, self._changed)
 
     async def run(self) -> None:
         """Serve until cancelled. Raises WorkerLostError when another rank of this worker is lost."""
@@ -83,7 +83,7 @@ class PrefillWorker:
         try:
             async with self._tasks as tasks:
                 tasks.create_task(self._gang.run())
-                tasks.create_task(self._endpoint.run(handlers, self.load, self._peer_lost))
+                tasks.create_task(self._endpoint.run(handlers, self.load, self._jobs.stop_router))
                 tasks.create_task(self._steps())
                 tasks.create_task(self._retire_broken_pairs())
         finally:
@@ -93,20 +93,21 @@ class PrefillWorker:
             self._grammars.close()
 
     async def drain(self) -> None:
-        """Take no new prompts; returns when the last one's KV is handed over."""
+        """Take no more prompts. Returns when the last one's KV is handed over."""
         self._draining = True
         self._changed()
         await self._idle.wait()
 
     def check_integrity(self) -> None:
         """Assert that every block is free, cached or held by prompts of ours."""
-        self._cache.check_integrity(prompt.block_table for prompt in self._jobs)
+        self._cache.check_integrity(job.prompt.block_table for job in self._jobs)
 
     def load(self) -> LoadReport:
+        """The worker's load at this moment, as routers are told it."""
         return LoadReport(
             worker_id=self.me.worker_id,
             epoch=self.me.epoch,
-            running=sum(job.in_step for job in self._jobs.values()),
+            running=sum(job.in_step for job in self._jobs),
             waiting=self._scheduler.num_waiting,
             queued_tokens=self._scheduler.queued_tokens,
             free_blocks=self._cache.num_free,
@@ -126,10 +127,10 @@ class PrefillWorker:
         )
 
     def _audit(self, router: bytes, message: Audit) -> None:
-        rows = {prompt: job.row() for prompt, job in self._jobs.items()}
-        self._endpoint.send(router, prefill_books(message.call_id, self._cache, self._scheduler, self._peers, rows))
+        books = prefill_books(message.call_id, self._cache, self._scheduler, self._peers, self._jobs.rows())
+        self._endpoint.send(router, books)
 
-    # -- arrival and departure ---------------------------------------------------------------------------------------
+    # -- arrival ---------------------------------------------------------------------------------------
 
     def _prefill(self, router: bytes, message: Prefill) -> None:
         try:
@@ -141,7 +142,7 @@ class PrefillWorker:
         scores = None if num_top is None else PromptScores(message.token_ids, num_top)
         prompt = self._scheduler.new_prompt(message.token_ids, message.cache_salt, whole=scores is not None)
         job = Job(router, message, prompt, OutgoingTransfer(message.ticket), time.monotonic(), scores)
-        self._jobs[prompt] = job
+        self._jobs.add(job)
         self._tasks.create_task(self._admit(job))
 
     def _check(self, message: Prefill) -> None:
@@ -176,60 +177,20 @@ class PrefillWorker:
             if message.sampling.max_tokens - message.num_generated > 1:
                 job.pair = await self._peers.pair(message.ticket.worker)
         except TandemError as error:
-            self._fail(job, error)
+            self._jobs.fail(job, error)
             return
         if not job.stopped:
             self._scheduler.add(job.prompt, ahead=message.ahead)
             self._changed()
 
     def _cancel(self, router: bytes, message: Cancel) -> None:
-        for job in list(self._jobs.values()):
-            if job.router == router and job.message.request_id == message.request_id:
-                self._stop(job)
-
-    def _peer_lost(self, router: bytes) -> None:
-        for job in list(self._jobs.values()):
-            if job.router == router:
-                self._stop(job)
-
-    def _fail(self, job: Job, error: TandemError) -> None:
-        """Tell the router, unless it has its token already: then it hears of the loss from decode."""
-        if not job.answered:
-            job.answered = True
-            self._endpoint.send(job.router, Failed.from_error(job.message.call_id, error))
-        self._stop(job)
-
-    def _stop(self, job: Job) -> None:
-        """Nothing more is computed or sent for this job. Idempotent."""
-        if job.stopped:
-            return
-        job.stopped = True
-        self._scheduler.drop(job.prompt)
-        if job.pair is not None:
-            job.pair.abort(job.transfer)
-        if not job.in_step:
-            self._part(job)
-
-    def _part(self, job: Job) -> None:
-        """The engine is done with a stopped job; its blocks follow once its last push has ended."""
-        self._tasks.create_task(self._leave(job))
-
-    async def _leave(self, job: Job) -> None:
-        if job.last_push is not None:
-            await asyncio.wait((job.last_push,))
-        self._forget(job)
-
-    def _forget(self, job: Job) -> None:
-        self._scheduler.drop(job.prompt)
-        self._scheduler.release(job.prompt)
-        self._jobs.pop(job.prompt, None)
-        self._changed()
+        self._jobs.stop_request(router, message.request_id)
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
     async def _steps(self) -> None:
         while True:
-            self._fail_jobs_of_broken_pairs()
+            self._jobs.fail_broken()
             plan = self._scheduler.plan()
             if not plan:
                 self._wake.clear()
@@ -247,7 +208,7 @@ class PrefillWorker:
                 job.in_step = False
                 self._tokens += chunk.num_tokens
                 if job.stopped:
-                    self._part(job)
+                    self._jobs.leave(job)
                 elif output is not None:
                     self._answer(job, output)
             self._progress.finish()
@@ -275,7 +236,7 @@ class PrefillWorker:
         try:
             finish = finish_reason(message.sampling, output.token_id, message.num_generated + 1, job.constraint)
         except TandemError as error:
-            self._fail(job, error)
+            self._jobs.fail(job, error)
             return
         job.answered = True
         queue_s, prefill_s = job.began - job.arrived, now - job.began
@@ -292,7 +253,7 @@ class PrefillWorker:
         tokens = {"tokens": len(message.token_ids), "cached": job.prompt.cached}
         log.info("prefilled", extra=fields(trace=message.trace.trace_id, **tokens, queue_s=queue_s, prefill_s=prefill_s))
         if finish is not None:
-            self._stop(job)
+            self._jobs.stop(job)
         else:
             self._tasks.create_task(self._hand_over(job))
 
@@ -306,30 +267,20 @@ class PrefillWorker:
         except TandemError as error:
             trace = fields(trace=job.message.trace.trace_id)
             log.warning("handoff to %s failed: %s", job.pair.peer.worker_id, error.message, extra=trace)
-            self._stop(job)
+            self._jobs.stop(job)
         else:
-            if not job.stopped:
-                job.stopped = True
-                self._forget(job)
-
-    def _fail_jobs_of_broken_pairs(self) -> None:
-        for job in list(self._jobs.values()):
-            if job.pair is not None and not job.answered and not job.stopped:
-                if job.pair.broken:
-                    self._fail(job, KvTransferError(f"the KV channel to {job.pair.peer.worker_id} is lost"))
-                elif job.transfer.refused:
-                    self._fail(job, KvTransferError("the decode worker no longer holds the ticket"))
+            self._jobs.handed_over(job)
 
     async def _retire_broken_pairs(self) -> None:
         while True:
             await asyncio.sleep(self._limits.heartbeat_s)
-            self._fail_jobs_of_broken_pairs()
+            self._jobs.fail_broken()
             self._peers.retire_broken()
 
     def _changed(self) -> None:
         self._endpoint.load_changed()
         self._wake.set()
-        if self._jobs:
+        if len(self._jobs):
             self._idle.clear()
         else:
             self._idle.set()

@@ -84,8 +84,8 @@ def test_a_false_decode_worker_hangs_no_prompt(two_workers: Factory, reference: 
                 false = WorkerRef(f"false-{which}", 1, Role.DECODE, server.address)
                 with suppress(TandemError):  # the first token may come before the push fails
                     await here.router.compute(dataclasses.replace(_TICKET, worker=false), PROMPT, greedy(8))
-                left = [job for job in here.workers.prefill._jobs.values() if job.message.ticket.worker == false]
-                await here.workers.until(lambda left=left: not set(left) & set(here.workers.prefill._jobs.values()), 10)
+                left = [job for job in here.workers.prefill._jobs if job.message.ticket.worker == false]
+                await here.workers.until(lambda left=left: not set(left) & set(here.workers.prefill._jobs), 10)
                 answering.cancel()
                 server.close()
 
