@@ -10,15 +10,17 @@ from protocol.messages import Role
 
 
 class DecodeActor(FirstRankActor):
-    """One life of one decode worker."""
+    """One life of one decode worker, seen from its first rank."""
 
     role = Role.DECODE
 
     @property
     def pool_config(self) -> PoolConfig:
+        """The configuration of decode workers."""
         return self._config.decode
 
     def worker(self, rank: FirstRank) -> DecodeWorker:
+        """Build a decode worker around its loaded first rank. Raises ConfigError if the wanted transport can't be had."""
         pool, wanted = rank.runner.pool, self._config.transport
         receiving = receiving_transports(wanted, self._host, pool.data.device)
         sending = sending_transports(wanted, self._host, pool.data, pool.memory_fd)

@@ -21,7 +21,7 @@ from protocol.messages import Failed, KvLayout, PairOpen, PushAnnounce, PushComm
 
 
 class Arrivals:
-    """`send` sends a message to a peer. `close` once, at the worker's end."""
+    """The pairs with all workers that send KV here. `send` takes a peer's wire identity and a message."""
 
     def __init__(
         self,
@@ -45,6 +45,7 @@ class Arrivals:
         self.stats = TransferStats()
 
     def open(self, sender: bytes, message: PairOpen) -> None:
+        """Connect one lane from this sender, whose pair begins with its first lane. Answers the sender."""
         pair = self._pairs.get(sender)
         if pair is None or pair.closed:
             self.leave(sender)
@@ -61,6 +62,7 @@ class Arrivals:
         pair.open(message)
 
     def announce(self, sender: bytes, message: PushAnnounce) -> None:
+        """Begin the pushes that a sender announces, or answer with Failed if it has no pair or sends token ids out of range."""
         try:
             pair = self._pair(sender)
             for segment in message.segments:
@@ -72,6 +74,7 @@ class Arrivals:
             pair.announce(message)
 
     def commit(self, sender: bytes, message: PushCommit) -> None:
+        """Check and commit a transfer, or answer with Failed if its sender has no pair."""
         try:
             pair = self._pair(sender)
         except TandemError as error:
@@ -80,10 +83,11 @@ class Arrivals:
             pair.commit(message)
 
     def abort(self, sender: bytes, message: TransferAbort) -> None:
+        """Give up a transfer because its sender has."""
         self._ledger.abort_transfer(message.ticket_id, message.transfer_id)
 
     def leave(self, sender: bytes) -> None:
-        """This sender is gone, or begins anew."""
+        """Close the pair of a sender that is gone or begins anew. Idempotent."""
         pair = self._pairs.pop(sender, None)
         if pair is not None:
             task = asyncio.create_task(pair.close())
@@ -91,6 +95,7 @@ class Arrivals:
             task.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
+        """Close all pairs. Called once, at the worker's end."""
         for sender in list(self._pairs):
             self.leave(sender)
         await asyncio.gather(*self._closing, return_exceptions=True)
@@ -103,6 +108,6 @@ class Arrivals:
 
 
 def receive_ranks(pool: KVPool, transports: Sequence[ReceiveTransport], gang: Gang, lease_s: float) -> list[ReceiveRank]:
-    """Of this worker, whose first rank has this pool."""
+    """The receiving ranks of one worker: the first rank, whose pool this is, and those of its gang behind it."""
     first = LocalReceiveRank(pool.layers(), pool.block_size, transports, lease_s)
     return [first, *(RemoteReceiveRank(gang.asker(rank), first.transports) for rank in range(1, gang.size))]

@@ -66,8 +66,10 @@ class _Waiting:
 
 
 class Attaches:
-    """All streams of one worker that have not started. `spawn` runs a task for as long as the worker; `on_change` is told when
-    a stream has started."""
+    """All streams of one worker that have been attached and have not started.
+
+    `spawn` runs a task for as long as the worker. `on_change` is called when a stream has started.
+    """
 
     def __init__(
         self,
@@ -90,7 +92,9 @@ class Attaches:
         """By ticket."""
 
     def ask(self, router: bytes, message: Attach) -> None:
-        """Answered in any case: at once, when the stream starts, or when its ticket fails. Unless it is forgotten."""
+        """Take a router's Attach. It is answered at once, when the stream starts, or when its ticket fails, unless it is
+        forgotten.
+        """
         waiting = _Waiting(message, time.monotonic())
         try:
             entry = self._checked(router, waiting)
@@ -103,7 +107,7 @@ class Attaches:
         self.start_if_ready(entry)
 
     def start_if_ready(self, entry: TicketEntry) -> None:
-        """The stream starts if its router has attached, its grammar is ready, and its KV is here or is not to come."""
+        """Start the ticket's stream if its router has attached it, its grammar is ready, and its KV is here or not to come."""
         waiting = self._waiting.get(entry.ticket_id)
         if waiting is None:
             return
@@ -123,17 +127,17 @@ class Attaches:
         self._on_change()
 
     def failed(self, entry: TicketEntry, error: TandemError) -> None:
-        """The ledger gave a ticket up; tell the router, if it waits for it to start."""
+        """Tell the router that its stream will not start, because the ledger gave the ticket up."""
         waiting = self._waiting.pop(entry.ticket_id, None)
         if waiting is not None:
             self._send(entry.owner, Failed.from_error(waiting.message.call_id, error))
 
     def forget(self, ticket_id: int) -> None:
-        """Its router has released it. Idempotent."""
+        """Drop a stream that has not started, because its router has released the ticket. Idempotent."""
         self._waiting.pop(ticket_id, None)
 
     def waiting(self) -> dict[int, bool]:
-        """Tickets of streams that have not started, and whether their prompts are computed here."""
+        """Tickets of the streams that have not started; the value tells whether the prompt is computed here."""
         return {ticket_id: waiting.here for ticket_id, waiting in self._waiting.items()}
 
     def _checked(self, router: bytes, waiting: _Waiting) -> TicketEntry:

@@ -22,8 +22,11 @@ def decode_books(
     sends: tuple[SendRow, ...],
     is_connected: Callable[[bytes], bool],
 ) -> DecodeBooks:
-    """All of it at one moment. `waiting_attaches` are the tickets that a router has attached and that have not started, and
-    whether their prompts are to be computed here."""
+    """What a decode worker holds, all at one moment, as an audit compares it.
+
+    `asker` is the wire identity of the router that asks. `waiting_attaches` are the tickets whose streams have not started;
+    the value tells whether the prompt is computed here.
+    """
     now = time.monotonic()
 
     def owner(router: bytes) -> Owner:

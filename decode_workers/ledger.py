@@ -35,10 +35,9 @@ from protocol.ticket import TicketState, check_transition, reserved_tokens
 class Ledger:
     """All tickets of one decode worker.
 
-    `answer_room` is how many tokens of an answer are reserved at most (`ClusterConfig.answer_room`). Without `shares_prefixes`
-    no block is kept or shared. `clock` gives monotonic seconds. `on_committed` is called when a ticket may be attached;
-    `on_failed` when one is aborted or expired, so that whoever waits for it can be told; `on_settled` when a ticket's blocks
-    are free again.
+    `answer_room` is the largest number of an answer's tokens that are reserved (`ClusterConfig.answer_room`). Without
+    `shares_prefixes` no block is kept or shared. `clock` gives monotonic seconds. `on_committed` is called when a ticket may
+    be attached, `on_failed` when one is aborted or expired, and `on_settled` when a ticket's blocks are free again.
     """
 
     def __init__(
@@ -78,6 +77,7 @@ class Ledger:
 
     @property
     def pushes_in_flight(self) -> int:
+        """Number of pushes under way, over all tickets."""
         return sum(entry.pushes_in_flight for entry in self._entries.values())
 
     @property
@@ -87,13 +87,13 @@ class Ledger:
 
     @property
     def reservable_blocks(self) -> int:
-        """How many blocks a new ticket may take."""
+        """Number of blocks that a new ticket may take."""
         if any(entry.preempted for entry in self._entries.values()):
             return 0
         return max(0, self._cache.num_free - self._num_holders)
 
     def fits(self, num_tokens: int, max_tokens: int) -> bool:
-        """Whether the pool can hold a prompt and its whole answer, whose last token is never fed back, so needs no slot."""
+        """Whether the whole pool could hold a prompt of `num_tokens` and its answer, whose last token needs no slot."""
         return self._blocks_for(num_tokens + max_tokens - 1) <= self._cache.num_blocks
 
     def reserve(
@@ -106,7 +106,8 @@ class Ledger:
         *,
         own_tokens: int = 0,
     ) -> TicketEntry | None:
-        """A new ticket with blocks for the prompt and the beginning of the answer, or None when there are too few.
+        """Make a ticket with blocks for the prompt and the beginning of the answer. Returns None when there are too few
+        blocks.
 
         The blocks of the last `own_tokens` of the prompt are not taken from the cache.
         """
@@ -140,16 +141,17 @@ class Ledger:
         return entry
 
     def find(self, ticket_id: int) -> TicketEntry | None:
-        """The entry, or None if it is unknown or in a final state."""
+        """The ticket's entry. None if it is unknown or in a final state."""
         entry = self._entries.get(ticket_id)
         return None if entry is None or entry.state.final else entry
 
     def begin_push(
         self, source: bytes, ticket_id: int, transfer_id: int, start: int, num_tokens: int, added: tuple[int, ...] = ()
     ) -> TicketEntry | None:
-        """Open a push of tokens [start, start + num_tokens); None refuses it. Pushes of one transfer come in order.
+        """Open a push of tokens [start, start + num_tokens). Returns None to refuse it. Pushes of one transfer come in order.
 
-        `added` are tokens that the ticket stands for from now on: those that a migrating stream has said since it was reserved.
+        `added` are tokens that the ticket stands for from now on: those that a migrating stream has generated since the
+        reservation.
         """
         entry = self._of_transfer(ticket_id, transfer_id)
         if entry is None or entry.state not in (TicketState.RESERVED, TicketState.RECEIVING):
@@ -167,7 +169,7 @@ class Ledger:
         return entry
 
     def end_push(self, ticket_id: int, num_tokens: int, ok: bool) -> None:
-        """A push is terminal. A failed one aborts its ticket; either way it no longer holds the blocks."""
+        """End a push, which then no longer holds the blocks. If it failed, its ticket is aborted."""
         entry = self._entries[ticket_id]
         assert entry.pushes_in_flight > 0, "more pushes ended than began"
         entry.pushes_in_flight -= 1
@@ -179,12 +181,12 @@ class Ledger:
         self._settle(entry)
 
     def fingerprints(self, ticket_id: int, transfer_id: int) -> Mapping[int, bytes] | None:
-        """Of what has arrived for this transfer, by lane; None if the ticket is gone."""
+        """Fingerprints of what has arrived for this transfer, by lane. None if the ticket is gone."""
         entry = self._of_transfer(ticket_id, transfer_id)
         return None if entry is None else entry.digests
 
     def commit(self, ticket_id: int, transfer_id: int, num_tokens: int) -> bool:
-        """Close a transfer whose fingerprint was checked. False: something is missing or the ticket is gone."""
+        """Close a transfer whose fingerprints were checked. False if tokens are missing or the ticket is gone."""
         entry = self._of_transfer(ticket_id, transfer_id)
         if entry is None or entry.state not in (TicketState.RESERVED, TicketState.RECEIVING) or entry.pushes_in_flight:
             return False
@@ -198,18 +200,19 @@ class Ledger:
         return True
 
     def begin_send(self, ticket_id: int) -> None:
-        """The blocks of an attached ticket are read for another worker, and stay its own until `end_send`."""
+        """Tell that an attached ticket's blocks are read for another worker. They stay the ticket's until `end_send`."""
         entry = self._attached(ticket_id)
         assert not entry.sending, "a stream migrates to one place at a time"
         entry.sending = True
 
     def end_send(self, ticket_id: int) -> None:
+        """Tell that nothing reads the ticket's blocks for another worker any more."""
         entry = self._entries[ticket_id]
         entry.sending = False
         self._settle(entry)
 
     def attach(self, ticket_id: int) -> TicketEntry | None:
-        """Hand a committed ticket to the batch; None if it is not committed."""
+        """Hand a committed ticket to the batch. None if it is not committed."""
         entry = self._entries.get(ticket_id)
         if entry is None or entry.state is not TicketState.COMMITTED:
             return None
@@ -218,7 +221,7 @@ class Ledger:
     def attach_here(self, ticket_id: int) -> TicketEntry | None:
         """Hand a ticket to the batch for which nothing was sent: what is not held of its prompt is computed here.
 
-        None if it is not reserved, or if nothing of it would be computed.
+        Returns None if it is not reserved, or if nothing of it would be computed.
         """
         entry = self._entries.get(ticket_id)
         if entry is None or entry.state is not TicketState.RESERVED or entry.held_tokens == len(entry.token_ids):
@@ -226,7 +229,7 @@ class Ledger:
         return self._attach(entry)
 
     def grow(self, ticket_id: int, num_tokens: int) -> bool:
-        """Make an attached ticket's blocks cover this many tokens. False, and nothing changes, if too few are free."""
+        """Extend an attached ticket's blocks to cover `num_tokens`. False, and nothing changes, if too few are free."""
         entry = self._attached(ticket_id)
         missing = self._blocks_for(num_tokens) - len(entry.block_table)
         if missing > 0:
@@ -237,24 +240,29 @@ class Ledger:
         return True
 
     def keep(self, ticket_id: int, token_ids: Sequence[int]) -> None:
-        """The KV of these tokens, prompt and answer, is complete in an attached ticket's blocks: others may share it."""
+        """Let others share the full blocks of these tokens, prompt and answer: their KV is complete in an attached ticket's
+        blocks.
+        """
         entry = self._attached(ticket_id)
         keys = self._keys(token_ids, entry.cache_salt)
         self._cache.insert(keys, entry.block_table)
         entry.keys = max(entry.keys, keys, key=len)
 
     def preempt(self, ticket_id: int) -> None:
-        """Take all blocks of an attached ticket; it keeps its state. Between two steps, so that nothing writes into them; not
-        while they are sent."""
+        """Take all blocks of an attached ticket, which stays attached.
+
+        Called between two steps, so that nothing writes into them, and not while they are sent to another worker.
+        """
         entry = self._attached(ticket_id)
         assert not entry.quarantined, "blocks are in use"
         self._cache.release(entry.keys, entry.block_table)
         entry.block_table.clear()
 
     def readmit(self, ticket_id: int, num_tokens: int, at_most: int) -> int | None:
-        """Blocks for all tokens of a preempted ticket, if as many stay free as beside a new one.
+        """Give a preempted ticket blocks for all of its tokens, if as many blocks stay free as beside a new ticket.
 
-        Returns how many tokens at the beginning are there, `at_most` so many. None changes nothing.
+        Returns how many leading tokens have their KV there, at most `at_most`. Returns None, and changes nothing, if there is
+        no room.
         """
         entry = self._attached(ticket_id)
         assert entry.preempted, "only what was preempted comes back"
@@ -269,7 +277,7 @@ class Ledger:
         return len(cached) * self._block_size
 
     def begin_step(self, ticket_ids: Iterable[int]) -> None:
-        """The engine starts to compute these attached tickets; their blocks stay theirs until `end_step`."""
+        """Tell that the engine computes these attached tickets. Their blocks stay theirs until `end_step`."""
         for ticket_id in ticket_ids:
             entry = self._entries[ticket_id]
             assert entry.state is TicketState.ATTACHED, "only attached tickets are computed"
@@ -277,13 +285,14 @@ class Ledger:
             entry.in_step = True
 
     def end_step(self, ticket_ids: Iterable[int]) -> None:
+        """Tell that the engine no longer writes into the blocks of these tickets."""
         for ticket_id in ticket_ids:
             entry = self._entries[ticket_id]
             entry.in_step = False
             self._settle(entry)
 
     def release(self, ticket_id: int) -> None:
-        """The owner needs it no longer. Before the commit this is a cancel."""
+        """End a ticket that its owner needs no longer. Before the commit this is a cancel."""
         entry = self.find(ticket_id)
         if entry is None:
             return
@@ -292,32 +301,33 @@ class Ledger:
         self._settle(entry)
 
     def abort(self, ticket_id: int) -> None:
+        """End a ticket that can't be filled. Idempotent."""
         entry = self.find(ticket_id)
         if entry is not None:
             self._fail(entry, TicketState.ABORTED)
             self._settle(entry)
 
     def abort_transfer(self, ticket_id: int, transfer_id: int) -> None:
-        """The prefill side gives up. A transfer that was committed before is past being aborted."""
+        """End the ticket of a transfer that its sender gives up. Without effect on a transfer that was committed."""
         entry = self._of_transfer(ticket_id, transfer_id)
         if entry is not None and entry.state in (TicketState.RESERVED, TicketState.RECEIVING):
             self.abort(ticket_id)
 
     def peer_lost(self, peer: bytes) -> None:
-        """A router or a prefill worker is gone: drop what it owned, and what it was still filling."""
+        """End all tickets that a lost peer owned, and those that it was still filling."""
         for entry in self:
             filling = entry.source == peer and entry.state is TicketState.RECEIVING
             if entry.owner == peer or filling:
                 self.abort(entry.ticket_id)
 
     def renew(self, owner: bytes) -> None:
-        """The owner is alive, so what it has reserved may wait for prefill. Committed KV has to be attached in time."""
+        """Renew the leases of a living router's reservations. Committed KV has to be attached in time all the same."""
         for entry in self._entries.values():
             if entry.owner == owner and entry.state in (TicketState.RESERVED, TicketState.RECEIVING):
                 entry.deadline = self._deadline()
 
     def expire(self) -> None:
-        """Drop every ticket whose deadline has passed. An attached one has none: it makes progress by itself."""
+        """End every ticket whose deadline has passed. An attached ticket has no deadline."""
         now = self._clock()
         for entry in self:
             if now >= entry.deadline and not entry.state.final and entry.state is not TicketState.ATTACHED:

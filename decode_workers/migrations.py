@@ -39,11 +39,12 @@ from protocol.messages import Copied, Copy, Failed, Migrate, Migrated
 log = logging.getLogger(__name__)
 
 _PIECE_TOKENS = 128
-"""Of one push of full blocks."""
+"""Tokens of one push of full blocks, at most."""
 _ROUNDS = 4
-"""Each sends what was computed during the one before; after the last, a slow way to the target makes the pause longer."""
+"""Number of rounds before the pause. Each sends what was computed during the one before, so a slow way makes the pause longer.
+"""
 _STEP_OVER = 0
-"""`kv_transfer.progress`: what is sent here was computed before."""
+"""Number of the step that a lane waits for (`kv_transfer.progress`): none, since what is sent was computed before."""
 
 
 @dataclass(eq=False)
@@ -58,7 +59,10 @@ class _Sending:
 
 
 class Migrations:
-    """All that one worker sends. `spawn` runs a task for as long as the worker; `on_change` is told when blocks came free."""
+    """All streams that one worker sends to others, to leave for them or to have a copy there.
+
+    `spawn` runs a task for as long as the worker. `on_change` is called when blocks may have come free.
+    """
 
     def __init__(
         self,
@@ -85,7 +89,7 @@ class Migrations:
         self._nobody_paused.set()
 
     def begin(self, router: bytes, message: Migrate | Copy) -> None:
-        """Answered in any case: at once, or when it is over."""
+        """Take a router's Migrate or Copy. It is answered at once if it is refused, and otherwise when it is over."""
         try:
             sending = self._admitted(router, message)
         except TandemError as error:
@@ -95,7 +99,7 @@ class Migrations:
         self._spawn(self._serve(sending))
 
     def rows(self) -> tuple[SendRow, ...]:
-        """As an audit sees them."""
+        """Every migration and copy as an audit sees it."""
         tickets = [sending.message.target for sending in self._sending.values()]
         return tuple(SendRow(t.ticket_id, t.transfer_id, t.worker.worker_id, t.worker.epoch) for t in tickets)
 
@@ -215,6 +219,9 @@ class Migrations:
 
 
 def send_ranks(pool: KVPool, transports: Sequence[SendTransport], gang: Gang, lease_s: float) -> list[SendRank]:
-    """Of streams that are sent while they run: what was computed in earlier steps, so no step's progress is followed."""
+    """The sending ranks of one worker for streams that run: its first rank, whose pool this is, and those of its gang.
+
+    Only what earlier steps have computed is sent, so no step's progress is followed.
+    """
     first = LocalSendRank(pool.layers(), pool.block_size, transports, StepProgress(pool.data.device), lease_s)
     return [first, *(RemoteSendRank(gang.asker(rank), first.transports) for rank in range(1, gang.size))]

@@ -30,7 +30,7 @@ class Reservations:
         """No reservation is granted any more."""
 
     def ask(self, router: bytes, message: Reserve) -> bool:
-        """Answer with Reserved or Failed. Whether a ticket was granted."""
+        """Answer a router's Reserve with Reserved or Failed. Returns whether a ticket was granted."""
         try:
             entry = self._reserve(router, message)
         except TandemError as error:

@@ -37,18 +37,18 @@ from protocol.sampling import SamplingParams
 
 @dataclass(eq=False)
 class LocalPrefill:
-    """What is to be told of a prompt with its first token."""
+    """What the router is told with the first token about a prompt that was computed here."""
 
     cached_tokens: int
     scores: PromptScores | None
-    """Logprobs of the prompt, if they are wanted."""
+    """Collects the logprobs of the prompt, if they are wanted."""
     began: float | None = None
-    """When its first chunk did, on `time.monotonic`."""
+    """Time on `time.monotonic` at which the prompt's first chunk began."""
 
 
 @dataclass(eq=False)
 class Stream:
-    """One attached ticket."""
+    """One attached ticket in the batch, or waiting preempted for its turn."""
 
     ticket_id: int
     owner: bytes
@@ -56,48 +56,53 @@ class Stream:
     """The ledger's own list: empty while preempted."""
     sampling: SamplingParams
     token_ids: list[int]
-    """Prompt and answer so far. Of a running one the newest was sampled last; its KV is computed by the next step."""
+    """Prompt and answer so far. When the stream runs, the next step computes the KV of the newest token."""
     num_generated: int
     computed: int
-    """Tokens whose KV is in the pool: all but the newest when it runs."""
+    """Number of leading tokens whose KV is in the pool: all but the newest when the stream runs."""
     constraint: Constraint | None = None
-    """At the state after the newest token, if a grammar is to be followed."""
+    """The grammar to be followed, if any, in its state after the newest token."""
     prefill: LocalPrefill | None = None
-    """Until the first token, if the prompt is computed here."""
+    """Set until the first token, if the prompt is computed here."""
     known: int = 0
-    """Tokens whose KV has ever been in the pool. What is computed of these is computed again."""
+    """Number of tokens whose KV has ever been in the pool. Computing these again is counted as recomputing."""
     pinned: bool = False
-    """Its blocks are being sent to another worker, to which it migrates: it is not preempted."""
+    """Whether its blocks are being sent to another worker. Such a stream is not preempted."""
     paused: bool = False
-    """The last of them are: it is not computed."""
+    """Whether the last of its blocks are being sent. Such a stream is not computed."""
 
     def __post_init__(self) -> None:
         self.known = max(self.known, self.computed)
 
     @property
     def preempted(self) -> bool:
+        """Whether the stream has lost its blocks and waits for new ones."""
         return not self.block_table
 
     @property
     def recomputing(self) -> bool:
+        """Whether KV that was in the pool before is being computed again."""
         return not self.preempted and self.computed < self.known
 
     @property
     def remaining(self) -> int:
-        """Tokens to compute before the next one is sampled."""
+        """Number of tokens to compute before the next one is sampled."""
         return len(self.token_ids) - self.computed
 
     @property
     def complete(self) -> bool:
-        """It runs: the KV of all its tokens but the newest is there."""
+        """Whether the stream runs: the KV of all its tokens but the newest is in the pool."""
         return not self.preempted and self.prefill is None and self.remaining == 1
 
     def append(self, token_id: int) -> None:
+        """Add a token that was sampled."""
         self.token_ids.append(token_id)
         self.num_generated += 1
 
 
 class DecodeScheduler:
+    """Decides which streams each step computes, and which are preempted when blocks run out."""
+
     def __init__(self, ledger: Ledger, max_batch_size: int, max_chunk_tokens: int) -> None:
         self._ledger = ledger
         self._max_batch_size = max_batch_size
@@ -116,26 +121,29 @@ class DecodeScheduler:
 
     @property
     def num_preempted(self) -> int:
+        """Number of streams that wait for blocks."""
         return sum(stream.preempted for stream in self._streams.values())
 
     @property
     def queued_tokens(self) -> int:
-        """Of prompts that are prefilled here, those not yet computed."""
+        """Number of prompt tokens that are to be computed here and are not yet."""
         return sum(stream.remaining for stream in self._streams.values() if stream.prefill is not None)
 
     def add(self, stream: Stream) -> None:
+        """Take a stream whose ticket is attached."""
         assert stream.ticket_id not in self._streams, "a ticket is attached once"
         self._streams[stream.ticket_id] = stream
 
     def find(self, ticket_id: int) -> Stream | None:
+        """The stream of this ticket. None if there is none."""
         return self._streams.get(ticket_id)
 
     def remove(self, ticket_id: int) -> None:
-        """Idempotent. Its blocks are given back by the ledger."""
+        """Drop the ticket's stream; the ledger gives its blocks back. Idempotent."""
         self._streams.pop(ticket_id, None)
 
     def plan(self) -> list[Stream]:
-        """The next batch; empty when there is nothing to do until blocks come back. Only between two steps."""
+        """The streams of the next step. Empty when nothing can be computed until blocks come back. Called between two steps."""
         batch: list[Stream] = []
         room = self._max_chunk_tokens
         for stream in self._streams.values():
@@ -159,7 +167,7 @@ class DecodeScheduler:
         return batch
 
     def chunk(self, stream: Stream) -> Chunk:
-        """What the next step computes of a planned stream."""
+        """The tokens of a planned stream that the next step computes."""
         start, end = stream.computed, self._chunk_end(stream)
         last = end == len(stream.token_ids)
         return Chunk(
@@ -174,7 +182,7 @@ class DecodeScheduler:
         )
 
     def computed(self, stream: Stream, chunk: Chunk) -> None:
-        """The KV of this chunk is in the pool. What is complete of a prompt can be shared from now on."""
+        """Record that this chunk's KV is in the pool. The full blocks of a prompt can be shared from now on."""
         again = max(0, min(chunk.end, stream.known) - chunk.start)
         self.recomputed_tokens += again
         stream.computed = chunk.end

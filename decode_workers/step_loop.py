@@ -24,7 +24,10 @@ from protocol.messages import Failed, Prefilled, StreamOutput
 
 
 class StepLoop:
-    """`on_load_changed` is called when streams were preempted or have come back, and when some of a prompt was computed."""
+    """Computes one step after the other.
+
+    `on_load_changed` is called when streams were preempted or have come back, and when a part of a prompt was computed.
+    """
 
     def __init__(
         self,
@@ -47,20 +50,20 @@ class StepLoop:
         """Generated since the start."""
 
     def wake(self) -> None:
-        """There may be something to compute or to send."""
+        """Look again whether there is something to compute or to send."""
         self._wake.set()
 
     def flush(self) -> None:
-        """What the latest step has made goes to the routers now."""
+        """Send to the routers what the latest step has produced."""
         self._outbox.flush(self._latest_step_s)
 
     async def boundary(self) -> None:
-        """Returns once nothing is computed any more of what was planned before this call."""
+        """Return once nothing is computed any more of what was planned before this call."""
         if self._boundary is not None:
             await asyncio.shield(self._boundary)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Compute until cancelled."""
         while True:
             batch = self._plan()
             if batch:

@@ -10,35 +10,37 @@ from protocol.ticket import TicketState
 
 @dataclass
 class TicketEntry:
+    """One ticket: what it was granted for, its blocks, and how far it has come."""
+
     ticket_id: int
     transfer_id: int
     owner: bytes
     """Wire identity of the router that reserved it."""
     token_ids: tuple[int, ...]
-    """Prompt and earlier answer, whose KV is to be there at the commit. A stream that migrates adds what it says meanwhile."""
+    """Prompt and earlier answer, whose KV is to be there at the commit. A migrating stream adds what it generates meanwhile."""
     max_tokens: int
-    """The reservation is for an answer of up to so many tokens beyond `token_ids`."""
+    """Largest number of tokens beyond `token_ids` that the reservation is for."""
     cache_salt: str
     """Only tickets of the same salt share blocks."""
     keys: list[bytes]
-    """Of full blocks, from the first on, for the prefix cache: the prompt's, later also the answer's."""
+    """Keys of its full blocks for the prefix cache, from the first on: the prompt's, and later the answer's too."""
     held_tokens: int
-    """At the prompt's beginning, that were cached here when it was reserved."""
+    """Number of leading tokens that were cached here when the ticket was reserved."""
     block_table: list[int]
     deadline: float
-    """When the present state must have been left, on the worker's clock."""
+    """Time on the worker's clock by which the present state must have been left."""
     trace_id: str
-    """Of the request, for log lines."""
+    """The request's trace id, for log lines."""
     state: TicketState = TicketState.RESERVED
     announced_tokens: int = 0
-    """From the beginning on: held, or part of a push."""
+    """Number of leading tokens that are held or part of a push."""
     received_tokens: int = 0
-    """Likewise: held, or arrived."""
+    """Number of leading tokens that are held or have arrived."""
     pushes_in_flight: int = 0
     in_step: bool = False
-    """The engine is computing a step that writes into its blocks."""
+    """Whether the engine is computing a step that writes into its blocks."""
     sending: bool = False
-    """Its stream migrates: its blocks are read for another worker."""
+    """Whether its blocks are read for another worker."""
     source: bytes | None = None
     """Wire identity of the worker that fills it."""
     digests: defaultdict[int, bytes] = field(default_factory=lambda: defaultdict(bytes))
@@ -48,13 +50,15 @@ class TicketEntry:
         self.announced_tokens = self.received_tokens = self.held_tokens
 
     def arrived(self, lane: int, digests: bytes) -> None:
-        """A push has brought this on a lane."""
+        """Add the fingerprints of what a push has brought on this lane."""
         self.digests[lane] += digests
 
     @property
     def quarantined(self) -> bool:
+        """Whether something may still read or write its blocks."""
         return self.in_step or self.sending or self.pushes_in_flight > 0
 
     @property
     def preempted(self) -> bool:
+        """Whether it is attached and has lost its blocks."""
         return self.state is TicketState.ATTACHED and not self.block_table

@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 
 
 class DecodeWorker:
-    """One decode worker without Ray. `run` serves until cancelled."""
+    """One decode worker, without Ray. Made on a running event loop; `run` serves until it is cancelled."""
 
     def __init__(self, rank: FirstRank, receiving: Sequence[ReceiveTransport], sending: Sequence[SendTransport]) -> None:
         """`receiving` and `sending` are the ways that KV can come and leave, the best first."""
@@ -150,16 +150,18 @@ class DecodeWorker:
         }
 
     async def drain(self) -> None:
-        """Take no new reservations; returns when the last ticket is gone."""
+        """Grant no more reservations. Returns when the last ticket is gone."""
         self._reservations.draining = True
         self._changed()
         await self._idle.wait()
 
     @property
     def transfer_stats(self) -> TransferStats:
+        """Counts of the KV transfers to this worker since its start."""
         return self._arrivals.stats
 
     def load(self) -> LoadReport:
+        """The worker's load at this moment, as routers are told it."""
         running = len(self._scheduler) - self._scheduler.num_preempted
         waiting = sum(not entry.state.final for entry in self.ledger) - running
         return LoadReport(

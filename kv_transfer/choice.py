@@ -30,9 +30,10 @@ def sending_transports(
     share: Callable[[Tensor], bytes] = share_storage,
     find_nccl: _FindNccl = find_nccl,
 ) -> Sequence[SendTransport]:
-    """For a prefill worker that does not compute yet. `host`: its address; `pool_fd`: the memfd of its pool, if it lies in one.
+    """The ways that a worker can send KV, the best first, as the configuration wants them.
 
-    Raises ConfigError if it can't have what is wanted.
+    `host` is the worker's address. `pool` is its KV pool, not yet computed into, and `pool_fd` the memfd in which that lies,
+    if it does. Raises ConfigError if the wanted transport can't be had.
     """
     shared: list[SendTransport] = []
     if pool.device.type == "cuda":
@@ -47,7 +48,11 @@ def sending_transports(
 def receiving_transports(
     wanted: TransportName, host: str, device: torch.device, find_nccl: _FindNccl = find_nccl
 ) -> Sequence[ReceiveTransport]:
-    """For a decode worker whose pool lies on `device`, likewise."""
+    """The ways that a worker at `host` can receive KV into a pool on `device`, the best first, as the configuration wants
+    them.
+
+    Raises ConfigError if the wanted transport can't be had.
+    """
     if device.type == "cuda":
         return _chosen(wanted, device, [CudaIpcReceiver(), *_nccl(find_nccl)])
     return _chosen(wanted, device, [SharedMemoryReceiver(), GlooTransport(host)])

@@ -28,9 +28,10 @@ _MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 class MultilinearFingerprints:
-    """As `fingerprint.PushFingerprints`. All but `digests` only puts work on the calling thread's stream.
+    """Fingerprints of a push whose pool lies in a GPU's memory (see `fingerprint.PushFingerprints`).
 
-    T tokens of the push, in P pieces, N blocks that they are parts of, W words of a row.
+    Only `digests` waits for the device; everything else puts work on the calling thread's stream. Suffixes: T tokens of the
+    push, P pieces, N blocks that the pieces are parts of, W words of a row.
     """
 
     def __init__(self, pool: PoolView, cuts: Sequence[Sequence[Piece]]) -> None:
@@ -56,6 +57,7 @@ class MultilinearFingerprints:
         self._hashes_N = torch.zeros(sum(self._counts), dtype=torch.int64, device=pool.device)
 
     def update(self, layers: range) -> None:
+        """Take in some layers, which are complete in the pool for the calling thread's stream."""
         for layer in layers:
             words_2TW = self._pool.layers[layer].index_select(1, self._slots_T).flatten(2).view(torch.int32)
             rows_2T = (words_2TW * self._columns_W).sum(-1) * self._places_T
@@ -63,7 +65,7 @@ class MultilinearFingerprints:
                 self._hashes_N = (self._hashes_N * self._chain).index_add_(0, self._blocks_T, rows_T)
 
     def digests(self) -> list[bytes]:
-        """Waits for the device."""
+        """For each transfer, DIGEST_BYTES of each of its blocks in this push, in order. Waits for the device."""
         hashes_N = self._hashes_N.cpu().numpy().astype("<i8")
         return [part.tobytes() for part in np.split(hashes_N, np.cumsum(self._counts)[:-1])]
 

@@ -25,22 +25,22 @@ DIGEST_BYTES = 8
 
 
 class PushFingerprints(Protocol):
-    """Of one push on one lane, on one side."""
+    """The fingerprints of one push on one lane, as one of its two sides computes them."""
 
     def update(self, layers: range) -> None:
         """Take in some layers, which are complete in the pool."""
 
     def digests(self) -> list[bytes]:
-        """For each transfer DIGEST_BYTES of each of its blocks in this push, in order."""
+        """For each transfer, DIGEST_BYTES of each of its blocks in this push, in order."""
 
 
 def push_fingerprints(pool: PoolView, cuts: Sequence[Sequence[Piece]]) -> PushFingerprints:
-    """`cuts`: for each transfer that has a part in the push, its pieces."""
+    """Begin the fingerprints of a push. `cuts` holds the pieces of each transfer that has a part in it."""
     return Xxh3Fingerprints(pool, cuts) if isinstance(pool, CpuPoolView) else MultilinearFingerprints(pool, cuts)
 
 
 class Xxh3Fingerprints:
-    """Of a pool in the processor's memory, from its bytes as they lie there."""
+    """Fingerprints of a push whose pool lies in the processor's memory, from its bytes as they lie there."""
 
     def __init__(self, pool: CpuPoolView, cuts: Sequence[Sequence[Piece]]) -> None:
         self._pool = pool
@@ -59,17 +59,19 @@ class Xxh3Fingerprints:
         self._slots = [slice(piece.slot, piece.slot + piece.length) for pieces in cuts for piece in pieces]
 
     def update(self, layers: range) -> None:
+        """Take in some layers, which are complete in the pool."""
         for layer in layers:
             for half in self._pool.halves(layer, self._slots):
                 for update, begin, end in self._spans:
                     update(half[begin:end])
 
     def digests(self) -> list[bytes]:
+        """For each transfer, DIGEST_BYTES of each of its blocks in this push, in order."""
         return [b"".join(one.digest() for one in hashes) for hashes in self._hashes]
 
 
 def first_difference(mine: bytes, theirs: bytes) -> int | None:
-    """The first digest that differs, or that only one side has; None if there is none."""
+    """Index of the first digest that differs or that only one side has. None if both sides have the same digests."""
     pairs = zip_longest(_split(mine), _split(theirs))
     return next((index for index, (one, other) in enumerate(pairs) if one != other), None)
 

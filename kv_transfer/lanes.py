@@ -34,41 +34,61 @@ Exchange = Callable[[bytes], Awaitable[bytes]]
 
 
 class SendLane(Protocol):
-    async def send(self, step: int, spans: Sequence[TokenSpan]) -> list[bytes]:
-        """Send these spans as this step computes them; the digests of each. Raises TransportError."""
+    """The sending end of one lane."""
 
-    async def close(self) -> None: ...
+    async def send(self, step: int, spans: Sequence[TokenSpan]) -> list[bytes]:
+        """Send these spans while step `step` computes them, and return the digests of each span. Raises TransportError."""
+
+    async def close(self) -> None:
+        """End the lane and give back what it holds."""
 
 
 class ReceiveLane(Protocol):
-    async def receive(self, spans: Sequence[TokenSpan]) -> list[bytes]:
-        """Receive these spans; the digests of each. Ends when nothing writes into them any more. Raises TransportError."""
+    """The receiving end of one lane."""
 
-    async def close(self) -> None: ...
+    async def receive(self, spans: Sequence[TokenSpan]) -> list[bytes]:
+        """Receive these spans, and return the digests of each span.
+
+        Also when it raises TransportError, nothing writes into the spans any more.
+        """
+
+    async def close(self) -> None:
+        """End the lane and give back what it holds."""
 
 
 class SendRank(Protocol):
+    """A rank of a worker that sends KV, in this process or in another."""
+
     @property
     def transports(self) -> Sequence[str]:
-        """What it can send over, the best first."""
+        """Names of the transports that the rank can send over, the best first."""
 
     async def connect(self, move: HeadMove, transport: str, exchange: Exchange) -> SendLane:
-        """Raises TransportError, or what `exchange` raised."""
+        """Connect one lane over this transport; `exchange` carries the offer to the peer. Raises TransportError, or what
+        `exchange` raised.
+        """
 
 
 class ReceiveRank(Protocol):
+    """A rank of a worker that receives KV, in this process or in another."""
+
     @property
-    def transports(self) -> Sequence[str]: ...
+    def transports(self) -> Sequence[str]:
+        """Names of the transports that the rank can receive over, the best first."""
 
     async def accept(self, move: HeadMove, transport: str, offer: bytes, answer: Callable[[bytes], None]) -> ReceiveLane:
-        """`answer` is called once, before it waits for the peer.
+        """Connect one lane that a peer has offered. `answer` is called once, before the rank waits for the peer.
 
-        Raises TransportUnavailableError if it fails before that, TransportError after.
+        Raises TransportUnavailableError if it fails before it has answered, and TransportError if it fails after that.
         """
 
 
 class LocalSendRank:
-    """A rank of this process. `layers` are its pool's, `progress` its engine's."""
+    """A sending rank of this process.
+
+    `layers` are its pool's, each [2 (K, V), slots, KV heads, head size]; `progress` tells which of them the engine has
+    computed. Each message may take `deadline_s` seconds.
+    """
 
     def __init__(
         self,
@@ -86,9 +106,11 @@ class LocalSendRank:
 
     @property
     def transports(self) -> Sequence[str]:
+        """Names of the transports that the rank can send over, the best first."""
         return list(self._transports)
 
     async def connect(self, move: HeadMove, transport: str, exchange: Exchange) -> SendLane:
+        """Connect one lane, with a thread of its own. Raises TransportError, or what `exchange` raised."""
         loop = asyncio.get_running_loop()
         pool = view_of(self._layers, range(move.source_head, move.source_head + move.num_heads))
         thread = ThreadPoolExecutor(1, f"kv-send-{move.decode_rank}", pool.begin_thread)
@@ -105,7 +127,10 @@ class LocalSendRank:
 
 
 class LocalReceiveRank:
-    """A rank of this process. `layers` are its pool's."""
+    """A receiving rank of this process.
+
+    `layers` are its pool's, each [2 (K, V), slots, KV heads, head size]. Each message may take `deadline_s` seconds.
+    """
 
     def __init__(
         self, layers: Sequence[Tensor], block_size: int, transports: Sequence[ReceiveTransport], deadline_s: float
@@ -117,9 +142,14 @@ class LocalReceiveRank:
 
     @property
     def transports(self) -> Sequence[str]:
+        """Names of the transports that the rank can receive over, the best first."""
         return list(self._transports)
 
     async def accept(self, move: HeadMove, transport: str, offer: bytes, answer: Callable[[bytes], None]) -> ReceiveLane:
+        """Connect one lane that a peer has offered, with a thread of its own.
+
+        Raises TransportUnavailableError if it fails before it has answered, and TransportError if it fails after that.
+        """
         loop = asyncio.get_running_loop()
         pool = view_of(self._layers, range(move.destination_head, move.destination_head + move.num_heads))
         thread = ThreadPoolExecutor(1, f"kv-receive-{move.prefill_rank}", pool.begin_thread)

@@ -17,7 +17,9 @@ log = logging.getLogger(__name__)
 
 
 class DecodePeers:
-    """Owns the pairs. A broken pair, or one to a former life of a worker, is closed and replaced."""
+    """The pairs with the decode workers that this worker sends to. A broken pair, or one with a former life of a worker, is
+    closed and replaced.
+    """
 
     def __init__(
         self,
@@ -36,7 +38,10 @@ class DecodePeers:
         self._closing: set[asyncio.Task[None]] = set()
 
     async def pair(self, peer: WorkerRef) -> SendingPair:
-        """A working pair to this worker. Raises TandemError; concurrent callers share one attempt."""
+        """Return a working pair with this worker, opened if need be. Concurrent callers share one attempt.
+
+        Raises TandemError if it can't be opened.
+        """
         task = self._pairs.get(peer)
         if task is None or _is_broken(task):
             self._retire(peer)
@@ -50,11 +55,12 @@ class DecodePeers:
 
     @property
     def pushes_in_flight(self) -> int:
+        """Number of pushes under way, over all working pairs."""
         tasks = [task for task in self._pairs.values() if task.done() and not _is_broken(task)]
         return sum(task.result().pushes_in_flight for task in tasks)
 
     def books(self) -> tuple[PairRow, ...]:
-        """Of every pair that was opened, also if it has broken since."""
+        """One row for every pair that was opened, also if it has broken since."""
         opened = {ref: task.result() for ref, task in self._pairs.items() if _is_open(task)}
         return tuple(PairRow(ref.worker_id, ref.epoch, pair.pushes_in_flight) for ref, pair in opened.items())
 
@@ -65,6 +71,7 @@ class DecodePeers:
                 self._retire(peer)
 
     async def close(self) -> None:
+        """Close every pair; returns when all are closed."""
         for peer in list(self._pairs):
             self._retire(peer)
         await asyncio.gather(*self._closing, return_exceptions=True)

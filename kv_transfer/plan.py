@@ -12,21 +12,21 @@ class Piece(NamedTuple):
     """Tokens of a push that lie in one block of this side and belong to one fingerprint."""
 
     digest: int
-    """Number of the sequence's block, in blocks of the size that fingerprints have."""
+    """Index of the block in the sequence, in blocks of the size that fingerprints have."""
     slot: int
-    """Of the first token, in the pool."""
+    """Slot of the piece's first token in the pool."""
     length: int
 
 
 class SlotRun(NamedTuple):
-    """Neighbouring slots of a pool."""
+    """Consecutive slots of one pool."""
 
     start: int
     length: int
 
 
 class Copy(NamedTuple):
-    """Neighbouring slots of two pools."""
+    """A run of consecutive slots of one pool, and the run of the other pool that it is copied to."""
 
     source: int
     destination: int
@@ -34,7 +34,7 @@ class Copy(NamedTuple):
 
 
 def cut(block_table: Sequence[int], block_size: int, start: int, num_tokens: int, digest_block_size: int) -> list[Piece]:
-    """Tokens [start, start + num_tokens) of a sequence, cut at its block borders and at those of its fingerprints."""
+    """Cut tokens [start, start + num_tokens) of a sequence at the borders of its blocks, and of its fingerprints' blocks."""
     end = start + num_tokens
     found = []
     while start < end:
@@ -47,7 +47,7 @@ def cut(block_table: Sequence[int], block_size: int, start: int, num_tokens: int
 
 
 def slot_runs(pieces: Iterable[Piece]) -> list[SlotRun]:
-    """The slots of some pieces, in order, as the fewest runs."""
+    """Join the slots of some pieces, in order, to as few runs of consecutive slots as possible."""
     runs: list[SlotRun] = []
     for piece in pieces:
         if runs and sum(runs[-1]) == piece.slot:
@@ -58,7 +58,7 @@ def slot_runs(pieces: Iterable[Piece]) -> list[SlotRun]:
 
 
 def copies(sources: Sequence[SlotRun], destinations: Sequence[SlotRun]) -> Iterator[Copy]:
-    """Runs of slots to copy, in order. Both sides have as many tokens."""
+    """Pair the runs of slots of both sides, in order, to runs that can be copied. Both sides have as many tokens."""
     source_at = source_used = 0
     for start, count in destinations:
         done = 0
@@ -73,14 +73,14 @@ def copies(sources: Sequence[SlotRun], destinations: Sequence[SlotRun]) -> Itera
 
 
 MIN_MESSAGE_BYTES = 1024 * 1024
-"""A message costs thread switches on both sides, which take time from the engine."""
+"""Least size of a message, in bytes. A message costs thread switches on both sides, which take time from the engine."""
 
 
 def layer_groups(num_layers: int, layer_bytes: int) -> list[range]:
-    """Consecutive layers that travel in one message, each of at least MIN_MESSAGE_BYTES but the last.
+    """Group consecutive layers to messages, each of at least MIN_MESSAGE_BYTES but the last.
 
     `layer_bytes` is what one layer of the push takes. Long pushes go layer by layer, beside the computation of the next
-    ones; short ones in a message or two.
+    layers; short ones go in a message or two.
     """
     size = ceil_div(MIN_MESSAGE_BYTES, layer_bytes)
     return [range(start, min(start + size, num_layers)) for start in range(0, num_layers, size)]

@@ -41,9 +41,10 @@ class Slots:
 
 
 class PoolView:
-    """`layers`: each [2, S, KV heads, head size], contiguous. `heads`: those that are looked at; None means all.
+    """Some heads of a KV pool, as a lane reads or writes them.
 
-    This class knows the pool as tensors; `view_of` makes the one that fits the memory in which a pool lies.
+    `layers` are the pool's, each [2 (K, V), S slots, KV heads, head size], contiguous. `heads` are those that are looked at;
+    None means all. This class knows the pool as tensors; `view_of` makes the one that fits the memory in which a pool lies.
     """
 
     def __init__(self, layers: Sequence[Tensor], heads: range | None = None) -> None:
@@ -60,21 +61,21 @@ class PoolView:
 
     @property
     def layer_bytes(self) -> int:
-        """Of one token's K and V in one layer."""
+        """Bytes that the K and V of one token take in one layer."""
         return 2 * self.row_bytes
 
     def begin_thread(self) -> None:
-        """Called once by the thread that will move this pool's bytes."""
+        """Prepare the calling thread, which will move this pool's bytes. Called once."""
 
     def make_ready(self, slots: Slots) -> None:
-        """Called before slots that belong to the caller are filled."""
+        """Prepare slots that belong to the caller for being written."""
 
     def settle(self) -> None:
-        """Wait until what the calling thread's work waits for, and this work itself, is done."""
+        """Wait until the calling thread's work is done, and with it all that this work waits for."""
 
 
 class CpuPoolView(PoolView):
-    """A pool in the processor's memory: as bytes, too."""
+    """Some heads of a KV pool in the processor's memory, which can be read as bytes too."""
 
     def __init__(self, layers: Sequence[Tensor], heads: range | None = None) -> None:
         super().__init__(layers, heads)
@@ -85,7 +86,7 @@ class CpuPoolView(PoolView):
         self._bytes = [each.data.cast("B") for each in slots]
 
     def halves(self, layer: int, slots: Sequence[slice]) -> Iterator[memoryview]:
-        """K and then V of one layer as flat bytes: of the whole pool if its rows are whole, else of these slots alone."""
+        """K and then V of one layer as flat bytes: those of the whole pool if its rows are whole, else of these slots alone."""
         if self.whole_rows:
             half = len(self._bytes[layer]) // 2
             yield self._bytes[layer][:half]
@@ -103,6 +104,7 @@ class CudaPoolView(PoolView):
     """
 
     def begin_thread(self) -> None:
+        """Give the calling thread the pool's device and a stream of its own."""
         torch.cuda.set_device(self.device)
         torch.cuda.set_stream(torch.cuda.Stream(self.device))
 
@@ -111,10 +113,11 @@ class CudaPoolView(PoolView):
         torch.cuda.current_stream().wait_stream(torch.cuda.default_stream(self.device))
 
     def settle(self) -> None:
+        """Wait until the calling thread's stream has come to its end."""
         torch.cuda.current_stream().synchronize()
 
 
 def view_of(layers: Sequence[Tensor], heads: range | None = None) -> PoolView:
-    """The view for the memory in which these layers lie."""
+    """Make the view that fits the memory in which these layers lie. `heads` are those that are looked at."""
     kinds = {"cpu": CpuPoolView, "cuda": CudaPoolView}
     return kinds[layers[0].device.type](layers, heads)

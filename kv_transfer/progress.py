@@ -17,7 +17,9 @@ from kv_transfer.transport import TransportError
 
 
 class StepProgress:
-    """One per rank, whose pool lies on `device`. Steps are numbered from 1; step 0 is over."""
+    """How far one rank's engine has come with its steps; the pool lies on `device`. Steps are numbered from 1, and step 0 is
+    over.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -29,14 +31,14 @@ class StepProgress:
         self._changed = threading.Condition()
 
     def begin(self) -> int:
-        """The number of the step that starts now. The one before has finished."""
+        """Begin a step and return its number. The step before has finished."""
         with self._changed:
             self._step += 1
             self._layers_done = 0
             return self._step
 
     def layer_done(self, layer: int) -> None:
-        """K and V of this layer are in the pool."""
+        """Tell that K and V of this layer are in the pool."""
         with self._changed:
             self._mark()
             self._layers_done = layer + 1
@@ -44,14 +46,14 @@ class StepProgress:
                 self._changed.notify_all()
 
     def finish(self) -> None:
-        """The step is over and its first tokens are on their way."""
+        """Tell that the step is over, so all of its layers are done."""
         with self._changed:
             self._mark()
             self._layers_done = sys.maxsize
             self._changed.notify_all()
 
     def wait_for(self, step: int, layer: int, deadline_s: float) -> None:
-        """Until this layer of this step is done. Raises TransportError after the deadline."""
+        """Return when this layer of this step is done. Raises TransportError after `deadline_s` seconds."""
         with self._changed:
             self._wanted.append((step, layer))
             try:

@@ -43,29 +43,35 @@ log = logging.getLogger(__name__)
 
 
 class Destination(Protocol):
-    """Where a transfer goes, as far as this part needs to know."""
+    """A ticket, as far as receiving needs to know it."""
 
     @property
-    def block_table(self) -> Sequence[int]: ...
+    def block_table(self) -> Sequence[int]:
+        """Blocks of this worker's pool that the transfer fills, in order."""
 
     def arrived(self, lane: int, digests: bytes) -> None:
-        """Fingerprints of what a push has brought on this lane."""
+        """Record the fingerprints of what a push has brought on this lane."""
 
 
 class TransferBooks(Protocol):
-    """The ledger, seen from here (`decode_workers.ledger`)."""
+    """The decode worker's ledger, as far as receiving uses it (`decode_workers.ledger`)."""
 
     def begin_push(
         self, source: bytes, ticket_id: int, transfer_id: int, start: int, num_tokens: int, added: tuple[int, ...]
-    ) -> Destination | None: ...
+    ) -> Destination | None:
+        """Open a push of tokens [start, start + num_tokens). Returns None to refuse it."""
 
-    def end_push(self, ticket_id: int, num_tokens: int, ok: bool) -> None: ...
+    def end_push(self, ticket_id: int, num_tokens: int, ok: bool) -> None:
+        """End a push. If it failed, its ticket is aborted."""
 
-    def fingerprints(self, ticket_id: int, transfer_id: int) -> Mapping[int, bytes] | None: ...
+    def fingerprints(self, ticket_id: int, transfer_id: int) -> Mapping[int, bytes] | None:
+        """Fingerprints of what has arrived for this transfer, by lane. None if the ticket is gone."""
 
-    def commit(self, ticket_id: int, transfer_id: int, num_tokens: int) -> bool: ...
+    def commit(self, ticket_id: int, transfer_id: int, num_tokens: int) -> bool:
+        """Close a transfer whose fingerprints were checked. False if tokens are missing or the ticket is gone."""
 
-    def abort_transfer(self, ticket_id: int, transfer_id: int) -> None: ...
+    def abort_transfer(self, ticket_id: int, transfer_id: int) -> None:
+        """Give up a transfer. Without effect if it was committed before."""
 
 
 @dataclass
@@ -85,7 +91,7 @@ class _Push:
 
 
 class ReceivingPair:
-    """One sender's lanes. Lives until that worker is lost, or a lane breaks."""
+    """All lanes from one sender. It lives until that worker is lost, or until a lane breaks."""
 
     def __init__(
         self,
@@ -119,7 +125,9 @@ class ReceivingPair:
         self.closed = False
 
     def open(self, message: PairOpen) -> None:
-        """Start to connect one lane; the answer goes out when our address is known. Refuses what does not fit."""
+        """Begin to connect one lane, and answer with this side's address as soon as that is known. Refuses a peer that does
+        not fit.
+        """
         try:
             moves = check(message, self._me, self._layout)
             if message.lane in self._connecting or self._moves not in ([], moves):
@@ -134,7 +142,7 @@ class ReceivingPair:
         self._life = self._life or asyncio.create_task(self._live(message.prefill.worker_id))
 
     def announce(self, message: PushAnnounce) -> None:
-        """Begin the pushes that the ledger allows and answer which it refuses."""
+        """Begin the pushes that the ledger allows, and answer which of them it refuses."""
         begun: list[tuple[PushSegment, Destination]] = []
         refused: list[int] = []
         for number, segment in enumerate(message.segments):
@@ -155,7 +163,7 @@ class ReceivingPair:
         self._send(PushPosted(message.call_id, tuple(refused)))
 
     def commit(self, message: PushCommit) -> None:
-        """Checked behind the last push of its transfer."""
+        """Compare fingerprints and commit a transfer, once its last push has ended."""
         if self.closed:
             self._send(Failed.from_error(message.call_id, KvTransferError("the KV channel is closed")))
             return

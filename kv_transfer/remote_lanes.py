@@ -37,17 +37,18 @@ _lane_ids = itertools.count(1)
 
 Handler = Callable[[Any], Awaitable[Any]]
 Ask = Callable[[Callable[[int], Any], type[Any]], Awaitable[Any]]
-"""Asks the rank the question that is built from a call id; its answer, of this type. Raises TandemError."""
+"""Asks a rank the question that is built from a call id, and returns its answer of the given type. Raises TandemError."""
 
 
 class RemoteSendRank:
-    """A `SendRank` in another process, with these transports."""
+    """A sending rank in another process, which has these transports."""
 
     def __init__(self, ask: Ask, transports: Sequence[str]) -> None:
         self._ask = ask
         self.transports = transports
 
     async def connect(self, move: HeadMove, transport: str, exchange: Exchange) -> SendLane:
+        """Have the rank connect one lane. Raises TransportError, or what `exchange` raised."""
         lane = _RemoteLane(self._ask)
         try:
             offered = await lane.ask(lambda call_id: LaneOffer(call_id, lane.id, move, transport), LaneOffered)
@@ -60,13 +61,17 @@ class RemoteSendRank:
 
 
 class RemoteReceiveRank:
-    """A `ReceiveRank` in another process, with these transports."""
+    """A receiving rank in another process, which has these transports."""
 
     def __init__(self, ask: Ask, transports: Sequence[str]) -> None:
         self._ask = ask
         self.transports = transports
 
     async def accept(self, move: HeadMove, transport: str, offer: bytes, answer: Callable[[bytes], None]) -> ReceiveLane:
+        """Have the rank connect one lane that a peer has offered.
+
+        Raises TransportUnavailableError if it fails before it has answered, and TransportError if it fails after that.
+        """
         lane = _RemoteLane(self._ask)
         try:
             offered = await lane.ask(lambda call_id: LaneAccept(call_id, lane.id, move, transport, offer), LaneOffered)
@@ -144,7 +149,7 @@ class _Host(Generic[_Lane]):
 
 
 class SendHost(_Host[SendLane]):
-    """A rank of prefill. `handlers`: what it answers, by type of question."""
+    """Serves a sending rank of this process to the worker's first rank. `handlers` answer questions, by type."""
 
     def __init__(self, rank: LocalSendRank) -> None:
         super().__init__()
@@ -189,7 +194,7 @@ class SendHost(_Host[SendLane]):
 
 
 class ReceiveHost(_Host[ReceiveLane]):
-    """A rank of decode. `handlers`: what it answers, by type of question."""
+    """Serves a receiving rank of this process to the worker's first rank. `handlers` answer questions, by type."""
 
     def __init__(self, rank: LocalReceiveRank) -> None:
         super().__init__()

@@ -24,15 +24,15 @@ from protocol.messages import KvLayout, PairOpen, PairOpened, WorkerRef
 log = logging.getLogger(__name__)
 
 Ask = Callable[[Callable[[int], PairOpen]], Awaitable[PairOpened]]
-"""Sends the question that is built from a call id and returns its answer, or raises TandemError."""
+"""Asks the peer the question that is built from a call id, and returns its answer. Raises TandemError."""
 
 
 async def offer(
     ask: Ask, me: WorkerRef, peer: WorkerRef, layout: KvLayout, lane: int, move: HeadMove, rank: SendRank
 ) -> SendLane:
-    """Prefill's side: this lane, from its rank, over the first of the rank's transports that decode takes.
+    """Connect one lane from the sender's side, over the first of the rank's transports that the peer takes.
 
-    Raises IncompatiblePeerError, naming both sides, when there is none; else decode's refusal, or KvTransferError.
+    Raises IncompatiblePeerError naming both sides if they have none in common, the peer's refusal, or KvTransferError.
     """
     refusals = []
     for transport in rank.transports:
@@ -61,9 +61,10 @@ async def offer(
 
 
 def check(message: PairOpen, me: WorkerRef, layout: KvLayout) -> list[HeadMove]:
-    """Decode's side: the moves of the pair, if the peer fits.
+    """Check on the receiver's side whether a sender fits, and return the head moves of the pair.
 
-    Raises WorkerLostError for another epoch, or IncompatiblePeerError with every difference of the layouts.
+    Raises WorkerLostError if it means another epoch of this worker, or IncompatiblePeerError with every difference of the
+    layouts.
     """
     if message.decode_epoch != me.epoch:
         raise WorkerLostError(f"{me.worker_id} is in epoch {me.epoch}, not {message.decode_epoch}")
@@ -78,6 +79,6 @@ def check(message: PairOpen, me: WorkerRef, layout: KvLayout) -> list[HeadMove]:
 
 
 def check_transport(name: str, me: WorkerRef, rank: ReceiveRank) -> None:
-    """Raises TransportUnavailableError if this rank does not have it."""
+    """Check whether this rank has a transport. Raises TransportUnavailableError if not."""
     if name not in rank.transports:
         raise TransportUnavailableError(f"{me.worker_id} has {', '.join(rank.transports)}")

@@ -52,9 +52,9 @@ class OutgoingTransfer:
 
     ticket: Ticket
     digests: defaultdict[int, bytes] = field(default_factory=lambda: defaultdict(bytes))
-    """Fingerprints of what was sent, by lane."""
+    """Fingerprints of what was sent so far, by lane."""
     sent_tokens: int = field(init=False)
-    """At the prompt's beginning, those included that decode held already."""
+    """Number of leading tokens that were sent, those included that decode held already."""
     refused: bool = False
     """Decode no longer has the ticket, or no room for what was added to it: nothing more is sent."""
 
@@ -71,13 +71,15 @@ class PushPart:
     start: int
     num_tokens: int
     added: tuple[int, ...] = ()
-    """As in `PushSegment`."""
+    """Tokens that the ticket stands for from now on (see `protocol.messages.PushSegment`)."""
 
     def segment(self) -> PushSegment:
+        """The part as it is announced to the peer."""
         ticket = self.transfer.ticket
         return PushSegment(ticket.ticket_id, ticket.transfer_id, self.start, self.num_tokens, self.added)
 
     def span(self) -> TokenSpan:
+        """The part as a lane sends it."""
         return TokenSpan(tuple(self.block_table), self.start, self.num_tokens, self.transfer.ticket.block_size)
 
 
@@ -90,7 +92,7 @@ class _Push:
 
 
 class SendingPair:
-    """Made by `open`, which starts its tasks; `close` ends them."""
+    """The lanes from this worker to one decode worker. Made by `open`, which starts its tasks; `close` ends them."""
 
     def __init__(
         self,
@@ -127,7 +129,8 @@ class SendingPair:
         lease_s: float,
         heartbeat_s: float,
     ) -> SendingPair:
-        """Connect the ranks of this worker to those of a decode worker, each lane over the first transport that it takes.
+        """Connect the ranks of this worker to those of a decode worker, each lane over the first transport that the peer
+        takes.
 
         Raises WorkerLostError, IncompatiblePeerError or KvTransferError.
         """
@@ -149,7 +152,9 @@ class SendingPair:
         return pair
 
     def push(self, step: int, parts: Sequence[PushPart]) -> asyncio.Future[None]:
-        """Announce what a step computes and queue it; the future ends when its last byte has left, or with KvTransferError."""
+        """Announce what step `step` computes, and queue it. The future ends when the last byte has left, or with
+        KvTransferError.
+        """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
         done.add_done_callback(_observe)
@@ -163,9 +168,9 @@ class SendingPair:
         return done
 
     async def commit(self, transfer: OutgoingTransfer) -> None:
-        """Close a transfer after its last push, or at once if decode holds all of it.
+        """Close a transfer after its last push, or at once if decode holds all of it. Returns when decode has checked it.
 
-        Returns when decode has checked it; raises TandemError otherwise.
+        Raises TandemError if something is missing or differs.
         """
         if transfer.refused:
             raise KvTransferError("the decode worker no longer holds the ticket")
@@ -184,7 +189,7 @@ class SendingPair:
         expect(answer, Committed)
 
     def abort(self, transfer: OutgoingTransfer) -> None:
-        """Tell decode that no more will come. A broken pair has told it already by being broken."""
+        """Tell decode that no more of this transfer will come. A broken pair has told it by being broken."""
         try:
             self._caller.send(TransferAbort(transfer.ticket.ticket_id, transfer.ticket.transfer_id))
         except TandemError:

@@ -16,9 +16,9 @@ MAX_RANKS = 1024
 
 
 def head_moves(prefill_ranks: int, decode_ranks: int, num_kv_heads: int) -> list[HeadMove]:
-    """Every move of a transfer, by decode rank and then by head, the longest there are.
+    """Every move of KV heads from a prefill rank to a decode rank, by decode rank and then by head, each as long as possible.
 
-    The numbers of ranks may come from a peer. Raises IncompatiblePeerError.
+    The numbers of ranks may come from a peer. Raises IncompatiblePeerError if the heads can't be shared out so.
     """
     if not (1 <= prefill_ranks <= MAX_RANKS and 1 <= decode_ranks <= MAX_RANKS):
         raise IncompatiblePeerError(f"a worker has 1 to {MAX_RANKS} ranks, not {prefill_ranks} to {decode_ranks}")

@@ -24,45 +24,56 @@ class TransportError(Exception):
 
 
 class SendChannel(Protocol):
+    """The sending end of one connected channel. Used from one thread."""
+
     def send(self, layers: range, slots: Slots) -> None:
-        """Send one layer chunk of these slots. They must stay as they are until `flush` has returned."""
+        """Send some layers of these slots, which must stay as they are until `flush` has returned. Raises TransportError."""
 
     def flush(self) -> None:
-        """Wait until everything that was sent may be overwritten."""
+        """Wait until everything that was sent may be overwritten. Raises TransportError."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End the channel and give back what it holds."""
 
 
 class ReceiveChannel(Protocol):
-    def receive(self, layers: range, slots: Slots) -> None:
-        """Receive one layer chunk into these slots: on a GPU, for what this thread launches afterwards."""
+    """The receiving end of one connected channel. Used from one thread."""
 
-    def close(self) -> None: ...
+    def receive(self, layers: range, slots: Slots) -> None:
+        """Receive some layers into these slots. On a GPU they are there for what this thread launches afterwards.
+
+        Raises TransportError.
+        """
+
+    def close(self) -> None:
+        """End the channel and give back what it holds."""
 
 
 class SendTransport(Protocol):
-    """Prefill's side of one way of moving KV. Both sides know it by `name`."""
+    """One way of moving KV, from the sender's side. Both sides know it by `name`."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Name of the transport, the same on both sides."""
 
     def connect_sender(self, exchange: Callable[[bytes], bytes], pool: PoolView, deadline_s: float) -> SendChannel:
-        """`exchange` sends our offer to the peer and returns its answer, or raises the peer's refusal.
+        """Connect a channel from this pool. Blocks for up to `deadline_s` seconds.
 
-        Blocks. Raises TransportError.
+        `exchange` sends our offer to the peer and returns its answer, or raises the peer's refusal. Raises TransportError.
         """
 
 
 class ReceiveTransport(Protocol):
-    """Decode's side."""
+    """One way of moving KV, from the receiver's side. Both sides know it by `name`."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Name of the transport, the same on both sides."""
 
     def connect_receiver(
         self, offer: bytes, answer: Callable[[bytes], None], pool: PoolView, deadline_s: float
     ) -> ReceiveChannel:
-        """`answer` must be called once, before waiting for the peer; what fails earlier is a refusal.
+        """Connect a channel into this pool, as a sender has offered. Blocks for up to `deadline_s` seconds.
 
-        Blocks. Raises TransportError.
+        `answer` must be called once, before waiting for the peer; what fails earlier is a refusal. Raises TransportError.
         """

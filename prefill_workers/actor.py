@@ -10,14 +10,16 @@ from protocol.messages import Role
 
 
 class PrefillActor(FirstRankActor):
-    """One life of one prefill worker."""
+    """One life of one prefill worker, seen from its first rank."""
 
     role = Role.PREFILL
 
     @property
     def pool_config(self) -> PoolConfig:
+        """The configuration of prefill workers."""
         return self._config.prefill
 
     def worker(self, rank: FirstRank) -> PrefillWorker:
+        """Build a prefill worker around its loaded first rank. Raises ConfigError if the wanted transport can't be had."""
         pool = rank.runner.pool
         return PrefillWorker(rank, sending_transports(self._config.transport, self._host, pool.data, pool.memory_fd))

@@ -13,7 +13,7 @@ from protocol.audit import PrefillBooks, PromptRow
 def prefill_books(
     call_id: int, cache: PrefixCache, scheduler: PrefillScheduler, peers: DecodePeers, prompts: Mapping[Prompt, PromptRow]
 ) -> PrefillBooks:
-    """All of it at one moment; `prompts` are all that the worker knows of."""
+    """What a prefill worker holds, all at one moment, as an audit compares it. `prompts` are all that the worker knows of."""
     problems = tuple(_problems(cache, scheduler, prompts))
     rows = tuple(prompts.values())
     return PrefillBooks(

@@ -16,7 +16,7 @@ from protocol.messages import Prefill
 
 @dataclass(eq=False)
 class Job:
-    """One Prefill message until its KV is handed over."""
+    """One Prefill message and its prompt, until the KV is handed over."""
 
     router: bytes
     message: Prefill
@@ -24,21 +24,21 @@ class Job:
     transfer: OutgoingTransfer
     arrived: float
     scores: PromptScores | None
-    """Logprobs of the prompt, if they are wanted."""
+    """Collects the logprobs of the prompt, if they are wanted."""
     constraint: Constraint | None = None
-    """Of the answer, if it has a grammar."""
+    """The grammar of the answer, if it has one."""
     pair: SendingPair | None = None
-    """None when the answer is one token long: nothing is handed over."""
+    """The pair that the KV is sent over. None when the answer is one token long: nothing is handed over."""
     last_push: asyncio.Future[None] | None = None
-    """Pushes of a pair end in order, so this one's end is the end of all. None as long as decode holds what was computed."""
+    """Ends with the last push so far, and so with all before it. None as long as decode holds what was computed."""
     began: float | None = None
     answered: bool = False
     stopped: bool = False
-    """Nothing more is to be computed or sent for it."""
+    """Whether nothing more is to be computed or sent for it."""
     in_step: bool = False
 
     def row(self) -> PromptRow:
-        """As an audit sees it."""
+        """The job as an audit sees it."""
         ticket = self.message.ticket
         decode, blocks = ticket.worker, len(self.prompt.block_table)
         return PromptRow(
@@ -46,7 +46,7 @@ class Job:
         )
 
     def chunk(self, planned: PlannedChunk) -> Chunk:
-        """What the engine computes of it in the next step."""
+        """What the engine computes of the prompt in the next step."""
         message, end = self.message, planned.start + planned.num_tokens
         return Chunk(
             message.token_ids[planned.start : end],

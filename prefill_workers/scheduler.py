@@ -34,26 +34,27 @@ class Prompt:
 
     token_ids: Sequence[int]
     keys: Sequence[bytes]
-    """Of its full blocks, for the prefix cache."""
+    """Keys of its full blocks for the prefix cache."""
     whole: bool = False
-    """All of it is computed, whatever is cached: the logits behind each token are wanted."""
+    """Whether all of it is computed, whatever is cached, because the logits of each token are wanted."""
     block_table: list[int] = field(default_factory=list)
-    """Empty while queued."""
+    """Its blocks, in order. Empty while the prompt is queued."""
     cached: int = 0
-    """Tokens at its beginning whose KV was there when it started."""
+    """Number of leading tokens whose KV was cached when the prompt started."""
     computed: int = 0
-    """Tokens whose KV is in the pool, or will be after the current step."""
+    """Number of leading tokens whose KV is in the pool, or will be after the current step."""
     overtaken: bool = False
-    """Nobody goes before it any more."""
+    """Whether another prompt went before it. Then no other may."""
 
     @property
     def remaining(self) -> int:
+        """Number of tokens that no step has computed or is computing."""
         return len(self.token_ids) - self.computed
 
 
 @dataclass(frozen=True)
 class PlannedChunk:
-    """Tokens [start, start + num_tokens) of a prompt; `last` when the first token is sampled from it."""
+    """Tokens [start, start + num_tokens) of a prompt. `last` tells that the first token of the answer is sampled from it."""
 
     prompt: Prompt
     start: int
@@ -62,15 +63,18 @@ class PlannedChunk:
 
     @property
     def handoff_start(self) -> int:
-        """Where the KV that this chunk adds to the handoff begins: the first chunk brings what was cached along."""
+        """Position at which the KV begins that this chunk adds to the handoff: the first chunk brings along what was cached."""
         return 0 if self.start == self.prompt.cached else self.start
 
     @property
     def end(self) -> int:
+        """Position behind the chunk's last token."""
         return self.start + self.num_tokens
 
 
 class PrefillScheduler:
+    """Decides which parts of which prompts each step computes, in the order of their arrival."""
+
     def __init__(self, cache: PrefixCache, block_size: int, config: PrefillConfig, *, shares_prefixes: bool) -> None:
         self._cache = cache
         self._block_size = block_size
@@ -87,30 +91,31 @@ class PrefillScheduler:
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens not yet computed; what may be cached of queued prompts is not known yet."""
+        """Number of prompt tokens not yet computed. What may be cached of queued prompts is not known yet."""
         return sum(prompt.remaining for prompt in self._prompts)
 
     @property
     def num_waiting(self) -> int:
+        """Number of prompts that are queued or computed in part."""
         return len(self._prompts)
 
     @property
     def num_held(self) -> int:
-        """Prompts that hold blocks."""
+        """Number of prompts that hold blocks."""
         return self._held
 
     def fits(self, num_tokens: int) -> bool:
-        """Whether a prompt of this length can ever be computed here."""
+        """Whether a prompt of this many tokens can ever be computed here."""
         return self._blocks_for(num_tokens) <= self._cache.num_blocks
 
     def new_prompt(self, token_ids: Sequence[int], cache_salt: str, *, whole: bool = False) -> Prompt:
-        """A prompt to `add`. It shares KV only with prompts of the same salt, and takes none from others if `whole`."""
+        """Make a prompt to `add`. It shares KV only with prompts of the same salt, and takes none from others if `whole`."""
         assert self.fits(len(token_ids)), "too long for this pool: refuse it on arrival"
         keys = block_keys(token_ids, self._block_size, cache_salt) if self._shares_prefixes else ()
         return Prompt(token_ids, keys, whole)
 
     def add(self, prompt: Prompt, *, ahead: bool = False) -> None:
-        """Behind all others, or `ahead` of those at the end that were not overtaken yet."""
+        """Queue a prompt behind all others, or if `ahead` before those at the end that were not overtaken yet."""
         place = len(self._prompts)
         while ahead and place and not self._prompts[place - 1].overtaken:
             place -= 1
@@ -119,9 +124,10 @@ class PrefillScheduler:
         self._prompts.insert(place, prompt)
 
     def plan(self) -> list[PlannedChunk]:
-        """The next step's chunks: one of at most `max_batch_tokens` tokens, or several of at most `saturation_tokens` in all.
+        """The chunks of the next step: one of at most `max_batch_tokens` tokens, or several of at most `saturation_tokens` in
+        all.
 
-        Moves the prompts on accordingly.
+        Counts their tokens as computed.
         """
         chunks: list[PlannedChunk] = []
         room = self._max_batch_tokens
@@ -144,18 +150,18 @@ class PrefillScheduler:
         return chunks
 
     def step_done(self, plan: Sequence[PlannedChunk]) -> None:
-        """The KV of these chunks is in the pool: from now on their full blocks can be shared."""
+        """Record that the KV of these chunks is in the pool. Their full blocks can be shared from now on."""
         for chunk in plan:
             prompt = chunk.prompt
             self._cache.insert(prompt.keys[: chunk.end // self._block_size], prompt.block_table)
 
     def drop(self, prompt: Prompt) -> None:
-        """Plan no more of it. Its blocks stay until `release`. Idempotent."""
+        """Plan no more of this prompt. Its blocks stay until `release`. Idempotent."""
         if prompt in self._prompts:
             self._prompts.remove(prompt)
 
     def release(self, prompt: Prompt) -> None:
-        """Give its blocks back: nothing reads or writes them any more. Idempotent."""
+        """Give a dropped prompt's blocks back: nothing reads or writes them any more. Idempotent."""
         assert prompt not in self._prompts, "drop it first"
         if prompt.block_table:
             self._cache.release(prompt.keys, prompt.block_table)

@@ -37,13 +37,14 @@ def fields(**values: object) -> Mapping[str, object]:
 
 
 class LineFormatter(logging.Formatter):
-    """Whatever the message holds, an exception's traceback included, comes out as one line."""
+    """Formats every record as one line, whatever the message holds, an exception's traceback included."""
 
     def __init__(self, component: str) -> None:
         super().__init__()
         self._component = component
 
     def format(self, record: logging.LogRecord) -> str:
+        """The record as one line of text."""
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         parts = [f"{stamp}.{int(record.msecs):03d}Z {record.levelname} {self._component} {record.name}: {record.getMessage()}"]
         extra: Mapping[str, object] = getattr(record, _FIELDS, {})

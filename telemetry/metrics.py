@@ -96,26 +96,31 @@ class Metrics:
         self.registry.register(_WorkerCollector(model_name, workers))
 
     def succeeded(self, finish_reason: str) -> None:
+        """Count an answer that came to its end."""
         self._success.labels(self._model_name, finish_reason).inc()
 
     def failed(self, code: str) -> None:
-        """`code` is an error's code, or `cancelled` for a client that went away."""
+        """Count a request that failed. `code` is an error's code, or `cancelled` for a client that went away."""
         self._errors.labels(self._model_name, code).inc()
 
     def decided(self, decision: str) -> None:
-        """`decision`: here, where it is decoded, or there, at a prefill worker."""
+        """Count where a prompt was computed. `decision`: here, where it is decoded, or there, at a prefill worker."""
         self._decisions.labels(self._model_name, decision).inc()
 
     def migrated(self, reason: str, outcome: str) -> None:
-        """`reason`: drain or balance. `outcome`: moved, full (no room at the target), failed, cancelled (the stream ended)."""
+        """Count a migration. `reason`: drain or balance. `outcome`: moved, full (no room at the target), failed, or cancelled
+        (the stream ended).
+        """
         self._migrations.labels(self._model_name, reason, outcome).inc()
 
     def copied(self, outcome: str) -> None:
-        """`outcome`: copied, full (no room anywhere else), failed, cancelled (the stream ended)."""
+        """Count a copy of a stream's KV. `outcome`: copied, full (no room anywhere else), failed, or cancelled (the stream
+        ended).
+        """
         self._copies.labels(self._model_name, outcome).inc()
 
     def render(self) -> bytes:
-        """Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def _counter(self, name: str, text: str) -> Counter:
@@ -156,7 +161,7 @@ class _WorkerCollector(Collector):
 
 
 def kv_usage(report: LoadReport) -> float:
-    """Share of the worker's KV blocks that are taken, 0 to 1."""
+    """Share of the worker's KV blocks that are taken, from 0 to 1."""
     return 1.0 - report.free_blocks / report.total_blocks if report.total_blocks else 0.0
 
 

@@ -23,12 +23,14 @@ from typing import Any
 
 
 class Stage(Enum):
+    """What an answer's time is spent on. The stages follow each other in this order."""
+
     PREPARE = "prepare"
     """Reading, checking and tokenizing the request."""
     QUEUE = "queue"
-    """Waiting for room, and reserving blocks; of a resumed answer this comes again."""
+    """Waiting for room and reserving blocks. A resumed answer does so again."""
     PREFILL_QUEUE = "prefill_queue"
-    """From the pair to the prompt's first chunk."""
+    """From the choice of a pair to the prompt's first chunk."""
     PREFILL = "prefill"
     """From the first chunk to the first token."""
     HANDOFF_WAIT = "handoff_wait"
@@ -38,9 +40,9 @@ class Stage(Enum):
     DECODE_QUEUE = "decode_queue"
     """From attached to the first step."""
     DECODE_STEP = "decode_step"
-    """In steps that made tokens of this answer."""
+    """In steps that produced tokens of this answer."""
     DECODE_GAP = "decode_gap"
-    """Between them: planning, frames on their way, preemption, recomputing."""
+    """Between those steps: planning, frames on their way, preemption, recomputing."""
     SEND = "send"
     """Since the last token: making text of it, releasing the workers, waiting for the client to take what was sent."""
     LOST = "lost"
@@ -49,7 +51,7 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class Stretch:
-    """One piece of the line. All of an attempt's decode steps and gaps are one."""
+    """A piece of an answer's time that was spent on one stage. All decode steps and gaps of an attempt are one piece."""
 
     stage: Stage
     start: float
@@ -57,7 +59,7 @@ class Stretch:
 
 
 class RequestTimes:
-    """One answer's line, drawn by the pipeline as it goes on. `arrival` and all moments are `time.monotonic()`."""
+    """Where one answer's time goes, noted by the pipeline as it goes on. `arrival` and all moments are `time.monotonic()`."""
 
     def __init__(self, arrival: float) -> None:
         self.arrival = arrival
@@ -72,19 +74,19 @@ class RequestTimes:
         self._mark = self._latest_output = arrival
 
     def spent(self, stage: Stage) -> float:
-        """Seconds, of what has come to its end."""
+        """Seconds spent on this stage, without what has not come to its end."""
         return self._spent.get(stage, 0.0)
 
     def prepared(self) -> None:
-        """It is the pipeline's turn."""
+        """Note that the request is checked and tokenized."""
         self._reach(time.monotonic(), Stage.PREPARE)
 
     def admitted(self) -> None:
-        """There is a pair with room."""
+        """Note that a pair of workers has room."""
         self._reach(time.monotonic(), Stage.QUEUE)
 
     def prefilled(self, prefill_s: float) -> None:
-        """The first token is here, or on a resumed stream the next one. The worker has computed for so long."""
+        """Note the first token, or on a resumed stream the next one, and for how many seconds the worker computed."""
         now = time.monotonic()
         if self.first_token is None:
             self.first_token = now
@@ -94,18 +96,18 @@ class RequestTimes:
         self._reach(now, Stage.PREFILL_QUEUE, Stage.PREFILL, prefill_s)
 
     def attached(self, transfer_s: float) -> None:
-        """Decode has the KV; its worker had to wait for it for so long."""
+        """Note that the decode worker has the KV, and for how many seconds it had to wait for it."""
         self._reach(time.monotonic(), Stage.HANDOFF_WAIT, Stage.TRANSFER, transfer_s)
 
     def stepped(self, arrived: float, step_s: float) -> None:
-        """Tokens came at this moment, out of a step that took so long."""
+        """Note that tokens came at this moment, out of a step that took so many seconds."""
         decoding = bool(self.stretches) and self.stretches[-1].stage is Stage.DECODE_STEP
         self.token_gaps.append(max(0.0, arrived - self._latest_output))
         self._latest_output = arrived
         self._reach(arrived, Stage.DECODE_GAP if decoding else Stage.DECODE_QUEUE, Stage.DECODE_STEP, step_s)
 
     def lost(self) -> None:
-        """This attempt has failed."""
+        """Note that this attempt has failed."""
         self._reach(time.monotonic(), Stage.LOST)
 
     def stages(self, now: float) -> dict[str, float]:
@@ -115,12 +117,12 @@ class RequestTimes:
         return {stage.value: spent[stage] for stage in Stage if stage in spent}
 
     def line(self, now: float) -> list[Stretch]:
-        """The stretches up to now, without those that took no time."""
+        """The stretches up to now, in order, without those that took no time."""
         last = Stretch(Stage.LOST if self.finish is None else Stage.SEND, self._mark, max(now, self._mark))
         return [stretch for stretch in (*self.stretches, last) if stretch.end > stretch.start]
 
     def summary(self, now: float) -> dict[str, float]:
-        """For the log line of the request."""
+        """Seconds by stage, time to first token, longest gap and total, for the log line of the request."""
         known = {f"{stage}_s": seconds for stage, seconds in self.stages(now).items()}
         if self.first_token is not None:
             known["ttft_s"] = self.first_token - self.arrival
@@ -129,7 +131,9 @@ class RequestTimes:
         return known | {"total_s": now - self.arrival, "resumes": self.resumes}
 
     def report(self, now: float) -> dict[str, Any]:
-        """For the client who asked, in seconds."""
+        """Seconds by stage, total, time to first token, every gap between tokens and the number of resumes, for the client who
+        asked.
+        """
         return {
             "stages": {stage: round(seconds, 6) for stage, seconds in self.stages(now).items()},
             "total": round(now - self.arrival, 6),

@@ -25,9 +25,11 @@ _TRACES_PATH = "/v1/traces"
 
 
 class SpanExport:
-    """Queues spans; a thread of the SDK's sends them in batches, and drops them when the collector is away for long.
+    """Sends spans to a collector: they are queued, sent in batches by a thread, and dropped while the collector is away for
+    long.
 
-    `endpoint` is the collector's base URL, such as http://localhost:4318. Raises ConfigError if the packages are not installed.
+    `endpoint` is the collector's base URL, such as http://localhost:4318. Raises ConfigError if the packages are not
+    installed.
     """
 
     def __init__(self, endpoint: str, service: str) -> None:
@@ -50,7 +52,8 @@ class SpanExport:
         answers: Sequence[Iterable[Stretch]],
         error: str | None,
     ) -> None:
-        """One request with the stages of each of its answers; moments on `time.monotonic`, `error` if it failed.
+        """Queue the spans of one request, with the stages of each of its answers. Moments are `time.monotonic()`; `error`
+        tells that it failed.
 
         Returns at once, and does nothing if the client does not record its trace.
         """
@@ -69,7 +72,7 @@ class SpanExport:
         self._processor.on_end(span)
 
     def close(self) -> None:
-        """Send what is queued, and end the thread. Blocks, for seconds if the collector is away."""
+        """Send what is queued and end the thread. Blocks, for seconds if the collector is away."""
         self._processor.shutdown()  # type: ignore[no-untyped-call]  # the SDK has no type for it
 
     def _span(
@@ -101,7 +104,7 @@ class SpanExport:
 
 
 def check_installed() -> None:
-    """Raise ConfigError if spans can't be sent for want of a package."""
+    """Check that spans can be sent. Raises ConfigError naming the package that is missing."""
     try:
         import opentelemetry.exporter.otlp.proto.http.trace_exporter
         import opentelemetry.sdk.trace.export  # noqa: F401

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 
 class BlockManager:
-    """Blocks 0 to num_blocks - 1. Not thread-safe: one scheduler owns it."""
+    """Free and owned blocks of one pool, numbered 0 to num_blocks - 1. Not thread-safe: one scheduler owns it."""
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks > 0, "a pool has blocks"
@@ -21,10 +21,11 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
+        """Number of blocks that `allocate` can hand out."""
         return len(self._free)
 
     def allocate(self, n: int) -> list[int] | None:
-        """`n` blocks, or None (and nothing changed) if fewer are free."""
+        """Take `n` free blocks and return their numbers. Returns None, and changes nothing, if fewer are free."""
         assert n >= 0, "a number of blocks"
         if n > len(self._free):
             return None

@@ -23,16 +23,16 @@ _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory
 
 
 def token_bytes(facts: ModelFacts, dtype: torch.dtype) -> int:
-    """What one token takes in all layers."""
+    """Bytes that the K and V of one token take in all layers together."""
     return facts.num_layers * 2 * facts.num_kv_heads * facts.head_dim * dtype.itemsize
 
 
 class KVPool:
-    """`data` is [layers, 2 (K, V), blocks, block size, KV heads, head size]. Its memory is touched only when written,
-    or a little before (`engine.memory.populator`).
+    """The keys and values of all blocks: `data` is [layers, 2 (K, V), blocks, block size, KV heads, head size].
 
-    A `shared` pool lies in a memfd, `memory_fd`, which other processes of this host can be given to read; elsewhere than on
-    Linux, and in the memory of a GPU, there is no such thing and `memory_fd` is None.
+    Memory is touched only when it is written, or a little before (`engine.memory.populator`). A `shared` pool lies in a memfd,
+    `memory_fd`, which other processes of this host can be given to read. `memory_fd` is None on other systems than Linux, and
+    for a pool in the memory of a GPU.
     """
 
     def __init__(
@@ -71,7 +71,10 @@ class KVPool:
         shared: bool = False,
         device: torch.device = _CPU,
     ) -> KVPool:
-        """A pool of `num_tokens` (rounded down to whole blocks). Raises ConfigError if it is empty or can't fit."""
+        """Make a pool of `num_tokens` tokens, rounded down to whole blocks.
+
+        Raises ConfigError if that is not one block, or more than the memory of the machine or GPU.
+        """
         if block_size < 1 or num_tokens < block_size:
             raise ConfigError(f"{num_tokens} tokens of KV cache do not make one block of {block_size}", param="kv_cache_tokens")
         memory = _memory_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
@@ -94,11 +97,13 @@ class KVPool:
         )
 
     def layer_slots(self, layer: int) -> Tensor:
-        """A view of one layer, [2, slots, KV heads, head size]; slot = block * block size + offset."""
+        """A view of one layer: [2 (K, V), slots, KV heads, head size]. A token's slot is block * block size + its place in the
+        block.
+        """
         return self._layer_slots[layer]
 
     def layers(self) -> list[Tensor]:
-        """`layer_slots` of every layer."""
+        """Views of all layers, each [2 (K, V), slots, KV heads, head size]."""
         return [self.layer_slots(layer) for layer in range(len(self.data))]
 
     def gather(self, layer: int, blocks: Tensor) -> Tensor:

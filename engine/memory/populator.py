@@ -23,11 +23,11 @@ from engine.memory.kv_pool import KVPool
 from engine.niceness import PREFILL_NICENESS, be_nice
 
 AHEAD_TOKENS = 8192
-"""As many as may arrive between two steps."""
+"""Tokens mapped ahead at any time: as many as may arrive between two steps."""
 IDLE_AHEAD_TOKENS = 32768
-"""0.8 GB with the default model in bfloat16."""
+"""Tokens mapped ahead while nothing is computed: 0.8 GB with the default model in bfloat16."""
 TOGETHER_TOKENS = 256
-"""25 ms of work at most, with the default model: a request may arrive meanwhile."""
+"""Tokens mapped without a pause. They take 25 ms at most with the default model, and a request may arrive meanwhile."""
 _IDLE_S = 0.1
 """After the last step, and from one look at it to the next."""
 
@@ -38,7 +38,7 @@ _libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
 
 class Populator:
-    """Of one pool in the processor's memory. There is a thread while there is work."""
+    """Maps the memory of one pool ahead of its use. A thread of low priority runs while there is something to map."""
 
     def __init__(self, pool: KVPool) -> None:
         self._num_blocks = pool.num_blocks
@@ -58,7 +58,9 @@ class Populator:
 
     @contextmanager
     def step(self, block: int) -> Iterator[None]:
-        """While something is computed that uses blocks up to this one. One thread has steps."""
+        """Tell that a step is computed inside this context, and that `block` is the highest block it uses. One thread has
+        steps.
+        """
         self._idle_since = None
         self._used = max(self._used, block + 1)
         if self._end < self._until(self._idle_ahead) and not self._thread.is_alive():
@@ -69,7 +71,7 @@ class Populator:
             self._idle_since = time.monotonic()
 
     def wait(self) -> None:
-        """Until there is no work left."""
+        """Return when nothing is left to map."""
         self._thread.join()
 
     def _started(self) -> Thread:

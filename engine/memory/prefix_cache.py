@@ -45,7 +45,9 @@ def block_keys(token_ids: Sequence[int], block_size: int, salt: str) -> list[byt
 
 
 class PrefixCache:
-    """Who owns which block of a pool, and which full blocks can be had by their key. Not thread-safe: one scheduler owns it."""
+    """Who owns which block of one pool, and which full blocks can be found by their key. Not thread-safe: one scheduler owns
+    it.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -68,25 +70,28 @@ class PrefixCache:
 
     @property
     def num_references(self) -> int:
-        """A block counts once for each of its owners."""
+        """Number of owners of all blocks together: a block that three prompts share counts three times."""
         return sum(self._references)
 
     def match(self, keys: Sequence[bytes]) -> int:
-        """How many blocks are cached from the first key on without a gap. Takes nothing."""
+        """Number of leading keys whose blocks are all cached. Takes nothing."""
         for count, key in enumerate(keys):
             if key not in self._block_of:
                 return count
         return len(keys)
 
     def cost(self, num_blocks: int, keys: Sequence[bytes]) -> int:
-        """By how much `num_free` falls when this is allocated: cached blocks that somebody owns come for nothing."""
+        """By how much `num_free` falls if `num_blocks` are allocated with these cached keys: blocks that somebody owns already
+        are free of charge.
+        """
         assert len(keys) <= num_blocks, "more cached blocks than the table has"
         return num_blocks - sum(self._references[self._block_of[key]] > 0 for key in keys)
 
     def allocate(self, num_blocks: int, keys: Sequence[bytes]) -> list[int] | None:
-        """A block table of `num_blocks`: the cached blocks of these keys, shared, then fresh ones of the caller's own.
+        """Return a table of `num_blocks` blocks: first the cached blocks of `keys`, shared, then fresh ones of the caller's
+        own.
 
-        Every key must be cached (`match`). None, and nothing changed, if there are too few blocks.
+        Every key must be cached (see `match`). Returns None, and changes nothing, if there are too few blocks.
         """
         if self.cost(num_blocks, keys) > self.num_free:
             return None
@@ -103,10 +108,10 @@ class PrefixCache:
         return table
 
     def insert(self, keys: Sequence[bytes], table: Sequence[int]) -> None:
-        """Make the first blocks of an owned table, one per key, known by these keys: their KV is complete in the pool.
+        """Record that the first blocks of an owned table, one per key, hold complete KV and can be found by these keys.
 
-        Give all keys from the first one on each time. A key that is known already keeps its block, and the caller's stays
-        the caller's own; one that was evicted meanwhile is known again.
+        Give all keys from the first one on each time. A key that is known already keeps its block, and the caller's stays the
+        caller's own; one that was evicted meanwhile is known again.
         """
         for key, block in zip(keys, table, strict=False):
             assert self._references[block], f"block {block} has no owner"
@@ -116,7 +121,7 @@ class PrefixCache:
                 self._key_of[block] = key
 
     def release(self, keys: Sequence[bytes], table: Sequence[int]) -> None:
-        """Give up a table, of whose full blocks these are the keys. Nothing of the caller reads or writes it any more."""
+        """Give up an owned table; `keys` are those of its full blocks. The caller must no longer read or write the blocks."""
         assert len(set(table)) == len(table), f"a block twice in {list(table)}"
         assert all(self._references[block] for block in table), "a block without an owner is released"
         for block in table:

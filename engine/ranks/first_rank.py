@@ -41,9 +41,10 @@ class FirstRank:
 
 
 class FirstRankActor(WorkerActor):
-    """One life of one worker. `others` are the addresses at which its other ranks listen, in order.
+    """One life of one worker, seen from its first rank.
 
-    `host` is the address to listen on, `threads` the cores to compute with.
+    `others` are the addresses of the worker's other ranks, in order. `host` is the address to listen on, and `threads` the
+    number of cores to compute with.
     """
 
     role: Role
@@ -74,9 +75,13 @@ class FirstRankActor(WorkerActor):
 
     @abstractmethod
     def worker(self, rank: FirstRank) -> Worker:
-        """The role's worker around its first rank. Raises ConfigError if it can't have the transports that are wanted."""
+        """Build the role's worker around its loaded first rank. Raises ConfigError if the wanted transport can't be had."""
 
     async def build(self) -> Worker:
+        """Connect to the other ranks, load this rank's share and return the worker.
+
+        Raises ConfigError when the model can't be loaded, and WorkerLostError when another rank is lost.
+        """
         setup_logging(self._worker_id)
         torch.set_num_threads(self._threads)
         limits = self._config.limits

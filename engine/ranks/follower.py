@@ -35,25 +35,27 @@ log = logging.getLogger(__name__)
 _SOMEHOW = SamplingParams(seed=0, max_tokens=1)
 """Tells the model that a chunk's logits are wanted. How they are sampled is the first rank's business."""
 _SCORED = PromptScores((), 0)
-"""Likewise that those of all its tokens are."""
+"""Tells the model that the logits of all tokens of a chunk are wanted. The first rank scores them."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank has loaded, and who wants to know how far its steps have come."""
+    """A rank's loaded model, with callbacks that follow its steps and handlers for the questions of its KV lanes."""
 
     runner: ModelRunner
     handlers: Mapping[type[Any], Callable[[Any], Awaitable[Any]]]
-    """By type of question: the answer, or a TandemError."""
+    """For each type of question, the function that answers it or raises a TandemError."""
     begin_step: Callable[[], int]
-    """The number of the step that begins."""
+    """Called before each step. Returns its number; steps are numbered from 1."""
     layer_done: Callable[[int], None]
+    """Called with each layer's index as soon as its K and V are in the pool."""
     finish_step: Callable[[], None]
+    """Called after each step, also after one that failed."""
     close: Callable[[], Awaitable[None]]
 
 
 class Follower:
-    """`load` makes the share of this rank, in a thread."""
+    """One rank behind the first. `load` runs in the engine's thread: it loads the share once the process group is connected."""
 
     def __init__(
         self, server: WireServer, rank: int, size: int, host: str, load: Callable[[TensorParallel], Share], lease_s: float
@@ -73,7 +75,9 @@ class Follower:
         self._tasks = asyncio.TaskGroup()
 
     async def run(self) -> None:
-        """Serve until cancelled. Raises WorkerLostError when the first rank is gone, and what else an answer raised."""
+        """Serve until cancelled. Raises WorkerLostError when the first rank is gone, and any error of a handler that is no
+        answer.
+        """
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 self._tasks.create_task(self._watch())

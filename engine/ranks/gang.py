@@ -28,11 +28,11 @@ from protocol.wire import WireClient
 _Answer = TypeVar("_Answer")
 
 STEP_LEASES = 6
-"""A step, and each of its collectives, may take so many leases: ranks that share a processor wait for each other."""
+"""Deadline of a step and of each of its collectives, in leases: ranks that share a processor wait for each other."""
 
 
 class Gang:
-    """Made by `connect`; `close` ends it. That of a worker of one rank has no others."""
+    """The other ranks of a worker, seen from its first one. Made by `connect` or `alone`, and ended by `close`."""
 
     def __init__(self, others: Sequence[WireClient], *, lease_s: float, heartbeat_s: float) -> None:
         self._step_s = STEP_LEASES * lease_s
@@ -46,14 +46,17 @@ class Gang:
 
     @classmethod
     def alone(cls) -> Gang:
-        """Of a worker of one rank."""
+        """The gang of a worker that has one rank."""
         return cls([], lease_s=1.0, heartbeat_s=1.0)
 
     @classmethod
     async def connect(
         cls, addresses: Sequence[str], secret: bytes, *, connect_s: float, lease_s: float, heartbeat_s: float
     ) -> Gang:
-        """To the ranks behind the first one, in their order. Raises WorkerLostError."""
+        """Connect to the ranks behind the first one; `addresses` are in the order of the ranks. Times are in seconds.
+
+        Raises WorkerLostError if one can't be reached within `connect_s`.
+        """
         clients: list[WireClient] = []
         try:
             for address in addresses:
@@ -66,12 +69,14 @@ class Gang:
 
     @property
     def size(self) -> int:
+        """Number of ranks, the first one included."""
         return 1 + len(self._callers)
 
     async def form(self, host: str, start_s: float) -> TensorParallel:
-        """Connect the process group. The others go on to load their shares, which `joined` waits for.
+        """Connect the process group, and return the first rank's place in it. The others then load their shares; `joined`
+        waits for them.
 
-        Raises WorkerLostError.
+        `start_s` is the time in seconds that they have for both. Raises WorkerLostError.
         """
         if self.size == 1:
             return ALONE
@@ -87,13 +92,17 @@ class Gang:
             raise
 
     async def joined(self, num_blocks: int) -> None:
-        """Every rank is ready, with a pool of as many blocks. Raises what kept one from it."""
+        """Wait until every other rank has loaded its share. Raises WorkerLostError if one's pool has other than `num_blocks`
+        blocks, and whatever error kept a rank from loading.
+        """
         for rank, answer in enumerate(await self._joining if self._joining else (), start=1):
             if answer.num_blocks != num_blocks:
                 raise WorkerLostError(f"rank {rank} has {answer.num_blocks} KV blocks, the first one {num_blocks}")
 
     def begin(self, chunks: Sequence[Chunk]) -> list[Awaitable[StepDone]]:
-        """Tell the others to execute these chunks; what is returned ends when each has, or raises what kept it."""
+        """Tell the other ranks to execute these chunks. Each returned awaitable ends when its rank has done so, or raises what
+        kept it.
+        """
         self._steps += 1
         if not self._callers:
             return []
@@ -106,22 +115,26 @@ class Gang:
         return [asyncio.ensure_future(self.ask(rank, build, StepDone, self._step_s)) for rank in ranks]
 
     async def ask(self, rank: int, build: Callable[[int], Any], kind: type[_Answer], deadline_s: float) -> _Answer:
-        """One rank's answer. Raises the error that it answers with, WorkerLostError, or UnavailableError after the deadline."""
+        """Ask one rank the question that `build` makes from a call id, and return its answer of type `kind`.
+
+        Raises the error that the rank answers with, WorkerLostError if it is lost, or UnavailableError after `deadline_s`
+        seconds.
+        """
         return expect(await self._callers[rank - 1].ask(build, deadline_s), kind)
 
     def asker(self, rank: int) -> Callable[[Callable[[int], Any], type[Any]], Awaitable[Any]]:
-        """For the KV lanes that end at this rank."""
+        """A function that asks this rank a question, for the KV lanes that end there. Its deadline is that of a step."""
         return lambda build, kind: self.ask(rank, build, kind, self._step_s)
 
     async def run(self) -> None:
-        """Until cancelled. Raises WorkerLostError when a rank is lost."""
+        """Keep the other ranks' leases until cancelled. Raises WorkerLostError when a rank is lost."""
         if self._living is None:
             await asyncio.Event().wait()
         else:
             await asyncio.shield(self._living)
 
     async def close(self) -> None:
-        """The others find out, and end."""
+        """Close the connections. The other ranks find their first one gone, and end."""
         tasks = [task for task in (*self._reading, self._living) if task is not None]
         for task in tasks:
             task.cancel()

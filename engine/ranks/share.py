@@ -15,9 +15,10 @@ from protocol.wire import WireServer
 
 
 def load_share(config: ClusterConfig, pool: PoolConfig, ranks: TensorParallel) -> ModelRunner:
-    """This rank's part of the weights, and a KV pool as large as `pool`, the role's section of the configuration, says.
+    """Load this rank's part of the weights, with a KV pool of the size that `pool` says, which is the role's section of the
+    configuration.
 
-    Takes seconds. Raises ConfigError when the model can't be loaded, or not so.
+    Takes seconds. Raises ConfigError when the model can't be loaded, or not in the way that is configured.
     """
     return ModelRunner.load(
         resolve_for(config).facts,
@@ -43,9 +44,9 @@ def follower(
     rank: int,
     threads: int,
 ) -> Follower:
-    """A rank that is not the first. It listens on `host` and computes with `threads` cores.
+    """Make a rank that is not the first. It listens on `host` and computes with `threads` cores.
 
-    `share_of` makes the role's KV lanes around what was loaded; it runs in the engine's thread.
+    `share_of` makes the role's KV lanes around the loaded model; it runs in the engine's thread.
     """
 
     def load(ranks: TensorParallel) -> Share:

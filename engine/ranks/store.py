@@ -18,7 +18,10 @@ _Store: Any = dist.Store  # type: ignore[attr-defined]
 
 
 class RelayStore(_Store):  # type: ignore[misc]  # the base is Any, see above
-    """The part of `torch.distributed.Store` that gloo and NCCL use to connect. Any thread may call it."""
+    """A key-value store without a server: the part of `torch.distributed.Store` that gloo and NCCL use to connect.
+
+    `publish` sends a key and its value to the other ranks. A read waits up to `deadline_s` seconds. Any thread may call it.
+    """
 
     def __init__(self, publish: Callable[[str, bytes], object], deadline_s: float) -> None:
         super().__init__()
@@ -28,23 +31,27 @@ class RelayStore(_Store):  # type: ignore[misc]  # the base is Any, see above
         self._changed = threading.Condition()
 
     def deliver(self, key: str, value: bytes) -> None:
-        """Another rank has set this."""
+        """Store a value that another rank has set, and wake whoever waits for it."""
         with self._changed:
             self._values[key] = value
             self._changed.notify_all()
 
     def set(self, key: str, value: bytes) -> None:
+        """Store a value and publish it to the other ranks."""
         self.deliver(key, bytes(value))
         self._publish(key, bytes(value))
 
     def get(self, key: str) -> bytes:
+        """Return the value of a key, once some rank has set it. Raises TimeoutError after the store's deadline."""
         self.wait([key])
         return self._values[key]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Return when all these keys are set. Raises TimeoutError after the store's deadline; `timeout` is not used."""
         with self._changed:
             if not self._changed.wait_for(lambda: all(key in self._values for key in keys), self._deadline_s):
                 raise TimeoutError("another rank's address did not arrive")
 
     def has_extended_api(self) -> bool:
+        """Always False: torch then uses `set`, `get` and `wait` alone."""
         return False

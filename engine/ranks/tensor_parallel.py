@@ -27,7 +27,9 @@ _dist: Any = dist  # torch's stubs know neither the options of process groups no
 
 
 class TensorParallel:
-    """One rank's place among `size`. Used from the engine's thread alone."""
+    """One rank of the `size` that compute a model together, with the collectives between them. Used from the engine's thread
+    alone.
+    """
 
     def __init__(self, rank: int, size: int, group: Any) -> None:
         assert 0 <= rank < size, f"rank {rank} of {size}"
@@ -37,9 +39,9 @@ class TensorParallel:
         self._buffers: dict[torch.dtype, Tensor] = {}
 
     def sum(self, part: Tensor) -> Tensor:
-        """The sum of the ranks' tensors, of equal shapes and dtypes: the same bits on every rank.
+        """Add up the ranks' tensors, which have equal shapes and dtypes. The result has the same bits on every rank.
 
-        Good until the next sum, unless there is only one rank.
+        The memory is used again by the next sum, unless there is only one rank. Raises WorkerLostError.
         """
         if self.size == 1:
             return part
@@ -55,7 +57,10 @@ class TensorParallel:
         return total if total is first else first.copy_(total)
 
     def columns(self, part_SV: Tensor, widths: Sequence[int]) -> Tensor | None:
-        """All ranks' columns, of these widths, side by side on rank 0; None on the others."""
+        """Put all ranks' columns side by side on rank 0: [S, sum of `widths`]. Returns None on the other ranks.
+
+        `part_SV` are this rank's columns, and `widths` the number of columns of every rank. Raises WorkerLostError.
+        """
         if self.size == 1:
             return part_SV
         padded_SV = F.pad(part_SV, (0, max(widths) - part_SV.shape[1]))
@@ -88,7 +93,7 @@ class TensorParallel:
 
 
 ALONE = TensorParallel(0, 1, None)
-"""A worker of one rank: nothing is sent."""
+"""The only rank of a worker: its collectives return what they are given, and nothing is sent."""
 
 
 def connect(store: dist.Store, rank: int, size: int, device: torch.device, host: str, deadline_s: float) -> TensorParallel:  # type: ignore[name-defined]

@@ -32,7 +32,10 @@ _storage: Any = torch.UntypedStorage  # torch's stubs do not know how storages a
 
 
 class CudaIpcSender:
-    """Prefill's side. `handle`: of the storage that holds the pool, from its first byte on, layer after layer."""
+    """Gives peers on the same host access to this worker's pool in a GPU's memory.
+
+    `handle` is that of the storage that holds the pool, from its first byte on, layer after layer (see `share_storage`).
+    """
 
     name = NAME
 
@@ -44,7 +47,7 @@ class CudaIpcSender:
 
 
 class CudaIpcReceiver:
-    """Decode's side."""
+    """Copies KV out of the pool of a sender on the same host, whose GPU this one can reach."""
 
     name = NAME
 

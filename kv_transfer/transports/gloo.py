@@ -58,7 +58,9 @@ class _GlooPipe:
 
 
 class GlooTransport:
-    """`host` is this worker's own address, on which its groups listen."""
+    """Sends and receives KV through a gloo process group of two. `host` is this worker's own address, on which its groups
+    listen.
+    """
 
     name = "gloo"
 

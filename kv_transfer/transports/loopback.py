@@ -49,11 +49,13 @@ class LoopbackNetwork:
         self._keys = itertools.count(1)
 
     def open(self) -> bytes:
+        """Make a connection and return the key by which the other end finds it."""
         key = str(next(self._keys)).encode()
         self._pipes[key] = queue.Queue()
         return key
 
     def pipe(self, key: bytes, deadline_s: float) -> _LoopbackPipe:
+        """One end of the connection of this key. Raises TransportError if there is none."""
         if key not in self._pipes:
             raise TransportError("no such loopback connection")
         return _LoopbackPipe(self, self._pipes[key], deadline_s)
@@ -107,6 +109,8 @@ def _damage(payload: Tensor, number: int, faults: Faults) -> Tensor:
 
 
 class LoopbackTransport:
+    """Sends and receives KV within one process, with the network's faults."""
+
     name = "loopback"
 
     def __init__(self, network: LoopbackNetwork) -> None:

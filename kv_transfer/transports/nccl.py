@@ -34,16 +34,16 @@ _SHARES_GPUS_IF = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
 class Side(NamedTuple):
-    """What has to fit between the two."""
+    """What has to fit between the two ends of a channel."""
 
     version: int
-    """Of NCCL."""
+    """NCCL's version at this end."""
     gpu: str
-    """Its UUID."""
+    """UUID of the GPU at this end."""
 
 
 def misfit(mine: Side, theirs: Side, environment: dict[str, str]) -> str | None:
-    """Why these two can't connect, as far as one can know before."""
+    """Why these two ends can't connect, as far as it can be known before they try. None if they may."""
     if mine.version != theirs.version:
         return f"NCCL {mine.version} here, {theirs.version} there"
     if mine.gpu == theirs.gpu and (mine.version < _SHARES_GPUS or environment.get(_SHARES_GPUS_IF) != "1"):
@@ -52,6 +52,8 @@ def misfit(mine: Side, theirs: Side, environment: dict[str, str]) -> str | None:
 
 
 class NcclTransport:
+    """Sends and receives KV through an NCCL communicator of two ranks."""
+
     name = NAME
 
     def __init__(self, library: NcclLibrary) -> None:

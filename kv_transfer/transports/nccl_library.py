@@ -52,7 +52,7 @@ _SIGNATURES: dict[str, list[Any]] = {
 
 
 class NcclLibrary:
-    """`functions`: the loaded library. Calls let other Python threads run."""
+    """NCCL's functions with their types. `functions` is the loaded library; calls let other Python threads run."""
 
     def __init__(self, functions: Any) -> None:
         self.functions = functions
@@ -66,13 +66,15 @@ class NcclLibrary:
         """Such as 22703."""
 
     def unique_id(self) -> bytes:
-        """Names one communicator, and says where its maker listens: NCCL chooses address and port. Raises TransportError."""
+        """Make the id of one communicator. It holds the address at which its maker listens, which NCCL chooses. Raises
+        TransportError.
+        """
         made = _UniqueId()
         self.check(self.functions.ncclGetUniqueId(byref(made)))
         return bytes(made)
 
     def check(self, result: int) -> bool:
-        """Whether what was asked for is done; False: it is in progress. Raises TransportError."""
+        """Whether an operation is done; False means that it is in progress. Raises TransportError if it failed."""
         if result not in (_SUCCESS, _IN_PROGRESS):
             raise TransportError(f"NCCL: {self.functions.ncclGetErrorString(result).decode()}")
         return bool(result == _SUCCESS)
@@ -80,7 +82,7 @@ class NcclLibrary:
 
 @functools.cache
 def find_nccl() -> NcclLibrary | None:
-    """The library that torch has loaded, or the system's; None if there is none that is new enough."""
+    """The NCCL library that torch has loaded, or else the system's. None if there is none that is new enough."""
     try:
         library = NcclLibrary(ctypes.CDLL("libnccl.so.2"))
     except (OSError, AttributeError, TransportError):
@@ -89,9 +91,9 @@ def find_nccl() -> NcclLibrary | None:
 
 
 class Communicator:
-    """This rank, 0 or 1, and the other one.
+    """A connection of two ranks, 0 and 1, seen from one of them.
 
-    Used from one thread, whose current device is the rank's; `abort` from any, when that thread has ended.
+    Used from one thread, whose current device is the rank's. Any thread may call `abort` once that thread has ended.
     """
 
     def __init__(self, library: NcclLibrary, unique_id: bytes, rank: int, deadline_s: float) -> None:
@@ -111,11 +113,11 @@ class Communicator:
             raise
 
     def send(self, address: int, num_bytes: int, stream: int) -> None:
-        """Put it on a CUDA stream; when that has come to its end it is done. Raises TransportError."""
+        """Put the sending of a buffer on a CUDA stream. It is done when the stream has come so far. Raises TransportError."""
         self._begin(self._library.functions.ncclSend, address, num_bytes, stream)
 
     def receive(self, address: int, num_bytes: int, stream: int) -> None:
-        """As `send`."""
+        """Put the receiving of a buffer on a CUDA stream. It is done when the stream has come so far. Raises TransportError."""
         self._begin(self._library.functions.ncclRecv, address, num_bytes, stream)
 
     def _begin(self, call: Callable[..., int], address: int, num_bytes: int, stream: int) -> None:

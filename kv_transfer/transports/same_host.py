@@ -39,22 +39,23 @@ _MAX_RUNS = 1 << 20
 
 
 class Offer(NamedTuple):
-    """What decode is told over the authenticated connection."""
+    """What the receiver is told about the sender's pool, over the authenticated connection."""
 
     name: bytes
-    """Of the socket."""
+    """Name of the socket at which the sender listens."""
     key: bytes
     num_slots: int
-    """Of prefill's pool."""
+    """Number of slots of the sender's pool."""
     stride_bytes: int
-    """From one slot to the next."""
+    """Bytes from one slot to the next."""
     first_byte: int
-    """Where in a slot the rows of this channel begin."""
+    """Byte of a slot at which the rows of this channel begin."""
     memory: bytes
-    """How to reach the pool, where it takes no file for that."""
+    """How to reach the pool, if the transport passes no file for it."""
 
     @classmethod
     def unpack(cls, data: bytes) -> Offer:
+        """Read an offer from bytes. Raises TransportError if they are none."""
         try:
             name, key, num_slots, stride_bytes, first_byte = _OFFER.unpack_from(data)
         except struct.error:
@@ -62,23 +63,24 @@ class Offer(NamedTuple):
         return cls(name, key, num_slots, stride_bytes, first_byte, memory=data[_OFFER.size :])
 
     def pack(self) -> bytes:
+        """The offer as bytes."""
         return _OFFER.pack(*self[:-1]) + self.memory
 
     def check(self, pool: PoolView) -> None:
-        """Raises TransportError if these rows are not of the pool's layout."""
+        """Check that the offered rows are of this pool's layout. Raises TransportError if not."""
         if self.first_byte + pool.row_bytes > self.stride_bytes:
             raise TransportError("prefill's rows are not of this layout")
 
 
 class Source(Protocol):
-    """Prefill's pool as decode reaches it."""
+    """The sender's pool, as the receiver reaches it."""
 
     def copy(self, layers: range, runs: Sequence[SlotRun], slots: Slots) -> None:
-        """Its rows in these runs into these slots of decode's pool, of as many tokens. They are there when it returns."""
+        """Copy these runs of the source's slots into as many slots of the receiver's pool. They are there when it returns."""
 
 
 class Pipe:
-    """A connected socket whose every call ends within the deadline. Raises TransportError."""
+    """A connected socket. Every call ends within the deadline, or raises TransportError."""
 
     def __init__(self, connection: socket.socket, deadline_s: float) -> None:
         self._connection = connection
@@ -86,7 +88,7 @@ class Pipe:
         connection.settimeout(deadline_s)
 
     def send(self, data: bytes, files: Sequence[int] = ()) -> None:
-        """`files` are passed along with the first bytes, which are few enough to be taken at once."""
+        """Send all bytes. `files` are passed along with the first ones, which are few enough to be taken at once."""
         try:
             self._connection.settimeout(self._deadline_s)
             if files and socket.send_fds(self._connection, [data], files) != len(data):
@@ -97,7 +99,7 @@ class Pipe:
             raise TransportError(f"the peer is gone or stopped: {error}") from None
 
     def receive(self, count: int) -> bytes:
-        """Exactly `count` bytes."""
+        """Read exactly `count` bytes."""
         data = bytearray()
         ends = time.monotonic() + self._deadline_s
         while len(data) < count:
@@ -112,7 +114,7 @@ class Pipe:
         return bytes(data)
 
     def receive_greeting(self, key: bytes) -> list[int]:
-        """Prefill's proof; the files that came with it, which are the caller's to close."""
+        """Read the sender's proof, and return the files that came with it, which are the caller's to close."""
         expected = _proof(key, b"prefill")
         try:
             greeting, files, _, _ = socket.recv_fds(self._connection, len(expected), 1, socket.MSG_CMSG_CLOEXEC)
@@ -125,13 +127,14 @@ class Pipe:
         return files
 
     def close(self) -> None:
+        """Close the socket."""
         self._connection.close()
 
 
 def meet_decode(
     exchange: Callable[[bytes], bytes], pool: PoolView, deadline_s: float, memory: bytes = b"", files: Sequence[int] = ()
 ) -> Pipe:
-    """Prefill's side of the meeting. Raises TransportError, or what `exchange` raised."""
+    """Listen, offer, and accept the receiver's connection. Raises TransportError, or what `exchange` raised."""
     key = os.urandom(_KEY_BYTES)
     name = os.urandom(_KEY_BYTES)
     with socket.socket(socket.AF_UNIX) as listener:
@@ -155,7 +158,10 @@ def meet_decode(
 
 
 def meet_prefill(offer: Offer, deadline_s: float) -> Pipe:
-    """Decode's side, up to the proof: prefill's comes when it has its answer. Raises TransportError."""
+    """Connect to the sender that has made this offer, and prove who we are. Its own proof comes when it has our answer.
+
+    Raises TransportError.
+    """
     pipe = Pipe(connection := socket.socket(socket.AF_UNIX), deadline_s)
     try:
         connection.connect(_address(offer.name))
@@ -170,18 +176,21 @@ def meet_prefill(offer: Offer, deadline_s: float) -> Pipe:
 
 
 class SameHostSendChannel:
+    """The sending end: tells the receiver which slots to copy, and hears when it has."""
+
     def __init__(self, pipe: Pipe, pool: PoolView) -> None:
         self._pipe = pipe
         self._pool = pool
         self._in_flight = 0
 
     def send(self, layers: range, slots: Slots) -> None:
-        """Both sides know which layers come next."""
+        """Tell the receiver which slots are complete. Which layers they are of, both sides know from their order."""
         self._pool.settle()
         self._pipe.send(_NOTICE.pack(len(slots.runs)) + b"".join(_RUN.pack(*run) for run in slots.runs))
         self._in_flight += 1
 
     def flush(self) -> None:
+        """Wait until the receiver has copied everything. Raises TransportError."""
         if self._pipe.receive(self._in_flight) != _COPIED * self._in_flight:
             raise TransportError("decode broke the protocol")
         self._in_flight = 0
@@ -191,6 +200,8 @@ class SameHostSendChannel:
 
 
 class SameHostReceiveChannel:
+    """The receiving end: copies the slots that the sender names out of its pool."""
+
     def __init__(self, pipe: Pipe, source: Source, num_source_slots: int) -> None:
         self._pipe = pipe
         self._source: Source | None = source

@@ -22,7 +22,10 @@ NAME = "shared_memory"
 
 
 class SharedMemorySender:
-    """Prefill's side. `pool_fd`: the memfd that holds the pool, from its first byte on, layer after layer."""
+    """Gives peers on the same host access to this worker's pool in the processor's memory.
+
+    `pool_fd` is the memfd that holds the pool, from its first byte on, layer after layer.
+    """
 
     name = NAME
 
@@ -38,7 +41,7 @@ class SharedMemorySender:
 
 
 class SharedMemoryReceiver:
-    """Decode's side."""
+    """Copies KV out of the pool of a sender on the same host, whose memfd it is passed."""
 
     name = NAME
 

@@ -17,15 +17,18 @@ from kv_transfer.pool_view import PoolView, Slots
 
 
 class BytePipe(Protocol):
-    """One direction of a connection. Both calls block until the buffer may be used again; raise TransportError."""
+    """One direction of a connection that carries bytes. Both calls block until the buffer may be used again, and raise
+    TransportError.
+    """
 
     def send(self, payload: Tensor) -> None:
-        """`payload`: uint8 [n], contiguous."""
+        """Send `payload`: uint8 [n], contiguous."""
 
     def receive(self, into: Tensor) -> None:
-        """Fill `into`, uint8 [n], contiguous."""
+        """Fill `into`: uint8 [n], contiguous."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End the connection."""
 
 
 class _Staging:
@@ -45,7 +48,7 @@ class _Staging:
 
 
 class StagedSender:
-    """A SendChannel over a BytePipe."""
+    """A SendChannel that gathers slots into a buffer and sends that over a BytePipe."""
 
     def __init__(self, pipe: BytePipe, pool: PoolView) -> None:
         self._pipe = pipe
@@ -59,14 +62,14 @@ class StagedSender:
         self._pipe.send(chunk_L2THD.view(-1).view(torch.uint8))
 
     def flush(self) -> None:
-        """Nothing reads the pool once `send` has returned."""
+        """Return at once: nothing reads the pool once `send` has returned."""
 
     def close(self) -> None:
         self._pipe.close()
 
 
 class StagedReceiver:
-    """A ReceiveChannel over a BytePipe."""
+    """A ReceiveChannel that reads a BytePipe into a buffer and scatters that into slots."""
 
     def __init__(self, pipe: BytePipe, pool: PoolView) -> None:
         self._pipe = pipe
