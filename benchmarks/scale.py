@@ -1,7 +1,7 @@
 """How routing and supervision grow with the cluster: `python -m benchmarks.scale [--requests N]`.
 
 1. Simulated clusters of 10, 100 and 1,000 workers, half of each role, with the same load per worker: what a choice of a pair
-   takes in a router (`router.rules.ranking`), what a change of a load takes there, what the simulation takes per request. The
+   takes in a router (`router.rules.pair`), what a change of a load takes there, what the simulation takes per request. The
    largest gets `--requests`, 1,000,000 by default; every request has to end and no block may be lost.
 2. The controller's supervisor over processes that do nothing: bringing all workers up, and making the view that routers get.
 
@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from cluster.records import ClusterRecord
 from cluster.supervisor import Supervisor
 from configs.loader import load_config
 from protocol.messages import Role, WorkerLife, WorkerRef
+from router.rules.pair import PairSearch
 from simulator.cluster import Cluster, Shape
 from simulator.profile import LAPTOP, Profile
 from simulator.request import Request
@@ -38,7 +40,7 @@ ROUTERS = 2
 PROMPT_TOKENS, ANSWER_TOKENS, SPREAD = 110, 18, 0.8
 """Medians and sigma of log-normal lengths: about Azure's conversations with lengths / 8."""
 TIMED_ONE_OF = 29
-"""Prime to the three looks of a request."""
+"""Prime to the number of looks of a request."""
 
 _T = TypeVar("_T")
 
@@ -63,16 +65,19 @@ def simulated(workers: int, num: int) -> dict[str, float]:
         ended["refused" if request.error else "answered"] += 1
 
     cluster = Cluster(Shape(workers // 2, workers // 2), config, Profile.load(LAPTOP), on_end)
-    prefill, decode, changes = list[float](), list[float](), list[float]()
+    looks, questions, pairs, changes = list[float](), list[float](), list[float](), list[float]()
     for router in cluster.routers:
-        vars(router.prefill_ranking)["best"] = timed(router.prefill_ranking.best, prefill)
-        vars(router.decode_ranking)["order"] = timed(router.decode_ranking.order, decode)
         for ranking in (router.prefill_ranking, router.decode_ranking):
             vars(ranking)["put"] = timed(ranking.put, changes)
     gc.collect()
     gc.disable()  # nothing here is a cycle, and looking for some takes longer the more requests there are
     began, cpu_began = time.perf_counter(), time.process_time()
-    cluster.run(requests(num, workers * RATE_PER_WORKER))
+    with (
+        patch.object(PairSearch, "__init__", timed(PairSearch.__init__, looks)),
+        patch.object(PairSearch, "next_decode", timed(PairSearch.next_decode, questions)),
+        patch.object(PairSearch, "pair", timed(PairSearch.pair, pairs)),
+    ):
+        cluster.run(requests(num, workers * RATE_PER_WORKER))
     cpu_s, wall_s = time.process_time() - cpu_began, time.perf_counter() - began
     gc.enable()
     assert ended["answered"] + ended["refused"] == num, "every request ends once"
@@ -83,14 +88,13 @@ def simulated(workers: int, num: int) -> dict[str, float]:
         **ended,
         "wall_s": wall_s,
         "cpu_us_per_request": cpu_s / num * 1e6,
-        # A request looks twice at prefill, before and after it has its blocks, and once at decode.
-        **{f"choice_us_p{p}": 1e6 * float(2 * np.percentile(prefill, p) + np.percentile(decode, p)) for p in (50, 99)},
+        **{f"choice_us_p{p}": 1e6 * sum(float(np.percentile(each, p)) for each in (looks, questions, pairs)) for p in (50, 99)},
         **{f"change_us_p{p}": 1e6 * float(np.percentile(changes, p)) for p in (50, 99)},
     }
 
 
 def timed(call: Callable[..., _T], seconds: list[float]) -> Callable[..., _T]:
-    """Times one call of `TIMED_ONE_OF`: reading the clock of a thread takes as long as some of them."""
+    """The same call; one of `TIMED_ONE_OF` is timed, for reading the clock of a thread takes as long as some of them."""
     numbers = count()
 
     def run(*args: Any) -> _T:
@@ -206,8 +210,8 @@ def table(rows: list[dict[str, float]], command: str) -> str:
         )
     lines += [
         "",
-        f"{RATE_PER_WORKER:g} request/s per worker, {ROUTERS} routers. The choice is a look at decode and two at prefill, for "
-        "there is one before and one after the blocks are reserved: the sum of their percentiles. CPU times, but for walls.",
+        f"{RATE_PER_WORKER:g} request/s per worker, {ROUTERS} routers. The choice is the order of the decode workers, whom to "
+        "ask, and the pair once blocks are reserved: the sum of their percentiles. CPU times, but for walls.",
         "",
         f"Command: `{command}`",
     ]

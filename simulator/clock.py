@@ -1,4 +1,4 @@
-"""Virtual time: what is to happen, in order. Equal times go in the order in which they were asked for."""
+"""Virtual time: events in the order of their times. Events of equal times go in the order in which they were asked for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Clock:
-    """Seconds from the beginning of the simulation."""
+    """The time of a simulation, in seconds from its beginning, and the events that are still to come."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -16,16 +16,17 @@ class Clock:
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
 
     def at(self, time: float, event: Callable[..., None], *args: Any) -> None:
-        """Call `event` then; not in the past."""
+        """Call `event` with these arguments at this time, which must not be in the past."""
         assert time >= self.now, "time does not go back"
         self.num_events += 1
         heappush(self._events, (time, self.num_events, event, args))
 
     def after(self, delay_s: float, event: Callable[..., None], *args: Any) -> None:
+        """Call `event` with these arguments when this much time has passed."""
         self.at(self.now + delay_s, event, *args)
 
     def run(self) -> None:
-        """Until nothing is left to happen."""
+        """Let time pass until no event is left."""
         events = self._events
         while events:
             self.now, _, event, args = heappop(events)

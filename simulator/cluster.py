@@ -19,25 +19,26 @@ from simulator.router import Router
 
 @dataclass(frozen=True, order=True)
 class Shape:
-    """How many workers of each role; printed as 2P3D."""
+    """How many workers of each role, printed as 2P3D. A colocated cluster has no prefill workers, and is printed as 3D."""
 
     prefill: int
     decode: int
 
     def __post_init__(self) -> None:
-        assert self.prefill > 0, "somebody prefills"
+        assert self.prefill >= 0, "a number of workers"
         assert self.decode > 0, "somebody decodes"
 
     @property
     def workers(self) -> int:
+        """Workers of both roles together."""
         return self.prefill + self.decode
 
     def __str__(self) -> str:
-        return f"{self.prefill}P{self.decode}D"
+        return f"{self.prefill}P{self.decode}D" if self.prefill else f"{self.decode}D"
 
 
 class Cluster:
-    """Give it requests once, by `run`. `on_end` is told of each when it has ended."""
+    """A cluster that serves requests once, by `run`. `on_end` is told of each request when it has ended."""
 
     def __init__(
         self,
@@ -48,7 +49,10 @@ class Cluster:
         *,
         one_by_one: bool = False,
     ) -> None:
-        """`one_by_one`: as DecodeWorker. Requests go to the routers of `http.router_replicas` in turn."""
+        """Requests go to the routers of `http.router_replicas` in turn. The shape has prefill workers exactly where the
+        configuration lets prompts be computed there (`disaggregation` is not never). `one_by_one`: each decode step is an event
+        of its own, which is slow."""
+        assert (shape.prefill > 0) == (config.disaggregation != "never"), "prefill workers are there to be used"
         self.clock = clock = Clock()
         self._message_s = profile.overheads.message_s
         busyness = {Role.PREFILL: Busyness(clock, shape.prefill), Role.DECODE: Busyness(clock, shape.decode)}
@@ -65,7 +69,7 @@ class Cluster:
         self._next_router = cycle(self.routers)
 
     def run(self, requests: Iterable[Request]) -> None:
-        """Until all of them have ended. They come in the order of their arrival, and are taken one at a time."""
+        """Serve requests until all of them have ended. They come in the order of their arrival, and are taken one at a time."""
         self._requests = iter(requests)
         for prefill in self.prefills:
             prefill.start()
@@ -99,7 +103,7 @@ class Cluster:
 
 
 def simulate(requests: Iterable[Request], shape: Shape, config: ClusterConfig, profile: Profile) -> list[Request]:
-    """All of the requests, in the order in which they ended."""
+    """Simulate a cluster that serves these requests. Returns all of them in the order in which they ended."""
     ended: list[Request] = []
     cluster = Cluster(shape, config, profile, ended.append)
     cluster.run(requests)

@@ -1,21 +1,22 @@
 """A decode worker in virtual time: tickets, commits and steps around the real ledger and scheduler.
 
     reserve ──► committed (KV handed over) and attached (first token), in any order ──► steps ──► finished
+       └──► attach_here: chunks of the prompt, computed in the same steps ──► first token ──► steps ──┘
 
 Steps that are planned alike are one event, a `_Run`: the same streams, as long as none of them ends, no other joins and blocks
 suffice for all of them. It is brought up to date (`_sync`) before anybody looks at the books, so they say what they would after
-single steps. A step in which something is recomputed is a run of its own.
+single steps. A step that computes chunks, of a prompt or of what was lost by a preemption, is a run of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
 
 from configs.schema import ClusterConfig
 from decode_workers.ledger import Ledger
-from decode_workers.scheduler import DecodeScheduler, Stream
+from decode_workers.scheduler import DecodeScheduler, LocalPrefill, Stream
 from decode_workers.ticket_entry import TicketEntry
 from engine.batch import Chunk
 from engine.memory.prefix_cache import PrefixCache
@@ -32,21 +33,33 @@ _LONGEST_RUN_S = 1.0
 """About: then it is asked again how busy prefill is."""
 
 
+@dataclass(frozen=True)
+class Granted:
+    """A reservation: the ticket, and how many of its prompt's first tokens are cached at this worker."""
+
+    ticket_id: int
+    held_tokens: int
+
+
 @dataclass(eq=False)
 class _Ticket:
     request: Request
     on_finished: Callable[[], None]
+    on_first: Callable[[], None] | None = None
+    """Called when the first token of a prompt that is computed here was sampled."""
+    on_attached: Callable[[], None] | None = None
+    """Called when the ticket joins the batch, if anybody wants to know."""
     attached: bool = False
     """The router has sent the first token."""
 
 
 @dataclass(eq=False)
 class _Run:
-    """`steps` like steps from `began` on, of which `done` are in the books. Step i takes first_s + i * more_s."""
+    """`steps` equal steps from `began` on, of which `done` are in the books. Step i takes first_s + i * more_s."""
 
     batch: list[Stream]
     chunks: list[Chunk] | None
-    """Of a step in which something is recomputed; None: every stream gets a token."""
+    """The chunks of a step that computes prompts or recomputes; None if every stream just gets a token."""
     began: float
     steps: int
     first_s: float
@@ -54,6 +67,7 @@ class _Run:
     done: int = 0
 
     def end_of(self, steps: int) -> float:
+        """The time at which so many steps are over."""
         return self.began + steps * self.first_s + self.more_s * steps * (steps - 1) / 2
 
     def done_at(self, now: float) -> int:
@@ -71,6 +85,8 @@ class _Run:
 
 
 class DecodeWorker:
+    """One decode worker: the real ledger and scheduler, with a clock in the place of the engine."""
+
     def __init__(
         self,
         worker_id: str,
@@ -112,6 +128,7 @@ class DecodeWorker:
 
     @property
     def preemptions(self) -> int:
+        """Number of streams that had to give their blocks back so far."""
         return self._scheduler.preemptions
 
     def start(self) -> None:
@@ -119,18 +136,19 @@ class DecodeWorker:
         self._reporter.changed()
 
     def fits(self, num_tokens: int, max_tokens: int) -> bool:
+        """Tell whether the pool can hold a prompt and its whole answer."""
         return self._ledger.fits(num_tokens, max_tokens)
 
-    def reserve(self, request: Request, on_finished: Callable[[], None]) -> int | None:
-        """A ticket's id, or None for "full"."""
+    def reserve(self, request: Request, on_finished: Callable[[], None], *, own_tokens: int = 0) -> Granted | None:
+        """Reserve blocks for a request; None if there are too few. The last `own_tokens` are not taken from the cache."""
         self._sync()
-        entry = self._ledger.reserve(b"router", request.token_ids, request.output_len, "")
+        entry = self._ledger.reserve(b"router", request.token_ids, request.output_len, "", own_tokens=own_tokens)
         if entry is None:
             return None
         self._tickets[entry.ticket_id] = _Ticket(request, on_finished)
         self._shorten()
         self._changed()
-        return entry.ticket_id
+        return Granted(entry.ticket_id, entry.held_tokens)
 
     def commit(self, ticket_id: int) -> None:
         """All of the prompt's KV is here."""
@@ -144,12 +162,23 @@ class DecodeWorker:
         committed = self._ledger.commit(ticket_id, entry.transfer_id, len(entry.token_ids))
         assert committed, "a transfer of all tokens commits"
 
-    def attach(self, ticket_id: int) -> None:
-        """The router has the first token."""
-        self._tickets[ticket_id].attached = True
+    def attach(self, ticket_id: int, on_attached: Callable[[], None] | None = None) -> None:
+        """The router has the first token. `on_attached` is called when the KV is here as well."""
+        ticket = self._tickets[ticket_id]
+        ticket.attached, ticket.on_attached = True, on_attached
         entry = self._ledger.find(ticket_id)
         assert entry is not None, "only finished tickets are released"
         self._join(entry)
+
+    def attach_here(self, ticket_id: int, on_first: Callable[[], None]) -> None:
+        """Compute the prompt here as well. `on_first` is called when the first token was sampled."""
+        self._sync()
+        ticket, entry = self._tickets[ticket_id], self._ledger.attach_here(ticket_id)
+        assert entry is not None, "it is reserved, and some of it is not held"
+        ticket.on_first = on_first
+        ticket.request.cached = entry.held_tokens
+        prefill = LocalPrefill(entry.held_tokens, None)
+        self._add(entry, list(ticket.request.token_ids), entry.held_tokens, prefill)
 
     def release(self, ticket_id: int) -> None:
         """The router gives a ticket back that was not attached."""
@@ -158,7 +187,13 @@ class DecodeWorker:
         self._ledger.release(ticket_id)
         self._wake()
 
+    @property
+    def idle(self) -> bool:
+        """No ticket holds any blocks, and nothing is computed."""
+        return self._run is None and not len(self._ledger) and self._cache.num_free == self._cache.num_blocks
+
     def check_integrity(self) -> None:
+        """Assert that the ledger's books are right."""
         self._ledger.check_integrity()
 
     def _join(self, entry: TicketEntry) -> None:
@@ -166,16 +201,24 @@ class DecodeWorker:
         ticket = self._tickets[entry.ticket_id]
         if not ticket.attached or self._ledger.attach(entry.ticket_id) is None:
             return
+        if ticket.on_attached is not None:
+            ticket.on_attached()
         request = ticket.request
+        self._add(entry, [*request.token_ids, request.index], len(request.token_ids), None)
+
+    def _add(self, entry: TicketEntry, token_ids: list[int], computed: int, prefill: LocalPrefill | None) -> None:
+        """Let a stream take part from the next step on."""
+        request = self._tickets[entry.ticket_id].request
         self._scheduler.add(
             Stream(
                 ticket_id=entry.ticket_id,
                 owner=b"router",
                 block_table=entry.block_table,
                 sampling=request.sampling,
-                token_ids=[*request.token_ids, request.index],
-                num_generated=1,
-                computed=len(request.token_ids),
+                token_ids=token_ids,
+                num_generated=len(token_ids) - len(request.token_ids),
+                computed=computed,
+                prefill=prefill,
             )
         )
         if self._run is not None and len(self._run.batch) < self._max_batch_size:
@@ -194,26 +237,45 @@ class DecodeWorker:
             self._changed()
         if not batch:
             return
-        rows = [stream for stream in batch if not stream.recomputing]
+        rows = [stream for stream in batch if not stream.recomputing and stream.prefill is None]
+        self._note_begun(batch)
         context = sum(len(stream.token_ids) for stream in rows)
         self._busyness[Role.DECODE].begin()
         prefill_busy = self._busyness[Role.PREFILL].share
         first_s, token_s = self._profile.decode_step(len(rows), prefill_busy) if rows else (0.0, 0.0)
-        first_s = max(_LEAST_STEP_S, first_s + token_s * context)
+        first_s += token_s * context
         if len(rows) < len(batch) or self._scheduler.num_preempted:
             chunks = [self._scheduler.chunk(stream) for stream in batch]
-            recomputed = [(chunk.start, len(chunk.token_ids)) for chunk in chunks if chunk.sampling is None]
-            first_s += self._profile.prefill_step_s(recomputed) if recomputed else 0.0
-            self._run = _Run(batch, chunks, self._clock.now, 1, first_s, 0.0)
+            first_s += self._chunks_s(batch, chunks, prefill_busy, beside_rows=bool(rows))
+            self._run = _Run(batch, chunks, self._clock.now, 1, max(_LEAST_STEP_S, first_s), 0.0)
         else:
+            first_s = max(_LEAST_STEP_S, first_s)
             steps = min(stream.sampling.max_tokens - stream.num_generated for stream in rows)
             self._run = _Run(batch, None, self._clock.now, min(steps, self._longest_run), first_s, token_s * len(rows))
             self._run.steps = min(self._run.steps, self._steps_with_blocks(self._run), 1 + int(_LONGEST_RUN_S / first_s))
         self._clock.at(self._run.end_of(self._run.steps), self._run_over, self._run, self._run.steps)
 
+    def _note_begun(self, batch: Sequence[Stream]) -> None:
+        """Note when the first chunk of each prompt begins."""
+        for stream in batch:
+            if stream.prefill is not None and stream.prefill.began is None:
+                stream.prefill.began = self._clock.now
+                self._tickets[stream.ticket_id].request.prefill_began = self._clock.now
+
+    def _chunks_s(self, batch: Sequence[Stream], chunks: Sequence[Chunk], prefill_busy: float, *, beside_rows: bool) -> float:
+        """Seconds that the chunks of a step add to what its rows take; what a step takes anyway is in one of both."""
+        pairs = list(zip(batch, chunks, strict=True))
+        prompts = [_extent(chunk) for stream, chunk in pairs if stream.prefill is not None]
+        again = [_extent(chunk) for stream, chunk in pairs if stream.prefill is None and chunk.sampling is None]
+        if prompts:
+            between_steps_s = self._profile.overheads.step_s if beside_rows else 0.0
+            return self._profile.prefill_step_s([*prompts, *again], prefill_busy) - between_steps_s
+        return self._profile.prefill_step_s(again) if again else 0.0
+
     def _run_over(self, run: _Run, steps: int) -> None:
         if run is not self._run or steps != run.steps:
             return  # it was shortened
+        computes_prompts = any(stream.prefill is not None for stream in run.batch)
         self._sync(grow=False)
         self._run = None
         self._busyness[Role.DECODE].end()
@@ -226,6 +288,8 @@ class DecodeWorker:
                 self._ledger.keep(ticket_id, stream.token_ids[: stream.computed])
                 self._ledger.release(ticket_id)
                 self._tickets.pop(ticket_id).on_finished()
+        if computes_prompts:
+            self._changed()
         self._wake()
 
     def _sync(self, *, grow: bool = True) -> None:
@@ -243,7 +307,7 @@ class DecodeWorker:
             for stream, chunk in zip(run.batch, run.chunks, strict=True):
                 self._scheduler.computed(stream, chunk)
                 if chunk.sampling is not None:
-                    stream.append(self._tickets[stream.ticket_id].request.index)
+                    self._sampled(stream)
             return
         for stream in run.batch:
             stream.token_ids += [stream.token_ids[-1]] * count
@@ -251,6 +315,15 @@ class DecodeWorker:
             stream.computed += count
             enough = self._ledger.grow(stream.ticket_id, len(stream.token_ids) if grow else stream.computed)
             assert enough, "a run goes no further than its blocks"
+
+    def _sampled(self, stream: Stream) -> None:
+        """A step that computed chunks has made a token of this stream."""
+        ticket = self._tickets[stream.ticket_id]
+        stream.append(ticket.request.index)
+        if stream.prefill is not None:
+            stream.prefill = None
+            assert ticket.on_first is not None, "its prompt is computed here"
+            ticket.on_first()
 
     def _steps_with_blocks(self, run: _Run) -> int:
         """How many steps from here on are sure to have blocks: the one that is planned has them, and in `block_size` further
@@ -282,7 +355,7 @@ class DecodeWorker:
             epoch=1,
             running=running,
             waiting=len(self._ledger) - running,
-            queued_tokens=0,
+            queued_tokens=self._scheduler.queued_tokens,
             free_blocks=self._cache.num_free,
             total_blocks=self._cache.num_blocks,
             tickets=len(self._ledger),
@@ -298,6 +371,11 @@ class DecodeWorker:
             recomputed_tokens=self._scheduler.recomputed_tokens,
             prefilled_tokens=self._scheduler.prefilled_tokens,
         )
+
+
+def _extent(chunk: Chunk) -> tuple[int, int]:
+    """(start, number of tokens)."""
+    return chunk.start, len(chunk.token_ids)
 
 
 def _nothing_fails(entry: TicketEntry) -> None:

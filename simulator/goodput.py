@@ -17,9 +17,9 @@ from simulator.request import Request
 from simulator.workload import Workload
 
 ATTAINMENT = 0.9
-"""So large a share of the requests has to meet the limits."""
+"""Share of the requests that has to meet the limits."""
 _PRECISION = 1.02
-"""The search ends when the highest good rate and the lowest bad one are so close."""
+"""The search ends when the lowest bad rate is at most this many times the highest good one."""
 _FIRST_RATE, _RATE_BOUNDS = 1.0, (1e-3, 1e5)
 
 METRICS: Mapping[str, Callable[[Request], float]] = {
@@ -31,7 +31,7 @@ METRICS: Mapping[str, Callable[[Request], float]] = {
 
 @dataclass(frozen=True)
 class Targets:
-    """Milliseconds by metric. Raises InvalidRequestError for metrics that a simulation doesn't have."""
+    """Limits in milliseconds by metric. Raises InvalidRequestError for metrics that a simulation doesn't have."""
 
     limits_ms: Mapping[str, float]
 
@@ -41,10 +41,11 @@ class Targets:
             raise InvalidRequestError(f"slo takes limits of {', '.join(METRICS)}, such as ttft:500,tpot:50", param="slo")
 
     def met_by(self, request: Request) -> bool:
+        """Tell whether the request was answered within all limits."""
         return request.error is None and all(METRICS[name](request) * 1000 <= limit for name, limit in self.limits_ms.items())
 
     def attainment(self, requests: Sequence[Request]) -> float:
-        """The share that meets them."""
+        """Share of the requests that meet all limits, from 0 to 1."""
         return sum(map(self.met_by, requests)) / len(requests)
 
 
@@ -62,7 +63,7 @@ def goodput(workload: Workload, shape: Shape, config: ClusterConfig, profile: Pr
 
 
 def _bracket(good: Callable[[float], bool]) -> tuple[float, float]:
-    """(a good rate or 0, a bad one or the highest that is looked at)."""
+    """Two rates: a good one or 0, and a bad one or the highest that is looked at."""
     lowest, highest = _RATE_BOUNDS
     rate = _FIRST_RATE
     if good(rate):
@@ -76,17 +77,24 @@ def _bracket(good: Callable[[float], bool]) -> tuple[float, float]:
     return 0.0, rate
 
 
-def shapes(max_workers: int) -> list[Shape]:
-    """All with up to so many workers, the smallest first."""
-    found = [Shape(prefill, workers - prefill) for workers in range(2, max_workers + 1) for prefill in range(1, workers)]
+def shapes(max_workers: int, *, colocated: bool = False) -> list[Shape]:
+    """All clusters with up to so many workers, the smallest first; `colocated`: without prefill workers.
+
+    Raises InvalidRequestError if not even the smallest cluster has so few workers.
+    """
+    if colocated:
+        found = [Shape(0, workers) for workers in range(1, max_workers + 1)]
+    else:
+        found = [Shape(prefill, workers - prefill) for workers in range(2, max_workers + 1) for prefill in range(1, workers)]
     if not found:
-        raise InvalidRequestError("a cluster has at least 2 workers, one of each role", param="max_workers")
+        least = "1 worker" if colocated else "2 workers, one of each role"
+        raise InvalidRequestError(f"a cluster has at least {least}", param="max_workers")
     return found
 
 
 @dataclass(frozen=True)
 class Planned:
-    """One cluster of the plan."""
+    """One cluster of the plan, and its goodput."""
 
     shape: Shape
     goodput: float
@@ -94,6 +102,7 @@ class Planned:
 
     @property
     def per_worker(self) -> float:
+        """Requests per second and worker."""
         return self.goodput / self.shape.workers
 
 
@@ -105,9 +114,9 @@ def plan(
     max_workers: int,
     on_planned: Callable[[Planned], None],
 ) -> list[Planned]:
-    """The goodput of every shape. `on_planned` is told of each when it is known."""
+    """The goodput of every shape that the configuration allows. `on_planned` is told of each when it is known."""
     found = []
-    for shape in shapes(max_workers):
+    for shape in shapes(max_workers, colocated=config.disaggregation == "never"):
         planned = Planned(shape, goodput(workload, shape, config, profile, targets))
         found.append(planned)
         on_planned(planned)
@@ -115,11 +124,11 @@ def plan(
 
 
 def best_ratio(planned: Iterable[Planned]) -> Planned:
-    """The one with the most goodput per worker; of equals the smallest."""
+    """The cluster with the most goodput per worker; of equal ones the smallest."""
     return max(planned, key=lambda each: (each.per_worker, -each.shape.workers))
 
 
 def smallest_for(planned: Iterable[Planned], rate: float) -> Planned | None:
-    """The one with the fewest workers that takes this rate, and of these the best; None if none does."""
+    """The cluster with the fewest workers that takes this rate, the best one of these; None if none does."""
     enough = [each for each in planned if each.goodput >= rate]
     return min(enough, key=lambda each: (each.shape.workers, -each.goodput), default=None)

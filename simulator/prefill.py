@@ -31,6 +31,8 @@ class Job:
 
 
 class PrefillWorker:
+    """One prefill worker: the real scheduler, with a clock in the place of the engine."""
+
     def __init__(
         self,
         worker_id: str,
@@ -63,18 +65,24 @@ class PrefillWorker:
         self._reporter.changed()
 
     def fits(self, num_tokens: int) -> bool:
+        """Tell whether the pool can hold a prompt of this length."""
         return self._scheduler.fits(num_tokens)
 
     def prefill(self, job: Job) -> None:
-        """A prompt arrives."""
+        """Take a prompt that arrives now."""
         prompt = self._scheduler.new_prompt(job.request.token_ids, "")
         self._jobs[prompt] = job
         self._scheduler.add(prompt)
         self._reporter.changed()
         self._wake()
 
+    @property
+    def idle(self) -> bool:
+        """No prompt holds any blocks, and nothing is computed."""
+        return not self._computing and not self._jobs and self._cache.num_free == self._cache.num_blocks
+
     def check_integrity(self) -> None:
-        """As PrefillWorker's: every block is free, cached or held by a prompt."""
+        """Assert that every block is free, cached or held by a prompt."""
         self._cache.check_integrity(prompt.block_table for prompt in self._jobs)
 
     def _wake(self) -> None:

@@ -1,14 +1,16 @@
-"""A router in virtual time: the pipeline and the admission of a request around the real rankings, books and rules of the line.
+"""A router in virtual time: the admission of a request and its way through the workers, around the router's own rules.
 
     arrive ──► line ──► front: ask decode workers in turn ──► claim ──► prefill ──► first token ──► attach ──► finished
-                 ▲          │ no room
+                 ▲          │ no room                           └──► computed where it is decoded ──────────────────┘
                  └──────────┘ at the next change of any load, whoever is first then
 
-Nobody dies here, and every request has the same scheduling class, so nothing is resumed and nobody is passed over.
+`router.rules` decides who is first, which pair of workers it gets, and whether the decode worker computes the prompt. Nobody
+dies here, and all requests are of one class, so nothing is resumed, copied or overtaken.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,12 +18,14 @@ from configs.schema import ClusterConfig
 from protocol.errors import OverloadedError
 from protocol.messages import LoadReport
 from protocol.ticket import reserved_tokens
+from router.rules.disaggregation import PrefillCosts
 from router.rules.fair_queue import ANYBODY, Entry
 from router.rules.line_rules import LEVELS_PER_QUEUE_TIME, LineRules
+from router.rules.pair import DecodeQuestion, Moment, Pair, PairRequest, PairSearch, PairTerms
 from router.rules.ranking import DecodeRanking, PrefillRanking
-from router.rules.worker_load import Outstanding, WorkerLoad, blocks_for, prefill_window
+from router.rules.worker_load import Outstanding, WorkerLoad, blocks_for
 from simulator.clock import Clock
-from simulator.decode import DecodeWorker
+from simulator.decode import DecodeWorker, Granted
 from simulator.prefill import Job, PrefillWorker
 from simulator.profile import Profile
 from simulator.request import Request
@@ -35,10 +39,11 @@ class _Known:
 
     worker_id: str
     outstanding: Outstanding
+    prompts: Outstanding
     report: LoadReport | None = None
 
     def load(self) -> WorkerLoad:
-        return WorkerLoad(self.worker_id, self.report, self.outstanding)
+        return WorkerLoad(self.worker_id, self.report, self.outstanding, self.prompts)
 
 
 @dataclass(eq=False)
@@ -47,15 +52,30 @@ class _Waiting:
 
     request: Request
     entry: Entry
-    need_blocks: int
+    asks: PairRequest
     looking: bool = False
     """A decode worker is being asked."""
     late: bool = False
     """Its time was over meanwhile."""
 
 
+@dataclass(frozen=True, eq=False)
+class _Claim:
+    """What a request holds at its workers, once it has left the line."""
+
+    request: Request
+    need_blocks: int
+    pair: Pair
+    granted: Granted
+    decode: DecodeWorker
+    computing: _Known
+    waits: bool
+    """Other prompts go before it where it is computed."""
+    claimed_at: float
+
+
 class Router:
-    """`on_end` is told of every request once, whether it was answered or refused."""
+    """One router. `on_end` is told of every request once, whether it was answered or refused."""
 
     def __init__(
         self,
@@ -67,14 +87,19 @@ class Router:
         on_end: Callable[[Request], None],
     ) -> None:
         self.prefill_ranking, self.decode_ranking = PrefillRanking(), DecodeRanking()
+        self.decisions: Counter[str] = Counter()
+        """Prompts that were computed `here`, where they were decoded, and `there`, at a prefill worker."""
         self._config = config
+        self._terms = PairTerms.of(config)
+        self._measures = config.disaggregation == "auto"
+        self._costs = PrefillCosts()
         self._overheads = profile.overheads
         self._clock = clock
         self._on_end = on_end
         self._line = LineRules(config.limits.max_waiting_requests, config.limits.queue_s / LEVELS_PER_QUEUE_TIME)
         self._waiting: dict[Entry, _Waiting] = {}
         self._parked: _Waiting | None = None
-        """At the front, until something changes."""
+        """The request at the front, if it found no room: it looks again when something changes."""
         self._changes = 0
         self._prefills = {worker.worker_id: worker for worker in prefills}
         self._decodes = {worker.worker_id: worker for worker in decodes}
@@ -84,23 +109,31 @@ class Router:
         }
 
     def arrive(self, request: Request) -> None:
-        """A client sends this now."""
-        prefill, decode = next(iter(self._prefills.values())), next(iter(self._decodes.values()))
-        if prefill.fits(len(request.token_ids)) and decode.fits(len(request.token_ids), request.output_len):
+        """Take a request that a client sends now."""
+        decode, prefill = next(iter(self._decodes.values())), next(iter(self._prefills.values()), None)
+        fits = decode.fits(len(request.token_ids), request.output_len)
+        if fits and (prefill is None or prefill.fits(len(request.token_ids))):
             self._clock.after(self._overheads.request_s, self._enter, request)
         else:
             self._refuse(request, "larger than a worker's pool")
 
     def report(self, report: LoadReport) -> None:
-        """A worker tells its load."""
+        """Take a worker's load report."""
         known = self._known[report.worker_id]
         known.report = report
         known.outstanding.reported()
+        if known.prompts is not known.outstanding:
+            known.prompts.reported()
         self._note_change()
 
     def _know(self, worker_id: str, ranking: PrefillRanking | DecodeRanking) -> _Known:
-        known = _Known(worker_id, Outstanding(on_change=lambda: ranking.put(known.load())))
-        ranking.put(known.load())
+        def changed() -> None:
+            ranking.put(known.load())
+
+        outstanding = Outstanding(on_change=changed)
+        prompts = outstanding if ranking is self.prefill_ranking else Outstanding(on_change=changed)
+        known = _Known(worker_id, outstanding, prompts)
+        changed()
         return known
 
     # -- the line ----------------------------------------------------------------------------------------------------
@@ -115,7 +148,9 @@ class Router:
             return
         if leaving is not None:
             self._refuse(self._waiting.pop(leaving).request, _NO_ROOM)
-        waiting = self._waiting[entry] = _Waiting(request, entry, blocks_for(cost, self._config.block_size))
+        num_tokens, need_blocks = len(request.token_ids), blocks_for(cost, self._config.block_size)
+        asks = PairRequest(num_tokens, num_tokens, need_blocks, ANYBODY.tenant)
+        waiting = self._waiting[entry] = _Waiting(request, entry, asks)
         self._call()
         if entry in self._waiting:
             self._clock.at(now + queue_s, self._out_of_time, waiting)
@@ -127,47 +162,62 @@ class Router:
 
     def _look(self, waiting: _Waiting) -> None:
         seen = self._changes
-        self._ask(waiting, self.decode_ranking.order(waiting.need_blocks), 0, seen)
+        self._ask(waiting, PairSearch(waiting.asks, self.prefill_ranking, self.decode_ranking, self._terms), seen)
 
-    def _ask(self, waiting: _Waiting, order: Sequence[str], number: int, seen: int) -> None:
-        """Ask the decode worker of this number, if there is one and a prefill worker to go with it."""
-        if number == len(order) or self._best_prefill(waiting.request) is None:
+    def _moment(self) -> Moment:
+        costs = self._costs.lines(self._clock.now) if self._measures else None
+        return Moment(costs, len(self._line), self._line.num_of)
+
+    def _ask(self, waiting: _Waiting, search: PairSearch, seen: int) -> None:
+        """Ask the next decode worker for blocks, if there is one."""
+        question = search.next_decode(self._moment())
+        if question is None:
             self._found_none(waiting, seen)
             return
         waiting.looking = True
-        self._known[order[number]].outstanding.give(waiting.need_blocks)
-        self._clock.after(self._overheads.message_s, self._reserve, waiting, order, number, seen)
+        self._known[question.worker_id].outstanding.give(waiting.asks.need_blocks)
+        self._clock.after(self._overheads.message_s, self._reserve, waiting, search, question, seen)
 
-    def _reserve(self, waiting: _Waiting, order: Sequence[str], number: int, seen: int) -> None:
+    def _reserve(self, waiting: _Waiting, search: PairSearch, question: DecodeQuestion, seen: int) -> None:
         """The question is at the worker."""
-        decode_id, request = order[number], waiting.request
-        finished = (self._overheads.message_s, self._finished, request, decode_id, waiting.need_blocks)
-        ticket_id = self._decodes[decode_id].reserve(request, lambda: self._clock.after(*finished))
-        self._clock.after(self._overheads.message_s, self._answered, waiting, order, number, seen, ticket_id)
+        request, message_s = waiting.request, self._overheads.message_s
+        finished = (message_s, self._finished, request, question.worker_id, waiting.asks.need_blocks)
+        granted = self._decodes[question.worker_id].reserve(
+            request, lambda: self._clock.after(*finished), own_tokens=question.own_tokens
+        )
+        self._clock.after(message_s, self._answered, waiting, search, question, seen, granted)
 
-    def _answered(self, waiting: _Waiting, order: Sequence[str], number: int, seen: int, ticket_id: int | None) -> None:
-        decode_id, request = order[number], waiting.request
+    def _answered(
+        self, waiting: _Waiting, search: PairSearch, question: DecodeQuestion, seen: int, granted: Granted | None
+    ) -> None:
+        """The worker's answer is here."""
         waiting.looking = False
-        outstanding = self._known[decode_id].outstanding
-        if ticket_id is None:
-            outstanding.refuse(waiting.need_blocks)
-            outstanding.done(waiting.need_blocks)
-            self._ask(waiting, order, number + 1, seen)
+        known, need_blocks = self._known[question.worker_id], waiting.asks.need_blocks
+        if granted is None:
+            known.outstanding.refuse(need_blocks)
+            known.outstanding.done(need_blocks)
+            self._ask(waiting, search, seen)
             return
-        prefill_id = self._best_prefill(request)
-        if prefill_id is None:
-            self._clock.after(self._overheads.message_s, self._decodes[decode_id].release, ticket_id)
-            outstanding.done(waiting.need_blocks)
-            self._found_none(waiting, seen)
+        pair = search.pair(known.load(), granted.held_tokens, self._moment())
+        if pair is None:
+            self._clock.after(self._overheads.message_s, self._decodes[question.worker_id].release, granted.ticket_id)
+            known.outstanding.done(need_blocks)
+            self._ask(waiting, search, seen)
             return
-        self._known[prefill_id].outstanding.give_prompt(len(request.token_ids), ANYBODY.tenant, ahead=False)
+        self._claimed(waiting, pair, granted)
+
+    def _claimed(self, waiting: _Waiting, pair: Pair, granted: Granted) -> None:
+        """The request has its pair: it leaves the line, and its prompt is sent."""
+        request, computing = waiting.request, self._known[pair.computes]
+        self.decisions["here" if pair.here else "there"] += 1
+        waits = computing.load().queued_tokens > 0
+        decode, need_blocks = self._decodes[pair.decode], waiting.asks.need_blocks
+        claim = _Claim(request, need_blocks, pair, granted, decode, computing, waits, self._clock.now)
+        computing.prompts.give_prompt(pair.num_missing, ANYBODY.tenant, ahead=pair.ahead)
         del self._waiting[waiting.entry]
         self._line.leave(waiting.entry, self._clock.now, served=True)
-        self._clock.after(self._overheads.message_s, self._prefill, waiting, prefill_id, decode_id, ticket_id)
+        self._clock.after(self._overheads.message_s, self._compute_here if pair.here else self._compute_there, claim)
         self._call()
-
-    def _best_prefill(self, request: Request) -> str | None:
-        return self.prefill_ranking.best(len(request.token_ids), prefill_window(self._config))
 
     def _found_none(self, waiting: _Waiting, seen: int) -> None:
         if waiting.late:
@@ -205,23 +255,44 @@ class Router:
 
     # -- with a claim ------------------------------------------------------------------------------------------------
 
-    def _prefill(self, waiting: _Waiting, prefill_id: str, decode_id: str, ticket_id: int) -> None:
-        """The prompt is at the worker."""
-        decode = self._decodes[decode_id]
-        first = (self._overheads.message_s, self._first_token, waiting, prefill_id, decode_id, ticket_id)
-        job = Job(waiting.request, lambda: self._clock.after(*first), lambda: decode.commit(ticket_id))
-        self._prefills[prefill_id].prefill(job)
+    def _compute_there(self, claim: _Claim) -> None:
+        """The prompt is at the prefill worker."""
+        first = (self._overheads.message_s, self._first_token, claim)
+        ticket_id = claim.granted.ticket_id
+        job = Job(claim.request, lambda: self._clock.after(*first), lambda: claim.decode.commit(ticket_id))
+        self._prefills[claim.pair.computes].prefill(job)
 
-    def _first_token(self, waiting: _Waiting, prefill_id: str, decode_id: str, ticket_id: int) -> None:
-        request, decode = waiting.request, self._decodes[decode_id]
+    def _compute_here(self, claim: _Claim) -> None:
+        """The order to compute the prompt is at the decode worker, which ends the stream by itself."""
+        first = (self._overheads.message_s, self._first_token, claim)
+        claim.decode.attach_here(claim.granted.ticket_id, lambda: self._clock.after(*first))
+
+    def _first_token(self, claim: _Claim) -> None:
+        request, message_s, ticket_id = claim.request, self._overheads.message_s, claim.granted.ticket_id
         request.first_at = self._clock.now
-        if request.output_len > 1:
-            self._clock.after(self._overheads.message_s, decode.attach, ticket_id)
-        else:
-            self._clock.after(self._overheads.message_s, decode.release, ticket_id)
-            self._finished(request, decode_id, waiting.need_blocks)
-        self._known[prefill_id].outstanding.prompt_done(len(request.token_ids), ANYBODY.tenant)
+        if not claim.pair.here and request.output_len > 1:
+            attached = (message_s, self._attached, claim, self._clock.now)
+            on_attached = (lambda: self._clock.after(*attached)) if self._measures else None
+            self._clock.after(message_s, claim.decode.attach, ticket_id, on_attached)
+        elif not claim.pair.here:
+            self._clock.after(message_s, claim.decode.release, ticket_id)
+            self._finished(request, claim.pair.decode, claim.need_blocks)
+        if self._measures:
+            self._measure_prefill(claim)
+        claim.computing.prompts.prompt_done(claim.pair.num_missing, ANYBODY.tenant)
         self._note_change()
+
+    def _measure_prefill(self, claim: _Claim) -> None:
+        """Note what the prompt took, as a claim in the router does: without the wait for other prompts."""
+        request, now = claim.request, self._clock.now
+        prefill_s = now - self._overheads.message_s - request.prefill_began
+        took_s = prefill_s if claim.waits else now - claim.claimed_at
+        self._costs.prefilled(claim.pair.here, len(request.token_ids) - request.cached, took_s, now)
+
+    def _attached(self, claim: _Claim, asked_at: float) -> None:
+        """The decode worker has the KV and goes on; the answer to the question of `asked_at` is here."""
+        now = self._clock.now
+        self._costs.handed_over(len(claim.request.token_ids) - claim.granted.held_tokens, now - asked_at, now)
 
     def _finished(self, request: Request, decode_id: str, need_blocks: int) -> None:
         """The last token is here."""

@@ -74,11 +74,13 @@ def _planned(options: PlanOptions) -> tuple[Workload, Sequence[Planned]]:
     targets = goodput.Targets(parse_goodput(options.slo.split(",")))
     workload = _workload(options)
     profile = Profile.load(LAPTOP if options.profile is None else options.profile)
+    cluster = load_config(options.config, {})
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("simulating", total=len(goodput.shapes(options.max_workers)))
+        colocated = cluster.disaggregation == "never"
+        task = progress.add_task("simulating", total=len(goodput.shapes(options.max_workers, colocated=colocated)))
         planned = goodput.plan(
             workload=workload,
-            config=load_config(options.config, {}),
+            config=cluster,
             profile=profile,
             targets=targets,
             max_workers=options.max_workers,

@@ -112,7 +112,7 @@ class Claim:
         self._attaching = False
         self._handed_over = False
         self._stream = decode.streams.open(ticket.ticket_id)
-        self._waits = computes.prompt_load().queued_tokens > 0
+        self._waits = computes.load().queued_tokens > 0
         computes.prompts.give_prompt(self._num_missing, self._tenant, ahead=ahead)
 
     def __enter__(self) -> Claim:

@@ -86,11 +86,7 @@ class WorkerLink:
 
     def load(self) -> WorkerLoad:
         """What is known of the worker's load now."""
-        return WorkerLoad(self.ref.worker_id, self.report, self.outstanding)
-
-    def prompt_load(self) -> WorkerLoad:
-        """What is known of the worker's load now, as one that computes prompts."""
-        return WorkerLoad(self.ref.worker_id, self.report, self.prompts)
+        return WorkerLoad(self.ref.worker_id, self.report, self.outstanding, self.prompts)
 
     @property
     def life(self) -> WorkerLife:

@@ -25,7 +25,6 @@ from protocol.wire import WireClient
 from router.dispatch.controller_client import ControllerClient
 from router.dispatch.links import WorkerLink
 from router.rules.ranking import DecodeRanking, PrefillRanking
-from router.rules.worker_load import Outstanding
 from telemetry.logging import fields
 
 log = logging.getLogger(__name__)
@@ -87,8 +86,9 @@ class Roster:
         self._limits = limits
         self._on_lost = on_lost
         self._entries: dict[WorkerLife, _Entry] = {}
-        self._prefills, self._decodes = PrefillRanking(), DecodeRanking()
-        self._ready = {Role.PREFILL: _Ready(self._prefills), Role.DECODE: _Ready(self._decodes)}
+        self.prefills, self.decodes = PrefillRanking(), DecodeRanking()
+        """The workers that are ready, in the order in which they should be chosen."""
+        self._ready = {Role.PREFILL: _Ready(self.prefills), Role.DECODE: _Ready(self.decodes)}
         self._changed = asyncio.Event()
         self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -120,16 +120,13 @@ class Roster:
         """Those of them that can start on a request now: a worker that is stuck in a step is left alone until it moves."""
         return list(self._ready[role].links.values())
 
-    def best_prefill(
-        self, num_tokens: int, window_tokens: int, may_overtake: Callable[[Outstanding], bool] | None, avoid: Container[str]
-    ) -> WorkerLink | None:
-        """`PrefillRanking.best` of those that are ready."""
-        worker_id = self._prefills.best(num_tokens, window_tokens, may_overtake, avoid)
-        return None if worker_id is None else self._ready[Role.PREFILL].links[worker_id]
-
     def decode_order(self, need_blocks: int, avoid: Container[str] = ()) -> Sequence[str]:
         """`DecodeRanking.order` of those that are ready."""
-        return self._decodes.order(need_blocks, avoid)
+        return self.decodes.order(need_blocks, avoid)
+
+    def ready_prefill(self, worker_id: str) -> WorkerLink | None:
+        """The link to this prefill worker, if it is still ready."""
+        return self._ready[Role.PREFILL].links.get(worker_id)
 
     def ready_decode(self, worker_id: str) -> WorkerLink | None:
         """The link to this decode worker, if it is still ready."""

@@ -11,7 +11,7 @@ to the lowest id. So the same loads give the same order, and idle workers take t
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from math import inf
 from typing import Any, overload
 
@@ -48,29 +48,36 @@ class PrefillRanking:
     """Workers that compute prompts, the one with the fewest prompt tokens ahead of a new request first."""
 
     def __init__(self) -> None:
-        self._sorted = _Sorted()
+        self._loads: dict[str, WorkerLoad] = {}
+        self._open = _Sorted()
+        """Workers that take prompts."""
+        self._queued = _Sorted()
+        """All workers, by their prompt tokens alone."""
         self._idle: set[str] = set()
         """Ids of the workers that have no prompt of this router."""
 
+    def __len__(self) -> int:
+        return len(self._loads)
+
     def put(self, load: WorkerLoad) -> None:
-        """Note a worker's load. A worker that has refused a prompt since its last report is left out: its queue is full."""
-        worker_id, outstanding = load.worker_id, load.outstanding
-        if outstanding.refused_size is not None:
-            self.discard(worker_id)
+        """Note a worker's load. A worker that has refused a prompt since its last report is not chosen: its queue is full."""
+        worker_id, prompts, queued = load.worker_id, load.prompts, load.queued_tokens
+        self._loads[worker_id] = load
+        self._queued.put(worker_id, (queued, worker_id))
+        if prompts.refused_size is not None:
+            self._close(worker_id)
             return
-        self._sorted.put(
-            worker_id,
-            (load.queued_tokens, outstanding.in_flight, outstanding.given, worker_id, outstanding.in_flight_size, outstanding),
-        )
-        if outstanding.in_flight_size:
+        self._open.put(worker_id, (queued, prompts.in_flight, prompts.given, worker_id, prompts.in_flight_size, prompts))
+        if prompts.in_flight_size:
             self._idle.discard(worker_id)
         else:
             self._idle.add(worker_id)
 
     def discard(self, worker_id: str) -> None:
         """Forget a worker, for it takes no more requests. An unknown worker changes nothing."""
-        self._sorted.discard(worker_id)
-        self._idle.discard(worker_id)
+        self._loads.pop(worker_id, None)
+        self._queued.discard(worker_id)
+        self._close(worker_id)
 
     def best(
         self,
@@ -78,8 +85,8 @@ class PrefillRanking:
         window_tokens: int,
         may_overtake: Callable[[Outstanding], bool] | None = None,
         avoid: Container[str] = (),
-    ) -> str | None:
-        """Id of the worker that should get a prompt of this length, or None if no worker takes it now.
+    ) -> WorkerLoad | None:
+        """The worker that should get a prompt of this length, or None if no worker takes it now.
 
         A worker takes it behind the prompts that are there (`Outstanding.takes_prompt`) or, if `may_overtake` says so, in front
         of them. A worker in `avoid` is chosen only if no other takes it.
@@ -87,40 +94,100 @@ class PrefillRanking:
         if not self._idle and num_tokens >= window_tokens and may_overtake is None:
             return None
         avoided = None
-        for _, _, _, worker_id, ahead, outstanding in self._sorted.keys:
+        for _, _, _, worker_id, ahead, prompts in self._open.keys:
             # The rule of `Outstanding.takes_prompt`, without a call for each of a thousand workers.
-            if not ahead or ahead + num_tokens <= window_tokens or (may_overtake is not None and may_overtake(outstanding)):
+            if not ahead or ahead + num_tokens <= window_tokens or (may_overtake is not None and may_overtake(prompts)):
                 if worker_id not in avoid:
-                    return str(worker_id)
-                avoided = avoided or str(worker_id)
-        return avoided
+                    return self._loads[worker_id]
+                avoided = avoided or worker_id
+        return None if avoided is None else self._loads[avoided]
+
+    @property
+    def least_queued_tokens(self) -> int:
+        """Prompt tokens ahead of a new request at the worker with the fewest, be it open or not. There must be a worker."""
+        return int(self._queued.keys[0][0])
+
+    def all_in(self, worker_ids: Container[str]) -> bool:
+        """Tell whether every worker is one of these."""
+        return all(worker_id in worker_ids for worker_id in self._loads)
+
+    def _close(self, worker_id: str) -> None:
+        self._open.discard(worker_id)
+        self._idle.discard(worker_id)
 
 
 class DecodeRanking:
     """Decode workers, the one with the most room first; workers that have not reported yet come after the others."""
 
     def __init__(self) -> None:
-        self._sorted = _Sorted()
+        self._loads: dict[str, WorkerLoad] = {}
+        self._by_room = _Sorted()
+        self._by_prompts = _Sorted()
+        """Workers by the prompt tokens that they compute before those of a new request, then by room."""
 
     def put(self, load: WorkerLoad) -> None:
         """Note a worker's load."""
         free, outstanding = load.reservable_blocks, load.outstanding
         room = (1, 0) if free is None else (0, -free)
-        self._sorted.put(load.worker_id, (*room, outstanding.in_flight, outstanding.given, load.worker_id))
+        key = (*room, outstanding.in_flight, outstanding.given, load.worker_id)
+        self._loads[load.worker_id] = load
+        self._by_room.put(load.worker_id, key)
+        self._by_prompts.put(load.worker_id, (load.queued_tokens, *key))
 
     def discard(self, worker_id: str) -> None:
         """Forget a worker, for it takes no more requests. An unknown worker changes nothing."""
-        self._sorted.discard(worker_id)
+        self._loads.pop(worker_id, None)
+        self._by_room.discard(worker_id)
+        self._by_prompts.discard(worker_id)
+
+    def find(self, worker_id: str) -> WorkerLoad | None:
+        """What is known of this worker; None if it takes no requests."""
+        return self._loads.get(worker_id)
 
     def order(self, need_blocks: int, avoid: Container[str] = ()) -> Sequence[str]:
         """Ids of all workers that may have `need_blocks` KV blocks to give, as known now; those in `avoid` come last."""
-        keys = self._sorted.keys
+        keys = self._by_room.keys
         with_room = bisect_right(keys, (0, -need_blocks, inf))
         unknown = bisect_left(keys, (1,), with_room)
         found = keys[:with_room] + keys[unknown:]
         if avoid:
             found.sort(key=lambda key: key[4] in avoid)
         return _Ids(found)
+
+    def candidates(
+        self, need_blocks: int, *, by_prompts: bool = False, first: str | None = None, avoid: Container[str] = ()
+    ) -> Iterator[str]:
+        """Ids of the same workers as `order`, as known now, without a look at those that are not read.
+
+        `by_prompts`: the worker with the fewest prompt tokens ahead comes first, not the one with the most room. `first` comes
+        before all others if it has room, also if it is one to avoid.
+        """
+        ids: Iterable[str]
+        ids = _PromptOrder(self._by_prompts.keys.copy(), need_blocks) if by_prompts else self.order(need_blocks)
+        load = None if first is None else self._loads.get(first)
+        free = None if load is None else load.reservable_blocks
+        if load is None or (free is not None and free < need_blocks):
+            first = None
+        return _preferred(ids, first, avoid)
+
+
+def _preferred(ids: Iterable[str], first: str | None, avoid: Container[str]) -> Iterator[str]:
+    """The same ids, `first` before the others if it is given, those in `avoid` after them."""
+    if first is not None:
+        yield first
+    yield from (worker_id for worker_id in ids if worker_id != first and worker_id not in avoid)
+    yield from (worker_id for worker_id in ids if worker_id != first and worker_id in avoid)
+
+
+class _PromptOrder(Iterable[str]):
+    """Worker ids of keys by prompts, but of those without room; each key is looked at when it is reached."""
+
+    def __init__(self, keys: list[_Key], need_blocks: int) -> None:
+        self._keys = keys
+        self._need_blocks = need_blocks
+
+    def __iter__(self) -> Iterator[str]:
+        return (worker_id for _, unknown, taken, _, _, worker_id in self._keys if unknown or taken <= -self._need_blocks)
 
 
 class _Ids(Sequence[str]):

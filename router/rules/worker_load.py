@@ -122,12 +122,15 @@ class WorkerLoad:
     report: LoadReport | None
     """The latest load report; None until the first one arrives."""
     outstanding: Outstanding
+    """What this router has there: prompts at a prefill worker, in tokens; claims at a decode worker, in KV blocks."""
+    prompts: Outstanding
+    """Prompts of this router that the worker computes, in tokens. At a prefill worker it is `outstanding` itself."""
 
     @property
     def queued_tokens(self) -> int:
         """Prompt tokens that the worker computes before those of a new request, as far as is known."""
         reported = self.report.queued_tokens if self.report else 0
-        return max(reported + self.outstanding.unreported_size, self.outstanding.in_flight_size)
+        return max(reported + self.prompts.unreported_size, self.prompts.in_flight_size)
 
     @property
     def reservable_blocks(self) -> int | None:

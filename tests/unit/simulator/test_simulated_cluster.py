@@ -39,7 +39,7 @@ def profile(overheads: Overheads = OVERHEADS) -> Profile:
     )
 
 
-def config(**overrides: int) -> ClusterConfig:
+def config(**overrides: int | str) -> ClusterConfig:
     small = {"prefill.kv_cache_tokens": 1024, "decode.kv_cache_tokens": 1024, "prefill.max_batch_tokens": 128}
     return load_config(None, small | {"decode.max_batch_size": 4} | {k.replace("__", "."): v for k, v in overrides.items()})
 
@@ -60,13 +60,22 @@ def made(rows: list[tuple[float, int, int, bool]]) -> list[Request]:
 
 
 shape_strategy = st.builds(Shape, st.integers(1, 3), st.integers(1, 3))
+cluster_strategy = st.one_of(
+    st.tuples(st.just("always"), shape_strategy),
+    st.tuples(st.just("auto"), shape_strategy),
+    st.tuples(st.just("never"), st.builds(Shape, st.just(0), st.integers(1, 3))),
+)
+"""(disaggregation, shape)"""
 
 
 @settings(max_examples=60, deadline=None)
-@given(request_lists(), shape_strategy, st.integers(1, 2))
-def test_every_request_ends_once_and_in_order(rows: list[tuple[float, int, int, bool]], shape: Shape, routers: int) -> None:
+@given(request_lists(), cluster_strategy, st.integers(1, 2))
+def test_every_request_ends_once_and_in_order(
+    rows: list[tuple[float, int, int, bool]], kind: tuple[str, Shape], routers: int
+) -> None:
     ended: list[Request] = []
-    cluster = Cluster(shape, config(http__router_replicas=routers), profile(), ended.append)
+    mode, shape = kind
+    cluster = Cluster(shape, config(http__router_replicas=routers, disaggregation=mode), profile(), ended.append)
     requests = made(rows)
     cluster.run(requests)
     assert Counter(map(id, ended)) == Counter(map(id, requests))
@@ -77,18 +86,23 @@ def test_every_request_ends_once_and_in_order(rows: list[tuple[float, int, int, 
         if request.output_len > 1:
             least = request.output_len - 1
             assert request.last_at - request.first_at >= least * STEP_S
+    decided = sum((router.decisions for router in cluster.routers), Counter())
+    assert decided.total() == len(requests)
+    assert mode == "auto" or set(decided) == {"here" if mode == "never" else "there"}
     cluster.check_integrity()
+    assert all(worker.idle for worker in (*cluster.prefills, *cluster.decodes)), "all blocks are free again"
 
 
 @settings(max_examples=60, deadline=None)
-@example([(0.0, 1, 32, True), (1.0, 372, 62, True), (0.0, 209, 61, True), (0.0, 282, 40, False)], Shape(1, 1))
-@given(request_lists(), shape_strategy)
-def test_steps_in_one_go_are_steps_one_by_one(rows: list[tuple[float, int, int, bool]], shape: Shape) -> None:
+@example([(0.0, 1, 32, True), (1.0, 372, 62, True), (0.0, 209, 61, True), (0.0, 282, 40, False)], ("always", Shape(1, 1)))
+@given(request_lists(), cluster_strategy)
+def test_steps_in_one_go_are_steps_one_by_one(rows: list[tuple[float, int, int, bool]], kind: tuple[str, Shape]) -> None:
+    mode, shape = kind
     times = []
     preemptions = []
     for one_by_one in (False, True):
         requests = made(rows)
-        cluster = Cluster(shape, config(), profile(), lambda request: None, one_by_one=one_by_one)
+        cluster = Cluster(shape, config(disaggregation=mode), profile(), lambda request: None, one_by_one=one_by_one)
         cluster.run(requests)
         times.append([(request.first_at, request.last_at, request.cached) for request in requests])
         preemptions.append([worker.preemptions for worker in cluster.decodes])
@@ -106,9 +120,10 @@ def test_full_pools_preempt_in_the_simulation_too() -> None:
 
 
 @settings(max_examples=20, deadline=None)
-@given(request_lists(), shape_strategy)
-def test_the_same_input_gives_the_same_times(rows: list[tuple[float, int, int, bool]], shape: Shape) -> None:
-    once, again = (simulate(made(rows), shape, config(), profile()) for _ in range(2))
+@given(request_lists(), cluster_strategy)
+def test_the_same_input_gives_the_same_times(rows: list[tuple[float, int, int, bool]], kind: tuple[str, Shape]) -> None:
+    mode, shape = kind
+    once, again = (simulate(made(rows), shape, config(disaggregation=mode), profile()) for _ in range(2))
     assert [(r.index, r.first_at, r.last_at) for r in once] == [(r.index, r.first_at, r.last_at) for r in again]
 
 
@@ -126,6 +141,49 @@ def test_a_request_alone_takes_what_the_formula_says(prompt_len: int, answer_len
     steps_s = (answer_len - 1) * (STEP_S + STREAM_S) + CONTEXT_TOKEN_S * contexts
     last_at = begins + steps_s + OVERHEADS.message_s if answer_len > 1 else first_at
     assert request.last_at == pytest.approx(last_at, abs=1e-9)
+
+
+@given(st.integers(1, 500), st.integers(1, 300))
+def test_a_request_alone_in_a_colocated_cluster_is_handed_over_to_nobody(prompt_len: int, answer_len: int) -> None:
+    requests = [Request(0, 1.0, range(prompt_len), answer_len)]
+    [request] = simulate(requests, Shape(0, 1), config(disaggregation="never"), profile())
+    # To decode and back for blocks, the order to compute the prompt, and the first token's way back.
+    first_at = 1.0 + OVERHEADS.request_s + 4 * OVERHEADS.message_s + prompt_len * PREFILL_TOKEN_S
+    assert request.first_at == pytest.approx(first_at, abs=1e-12)
+    contexts = sum(prompt_len + number for number in range(1, answer_len))
+    steps_s = (answer_len - 1) * (STEP_S + STREAM_S) + CONTEXT_TOKEN_S * contexts
+    assert request.last_at == pytest.approx(first_at + steps_s, abs=1e-9)
+
+
+def test_a_prompt_holds_up_the_streams_of_a_colocated_worker_for_its_chunks_alone() -> None:
+    stream, late = Request(0, 0.0, range(8), 200), Request(1, 1.0, [9] * 400, 2)
+    cfg = config(disaggregation="never", decode__kv_cache_tokens=4096)
+    alone, beside = (simulate(each, Shape(0, 1), cfg, profile()) for each in ([Request(0, 0.0, range(8), 200)], [stream, late]))
+    delayed_s = stream.last_at - alone[0].last_at
+    assert {request.index for request in beside} == {0, 1}
+    assert 400 * PREFILL_TOKEN_S <= delayed_s < 400 * PREFILL_TOKEN_S + 4 * STEP_S
+
+
+def mean_s(mode: str, shape: Shape, prompt_len: int, gap_s: float, overheads: Overheads = OVERHEADS) -> float:
+    """From arrival to the last token, of 60 equal requests that arrive at equal gaps."""
+    requests = [Request(index, gap_s * index, [index] * prompt_len, 20) for index in range(60)]
+    ended = simulate(requests, shape, config(disaggregation=mode, decode__max_batch_size=64), profile(overheads))
+    assert all(request.error is None for request in ended)
+    return float(np.mean([request.last_at - request.arrival for request in ended]))
+
+
+@pytest.mark.parametrize("prompt_len", [16, 100, 300])
+@pytest.mark.parametrize("gap_s", [0.1, 0.4, 1.0])
+def test_auto_is_about_as_good_as_the_better_of_both(prompt_len: int, gap_s: float) -> None:
+    """It compares both ways by their time to the first token, so it may cost some of the later tokens."""
+    auto, always = (mean_s(mode, Shape(1, 1), prompt_len, gap_s) for mode in ("auto", "always"))
+    assert auto <= 1.25 * always
+
+
+def test_auto_avoids_a_dear_handoff_and_an_overloaded_prefill_worker() -> None:
+    dear = OVERHEADS.model_copy(update={"handoff_s": 1.0})
+    assert mean_s("auto", Shape(1, 1), 100, 0.4, dear) < 0.7 * mean_s("always", Shape(1, 1), 100, 0.4, dear)
+    assert mean_s("auto", Shape(1, 2), 300, 0.2) < mean_s("always", Shape(1, 2), 300, 0.2)
 
 
 def test_a_cached_prompt_costs_its_last_token() -> None:

@@ -12,10 +12,16 @@ from hypothesis import strategies as st
 from protocol.messages import LoadReport
 from router.rules.ranking import DecodeRanking, PrefillRanking
 from router.rules.worker_load import Outstanding, WorkerLoad, blocks_for
+from tests.unit.router.rules.load_reports import decode_report
 
 WINDOW = 300
 TENANT, OTHER = "a tenant", "another"
 Overtaking = Callable[[Outstanding], bool]
+
+
+def load_of(worker_id: str, report: LoadReport | None, outstanding: Outstanding) -> WorkerLoad:
+    """A worker of either role, where prompts are all that is outstanding."""
+    return WorkerLoad(worker_id, report, outstanding, outstanding)
 
 
 def alone(outstanding: Outstanding) -> bool:
@@ -24,7 +30,7 @@ def alone(outstanding: Outstanding) -> bool:
 
 
 def report(worker_id: str, queued_tokens: int = 0, reservable_blocks: int = 0) -> LoadReport:
-    return LoadReport(worker_id, 1, 0, 0, queued_tokens, 999, 1000, 0, 0, 0, 0.0, 0.0, 0, 0, 0, reservable_blocks, 0, 0, 0)
+    return decode_report(worker_id, queued_tokens=queued_tokens, reservable_blocks=reservable_blocks)
 
 
 def sorted_prefills(
@@ -61,7 +67,8 @@ def best_prefill(
     ranking = PrefillRanking()
     for load in loads:
         ranking.put(load)
-    return ranking.best(num_tokens, window_tokens, may_overtake, avoid)
+    best = ranking.best(num_tokens, window_tokens, may_overtake, avoid)
+    return None if best is None else best.worker_id
 
 
 def decode_order(loads: Iterable[WorkerLoad], need_blocks: int, avoid: Container[str] = ()) -> list[str]:
@@ -87,7 +94,7 @@ outstandings = st.builds(
 def loads(draw: st.DrawFn) -> list[WorkerLoad]:
     names = draw(st.lists(st.sampled_from("abcdefgh"), unique=True, max_size=6))
     return [
-        WorkerLoad(
+        load_of(
             name,
             draw(st.none() | st.builds(report, st.just(name), st.integers(0, 300), st.integers(0, 300))),
             draw(outstandings),
@@ -124,7 +131,7 @@ def test_choice_stays_that_while_loads_change(moves: list[tuple[str, str, int]],
 
     for name, move, amount in moves:
         if name not in loads:
-            loads[name] = WorkerLoad(name, None, Outstanding(on_change=lambda name=name: put(name)))  # type: ignore[misc]
+            loads[name] = load_of(name, None, Outstanding(on_change=lambda name=name: put(name)))  # type: ignore[misc]
             given_prompts[name] = []
             put(name)
         outstanding = loads[name].outstanding
@@ -137,14 +144,15 @@ def test_choice_stays_that_while_loads_change(moves: list[tuple[str, str, int]],
         elif move == "refuse":
             outstanding.refuse(amount)
         elif move == "report":
-            loads[name] = WorkerLoad(name, report(name, amount, amount), outstanding)
+            loads[name] = load_of(name, report(name, amount, amount), outstanding)
             outstanding.reported()
         elif move == "leave":
             del loads[name]
             prefills.discard(name)
             decodes.discard(name)
         [first, *_] = [*sorted_prefills(loads.values(), size, WINDOW, avoid, alone), None]
-        assert prefills.best(size, WINDOW, alone, avoid) == first
+        best = prefills.best(size, WINDOW, alone, avoid)
+        assert (None if best is None else best.worker_id) == first
         assert list(decodes.order(size, avoid)) == sorted_decodes(loads.values(), size, avoid)
 
 
@@ -177,7 +185,7 @@ def test_decode_never_gets_what_is_known_not_to_fit(workers: list[WorkerLoad], n
 
 @given(st.integers(1, 6), st.lists(st.integers(1, 200), min_size=1, max_size=40))
 def test_burst_between_two_reports_spreads_by_tokens(num_workers: int, prompts: list[int]) -> None:
-    workers = [WorkerLoad(f"p{index}", report(f"p{index}"), Outstanding()) for index in range(num_workers)]
+    workers = [load_of(f"p{index}", report(f"p{index}"), Outstanding()) for index in range(num_workers)]
     for prompt in prompts:
         chosen = best_prefill(workers, prompt, sum(prompts))
         next(load for load in workers if load.worker_id == chosen).outstanding.give(prompt)
@@ -187,7 +195,7 @@ def test_burst_between_two_reports_spreads_by_tokens(num_workers: int, prompts: 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=20), st.integers(1, 600))
 def test_what_is_out_of_hand_is_a_window_or_one_prompt(prompts: list[int], window: int) -> None:
-    worker = WorkerLoad("p", report("p"), Outstanding())
+    worker = load_of("p", report("p"), Outstanding())
     for prompt in prompts:
         if best_prefill([worker], prompt, window):
             worker.outstanding.give_prompt(prompt, TENANT, ahead=False)
@@ -203,7 +211,7 @@ def test_what_is_out_of_hand_is_a_window_or_one_prompt(prompts: list[int], windo
 def test_beyond_the_window_goes_the_only_prompt_of_a_tenant_before_those_of_crowds(
     moves: list[tuple[str, int, bool]], in_line: Counter[str]
 ) -> None:
-    worker = WorkerLoad("p", report("p"), Outstanding())
+    worker = load_of("p", report("p"), Outstanding())
     in_flight: list[tuple[int, str]] = []
     for tenant, size, ends in moves:
         if ends and in_flight:
@@ -227,7 +235,7 @@ def test_beyond_the_window_goes_the_only_prompt_of_a_tenant_before_those_of_crow
 
 @given(st.integers(2, 5), st.integers(1, 30))
 def test_idle_workers_take_turns(num_workers: int, num_requests: int) -> None:
-    workers = [WorkerLoad(f"p{index}", report(f"p{index}"), Outstanding()) for index in range(num_workers)]
+    workers = [load_of(f"p{index}", report(f"p{index}"), Outstanding()) for index in range(num_workers)]
     taken: Counter[str] = Counter()
     for _ in range(num_requests):
         chosen = best_prefill(workers, 10, WINDOW)

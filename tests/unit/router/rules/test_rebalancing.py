@@ -11,8 +11,14 @@ from hypothesis import strategies as st
 from protocol.messages import LoadReport
 from router.rules.balance import Shift, evening, rebalancing
 from router.rules.worker_load import Outstanding, WorkerLoad
+from tests.unit.router.rules.load_reports import decode_report
 
 BATCH = 16
+
+
+def load_of(worker_id: str, report: LoadReport | None, outstanding: Outstanding) -> WorkerLoad:
+    """A worker of either role, where prompts are all that is outstanding."""
+    return WorkerLoad(worker_id, report, outstanding, outstanding)
 
 
 @dataclass
@@ -29,10 +35,14 @@ class Worker:
 
     def load(self) -> WorkerLoad:
         free, running = self.total_blocks - self.used, len(self.streams)
-        report = LoadReport(
-            self.worker_id, 1, running, 0, 0, free, self.total_blocks, 0, 0, 0, 0.0, 0.0, 0, 0, 0, free, 0, 0, 0
+        report = decode_report(
+            self.worker_id,
+            running=running,
+            reservable_blocks=free,
+            free_blocks=free,
+            total_blocks=self.total_blocks,
         )
-        return WorkerLoad(self.worker_id, report, Outstanding())
+        return load_of(self.worker_id, report, Outstanding())
 
 
 @st.composite
@@ -98,7 +108,7 @@ def test_what_was_given_since_the_report_counts() -> None:
 def test_one_worker_or_unknown_ones_give_nothing() -> None:
     full = Worker("decode-0", 100, [95]).load()
     assert rebalancing([full], BATCH) is None
-    assert rebalancing([full, WorkerLoad("decode-1", None, Outstanding())], BATCH) is None
+    assert rebalancing([full, load_of("decode-1", None, Outstanding())], BATCH) is None
 
 
 @given(clusters(), st.integers(1, 3), st.data())
