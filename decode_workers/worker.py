@@ -39,6 +39,7 @@ from protocol.errors import KvTransferError
 from protocol.messages import (
     Attach,
     Copy,
+    DecodeLoad,
     Failed,
     LoadReport,
     Migrate,
@@ -177,13 +178,15 @@ class DecodeWorker:
             steps=self._engine.steps,
             busy_s=self._engine.busy_s,
             step_age_s=self._engine.step_age_s,
-            tokens=self._loop.tokens,
             prefix_cache_queries=self.ledger.cache_queries,
             prefix_cache_hits=self.ledger.cache_hits,
-            reservable_blocks=self.ledger.reservable_blocks,
-            num_preemptions=self._scheduler.preemptions,
-            recomputed_tokens=self._scheduler.recomputed_tokens,
-            prefilled_tokens=self._scheduler.prefilled_tokens,
+            decode=DecodeLoad(
+                reservable_blocks=self.ledger.reservable_blocks,
+                generated_tokens=self._loop.tokens,
+                prefilled_tokens=self._scheduler.prefilled_tokens,
+                num_preemptions=self._scheduler.preemptions,
+                recomputed_tokens=self._scheduler.recomputed_tokens,
+            ),
         )
 
     # -- tickets -----------------------------------------------------------------------------------------------------

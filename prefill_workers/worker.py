@@ -41,7 +41,7 @@ from protocol.errors import (
     TandemError,
     WorkerLostError,
 )
-from protocol.messages import Cancel, Failed, FirstToken, LoadReport, Prefill, Prefilled
+from protocol.messages import Cancel, Failed, FirstToken, LoadReport, Prefill, Prefilled, PrefillLoad
 from protocol.sampling import MAX_PROMPT_LOGPROBS
 from telemetry.logging import fields
 
@@ -117,13 +117,9 @@ class PrefillWorker:
             steps=self._engine.steps,
             busy_s=self._engine.busy_s,
             step_age_s=self._engine.step_age_s,
-            tokens=self._tokens,
             prefix_cache_queries=self._scheduler.cache_queries,
             prefix_cache_hits=self._scheduler.cache_hits,
-            reservable_blocks=0,
-            num_preemptions=0,
-            recomputed_tokens=0,
-            prefilled_tokens=self._tokens,
+            prefill=PrefillLoad(computed_tokens=self._tokens),
         )
 
     def _audit(self, router: bytes, message: Audit) -> None:

@@ -119,10 +119,38 @@ class Ping:
     """Sent by every client of a worker once a second: it renews the leases of all that this client owns there."""
 
 
+@dataclass(frozen=True)
+class PrefillLoad:
+    """The part of a load report that a worker has as a prefill worker."""
+
+    computed_tokens: int
+    """Prompt tokens computed since start."""
+
+
+@dataclass(frozen=True)
+class DecodeLoad:
+    """The part of a load report that a worker has as a decode worker."""
+
+    reservable_blocks: int
+    """Free KV blocks that a new ticket may take."""
+    generated_tokens: int
+    """Tokens generated since start."""
+    prefilled_tokens: int
+    """Prompt tokens computed since start; those that were computed again are not counted."""
+    num_preemptions: int
+    """Running sequences that had to give their blocks back, since start."""
+    recomputed_tokens: int
+    """Tokens that were computed again after a preemption, since start."""
+
+
 @message(3)
 @dataclass(frozen=True)
 class LoadReport:
-    """What a worker is doing, sent to every client when it changes (at most every 50 ms) and once a second anyway."""
+    """What a worker is doing: a common part, and one for each role that it has.
+
+    It is sent to every client when it changes (at most every 50 ms), and once a second anyway. The properties answer for a
+    worker of any role; what its roles don't have is 0.
+    """
 
     worker_id: str
     epoch: int
@@ -143,20 +171,42 @@ class LoadReport:
     """Time spent in the engine since start."""
     step_age_s: float
     """How long the current step has been running; 0 when idle."""
-    tokens: int
-    """Prompt tokens computed (prefill) or tokens generated (decode) since start."""
     prefix_cache_queries: int
     """Tokens of the prompts that were looked up in the worker's prefix cache since start."""
     prefix_cache_hits: int
     """Those of them whose KV was there: not computed again (prefill), not sent again (decode)."""
-    reservable_blocks: int
-    """Free blocks that a new ticket may take (decode); 0 at a prefill worker, which gives no tickets."""
-    num_preemptions: int
-    """Running sequences that had to give their blocks back, since start."""
-    recomputed_tokens: int
-    """Tokens that were computed again after a preemption, since start."""
-    prefilled_tokens: int
-    """Prompt tokens computed since start, those not counted that were computed again."""
+    prefill: PrefillLoad | None = None
+    decode: DecodeLoad | None = None
+
+    @property
+    def life(self) -> WorkerLife:
+        """Which life of the worker this is about."""
+        return WorkerLife(self.worker_id, self.epoch)
+
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens computed (prefill) and tokens generated (decode) since start."""
+        return (self.prefill.computed_tokens if self.prefill else 0) + (self.decode.generated_tokens if self.decode else 0)
+
+    @property
+    def prefilled_tokens(self) -> int:
+        """Prompt tokens computed since start, in any role; those that were computed again are not counted."""
+        return (self.prefill.computed_tokens if self.prefill else 0) + (self.decode.prefilled_tokens if self.decode else 0)
+
+    @property
+    def reservable_blocks(self) -> int:
+        """Free KV blocks that a new ticket may take; 0 at a worker that gives no tickets."""
+        return self.decode.reservable_blocks if self.decode else 0
+
+    @property
+    def num_preemptions(self) -> int:
+        """Running sequences that had to give their blocks back, since start."""
+        return self.decode.num_preemptions if self.decode else 0
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """Tokens that were computed again after a preemption, since start."""
+        return self.decode.recomputed_tokens if self.decode else 0
 
 
 # -- router and decode -----------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from decode_workers.scheduler import DecodeScheduler, LocalPrefill, Stream
 from decode_workers.ticket_entry import TicketEntry
 from engine.batch import Chunk
 from engine.memory.prefix_cache import PrefixCache
-from protocol.messages import LoadReport, Role
+from protocol.messages import DecodeLoad, LoadReport, Role
 from simulator.busyness import Busyness
 from simulator.clock import Clock
 from simulator.profile import Profile
@@ -363,13 +363,15 @@ class DecodeWorker:
             steps=self._steps,
             busy_s=self.busy_s,
             step_age_s=0.0,
-            tokens=0,
             prefix_cache_queries=self._ledger.cache_queries,
             prefix_cache_hits=self._ledger.cache_hits,
-            reservable_blocks=self._ledger.reservable_blocks,
-            num_preemptions=self._scheduler.preemptions,
-            recomputed_tokens=self._scheduler.recomputed_tokens,
-            prefilled_tokens=self._scheduler.prefilled_tokens,
+            decode=DecodeLoad(
+                reservable_blocks=self._ledger.reservable_blocks,
+                generated_tokens=0,
+                prefilled_tokens=self._scheduler.prefilled_tokens,
+                num_preemptions=self._scheduler.preemptions,
+                recomputed_tokens=self._scheduler.recomputed_tokens,
+            ),
         )
 
 

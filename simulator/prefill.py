@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from configs.schema import ClusterConfig
 from engine.memory.prefix_cache import PrefixCache
 from prefill_workers.scheduler import PlannedChunk, PrefillScheduler, Prompt
-from protocol.messages import LoadReport, Role
+from protocol.messages import LoadReport, PrefillLoad, Role
 from simulator.busyness import Busyness
 from simulator.clock import Clock
 from simulator.profile import Profile
@@ -142,11 +142,7 @@ class PrefillWorker:
             steps=self._steps,
             busy_s=self.busy_s,
             step_age_s=0.0,
-            tokens=0,
             prefix_cache_queries=self._scheduler.cache_queries,
             prefix_cache_hits=self._scheduler.cache_hits,
-            reservable_blocks=0,
-            num_preemptions=0,
-            recomputed_tokens=0,
-            prefilled_tokens=0,
+            prefill=PrefillLoad(computed_tokens=0),
         )

@@ -136,7 +136,7 @@ class WorkerLink:
             log.warning("%s sent an unexpected %s", self.ref.worker_id, type(message).__name__)
 
     def _on_load_report(self, report: LoadReport, now: float) -> None:
-        if WorkerLife(report.worker_id, report.epoch) != self.life:
+        if report.life != self.life:
             self.connection.lose(f"{report.worker_id} of epoch {report.epoch} answers at its address")
             return
         if self.report is None or report.steps != self.report.steps:

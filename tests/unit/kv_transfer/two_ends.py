@@ -37,6 +37,7 @@ from protocol.messages import (
     WorkerRef,
 )
 from protocol.wire import WireServer
+from tests.unit.load_reports import load_report
 
 SECRET = b"k" * 32
 LAYERS, HEADS, HEAD_DIM, BLOCK_SIZE, BLOCKS = 3, 2, 8, 4, 16
@@ -105,7 +106,7 @@ class Decode:
         self.pairs[peer].open(message)
 
     def report(self) -> LoadReport:
-        return LoadReport("decode-0", 5, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0, 0, 0, 0)
+        return load_report("decode-0", epoch=5)
 
     def ticket(self, num_tokens: int, salt: str | None = None) -> tuple[Ticket, TicketEntry]:
         """Of a prompt that shares its beginning with those of the same salt, or with none."""

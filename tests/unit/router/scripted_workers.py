@@ -21,11 +21,13 @@ from protocol.messages import (
     Attach,
     Attached,
     Cancel,
+    DecodeLoad,
     Failed,
     FirstToken,
     LoadReport,
     Prefill,
     Prefilled,
+    PrefillLoad,
     Release,
     Reserve,
     Reserved,
@@ -126,6 +128,14 @@ class ScriptedWorker:
 
     def report(self) -> LoadReport:
         values: dict[str, Any] = {"running": 0, "waiting": 0, "queued_tokens": 0, "tickets": 0} | self.load()
+        decode = DecodeLoad(
+            reservable_blocks=values.pop("reservable_blocks", 0),
+            generated_tokens=11,
+            prefilled_tokens=0,
+            num_preemptions=0,
+            recomputed_tokens=0,
+        )
+        prefill = PrefillLoad(computed_tokens=11)
         return LoadReport(
             worker_id=self.ref.worker_id,
             epoch=self.ref.epoch,
@@ -135,13 +145,10 @@ class ScriptedWorker:
             steps=7,
             busy_s=0.5,
             step_age_s=self.step_age_s,
-            tokens=11,
             prefix_cache_queries=0,
             prefix_cache_hits=0,
-            reservable_blocks=values.pop("reservable_blocks", 0),
-            num_preemptions=0,
-            recomputed_tokens=0,
-            prefilled_tokens=0,
+            prefill=prefill if self.ref.role is Role.PREFILL else None,
+            decode=decode if self.ref.role is Role.DECODE else None,
             **values,
         )
 

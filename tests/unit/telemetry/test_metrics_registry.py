@@ -4,10 +4,33 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from protocol.messages import LoadReport, Role
+from protocol.messages import DecodeLoad, LoadReport, Role
 from telemetry.metrics import Metrics, WorkerSample, kv_usage
+from tests.unit.load_reports import load_report
 
-REPORT = LoadReport("d0", 1, 3, 4, 50, 25, 100, 2, 1, 9, 1.5, 0.1, 77, 640, 480, 20, 5, 900, 3)
+REPORT = LoadReport(
+    worker_id="d0",
+    epoch=1,
+    running=3,
+    waiting=4,
+    queued_tokens=50,
+    free_blocks=25,
+    total_blocks=100,
+    tickets=2,
+    transfers=1,
+    steps=9,
+    busy_s=1.5,
+    step_age_s=0.1,
+    prefix_cache_queries=640,
+    prefix_cache_hits=480,
+    decode=DecodeLoad(
+        reservable_blocks=20,
+        generated_tokens=77,
+        prefilled_tokens=3,
+        num_preemptions=5,
+        recomputed_tokens=900,
+    ),
+)
 
 
 def read(metrics: Metrics) -> dict[tuple[str, tuple[str, ...]], float]:
@@ -49,4 +72,4 @@ def test_counters_are_per_registry() -> None:
 
 
 def test_kv_usage_of_an_empty_pool() -> None:
-    assert kv_usage(LoadReport("d0", 1, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0, 0, 0, 0)) == 0.0
+    assert kv_usage(load_report("d0", total_blocks=0)) == 0.0

@@ -14,7 +14,7 @@ from router.rules.disaggregation import Costs, Line
 from router.rules.pair import Moment, PairRequest, PairSearch, PairTerms, computing_worker
 from router.rules.ranking import DecodeRanking, PrefillRanking
 from router.rules.worker_load import Outstanding, WorkerLoad
-from tests.unit.router.rules.load_reports import decode_report, prefill_report
+from tests.unit.load_reports import decode_report, prefill_report
 
 PREFILL_WINDOW, DECODE_WINDOW = 200, 100
 FRESH = PairRequest(num_tokens=80, num_prompt_tokens=80, need_blocks=6, tenant="mine")

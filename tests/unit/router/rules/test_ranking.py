@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from protocol.messages import LoadReport
 from router.rules.ranking import DecodeRanking, PrefillRanking
 from router.rules.worker_load import Outstanding, WorkerLoad, blocks_for
-from tests.unit.router.rules.load_reports import decode_report
+from tests.unit.load_reports import decode_report
 
 WINDOW = 300
 TENANT, OTHER = "a tenant", "another"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from protocol.messages import LoadReport
 from router.rules.balance import Shift, evening, rebalancing
 from router.rules.worker_load import Outstanding, WorkerLoad
-from tests.unit.router.rules.load_reports import decode_report
+from tests.unit.load_reports import decode_report
 
 BATCH = 16
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from protocol.messages import LoadReport
+from protocol.messages import DecodeLoad, LoadReport, PrefillLoad
+
+NOTHING_PREFILLED = PrefillLoad(computed_tokens=0)
 
 
 def prefill_report(worker_id: str, *, queued_tokens: int = 0) -> LoadReport:
-    return _report(worker_id, queued_tokens=queued_tokens)
+    return load_report(worker_id, queued_tokens=queued_tokens, prefill=NOTHING_PREFILLED)
 
 
 def decode_report(
@@ -18,28 +20,38 @@ def decode_report(
     free_blocks: int = 0,
     total_blocks: int = 1000,
 ) -> LoadReport:
-    return _report(
+    decode = DecodeLoad(
+        reservable_blocks=reservable_blocks,
+        generated_tokens=0,
+        prefilled_tokens=0,
+        num_preemptions=0,
+        recomputed_tokens=0,
+    )
+    return load_report(
         worker_id,
         queued_tokens=queued_tokens,
         running=running,
-        reservable_blocks=reservable_blocks,
         free_blocks=free_blocks,
         total_blocks=total_blocks,
+        decode=decode,
     )
 
 
-def _report(
+def load_report(
     worker_id: str,
     *,
+    epoch: int = 1,
     queued_tokens: int = 0,
     running: int = 0,
-    reservable_blocks: int = 0,
     free_blocks: int = 0,
     total_blocks: int = 1000,
+    prefill: PrefillLoad | None = None,
+    decode: DecodeLoad | None = None,
 ) -> LoadReport:
+    """A worker that has done nothing yet."""
     return LoadReport(
         worker_id=worker_id,
-        epoch=1,
+        epoch=epoch,
         running=running,
         waiting=0,
         queued_tokens=queued_tokens,
@@ -50,11 +62,8 @@ def _report(
         steps=0,
         busy_s=0.0,
         step_age_s=0.0,
-        tokens=0,
         prefix_cache_queries=0,
         prefix_cache_hits=0,
-        reservable_blocks=reservable_blocks,
-        num_preemptions=0,
-        recomputed_tokens=0,
-        prefilled_tokens=0,
+        prefill=prefill,
+        decode=decode,
     )
