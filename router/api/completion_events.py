@@ -25,15 +25,13 @@ class CompletionEvents:
     def __init__(self, shape: AnswerShape, info: AnswerInfo) -> None:
         self._shape = shape
         self._info = info
+        self._sparse = info.sparse
         self._begun: set[int] = set()
         self._num_tokens = self._cached_tokens = 0
         self._times: dict[int, RequestTimes | None] = {}
         """The times of each choice that has ended."""
-
-    @property
-    def ended(self) -> bool:
+        self.ended = False
         """Whether every choice has got its finish reason."""
-        return len(self._times) == self._info.num_choices
 
     def push(self, delta: Delta) -> bytes:
         """Return the events of the next piece, joined."""
@@ -43,9 +41,11 @@ class CompletionEvents:
         """Return the events of the next piece; those that end the stream follow the last choice's last piece."""
         self._num_tokens += len(delta.token_ids)
         self._cached_tokens += delta.cached_tokens
-        events = self._opening(delta.index) + self._chunks(delta)
+        events = [] if delta.index in self._begun else self._opening(delta.index)
+        events += self._chunks(delta)
         if delta.finish_reason is not None:
             self._times[delta.index] = delta.times
+            self.ended = len(self._times) == self._info.num_choices
         return events + self._ending() if self.ended else events
 
     def fail(self, error: TandemError) -> bytes:
@@ -53,15 +53,13 @@ class CompletionEvents:
         return event(error_body(error))
 
     def _opening(self, index: int) -> list[bytes]:
-        if index in self._begun:
-            return []
         self._begun.add(index)
         opening = self._shape.opening(index)
         return [] if opening is None else [event(opening)]
 
     def _chunks(self, delta: Delta) -> list[bytes]:
         """The chunks of one piece. A piece that says nothing yet has none, unless the client asked for each token."""
-        if self._info.sparse and not (delta.text or delta.tool_calls or delta.finish_reason is not None):
+        if self._sparse and not (delta.text or delta.tool_calls or delta.finish_reason is not None):
             return []
         chunks = [self._shape.chunk(piece) for piece in _ending_apart(delta)]
         if self._info.continuous_usage:
