@@ -6,7 +6,7 @@ import ipaddress
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches `host`, an address or `localhost`. Other names are not looked up: False."""
+    """Whether only this machine reaches `host`, an address or `localhost`. False for other names, which are not looked up."""
     if host == "localhost":
         return True
     try:

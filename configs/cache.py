@@ -25,16 +25,16 @@ from configs.fields import model_error
 
 _CHUNK_BYTES = 4 * 1024 * 1024
 _SHOW_PROGRESS_BYTES = 1024**3
-"""Hashing this much takes more than a second or two."""
+"""Progress is shown from this size on, since hashing it takes more than a second or two."""
 
 
 def cache_dir() -> Path:
-    """Where the cache is; it need not exist yet."""
+    """Return the path of the cache folder, which need not exist yet."""
     return Path(os.environ.get("TANDEM_CACHE") or Path.home() / ".cache" / "tandem").expanduser().absolute()
 
 
 def transfer_progress() -> Progress:
-    """A bar on stderr for work that is counted in bytes; it leaves no trace when done."""
+    """Return a progress bar on stderr for work that is counted in bytes. The bar leaves no trace when it is done."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
@@ -58,7 +58,10 @@ def exclusive(folder: Path) -> Iterator[None]:
 
 
 def file_sha256(path: Path) -> str:
-    """The file's sha256 in hex, from the cache if the file has not changed since. Raises ConfigError if it can't be read."""
+    """Return the file's sha256 in hex, from the cache if the file has not changed since.
+
+    Raises ConfigError if it can't be read.
+    """
     try:
         status = path.stat()
         # The change time can't be set by hand, so a file that was overwritten and given its old times is noticed too.

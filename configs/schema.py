@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 Positive = Annotated[int, Field(gt=0)]
 Text = Annotated[str, Field(min_length=1)]
 LocalPath = Annotated[Text, AfterValidator(lambda path: os.path.abspath(os.path.expanduser(path)))]
-"""Made absolute where the file is read: routers run in other directories."""
+"""A path, made absolute where the configuration is read, since routers run in other directories."""
 TransportName = Literal["auto", "shared_memory", "gloo", "cuda_ipc", "nccl"]
 Priority = Annotated[int, Field(ge=-20, le=20)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
@@ -29,6 +29,8 @@ class _Section(BaseModel):
 
 
 class HttpConfig(_Section):
+    """How the cluster is reached over HTTP, and who may use it."""
+
     host: Text = "127.0.0.1"
     port: Annotated[int, Field(ge=1, le=65_535)] = 8000
     router_replicas: Annotated[int, Field(ge=1, le=64)] = 1
@@ -47,17 +49,17 @@ class TierConfig(_Section):
     """What the keys of one tier have in common."""
 
     weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
-    """Share of a tenant that waits, in proportion to the others that wait at the same priority."""
+    """The share of a waiting tenant, in proportion to the others that wait at the same priority."""
     priority: Priority = 0
-    """Lower goes first, as in vLLM; what waits catches up with the time."""
+    """Requests of a lower priority go first, as in vLLM. What waits catches up with the time."""
     earliest_priority: Priority = 0
     """The lowest `priority` that a request may ask for; it is added to the tier's."""
     max_context: Positive | None = None
-    """Tokens of prompt and answer together, at most."""
+    """Most tokens of prompt and answer together; None sets no limit."""
 
 
 class PoolConfig(_Section):
-    """One role's workers."""
+    """The workers of one role."""
 
     workers: Annotated[int, Field(ge=1, le=1024)] = 1
     tensor_parallel_size: Positive = 1
@@ -71,34 +73,42 @@ class PoolConfig(_Section):
 
 
 class PrefillConfig(PoolConfig):
+    """The workers that compute prompts."""
+
     workers: Annotated[int, Field(ge=0, le=1024)] = 1
-    """0 where decode workers compute all prompts (`disaggregation: never`), and only there."""
+    """Number of workers. It is 0 where decode workers compute all prompts (`disaggregation: never`), and only there."""
     max_batch_tokens: Positive = 256
-    """Prompt tokens per step, of one prompt. A cancel takes effect after one at the latest."""
+    """Most tokens of one prompt in a step. A cancel takes effect after one step at the latest."""
     saturation_tokens: Positive = 64
-    """With more tokens than these a step makes no more of them per second, so prompts share a step only up to here."""
+    """Number of tokens from which on a larger step computes no more tokens per second. Prompts share a step only up to it."""
     max_queued_requests: Positive = 1024
 
 
 class DecodeConfig(PoolConfig):
+    """The workers that compute answers."""
+
     max_batch_size: Positive = 64
-    """Sequences per step."""
+    """Most sequences in a step."""
     max_chunk_tokens: Positive = 64
-    """Prompt tokens per step beside these, where decode workers compute prompts: what running streams wait for. 128 in a
-    colocated cluster, unless said otherwise."""
+    """Most prompt tokens in a step beside running streams, which wait for them, where decode workers compute prompts.
+
+    The default is 128 in a colocated cluster.
+    """
     copy_every_tokens: Annotated[int, Field(ge=0)] = 32
-    """After so many tokens more, the KV of a running stream is copied to another decode worker, which goes on from there should
-    its own die; 0: never."""
+    """Tokens after which the new KV of a running stream is copied to another decode worker; 0 copies never.
+
+    The other worker goes on from there if the stream's own worker dies.
+    """
 
 
 class LimitsConfig(_Section):
-    """Deadlines. A lease is how long a silent peer keeps what it owns."""
+    """The deadlines of a cluster. A lease is how long a silent peer keeps what it owns."""
 
     lease_s: Seconds = 10.0
     heartbeat_s: Seconds = 1.0
     connect_s: Seconds = 10.0
     queue_s: Seconds = 60.0
-    """How long a request waits for room before it is refused with 429."""
+    """Seconds that a request waits for room before it is refused with 429."""
     worker_start_s: Seconds = 120.0
     drain_s: Seconds = 600.0
     max_waiting_requests: Positive = 1024
@@ -106,38 +116,49 @@ class LimitsConfig(_Section):
 
 
 class ResumableConfig(_Section):
-    """What is kept of streams that clients may resume, in all."""
+    """How much is kept of all streams that clients may resume."""
 
     retention_s: Seconds = 120.0
-    """After the last token, or the last reconnection."""
+    """Seconds that a stream is kept after its last token, or after the last reconnection."""
     max_streams: Positive = 1024
     max_bytes: Positive = 64 * 1024 * 1024
-    """One stream may take an eighth of it."""
+    """Most bytes of all streams. One stream may take an eighth of them."""
 
 
 class TelemetryConfig(_Section):
+    """Where the cluster sends what it knows of its requests."""
+
     otlp_endpoint: Annotated[str, Field(pattern="^https?://[^/]")] | None = None
     """Base URL of an OpenTelemetry collector that takes OTLP over HTTP: it gets a trace of every request."""
 
 
 class ClusterConfig(_Section):
+    """Everything that a cluster is configured with."""
+
     model: Text = "smollm2"
-    """`smollm2`, a GGUF file, a Hugging Face directory or a hub id."""
+    """The model: `smollm2`, a GGUF file, a Hugging Face directory or a hub id."""
     served_model_name: Text | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What workers compute on. auto: a GPU where Ray has given the worker one, else the processor."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """The share of a GPU's memory that weights and KV pool take; the rest is for activations and graphs."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """auto: bfloat16 on GPUs and where the processor multiplies it natively, else float32. float16 is for GPUs."""
+    """The type of weights and activations. float16 is for GPUs.
+
+    auto: bfloat16 on GPUs and where the processor multiplies it natively, else float32.
+    """
     quantization: Literal["auto", "none", "int8", "int4"] = "auto"
-    """auto: quantized weights of a GGUF file are used as they are for few rows. int8, int4: weights are rounded when they are
-    loaded. none: only `dtype`."""
+    """How weights are held.
+
+    auto: quantized weights of a GGUF file are used as they are for few rows. int8, int4: weights are rounded when they are
+    loaded. none: only `dtype`.
+    """
     deterministic: bool = False
-    """A request's tokens do not depend on what runs beside it: no quantized weights for few rows, nothing taken from a prefix
-    cache, and nothing preempted, so decode reserves whole answers."""
+    """Whether a request's tokens do not depend on what runs beside it: no quantized weights for few rows, nothing taken
+    from a prefix cache, and nothing preempted, so decode reserves whole answers.
+    """
     max_model_len: Positive | None = None
-    """Shortens the model's own context."""
+    """Most tokens of prompt and answer together; None takes the model's own context."""
     block_size: Literal[8, 16, 32, 64] = 16
     """Tokens per KV block."""
     disaggregation: Literal["always", "auto", "never"] = "always"
@@ -157,5 +178,5 @@ class ClusterConfig(_Section):
 
     @property
     def answer_room(self) -> int:
-        """Tokens of an answer that decode reserves beside its prompt, at most."""
+        """Most tokens of an answer that decode reserves beside its prompt."""
         return sys.maxsize if self.deterministic else self.block_size

@@ -18,7 +18,7 @@ _VOCABULARY_UNIT = 64
 
 
 def heads_of(rank: int, num_ranks: int, num_kv_heads: int) -> range:
-    """The KV heads that a rank holds. Raises IncompatiblePeerError if they can't be shared out evenly.
+    """Return the KV heads that a rank holds. Raises IncompatiblePeerError if they can't be shared out evenly.
 
     With more ranks than heads, neighbouring ranks hold the same head.
     """
@@ -31,20 +31,23 @@ def heads_of(rank: int, num_ranks: int, num_kv_heads: int) -> range:
 
 
 def even_share(rank: int, num_ranks: int, length: int) -> range:
-    """One of `num_ranks` equal parts; `length` divides by their number."""
+    """Return the rank's part of `length` when it is cut into `num_ranks` equal parts. `length` divides by their number."""
     share = length // num_ranks
     return range(rank * share, (rank + 1) * share)
 
 
 def vocabulary_of(rank: int, num_ranks: int, vocab_size: int) -> range:
-    """The tokens whose embedding and logits a rank computes: nearly equal parts, cut where kernels like it."""
+    """Return the tokens whose embedding and logits a rank computes: nearly equal parts, cut where kernels like it."""
     unit = _VOCABULARY_UNIT if vocab_size >= num_ranks * _VOCABULARY_UNIT else 1
     first, end = (cut * vocab_size // num_ranks // unit * unit for cut in (rank, rank + 1))
     return range(first, vocab_size if rank == num_ranks - 1 else end)
 
 
 def rank_facts(facts: ModelFacts, num_ranks: int) -> ModelFacts:
-    """What each rank computes as if it were the whole model, apart from the vocabulary: the share is the same on all."""
+    """Return the facts of the model that each rank computes: its share, which is the same on all.
+
+    The vocabulary stays whole.
+    """
     return replace(
         facts,
         num_heads=facts.num_heads // num_ranks,
@@ -54,7 +57,7 @@ def rank_facts(facts: ModelFacts, num_ranks: int) -> ModelFacts:
 
 
 def possible_sizes(facts: ModelFacts, quantization: str) -> list[int]:
-    """The numbers of ranks that this model can be shared out to, rising. `quantization` as in `ClusterConfig`.
+    """Return the numbers of ranks that this model can be shared out to, rising. `quantization` is that of the configuration.
 
     Heads and inner width divide evenly, KV heads evenly or into copies, and every rank has tokens. Where weights are used
     in few bits, the inputs of a rank are whole groups, so that all sizes have the same weights.

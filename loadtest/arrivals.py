@@ -14,7 +14,8 @@ Times = NDArray[np.float64]
 
 
 def planned_times(num_requests: int, rate: float, burstiness: float, rng: np.random.Generator) -> Times:
-    """Send times at `rate` requests/s on average, as `vllm bench serve` draws them (vllm/benchmarks/serve.py, get_request).
+    """Return times of sending at `rate` requests/s on average, as `vllm bench serve` draws them (vllm/benchmarks/serve.py,
+    get_request).
 
     Gaps are gamma distributed with shape `burstiness`: 1 is a Poisson process, less comes in bursts, more is more even,
     infinity is a metronome. The whole is stretched so that the last request goes at exactly num_requests / rate: two seeds
@@ -37,7 +38,7 @@ def planned_times(num_requests: int, rate: float, burstiness: float, rng: np.ran
 
 
 def trace_times(arrivals_s: Sequence[float], time_scale: float) -> Times:
-    """A trace's own arrival times, the first one at 0; `time_scale` 10 makes ten seconds of each.
+    """Return a trace's own arrival times, the first one at 0; `time_scale` 10 makes ten seconds of each.
 
     Raises InvalidRequestError if the scale is not over 0.
     """

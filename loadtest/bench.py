@@ -29,24 +29,27 @@ _WARM_UP_AT_ONCE = 8
 _COUNTS_AT_ONCE = 16
 
 Report = Callable[[str], None]
-"""Told what is being done, for people."""
+"""A function that is told what is being done, in words for people."""
 
 
 class Finished:
-    """A load test that is over."""
+    """A load test that is over: its options, its requests and its figures."""
 
     def __init__(self, options: BenchOptions, target: Target, unit: str, run: RunResult) -> None:
         self.options = options
         self.model = target.model
         self.unit = unit
-        """Of prompt lengths: tokens or words."""
+        """The unit of prompt lengths: tokens or words."""
         self.records: Sequence[RequestRecord] = run.records
         self.client: ClientHealth = run.client
         self.figures = summarize(run.records, run.duration_s, options.shown_metrics, options.percentiles, options.limits_ms)
         self.stages = stage_shares(run.records)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, with vLLM's names where they mean the same; of no request its text."""
+        """Return the whole result, with vLLM's names where they mean the same.
+
+        The texts of requests and answers are left out.
+        """
         return {
             "date": datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S"),
             "model_id": self.model,
@@ -65,7 +68,11 @@ class Finished:
 async def run_bench(
     options: BenchOptions, report: Report, on_start: Callable[[Times], None], on_done: Callable[[RequestRecord], None]
 ) -> Finished:
-    """Raises InvalidRequestError for data and flags that don't fit, UnavailableError if the server answers nothing."""
+    """Run a load test from beginning to end.
+
+    `report` is told what is being done, `on_start` the planned times of sending, `on_done` every request that has ended.
+    Raises InvalidRequestError for data and flags that don't fit, UnavailableError if the server answers nothing.
+    """
     client = HttpClient(options.url, options.api_key)
     try:
         report("looking at the server")
@@ -93,7 +100,7 @@ async def run_bench(
 
 
 def send_times(options: BenchOptions, samples: Sequence[Sample]) -> Times:
-    """When each of these is to be sent."""
+    """Return when each of the samples is to be sent, in seconds from the start of the run."""
     if options.time_scale is not None:
         return trace_times([sample.arrival_s or 0.0 for sample in samples], options.time_scale)
     # Of its own generator, so that the same seed gives the same arrivals whatever the prompts are.
@@ -102,7 +109,7 @@ def send_times(options: BenchOptions, samples: Sequence[Sample]) -> Times:
 
 
 async def make_samples(client: HttpClient, options: BenchOptions, model: str) -> tuple[list[Sample], str]:
-    """Those of the warm-up, then those of the run, and the unit of their lengths."""
+    """Return the samples of the warm-up followed by those of the run, and the unit of their lengths (tokens or words)."""
     num = options.num_warmups + options.num_prompts
     rng = np.random.default_rng((options.seed, 0))
     path = options.dataset_path

@@ -26,33 +26,39 @@ TRACES = ("azure", "mooncake")
 NAMES = ("random", "sharegpt", *TRACES, "text")
 
 _BLOCK_TOKENS = 512
-"""Of a block of Mooncake's traces."""
+"""Tokens in a block of Mooncake's traces."""
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
 @dataclass(frozen=True)
 class Sample:
+    """One request to send: its prompt, and the length of its answer."""
+
     prompt: Prompt
     prompt_len: int
-    """In the filler's units."""
+    """Length of the prompt in the filler's units."""
     output_len: int
     arrival_s: float | None = None
-    """In the trace, from its beginning."""
+    """Seconds from the beginning of the trace to this request; None without a trace."""
 
 
 @dataclass(frozen=True)
 class TraceRow:
+    """One request of a trace: when it came, and how long it and its answer were."""
+
     arrival_s: float
     input_len: int
     output_len: int
     hash_ids: tuple[int, ...] = ()
-    """One for each block of the prompt; empty if the trace has none."""
+    """A hash for each block of the prompt; empty if the trace has none."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Of prompts and answers that are made up. With `range_ratio` r they are drawn evenly from (1 - r) to (1 + r) times the
-    length, as in vLLM."""
+    """The lengths of prompts and answers that are made up.
+
+    With `range_ratio` r they are drawn evenly from (1 - r) to (1 + r) times the length, as in vLLM.
+    """
 
     input_len: int
     output_len: int
@@ -70,7 +76,7 @@ class Lengths:
 
 
 def random_samples(num: int, lengths: Lengths, filler: Filler, rng: np.random.Generator) -> list[Sample]:
-    """Prompts of random units, all with the same prefix."""
+    """Make prompts of random units, all with the same prefix."""
     prefix = filler.draw(rng, lengths.prefix_len)
     inputs = _drawn(lengths.input_len, lengths.range_ratio, num, rng, 0 if prefix else 1)
     outputs = _drawn(lengths.output_len, lengths.range_ratio, num, rng, 1)
@@ -78,7 +84,7 @@ def random_samples(num: int, lengths: Lengths, filler: Filler, rng: np.random.Ge
 
 
 def text_samples(num: int, lengths: Lengths, filler: Filler, units: Sequence[Unit], rng: np.random.Generator) -> list[Sample]:
-    """Pieces of one text, from random places in it; its end is followed by its beginning."""
+    """Take pieces of one text as prompts, from random places in it. The text's end is followed by its beginning."""
     if not units:
         raise InvalidRequestError("the text file is empty", param="dataset_path")
     prefix = [units[i % len(units)] for i in range(lengths.prefix_len)]
@@ -92,7 +98,7 @@ def text_samples(num: int, lengths: Lengths, filler: Filler, units: Sequence[Uni
 
 
 def trace_samples(num: int, rows: Sequence[TraceRow], length_scale: float, filler: Filler, seed: int) -> list[Sample]:
-    """The first rows of a trace, lengths divided by `length_scale` (at least 1).
+    """Make requests of the first rows of a trace, with lengths divided by `length_scale` (at least 1).
 
     Blocks with equal hashes have equal units, so their prompts share prefixes as those of the trace did.
     Raises InvalidRequestError if the trace is too short, or the scale is not over 0.
@@ -113,7 +119,10 @@ def trace_samples(num: int, rows: Sequence[TraceRow], length_scale: float, fille
 
 
 def azure_rows(path: Path) -> list[TraceRow]:
-    """A CSV file with the columns TIMESTAMP, ContextTokens, GeneratedTokens. Raises InvalidRequestError."""
+    """Read one of Azure's traces, a CSV file with the columns TIMESTAMP, ContextTokens and GeneratedTokens.
+
+    Raises InvalidRequestError if the file can't be read, or holds something else.
+    """
     text = _read(path)
     reader = csv.DictReader(text.splitlines())
     if any(column not in (reader.fieldnames or ()) for column in _AZURE_COLUMNS):
@@ -133,7 +142,10 @@ def azure_rows(path: Path) -> list[TraceRow]:
 
 
 def mooncake_rows(path: Path) -> list[TraceRow]:
-    """A JSONL file with timestamp (ms), input_length, output_length, hash_ids. Raises InvalidRequestError."""
+    """Read one of Mooncake's traces, a JSONL file with timestamp (ms), input_length, output_length and hash_ids.
+
+    Raises InvalidRequestError if the file can't be read, or holds something else.
+    """
     rows = []
     for number, line in enumerate(_read(path).splitlines(), start=1):
         if not line.strip():
@@ -152,7 +164,10 @@ def mooncake_rows(path: Path) -> list[TraceRow]:
 
 
 def conversations(path: Path) -> list[tuple[str, str]]:
-    """First question and its answer of each of ShareGPT's conversations that has both. Raises InvalidRequestError."""
+    """Read the first question and its answer of each of ShareGPT's conversations that has both.
+
+    Raises InvalidRequestError if the file can't be read, or holds something else.
+    """
     try:
         entries = json.loads(_read(path))
         found = [_first_turns(entry) for entry in entries]
@@ -165,7 +180,7 @@ def conversations(path: Path) -> list[tuple[str, str]]:
 
 
 def read_text(path: Path) -> str:
-    """Raises InvalidRequestError."""
+    """Read a text file. Raises InvalidRequestError if it can't be read."""
     return _read(path)
 
 

@@ -21,7 +21,7 @@ many off before must well back through years much where your way down should bec
 world life day here work while last might great old year come since against go came right used take three
 """
 COMMON_WORDS = tuple(_WORDS.split())
-"""One token each in the vocabularies of GPT-2's kind and of Llama's, with a space in front."""
+"""Words that are one token each in the vocabularies of GPT-2's kind and of Llama's, with a space in front."""
 
 
 @dataclass(frozen=True)
@@ -33,23 +33,24 @@ class Filler:
     """`tokens` or `words`, which is about the same: the server's own count is in the result."""
 
     def draw(self, rng: np.random.Generator, num_units: int) -> list[Unit]:
+        """Draw this many units at random."""
         picks = rng.integers(0, len(self.units), num_units)
         return [self.units[pick] for pick in picks]
 
     def prompt(self, units: Iterable[Unit]) -> Prompt:
-        """As it is sent."""
+        """Return the units as a prompt that can be sent."""
         if self.kind == "tokens":
             return tuple(int(unit) for unit in units)
         return " ".join(map(str, units))
 
 
 def word_filler() -> Filler:
-    """For chats, and for servers that don't tell their token ids."""
+    """Return a filler of words, for chats and for servers that don't tell their token ids."""
     return Filler(COMMON_WORDS, "words")
 
 
 def token_filler(token_ids: Iterable[int]) -> Filler:
-    """From the ids of a text: so that none of them is special. Raises InvalidRequestError if there are none."""
+    """Return a filler of the ids of a text, none of which is special. Raises InvalidRequestError if there are none."""
     distinct = sorted(set(token_ids))
     if not distinct:
         raise InvalidRequestError("the server's /tokenize makes nothing of a text", param="dataset_name")

@@ -20,15 +20,15 @@ from loadtest.http_parser import EventParser, ResponseParser
 from protocol.errors import InvalidRequestError, UnavailableError
 
 OnEvent = Callable[[float, bytes], None]
-"""Told the moment (`time.monotonic`) at which an event arrived, and its data."""
+"""A function that is told the moment (`time.monotonic`) at which an event arrived, and its data."""
 
 _CONNECT_S = 30.0
 _ANSWER_S = 60.0
-"""For small answers; a streamed one has its caller's deadline."""
+"""Seconds that a small answer may take. A streamed one has its caller's deadline."""
 
 
 class StatusError(UnavailableError):
-    """The server answered with another status than 200; the message has it and the beginning of the body."""
+    """An answer with another status than 200. The message has the status and the beginning of the body."""
 
     def __init__(self, status: int, body: bytes) -> None:
         super().__init__(f"{status}: {_said(body)}")
@@ -36,7 +36,7 @@ class StatusError(UnavailableError):
 
 
 class HttpClient:
-    """One server. `close` ends all connections. Raises InvalidRequestError for what is no http(s) URL."""
+    """A client of one server. `close` ends all connections. Raises InvalidRequestError for what is no http(s) URL."""
 
     def __init__(self, base_url: str, api_key: str | None) -> None:
         parts = urlsplit(base_url)
@@ -58,20 +58,27 @@ class HttpClient:
         self._busy: set[_Connection] = set()
 
     async def get(self, path: str) -> Any:
-        """The JSON that is there. Raises StatusError, UnavailableError."""
+        """Return the JSON at `path`. Raises StatusError for another status than 200, UnavailableError without an answer."""
         return await self._json("GET", path, b"")
 
     async def post(self, path: str, body: bytes) -> Any:
-        """The JSON that is answered. Raises StatusError, UnavailableError."""
+        """Post `body` and return the JSON that is answered.
+
+        Raises StatusError for another status than 200, UnavailableError without an answer.
+        """
         return await self._json("POST", path, body)
 
     async def stream(self, path: str, body: bytes, on_event: OnEvent) -> None:
-        """Post, and pass on the events of the answer until it is complete. Raises StatusError, UnavailableError."""
+        """Post `body`, and pass the events of the answer to `on_event` until it is complete.
+
+        Raises StatusError for another status than 200, UnavailableError if the connection breaks.
+        """
         status, rest = await self._exchange("POST", path, body, on_event)
         if status != 200:
             raise StatusError(status, rest)
 
     async def close(self) -> None:
+        """End all connections."""
         for connection in [*self._free, *self._busy]:
             connection.close()
         self._free.clear()
@@ -138,7 +145,7 @@ class _Connection(asyncio.Protocol):
         self._now = 0.0
         self._open = False
         self._clean = True
-        """Nothing is under way and nothing failed."""
+        """Whether nothing is under way and nothing failed."""
 
     @property
     def reusable(self) -> bool:

@@ -24,27 +24,32 @@ class _State(Enum):
 
 
 class ResponseParser:
-    """Feed it what arrives; it passes the body's bytes to `on_body`. Raises UnavailableError for what is no HTTP/1.1."""
+    """A parser of one response. It is fed what arrives, and passes the body's bytes to `on_body`.
+
+    Raises UnavailableError for what is no HTTP/1.1.
+    """
 
     def __init__(self, on_body: Callable[[bytes], None]) -> None:
         self.status = 0
-        """0 until the head is here."""
+        """Status of the response; 0 until its head is here."""
         self.headers: dict[str, str] = {}
-        """Names in lower case."""
+        """Headers by name in lower case."""
         self.reusable = False
-        """The response is complete and the connection may carry another one."""
+        """Whether the response is complete and the connection may carry another one."""
         self._on_body = on_body
         self._state = _State.HEAD
         self._buffer = b""
         self._missing = 0
-        """Of a sized body, or of the current chunk with the line end that follows it."""
+        """Bytes still missing of a sized body, or of the current chunk with the line end that follows it."""
         self._in_trailer = False
 
     @property
     def done(self) -> bool:
+        """Whether the response is complete."""
         return self._state is _State.DONE
 
     def feed(self, data: bytes) -> None:
+        """Take bytes as they arrived. Raises UnavailableError for what is no HTTP/1.1."""
         data = self._buffer + data if self._buffer else data
         self._buffer = b""
         while data and self._state is _State.HEAD:
@@ -66,7 +71,7 @@ class ResponseParser:
             self.reusable = False
 
     def eof(self) -> None:
-        """The server closed the connection. Raises UnavailableError if it owed us something."""
+        """Note that the server closed the connection. Raises UnavailableError if the response is not complete."""
         self.reusable = False
         if self._state is _State.UNTIL_EOF:
             self._state = _State.DONE
@@ -145,7 +150,7 @@ class ResponseParser:
 
 
 class EventParser:
-    """The `data` of server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html)."""
+    """A parser that passes on the `data` of server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html)."""
 
     def __init__(self, on_event: Callable[[bytes], None]) -> None:
         self._on_event = on_event
@@ -153,6 +158,7 @@ class EventParser:
         self._data: list[bytes] = []
 
     def feed(self, data: bytes) -> None:
+        """Take bytes as they arrived."""
         *lines, self._rest = (self._rest + data if self._rest else data).split(b"\n")
         for line in lines:
             if line.endswith(b"\r"):

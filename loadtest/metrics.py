@@ -30,7 +30,7 @@ GOALS = ("ttft", "ttst", "tpot", "e2el", "planned_ttft", "planned_e2el")
 
 
 def parse_metrics(text: str) -> tuple[str, ...]:
-    """`ttft,tpot` as names of METRICS. Raises InvalidRequestError."""
+    """Read names of METRICS, such as `ttft,tpot`. Raises InvalidRequestError for unknown ones."""
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     for name in names:
         if name not in METRICS:
@@ -41,7 +41,7 @@ def parse_metrics(text: str) -> tuple[str, ...]:
 
 
 def parse_percentiles(text: str) -> tuple[float, ...]:
-    """`50,90,99.9` as numbers. Raises InvalidRequestError."""
+    """Read percentiles, such as `50,90,99.9`. Raises InvalidRequestError for what is no number from 0 to 100."""
     try:
         values = tuple(float(part) for part in text.split(",") if part.strip())
     except ValueError:
@@ -54,7 +54,7 @@ def parse_percentiles(text: str) -> tuple[float, ...]:
 
 
 def parse_goodput(parts: Sequence[str]) -> dict[str, float]:
-    """`["ttft:500", "tpot:50"]` as limits in milliseconds. Raises InvalidRequestError."""
+    """Read limits in milliseconds, such as `["ttft:500", "tpot:50"]`, by metric. Raises InvalidRequestError."""
     limits: dict[str, float] = {}
     for part in parts:
         name, _, text = part.partition(":")
@@ -73,7 +73,7 @@ def parse_goodput(parts: Sequence[str]) -> dict[str, float]:
 
 
 def value_of(record: RequestRecord, metric: str) -> float | None:
-    """A request's value in seconds of a metric of GOALS; None if it has none."""
+    """Return a request's value of a metric of GOALS in seconds, or None if the request has none."""
     if metric == "planned_ttft":
         return None if record.ttft is None else record.client_wait + record.ttft
     if metric == "planned_e2el":
@@ -83,7 +83,10 @@ def value_of(record: RequestRecord, metric: str) -> float | None:
 
 
 def is_good(record: RequestRecord, goodput: Mapping[str, float]) -> bool:
-    """It came to its end within all limits (ms). As in vLLM, an answer of one token meets any limit for those after it."""
+    """Whether a request came to its end within all limits (ms by metric).
+
+    As in vLLM, an answer of one token meets any limit for those after it.
+    """
     if not record.ok:
         return False
     values = {metric: value_of(record, metric) for metric in goodput}
@@ -91,7 +94,7 @@ def is_good(record: RequestRecord, goodput: Mapping[str, float]) -> bool:
 
 
 def values_of(records: Sequence[RequestRecord], metric: str) -> list[float]:
-    """All values of a metric in seconds, of requests that came to their end."""
+    """Return all values of a metric in seconds, of requests that came to their end."""
     done = [record for record in records if record.ok]
     if metric == "itl":
         return [gap for record in done for gap in record.itl]
@@ -100,7 +103,7 @@ def values_of(records: Sequence[RequestRecord], metric: str) -> list[float]:
 
 
 def percentile_name(percentile: float) -> str:
-    """p99, p99.9"""
+    """Return the name of a percentile, such as p99 or p99.9."""
     return f"p{percentile:g}"
 
 
@@ -111,7 +114,9 @@ def summarize(
     percentiles: Sequence[float],
     goodput: Mapping[str, float],
 ) -> dict[str, Any]:
-    """The figures under vLLM's names, times in ms. `duration_s`: from the run's start to the end of the last request.
+    """Return the figures of a run under vLLM's names, with times in ms.
+
+    `duration_s` is the time from the run's start to the end of the last request.
 
     Failed requests and those without an answer are in none of the times, and count as misses of the goodput.
     """
@@ -139,7 +144,10 @@ def summarize(
 
 
 def stage_shares(records: Sequence[RequestRecord]) -> dict[str, dict[str, float]]:
-    """Where the time of answered requests went, by stage, as the server told: mean and p99 in ms, and share of all time."""
+    """Return where the time of answered requests went, by stage, as the server told.
+
+    Each stage has its mean and p99 in ms, and its share of all time.
+    """
     by_stage: dict[str, list[float]] = defaultdict(list)
     for record in records:
         if record.ok and record.server_times is not None:

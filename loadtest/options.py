@@ -22,7 +22,10 @@ Dataset = Literal["random", "sharegpt", "azure", "mooncake", "text"]
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Raises InvalidRequestError, naming the flag, for values that can't work or don't go together."""
+    """The options of a load test.
+
+    Raises InvalidRequestError, naming the flag, for values that can't work or don't go together.
+    """
 
     base_url: Annotated[str | None, Option(envvar="TANDEM_URL", help="The server; goes before --host and --port.")] = None
     host: Annotated[str, Option(help="The server's host.")] = "127.0.0.1"

@@ -27,7 +27,7 @@ def check_plot(path: Path) -> None:
 
 
 def plot(finished: Finished, path: Path) -> None:
-    """Draw into a PNG file. Raises InvalidRequestError if it can't be written."""
+    """Draw the picture of a load test into a PNG file. Raises InvalidRequestError if it can't be written."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

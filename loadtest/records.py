@@ -12,52 +12,52 @@ class RequestRecord:
 
     index: int
     prompt_len: int
-    """As the dataset wanted it; `prompt_tokens` is what the server counted."""
+    """Length of the prompt as the dataset wanted it; `prompt_tokens` is what the server counted."""
     output_len: int
     """The longest answer that was asked for."""
     at_planned: float
     at_dispatched: float = 0.0
-    """When this client got around to it."""
+    """When this client got around to the request."""
     at_sent: float = 0.0
-    """When it was its turn; connecting, if that is needed, comes after."""
+    """When it was the request's turn. Connecting, if that is needed, comes after."""
     ttft: float | None = None
-    """From `at_sent` to the first token; None if there was none."""
+    """Seconds from `at_sent` to the first token; None if there was none."""
     itl: list[float] = field(default_factory=list)
     """Gaps between pieces of the answer, whatever number of tokens each of them has: vLLM's definition."""
     e2el: float = 0.0
-    """From `at_sent` to the last piece of the answer, or to the failure."""
+    """Seconds from `at_sent` to the last piece of the answer, or to the failure."""
     prompt_tokens: int | None = None
     completion_tokens: int = 0
     cached_tokens: int | None = None
     finish_reason: str | None = None
     error: str | None = None
-    """Why it failed; None if it did not."""
+    """Why the request failed; None if it did not."""
     server_times: Mapping[str, float] | None = None
     """Where the time went, in seconds by stage, if the server told."""
 
     @property
     def ok(self) -> bool:
-        """It has an answer that came to its end."""
+        """Whether the request has an answer that came to its end."""
         return self.error is None and self.ttft is not None
 
     @property
     def lateness(self) -> float:
-        """By how much this client was late; its own fault."""
+        """Seconds by which this client dispatched the request too late, by its own fault."""
         return self.at_dispatched - self.at_planned
 
     @property
     def client_wait(self) -> float:
-        """From the planned time to sending: lateness, and the wait for others to end (`max-concurrency`)."""
+        """Seconds from the planned time to sending: lateness, and the wait for other requests to end (`max-concurrency`)."""
         return self.at_sent - self.at_planned
 
     @property
     def tpot(self) -> float | None:
-        """Time per output token after the first; None for an answer of one token."""
+        """Seconds per output token after the first; None for an answer of one token."""
         if self.ttft is None or self.completion_tokens < 2:
             return None
         return (self.e2el - self.ttft) / (self.completion_tokens - 1)
 
     @property
     def ttst(self) -> float | None:
-        """From `at_sent` to the second piece."""
+        """Seconds from `at_sent` to the second piece of the answer."""
         return self.ttft + self.itl[0] if self.ttft is not None and self.itl else None

@@ -23,7 +23,10 @@ _REFRESH_S = 0.5
 
 
 class Display:
-    """What is shown while it runs. Drawn from the loop itself, seldom: a drawing thread would hold up the stamps."""
+    """What is shown while a load test runs.
+
+    The event loop itself draws it, seldom: a drawing thread would hold up the stamps.
+    """
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -32,14 +35,17 @@ class Display:
         self._drawn_at = 0.0
 
     def report(self, text: str) -> None:
+        """Show what is being done."""
         self._progress.update(self._task, description=text)
         self._progress.refresh()
 
     def started(self, planned: Times) -> None:
+        """Show a bar for this many requests."""
         self._progress.reset(self._task, total=len(planned), description="running")
         self._progress.refresh()
 
     def done(self, record: RequestRecord) -> None:
+        """Advance the bar by a request that has ended."""
         self._failed += not record.ok
         self._progress.advance(self._task)
         now = time.monotonic()
@@ -51,13 +57,14 @@ class Display:
 
 @contextmanager
 def display(console: Console) -> Iterator[Display]:
+    """Show the progress of a load test on a console while the block runs."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, auto_refresh=False, transient=True) as progress:
         yield Display(progress)
 
 
 def print_report(finished: Finished, console: Console) -> None:
-    """Counts and rates, latencies, where the time went, and what to know before believing it."""
+    """Print counts and rates, latencies, where the time went, and what to know before believing the figures."""
     options, figures = finished.options, finished.figures
     console.print(_totals(finished))
     latencies = Table(title="Latencies in ms", title_justify="left")
@@ -84,7 +91,10 @@ def print_report(finished: Finished, console: Console) -> None:
 
 
 def save_json(finished: Finished, folder: Path, name: str | None) -> Path:
-    """Write the result; the name is made of backend, rate, model and time if none is given. Raises InvalidRequestError."""
+    """Write the result as JSON and return its path.
+
+    The name is made of backend, rate, model and time if none is given. Raises InvalidRequestError.
+    """
     result = finished.as_json()
     model = re.sub(r"[^A-Za-z0-9._-]+", "-", finished.model)
     rate = f"{finished.options.request_rate:g}qps"

@@ -23,19 +23,19 @@ from loadtest.records import RequestRecord
 from loadtest.server import Target, ask
 
 LATE_S = 0.01
-"""More than this at the 99th percentile, and the client takes part in what it measures."""
+"""Seconds of lateness at the 99th percentile above which the client takes part in what it measures."""
 _LAG_PERIOD_S = 0.02
 
 
 @dataclass(frozen=True)
 class ClientHealth:
-    """How well this client kept up. Times in seconds."""
+    """How well this client kept up with its plan. Times are in seconds."""
 
     p99_lateness: float
-    """Of dispatching requests, after their planned times."""
+    """Lateness of dispatching requests after their planned times, at the 99th percentile."""
     p99_loop_lag: float
     cpu_share: float
-    """Of one core."""
+    """Processor time that the client used, as a share of one core."""
 
     @property
     def warning(self) -> str | None:
@@ -55,9 +55,11 @@ class ClientHealth:
 
 @dataclass(frozen=True)
 class RunResult:
+    """What a run gave: a record of each request, and how well the client kept up."""
+
     records: list[RequestRecord]
     duration_s: float
-    """From the start to the end of the last request."""
+    """Seconds from the start of the run to the end of the last request."""
     client: ClientHealth
 
 

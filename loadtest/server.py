@@ -21,17 +21,18 @@ ENDPOINTS: Mapping[Backend, str] = {"completions": "/v1/completions", "chat": "/
 
 @dataclass(frozen=True)
 class Target:
-    """How requests are written."""
+    """What all requests of a load test have in common, and where they go."""
 
     backend: Backend
     endpoint: str
     model: str
     ignore_eos: bool
     include_times: bool
-    """Ask where the time went: other servers than Tandem refuse or ignore it."""
+    """Whether requests ask where the time went, which other servers than Tandem refuse or ignore."""
     timeout_s: float
 
     def body(self, sample: Sample) -> bytes:
+        """Return the body of a request for this sample."""
         values: dict[str, Any] = {
             "model": self.model,
             "max_tokens": sample.output_len,
@@ -51,7 +52,10 @@ class Target:
 
 
 async def find_model(client: HttpClient, wanted: str | None) -> tuple[str, bool]:
-    """The model to ask for, and whether a Tandem cluster serves it. Raises UnavailableError if there is none to be found."""
+    """Return the model to ask for, and whether a Tandem cluster serves it.
+
+    Raises UnavailableError if there is none to be found.
+    """
     try:
         cards = (await client.get("/v1/models"))["data"]
         names = [str(card["id"]) for card in cards]
@@ -68,7 +72,7 @@ async def find_model(client: HttpClient, wanted: str | None) -> tuple[str, bool]
 
 
 async def tokenize(client: HttpClient, model: str, text: str) -> list[int] | None:
-    """Token ids by the server's own tokenizer, without special tokens; None if it does not offer that.
+    """Return token ids by the server's own tokenizer, without special tokens; None if the server does not offer that.
 
     vLLM's and Tandem's endpoint, and llama.cpp's, which calls the text `content`.
     """
@@ -97,7 +101,7 @@ class AnswerWatch:
         self._usage: Mapping[str, Any] | None = None
 
     def push(self, now: float, data: bytes) -> None:
-        """Raises nothing: what is wrong with an event becomes the record's error."""
+        """Take an event. It raises nothing: what is wrong with an event becomes the record's error."""
         if data == b"[DONE]":
             return
         try:
@@ -113,7 +117,7 @@ class AnswerWatch:
             self._record.error = f"an event is not as in OpenAI's API: {type(error).__name__} {error}"[:300]
 
     def end(self) -> None:
-        """The stream is complete."""
+        """Note that the stream is complete."""
         record = self._record
         record.e2el = self._latest - self._sent
         record.completion_tokens = self._pieces

@@ -34,22 +34,24 @@ COLOURS = {"tandem": "#1b6ca8", "baseline": "#9ec5e3", "vllm": "#e08e2b", "llama
 
 @dataclass
 class Run:
-    """All that was measured."""
+    """All that a run of `benchmarks.engine` measured."""
 
     systems: list[str]
-    """Ours first."""
+    """Names of the systems, ours first."""
     threads: list[int]
     versions: dict[str, str]
-    """Of a system: what it says of itself; of the baseline, its commit."""
+    """What each system says of its version. For the baseline it is the commit."""
     rounds: dict[tuple[str, int], list[dict[str, float]]] = field(default_factory=lambda: defaultdict(list))
-    """By system and threads; tokens per second by case, and the machine's limits beside ours."""
+    """Figures of each round by system and threads: tokens per second by case, and the machine's limits beside ours."""
     step_overhead: list[dict[str, float]] = field(default_factory=list)
     worker_start: list[dict[str, float]] = field(default_factory=list)
 
     def medians(self, system: str, threads: int) -> dict[str, float]:
+        """Return the medians of a system's figures over its rounds."""
         return medians(self.rounds[system, threads])
 
     def as_json(self) -> dict[str, Any]:
+        """Return the run for the file of results."""
         measured = [
             {"system": system, "threads": threads, "medians": medians(rounds), "spread": spread(rounds), "rounds": rounds}
             for (system, threads), rounds in self.rounds.items()
@@ -59,17 +61,17 @@ class Run:
 
 
 def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
-    """Of every name over the rounds."""
+    """Return the median of every figure over the rounds."""
     return {name: statistics.median(round_[name] for round_ in rounds) for name in rounds[0]}
 
 
 def spread(rounds: list[dict[str, float]]) -> dict[str, tuple[float, float]]:
-    """Least and most."""
+    """Return the least and the most of every figure over the rounds."""
     return {name: (min(round_[name] for round_ in rounds), max(round_[name] for round_ in rounds)) for name in rounds[0]}
 
 
 def report(run: Run, facts: ModelFacts, command: str, plot_file: Path) -> str:
-    """Draw the plot; the table."""
+    """Draw the plot into a file, and return the table in Markdown."""
     plot(run, facts, plot_file)
     rounds = len(run.rounds[run.systems[0], run.threads[0]])
     lines = [
@@ -89,7 +91,10 @@ def report(run: Run, facts: ModelFacts, command: str, plot_file: Path) -> str:
 
 
 def share_of_limit(facts: ModelFacts, case: str, tokens_per_s: float, limits: dict[str, float]) -> float:
-    """Of the machine's bfloat16 GFLOP/s for a prefill, of its bandwidth for decoding."""
+    """Return the share of the machine's limit that a case reaches.
+
+    The limit is bfloat16 GFLOP/s for a prefill, and bandwidth for decoding.
+    """
     kind, numbers = case.split(" ", 1)
     if kind == "prefill":
         flop = arithmetic.prefill_flop(facts, int(numbers))
@@ -137,7 +142,7 @@ def _own_lines(run: Run) -> list[str]:
 
 
 def plot(run: Run, facts: ModelFacts, file: Path) -> None:
-    """A row per number of threads; prefill and decode on scales of their own."""
+    """Draw a row per number of threads, with prefill and decode on scales of their own."""
     figure, axes = plt.subplots(
         len(run.threads), 2, figsize=(13, 3.6 * len(run.threads)), width_ratios=(3, 10), layout="constrained", squeeze=False
     )

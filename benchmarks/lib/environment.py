@@ -13,11 +13,11 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 _NOT_RESULTS = ":!benchmarks/results"
-"""What was measured does not change what is measured."""
+"""What git looks at for changes: all but results, as what was measured does not change what is measured."""
 
 
 def environment() -> dict[str, Any]:
-    """Processor, cores, memory, versions and the commit, with a mark if the tree differs from it."""
+    """Describe this machine: processor, cores, memory, versions, and the commit with a mark if the tree differs from it."""
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
         "processor": _processor(),
@@ -32,7 +32,7 @@ def environment() -> dict[str, Any]:
 
 
 def write_result(name: str, result: dict[str, Any], table: str) -> None:
-    """As `save_result`, and print the table."""
+    """Write `benchmarks/results/NAME.json` and `NAME.md`, and print the table."""
     save_result(name, result, table)
     print(table)
 

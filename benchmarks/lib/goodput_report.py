@@ -10,14 +10,14 @@ from typing import Any
 from benchmarks.lib.slo import ATTAINMENT, PAIRS, SCALES, SLOS, Run, Slo, goodput
 
 Entry = dict[str, Any]
-"""Of one workload, system and seed: names, settings, `runs` and where they were made."""
+"""What was measured for one workload, system and seed: names, settings, `runs` and where they were made."""
 _KEY = ("workload", "system", "seed")
 OURS, PEERS = "tandem", ("vllm", "llama.cpp")
 """One prefill and one decode worker, whose name those of our other systems begin with; and what those of others begin with."""
 
 
 def merge(known: Iterable[Entry], new: Entry) -> list[Entry]:
-    """With the new entry instead of the one that it repeats, sorted. Nothing else is lost."""
+    """Return the known entries with the new one in place of the entry that it repeats, sorted."""
     by_key = {_key(entry): entry for entry in [*known, new]}
     return [by_key[key] for key in sorted(by_key)]
 
@@ -28,21 +28,22 @@ def _key(entry: Entry) -> tuple[str, str, int]:
 
 
 def runs_of(entry: Entry) -> list[Run]:
+    """Return the runs of an entry as records."""
     return [Run(run["step"], run["sent"], run["met"]) for run in entry["runs"]]
 
 
 def goodputs(entries: Sequence[Entry], slo: Slo) -> list[float]:
-    """Of each seed, requests per second."""
+    """Return the goodput of each entry, one for each seed, in requests per second."""
     return [goodput(runs_of(entry), slo)[0] for entry in entries]
 
 
 def raw(entries: Sequence[Entry], figure: str) -> float:
-    """The most that any run reached, limits or not; median of the seeds."""
+    """Return the most that any run reached of a figure, within limits or not, as the median of the seeds."""
     return float(statistics.median(max(run[figure] for run in entry["runs"]) for entry in entries))
 
 
 def by_workload(entries: Iterable[Entry]) -> dict[str, dict[str, list[Entry]]]:
-    """Then by system: the seeds."""
+    """Group entries by workload, then by system. Each group has an entry per seed."""
     found: dict[str, dict[str, list[Entry]]] = {}
     for entry in entries:
         found.setdefault(entry["workload"], {}).setdefault(entry["system"], []).append(entry)
@@ -50,7 +51,7 @@ def by_workload(entries: Iterable[Entry]) -> dict[str, dict[str, list[Entry]]]:
 
 
 def table(entries: Sequence[Entry], settings: Mapping[str, str]) -> str:
-    """Markdown; `settings` describes the systems."""
+    """Return the table in Markdown. `settings` describes the systems."""
     lines = [
         "# Goodput",
         "",
@@ -111,11 +112,12 @@ def _scale_table(systems: Mapping[str, Sequence[Entry]]) -> list[str]:
 
 
 def picture_name(workload: str) -> str:
+    """Return the file name of a workload's picture."""
     return f"goodput_{workload}.png"
 
 
 def draw(workload: str, systems: Mapping[str, Sequence[Entry]], folder: Path) -> None:
-    """Goodput against the scale of the limits, one line for each system, with the range of the seeds around it."""
+    """Draw goodput against the scale of the limits, one line for each system, with the range of the seeds around it."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -20,11 +20,13 @@ SPLIT_PATTERNS = frozenset({GPT2, LLAMA3, QWEN2})
 
 @dataclass(frozen=True)
 class PreTokenizer:
+    """How a model splits text before merging, and what it does to the text besides."""
+
     pattern: str
     ignore_merges: bool = False
     nfc: bool = False
     add_bos: bool = False
-    """What holds for a GGUF file that doesn't say."""
+    """Whether a prompt begins with BOS, for a GGUF file that doesn't say."""
 
 
 _GPT2 = PreTokenizer(GPT2)
@@ -45,4 +47,7 @@ BY_GGUF_NAME = {
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
 }
-"""By `tokenizer.ggml.pre`; what is equal and what is not is taken from llama.cpp's `src/llama-vocab.cpp`."""
+"""The pre-tokenizers by the value of `tokenizer.ggml.pre`.
+
+What is equal and what is not is taken from llama.cpp's `src/llama-vocab.cpp`.
+"""

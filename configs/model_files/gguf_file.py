@@ -39,27 +39,31 @@ _U64 = struct.Struct("<Q")
 
 @dataclass(frozen=True)
 class GgufTensor:
+    """A tensor in a GGUF file: its shape, its type, and where its data lie."""
+
     name: str
     shape: tuple[int, ...]
-    """Outermost dimension first, as torch and numpy have it: `[out, in]` for a linear layer."""
+    """Sizes of the dimensions, the outermost first, as torch and numpy have it: `[out, in]` for a linear layer."""
     type_name: str
     """Name of the ggml type, such as `F32` or `Q4_1`: a `gguf.GGMLQuantizationType`."""
     offset: int
-    """First byte, counted from the start of the file."""
+    """Position of the first byte, counted from the start of the file."""
     num_bytes: int
 
 
 @dataclass(frozen=True)
 class GgufIndex:
+    """The header of a GGUF file."""
+
     path: Path
     metadata: dict[str, Any]
-    """Value by key: int, float, bool, str, or a list of one of them."""
+    """The values by key: int, float, bool, str, or a list of one of them."""
     tensors: dict[str, GgufTensor]
-    """By name, in the file's order."""
+    """The tensors by name, in the file's order."""
 
 
 def read_gguf_index(path: Path) -> GgufIndex:
-    """Read and check a header.
+    """Read and check the header of a GGUF file.
 
     Raises ConfigError, with the file and what is wrong with it, for a file that is unreadable, foreign or truncated;
     every tensor of a returned index lies inside the file.

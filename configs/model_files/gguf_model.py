@@ -21,7 +21,7 @@ _EMBEDDING, _HEAD, _ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_f
 
 
 def model_from_gguf(path: Path, name: str) -> Model:
-    """Facts of the model in a GGUF file; clients call it `name`. Raises ConfigError if Tandem can't serve it."""
+    """Return the model in a GGUF file, under the name that clients use. Raises ConfigError if Tandem can't serve it."""
     index = read_gguf_index(path)
     fields = Fields(str(path), index.metadata)
     if "split.count" in fields and fields.count("split.count") > 1:

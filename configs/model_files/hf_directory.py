@@ -28,7 +28,10 @@ _DEFAULT_QWEN3_HEAD_DIM = 128
 
 
 def model_from_directory(folder: Path, name: str) -> Model:
-    """The model in a directory; clients call it `name`. Raises ConfigError if Tandem can't serve it."""
+    """Return the model in a Hugging Face directory, under the name that clients use.
+
+    Raises ConfigError if Tandem can't serve it.
+    """
     facts = facts_from_directory(folder, name)
     tokenizer = read_tokenizer(folder)
     bpe = tokenizer.byte_level_bpe
@@ -39,7 +42,7 @@ def model_from_directory(folder: Path, name: str) -> Model:
 
 
 def facts_from_directory(folder: Path, name: str) -> ModelFacts:
-    """What config.json and the weight files say. Raises ConfigError if Tandem can't serve the model."""
+    """Return the facts that config.json and the weight files tell. Raises ConfigError if Tandem can't serve the model."""
     config = read_json(folder / CONFIG)
     architecture = _architecture(config)
     _refuse_unsupported(config, architecture)
@@ -74,7 +77,7 @@ def facts_from_directory(folder: Path, name: str) -> ModelFacts:
 
 
 def weight_files_of(folder: Path) -> tuple[Path, ...]:
-    """The safetensors files of a directory, in a fixed order. Raises ConfigError if one of them is missing."""
+    """Return the safetensors files of a directory, in a fixed order. Raises ConfigError if one of them is missing."""
     if (folder / WEIGHTS_INDEX).exists():
         index = read_json(folder / WEIGHTS_INDEX)
         names = index.raw("weight_map")
@@ -92,7 +95,7 @@ def weight_files_of(folder: Path) -> tuple[Path, ...]:
 
 
 def supported_architecture(config: Fields) -> Architecture | None:
-    """The architecture a config.json names, if Tandem has it."""
+    """Return the architecture that a config.json names, or None if Tandem does not have it."""
     names = config.raw("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         return None

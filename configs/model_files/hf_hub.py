@@ -20,13 +20,15 @@ _WEIGHTS = ["model*.safetensors", "model.safetensors.index.json"]
 
 @dataclass(frozen=True)
 class Snapshot:
+    """A model of the hub that lies in the cache of `huggingface_hub`."""
+
     repo_id: str
     path: Path
     num_bytes: int
 
 
 def fetch_snapshot(repo_id: str) -> Path:
-    """The directory of a model from the hub, downloaded if need be. Raises ConfigError if it can't be had."""
+    """Return the directory of a model from the hub, downloaded if need be. Raises ConfigError if it can't be had."""
     import httpx  # these two take 0.3 s together, which only hub models pay
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -70,7 +72,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def local_snapshots() -> list[Snapshot]:
-    """The newest snapshot of every model in the hub's cache, by name."""
+    """Return the newest snapshot of every model in the hub's cache, sorted by name."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 

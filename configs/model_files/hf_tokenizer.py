@@ -26,7 +26,9 @@ _BPE_DEFAULTS: tuple[tuple[str, tuple[Any, ...]], ...] = (
 
 
 def read_tokenizer(folder: Path) -> TokenizerFacts:
-    """Raises ConfigError for files that are missing or damaged and for prompt decorations that Tandem doesn't make."""
+    """Return the tokenizer of a Hugging Face directory.
+
+    Raises ConfigError for files that are missing or damaged and for prompt decorations that Tandem doesn't make."""
     path = folder / TOKENIZER
     tokenizer = read_json(path)
     config = read_json(folder / TOKENIZER_CONFIG) if (folder / TOKENIZER_CONFIG).exists() else Fields(TOKENIZER_CONFIG, {})

@@ -14,14 +14,17 @@ _SENTENCEPIECE_SPACE = "\u2581"
 
 
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable character of every byte: Latin-1 where that prints, otherwise the next from U+0100 on."""
+    """Return GPT-2's printable character for every byte: Latin-1 where that prints, otherwise the next from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
 
 
 def token_bytes(facts: TokenizerFacts) -> list[bytes]:
-    """By id; special tokens as they are written, nothing for ids without a token. Raises ConfigError if it is damaged."""
+    """Return the bytes of every token, by id.
+
+    Special tokens are as they are written, and ids without a token are empty. Raises ConfigError for a damaged vocabulary.
+    """
     if facts.byte_level_bpe is not None:
         return bpe_token_bytes(facts.byte_level_bpe, (facts.special_tokens | facts.user_tokens).keys())
     assert facts.tokenizer_json is not None, "one of the two kinds is set"
@@ -29,7 +32,10 @@ def token_bytes(facts: TokenizerFacts) -> list[bytes]:
 
 
 def bpe_token_bytes(facts: ByteLevelBpe, whole: Collection[str]) -> list[bytes]:
-    """Likewise; tokens that are found `whole` in text are their text, as they are not written in the byte alphabet."""
+    """Return the bytes of every token of a byte-level BPE, by id.
+
+    Tokens in `whole` are found whole in text and stand for their text, as they are not written in the byte alphabet.
+    """
     to_bytes = {ord(character): byte for character, byte in byte_alphabet().items()}
     result = []
     for token_id, token in enumerate(facts.tokens):
@@ -42,7 +48,7 @@ def bpe_token_bytes(facts: ByteLevelBpe, whole: Collection[str]) -> list[bytes]:
 
 
 def spelled_bytes(token: str | None) -> bytes:
-    """Of a token as the `tokenizers` package spells it; nothing for None."""
+    """Return the bytes of a token as the `tokenizers` package spells it; no bytes for None."""
     if token is None:
         return b""
     byte = _BYTE_TOKEN.fullmatch(token)
