@@ -96,8 +96,9 @@ class ManyDecodes:
         for worker in decodes:
             self._slow_down(worker)
         self.metrics = Metrics("small", lambda: ())
-        self.tasks = {worker.me.worker_id: asyncio.create_task(worker.run()) for worker in (prefill, *decodes)}
-        self.controller = ScriptedController([worker.me for worker in (prefill, *decodes)])
+        workers: list[PrefillWorker | DecodeWorker] = [prefill, *decodes]
+        self.tasks = {worker.me.worker_id: asyncio.create_task(worker.run()) for worker in workers}
+        self.controller = ScriptedController([worker.me for worker in workers])
         self.roster = Roster(self.controller, SECRET, config.limits, self.metrics.workers_lost.inc)
         self.migrator = Migrator(config, self.roster, self.metrics)
         self._pipeline = Pipeline(Admission(config, self.roster, self.metrics), self.migrator, config.limits, self.metrics)
@@ -128,17 +129,19 @@ class ManyDecodes:
         await asyncio.wait((self.tasks[worker_id],))
 
     def _slow_down(self, worker: DecodeWorker) -> None:
-        runner = worker._engine._runner
+        runner: Any = worker._engine._runner
         execute = runner.execute
 
         def late(chunks: Sequence[Chunk], on_layer: Callable[[int], None] | None = None) -> list[SampledToken | None]:
             time.sleep(self.step_s)
-            return execute(chunks, on_layer)
+            results: list[SampledToken | None] = execute(chunks, on_layer)
+            return results
 
         runner.execute = late
 
     def alive(self) -> list[PrefillWorker | DecodeWorker]:
-        return [worker for worker in (self.prefill, *self.decodes.values()) if not self.tasks[worker.me.worker_id].done()]
+        workers: list[PrefillWorker | DecodeWorker] = [self.prefill, *self.decodes.values()]
+        return [worker for worker in workers if not self.tasks[worker.me.worker_id].done()]
 
     def running(self, worker_id: str) -> int:
         return self.decodes[worker_id].load().running

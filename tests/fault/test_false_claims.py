@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -31,7 +32,7 @@ from protocol.messages import (
     TransferAbort,
     WorkerRef,
 )
-from protocol.trace import new_trace
+from protocol.trace import TraceContext, new_trace
 from protocol.wire import WireServer
 from tests.fault.company import MIB, PROMPT, company, insiders
 from tests.fault.scenarios import Factory, Reference, greedy, prompt_of, run
@@ -85,7 +86,11 @@ def test_a_false_decode_worker_hangs_no_prompt(two_workers: Factory, reference: 
                 with suppress(TandemError):  # the first token may come before the push fails
                     await here.router.compute(dataclasses.replace(_TICKET, worker=false), PROMPT, greedy(8))
                 left = [job for job in here.workers.prefill._jobs if job.message.ticket.worker == false]
-                await here.workers.until(lambda left=left: not set(left) & set(here.workers.prefill._jobs), 10)
+
+                def ended(left: Sequence[object] = left) -> bool:
+                    return not set(left) & set(here.workers.prefill._jobs)
+
+                await here.workers.until(ended, 10)
                 answering.cancel()
                 server.close()
 
@@ -139,17 +144,25 @@ def test_a_trace_that_would_spoil_the_log_is_refused(two_workers: Factory, refer
     async def scenario() -> None:
         async with company(two_workers, reference) as here:
             ticket = await here.router.reserve(PROMPT, 8)
-            for false in ({"trace_id": "x" * MIB}, {"trace_id": "end=stop"}, {"span_id": ""}, {"state": "x" * 513}):
+            claims: list[dict[str, Any]] = [
+                {"trace_id": "x" * MIB},
+                {"trace_id": "end=stop"},
+                {"span_id": ""},
+                {"state": "x" * 513},
+            ]
+            for false in claims:
                 trace = dataclasses.replace(new_trace(), **false)
+
+                def reserve(call_id: int, trace: TraceContext = trace) -> Reserve:
+                    return Reserve(call_id, "r", (1,), 4, "", trace, 0)
+
+                def prefill(call_id: int, trace: TraceContext = trace) -> Prefill:
+                    return Prefill(call_id, "r", ticket, tuple(PROMPT), 0, greedy(8), "", trace, False)
+
                 with pytest.raises(ProtocolError, match="trace context"):
-                    await here.router.decode.ask(lambda call_id, trace=trace: Reserve(call_id, "r", (1,), 4, "", trace, 0), 10)
+                    await here.router.decode.ask(reserve, 10)
                 with pytest.raises(ProtocolError, match="trace context"):
-                    await here.router.prefill.ask(
-                        lambda call_id, trace=trace: Prefill(
-                            call_id, "r", ticket, tuple(PROMPT), 0, greedy(8), "", trace, False
-                        ),
-                        10,
-                    )
+                    await here.router.prefill.ask(prefill, 10)
             here.router.decode.send(Release(ticket.ticket_id))
 
     run(scenario())

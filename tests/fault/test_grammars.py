@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ AGE: /"age": [1-9]?[0-9]/
 PROMPT = prompt_of(50, 4)
 
 
-def sampled(seed: int, **changes: object) -> SamplingParams:
+def sampled(seed: int, **changes: Any) -> SamplingParams:
     return replace(greedy(80), seed=seed, temperature=1.0, grammar=PERSON, **changes)
 
 

@@ -127,8 +127,8 @@ def test_any_message_of_an_insider(
 
     And garbage. Each question gets an answer, whatever it is.
     """
-    questions = {Reserve, Attach, Prefill, PairOpen, PushAnnounce, PushCommit}
-    wrong_for = {Role.PREFILL: questions - {Prefill}, Role.DECODE: {Prefill}}
+    questions: set[type] = {Reserve, Attach, Prefill, PairOpen, PushAnnounce, PushCommit}
+    wrong_for: dict[Role, set[type]] = {Role.PREFILL: questions - {Prefill}, Role.DECODE: {Prefill}}
 
     async def scenario() -> None:
         async with company(two_workers, reference) as here, insiders(here.addresses) as (at_prefill, at_decode):

@@ -21,7 +21,7 @@ import pytest
 from configs.facts import ModelFacts
 from configs.schema import ClusterConfig, TransportName
 from protocol.errors import TandemError
-from protocol.messages import Release, Role
+from protocol.messages import Release, Role, WorkerRef
 from tests.fault.scenarios import THOROUGH, Reference, greedy, prompt_of, run
 from tests.fault.two_workers import ScriptedRouter, connect_router, leaks_of
 from tests.fault.worker_process import WorkerProcess, make_worker, worker_process
@@ -63,8 +63,10 @@ class Scene:
         self.tasks: dict[str, asyncio.Task[None]] = {"here": asyncio.create_task(here.run())}
 
     async def router(self, peer: WorkerProcess) -> ScriptedRouter:
-        pair = (self.here.me, peer.ref) if self.here.me.role is Role.PREFILL else (peer.ref, self.here.me)
-        return await connect_router(*pair, self.tasks)
+        pair: tuple[WorkerRef, WorkerRef] = (
+            (self.here.me, peer.ref) if self.here.me.role is Role.PREFILL else (peer.ref, self.here.me)
+        )
+        return await connect_router(pair[0], pair[1], self.tasks)
 
     def free(self) -> bool:
         load = self.here.load()

@@ -347,7 +347,7 @@ def test_a_worker_that_ends_begins_nothing_more(small_model: ModelFacts) -> None
             task.cancel()
             refused = 0
             while not task.done():
-                work = asyncio.sleep(60)
+                work: Any = asyncio.sleep(60)
                 worker._spawn(work)
                 refused += work.cr_frame is None
                 await asyncio.sleep(0)

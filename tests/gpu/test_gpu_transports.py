@@ -185,7 +185,7 @@ def test_tokens_arrive_as_a_slow_engine_writes_them(case: Case) -> None:
             await asyncio.sleep(0)
             for layer in range(LAYERS):
                 if it.source.is_cuda:
-                    torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]  # some 50 ms of the device's time, none of the host's
+                    torch.cuda._sleep(100_000_000)  # some 50 ms of the device's time, none of the host's
                 it.source[layer].copy_(content[layer])
                 it.progress.layer_done(layer)
             it.progress.finish()

@@ -69,7 +69,8 @@ class Visit:
         self.page.keyboard.type(text)
         with self.page.expect_request(CHAT) as request:
             self.page.keyboard.press("Enter")
-        body: dict[str, Any] = request.value.post_data_json
+        body = request.value.post_data_json
+        assert isinstance(body, dict)
         return body
 
     def figures(self, turn: int) -> Locator:

@@ -260,7 +260,8 @@ def test_it_can_be_used_without_seeing_it(cluster: Any, visit: Callable[..., Vis
     """Landmarks, names and states; where the focus goes; what is read aloud, and when."""
     chat = visit(cluster)
     page = chat.page
-    for role, name in (("banner", None), ("main", None), ("heading", "Tandem"), ("form", "New message")):
+    landmarks: list[tuple[Any, str | None]] = [("banner", None), ("main", None), ("heading", "Tandem"), ("form", "New message")]
+    for role, name in landmarks:
         expect(page.get_by_role(role, name=name)).to_be_visible()
     expect(page.locator("#key-form")).to_be_hidden()
     expect(chat.log).to_be_attached()

@@ -42,7 +42,8 @@ class Nodes:
         assert self.process.stdin is not None
         self.process.stdin.write("where\n")
         self.process.stdin.flush()
-        return self.read(self.process)
+        homes: dict[str, str] = self.read(self.process)
+        return homes
 
     @staticmethod
     def read(process: subprocess.Popen[str]) -> Any:

@@ -7,6 +7,7 @@ nodes of Tandem's placement groups, by name.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -28,7 +29,7 @@ def main() -> None:
         )
         try:
             cluster.add_node(num_cpus=2, resources={"tandem_decode": 1})
-            ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
+            ray.init(address=cluster.address, logging_level=logging.ERROR, log_to_driver=False)
             homes = {name: node["NodeID"] for node in ray.nodes() for name in node["Resources"]}
             first = {
                 "address": cluster.address,

@@ -7,7 +7,7 @@ conversation, as items.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import Field
 
@@ -20,7 +20,7 @@ from router.api.responses.translation import Translation
 from router.api.shapes import Json
 from router.api.structured import MAX_TOOLS
 
-LOGPROBS = "message.output_text.logprobs"
+LOGPROBS: Final = "message.output_text.logprobs"
 
 _SOME = Field(min_length=1)
 

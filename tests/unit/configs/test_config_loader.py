@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 import configs
 from configs.facts import ModelFacts
@@ -40,7 +41,9 @@ def test_local_yaml_states_the_defaults() -> None:
 
 def test_local_yaml_names_every_key() -> None:
     stated = (SHIPPED / "local.yaml").read_text()
-    for section in (ClusterConfig, *(type(getattr(ClusterConfig(), name)) for name in ("http", "prefill", "decode", "limits"))):
+    inner = [type(getattr(ClusterConfig(), name)) for name in ("http", "prefill", "decode", "limits")]
+    sections: list[type[BaseModel]] = [ClusterConfig, *inner]
+    for section in sections:
         for key in section.model_fields:
             assert f"{key}:" in stated
 

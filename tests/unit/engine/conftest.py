@@ -18,7 +18,7 @@ from engine.batch import Chunk, SampledToken
 from engine.model_runner import ModelRunner
 from protocol.sampling import SamplingParams
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 3,

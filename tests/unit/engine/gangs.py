@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, HashStore, Store
 
 from configs.facts import ModelFacts
 from engine.batch import Chunk, SampledToken
@@ -37,7 +37,7 @@ def in_threads(size: int, work: Callable[[int], Any]) -> list[Any]:
 
 
 def connect_threads(size: int, deadline_s: float = START_S) -> list[TensorParallel]:
-    store = dist.HashStore()
+    store = HashStore()
     return in_threads(size, lambda rank: connect(store, rank, size, CPU, HOST, deadline_s))
 
 
@@ -51,9 +51,11 @@ class ThreadGang:
         self.pool = self.runners[0].pool
 
     def execute(self, chunks: Sequence[Chunk]) -> list[SampledToken | None]:
-        first, *others = in_threads(len(self.runners), lambda rank: self.runners[rank].execute(chunks))
-        assert all(token is None for results in others for token in results), "only the first rank samples"
-        return first
+        results: list[list[SampledToken | None]] = in_threads(
+            len(self.runners), lambda rank: self.runners[rank].execute(chunks)
+        )
+        assert all(token is None for result in results[1:] for token in result), "only the first rank samples"
+        return results[0]
 
 
 @dataclass
@@ -65,7 +67,7 @@ class PoolSize:
 class ProcessGang:
     """`execute` and `pool` as of a `ModelRunner`; each rank may also be asked alone."""
 
-    def __init__(self, connections: list[Connection], processes: list[BaseProcess]) -> None:
+    def __init__(self, connections: list[Connection], processes: Sequence[BaseProcess]) -> None:
         self._connections = connections
         self._processes = processes
         # All are started before any has to connect in time.
@@ -78,9 +80,9 @@ class ProcessGang:
     def execute(self, chunks: Sequence[Chunk]) -> list[SampledToken | None]:
         for rank in range(len(self._connections)):
             self.begin(rank, chunks)
-        first, *others = [self.answer(rank, START_S) for rank in range(len(self._connections))]
-        assert all(token is None for results in others for token in results), "only the first rank samples"
-        return first
+        results: list[list[SampledToken | None]] = [self.answer(rank, START_S) for rank in range(len(self._connections))]
+        assert all(token is None for result in results[1:] for token in result), "only the first rank samples"
+        return results[0]
 
     def begin(self, rank: int, chunks: Sequence[Chunk]) -> None:
         self._connections[rank].send(list(chunks))
@@ -125,7 +127,7 @@ def _serve(
     torch.set_num_threads(1)
     asked.send("started")
     asked.recv()
-    ranks = connect(dist.FileStore(str(rendezvous), size), rank, size, CPU, HOST, deadline_s)
+    ranks = connect(FileStore(str(rendezvous), size), rank, size, CPU, HOST, deadline_s)
     runner = ModelRunner.load(facts, ranks=ranks, **load)
     asked.send(PoolSize(runner.pool.block_size, runner.pool.num_blocks))
     while True:
@@ -136,7 +138,7 @@ def _serve(
             asked.send(error)
 
 
-class AddressBook(dist.Store):  # type: ignore[misc,name-defined]
+class AddressBook(Store):
     """What a worker's own rendezvous comes down to: every rank publishes one value, and waits for the others'."""
 
     def __init__(self, rank: int, published: dict[str, bytes], changed: threading.Condition, deadline_s: float) -> None:
@@ -147,7 +149,7 @@ class AddressBook(dist.Store):  # type: ignore[misc,name-defined]
         self._changed = changed
         self._deadline_s = deadline_s
 
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key: str, value: Any) -> None:
         assert key == f"0/{self._rank}", "a rank sets its own address and nothing else"
         self.sets += 1
         with self._changed:

@@ -65,7 +65,8 @@ def test_every_row_reads_and_writes_its_own_sequence(chunks: list[Chunk]) -> Non
             assert padded - chunk.end < max(chunk.end, 64) + 16
             assert is_padding[i].tolist() == [False] * chunk.end + [True] * (padded - chunk.end)
             assert group.bias_B1L[i, 0].tolist() == [0.0] * chunk.end + [-math.inf] * (padded - chunk.end)
-    covered = [r for part in (*prefills, *decodes) for r in range(part.rows.start, part.rows.stop)]
+    parts = [*(span.rows for span in prefills), *(group.rows for group in decodes)]
+    covered = [r for rows in parts for r in range(rows.start, rows.stop)]
     assert covered == list(range(len(batch.token_ids_T)))
     for sampled_row, i in zip(batch.sample_rows_S.tolist(), batch.sampled_chunks, strict=True):
         assert batch.slots_T[sampled_row] == slot(chunks[i], chunks[i].end - 1)

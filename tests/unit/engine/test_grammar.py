@@ -8,6 +8,7 @@ import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,7 +40,7 @@ def spelled(model: Model) -> list[bytes]:
     return token_bytes(model.tokenizer)
 
 
-def params(**changes: object) -> SamplingParams:
+def params(**changes: Any) -> SamplingParams:
     return replace(SamplingParams(seed=1, max_tokens=100, stop_token_ids=(EOS,)), **changes)
 
 

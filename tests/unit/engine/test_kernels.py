@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ def dense_attention(q_TNH: Tensor, k_LKH: Tensor, v_LKH: Tensor) -> Tensor:
     return torch.einsum("ntl,lnh->tnh", weights, v)
 
 
-def tolerance(dtype: torch.dtype) -> dict[str, float]:
+def tolerance(dtype: torch.dtype) -> dict[str, Any]:
     return {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 3e-2, "rtol": 3e-2}
 
 
@@ -79,7 +80,7 @@ def test_linear_is_exact(dtype: torch.dtype, packed: bool, monkeypatch: pytest.M
     weight, bias, x = torch.randn(96, 160).to(dtype), torch.randn(96).to(dtype), torch.randn(70, 160).to(dtype)
     expected = x.double() @ weight.double().T + bias.double()
     # A float32 product taken in bfloat16 would be off by about 0.05.
-    tolerances = {"atol": 1e-4, "rtol": 0.0} if dtype == torch.float32 else {"atol": 0.2, "rtol": 1e-2}
+    tolerances: dict[str, Any] = {"atol": 1e-4, "rtol": 0.0} if dtype == torch.float32 else {"atol": 0.2, "rtol": 1e-2}
     for rows in (1, 2, 70):
         torch.testing.assert_close(Linear(weight, bias, same_bits=True)(x[:rows]).double(), expected[:rows], **tolerances)
 

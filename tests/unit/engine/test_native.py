@@ -43,7 +43,7 @@ def library(threads: int = 1) -> NativeLibrary:
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
 def a_pool(kv_heads: int, size: int, block_size: int) -> KVPool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kernels.noise import MAX_NOISE, MIN_NOISE, gumbel, noise_key, noise_words, words_above
+from engine.kernels.noise import MAX_NOISE, MIN_NOISE, NoiseKey, gumbel, noise_key, noise_words, words_above
 
 MASK = 0xFFFFFFFF
 word = st.integers(0, MASK)
@@ -51,7 +52,7 @@ def test_noise_is_standard_gumbel_along_every_coordinate(vary: str) -> None:
     if vary == "token":
         words = noise_words(noise_key(7, 0, 3), np.arange(n, dtype=np.uint32))
     else:
-        keys = {
+        keys: Callable[[int], NoiseKey] = {
             "seed": lambda i: noise_key(i, 0, 3),
             "seed_high": lambda i: noise_key(i << 32, 0, 3),
             "choice": lambda i: noise_key(7, i, 3),

@@ -41,7 +41,7 @@ class Cache(RuleBasedStateMachine):
         super().__init__()
         self.cache = PrefixCache(NUM_BLOCKS)
         self.owners: list[Owner] = []
-        self.content: dict[int, object] = {}
+        self.content: dict[int, tuple[str, Tokens] | None] = {}
 
     def _prefix(self, owner: Owner, index: int) -> tuple[str, Tokens]:
         return owner.salt, owner.tokens[: (index + 1) * BLOCK_SIZE]
@@ -107,7 +107,9 @@ class Cache(RuleBasedStateMachine):
     @invariant()
     def the_end_of_a_prefix_goes_first(self) -> None:
         ages = {self.content[block]: age for age, block in enumerate(self.cache._idle)}
-        for (salt, tokens), age in ages.items():
+        for held, age in ages.items():
+            assert held is not None, "what is idle is cached"
+            salt, tokens = held
             parent = (salt, tokens[:-BLOCK_SIZE])
             assert ages.get(parent, NUM_BLOCKS) > age, "a prefix would lose its beginning before its end"
 

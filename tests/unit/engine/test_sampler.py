@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,13 +73,14 @@ def test_narrowing_equals_transformers(
         row = row.round()
         # Which of several equal tokens at the border stays is a choice: ours is tested below.
         top_p = 1.0
-    warped = TemperatureLogitsWarper(temperature)(None, row)
+    no_ids: Any = None
+    warped = TemperatureLogitsWarper(temperature)(no_ids, row)
     if top_k:
-        warped = TopKLogitsWarper(top_k)(None, warped)
+        warped = TopKLogitsWarper(top_k)(no_ids, warped)
     if top_p < 1:
-        warped = TopPLogitsWarper(top_p)(None, warped)
+        warped = TopPLogitsWarper(top_p)(no_ids, warped)
     if min_p:
-        warped = MinPLogitsWarper(min_p)(None, warped)
+        warped = MinPLogitsWarper(min_p)(no_ids, warped)
     sampling = replace(PLAIN, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     ids, _ = narrow(row[0].numpy(), int(row.argmax()), sampling)
     can_win = warped[0] - warped[0].max() >= MIN_NOISE - MAX_NOISE  # what no noise can save is left out by ours alone
@@ -108,7 +110,7 @@ def test_a_row_does_not_depend_on_the_others() -> None:
 
 
 @pytest.mark.parametrize("change", [{"seed": 12}, {"seed": 11 + (1 << 40)}, {"choice": 1}])
-def test_seed_and_choice_matter(change: dict[str, int]) -> None:
+def test_seed_and_choice_matter(change: dict[str, Any]) -> None:
     logits = torch.zeros(200, 50)
     one = sample(logits, [request(PLAIN, position=i) for i in range(200)])
     other = sample(logits, [request(replace(PLAIN, **change), position=i) for i in range(200)])

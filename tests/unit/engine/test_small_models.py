@@ -130,8 +130,10 @@ def test_kv_computed_elsewhere_continues(runner: Any, generate: Any) -> None:
     target = ModelRunner.load(source.facts, dtype="float32", block_size=8, num_kv_tokens=1024)
     expected = generate(source, [token_ids], [greedy(3)])[0]
     first = source.execute([Chunk(token_ids, 0, range(10, 16), greedy(3), 0)])[0]
+    assert first is not None
     target.pool.data[:, :, 40:45] = source.pool.data[:, :, 10:15]
     second = target.execute([Chunk([first.token_id], 37, range(40, 46), greedy(3), 1)])[0]
+    assert second is not None
     assert (first.token_id, second.token_id) == (expected[0].token_id, expected[1].token_id)
 
 

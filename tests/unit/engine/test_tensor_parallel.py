@@ -22,7 +22,7 @@ from protocol.errors import ConfigError, WorkerLostError
 from protocol.sampling import SamplingParams
 from tests.unit.engine.gangs import CPU, HOST, AddressBook, ThreadGang, connect_threads, in_threads, process_gang
 
-FLOAT32 = {"dtype": "float32", "block_size": 8, "num_kv_tokens": 2048}
+FLOAT32: dict[str, Any] = {"dtype": "float32", "block_size": 8, "num_kv_tokens": 2048}
 NATIVE = pytest.mark.skipif(NativeLibrary.load(1) is None, reason="needs AVX-512 with bfloat16 and a C++ compiler")
 DEADLINE_S = 4.0
 
@@ -84,7 +84,7 @@ def test_every_family_in_every_size(kind: str, size: int, small_model: Callable[
 def test_two_ranks_by_native_operators(quantization: str, small_model: Callable[[str], Any], generate: Any) -> None:
     """Weights are rounded before they are shared out, so only sums are rounded otherwise."""
     facts = small_model("llama-wide").facts
-    load = {"dtype": "bfloat16", "block_size": 16, "num_kv_tokens": 512, "quantization": quantization}
+    load: dict[str, Any] = {"dtype": "bfloat16", "block_size": 16, "num_kv_tokens": 512, "quantization": quantization}
     asked, sampling = prompts(facts.vocab_size), [greedy(1, num_logprobs=facts.vocab_size)] * 4
     one = generate(ModelRunner.load(facts, **load), asked, sampling, chunk_tokens=24)
     two = generate(ThreadGang(facts, 2, **load), asked, sampling, chunk_tokens=24)
@@ -94,7 +94,7 @@ def test_two_ranks_by_native_operators(quantization: str, small_model: Callable[
 
 @NATIVE
 def test_a_four_bit_file_on_three_ranks(smollm2_facts: ModelFacts, generate: Any) -> None:
-    load = {"dtype": "bfloat16", "block_size": 16, "num_kv_tokens": 512}
+    load: dict[str, Any] = {"dtype": "bfloat16", "block_size": 16, "num_kv_tokens": 512}
     asked, sampling = prompts(smollm2_facts.vocab_size), [greedy(1, num_logprobs=20)] * 4
     one = generate(ModelRunner.load(smollm2_facts, **load), asked, sampling)
     three = generate(ThreadGang(smollm2_facts, 3, **load), asked, sampling)
@@ -147,7 +147,11 @@ def test_a_sum_is_rounded_once_and_the_same_for_every_row(dtype: torch.dtype) ->
     parts = torch.randn(3, 70, 48).to(dtype)
     expected = ((parts[0].float() + parts[1].float()) + parts[2].float()).to(dtype)
     for rows in (slice(0, 70), slice(11, 12), slice(30, 47)):
-        for total in in_threads(3, lambda rank, rows=rows: ranks[rank].sum(parts[rank, rows])):
+
+        def sum_rows(rank: int, rows: slice = rows) -> torch.Tensor:
+            return ranks[rank].sum(parts[rank, rows])
+
+        for total in in_threads(3, sum_rows):
             assert torch.equal(total, expected[rows])
 
 

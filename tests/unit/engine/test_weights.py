@@ -51,7 +51,9 @@ def as_gguf_names(facts: ModelFacts, folder: Path) -> dict[str, np.ndarray[Any, 
             # `permute` of convert_hf_to_gguf.py.
             pairs = values.reshape(heads, 2, len(values) // heads // 2, *values.shape[1:])
             values = pairs.swapaxes(1, 2).reshape(values.shape)
-        tensors[names.get_name(stored, try_suffixes=(".weight", ".bias"))] = np.ascontiguousarray(values)
+        name = names.get_name(stored, try_suffixes=(".weight", ".bias"))
+        assert name is not None
+        tensors[name] = np.ascontiguousarray(values)
     return tensors
 
 

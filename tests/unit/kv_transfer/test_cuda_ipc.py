@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +44,8 @@ def connect(source: PoolView, destination: PoolView) -> tuple[SendChannel, Recei
         def exchange(offer: bytes) -> bytes:
             answered: Future[bytes] = Future()
             receiving.append(decode.submit(CudaIpcReceiver().connect_receiver, offer, answered.set_result, destination, 5.0))
-            wait([answered, receiving[0]], timeout=5, return_when=FIRST_COMPLETED)
+            either: list[Future[Any]] = [answered, receiving[0]]
+            wait(either, timeout=5, return_when=FIRST_COMPLETED)
             if not answered.done():
                 receiving[0].result(0)  # raises
             return answered.result(0)

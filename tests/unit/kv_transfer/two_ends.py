@@ -154,14 +154,20 @@ Kind = str | LoopbackNetwork
 def sending(kind: Kind, source: KVPool) -> SendTransport:
     if isinstance(kind, LoopbackNetwork):
         return LoopbackTransport(kind)
+    if kind == "gloo":
+        return GlooTransport("127.0.0.1")
+    assert kind == "shared_memory"
     assert source.memory_fd is not None
-    return {"gloo": GlooTransport("127.0.0.1"), "shared_memory": SharedMemorySender(source.memory_fd)}[kind]
+    return SharedMemorySender(source.memory_fd)
 
 
 def receiving(kind: Kind) -> ReceiveTransport:
     if isinstance(kind, LoopbackNetwork):
         return LoopbackTransport(kind)
-    return {"gloo": GlooTransport("127.0.0.1"), "shared_memory": SharedMemoryReceiver()}[kind]
+    if kind == "gloo":
+        return GlooTransport("127.0.0.1")
+    assert kind == "shared_memory"
+    return SharedMemoryReceiver()
 
 
 @asynccontextmanager

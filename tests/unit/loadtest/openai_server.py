@@ -94,7 +94,7 @@ class OpenAiServer:
         if self.error_event:
             self._event(writer, {"error": {"message": "the worker is gone"}})
         else:
-            ended = {"delta": {}} if chat else {"text": ""}
+            ended: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
             self._event(writer, {"choices": [{"index": 0, **ended, "finish_reason": "length"}]})
             usage: dict[str, Any] = {"prompt_tokens": 7, "completion_tokens": num_tokens}
             if body.get("include_times"):

@@ -55,6 +55,7 @@ def test_times_are_the_servers() -> None:
         assert record.ttft == pytest.approx(0.2, abs=0.1)
         assert len(record.itl) == 4
         assert record.tpot == pytest.approx(0.05, abs=0.04)
+        assert record.ttft is not None
         assert record.e2el == pytest.approx(record.ttft + sum(record.itl), abs=0.03)
         assert (record.prompt_tokens, record.completion_tokens, record.finish_reason) == (7, 5, "length")
 

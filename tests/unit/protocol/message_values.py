@@ -35,7 +35,7 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
         return st.lists(values(typing.get_args(hint)[0]), max_size=3).map(tuple)
     if isinstance(hint, type) and issubclass(hint, Enum):
         return st.sampled_from(hint)
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         hints = typing.get_type_hints(hint)
         return st.builds(hint, *(values(hints[field.name]) for field in dataclasses.fields(hint)))
     simple: dict[Any, st.SearchStrategy[Any]] = {
@@ -61,7 +61,7 @@ def fits(value: Any, hint: Any) -> bool:
         return type(value) is tuple and all(fits(item, typing.get_args(hint)[0]) for item in value)
     if type(value) is not hint:
         return False
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         hints = typing.get_type_hints(hint)
         return all(fits(getattr(value, field.name), hints[field.name]) for field in dataclasses.fields(hint))
     return hint is not int or -(2**63) <= value < 2**64

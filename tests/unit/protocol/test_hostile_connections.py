@@ -281,7 +281,8 @@ def test_a_client_believes_no_false_server(caplog: pytest.LogCaptureFixture) -> 
                     port = false.sockets[0].getsockname()[1]
                     with pytest.raises(WorkerLostError):
                         await WireClient.connect(f"tcp://127.0.0.1:{port}", SECRET, 1)
-        with zmq.Context.instance().socket(zmq.ROUTER) as plain:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        with context.socket(zmq.ROUTER) as plain:
             port = plain.bind_to_random_port("tcp://127.0.0.1")
             with pytest.raises(WorkerLostError):
                 await WireClient.connect(f"tcp://127.0.0.1:{port}", SECRET, 1)

@@ -71,7 +71,7 @@ def facts_of(heads: Heads) -> ModelFacts:
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     assert torch.isfinite(actual).all()
-    return ((actual.double().cpu() - expected).norm() / expected.norm()).item()
+    return float((actual.double().cpu() - expected).norm() / expected.norm())
 
 
 def run(launches: Iterable[Launch]) -> None:

@@ -17,7 +17,6 @@ from cluster.commands.lib.key_file import add_key, revoke_key
 from configs.schema import TierConfig
 from protocol.errors import AuthenticationError, ConfigError, ContextLengthError, InvalidRequestError, NotAllowedError
 from protocol.sampling import SamplingParams
-from router.access import keys as keys_module
 from router.access.callers import Caller, anonymous
 from router.access.keyring import Keyring
 from router.access.keys import ApiKey, check_key, read_key_file
@@ -81,7 +80,7 @@ def test_the_comparison_takes_the_same_time_for_every_key(path: Path, monkeypatc
         compared.append((len(left), len(right)))
         return real(left, right)
 
-    monkeypatch.setattr(keys_module.hmac, "compare_digest", compare)
+    monkeypatch.setattr(hmac, "compare_digest", compare)
     keyring.caller(given)
     for wrong in (given[:-1], "tk-unknown-secret", "nothing"):
         with pytest.raises(AuthenticationError):

@@ -13,7 +13,7 @@ from protocol.sampling import TokenBias
 from router.api.server_sent_events import event
 
 TEXT = "Paris is the capital of France. Ünïcödé, 日本語 and 🧑‍🚀 too."
-CHAT = {"model": "smollm2", "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+CHAT: dict[str, Any] = {"model": "smollm2", "messages": [{"role": "user", "content": "What is the capital of France?"}]}
 
 
 def joined(lists: Iterable[list[Any]]) -> list[Any]:

@@ -41,9 +41,9 @@ class Client:
         self.headers = {"x-request-id": uuid.uuid4().hex, "x-tandem-resumable": "true"}
         self.events: list[str] = []
 
-    async def read(self, num_events: int | None = None, **headers: str) -> None:
+    async def read(self, num_events: int | None = None, headers: dict[str, str] | None = None) -> None:
         """So many events more, or all."""
-        sent = self.headers | headers
+        sent = self.headers | (headers or {})
         async with self._cluster.http.stream("POST", self._path, json=self._body, headers=sent) as answer:
             assert answer.status_code == 200, await answer.aread()
             lines, event = answer.aiter_lines(), ""
@@ -58,13 +58,13 @@ class Client:
 
     async def again(self, num_events: int | None = None) -> None:
         """Reconnect behind the last event."""
-        await self.read(num_events, **{"last-event-id": self.events[-1].split("\n")[0].removeprefix("id: ")})
+        await self.read(num_events, {"last-event-id": self.events[-1].split("\n")[0].removeprefix("id: ")})
 
     @property
     def data(self) -> list[Any]:
         """Of the events."""
         lines = [event.split("\n")[1].removeprefix("data: ") for event in self.events]
-        chunks = [json.loads(line) if line != "[DONE]" else line for line in lines]
+        chunks: list[Any] = [json.loads(line) if line != "[DONE]" else line for line in lines]
         assert len({chunk["id"] for chunk in chunks if chunk != "[DONE]"}) == 1, "one answer"
         return chunks
 
@@ -105,7 +105,7 @@ def test_a_stream_that_is_cut_anywhere_is_the_whole_stream(run_cluster: Run, kin
         assert len({message.sampling.seed for message in sampled}) == len({message.token_ids[:1] for message in sampled})
         replayed = Client(cluster, path, **fields)
         replayed.headers = cut.headers
-        await replayed.read(**{"last-event-id": "0.0"})
+        await replayed.read(headers={"last-event-id": "0.0"})
         assert replayed.events == cut.events, "byte by byte"
         await cut.again()
         assert cut.events[-1].endswith("[DONE]\n"), "nothing comes after the end"
@@ -260,7 +260,7 @@ def test_streams_share_the_calls_to_their_keeper(run_cluster: Run) -> None:
 def test_others_are_not_recorded_and_have_no_ids(run_cluster: Run) -> None:
     async def test(cluster: Any) -> None:
         client = Client(cluster, prompt="Count:")
-        await client.read(**{"x-tandem-resumable": "false"})
+        await client.read(headers={"x-tandem-resumable": "false"})
         assert all(event.startswith("data: ") for event in client.events)
         assert cluster.records.num_calls == 0
 

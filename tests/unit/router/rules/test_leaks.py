@@ -72,7 +72,8 @@ def prefill_workers(draw: st.DrawFn, number: int, rows: list[PromptRow]) -> Audi
     lives = {(row.decode_id, row.decode_epoch) for row in rows}
     pairs = [PairRow(*life, draw(st.integers(1, 3))) for life in sorted(lives)]
     pairs.append(PairRow("decode-idle", 1, 0))
-    if lives and draw(st.booleans()):
+    stopped: bool = draw(st.booleans())
+    if lives and stopped:
         rows = [*rows, PromptRow(500, 1500, pairs[0].decode_id, pairs[0].decode_epoch, 2, in_step=False, stopped=True)]
     if draw(st.booleans()):
         rows = [*rows, PromptRow(600, 1600, "decode-gone", 1, 2, in_step=True, stopped=True)]

@@ -219,9 +219,11 @@ def test_beyond_the_window_goes_the_only_prompt_of_a_tenant_before_those_of_crow
             continue
         tenants = {of for _, of in in_flight}
         ahead, former = not worker.outstanding.takes_prompt(size, 100), worker.outstanding.overtaker
-        best = best_prefill(
-            [worker], size, 100, may_overtake=lambda outstanding, t=tenant: outstanding.may_be_overtaken(t, in_line.__getitem__)
-        )
+
+        def may_overtake(outstanding: Outstanding, tenant: str = tenant) -> bool:
+            return outstanding.may_be_overtaken(tenant, in_line.__getitem__)
+
+        best = best_prefill([worker], size, 100, may_overtake=may_overtake)
         wanted = former is None and tenant not in tenants and all(in_line[each] for each in tenants)
         assert (best is not None) == (not ahead or wanted)
         if best is not None:

@@ -53,7 +53,8 @@ def test_renders_as_transformers_does(
     conversation: list[dict[str, Any]],
 ) -> None:
     template = TEMPLATES.get(name, facts.chat_template)
-    for tools in (None, TOOLS):
+    offered: tuple[Any, ...] = (None, TOOLS)
+    for tools in offered:
         expected = theirs.apply_chat_template(
             conversation, tools, chat_template=template, add_generation_prompt=add_generation_prompt, tokenize=False
         )

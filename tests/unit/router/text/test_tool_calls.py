@@ -164,7 +164,7 @@ def test_which_format_a_template_speaks_of() -> None:
 
 def test_a_template_without_tools_gets_them_as_text() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "1 + 2?"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
