@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 from typing import Any
+
+# A shell's background jobs ignore SIGINT, and so would every server that a test starts and ends by it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # One of several processes of tests computes on one core, and so do the processes that it starts. OpenMP reads this once.
 if "PYTEST_XDIST_WORKER" in os.environ:

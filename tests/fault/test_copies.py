@@ -14,7 +14,7 @@ from protocol.cluster_view import WorkerState
 from protocol.messages import Role
 from protocol.sampling import SamplingParams
 from tests.fault.many_decodes import COPYING, ManyDecodes, Said, run_many_decodes, varied
-from tests.fault.scenarios import THOROUGH, prompt_of, run
+from tests.fault.scenarios import prompt_of, run, seeds, slow
 
 EVERY = COPYING.decode.copy_every_tokens
 PROMPT = prompt_of(100)
@@ -40,7 +40,7 @@ def computed(many: ManyDecodes) -> int:
     return sum(worker.load().prefilled_tokens for worker in many.alive())
 
 
-@pytest.mark.parametrize("mode", ["always", "auto", "never"])
+@pytest.mark.parametrize("mode", ["always", *slow(["auto", "never"])])
 def test_what_a_killed_worker_said_need_not_be_computed_again(small_model: ModelFacts, mode: str) -> None:
     config = ClusterConfig.model_validate({**COPYING.model_dump(), "disaggregation": mode})
 
@@ -114,7 +114,7 @@ def test_a_stream_moves_to_its_copy_and_has_the_next_one_elsewhere(small_model: 
     run(scenario())
 
 
-@pytest.mark.parametrize("faults", [Faults(flip_bit_at=0), Faults(truncate_at=0), Faults(die_at=0), Faults(lose_at=0)])
+@pytest.mark.parametrize("faults", [Faults(flip_bit_at=0), *slow([Faults(truncate_at=0), Faults(die_at=0), Faults(lose_at=0)])])
 def test_a_damaged_copy_is_none(small_model: ModelFacts, faults: Faults) -> None:
     """It is tried again, the stream does not notice, and what comes after a death is right."""
 
@@ -132,7 +132,7 @@ def test_a_damaged_copy_is_none(small_model: ModelFacts, faults: Faults) -> None
     run(scenario())
 
 
-@pytest.mark.parametrize("seed", range(200 if THOROUGH else 4))
+@pytest.mark.parametrize("seed", seeds(1, 4, thorough=200))
 def test_random_deaths_cancels_and_faults_leave_nothing(small_model: ModelFacts, seed: int) -> None:
     """Ten requests on three workers, two of which die; what was not cancelled is exact."""
 

@@ -18,7 +18,7 @@ from protocol.errors import TandemError
 from protocol.messages import Role
 from protocol.sampling import SamplingParams
 from tests.fault.many_decodes import CONFIG, COPYING, ManyDecodes, Said, run_many_decodes, varied
-from tests.fault.scenarios import THOROUGH, prompt_of, run
+from tests.fault.scenarios import prompt_of, run, seeds, slow
 
 BYTES_PER_TOKEN = 2 * 2 * 2 * 8 * 4
 EIGHT = [prompt_of(20 + 11 * n, n) for n in range(8)]
@@ -61,7 +61,7 @@ async def started(many: ManyDecodes, sampling: SamplingParams, prompt: list[int]
     return asking, said
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(1, 3))
 def test_a_drained_worker_gives_its_streams_away(small_model: ModelFacts, seed: int) -> None:
     """Greedy and sampled, penalized, with logprobs: all move, none is computed anew, and the worker is soon idle."""
 
@@ -88,7 +88,7 @@ def test_a_drained_worker_gives_its_streams_away(small_model: ModelFacts, seed: 
     run(scenario())
 
 
-@pytest.mark.parametrize("ranks", [(1, 2), (2, 1), (2, 4)])
+@pytest.mark.parametrize("ranks", [(1, 2), *slow([(2, 1), (2, 4)])])
 def test_gangs_of_any_size_hand_streams_to_each_other(small_model: ModelFacts, ranks: tuple[int, int]) -> None:
     async def scenario() -> None:
         async with run_many_decodes(small_model, 2, ranks=ranks) as many:
@@ -247,8 +247,12 @@ def test_a_cancel_in_each_phase_frees_both_workers(small_model: ModelFacts) -> N
 
 @pytest.mark.parametrize(
     "faults",
-    [Faults(flip_bit_at=0), Faults(truncate_at=0), Faults(swap_blocks_at=0, block_bytes=8 * 2 * 8 * 4), Faults(die_at=0)],
-    ids=["flip", "truncate", "swap", "die"],
+    [
+        Faults(flip_bit_at=0),
+        Faults(die_at=0),
+        *slow([Faults(truncate_at=0), Faults(swap_blocks_at=0, block_bytes=8 * 2 * 8 * 4)]),
+    ],
+    ids=["flip", "die", "truncate", "swap"],
 )
 def test_damage_leaves_the_stream_where_it_was(small_model: ModelFacts, faults: Faults) -> None:
     """It is noticed before a token is made of it; the stream goes on, and moves at the next attempt."""
@@ -271,7 +275,7 @@ def test_damage_leaves_the_stream_where_it_was(small_model: ModelFacts, faults: 
 
 
 @pytest.mark.parametrize("dies", ["source", "target"])
-@pytest.mark.parametrize("after_s", [0.0, 0.01, 0.03, 0.06])
+@pytest.mark.parametrize("after_s", [0.0, 0.03, *slow([0.01, 0.06])])
 def test_the_death_of_either_loses_no_token(small_model: ModelFacts, dies: str, after_s: float) -> None:
     async def scenario() -> None:
         async with run_many_decodes(small_model, 3) as many:
@@ -293,7 +297,7 @@ def test_the_death_of_either_loses_no_token(small_model: ModelFacts, dies: str, 
     run(scenario())
 
 
-@pytest.mark.parametrize("seed", range(300 if THOROUGH else 8))
+@pytest.mark.parametrize("seed", seeds(2, 8, thorough=300))
 def test_random_drains_cancels_faults_and_a_death_lose_nothing(small_model: ModelFacts, seed: int) -> None:
     """Ten requests, copied meanwhile, on three workers that drain in turn; what was not cancelled is exact."""
 

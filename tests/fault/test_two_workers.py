@@ -13,7 +13,7 @@ from kv_transfer.transports.loopback import Faults
 from protocol.errors import InvalidRequestError, OverloadedError, TandemError
 from protocol.messages import Release
 from protocol.sampling import SamplingParams
-from tests.fault.scenarios import THOROUGH, Factory, Reference, greedy, prompt_of, run
+from tests.fault.scenarios import Factory, Reference, greedy, prompt_of, run, seeds
 
 ROOMY = ClusterConfig.model_validate(
     {
@@ -214,7 +214,7 @@ def test_death_of_decode_gives_prefill_its_blocks_back(two_workers: Factory) -> 
     run(scenario())
 
 
-@pytest.mark.parametrize("seed", range(1000 if THOROUGH else 20))
+@pytest.mark.parametrize("seed", seeds(5, 20, thorough=1000))
 def test_random_cancels_and_faults_leak_nothing(two_workers: Factory, reference: Reference, seed: int) -> None:
     """Requests that are cut off at a random moment among faults at random payloads; the survivors' tokens are right."""
 
