@@ -162,7 +162,8 @@ class ManyDecodes:
                     found[sample.labels["outcome"]] = int(sample.value)
         return found
 
-    async def until(self, condition: Callable[[], bool], seconds: float = 20) -> None:
+    async def until(self, condition: Callable[[], bool], seconds: float = 60) -> None:
+        """Wait for what is bound to come. The deadline is that of a test which hangs, on a busy machine too."""
         async with asyncio.timeout(seconds):
             while not condition():  # noqa: ASYNC110 - what is waited for has no event of its own
                 await asyncio.sleep(0.002)

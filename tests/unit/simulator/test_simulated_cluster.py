@@ -90,7 +90,8 @@ def test_every_request_ends_once_and_in_order(
     assert decided.total() == len(requests)
     assert mode == "auto" or set(decided) == {"here" if mode == "never" else "there"}
     cluster.check_integrity()
-    assert all(worker.idle for worker in (*cluster.prefills, *cluster.decodes)), "all blocks are free again"
+    idle = [*(worker.idle for worker in cluster.prefills), *(worker.idle for worker in cluster.decodes)]
+    assert all(idle), "all blocks are free again"
 
 
 @settings(max_examples=60, deadline=None)
