@@ -36,21 +36,27 @@ def decode_books(
 
     tickets = tuple(
         TicketRow(
-            entry.ticket_id,
-            entry.transfer_id,
-            owner(entry.owner),
-            entry.state,
-            len(entry.block_table),
-            entry.pushes_in_flight,
-            entry.in_step,
-            waiting_attaches.get(entry.ticket_id, False),
+            ticket_id=entry.ticket_id,
+            transfer_id=entry.transfer_id,
+            owner=owner(entry.owner),
+            state=entry.state,
+            num_blocks=len(entry.block_table),
+            pushes_in_flight=entry.pushes_in_flight,
+            in_step=entry.in_step,
+            computes_here=waiting_attaches.get(entry.ticket_id, False),
             overdue_s=now - entry.deadline,
         )
         for entry in ledger
     )
-    problems = tuple(_problems(ledger, scheduler, waiting_attaches))
     return DecodeBooks(
-        call_id, cache.num_blocks, cache.num_free, cache.num_owned, cache.num_references, tickets, sends, problems
+        call_id=call_id,
+        total_blocks=cache.num_blocks,
+        free_blocks=cache.num_free,
+        owned_blocks=cache.num_owned,
+        references=cache.num_references,
+        tickets=tickets,
+        sends=sends,
+        problems=tuple(_problems(ledger, scheduler, waiting_attaches)),
     )
 
 

@@ -124,17 +124,17 @@ class Ledger:
         # Whoever fills or aborts a transfer has been told its id: a number that comes from elsewhere meets no ticket.
         transfer_id = secrets.randbits(63)
         entry = TicketEntry(
-            self._next_id,
-            transfer_id,
-            owner,
-            token_ids,
-            max_tokens,
-            cache_salt,
-            keys,
-            held,
-            block_table,
-            self._deadline(),
-            trace_id,
+            ticket_id=self._next_id,
+            transfer_id=transfer_id,
+            owner=owner,
+            token_ids=token_ids,
+            max_tokens=max_tokens,
+            cache_salt=cache_salt,
+            keys=keys,
+            held_tokens=held,
+            block_table=block_table,
+            deadline=self._deadline(),
+            trace_id=trace_id,
         )
         self._next_id += 1
         self._entries[entry.ticket_id] = entry

@@ -171,14 +171,14 @@ class DecodeScheduler:
         start, end = stream.computed, self._chunk_end(stream)
         last = end == len(stream.token_ids)
         return Chunk(
-            stream.token_ids[start:end],
-            start,
-            stream.block_table,
-            stream.sampling if last else None,
-            stream.num_generated,
-            stream.token_ids if last else (),
-            None if stream.prefill is None else stream.prefill.scores,
-            stream.constraint if last else None,
+            token_ids=stream.token_ids[start:end],
+            start=start,
+            block_table=stream.block_table,
+            sampling=stream.sampling if last else None,
+            num_generated=stream.num_generated,
+            history=stream.token_ids if last else (),
+            scores=None if stream.prefill is None else stream.prefill.scores,
+            constraint=stream.constraint if last else None,
         )
 
     def computed(self, stream: Stream, chunk: Chunk) -> None:

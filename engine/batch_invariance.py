@@ -149,10 +149,9 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _refusal(what: str) -> ConfigError:
-    return ConfigError(
-        f"{what} on this processor, so answers would depend on what runs beside them; leave out --deterministic",
-        param="deterministic",
-    )
+    where = f"on this processor (threads: {torch.get_num_threads()})"
+    why = "so answers would depend on what runs beside them"
+    return ConfigError(f"{what} {where}, {why}; leave out --deterministic", param="deterministic")
 
 
 def _name(dtype: torch.dtype) -> str:

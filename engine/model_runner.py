@@ -86,7 +86,13 @@ class ModelRunner:
         uses_native = torch_dtype == torch.bfloat16 and device == "cpu"
         library = NativeLibrary.load(torch.get_num_threads()) if uses_native else None
         with torch.inference_mode():
-            format_ = WeightFormat(torch_dtype, quantization, deterministic, library, torch_device)
+            format_ = WeightFormat(
+                dtype=torch_dtype,
+                quantization=quantization,
+                deterministic=deterministic,
+                library=library,
+                device=torch_device,
+            )
             weights = load_weights(facts, format_, ranks.rank, ranks.size)
         if device == "cuda":
             num_kv_tokens = max(num_kv_tokens, _tokens_that_fit(facts, torch_dtype, gpu_memory_utilization))

@@ -14,10 +14,15 @@ def prefill_books(
     call_id: int, cache: PrefixCache, scheduler: PrefillScheduler, peers: DecodePeers, prompts: Mapping[Prompt, PromptRow]
 ) -> PrefillBooks:
     """What a prefill worker holds, all at one moment, as an audit compares it. `prompts` are all that the worker knows of."""
-    problems = tuple(_problems(cache, scheduler, prompts))
-    rows = tuple(prompts.values())
     return PrefillBooks(
-        call_id, cache.num_blocks, cache.num_free, cache.num_owned, cache.num_references, rows, peers.books(), problems
+        call_id=call_id,
+        total_blocks=cache.num_blocks,
+        free_blocks=cache.num_free,
+        owned_blocks=cache.num_owned,
+        references=cache.num_references,
+        prompts=tuple(prompts.values()),
+        pairs=peers.books(),
+        problems=tuple(_problems(cache, scheduler, prompts)),
     )
 
 

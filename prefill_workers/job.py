@@ -42,19 +42,25 @@ class Job:
         ticket = self.message.ticket
         decode, blocks = ticket.worker, len(self.prompt.block_table)
         return PromptRow(
-            ticket.ticket_id, ticket.transfer_id, decode.worker_id, decode.epoch, blocks, self.in_step, self.stopped
+            ticket_id=ticket.ticket_id,
+            transfer_id=ticket.transfer_id,
+            decode_id=decode.worker_id,
+            decode_epoch=decode.epoch,
+            num_blocks=blocks,
+            in_step=self.in_step,
+            stopped=self.stopped,
         )
 
     def chunk(self, planned: PlannedChunk) -> Chunk:
         """What the engine computes of the prompt in the next step."""
         message, end = self.message, planned.start + planned.num_tokens
         return Chunk(
-            message.token_ids[planned.start : end],
-            planned.start,
-            planned.prompt.block_table,
-            message.sampling if planned.last else None,
-            message.num_generated,
-            message.token_ids,
-            self.scores,
-            self.constraint if planned.last else None,
+            token_ids=message.token_ids[planned.start : end],
+            start=planned.start,
+            block_table=planned.prompt.block_table,
+            sampling=message.sampling if planned.last else None,
+            num_generated=message.num_generated,
+            history=message.token_ids,
+            scores=self.scores,
+            constraint=self.constraint if planned.last else None,
         )

@@ -137,7 +137,14 @@ class PrefillWorker:
         num_top = None if message.num_generated else message.sampling.num_prompt_logprobs
         scores = None if num_top is None else PromptScores(message.token_ids, num_top)
         prompt = self._scheduler.new_prompt(message.token_ids, message.cache_salt, whole=scores is not None)
-        job = Job(router, message, prompt, OutgoingTransfer(message.ticket), time.monotonic(), scores)
+        job = Job(
+            router=router,
+            message=message,
+            prompt=prompt,
+            transfer=OutgoingTransfer(message.ticket),
+            arrived=time.monotonic(),
+            scores=scores,
+        )
         self._jobs.add(job)
         self._tasks.create_task(self._admit(job))
 
@@ -239,11 +246,11 @@ class PrefillWorker:
         self._endpoint.send(
             job.router,
             FirstToken(
-                message.call_id,
-                output.token_id,
-                output.logprobs,
-                finish,
-                Prefilled(prefill_s, job.prompt.cached, None if job.scores is None else job.scores.packed()),
+                call_id=message.call_id,
+                token_id=output.token_id,
+                logprobs=output.logprobs,
+                finish_reason=finish,
+                prefilled=Prefilled(prefill_s, job.prompt.cached, None if job.scores is None else job.scores.packed()),
             ),
         )
         tokens = {"tokens": len(message.token_ids), "cached": job.prompt.cached}

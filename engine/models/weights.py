@@ -78,7 +78,11 @@ def load_weights(facts: ModelFacts, format_: WeightFormat, rank: int = 0, size: 
     embedding_VD = reader.tensor(model["embedding"])
     head = format_.head(*reader.matrix(model["embedding" if facts.tie_word_embeddings else "head"], _HEAD_BITS))
     return DecoderWeights(
-        embedding_VD, layers, reader.tensor(model["final_norm"]), head, _rope_frequencies(facts).to(format_.device)
+        embedding_VD=embedding_VD,
+        layers=layers,
+        final_norm=reader.tensor(model["final_norm"]),
+        head=head,
+        rope_frequencies=_rope_frequencies(facts).to(format_.device),
     )
 
 

@@ -166,8 +166,13 @@ class Gang:
 
 
 def _plan(chunk: Chunk) -> StepChunk:
-    samples, scores = chunk.sampling is not None, chunk.scores is not None
-    return StepChunk(_packed(chunk.token_ids), chunk.start, _packed(chunk.block_table), samples, scores)
+    return StepChunk(
+        token_ids=_packed(chunk.token_ids),
+        start=chunk.start,
+        block_table=_packed(chunk.block_table),
+        samples=chunk.sampling is not None,
+        scores=chunk.scores is not None,
+    )
 
 
 def _packed(numbers: Sequence[int]) -> bytes:

@@ -71,7 +71,7 @@ def test_the_refusal_says_what_and_where() -> None:
         check_products(products, torch.bfloat16)
     assert refused.value.param == "deterministic"
     assert refused.value.message == (
-        "the product 'down' in bfloat16 gives a row other bits among 17 rows than alone on this processor, "
+        "the product 'down' in bfloat16 gives a row other bits among 17 rows than alone on this processor (threads: 1), "
         "so answers would depend on what runs beside them; leave out --deterministic"
     )
 
