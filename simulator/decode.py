@@ -28,9 +28,9 @@ from simulator.reporter import Reporter
 from simulator.request import Request
 
 _LEAST_STEP_S = 1e-6
-"""Whatever the profile says: time goes on."""
+"""A step takes at least this long, whatever the profile says, so that time goes on."""
 _LONGEST_RUN_S = 1.0
-"""About: then it is asked again how busy prefill is."""
+"""About the longest time until the worker asks again how busy prefill is."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class _Run:
         return self.began + steps * self.first_s + self.more_s * steps * (steps - 1) / 2
 
     def done_at(self, now: float) -> int:
-        """How many steps are over by then, `steps` at most."""
+        """Number of steps that are over at this time."""
         passed = now - self.began
         half = self.more_s / 2
         rest = self.first_s - half
@@ -98,8 +98,8 @@ class DecodeWorker:
         *,
         one_by_one: bool = False,
     ) -> None:
-        """`busyness` of each role is told of this worker, and asked for the other one's. `one_by_one`: each step is a run of
-        its own, which is slow, and what runs are measured against."""
+        """`deliver` gets the load reports. This worker tells its role's `busyness` when it computes, and asks the other's.
+        `one_by_one`: each step is a run of its own, which is slow; tests compare runs with it."""
         self.worker_id = worker_id
         self.busy_s = 0.0
         self._profile = profile
@@ -132,7 +132,7 @@ class DecodeWorker:
         return self._scheduler.preemptions
 
     def start(self) -> None:
-        """Tell the routers that it is there."""
+        """Send the first load report."""
         self._reporter.changed()
 
     def fits(self, num_tokens: int, max_tokens: int) -> bool:
@@ -151,7 +151,7 @@ class DecodeWorker:
         return Granted(entry.ticket_id, entry.held_tokens)
 
     def commit(self, ticket_id: int) -> None:
-        """All of the prompt's KV is here."""
+        """Note that all of the prompt's KV is here."""
         self._sync()
         entry = self._ledger.find(ticket_id)
         assert entry is not None, "only finished tickets are released"
@@ -163,7 +163,7 @@ class DecodeWorker:
         assert committed, "a transfer of all tokens commits"
 
     def attach(self, ticket_id: int, on_attached: Callable[[], None] | None = None) -> None:
-        """The router has the first token. `on_attached` is called when the KV is here as well."""
+        """Let a stream go on, for the router has its first token. `on_attached` is called once the KV is here as well."""
         ticket = self._tickets[ticket_id]
         ticket.attached, ticket.on_attached = True, on_attached
         entry = self._ledger.find(ticket_id)
@@ -181,7 +181,7 @@ class DecodeWorker:
         self._add(entry, list(ticket.request.token_ids), entry.held_tokens, prefill)
 
     def release(self, ticket_id: int) -> None:
-        """The router gives a ticket back that was not attached."""
+        """Give back a ticket that was not attached."""
         self._sync()
         del self._tickets[ticket_id]
         self._ledger.release(ticket_id)

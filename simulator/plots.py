@@ -10,7 +10,7 @@ from simulator.goodput import Planned
 
 
 def plot(planned: Sequence[Planned], rate: float | None, title: str, path: Path) -> None:
-    """Raises InvalidRequestError if the file can't be written."""
+    """Draw a plan into a PNG file. Raises InvalidRequestError if the file can't be written."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

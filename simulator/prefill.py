@@ -21,13 +21,13 @@ from simulator.request import Request
 
 @dataclass(frozen=True)
 class Job:
-    """A prompt and whom to tell."""
+    """A prompt, and the functions to call as it goes on."""
 
     request: Request
     on_first: Callable[[], None]
-    """The first token is there; called when it is sampled."""
+    """Called when the first token is sampled."""
     on_handed_over: Callable[[], None]
-    """All KV is at decode."""
+    """Called when all KV is at the decode worker."""
 
 
 class PrefillWorker:
@@ -42,7 +42,7 @@ class PrefillWorker:
         deliver: Callable[[LoadReport], None],
         busyness: Mapping[Role, Busyness],
     ) -> None:
-        """`busyness` of each role is told of this worker, and asked for the other one's."""
+        """`deliver` gets the load reports. This worker tells its role's `busyness` when it computes, and asks the other's."""
         self.worker_id = worker_id
         self.busy_s = 0.0
         self._profile = profile
@@ -61,7 +61,7 @@ class PrefillWorker:
         self._reporter = Reporter(clock, self._load, deliver)
 
     def start(self) -> None:
-        """Tell the routers that it is there."""
+        """Send the first load report."""
         self._reporter.changed()
 
     def fits(self, num_tokens: int) -> bool:

@@ -1,4 +1,4 @@
-"""How long things take on one kind of machine: a small measured table, and lines between its points.
+"""How long steps and messages take on one kind of machine: a small measured table, and lines between its points.
 
 A prefill step of chunks (start, n) takes base(sum of n) + pair_s * sum of n * (start + n / 2): products with weights, then the
 pairs of tokens that attention looks at. A decode step of B streams takes base(B) + token_s(B) * tokens in all their contexts.
@@ -22,12 +22,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from protocol.errors import InvalidRequestError
 
 LAPTOP = Path(__file__).with_name("laptop.json")
-"""The default model on 2 cores, a worker of each role with one thread."""
+"""Profile of the default model on 2 cores, with one worker of each role and one thread each."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A function through points, linear between them and beyond; never under 0. A single point is a line through 0."""
+    """A function through points, linear between them and beyond, and never under 0. A single point is a line through 0."""
 
     points: tuple[tuple[float, float], ...]
 
@@ -50,16 +50,16 @@ class _Part(BaseModel):
 
 
 class PrefillPoint(_Part):
-    """One chunk, in seconds."""
+    """Measured time of one chunk."""
 
     tokens: int = Field(gt=0)
     start: int = Field(ge=0)
-    """Tokens before it."""
+    """Tokens of the prompt before the chunk."""
     seconds: float = Field(gt=0)
 
 
 class DecodePoint(_Part):
-    """One step of `batch` streams with `context` tokens each, in seconds."""
+    """Measured time of one step of `batch` streams with `context` tokens each."""
 
     batch: int = Field(gt=0)
     context: int = Field(gt=0)
@@ -67,53 +67,55 @@ class DecodePoint(_Part):
 
 
 class Overheads(_Part):
-    """Seconds outside of the engines."""
+    """Seconds that pass outside of the engines."""
 
     request_s: float = Field(ge=0)
     """HTTP, tokens, text: from a request's arrival until it looks for room, and from its first token to the client."""
     message_s: float = Field(ge=0)
-    """One message between a router and a worker."""
+    """Time of one message between a router and a worker."""
     handoff_s: float = Field(ge=0)
-    """From the first token until decode may begin, for an endless number of ever shorter prompts."""
+    """From the first token until decode may begin, for a prompt without tokens: the part that does not depend on its length."""
     handoff_token_s: float = Field(ge=0)
-    """And for each token of a prompt's last chunk; what goes before is sent while the next is computed."""
+    """The same for each token of a prompt's last chunk; earlier chunks are sent while the next is computed."""
     step_s: float = Field(ge=0)
     """Between two steps of a worker."""
     output_s: float = Field(ge=0)
-    """Between two steps of a decode worker, for each token that it made."""
+    """Between two steps of a decode worker, for each token that the step made."""
 
 
 class Slowdown(_Part):
-    """So many times as long as measured take the steps of a role in a cluster whose processes share the engines' cores."""
+    """Factors on a role's measured step times in a cluster whose processes share the engines' cores."""
 
     alone: float = Field(default=1.0, gt=0)
-    """While no worker of the other role computes."""
+    """Factor while no worker of the other role computes."""
     beside: float = Field(default=1.0, gt=0)
-    """While all of them do."""
+    """Factor while all workers of the other role compute."""
 
     def at(self, busy: float) -> float:
-        """While this share of them does, in 0..1."""
+        """Factor while this share of the other role's workers computes, from 0 to 1."""
         return self.alone + (self.beside - self.alone) * busy
 
 
 class Slowdowns(_Part):
+    """The factors of each role."""
+
     prefill: Slowdown = Slowdown()
     decode: Slowdown = Slowdown()
 
 
 class Profile(_Part):
-    """Of one worker of each role."""
+    """Step times of one worker of each role, and what passes outside of them."""
 
     prefill: tuple[PrefillPoint, ...]
     decode: tuple[DecodePoint, ...]
     overheads: Overheads
     slowdown: Slowdowns = Slowdowns()
     machine: dict[str, Any] = {}
-    """Where it was measured, for people."""
+    """Description of the machine on which it was measured, for people."""
 
     @classmethod
     def load(cls, path: Path) -> Profile:
-        """Raises InvalidRequestError if it can't be read or says nothing of one of the roles."""
+        """Read a profile from a JSON file. Raises InvalidRequestError if it can't be read, or lacks one of the roles."""
         try:
             profile = cls.model_validate(json.loads(path.read_text(encoding="utf-8")))
         except OSError as error:
@@ -125,7 +127,7 @@ class Profile(_Part):
         return profile
 
     def prefill_step_s(self, chunks: Sequence[tuple[int, int]], decode_busy: float = 0.0) -> float:
-        """Of chunks (start, number of tokens), while this share of the decode workers computes."""
+        """Seconds of a step of chunks (start, number of tokens), while this share of the decode workers computes."""
         tokens = sum(n for _, n in chunks)
         pairs = sum(n * (start + n / 2) for start, n in chunks)
         engine_s = self._prefill_base(tokens) + self._pair_s * pairs
@@ -139,15 +141,16 @@ class Profile(_Part):
         return base, slowdown * self._decode_token_s(batch)
 
     def engine_decode_s(self, batch: float, context: float) -> float:
-        """What the engine takes of a step, of streams of so many tokens each, on cores of its own."""
+        """Seconds of the engine in a step of `batch` streams of `context` tokens each, on cores of its own."""
         return self._decode_base(batch) + self._decode_token_s(batch) * batch * context
 
     def handoff_s(self, last_chunk: int) -> float:
+        """Seconds from the first token until decode may begin, for a last chunk of this many tokens."""
         return self.overheads.handoff_s + self.overheads.handoff_token_s * last_chunk
 
     @cached_property
     def _pair_s(self) -> float:
-        """From what the same chunk takes more at a later place."""
+        """Seconds per pair of tokens, from what the same chunk takes more at a later place of a prompt."""
         at_begin = {point.tokens: point.seconds for point in self.prefill if point.start == 0}
         later = [point for point in self.prefill if point.start and point.tokens in at_begin]
         pairs = sum(point.tokens * point.start for point in later)
@@ -185,7 +188,7 @@ class Profile(_Part):
 
 
 def _slope(points: Sequence[tuple[int, float]]) -> float:
-    """Seconds per token of context: the mean over the whole, and not negative where noise says so."""
+    """Seconds per token of context: the mean over all points; 0 where noise makes it negative."""
     (x0, y0), (x1, y1) = points[0], points[-1]
     assert all(a < b for (a, _), (b, _) in pairwise(points)), "a context is measured once"
     return max(0.0, (y1 - y0) / (x1 - x0))

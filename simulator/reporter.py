@@ -1,4 +1,4 @@
-"""A worker's load reports, as `protocol.endpoint` sends them: when something changes, but at most every 50 ms."""
+"""Sends a simulated worker's load reports as `protocol.endpoint` does: when something changes, but at most every 50 ms."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from simulator.clock import Clock
 
 
 class Reporter:
-    """`deliver` is called with each report when it is made."""
+    """Makes a report with `report` whenever one is due, and calls `deliver` with it."""
 
     def __init__(self, clock: Clock, report: Callable[[], LoadReport], deliver: Callable[[LoadReport], None]) -> None:
         self._clock = clock
@@ -20,7 +20,7 @@ class Reporter:
         self._next_at = 0.0
 
     def changed(self) -> None:
-        """A report is due soon."""
+        """Note that the load has changed: a report is due as soon as the last one is 50 ms old."""
         if not self._due:
             self._due = True
             self._clock.at(max(self._clock.now, self._next_at), self._send)

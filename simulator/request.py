@@ -1,7 +1,7 @@
-"""One request of a simulation.
+"""One request of a simulation, and when it got how far.
 
-arrival ──► in line ──► blocks reserved, prompt at prefill ──► first token ──► KV handed over ──► decode ──► last token
-              └─► refused: `error`
+arrival ──► in line ──► blocks reserved ──► prompt computed ──► first token ──► KV handed over ──► decode ──► last token
+              └─► refused: `error`                                  └──► computed where it is decoded ──┘
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from protocol.sampling import SamplingParams
 
 
 class Request:
-    """Times in seconds of the simulation's clock; NaN until they are known."""
+    """A prompt and the length of its answer. Times are in seconds on the simulation's clock, and NaN until they are known."""
 
     __slots__ = ("arrival", "cached", "error", "first_at", "index", "last_at", "output_len", "prefill_began", "token_ids")
 
@@ -24,27 +24,30 @@ class Request:
         self.arrival = arrival
         self.token_ids = tuple(token_ids)
         self.output_len = output_len
-        """So many tokens are generated, no fewer."""
+        """Tokens that are generated; nothing ends an answer early."""
         self.prefill_began = self.first_at = self.last_at = float("nan")
         self.cached = 0
-        """Tokens that prefill had cached."""
+        """Tokens at the prompt's beginning that the computing worker had cached."""
         self.error: str | None = None
 
     @property
     def ended(self) -> bool:
+        """The request was answered or refused."""
         return self.error is not None or self.last_at == self.last_at
 
     @property
     def ttft_s(self) -> float:
+        """Seconds from arrival to the first token."""
         return self.first_at - self.arrival
 
     @property
     def tpot_s(self) -> float:
-        """Per token after the first; 0 for an answer of one."""
+        """Seconds per token after the first; 0 for an answer of one token."""
         return (self.last_at - self.first_at) / (self.output_len - 1) if self.output_len > 1 else 0.0
 
     @property
     def sampling(self) -> SamplingParams:
+        """Parameters of which the scheduler reads the answer's length alone."""
         return _sampling(self.output_len)
 
 

@@ -1,4 +1,4 @@
-"""What a simulated cluster is asked: the datasets of `tandem bench`, at any rate."""
+"""The requests that a simulated cluster gets: the datasets of `tandem bench`, at any rate."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from protocol.errors import InvalidRequestError
 from simulator.request import Request
 
 _FILLER = Filler(tuple(range(32_768)), "tokens")
-"""Which tokens does not matter, only which prompts begin alike."""
+"""Source of token ids. Their values don't matter, only which prompts begin alike."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts and lengths of answers; every run of them sends the same ones."""
+    """Prompts and lengths of answers, the same in every run."""
 
     name: str
     samples: Sequence[Sample]
     seed: int
 
     def at_rate(self, rate: float) -> list[Request]:
-        """Poisson arrivals of so many requests per second. Raises InvalidRequestError if it is not over 0."""
+        """The requests with Poisson arrivals, `rate` per second. Raises InvalidRequestError if the rate is not over 0."""
         return self._requests(planned_times(len(self.samples), rate, 1.0, np.random.default_rng((self.seed, 1))))
 
     def at_own_times(self) -> list[Request]:
-        """As the trace has them."""
+        """The requests at the times that the trace has."""
         return self._requests(trace_times([sample.arrival_s or 0.0 for sample in self.samples], 1.0))
 
     @property
     def own_rate(self) -> float | None:
-        """Requests per second of the trace; None if it has no times."""
+        """Requests per second of the trace; None without times."""
         last = self.samples[-1].arrival_s
         return len(self.samples) / last if last else None
 
@@ -48,7 +48,7 @@ class Workload:
 
 
 def random_workload(num: int, lengths: Lengths, seed: int) -> Workload:
-    """As `tandem bench --dataset-name random`. Raises InvalidRequestError."""
+    """Random prompts, as of `tandem bench --dataset-name random`. Raises InvalidRequestError if there are none."""
     _check(num)
     return Workload("random", random_samples(num, lengths, _FILLER, np.random.default_rng((seed, 0))), seed)
 

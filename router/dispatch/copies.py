@@ -1,12 +1,12 @@
-"""Copies of running streams' KV at other decode workers, so that little has to be computed again when their own dies.
+"""Copies of running streams' KV at other decode workers, so that little is computed again when a stream's own worker dies.
 
     so many tokens since the last copy ──► Reserve there ──► Copy ──► Copied ──► Release: cached there
                                                └── no room, failed ──► tried again when it is due
 
-A copy takes room from nobody: once it is complete it lies in the other worker's prefix cache, and goes when somebody needs the
-blocks. The next one sends what this one has not. Of each worker one stream is copied at a time, the one with most to lose
-first, so a worker that has little time copies less often. A stream keeps to one place for its copies as long as that is up:
-`router.dispatch.admission` lets it go on there.
+A copy takes room from nobody: once it is complete, it lies in the other worker's prefix cache and goes when the blocks are
+needed. The next copy sends only what this one has not. Each worker copies one stream at a time, the one with the most to lose
+first, so a worker that has little time copies less often. A stream keeps one place for its copies as long as that worker is up,
+and goes on there when its own dies (`router.rules.pair`).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from telemetry.metrics import Metrics
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.25
-"""How often to look which are due. What failed is tried again after as long: it costs a question."""
+"""How often to look which streams are due. A failed copy is tried again after as long: it costs one question."""
 
 
 class Copies:
-    """Of one router's streams. `run` until cancelled; `running` is the set of those that are attached, as it changes."""
+    """Copies one router's streams. `run` goes on until cancelled; `running` is the set of attached streams, as it changes."""
 
     def __init__(self, config: ClusterConfig, roster: Roster, metrics: Metrics, running: Set[Running]) -> None:
         self._config = config
@@ -46,6 +46,7 @@ class Copies:
         self._busy: set[WorkerLink] = set()
 
     async def run(self) -> None:
+        """Copy streams that are due, until cancelled; returns at once where the configuration wants no copies."""
         every = self._config.decode.copy_every_tokens
         if not every or self._config.deterministic:
             return  # nobody wants any, or nothing is cached
@@ -58,7 +59,7 @@ class Copies:
                 await asyncio.sleep(_LOOK_S)
 
     def place(self, running: Running) -> WorkerLink | None:
-        """Where its latest copy is, if that worker is up and does not decode it by now."""
+        """The worker that has the stream's latest copy, if it is up and does not decode the stream by now."""
         copy = running.journal.copy
         if copy is None or copy.life == running.claim.decode.life:
             return None
@@ -66,7 +67,7 @@ class Copies:
         return link if link is not None and link.life == copy.life else None
 
     def _due(self, every: int) -> dict[WorkerLink, list[Running]]:
-        """By the worker that decodes them, if it copies nothing now; those with most to lose first."""
+        """The streams to copy by the worker that decodes them, if it copies nothing now; those with the most to lose first."""
         found: defaultdict[WorkerLink, list[Running]] = defaultdict(list)
         not_now = self._busy.union(self._roster.draining(Role.DECODE))
         for each in self._running:
@@ -77,7 +78,7 @@ class Copies:
         return found
 
     def _uncopied(self, running: Running) -> int:
-        """Tokens of the answer that no other worker holds. A prompt is copied with its answer's first tokens."""
+        """Tokens of the answer that no other worker holds. A prompt is copied together with the first tokens of its answer."""
         journal, place = running.journal, self.place(running)
         copied = 0 if place is None else journal.copied_at(place.life)
         return journal.num_generated - max(0, copied - len(journal.prompt_token_ids))
@@ -117,6 +118,6 @@ class Copies:
             self._metrics.copied(outcome)
 
     def _other(self, running: Running, need_blocks: int) -> WorkerLink | None:
-        """The worker with the most room but its own."""
+        """The worker with the most room, other than the stream's own."""
         order = self._roster.decode_order(need_blocks, avoid=(running.claim.decode.ref.worker_id,))
         return self._roster.ready_decode(order[0]) if order and order[0] != running.claim.decode.ref.worker_id else None

@@ -1,11 +1,10 @@
-"""Running streams change their decode worker: off one that drains, from a full one to an idle one, or from one that has
-many to one that has few (`router.rules.balance`).
+"""Moves running streams to another decode worker: away from one that drains, or for balance (`router.rules.balance`).
 
     view or load changes ──► which stream, where to ──► Reserve there ──► Migrate ──► Migrated ──► Attach there
                                                             └── no room, failed ──► stays where it is; tried again later
 
 Each move is a task here, so that it goes on while the stream's client is slow. It ends with the stream at the latest. A stream
-that is being copied (`router.dispatch.copies`) moves when that is done.
+that is being copied (`router.dispatch.copies`) moves once the copy is done.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ from telemetry.metrics import Metrics
 log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
-"""How often to look when nothing changes, and how far two looks for balance are apart, unless a worker has come up: reports
-have to show what moved, and with many workers each look is dear."""
+"""How often to look when nothing changes. Two looks for balance are as far apart unless a worker has come up, because reports
+have to show what moved, and because each look is expensive with many workers."""
 _WORTH_TOKENS = 32
-"""A stream with fewer to come is left to end where it is, unless that worker is full."""
+"""A stream with fewer tokens to come is left where it is, unless that worker is full or drains."""
 _FIRST_RETRY_S = 0.25
 _LONGEST_RETRY_S = 8.0
 
 
 class Migrator:
-    """`start` and `close` from the router's loop."""
+    """Moves and copies the streams of one router. Call `start` and `close` in the router's loop."""
 
     def __init__(self, config: ClusterConfig, roster: Roster, metrics: Metrics) -> None:
         self._config = config
@@ -55,14 +54,16 @@ class Migrator:
         self._tasks: list[asyncio.Task[None]] = []
         self._balance_at = 0.0
         self._num_known = 0
-        """Decode workers with a load, at the latest look."""
+        """Number of decode workers whose load was known at the latest look."""
 
     def start(self) -> None:
+        """Begin to watch loads and the controller's view."""
         self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._copies.run())]
         for task in self._tasks:
             task.add_done_callback(self._over)
 
     async def close(self) -> None:
+        """Give up all moves and copies; returns when their tasks have ended."""
         tasks = [*self._moves, *self._tasks]
         for task in tasks:
             task.cancel()
@@ -70,7 +71,7 @@ class Migrator:
 
     @contextlib.contextmanager
     def movable(self, claim: Claim, journal: Journal) -> Iterator[None]:
-        """While this lasts the claim's stream, which is attached, may be moved and copied."""
+        """While inside, the claim's stream, which must be attached, may be moved and copied."""
         running = Running(claim, journal)
         self._running.add(running)
         try:
@@ -102,7 +103,7 @@ class Migrator:
                     self._begin(running, target, need_blocks, "drain")
 
     def _target(self, running: Running, need_blocks: int) -> WorkerLink | None:
-        """Where most of it is already, or else the worker with the most room."""
+        """The worker that has a copy of the stream, or else the one with the most room; None if none has room."""
         order, place = self._roster.decode_order(need_blocks), self._copies.place(running)
         if place is not None and place.ref.worker_id in order:
             return place

@@ -6,8 +6,8 @@ A worker's entry follows the controller's view:
       │
       └─ listed under another epoch                   that life is over: the link is closed and its streams fail at once
 
-While an entry stands its link is made anew whenever it is lost, with a growing pause between attempts. When the controller
-is away the last view stays in force.
+While an entry stands, a lost link is made again, with a growing pause between attempts. While the controller is away, the last
+view stays in force.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Entry:
 
 @dataclass
 class _Ready:
-    """The workers of one role that can start on a request now, with the sizes of their pools in blocks, if known."""
+    """The workers of one role that can start on a request now, with the sizes of their KV pools in blocks, if known."""
 
     ranking: PrefillRanking | DecodeRanking
     links: dict[str, WorkerLink] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class _Ready:
             self.sizes[worker_id] = link.report.total_blocks
 
     def discard(self, link: WorkerLink | None) -> None:
-        """A link to a later life of the same worker stays."""
+        """Forget this link, for its worker can't start on requests. A link to a later life of the same worker stays."""
         if link is not None and self.links.get(link.ref.worker_id) is link:
             worker_id = link.ref.worker_id
             del self.links[worker_id]
@@ -75,12 +75,12 @@ class _Ready:
 
 
 class Roster:
-    """Owns all links. `start` and `close` from the router's loop; `on_lost` is called for every link that breaks."""
+    """All links of one router. Call `start` and `close` in the router's loop; `on_lost` is told of every broken link."""
 
     def __init__(self, controller: ControllerClient, secret: bytes, limits: LimitsConfig, on_lost: Callable[[], None]) -> None:
         self.view = ClusterView(-1, ())
         self.changes = 0
-        """Counts everything that may make room: load reports, new links, new views, finished prefills."""
+        """Number of events so far that may have made room: load reports, new links, new views, finished prefills."""
         self._controller = controller
         self._secret = secret
         self._limits = limits
@@ -94,6 +94,7 @@ class Roster:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
+        """Begin to follow the controller's view."""
         self._spawn(self._watch())
 
     async def close(self) -> None:
@@ -117,11 +118,11 @@ class Roster:
         return [link for link in links if link is not None]
 
     def ready(self, role: Role) -> list[WorkerLink]:
-        """Those of them that can start on a request now: a worker that is stuck in a step is left alone until it moves."""
+        """Links to workers of this role that can start on a request now; a worker that is stuck in a step can't."""
         return list(self._ready[role].links.values())
 
     def decode_order(self, need_blocks: int, avoid: Container[str] = ()) -> Sequence[str]:
-        """`DecodeRanking.order` of those that are ready."""
+        """Ids of the ready decode workers that may have room, the one with the most first, those in `avoid` last."""
         return self.decodes.order(need_blocks, avoid)
 
     def ready_prefill(self, worker_id: str) -> WorkerLink | None:
@@ -133,25 +134,25 @@ class Roster:
         return self._ready[Role.DECODE].links.get(worker_id)
 
     def largest_pool(self, role: Role) -> int | None:
-        """In blocks, of those that are ready; None if none of them has reported."""
+        """Size in blocks of the largest KV pool of the ready workers of this role; None if none of them has reported."""
         return max(self._ready[role].sizes.values(), default=None)
 
     def num_known(self, role: Role) -> int:
-        """Of how many that are ready the load is known."""
+        """Number of ready workers of this role whose load is known."""
         return len(self._ready[role].sizes)
 
     def draining(self, role: Role) -> list[WorkerLink]:
-        """Live links to workers of this role that are to be left."""
+        """Live links to workers of this role that drain."""
         entries = (entry for entry in self._entries.values() if entry.ref.role is role and entry.state is WorkerState.DRAINING)
         return [entry.link for entry in entries if entry.link is not None and not entry.link.gone.done()]
 
     def find(self, info: WorkerInfo) -> WorkerLink | None:
-        """The live link to this life of a worker."""
+        """The live link to this life of a worker, or None."""
         entry = self._entries.get(WorkerLife(info.worker_id, info.epoch))
         return entry.link if entry else None
 
     def members(self) -> list[tuple[WorkerRef, WorkerLink | None]]:
-        """Every life of a worker that may hold something, and the link to it, if it is up."""
+        """Every life of a worker that may hold something, and the link to it if it is up."""
         return [
             (entry.ref, entry.link)
             for entry in self._entries.values()
@@ -165,7 +166,7 @@ class Roster:
                 await self._changed.wait()
 
     def update(self, view: ClusterView) -> None:
-        """Take over a view: open links to new workers, close those of ended lives."""
+        """Take over the controller's view: open links to new workers, and close those to ended lives."""
         self.view = view
         listed = {info.worker_id: info for info in view.workers}
         for key, entry in list(self._entries.items()):

@@ -1,4 +1,4 @@
-"""What the router knows of the cluster, for operators and for health checks."""
+"""What the router knows about the cluster's workers, for operators and for health checks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _REPORTED = (
 
 
 def worker_status(info: WorkerInfo, link: WorkerLink | None) -> dict[str, Any]:
-    """One row of `/admin/status`. What its worker has not reported (yet) is null."""
+    """One worker's row of `/admin/status`. Figures of its load report are null until it has sent one."""
     report = link.report if link is not None else None
     row: dict[str, Any] = {
         "worker_id": info.worker_id,
@@ -51,12 +51,12 @@ def worker_status(info: WorkerInfo, link: WorkerLink | None) -> dict[str, Any]:
 
 
 def needed_roles(config: ClusterConfig) -> tuple[Role, ...]:
-    """Without a worker of each of these no request gets through; decode workers that may compute prompts need no others."""
+    """Roles of which every request needs a worker. Decode workers that may compute prompts need no other role."""
     return (Role.PREFILL, Role.DECODE) if config.disaggregation == "always" else (Role.DECODE,)
 
 
 def health_problem(roster: Roster, config: ClusterConfig) -> str | None:
-    """Why no request can get through now, or None. A worker can serve if it is linked, reports and makes steps."""
+    """Why no request can get through now; None if one can. A worker can serve if it is linked, reports, and makes steps."""
     limits = config.limits
     for role in needed_roles(config):
         listed = roster.view.usable(role)

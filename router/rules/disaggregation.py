@@ -1,11 +1,13 @@
 """Whether a prompt is computed where it is decoded, or at a prefill worker. Pure.
 
-The estimate is of the time to the first token, on both ways, from what such prompts have taken lately and what is queued:
+Both ways are compared by an estimate of the time to the first token. It follows from what such prompts have taken lately, and
+from what is queued:
 
-    there   what is ahead at the best prefill worker + all of the prompt + the handoff, which holds up the second token
-    here    what is ahead at the decode worker + what is not held of the prompt + what its running streams lose by it
+    there   the queue of the best prefill worker + the whole prompt + the handoff, which holds up the second token
+    here    the queue of the decode worker + the part of the prompt that it does not hold + what its running streams lose
 
-What is held at decode is known from the ticket; what a prefill worker has cached is not, and counts as nothing.
+The ticket tells how much of a prompt the decode worker holds. What a prefill worker has cached is not known, and is taken as
+nothing.
 """
 
 from __future__ import annotations
@@ -14,37 +16,37 @@ import math
 from dataclasses import dataclass
 
 _MEMORY_S = 30.0
-"""What was measured counts for 1/e after so long."""
+"""Time constant: what was measured this long ago counts for 1/e."""
 _EVIDENCE = 0.1
-"""Below this weight nothing is known: one measurement is forgotten after 70 s, so a way that was bad once is tried again."""
+"""Least weight of measurements that count: one is forgotten after 70 s, so a way that was bad once is tried again."""
 _STREAM_WEIGHT = 1 / 2
-"""A running stream that stands still for a second costs so many seconds of a first token's wait: a second is one to whoever
-waits, but who waits for a first token has seen nothing yet."""
+"""Cost of a second in which a running stream stands still, in seconds of the wait for a first token. It is less than 1, because
+a client that waits for its first token has seen nothing yet."""
 _NOTICED_S = 3 / 40
-"""A shorter stall costs nothing: what takes about as long as three steps is hardly seen."""
+"""A shorter stall costs nothing: one that takes about as long as three steps is hardly seen."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """Seconds for so many tokens."""
+    """A straight line from a number of tokens to seconds."""
 
     fixed_s: float
     per_token_s: float
 
     def seconds(self, num_tokens: int) -> float:
-        """Nothing takes no time."""
+        """Seconds for this many tokens; 0 for none."""
         return self.fixed_s + self.per_token_s * num_tokens if num_tokens else 0.0
 
 
 class FadingLine:
-    """A least-squares line through what was measured lately. Neither coefficient is negative."""
+    """A least-squares line through recent measurements. Neither of its coefficients is negative."""
 
     def __init__(self) -> None:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
         self._latest = 0.0
 
     def add(self, num_tokens: int, seconds: float, now: float) -> None:
-        """`now` is any monotonic clock's, the same at each call."""
+        """Note that this many tokens took this long. `now` is the time on any monotonic clock, the same one at each call."""
         fading = math.exp((self._latest - now) / _MEMORY_S)
         self._latest = now
         x = float(num_tokens)
@@ -55,7 +57,7 @@ class FadingLine:
         self._xy = self._xy * fading + x * seconds
 
     def line(self, now: float) -> Line | None:
-        """None if nothing was measured lately."""
+        """The line; None if nothing was measured lately."""
         if self._weight * math.exp((self._latest - now) / _MEMORY_S) < _EVIDENCE or not self._xx:
             return None
         spread = self._weight * self._xx - self._x * self._x
@@ -71,13 +73,15 @@ class FadingLine:
 
 @dataclass(frozen=True)
 class Costs:
+    """What computing a prompt takes at either place, and handing it over, as lines over tokens."""
+
     here: Line
     there: Line
     handoff: Line
 
 
 class PrefillCosts:
-    """What one router measured of all its prompts. Times are of any monotonic clock."""
+    """What one router has measured of all its prompts. Times are on any monotonic clock."""
 
     def __init__(self) -> None:
         self._here = FadingLine()
@@ -85,15 +89,15 @@ class PrefillCosts:
         self._handoff = FadingLine()
 
     def prefilled(self, here: bool, num_tokens: int, seconds: float, now: float) -> None:
-        """So many tokens were computed; from the order to the first token it took this long, without the wait for others."""
+        """Note how long computing this many tokens took: from the order to the first token, but for the wait for others."""
         (self._here if here else self._there).add(num_tokens, seconds, now)
 
     def handed_over(self, num_tokens: int, seconds: float, now: float) -> None:
-        """From the first token on the KV of so many tokens took this long to be there."""
+        """Note that the KV of this many tokens arrived this long after the first token."""
         self._handoff.add(num_tokens, seconds, now)
 
     def lines(self, now: float) -> Costs | None:
-        """Of a way that is not known the other one's costs are assumed. None if neither is known."""
+        """What is known of both ways. An unknown way is assumed to cost what the other one does. None if neither is known."""
         here, there = self._here.line(now), self._there.line(now)
         either = here or there
         if either is None:
@@ -103,20 +107,21 @@ class PrefillCosts:
 
 @dataclass(frozen=True)
 class Case:
-    """One prompt and the two workers that may compute it. All but `running` are tokens."""
+    """One prompt and the two workers that may compute it. All fields but `running` are in tokens."""
 
     num_tokens: int
     held_tokens: int
-    """At its beginning, whose KV the decode worker has."""
+    """Tokens at the prompt's beginning whose KV the decode worker has."""
     ahead_here: int
-    """Of other prompts, to be computed before it."""
+    """Tokens of other prompts that the decode worker computes before this one."""
     ahead_there: int
+    """Tokens of other prompts that the best prefill worker computes before this one."""
     running: int
-    """Streams of the decode worker that its chunks would hold up."""
+    """Streams of the decode worker that the prompt's chunks would hold up."""
 
 
 def prefill_here(case: Case, costs: Costs) -> bool:
-    """Whether the decode worker had better compute the prompt itself."""
+    """Tell whether the first token comes sooner if the decode worker computes the prompt itself."""
     missing = case.num_tokens - case.held_tokens
     own_s = costs.here.seconds(missing)
     stalls_s = case.running * own_s * _STREAM_WEIGHT if own_s > _NOTICED_S else 0.0

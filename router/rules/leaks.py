@@ -1,14 +1,14 @@
-"""What is held somewhere in the cluster though nobody needs it: the books of all workers against each other. Pure.
+"""What is held in the cluster though nobody needs it, found by comparing the books of all workers. Pure.
 
 A block belongs to a ticket or a prompt; a prompt works for a ticket; a ticket waits for its prompt, or for a stream that
 migrates, or is attached, and belongs to a router that still wants it. `find_leaks` names every place where this chain is
 broken, each once.
 
-The books of different workers are not taken at one instant, and messages are under way between them. So what one comparison
-finds may be a request on the move; `router.dispatch.audit` counts only what several in a row find (`Leak.key` tells).
+The books of different workers are not taken at one instant, and messages are under way between them. So one comparison may find
+a request that is on the move; `router.dispatch.audit` counts only what several in a row find (`Leak.key` says what is equal).
 
 What is not judged:
-- Claims of other routers: each knows only its own. Their tickets are checked for everything else.
+- Claims of other routers, because each router knows only its own. Their tickets are checked for everything else.
 - What only a worker that did not answer could tell. Its silence is a finding itself.
 - A claim whose ticket lapsed before it was attached. It holds nothing, and the attach will find out.
 """
@@ -29,9 +29,9 @@ class Audited:
 
     ref: WorkerRef
     books: DecodeBooks | PrefillBooks | None
-    """None: it did not answer."""
+    """The worker's books; None if it did not answer."""
     claims: Mapping[int, bool] = field(default_factory=dict)
-    """Tickets that this router holds at a decode worker, and whether it waits for tokens of theirs."""
+    """Ids of the tickets that this router holds at a decode worker, each with whether the router waits for its tokens."""
 
     @property
     def life(self) -> WorkerLife:
@@ -41,24 +41,25 @@ class Audited:
 
 @dataclass(frozen=True)
 class Leak:
-    """`kind`, `worker_id`, `epoch` and `subject` together are its identity: the same in every snapshot that finds it."""
+    """One thing that is held though nobody needs it, or one contradiction between books."""
 
     kind: str
     worker_id: str
     epoch: int
     subject: str
-    """What of the worker's it is about, such as `ticket 7`; empty if it is the worker as a whole."""
+    """The part of the worker that this is about, such as `ticket 7`; empty if it is the worker as a whole."""
     num_blocks: int
-    """What it keeps from others; 0 if that is nothing, or not known."""
+    """KV blocks that it keeps from others; 0 if there are none, or if that is not known."""
     message: str
 
     @property
     def key(self) -> tuple[str, str, int, str]:
+        """Identity of the leak, the same in every snapshot that finds it."""
         return self.kind, self.worker_id, self.epoch, self.subject
 
 
 def find_leaks(workers: Sequence[Audited], lease_s: float, patience_s: float) -> list[Leak]:
-    """Every inconsistency of one snapshot, worker by worker. `patience_s` is how long the workers had to answer."""
+    """Find every inconsistency of one snapshot, worker by worker. `patience_s` is how long the workers had to answer."""
     return [leak for worker in workers for leak in _leaks_of(worker, workers, lease_s, patience_s)]
 
 
@@ -97,7 +98,7 @@ def _block_leaks(worker: Audited, books: DecodeBooks | PrefillBooks) -> list[Lea
 def _ticket_leaks(
     worker: Audited, books: DecodeBooks, transfers: Collection[tuple[WorkerLife, int]] | None, lease_s: float
 ) -> Iterator[Leak]:
-    """At most one for each ticket, the plainest first."""
+    """Leaks of the worker's tickets, at most one for each; of several reasons the plainest."""
     for row in books.tickets:
         reason = _why_not(row, worker, transfers, lease_s)
         if reason is not None:
@@ -115,7 +116,7 @@ def _ticket_leaks(
 def _why_not(
     row: TicketRow, worker: Audited, transfers: Collection[tuple[WorkerLife, int]] | None, lease_s: float
 ) -> tuple[str, str] | None:
-    """Kind and reason if nobody needs this ticket."""
+    """Kind and reason if nobody needs this ticket, else None."""
     if row.state is not TicketState.ATTACHED and row.overdue_s > lease_s:
         return "overdue", f"should have gone {row.overdue_s:.0f} s ago; {row.pushes_in_flight} pushes write into it"
     if row.state.final:
@@ -131,7 +132,7 @@ def _why_not(
 
 
 def _expected_transfers(workers: Sequence[Audited]) -> Collection[tuple[WorkerLife, int]] | None:
-    """Tickets for which there are prompts, or streams that migrate; None if there may be more of them than we know."""
+    """Tickets that some prompt or migrating stream is meant for, or None if a worker that may have more did not answer."""
     found: set[tuple[WorkerLife, int]] = set()
     for worker in workers:
         if worker.books is None:
@@ -142,7 +143,7 @@ def _expected_transfers(workers: Sequence[Audited]) -> Collection[tuple[WorkerLi
 
 
 def _send_leaks(worker: Audited, books: DecodeBooks, workers: Sequence[Audited]) -> Iterator[Leak]:
-    """Streams that are handed over to nobody."""
+    """Streams that the worker hands over to a ticket that is not there."""
     transfers = _transfers_by_life(workers)
     for row in books.sends:
         ticket = f"ticket {row.ticket_id} of {row.decode_id} (epoch {row.decode_epoch})"
@@ -177,7 +178,7 @@ def _transfers_by_life(workers: Sequence[Audited]) -> dict[WorkerLife, Collectio
 
 
 def _transfers(books: DecodeBooks | PrefillBooks | None) -> Collection[tuple[int, int]] | None:
-    """Ticket and transfer id of each ticket; None if the worker did not answer."""
+    """Ticket and transfer id of each ticket; None if the worker did not answer or has no tickets."""
     return {(row.ticket_id, row.transfer_id) for row in books.tickets} if isinstance(books, DecodeBooks) else None
 
 

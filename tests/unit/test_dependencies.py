@@ -93,6 +93,14 @@ def test_arrows_between_the_rooms_of_the_router_go_down() -> None:
                 assert other == room or levels[other] > levels[room], f"{path.relative_to(ROOT)}:{line} imports {module}"
 
 
+def test_rules_are_pure() -> None:
+    """They decide; whoever calls them has the clock, the tasks and the connections."""
+    impure = {"asyncio", "threading", "concurrent", "socket", "time", "logging", "random", "telemetry"}
+    for path in (ROOT / "router" / "rules").rglob("*.py"):
+        for line, module in imports(path):
+            assert not within(module, impure), f"{path.relative_to(ROOT)}:{line} imports {module}"
+
+
 def test_no_pickle() -> None:
     for package in ALLOWED:
         for path in (ROOT / package).rglob("*.py"):
