@@ -76,7 +76,7 @@ class Meter:
             raise RateLimitError("this API key has used up its requests or tokens of this minute", retry_after_s=wait_s)
 
     def _give_back(self, caller: Caller, num_tokens: int) -> None:
-        """In a task of its own: the end of an answer does not wait for it."""
+        """Give tokens back in a task of its own, so that the end of an answer does not wait for it."""
         charges = _charges(caller, 0, -num_tokens)
         if charges:
             task = asyncio.get_running_loop().create_task(self._take(charges))
@@ -96,7 +96,7 @@ class Meter:
 
 
 def _charges(caller: Caller, num_requests: int, num_tokens: int) -> list[Charge]:
-    """For the limits that the key has; what is nothing is left out."""
+    """The charges against the limits that the caller's key has. Charges of nothing are left out."""
     if caller.key is None:
         return []
     wanted = (("requests", caller.key.requests_per_minute, num_requests), ("tokens", caller.key.tokens_per_minute, num_tokens))

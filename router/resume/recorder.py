@@ -1,4 +1,4 @@
-"""Records what resumable streams say, before they say it.
+"""Records the pieces of resumable streams, each before it is sent.
 
     piece ──► waits for the tick's end, or for the call under way ──► one call with all that wait ──► goes to its client
 

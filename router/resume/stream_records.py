@@ -1,9 +1,9 @@
-"""What resumable streams have said, kept outside of the routers that say it. Pure, and the interface to whoever keeps it.
+"""Records of resumable streams, kept outside of the routers that write them. Pure, with the interface to whoever keeps them.
 
     nothing ──number 0──► begun ──1, 2, 3 ...──► ended or left alone ──retention, or room for younger ones──► nothing
                             └──take_over──► the same, of another owner ──┘
 
-A record is a list of chunks: number 0 says what was asked, each of the others what one piece of the answer said. Only its owner
+A record is a list of chunks: chunk 0 is the request, and each of the others is one piece of the answer. Only its owner
 adds to it, and a router lets nothing out that was not added before. So whoever takes a record over knows all that its client
 can have seen, and knows that nothing more will come from elsewhere: no router has to be known to be dead.
 """

@@ -58,9 +58,9 @@ class WindowDetokenizer:
         self._vocab_size = vocab_size
         self._special_ids = special_ids
         self._window: list[int] = []
-        self._num_said = 0
-        """The first so many ids of the window are in the text already; they give the rest its surroundings."""
-        self._said = ""
+        self._num_emitted = 0
+        """Number of ids at the beginning of the window whose text is out already. They give the rest its surroundings."""
+        self._emitted = ""
         """The text of these ids."""
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -69,7 +69,7 @@ class WindowDetokenizer:
         for token_id in token_ids:
             if 0 <= token_id < self._vocab_size and token_id not in self._special_ids:
                 self._window.append(token_id)
-                num_waiting = len(self._window) - self._num_said
+                num_waiting = len(self._window) - self._num_emitted
                 pieces.append(self._take(incomplete=num_waiting > _MAX_WAITING_IDS))
         return "".join(pieces)
 
@@ -79,12 +79,12 @@ class WindowDetokenizer:
 
     def _take(self, *, incomplete: bool) -> str:
         text = self._decode(self._window)
-        if len(text) <= len(self._said) or (text.endswith("\ufffd") and not incomplete):
+        if len(text) <= len(self._emitted) or (text.endswith("\ufffd") and not incomplete):
             return ""
-        new = text[len(self._said) :]
-        self._window = self._window[self._num_said :]
-        self._num_said = len(self._window)
-        self._said = self._decode(self._window)
+        new = text[len(self._emitted) :]
+        self._window = self._window[self._num_emitted :]
+        self._num_emitted = len(self._window)
+        self._emitted = self._decode(self._window)
         return new
 
     def _decode(self, token_ids: list[int]) -> str:

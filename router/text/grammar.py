@@ -23,10 +23,10 @@ ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 _PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 _ECHO = re.compile(r" \d+ \| .*$")
-"""What llguidance says about where in the grammar it is: clients have not written that."""
+"""What llguidance says about the place in the grammar, which means nothing to clients: they have not written it."""
 _FREE_KEY = rf"^[\s\S]{{0,{MAX_FREE_KEY}}}$"
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""As Python and most of what models have read write JSON. One way only, or some models would go on with blanks for ever."""
+"""The spacing of Python's JSON, as most of what models have read has it. With a choice, some would write blanks for ever."""
 _SCHEMA = ("additionalProperties", "items")
 _SCHEMAS = ("anyOf", "oneOf", "prefixItems")
 _NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")

@@ -59,7 +59,7 @@ class _Automaton:
         self.state = 0
         """Length of the longest prefix of the stop string that the text ends with."""
         self._fallback = [0] * len(stop)
-        """By state - 1: the next shorter prefix that the text then ends with too."""
+        """By state - 1: the length of the next shorter prefix that the text ends with in that state."""
         length = 0
         for index in range(1, len(stop)):
             while length and stop[index] != stop[length]:

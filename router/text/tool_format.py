@@ -104,7 +104,7 @@ class ToolFormat:
         return f"call_{index}: {literal(opening)} {json_rule(schema)} {literal(self.end)}"
 
     def _spelled(self, message: Message) -> Message:
-        """For a template that knows neither calls nor their results: as text of the assistant and the user."""
+        """The message for a template that knows neither calls nor their results: they become text of assistant and user."""
         if message["role"] == "tool":
             return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
         if "tool_calls" not in message:

@@ -32,7 +32,7 @@ class ResponseBuilder:
         self._num_events = 0
         self._open: PartialMessage | PartialCall | None = None
         self._logprobs: list[Json] = []
-        """The logprobs of tokens that have said nothing yet: text to come is theirs, or they spell a call."""
+        """The logprobs of tokens that have no text yet. They belong to text that is still to come, or spell a call."""
         self.response = _new_response(f"resp_{answer_id}", model, body)
         """The response object as it is now."""
 
@@ -54,7 +54,7 @@ class ResponseBuilder:
         return self._numbered(events)
 
     def fail(self, error: TandemError) -> list[Json]:
-        """Return the last event of a response that an error ended. The response in it has what was said so far."""
+        """Return the last event of a response that an error ended. The response in it has the output so far."""
         code = "rate_limit_exceeded" if isinstance(error, OverloadedError) else "server_error"
         if self._open is not None:
             self.response["output"].append(self._open.item("incomplete"))

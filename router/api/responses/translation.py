@@ -24,7 +24,7 @@ class Translation:
     values: Json = field(default_factory=dict)
     """The fields of the chat's body."""
     names: dict[str, str] = field(default_factory=dict)
-    """By path in the chat's body, or the beginning of one: the path in the client's body."""
+    """Paths in the client's body by paths, or beginnings of paths, in the chat's body."""
 
     def chat(self) -> ChatBody:
         """Return the checked body of the chat. Raises InvalidRequestError, which names fields of the chat."""
