@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from configs.schema import DEFAULT_TIER, TierConfig
 from protocol.errors import ContextLengthError, InvalidRequestError, NotAllowedError
 from router.access.keys import ApiKey
-from router.api.prepare import Generation
+from router.request.generation import Generation
 from router.rules.fair_queue import SchedulingClass
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from configs.facts import Model
 from protocol.errors import ContextLengthError, InvalidRequestError
@@ -16,36 +16,16 @@ from router.api.completions.body import CompletionBody
 from router.api.fields import MAX_SEED
 from router.api.truncation import Truncated, truncated
 from router.request.echo import Echo
-from router.rules.fair_queue import ANYBODY, SchedulingClass
+from router.request.generation import Generation
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer
-from router.text.tool_format import Tool, ToolFormat, tool_format
+from router.text.tool_format import Tool, tool_format
 
 _MAX_ID_DIGITS = 10
 
 _TRUNCATED_ROOM = 1024
 _TRUNCATED_SHARE = 8
 """A chat is truncated until an answer of 1,024 tokens fits, or of an eighth of the context, if max_tokens does not say more."""
-
-
-@dataclass(frozen=True)
-class Generation:
-    """One prompt and the answers that are wanted to it, in the terms of the pipeline."""
-
-    prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams
-    stops: tuple[str, ...]
-    cache_salt: str
-    """Only requests with the same salt share cached KV. It is empty if the client sent none."""
-    num_choices: int
-    echo: Echo | None
-    """The prompt that the answer repeats before it begins; None if it repeats none."""
-    scheduling_class: SchedulingClass = ANYBODY
-    """Decides the generation's place in line."""
-    tool_format: ToolFormat | None = None
-    """How calls of tools are written; None if the answer can have no calls."""
-    num_dropped: int | None = None
-    """Number of messages that were left out of the chat; None unless the client allowed that."""
 
 
 class Preparer:
@@ -188,7 +168,15 @@ class Preparer:
             grammar=form.grammar,
         )
         salt, format_ = body.cache_salt or "", form.tool_format
-        return Generation(tuple(token_ids), sampling, body.stops(), salt, body.n, echo=None, tool_format=format_)
+        return Generation(
+            prompt_token_ids=tuple(token_ids),
+            sampling=sampling,
+            stops=body.stops(),
+            cache_salt=salt,
+            num_choices=body.n,
+            echo=None,
+            tool_format=format_,
+        )
 
     def _biases(self, logit_bias: Mapping[str, float]) -> tuple[TokenBias, ...]:
         """Raises InvalidRequestError for keys that are no token ids. Several spellings of one id add up."""

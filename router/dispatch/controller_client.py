@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections.abc import Awaitable
 from typing import Protocol
 
 from protocol.cluster_view import ClusterView
+from protocol.errors import TandemError, UnavailableError
 from protocol.messages import Role
+
+log = logging.getLogger(__name__)
+
+_ORDER_DEADLINE_S = 10.0
 
 
 class ControllerClient(Protocol):
@@ -20,5 +28,39 @@ class ControllerClient(Protocol):
         ...
 
     async def drain(self, worker_id: str, restart: bool) -> None:
-        """Ask that this worker gives its work away and then ends, or starts anew; likewise."""
+        """Ask that this worker gives its work away and then ends, or starts anew; returns once it is accepted.
+
+        Raises InvalidRequestError if it can't be.
+        """
         ...
+
+
+class ControllerOrders:
+    """What operators have the controller do, within a deadline."""
+
+    def __init__(self, controller: ControllerClient) -> None:
+        self._controller = controller
+
+    async def scale(self, role: Role, workers: int) -> None:
+        """Have the controller run this many workers of a role.
+
+        Raises what the controller answers, and UnavailableError if it is away.
+        """
+        await self._obeyed(self._controller.scale(role, workers))
+
+    async def drain(self, worker_id: str, restart: bool) -> None:
+        """Have the controller empty a worker, then end or restart it.
+
+        Raises what the controller answers, and UnavailableError if it is away.
+        """
+        await self._obeyed(self._controller.drain(worker_id, restart))
+
+    async def _obeyed(self, order: Awaitable[None]) -> None:
+        try:
+            async with asyncio.timeout(_ORDER_DEADLINE_S):
+                await order
+        except TandemError:
+            raise
+        except Exception as error:
+            log.exception("the controller did not obey")
+            raise UnavailableError(f"the controller is away ({type(error).__name__}); nothing was changed") from None

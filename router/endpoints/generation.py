@@ -21,7 +21,6 @@ from router.api.chat.shape import ChatShape
 from router.api.completion_events import CompletionEvents, whole_completion
 from router.api.completions.body import CompletionBody
 from router.api.completions.shape import CompletionShape
-from router.api.prepare import Generation
 from router.api.responses.body import ResponsesBody, as_chat
 from router.api.responses.builder import ResponseBuilder
 from router.api.responses.events import ResponseEvents, whole_response
@@ -29,6 +28,7 @@ from router.api.shapes import AnswerInfo, AnswerShape
 from router.endpoints.metered import MeteredRouter
 from router.endpoints.reading import check_model, read_body
 from router.endpoints.resumption import ResumptionEndpoint
+from router.request.generation import Generation
 from router.resume.resumable import is_resumable, last_event_of, refuse_resumable
 from router.service import Router
 

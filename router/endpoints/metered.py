@@ -11,9 +11,9 @@ from router.access.gate import caller_of
 from router.access.meter import Meter
 from router.api.chat.body import ChatBody
 from router.api.completions.body import CompletionBody
-from router.api.prepare import Generation
 from router.request.answer import Delta
 from router.request.choices import EmittedChoice
+from router.request.generation import Generation
 from router.service import Router
 
 

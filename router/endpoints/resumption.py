@@ -11,11 +11,11 @@ from protocol.errors import InvalidRequestError
 from router.access.gate import caller_of
 from router.api.answer_sender import EventSender
 from router.api.completion_events import CompletionEvents
-from router.api.prepare import Generation
 from router.api.shapes import AnswerInfo, AnswerShape
 from router.endpoints.metered import MeteredRouter
 from router.endpoints.reading import check_model
 from router.request.choices import emitted_choices
+from router.request.generation import Generation
 from router.resume.event_ids import EventId
 from router.resume.recorder import Recorder, new_writer
 from router.resume.resumable import AnswerRequest, ResumableEvents, stream_key

@@ -13,9 +13,9 @@ from starlette.requests import Request
 
 from protocol.errors import InvalidRequestError, TandemError
 from router.api.completion_events import CompletionEvents
-from router.api.prepare import Generation
 from router.api.shapes import AnswerInfo
 from router.request.answer import Delta
+from router.request.generation import Generation
 from router.resume.event_ids import LAST_EVENT_HEADER, START, EventId, EventIds
 from router.resume.stream_records import StreamKey
 

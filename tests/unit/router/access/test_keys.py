@@ -20,7 +20,7 @@ from protocol.sampling import SamplingParams
 from router.access.callers import Caller, anonymous
 from router.access.keyring import Keyring
 from router.access.keys import ApiKey, check_key, read_key_file
-from router.api.prepare import Generation
+from router.request.generation import Generation
 from router.rules.fair_queue import SchedulingClass
 
 TIERS = {"standard": TierConfig(), "small": TierConfig(max_context=100, weight=2.0, priority=3, earliest_priority=-5)}

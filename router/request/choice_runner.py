@@ -1,0 +1,133 @@
+"""Runs one choice of a request: its tokens from the pipeline, as text, counted and logged.
+
+Pipeline.run ──Tokens──► AnswerText.push ──Delta──► whoever reads the choice
+                 └──► metrics at each piece; one log line at the end, however the choice ends
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import dataclass
+
+from protocol.errors import TandemError
+from router.dispatch.journal import Journal, Tokens
+from router.request.answer import AnswerText, Delta
+from router.request.choices import SharedPrompt
+from router.request.pipeline import Pipeline
+from router.text.threads import TextThreads
+from telemetry.logging import fields
+from telemetry.metrics import Metrics
+from telemetry.request_times import RequestTimes, Stage
+
+log = logging.getLogger(__name__)
+
+_QUEUES = (Stage.PREPARE, Stage.QUEUE, Stage.PREFILL_QUEUE)
+"""All that comes before prefill."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One choice that is to be run, or gone on with."""
+
+    request_id: str
+    """The request's, as its client knows it."""
+    journal: Journal
+    text: AnswerText
+    times: RequestTimes
+    prompt: SharedPrompt | None
+    """Set if the choice shares its prompt with others that begin with it."""
+
+    @property
+    def is_first(self) -> bool:
+        """The choice is the first one of its prompt."""
+        return self.journal.sampling.choice == 0
+
+
+class ChoiceRunner:
+    """Runs choices; holds nothing of any of them."""
+
+    def __init__(self, pipeline: Pipeline, threads: TextThreads, metrics: Metrics) -> None:
+        self._pipeline = pipeline
+        self._threads = threads
+        self._metrics = metrics
+
+    async def run(self, choice: Choice) -> AsyncGenerator[Delta, None]:
+        """The pieces of one choice, or of the rest of it. The last one has the finish reason, and comes when the workers have
+        been released.
+
+        Raises as `Pipeline.run`.
+        """
+        journal, text, times, metrics = choice.journal, choice.text, choice.times, self._metrics
+        latest: float | None = None
+        if journal.emitted:
+            metrics.resumed_streams.inc()
+            emitted = Tokens(token_ids=tuple(journal.emitted), logprobs=(), finish_reason=None)
+            await self._threads.offload(journal.num_generated, text.push, emitted)
+        with self._accounting(choice) as outcome, _given_up(choice.prompt if choice.is_first else None):
+            async with contextlib.aclosing(self._pipeline.run(journal, times, choice.prompt)) as pieces:
+                async for tokens in pieces:
+                    now = time.monotonic()
+                    if latest is None:
+                        metrics.prompt_tokens.inc(len(journal.prompt_token_ids) if choice.is_first else 0)
+                        metrics.time_to_first_token.observe(now - times.arrival)
+                    else:
+                        metrics.inter_token_latency.observe(now - latest)
+                    latest = now
+                    metrics.generation_tokens.inc(len(tokens.token_ids))
+                    scored = tokens.prompt_logprobs
+                    size = len(scored.chosen + scored.top_ids) if scored else 0
+                    delta = await self._threads.offload(size, text.push, tokens)
+                    if delta.finish_reason is not None:
+                        outcome.append(delta.finish_reason)
+                        times.finish = now
+                        delta = dataclasses.replace(delta, times=times)
+                        break
+                    yield delta
+            yield delta  # the last one, when the workers have been released
+
+    @contextlib.contextmanager
+    def _accounting(self, choice: Choice) -> Iterator[list[str]]:
+        """Count and log how a choice ended: by what was put into the list, an error, or its client's leaving."""
+        outcome: list[str] = []
+        error_code = "cancelled"
+        try:
+            yield outcome
+        except TandemError as error:
+            error_code = error.code
+            raise
+        except Exception:
+            error_code = "internal_error"
+            raise
+        finally:
+            end = outcome[0] if outcome else error_code
+            if outcome:
+                self._metrics.succeeded(end)
+                self._observe(choice.times)
+            else:
+                self._metrics.failed(end)
+            journal = choice.journal
+            sizes = {"prompt_tokens": len(journal.prompt_token_ids), "tokens": journal.num_generated}
+            ids = {"request": choice.request_id, "trace": journal.trace.trace_id}
+            log.info("request", extra=fields(**ids, end=end, **sizes, **choice.times.summary(time.monotonic())))
+
+    def _observe(self, times: RequestTimes) -> None:
+        assert times.first_token is not None
+        assert times.finish is not None
+        self._metrics.request_queue_time.observe(sum(map(times.spent, _QUEUES)))
+        self._metrics.request_prefill_time.observe(times.spent(Stage.PREFILL))
+        self._metrics.request_decode_time.observe(times.finish - times.first_token)
+        self._metrics.e2e_request_latency.observe(times.finish - times.arrival)
+
+
+@contextlib.contextmanager
+def _given_up(prompt: SharedPrompt | None) -> Iterator[None]:
+    """However the first choice ends, the others do not wait for it any longer."""
+    try:
+        yield
+    finally:
+        if prompt is not None:
+            prompt.given_up()

@@ -1,0 +1,138 @@
+"""From what is to be generated to one stream of its pieces: the choices of each prompt, side by side, and the spans of all.
+
+Generation ──► Choice, one or several ──► ChoiceRunner ──┐
+Generation ──► Choice ──────────────────► ChoiceRunner ──┴─► interleaved ──► traced ──► Delta ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import dataclass
+
+from configs.facts import TokenizerFacts
+from protocol.errors import TandemError
+from protocol.trace import TraceContext
+from router.dispatch.journal import Journal
+from router.request.answer import AnswerText, Delta, TokenTexts
+from router.request.choice_runner import Choice, ChoiceRunner
+from router.request.choices import EmittedChoice, SharedPrompt, interleaved
+from router.request.generation import Generation
+from router.text.tokenizer import Tokenizer
+from telemetry.request_times import RequestTimes
+from telemetry.spans import Attributes, SpanExport
+
+
+@dataclass(frozen=True)
+class RequestIdentity:
+    """Which request it is, and when it began."""
+
+    request_id: str
+    trace: TraceContext
+    arrival: float
+    """On `time.monotonic`."""
+
+
+class Generator:
+    """Generates the answers of requests to one model; holds nothing of any of them."""
+
+    def __init__(
+        self, runner: ChoiceRunner, tokenizer: Tokenizer, facts: TokenizerFacts, model_name: str, spans: SpanExport | None
+    ) -> None:
+        """`spans` None: nobody wants any."""
+        self._runner = runner
+        self._tokenizer = tokenizer
+        self._texts = TokenTexts(tokenizer, facts)
+        self._model_name = model_name
+        self._spans = spans
+
+    def generate(
+        self, generations: Sequence[Generation], request: RequestIdentity, emitted: Sequence[EmittedChoice]
+    ) -> AsyncGenerator[Delta, None]:
+        """All choices of all prompts, piece by piece; the last piece of each has its finish reason.
+
+        Closing the generator frees everything. `emitted` has the part of every choice that comes before these pieces, or is
+        empty; choices that have not ended go on.
+        """
+        choices = list(self._choices(generations, request, emitted))
+        pieces = interleaved([self._runner.run(choice) for choice in choices])
+        if self._spans is None or not choices:
+            return pieces
+        return self._traced(self._spans, pieces, request, [choice.times for choice in choices])
+
+    def _choices(
+        self, generations: Sequence[Generation], request: RequestIdentity, emitted: Sequence[EmittedChoice]
+    ) -> Iterator[Choice]:
+        """Those that have not ended."""
+        before = emitted or [EmittedChoice()] * sum(generation.num_choices for generation in generations)
+        index = 0
+        for generation in generations:
+            own = before[index : index + generation.num_choices]
+            # Where some have begun, the first one may have ended, and each finds for itself what is cached.
+            prompt = SharedPrompt() if len(own) > 1 and not any(each.token_ids for each in own) else None
+            for number, begun in enumerate(own):
+                if not begun.ended:
+                    yield self._choice(generation, request, index + number, number, begun, prompt)
+            index += generation.num_choices
+
+    def _choice(
+        self,
+        generation: Generation,
+        request: RequestIdentity,
+        index: int,
+        number: int,
+        begun: EmittedChoice,
+        prompt: SharedPrompt | None,
+    ) -> Choice:
+        """`index` is the choice's in its request, `number` among those of its prompt."""
+        # The others show what the first one found out about the prompt.
+        num_prompt_logprobs = None if number and prompt is not None else generation.sampling.num_prompt_logprobs
+        sampling = dataclasses.replace(generation.sampling, choice=number, num_prompt_logprobs=num_prompt_logprobs)
+        journal = Journal(
+            prompt_token_ids=generation.prompt_token_ids,
+            sampling=sampling,
+            cache_salt=generation.cache_salt,
+            scheduling_class=generation.scheduling_class,
+            trace=request.trace,
+            emitted=list(begun.token_ids),
+        )
+        text = AnswerText(
+            index=index,
+            detokenizer=self._tokenizer.detokenizer(),
+            texts=self._texts,
+            sampling=sampling,
+            stops=generation.stops,
+            echo=generation.echo,
+            tool_format=generation.tool_format,
+        )
+        times = RequestTimes(request.arrival)
+        return Choice(request_id=request.request_id, journal=journal, text=text, times=times, prompt=prompt)
+
+    async def _traced(
+        self,
+        spans: SpanExport,
+        pieces: AsyncGenerator[Delta, None],
+        request: RequestIdentity,
+        times: Sequence[RequestTimes],
+    ) -> AsyncGenerator[Delta, None]:
+        """The same pieces; when the last one has been taken, or the request ended otherwise, its spans are sent."""
+        error: str | None = "cancelled"
+        try:
+            async with contextlib.aclosing(pieces):
+                async for delta in pieces:
+                    if delta.finish_reason is not None and all(each.finish is not None for each in times):
+                        error = None
+                    yield delta
+        except TandemError as failure:
+            error = failure.code
+            raise
+        finally:
+            now = time.monotonic()
+            about: Attributes = {
+                "tandem.request_id": request.request_id,
+                "gen_ai.request.model": self._model_name,
+                "tandem.choices": len(times),
+            }
+            spans.request(request.trace, request.arrival, now, about, [each.line(now) for each in times], error)
