@@ -35,24 +35,26 @@ class Ceilings:
     """What this GPU reaches in torch's hands."""
 
     bytes_per_s: float
-    """Of a copy, read and written."""
+    """Bytes per second of a copy, read and written."""
     flops_per_s: float
-    """Of a bfloat16 product of random matrices of 8,192."""
+    """Operations per second of a bfloat16 product of random matrices of 8,192."""
 
 
 @dataclass(frozen=True)
 class Timing:
+    """The time of a kernel, and the bytes and operations that it needs at least."""
+
     name: str
     seconds: float
     moved_bytes: float
-    """That must be read and written."""
+    """Bytes that must be read and written."""
     flops: float
     torch_seconds: float | None
-    """Of `scaled_dot_product_attention` on dense keys and values."""
+    """Seconds of `scaled_dot_product_attention` on dense keys and values; None where it does not apply."""
 
 
 def seconds(work: Callable[[], object], rounds: int = ROUNDS) -> float:
-    """The median time of a replay."""
+    """Return the median time in seconds of a replay of the work as a CUDA graph."""
     work()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -71,6 +73,7 @@ def seconds(work: Callable[[], object], rounds: int = ROUNDS) -> float:
 
 
 def ceilings() -> Ceilings:
+    """Measure what this GPU reaches in torch's hands."""
     size = 2**32
     source, target = (torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2))
     a, b, product = (random(8192, 8192) for _ in range(3))
@@ -79,6 +82,7 @@ def ceilings() -> Ceilings:
 
 
 def timings(facts: ModelFacts, pool: KVPool) -> Iterator[Timing]:
+    """Measure all kernels in the sizes of the model."""
     for rows in DECODE_ROWS:
         yield decode(facts, pool, rows)
     for tokens in PREFILL_TOKENS:
@@ -90,6 +94,7 @@ def timings(facts: ModelFacts, pool: KVPool) -> Iterator[Timing]:
 
 
 def decode(facts: ModelFacts, pool: KVPool, rows: int) -> Timing:
+    """Measure attention of a decode step with `rows` sequences."""
     heads, kv_heads, size = facts.num_heads, facts.num_kv_heads, facts.head_dim
     qkv = random(rows, (heads + 2 * kv_heads) * size)
     out = torch.empty(rows, heads, size, device="cuda", dtype=DTYPE)
@@ -123,6 +128,7 @@ def decode(facts: ModelFacts, pool: KVPool, rows: int) -> Timing:
 
 
 def prefill(facts: ModelFacts, pool: KVPool, tokens: int) -> Timing:
+    """Measure attention of a prompt of `tokens` tokens."""
     heads, kv_heads, size = facts.num_heads, facts.num_kv_heads, facts.head_dim
     qkv = random(tokens, (heads + 2 * kv_heads) * size)
     out = torch.empty(tokens, heads, size, device="cuda", dtype=DTYPE)
@@ -145,7 +151,7 @@ def prefill(facts: ModelFacts, pool: KVPool, tokens: int) -> Timing:
 
 
 def small_ones(facts: ModelFacts, pool: KVPool, rows: int) -> Iterator[Timing]:
-    """What stands between the products, in the sizes of one layer."""
+    """Measure what stands between the products, in the sizes of one layer."""
     heads, kv_heads, size = facts.num_heads, facts.num_kv_heads, facts.head_dim
     hidden, inner = facts.hidden_size, facts.intermediate_size
     qkv = random(rows, (heads + 2 * kv_heads) * size)
@@ -178,6 +184,7 @@ def small_ones(facts: ModelFacts, pool: KVPool, rows: int) -> Iterator[Timing]:
 
 
 def copies(pool: KVPool) -> Iterator[Timing]:
+    """Measure the copies of a handoff: KV of all layers out of the pool and into it."""
     data = pool.data.flatten(2, 3)
     layers = range(len(data))
     slots = torch.randperm(data.shape[2] // 4, device="cuda")[:HANDOFF_TOKENS]
@@ -201,6 +208,7 @@ def copies(pool: KVPool) -> Iterator[Timing]:
 
 
 def draws(rows: int, vocabulary: int) -> Iterator[Timing]:
+    """Measure sampling a token for each row."""
     logits = torch.randn(rows, vocabulary, device="cuda") * 3
     gaps = torch.empty_like(logits, dtype=torch.int32)
     picks = torch.empty(rows, dtype=torch.int32, device="cuda")
@@ -225,10 +233,13 @@ def draws(rows: int, vocabulary: int) -> Iterator[Timing]:
 
 
 def random(*shape: int) -> Tensor:
+    """Return a tensor of random values on the GPU."""
     return torch.randn(shape, device="cuda", dtype=DTYPE)
 
 
 def run_seconds(launches: list[Launch]) -> float:
+    """Return the median time in seconds of these launches, one after the other."""
+
     def work() -> None:
         for launch in launches:
             launch.run()

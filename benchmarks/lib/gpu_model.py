@@ -37,7 +37,7 @@ LLAMA_8B = ModelFacts(
 
 
 def transformers_model(facts: ModelFacts, dtype: torch.dtype, device: torch.device) -> Any:
-    """transformers' Llama of this shape, with the weights that it starts training with, and torch's attention operator."""
+    """Make transformers' Llama of this shape, with the weights that it starts training with, and torch's attention operator."""
     import transformers
 
     config = transformers.LlamaConfig(
@@ -58,7 +58,7 @@ def transformers_model(facts: ModelFacts, dtype: torch.dtype, device: torch.devi
 
 
 def decoder_weights(model: Any, facts: ModelFacts) -> DecoderWeights:
-    """The engine's weights from transformers' model, as copies where parts are stacked."""
+    """Make the engine's weights from transformers' model, as copies where parts are stacked."""
 
     def linear(*modules: Any) -> Linear:
         return Linear(torch.cat([module.weight.detach() for module in modules]), same_bits=False)
@@ -84,11 +84,12 @@ def decoder_weights(model: Any, facts: ModelFacts) -> DecoderWeights:
 
 
 def matrix_parameters(facts: ModelFacts) -> int:
-    """Elements of the layers' matrices."""
+    """Return the number of elements in the layers' matrices."""
     qkv = (facts.num_heads + 2 * facts.num_kv_heads) * facts.head_dim * facts.hidden_size
     output = facts.num_heads * facts.head_dim * facts.hidden_size
     return facts.num_layers * (qkv + output + 3 * facts.hidden_size * facts.intermediate_size)
 
 
 def kv_bytes_per_token(facts: ModelFacts, dtype: torch.dtype) -> int:
+    """Return the bytes of keys and values of one token in all layers."""
     return facts.num_layers * 2 * facts.num_kv_heads * facts.head_dim * dtype.itemsize

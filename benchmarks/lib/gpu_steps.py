@@ -29,12 +29,14 @@ from protocol.sampling import SamplingParams
 GREEDY = SamplingParams(seed=0, max_tokens=2, temperature=0.0)
 DECODE_ROWS, CONTEXT, PREFILL_TOKENS = (1, 16, 64), 4096, (2048, 8192)
 PEER_ROWS = (1, 16)
-"""More contexts of transformers do not fit beside ours."""
+"""Rows of transformers' decode steps. More of its contexts do not fit beside ours."""
 STEPS = 20
 
 
 @dataclass(frozen=True)
 class StepTiming:
+    """The time of a step of the engine and of transformers, and what the step needs at least."""
+
     name: str
     tokens: int
     seconds: float
@@ -44,6 +46,7 @@ class StepTiming:
 
 
 def step_timings(facts: ModelFacts, runner: ModelRunner, peer: Any) -> list[StepTiming]:
+    """Measure steps of the engine and of transformers on the same weights."""
     dtype = runner.pool.dtype
     matrices, head = matrix_parameters(facts), facts.vocab_size * facts.hidden_size
     weight_bytes, token_bytes = (matrices + head) * dtype.itemsize, kv_bytes_per_token(facts, dtype)
@@ -83,6 +86,7 @@ def step_timings(facts: ModelFacts, runner: ModelRunner, peer: Any) -> list[Step
 
 
 def prompt(runner: ModelRunner, tokens: int) -> Chunk:
+    """Return the chunk of a prompt of this many tokens."""
     return Chunk(
         token_ids=token_ids(tokens),
         start=0,
@@ -93,7 +97,9 @@ def prompt(runner: ModelRunner, tokens: int) -> Chunk:
 
 
 def decode_chunks(runner: ModelRunner, rows: int) -> list[Chunk]:
-    """Sequences over all of the pool, their blocks mixed. What the pool holds was left by others; times do not depend on it."""
+    """Return the chunks of a decode step, of sequences over all of the pool with their blocks mixed.
+
+    What the pool holds was left by others; times do not depend on it."""
     width = CONTEXT // runner.pool.block_size
     tables = torch.randperm(rows * width, generator=torch.Generator().manual_seed(0)).view(rows, width).tolist()
     return [
@@ -103,16 +109,19 @@ def decode_chunks(runner: ModelRunner, rows: int) -> list[Chunk]:
 
 
 def token_ids(count: int) -> list[int]:
+    """Return this many token ids."""
     rng = random.Random(count)
     return [rng.randrange(100, 40_000) for _ in range(count)]
 
 
 def peer_prefill(peer: Any, tokens: int) -> None:
+    """Compute a prompt of this many tokens with transformers."""
     ids = torch.tensor([token_ids(tokens)], device="cuda")
     peer(ids, logits_to_keep=1).logits[:, -1].argmax(-1).tolist()
 
 
 def peer_decode(peer: Any, rows: int) -> float:
+    """Return the time in seconds of a decode step of transformers."""
     output = peer(torch.tensor([token_ids(CONTEXT - 1)] * rows, device="cuda"), use_cache=True, logits_to_keep=1)
     next_ids, cache = output.logits[:, -1].argmax(-1, keepdim=True), output.past_key_values
     del output
@@ -124,6 +133,7 @@ def peer_decode(peer: Any, rows: int) -> float:
 
 
 def median_s(step: Callable[[], object]) -> float:
+    """Return the median time of a step in seconds."""
     for _ in range(3):
         step()
     taken = []
@@ -137,7 +147,7 @@ def median_s(step: Callable[[], object]) -> float:
 
 
 def same_tokens(runner: ModelRunner, peer: Any, prompts: list[list[int]], steps: int) -> str:
-    """Greedy answers, ours in one batch and transformers' one after the other: how many of the tokens are equal."""
+    """Say how many tokens of greedy answers are equal, ours in one batch and transformers' one after the other."""
     size = runner.pool.block_size
     width = ceil_div(max(map(len, prompts)) + steps, size)
     tables = [range(i * width, (i + 1) * width) for i in range(len(prompts))]
@@ -162,7 +172,7 @@ def same_tokens(runner: ModelRunner, peer: Any, prompts: list[list[int]], steps:
 
 
 def smollm2_tokens() -> str:
-    """The default model in float32, of equal weights in both, or why it was not compared."""
+    """Compare answers of the default model in float32, of equal weights in both, or say why they were not compared."""
     try:
         from benchmarks.peers.hf_directory import write
         from configs.models import resolve

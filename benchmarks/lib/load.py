@@ -19,38 +19,44 @@ PROSE = ROOT / "benchmarks" / "texts" / "public_domain.txt"
 
 @dataclass(frozen=True)
 class RandomPrompts:
-    """Lengths in tokens."""
+    """Random prompts, with lengths in tokens."""
 
     input_len: int
     output_len: int
 
     def options(self) -> dict[str, Any]:
+        """The options of a load test that sends these prompts."""
         return {"dataset_name": "random", "random_input_len": self.input_len, "random_output_len": self.output_len}
 
 
 @dataclass(frozen=True)
 class TextPrompts:
-    """Lengths in tokens, pieces of English prose. An answer to random tokens may have characters of several tokens each, and a
-    gap between two of these is none between two tokens."""
+    """Prompts that are pieces of English prose, with lengths in tokens.
+
+    An answer to random tokens may have characters of several tokens each, and a gap between two of these is none between
+    two tokens.
+    """
 
     input_len: int
     output_len: int
 
     def options(self) -> dict[str, Any]:
+        """The options of a load test that sends these prompts."""
         lengths = {"random_input_len": self.input_len, "random_output_len": self.output_len}
         return {"dataset_name": "text", "dataset_path": PROSE, **lengths}
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Lengths of a trace's first requests, divided by `length_scale`."""
+    """Prompts with the lengths of a trace's first requests, divided by `length_scale`."""
 
     dataset: str
-    """azure or mooncake."""
+    """The kind of trace: azure or mooncake."""
     path: Path
     length_scale: float
 
     def options(self) -> dict[str, Any]:
+        """The options of a load test that sends these prompts."""
         return {"dataset_name": self.dataset, "dataset_path": self.path, "length_scale": self.length_scale}
 
 
@@ -58,7 +64,7 @@ Prompts = RandomPrompts | TextPrompts | Trace
 
 WARM_UP, WARM_UPS = RandomPrompts(256, 32), 16
 _WARM_UP_SEED = 2**31
-"""Not that of any measurement."""
+"""The seed of warm-ups, which no measurement has."""
 
 
 def bench_options(
@@ -72,7 +78,7 @@ def bench_options(
     num_warmups: int = 0,
     timeout_s: float = 120.0,
 ) -> BenchOptions:
-    """Poisson arrivals at this rate, or all at once. Raises InvalidRequestError."""
+    """Return the options of a load test with Poisson arrivals at this rate, or all at once. Raises InvalidRequestError."""
     return BenchOptions(
         base_url=url,
         num_prompts=num_prompts,
@@ -88,13 +94,18 @@ def bench_options(
 
 
 async def put_load(options: BenchOptions) -> Finished:
-    """Raises InvalidRequestError for a trace that does not fit, UnavailableError if the server answers nothing."""
+    """Run a load test without showing it.
+
+    Raises InvalidRequestError for a trace that does not fit, UnavailableError if the server answers nothing."""
     return await run_bench(options, lambda text: None, lambda planned: None, lambda record: None)
 
 
 async def warm_up(url: str) -> None:
-    """Some requests, several at a time. Raises RuntimeError if one fails, its answer has not the length that was asked for, or
-    the server tells no token ids: it would be compared with others that do other work."""
+    """Send some requests, several at a time.
+
+    Raises RuntimeError if one fails, its answer has not the length that was asked for, or the server tells no token ids: it
+    would be compared with others that do other work.
+    """
     found = await put_load(bench_options(url, WARM_UP, num_prompts=WARM_UPS, seed=_WARM_UP_SEED, max_concurrency=8))
     if found.unit != "tokens":
         raise RuntimeError("warm-up: the server has no /tokenize")

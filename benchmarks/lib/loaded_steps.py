@@ -20,9 +20,9 @@ from benchmarks.lib.servers import serving, system
 from simulator.profile import Profile, Slowdown, Slowdowns
 
 PROMPTS, NUM_PROMPTS = RandomPrompts(128, 1), 60
-"""One at a time."""
+"""The prompts that are sent one at a time, and their number."""
 STREAMS, NUM_STREAMS = RandomPrompts(32, 1500), 8
-"""Longer than what is measured beside them."""
+"""The streams and their number. They are longer than what is measured beside them."""
 ALONE_S = 6.0
 START_S, END_S = 30.0, 120.0
 PORT = 8199
@@ -30,18 +30,22 @@ PORT = 8199
 
 @dataclass(frozen=True)
 class Work:
-    """Of one worker, since it started."""
+    """The work of one worker since it started."""
 
     steps: float
     tokens: float
     busy_s: float
 
     def since(self, before: Work) -> Work:
+        """Return the work that was done after `before`."""
         return Work(self.steps - before.steps, self.tokens - before.tokens, self.busy_s - before.busy_s)
 
 
 async def slowdowns(profile: Profile) -> Slowdowns:
-    """Measured busy time over the profile's. Raises TimeoutError if streams don't start or end in time."""
+    """Return the ratio of measured busy time to the profile's, by role.
+
+    Raises TimeoutError if streams don't start or end in time.
+    """
     with serving(system("tandem", None), PORT) as url:
         await warm_up(url)
         before = await work(url)
@@ -62,13 +66,13 @@ async def slowdowns(profile: Profile) -> Slowdowns:
 
 
 async def prompts(url: str, seed: int) -> None:
-    """Of every seed others, so that nothing of them is cached."""
+    """Send the prompts one at a time. Every seed has other prompts, so that nothing of them is cached."""
     await put_load(bench_options(url, PROMPTS, num_prompts=NUM_PROMPTS, seed=seed, max_concurrency=1))
 
 
 @asynccontextmanager
 async def streams(url: str) -> AsyncIterator[dict[str, Work]]:
-    """Run them all; the value is what the workers had done before any of them decoded."""
+    """Run all streams while the block runs. Yields what the workers had done before any of them decoded."""
     first = await work(url)
     load = asyncio.create_task(put_load(bench_options(url, STREAMS, num_prompts=NUM_STREAMS, seed=3)))
     try:
@@ -90,19 +94,20 @@ async def streams(url: str) -> AsyncIterator[dict[str, Work]]:
 
 
 def prefill_ratio(profile: Profile, before: dict[str, Work], after: dict[str, Work]) -> float:
+    """Return the ratio of measured prefill time to the profile's."""
     done = after["prefill"].since(before["prefill"])
     return done.busy_s / done.steps / profile.prefill_step_s([(0, round(done.tokens / done.steps))])
 
 
 def decode_ratio(profile: Profile, first: dict[str, Work], before: dict[str, Work], after: dict[str, Work]) -> float:
-    """Of streams that are as long as the steps since `first`."""
+    """Return the ratio of measured decode time to the profile's, for streams as long as the steps since `first`."""
     done = after["decode"].since(before["decode"])
     context = STREAMS.input_len + before["decode"].since(first["decode"]).steps + done.steps / 2
     return done.busy_s / done.steps / profile.engine_decode_s(done.tokens / done.steps, context)
 
 
 async def work(url: str) -> dict[str, Work]:
-    """By role."""
+    """Return the work of the workers so far, by role."""
     async with httpx.AsyncClient(timeout=10) as client:
         text = (await client.get(f"{url}/metrics")).text
     found: dict[tuple[str, str], float] = {}

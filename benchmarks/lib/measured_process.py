@@ -19,11 +19,14 @@ from pathlib import Path
 from typing import Any
 
 START_S, ANSWER_S = 600.0, 600.0
-"""vLLM compiles at its start; a round of the slowest system takes a minute or two on one core."""
+"""Seconds until a start and an answer are late.
+
+vLLM compiles at its start; a round of the slowest system takes a minute or two on one core.
+"""
 
 
 class MeasuredProcess:
-    """Starts at once; `version` is what the system says of itself once it is ready."""
+    """A process under measurement, which starts at once. `version` is what the system says of itself once it is ready."""
 
     def __init__(
         self, name: str, command: Sequence[str], *, cores: Sequence[int], environment: Mapping[str, str], cwd: Path, log: Path
@@ -53,7 +56,7 @@ class MeasuredProcess:
         self._signal(signal.SIGSTOP)
 
     def measure(self, request: dict[str, Any]) -> dict[str, float]:
-        """One round."""
+        """Measure one round and return its figures."""
         self._signal(signal.SIGCONT)
         assert self._process.stdin is not None, "opened above"
         self._process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -63,6 +66,7 @@ class MeasuredProcess:
         return measured
 
     def close(self) -> None:
+        """End the process."""
         self._signal(signal.SIGKILL)
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):

@@ -9,7 +9,7 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 def tree(root: int) -> dict[int, str]:
-    """The process and its descendants: pid to command name."""
+    """Return the process and its descendants, as command names by pid."""
     parents: dict[int, int] = {}
     names: dict[int, str] = {}
     for folder in Path("/proc").glob("[0-9]*"):
@@ -26,7 +26,7 @@ def tree(root: int) -> dict[int, str]:
 
 
 def cpu_s(pid: int) -> float:
-    """User and system time of a process; 0 if it is gone."""
+    """Return the user and system time of a process in seconds; 0 if it is gone."""
     try:
         _, rest = _stat(Path(f"/proc/{pid}/stat"))
     except (FileNotFoundError, ProcessLookupError):
@@ -35,7 +35,7 @@ def cpu_s(pid: int) -> float:
 
 
 def thread_cpu_s(pid: int) -> dict[int, float]:
-    """The same for each thread of a process."""
+    """Return the user and system time of each thread of a process in seconds."""
     found: dict[int, float] = {}
     for folder in Path(f"/proc/{pid}/task").glob("[0-9]*"):
         try:
@@ -47,7 +47,7 @@ def thread_cpu_s(pid: int) -> dict[int, float]:
 
 
 def pss_bytes(pid: int) -> int:
-    """Memory that a process has for itself, and its share of what it has with others; 0 if it is gone."""
+    """Return the memory that a process has for itself, and its share of what it has with others; 0 if it is gone."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):

@@ -11,13 +11,16 @@ from typing import Any
 from benchmarks.lib.servers import System, turns
 
 Round = dict[str, float]
-"""Figures of one system."""
+"""The figures of one system in one round, by name."""
 
 
 def compare(
     systems: Sequence[System], count: int, measure: Callable[[System, int], Coroutine[Any, Any, Round]]
 ) -> dict[str, Any]:
-    """`measure(system, round)` of all systems in every round; the figures, the systems' settings, the load before."""
+    """Call `measure(system, round)` for all systems in every round.
+
+    Returns the figures, the systems' settings and the load of the machine before.
+    """
     load_average = os.getloadavg()[0]
     rounds: dict[str, list[Round]] = {system.name: [] for system in systems}
     for number, system in turns(systems, range(count)):
@@ -30,14 +33,15 @@ def compare(
 
 
 def median(rounds: Sequence[Round], figure: str) -> float:
+    """Return the median of a figure over the rounds."""
     return float(statistics.median(each[figure] for each in rounds))
 
 
 def spread(values: Sequence[float], digits: int = 0) -> str:
-    """Median, and the range in brackets."""
+    """Return the median, and the range in brackets, as text."""
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
 def origin(result: dict[str, Any], script: str) -> str:
-    """Last line of a table."""
+    """Return the last line of a table, which says where its figures come from."""
     return f"Load average before: {result['load_average_before']:.1f}. Command: `python -m benchmarks.{script} --peer-env DIR`"

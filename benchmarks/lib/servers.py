@@ -31,7 +31,7 @@ from configs.models import resolve
 HOST = "127.0.0.1"
 TANDEM = str(Path(sys.executable).with_name("tandem"))
 START_S, END_S = 300.0, 60.0
-"""vLLM compiles at its first start."""
+"""Seconds that a server may take to start and to end. vLLM compiles at its first start."""
 SYSTEMS = ("tandem", "tandem-colocated:128", "vllm:128", "llama.cpp")
 """Those that are compared if nothing else is said. 128 tokens a step: of those that compute prompts beside running streams, it
 stalls them less than larger steps do."""
@@ -43,12 +43,12 @@ _OURS: dict[str, tuple[Sequence[str], str]] = {
     ),
     "tandem-colocated": (("--colocated",), "one worker that does both"),
 }
-"""Flags, and what they make."""
+"""Flags of our systems by name, and what they make."""
 QUIET_S, QUIET_CORES = 30.0, 0.3
 MODEL = "smollm2"
 CONTEXT = 8192
 SLOTS = 16
-"""Of llama.cpp: requests that it computes at a time; further ones wait."""
+"""Requests that llama.cpp computes at a time. Further ones wait."""
 _LOG_END = 3000
 
 
@@ -58,14 +58,16 @@ class System:
 
     name: str
     settings: str
-    """For people."""
+    """The system's settings in words for people."""
     command: Sequence[str]
-    """Without the port, which goes last."""
+    """The command without the port, which goes last."""
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def system(name: str, peers: PeerEnv | None) -> System:
-    """`vllm`, `llama.cpp` or one of ours; with `:N` behind it, at most N tokens of prompts in a step.
+    """Return the system of this name: `vllm`, `llama.cpp` or one of ours.
+
+    With `:N` behind the name it computes at most N tokens of prompts in a step.
 
     Raises ValueError for other names, and for a peer without the folder that has it.
     """
@@ -87,14 +89,14 @@ def system(name: str, peers: PeerEnv | None) -> System:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Which systems, and where: the same for all scripts that compare some."""
+    """Add the options that say which systems are compared, and where they are: the same for all scripts."""
     parser.add_argument("--systems", default=",".join(SYSTEMS), help="a comma between two; NAME:N takes N prompt tokens a step")
     parser.add_argument("--peer-env", type=Path, help="the folder made by benchmarks.peers.setup; for vllm and llama.cpp")
     parser.add_argument("--port", type=int, default=8199)
 
 
 def chosen(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[System]:
-    """What the options say, or an exit with what is wrong with them."""
+    """Return the systems that the options name, or exit with what is wrong with them."""
     peers = PeerEnv(options.peer_env.resolve()) if options.peer_env else None
     try:
         return [system(name, peers) for name in options.systems.split(",")]
@@ -103,7 +105,7 @@ def chosen(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list
 
 
 def turns(systems: Sequence[System], rounds: Iterable[int]) -> Iterator[tuple[int, System]]:
-    """Every system once in each round."""
+    """Yield every system once in each round, with the number of the round."""
     for number in rounds:
         for place in range(len(systems)):
             yield number, systems[(place + number) % len(systems)]
@@ -135,14 +137,17 @@ def _llama_cpp(name: str, peers: PeerEnv, tokens: str, chunk: str) -> System:
 
 @contextmanager
 def serving(system: System, port: int) -> Iterator[str]:
-    """The address of a server, from the moment at which it is healthy and at rest. It ends with us, also on SIGTERM."""
+    """Run a server and yield its address, from the moment at which it is healthy and at rest.
+
+    It ends with us, also on SIGTERM.
+    """
     with serving_process(system, port):
         yield f"http://{HOST}:{port}"
 
 
 @contextmanager
 def serving_process(system: System, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """The process of a server that is healthy and at rest. It ends with us, also if we are told to (SIGTERM)."""
+    """Run a server and yield its process, which is healthy and at rest. It ends with us, also if we are told to (SIGTERM)."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     if healthy(port):
         raise ServerDidNotStart(f"another server is on port {port}: it would be measured")
@@ -165,7 +170,7 @@ def serving_process(system: System, port: int) -> Iterator[subprocess.Popen[byte
 
 @contextmanager
 def cluster(port: int, *flags: str) -> Iterator[int]:
-    """A fresh Tandem cluster, 1P1D without flags, that talks to our terminal; the pid of its `tandem serve`."""
+    """Run a fresh Tandem cluster, 1P1D without flags, that talks to our terminal. Yields the pid of its `tandem serve`."""
     serve = subprocess.Popen([TANDEM, "serve", "--port", str(port), *flags], cwd=ROOT)
     try:
         until_healthy(serve, port)
@@ -175,11 +180,11 @@ def cluster(port: int, *flags: str) -> Iterator[int]:
 
 
 class ServerDidNotStart(SystemExit):
-    """It ended, or was not healthy in time."""
+    """A server ended, or was not healthy in time."""
 
 
 def until_healthy(process: subprocess.Popen[bytes], port: int) -> None:
-    """Raises ServerDidNotStart."""
+    """Wait until the server at `port` is healthy. Raises ServerDidNotStart if it ends or takes too long."""
     deadline = time.monotonic() + START_S
     while not healthy(port):
         if process.poll() is not None:
@@ -190,8 +195,11 @@ def until_healthy(process: subprocess.Popen[bytes], port: int) -> None:
 
 
 def until_quiet(pid: int) -> None:
-    """Until the server rests, as far as it does: after a start, Tandem's cluster makes a spare process, which takes a core for
-    some seconds. One that computes without requests does so while it is measured, too."""
+    """Wait until the server rests, as far as it does.
+
+    After a start, Tandem's cluster makes a spare process, which takes a core for some seconds. One that computes without
+    requests does so while it is measured, too.
+    """
     deadline, used = time.monotonic() + QUIET_S, math.inf
     while used > QUIET_CORES and time.monotonic() < deadline:
         before = {each: processes.cpu_s(each) for each in processes.tree(pid)}
@@ -201,6 +209,7 @@ def until_quiet(pid: int) -> None:
 
 
 def healthy(port: int) -> bool:
+    """Whether the server at `port` answers /health with 200."""
     connection = http.client.HTTPConnection(HOST, port, timeout=5)
     try:
         connection.request("GET", "/health")
@@ -212,7 +221,7 @@ def healthy(port: int) -> bool:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """As Ctrl-C does; with everything that it has started, by force, if that takes too long."""
+    """End a process as Ctrl-C does. If that takes too long, kill it and everything that it has started."""
     family = processes.tree(process.pid)
     process.send_signal(signal.SIGINT)
     try:

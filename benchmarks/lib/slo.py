@@ -22,24 +22,27 @@ PAIRS = ((500, 30), (500, 40), (1000, 60))
 SCALES = (0.5, 0.7, 1.0, 1.4, 2.0)
 STEPS_PER_DOUBLING = 8
 LOWEST_STEP, HIGHEST_STEP = -16, 48
-"""A request in four seconds, 64 in one."""
+"""The ends of the grid: a request in four seconds, and 64 in one."""
 _JUMP = STEPS_PER_DOUBLING
-"""While no good, or no bad, rate is known."""
+"""Steps to go up or down while no good rate, or no bad one, is known."""
 
 
 @dataclass(frozen=True)
 class Slo:
+    """Limits of TTFT and TPOT that a request has to meet."""
+
     ttft_ms: float
     tpot_ms: float
     scale: float
 
     @property
     def name(self) -> str:
+        """The name of the SLO in results."""
         return f"{self.ttft_ms:g}/{self.tpot_ms:g} x {self.scale:g}"
 
     @property
     def limits_ms(self) -> dict[str, float]:
-        """By metric, as loadtest has it."""
+        """The limits in milliseconds by metric, as `loadtest` takes them."""
         return {"ttft": self.ttft_ms * self.scale, "tpot": self.tpot_ms * self.scale}
 
 
@@ -49,26 +52,26 @@ SLOS = tuple(Slo(ttft, tpot, scale) for scale in (1.0, *(each for each in SCALES
 
 @dataclass(frozen=True)
 class Run:
-    """At one rate."""
+    """What one run at one rate gave."""
 
     step: int
     sent: int
     met: Mapping[str, int]
-    """Requests within the limits, by SLO."""
+    """Number of requests within the limits, by name of the SLO."""
 
 
 def rate_of(step: int) -> float:
-    """Requests per second."""
+    """Return the requests per second of a step of the grid."""
     return float(2 ** (step / STEPS_PER_DOUBLING))
 
 
 def count_met(records: Sequence[RequestRecord]) -> dict[str, int]:
-    """Requests within the limits of each SLO. Who failed, or was refused or dropped, is not."""
+    """Count the requests within the limits of each SLO. A request that failed, or was refused or dropped, is not."""
     return {slo.name: sum(is_good(record, slo.limits_ms) for record in records) for slo in SLOS}
 
 
 def fitted(runs: Sequence[Run], slo: Slo) -> dict[int, float]:
-    """Share of requests that meet the limits, by step; never rising with it."""
+    """Return the share of requests that meet the limits, by step. It never rises with the step."""
     pools: list[tuple[list[int], int, int]] = []
     for step in sorted({run.step for run in runs}):
         here = [run for run in runs if run.step == step]
@@ -81,7 +84,7 @@ def fitted(runs: Sequence[Run], slo: Slo) -> dict[int, float]:
 
 
 def bracket(runs: Sequence[Run], slo: Slo) -> tuple[int | None, int | None]:
-    """The highest good step and the lowest bad one; None where there is none."""
+    """Return the highest good step and the lowest bad one, with None where there is none."""
     shares = fitted(runs, slo)
     good = [step for step, share in shares.items() if share >= ATTAINMENT]
     bad = [step for step, share in shares.items() if share < ATTAINMENT]
@@ -89,7 +92,7 @@ def bracket(runs: Sequence[Run], slo: Slo) -> tuple[int | None, int | None]:
 
 
 def next_step(runs: Sequence[Run], first: int) -> int | None:
-    """A step that has not been run, for the first SLO whose bracket is not closed; None if all are."""
+    """Return a step that has not been run, for the first SLO whose bracket is not closed; None if all are."""
     for slo in SLOS:
         good, bad = bracket(runs, slo)
         if good is None and bad is None:
@@ -104,6 +107,9 @@ def next_step(runs: Sequence[Run], first: int) -> int | None:
 
 
 def goodput(runs: Sequence[Run], slo: Slo) -> tuple[float, float | None]:
-    """The highest rate that was found good, 0 if none was, and the next one that was tried: it is bad. None: none was tried."""
+    """Return the highest rate that was found good, 0 if none was, and the next one that was tried and is bad.
+
+    The second is None if no higher rate was tried.
+    """
     good, bad = bracket(runs, slo)
     return 0.0 if good is None else rate_of(good), None if bad is None else rate_of(bad)

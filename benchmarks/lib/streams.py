@@ -46,7 +46,7 @@ KINDS = (*_COMPLETIONS, *_CHATS)
 
 @dataclass(frozen=True)
 class Request:
-    """One of a kind; equal requests have equal answers."""
+    """One request of a kind. Equal requests have equal answers."""
 
     kind: str
     number: int
@@ -54,10 +54,12 @@ class Request:
 
     @property
     def path(self) -> str:
+        """The path of the endpoint that takes the request."""
         return "/v1/completions" if self.kind in _COMPLETIONS else "/v1/chat/completions"
 
     @property
     def body(self) -> dict[str, Any]:
+        """The body of the request."""
         common = {"model": "smollm2", "seed": self.number, "stream": True, "return_token_ids": True}
         text = f"Story number {self.number} begins on a ship that left the harbour at dawn"
         if self.kind in _COMPLETIONS:
@@ -71,7 +73,7 @@ class Request:
 
 @dataclass
 class Said:
-    """One choice, as far as it has come."""
+    """One choice of an answer, as far as it has come."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -81,22 +83,22 @@ class Said:
 
 @dataclass
 class Answered:
-    """What a client got, and when."""
+    """What the client of a request got, and when."""
 
     request: Request
     choices: dict[int, Said] = field(default_factory=dict)
     times: list[float] = field(default_factory=list)
-    """Of each event with tokens, on `time.monotonic`."""
+    """The moment of each event with tokens, on `time.monotonic`."""
     comments: int = 0
     pause_s: float = 0.0
-    """What the client takes for each line: more than nothing is a slow one."""
+    """Seconds that the client takes for each line. A slow client takes more than 0."""
     last_event: str = "0.0"
-    """Its id, if the stream can be resumed."""
+    """Id of the last event, if the stream can be resumed."""
     failure: str | None = None
     complete: bool = False
 
     async def run(self, client: httpx.AsyncClient, headers: Mapping[str, str] | None = None) -> Answered:
-        """To the end of the stream, or its failure."""
+        """Send the request and follow its stream to the end, or to its failure."""
         try:
             async with client.stream("POST", self.request.path, json=self.request.body, headers=headers) as answer:
                 if answer.status_code != httpx.codes.OK:
@@ -113,12 +115,12 @@ class Answered:
         return self
 
     def longest_gap(self) -> float:
-        """Seconds between two events."""
+        """The longest time in seconds between two events of the stream."""
         pairs = zip(self.times, self.times[1:], strict=False)
         return max((after - before for before, after in pairs), default=0.0)
 
     def differs(self, other: Answered) -> str | None:
-        """How what was said differs from another answer to the same request; None if it doesn't."""
+        """Say how this answer differs from another one to the same request; None if it doesn't."""
         for index, said in sorted(other.choices.items()):
             mine = self.choices.get(index, Said())
             if mine.token_ids != said.token_ids:
@@ -134,7 +136,7 @@ class Answered:
         return None if self.choices.keys() == other.choices.keys() else "there are other choices"
 
     def begins(self, other: Answered) -> bool:
-        """Whether this is the beginning of another answer."""
+        """Whether this answer is the beginning of another one."""
         return all(
             said.token_ids == other.choices.get(index, Said()).token_ids[: len(said.token_ids)]
             for index, said in self.choices.items()

@@ -17,12 +17,13 @@ TRACES = {
     "azure-code": ("azure", "azure_llm_2023_code.csv", 8.0),
     "mooncake-conversation": ("mooncake", "mooncake_conversation.jsonl", 32.0),
 }
-"""Dataset, file, and what lengths are divided by."""
+"""The workloads from traces by name: dataset, file, and what lengths are divided by."""
 RANDOM = {"200-in-200-out": RandomPrompts(200, 200)}
 WORKLOADS = (*TRACES, *RANDOM)
 
 
 def prompts_of(name: str, traces: Path | None) -> Prompts:
+    """Return the prompts of a workload. `traces` is the folder of the traces."""
     if name in RANDOM:
         return RANDOM[name]
     assert traces is not None, "checked with the options"
@@ -31,6 +32,7 @@ def prompts_of(name: str, traces: Path | None) -> Prompts:
 
 
 def described(name: str) -> str:
+    """Describe a workload in words for people."""
     if name in RANDOM:
         return f"Random prompts of {RANDOM[name].input_len} tokens, answers of {RANDOM[name].output_len}"
     _, file, length_scale = TRACES[name]
