@@ -96,25 +96,31 @@ class Follower:
         raise WorkerLostError(f"rank {self._rank} of {self._size}: the first rank is silent")
 
     def _arrived(self, peer: bytes, message: Any) -> None:
-        if isinstance(message, GangJoin) and self._first is None:
-            self._first = peer
-            loop, deadline_s = asyncio.get_running_loop(), STEP_LEASES * self._lease_s
-            # At once: the other ranks' values may be the next messages.
-            self._store = RelayStore(
-                lambda key, value: loop.call_soon_threadsafe(self._send, StoreValue(key, value)), deadline_s
-            )
-            self._answer(message.call_id, self._join(message, self._store, deadline_s))
-        elif isinstance(message, Ping):
-            return  # the server keeps account of who is silent
-        elif peer != self._first:
-            log.warning("dropped a %s: not from the first rank", type(message).__name__)
-        elif isinstance(message, StoreValue):
-            if self._store is not None:
-                self._store.deliver(message.key, message.value)
-        elif isinstance(message, RunStep):
-            self._answer(message.call_id, self._execute(message))
-        elif self._share is not None and (handler := self._share.handlers.get(type(message))) is not None:
-            self._answer(message.call_id, handler(message))
+        match message:
+            case GangJoin() if self._first is None:
+                self._first = peer
+                self._answer(message.call_id, self._join(message, self._new_store()))
+            case Ping():
+                pass  # the server keeps account of who is silent
+            case _ if peer != self._first:
+                log.warning("dropped a %s: not from the first rank", type(message).__name__)
+            case StoreValue():
+                if self._store is not None:
+                    self._store.deliver(message.key, message.value)
+            case RunStep():
+                self._answer(message.call_id, self._execute(message))
+            case _:
+                handler = None if self._share is None else self._share.handlers.get(type(message))
+                if handler is not None:
+                    self._answer(message.call_id, handler(message))
+
+    def _new_store(self) -> RelayStore:
+        """Made as soon as the first rank has come: the other ranks' values may be the next messages."""
+        loop = asyncio.get_running_loop()
+        self._store = RelayStore(
+            lambda key, value: loop.call_soon_threadsafe(self._send, StoreValue(key, value)), STEP_LEASES * self._lease_s
+        )
+        return self._store
 
     def _answer(self, call_id: int, work: Awaitable[Any]) -> None:
         async def answered() -> None:
@@ -133,7 +139,9 @@ class Follower:
         except PeerGone:
             log.info("the first rank is gone")
 
-    async def _join(self, message: GangJoin, store: RelayStore, deadline_s: float) -> GangJoined:
+    async def _join(self, message: GangJoin, store: RelayStore) -> GangJoined:
+        deadline_s = STEP_LEASES * self._lease_s
+
         def join() -> Share:
             return self._load(connect(store, self._rank, self._size, torch.device("cpu"), self._host, deadline_s))
 
