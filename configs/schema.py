@@ -156,6 +156,9 @@ class ClusterConfig(_Section):
     deterministic: bool = False
     """Whether a request's tokens do not depend on what runs beside it: no quantized weights for few rows, nothing taken
     from a prefix cache, and nothing preempted, so decode reserves whole answers.
+
+    A worker refuses to start on a processor whose operators don't keep a row's bits beside others
+    (`engine.batch_invariance`).
     """
     max_model_len: Positive | None = None
     """Most tokens of prompt and answer together; None takes the model's own context."""
