@@ -82,6 +82,14 @@ def test_pictures_are_what_their_scripts_draw(monkeypatch: pytest.MonkeyPatch) -
     assert stale == [], "draw them anew with `make docs`"
 
 
+def test_the_module_map_says_what_the_docstrings_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DOCS))
+    pages = importlib.import_module("module_map").pages()
+    for name, text in pages.items():
+        assert (DOCS / "modules" / name).read_text() == text, f"docs/modules/{name} is out of date; run `make docs`"
+    assert {path.name for path in (DOCS / "modules").iterdir()} == set(pages)
+
+
 def test_readme_says_the_figures_of_its_chart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(DOCS))
     groups = importlib.import_module("throughput_chart").read_groups()
