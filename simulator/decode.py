@@ -3,22 +3,20 @@
     reserve ──► committed (KV handed over) and attached (first token), in any order ──► steps ──► finished
        └──► attach_here: chunks of the prompt, computed in the same steps ──► first token ──► steps ──┘
 
-Steps that are planned alike are one event, a `_Run`: the same streams, as long as none of them ends, no other joins and blocks
-suffice for all of them. It is brought up to date (`_sync`) before anybody looks at the books, so they say what they would after
-single steps. A step that computes chunks, of a prompt or of what was lost by a preemption, is a run of its own.
+Steps that are planned alike are one event, a `StepRun`: the same streams, as long as none of them ends, no other joins and
+blocks suffice for all of them. A run is brought up to date (`_sync`) before anybody looks at the books, so they say what they
+would after single steps. A step that computes chunks, of a prompt or of what was lost by a preemption, is a run of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import sqrt
 
 from configs.schema import ClusterConfig
 from decode_workers.ledger import Ledger
 from decode_workers.scheduler import DecodeScheduler, LocalPrefill, Stream
 from decode_workers.ticket_entry import TicketEntry
-from engine.batch import Chunk
 from engine.memory.prefix_cache import PrefixCache
 from protocol.messages import DecodeLoad, LoadReport, Role
 from simulator.busyness import Busyness
@@ -26,6 +24,7 @@ from simulator.clock import Clock
 from simulator.profile import Profile
 from simulator.reporter import Reporter
 from simulator.request import Request
+from simulator.step_run import StepRun, chunks_s
 
 _LEAST_STEP_S = 1e-6
 """A step takes at least this long, whatever the profile says, so that time goes on."""
@@ -51,37 +50,6 @@ class _Ticket:
     """Called when the ticket joins the batch, if anybody wants to know."""
     attached: bool = False
     """The router has sent the first token."""
-
-
-@dataclass(eq=False)
-class _Run:
-    """`steps` equal steps from `began` on, of which `done` are in the books. Step i takes first_s + i * more_s."""
-
-    batch: list[Stream]
-    chunks: list[Chunk] | None
-    """The chunks of a step that computes prompts or recomputes; None if every stream just gets a token."""
-    began: float
-    steps: int
-    first_s: float
-    more_s: float
-    done: int = 0
-
-    def end_of(self, steps: int) -> float:
-        """The time at which so many steps are over."""
-        return self.began + steps * self.first_s + self.more_s * steps * (steps - 1) / 2
-
-    def done_at(self, now: float) -> int:
-        """Number of steps that are over at this time."""
-        passed = now - self.began
-        half = self.more_s / 2
-        rest = self.first_s - half
-        # Of half * n^2 + rest * n = passed, in the form that is exact for a small half.
-        count = int(2 * passed / (rest + sqrt(rest * rest + 4 * half * passed)))
-        while count < self.steps and self.end_of(count + 1) <= now:
-            count += 1
-        while count and self.end_of(count) > now:
-            count -= 1
-        return min(count, self.steps)
 
 
 class DecodeWorker:
@@ -122,7 +90,7 @@ class DecodeWorker:
         )
         self._scheduler = DecodeScheduler(self._ledger, config.decode.max_batch_size, config.decode.max_chunk_tokens)
         self._tickets: dict[int, _Ticket] = {}
-        self._run: _Run | None = None
+        self._run: StepRun | None = None
         self._steps = 0
         self._reporter = Reporter(clock, self._load, deliver)
 
@@ -246,12 +214,12 @@ class DecodeWorker:
         first_s += token_s * context
         if len(rows) < len(batch) or self._scheduler.num_preempted:
             chunks = [self._scheduler.chunk(stream) for stream in batch]
-            first_s += self._chunks_s(batch, chunks, prefill_busy, beside_rows=bool(rows))
-            self._run = _Run(batch, chunks, self._clock.now, 1, max(_LEAST_STEP_S, first_s), 0.0)
+            first_s += chunks_s(self._profile, batch, chunks, prefill_busy, beside_rows=bool(rows))
+            self._run = StepRun(batch, chunks, self._clock.now, 1, max(_LEAST_STEP_S, first_s), 0.0)
         else:
             first_s = max(_LEAST_STEP_S, first_s)
             steps = min(stream.sampling.max_tokens - stream.num_generated for stream in rows)
-            self._run = _Run(batch, None, self._clock.now, min(steps, self._longest_run), first_s, token_s * len(rows))
+            self._run = StepRun(batch, None, self._clock.now, min(steps, self._longest_run), first_s, token_s * len(rows))
             self._run.steps = min(self._run.steps, self._steps_with_blocks(self._run), 1 + int(_LONGEST_RUN_S / first_s))
         self._clock.at(self._run.end_of(self._run.steps), self._run_over, self._run, self._run.steps)
 
@@ -262,17 +230,7 @@ class DecodeWorker:
                 stream.prefill.began = self._clock.now
                 self._tickets[stream.ticket_id].request.prefill_began = self._clock.now
 
-    def _chunks_s(self, batch: Sequence[Stream], chunks: Sequence[Chunk], prefill_busy: float, *, beside_rows: bool) -> float:
-        """Seconds that the chunks of a step add to what its rows take; what a step takes anyway is in one of both."""
-        pairs = list(zip(batch, chunks, strict=True))
-        prompts = [_extent(chunk) for stream, chunk in pairs if stream.prefill is not None]
-        again = [_extent(chunk) for stream, chunk in pairs if stream.prefill is None and chunk.sampling is None]
-        if prompts:
-            between_steps_s = self._profile.overheads.step_s if beside_rows else 0.0
-            return self._profile.prefill_step_s([*prompts, *again], prefill_busy) - between_steps_s
-        return self._profile.prefill_step_s(again) if again else 0.0
-
-    def _run_over(self, run: _Run, steps: int) -> None:
+    def _run_over(self, run: StepRun, steps: int) -> None:
         if run is not self._run or steps != run.steps:
             return  # it was shortened
         computes_prompts = any(stream.prefill is not None for stream in run.batch)
@@ -325,7 +283,7 @@ class DecodeWorker:
             assert ticket.on_first is not None, "its prompt is computed here"
             ticket.on_first()
 
-    def _steps_with_blocks(self, run: _Run) -> int:
+    def _steps_with_blocks(self, run: StepRun) -> int:
         """How many steps from here on are sure to have blocks: the one that is planned has them, and in `block_size` further
         ones no stream needs more than one."""
         return 1 + self._cache.num_free // len(run.batch) * self._block_size
@@ -373,11 +331,6 @@ class DecodeWorker:
                 recomputed_tokens=self._scheduler.recomputed_tokens,
             ),
         )
-
-
-def _extent(chunk: Chunk) -> tuple[int, int]:
-    """(start, number of tokens)."""
-    return chunk.start, len(chunk.token_ids)
 
 
 def _nothing_fails(entry: TicketEntry) -> None:

@@ -29,6 +29,17 @@ def test_a_plan_for_a_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cap
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(("mode", "cluster"), [("never", "2D"), ("auto", "1P1D")])
+def test_a_plan_for_the_configurations_disaggregation(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: str, cluster: str
+) -> None:
+    config = tmp_path / "cluster.yaml"
+    config.write_text(f"disaggregation: {mode}\n")
+    lengths = ("--random-input-len", "100", "--random-output-len", "4", "--num-prompts", "20", "--max-workers", "2")
+    assert tandem(monkeypatch, "--dataset", "random", *lengths, "--slo", "ttft:2000,tpot:200", "--config", str(config)) == 0
+    assert cluster in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [

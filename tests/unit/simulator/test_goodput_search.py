@@ -42,6 +42,7 @@ def test_all_shapes_once(most: int) -> None:
     found = shapes(most)
     assert len(set(found)) == len(found) == most * (most - 1) // 2
     assert all(shape.workers <= most for shape in found)
+    assert [str(shape) for shape in shapes(most, colocated=True)] == [f"{workers}D" for workers in range(1, most + 1)]
 
 
 def test_the_plan_takes_the_best_per_worker_and_the_smallest_that_is_enough() -> None:
