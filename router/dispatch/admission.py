@@ -20,12 +20,12 @@ from collections.abc import Container
 
 from configs.schema import ClusterConfig
 from protocol.errors import InvalidRequestError, OverloadedError, TandemError, UnavailableError
-from protocol.messages import Role, Ticket
+from protocol.messages import Role
 from protocol.ticket import reserved_tokens
-from router.dispatch.claim import Claim, Room, reserve
+from router.dispatch.claim import Claim, PromptWork
 from router.dispatch.journal import Journal
 from router.dispatch.line import WaitingLine
-from router.dispatch.links import WorkerLink
+from router.dispatch.reservation import Reservation, Room, reserve
 from router.dispatch.roster import Roster
 from router.dispatch.status import needed_roles
 from router.rules.disaggregation import PrefillCosts
@@ -111,14 +111,13 @@ class Admission:
             assert decode is not None, "the search knows the workers that are ready"
             room = Room(journal.token_ids, journal.remaining_tokens, request.need_blocks, question.own_tokens)
             patience_s = lease_s if question.last else _IMPATIENCE * lease_s
-            ticket = await reserve(decode, attempt_id, journal, room, patience_s)
-            if ticket is None:
+            reservation = await reserve(decode, attempt_id, journal, room, patience_s)
+            if reservation is None:
                 continue
-            pair = search.pair(decode.load(), ticket.held_tokens, self._moment())
+            pair = search.pair(decode.load(), reservation.ticket.held_tokens, self._moment())
             if pair is not None:
-                return self._claim(attempt_id, journal, request, decode, ticket, pair)
-            decode.calls.release(ticket.ticket_id)
-            decode.outstanding.done(request.need_blocks)
+                return self._claim(attempt_id, journal, reservation, pair)
+            reservation.release()
         return None
 
     def _pair_request(self, journal: Journal, avoid: Container[str]) -> PairRequest:
@@ -143,16 +142,14 @@ class Admission:
         costs = self._costs.lines(asyncio.get_running_loop().time()) if auto else None
         return Moment(costs, len(self._line), self._line.num_of)
 
-    def _claim(
-        self, attempt_id: str, journal: Journal, request: PairRequest, decode: WorkerLink, ticket: Ticket, pair: Pair
-    ) -> Claim:
-        computes = decode if pair.here else self._roster.ready_prefill(pair.computes)
+    def _claim(self, attempt_id: str, journal: Journal, reservation: Reservation, pair: Pair) -> Claim:
+        computes = reservation.decode if pair.here else self._roster.ready_prefill(pair.computes)
         assert computes is not None, "the search knows the workers that are ready"
         self._metrics.decided("here" if pair.here else "there")
-        note_change = self._roster.note_change
-        return Claim(
-            attempt_id, computes, decode, ticket, journal, request.need_blocks, self._costs, note_change, ahead=pair.ahead
-        )
+        num_missing = len(journal.token_ids) - (reservation.ticket.held_tokens if pair.here else 0)
+        tenant = journal.scheduling_class.tenant
+        prompt = PromptWork(computes, num_missing, tenant, self._roster.note_change, ahead=pair.ahead)
+        return Claim(attempt_id, reservation, prompt, journal, self._costs)
 
     def _refusal(self, journal: Journal) -> TandemError:
         waited_s = self._config.limits.queue_s

@@ -10,60 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from types import TracebackType
 
-from protocol.errors import OverloadedError, ProtocolError, TandemError, UnavailableError
-from protocol.messages import FirstToken, Prefill, Prefilled, Reserve, Ticket, WorkerLife
+from protocol.errors import OverloadedError, ProtocolError, TandemError
+from protocol.messages import FirstToken, Prefill, Prefilled, WorkerLife
 from protocol.sampling import FinishReason, SamplingParams, TokenLogprobs
 from router.dispatch.journal import Journal, KvCopy, Tokens
 from router.dispatch.links import WorkerLink
+from router.dispatch.reservation import Reservation, Room, reserve
 from router.rules.disaggregation import PrefillCosts
-from telemetry.logging import fields
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Room:
-    """What is wanted of a decode worker for one choice; the rest as in `protocol.messages.Reserve`."""
-
-    token_ids: tuple[int, ...]
-    max_tokens: int
-    num_blocks: int
-    """For all of these tokens and the answer's beginning."""
-    own_tokens: int = 0
-
-
-async def reserve(decode: WorkerLink, attempt_id: str, journal: Journal, room: Room, patience_s: float) -> Ticket | None:
-    """Blocks at this worker, counted as outstanding there; None if it is full, slow to answer, leaving or lost."""
-    ticket = None
-    decode.outstanding.give(room.num_blocks)
-    try:
-        ticket = await decode.calls.reserve(
-            lambda call_id: Reserve(
-                call_id=call_id,
-                request_id=attempt_id,
-                prompt_token_ids=room.token_ids,
-                max_tokens=room.max_tokens,
-                cache_salt=journal.cache_salt,
-                trace=journal.trace,
-                own_tokens=room.own_tokens,
-            ),
-            patience_s,
-        )
-    except OverloadedError:
-        decode.outstanding.refuse(room.num_blocks)
-    except UnavailableError as error:
-        decode.outstanding.refuse(0)
-        log.info("no reservation: %s", error.message, extra=fields(trace=journal.trace.trace_id))
-    finally:
-        if ticket is None:
-            decode.outstanding.done(room.num_blocks)
-    return ticket
 
 
 @dataclass(frozen=True)
@@ -76,98 +34,123 @@ class First:
     prefilled: Prefilled
 
 
-class Claim:
-    """Made with what was reserved. `computes` is who computes the prompt: a prefill worker, or the decode worker itself.
+class PromptWork:
+    """A prompt at the worker that computes it. It counts among the worker's outstanding prompts until `done`."""
 
-    It does so `ahead` of the prompts that are there. `costs` learns what that took; `on_prefilled` is called when it is done.
+    def __init__(self, link: WorkerLink, num_tokens: int, tenant: str, on_done: Callable[[], None], *, ahead: bool) -> None:
+        """`num_tokens` are to be computed, as far as is known, `ahead` of the prompts that are there.
+
+        `on_done` is called once.
+        """
+        self.link = link
+        self.ahead = ahead
+        self.waits = link.load().queued_tokens > 0
+        """Other prompts were there when it came."""
+        self._num_tokens = num_tokens
+        self._tenant = tenant
+        self._on_done = on_done
+        self._is_done = False
+        link.prompts.give_prompt(num_tokens, tenant, ahead=ahead)
+
+    def refused(self) -> None:
+        """Note that the queue of the worker is full."""
+        self.link.prompts.refuse(self._num_tokens)
+
+    def done(self) -> None:
+        """Note that the worker is done with it, or will not compute it; idempotent."""
+        if not self._is_done:
+            self._is_done = True
+            self.link.prompts.prompt_done(self._num_tokens, self._tenant)
+            self._on_done()
+
+
+class Claim:
+    """What an attempt holds, from its reservation on. A context manager that gives all of it back.
+
+    A prefill worker computes the prompt, or the decode worker itself.
     """
 
     def __init__(
-        self,
-        attempt_id: str,
-        computes: WorkerLink,
-        decode: WorkerLink,
-        ticket: Ticket,
-        journal: Journal,
-        num_blocks: int,
-        costs: PrefillCosts,
-        on_prefilled: Callable[[], None],
-        *,
-        ahead: bool,
+        self, attempt_id: str, reservation: Reservation, prompt: PromptWork, journal: Journal, costs: PrefillCosts
     ) -> None:
-        self.computes = computes
-        self.decode = decode
-        self.here = computes is decode
+        """`costs` learns what it took to compute the prompt and to hand it over."""
+        self.here = prompt.link is reservation.decode
+        """The decode worker computes the prompt."""
         self._attempt_id = attempt_id
-        self._ticket = ticket
+        self._reservation = reservation
+        self._prompt = prompt
         self._num_tokens = len(journal.token_ids)
-        self._num_missing = self._num_tokens - (ticket.held_tokens if self.here else 0)
-        """What is to be computed of them, as far as is known."""
-        self._tenant = journal.scheduling_class.tenant
-        self._ahead = ahead
-        self._num_blocks = num_blocks
         self._costs = costs
-        self._on_prefilled = on_prefilled
-        self._prefilling = True
         self._attaching = False
         self._handed_over = False
-        self._stream = decode.streams.open(ticket.ticket_id)
-        self._waits = computes.load().queued_tokens > 0
-        computes.prompts.give_prompt(self._num_missing, self._tenant, ahead=ahead)
+        self._stream = reservation.decode.streams.open(reservation.ticket.ticket_id)
 
     def __enter__(self) -> Claim:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._prefill_done()
+        self._prompt.done()
         if not self._handed_over and not self.here:
             self.computes.calls.cancel(self._attempt_id)
-        self._leave_decode()
+        self._reservation.release()
+
+    @property
+    def computes(self) -> WorkerLink:
+        """The worker that computes the prompt: a prefill worker, or the decode worker itself."""
+        return self._prompt.link
+
+    @property
+    def decode(self) -> WorkerLink:
+        """The worker that decodes the stream now."""
+        return self._reservation.decode
 
     @property
     def ended(self) -> bool:
-        """No more tokens will come than are here."""
+        """No more tokens will come than have arrived."""
         return self._stream.ended
 
     @property
     def decoded(self) -> bool:
-        """A decode worker made a token of it, in this attempt."""
+        """A decode worker made a token of the answer in this attempt."""
         return self._stream.begun
 
     @property
     def killed(self) -> WorkerLife | None:
-        """The worker whose turn it was, if it died and had made nothing of it yet."""
+        """The life of the worker that was computing the request, if it died and had made no token of it; otherwise None."""
         turn = self.decode if self._attaching else self.computes
         return None if self.decoded or not turn.died else turn.life
 
     @property
     def workers(self) -> list[WorkerLink]:
-        """One or two."""
+        """The workers of the attempt: one if decode computed the prompt and has not moved, otherwise two."""
         return [self.decode] if self.computes is self.decode else [self.computes, self.decode]
 
     @property
     def deaths(self) -> list[WorkerLife]:
-        """Of its workers."""
+        """The lives of its workers that have ended."""
         return [link.life for link in self.workers if link.died]
 
     @property
     def lost(self) -> set[str]:
-        """Which of its workers are."""
+        """The ids of its workers that are lost."""
         return {link.ref.worker_id for link in self.workers if link.gone.done()}
 
     async def first_token(self, journal: Journal) -> First:
-        """Prefill, here or there; fails as soon as a worker is lost, for without its ticket the prefill is worth nothing."""
+        """Have the prompt computed, here or there, and return the token that follows it.
+
+        Fails as soon as a worker is lost, for without its ticket the prefill is worth nothing.
+        """
         began = time.monotonic()
         first = await (self._first_here(journal) if self.here else self._first_there(journal))
         now, prefilled = time.monotonic(), first.prefilled
-        took_s = prefilled.prefill_s if self._waits else now - began
+        took_s = prefilled.prefill_s if self._prompt.waits else now - began
         self._costs.prefilled(self.here, self._num_tokens - prefilled.cached_tokens, took_s, now)
         return first
 
     async def _first_here(self, journal: Journal) -> First:
-        await self.decode.calls.attach(self._ticket.ticket_id, None, journal.sampling, journal.num_generated)
+        await self.decode.calls.attach(self._reservation.ticket.ticket_id, None, journal.sampling, journal.num_generated)
         output = await self._stream.take_first()
-        self._prefill_done()
+        self._prompt.done()
         if output.prefilled is None or len(output.token_ids) != 1:
             raise ProtocolError(f"{self.decode.ref.worker_id} did not say how it computed the prompt")
         logprobs = output.logprobs[0] if output.logprobs else None
@@ -184,13 +167,13 @@ class Claim:
                 lambda call_id: Prefill(
                     call_id=call_id,
                     request_id=self._attempt_id,
-                    ticket=self._ticket,
+                    ticket=self._reservation.ticket,
                     token_ids=journal.token_ids,
                     num_generated=journal.num_generated,
                     sampling=journal.sampling,
                     cache_salt=journal.cache_salt,
                     trace=journal.trace,
-                    ahead=self._ahead,
+                    ahead=self._prompt.ahead,
                 )
             )
         )
@@ -198,7 +181,7 @@ class Claim:
             await asyncio.wait((asking, self.decode.gone), return_when=asyncio.FIRST_COMPLETED)
             if not asking.done():
                 raise self.decode.connection.lost_error()
-            self._prefill_done()
+            self._prompt.done()
             return _first(asking.result())
         finally:
             if not asking.done():
@@ -207,16 +190,16 @@ class Claim:
                     await asking
 
     def refused(self) -> None:
-        """The queue of the prefill worker is full."""
-        self.computes.prompts.refuse(self._num_missing)
+        """Note that the queue of the prefill worker is full."""
+        self._prompt.refused()
 
     def finished(self) -> None:
-        """The first token was the last: prefill hands nothing over."""
+        """Note that the first token was the last, so that prefill hands nothing over."""
         self._handed_over = True
 
     async def attach(self, first_token: int, sampling: SamplingParams, num_generated: int) -> float:
-        """Start the decode, unless the prompt was computed there; returns when the KV is there and was checked, with how long
-        decode waited for it, in seconds.
+        """Start the decode, unless the prompt was computed there. Returns when the KV is there and was checked; the result is
+        how long decode waited for it, in seconds.
 
         Raises KvTransferError, WorkerLostError.
         """
@@ -224,9 +207,9 @@ class Claim:
         if not self.here:
             self._attaching = True
             began = time.monotonic()
-            waited_s = await self.decode.calls.attach(self._ticket.ticket_id, first_token, sampling, num_generated)
+            waited_s = await self.decode.calls.attach(self._reservation.ticket.ticket_id, first_token, sampling, num_generated)
             now = time.monotonic()
-            self._costs.handed_over(self._num_tokens - self._ticket.held_tokens, now - began, now)
+            self._costs.handed_over(self._num_tokens - self._reservation.ticket.held_tokens, now - began, now)
         self._handed_over = True
         return waited_s
 
@@ -244,23 +227,23 @@ class Claim:
         """
         # Of the newest token no KV was computed yet: it plays the part of the first one.
         room = Room(journal.token_ids[:-1], journal.remaining_tokens + 1, num_blocks)
-        ticket = await reserve(target, self._attempt_id, journal, room, patience_s)
-        if ticket is None:
+        there = await reserve(target, self._attempt_id, journal, room, patience_s)
+        if there is None:
             raise OverloadedError(f"{target.ref.worker_id} has no room for the stream")
+        ticket_id = there.ticket.ticket_id
         try:
-            target.streams.open(ticket.ticket_id)
-            moved = await self.decode.calls.migrate(self._ticket.ticket_id, ticket)
+            target.streams.open(ticket_id)
+            moved = await self.decode.calls.migrate(self._reservation.ticket.ticket_id, there.ticket)
         except BaseException:
-            target.calls.release(ticket.ticket_id)
-            target.outstanding.done(num_blocks)
+            there.release()
             raise
         journal.copy = KvCopy(self.decode.life, len(room.token_ids))  # what has left there stays in its cache
-        self._leave_decode()
-        self.decode, self._ticket, self._num_blocks = target, ticket, num_blocks
+        self._reservation.release()
+        self._reservation = there
         self._stream.on_next(on_gap)
-        target.streams.adopt(ticket.ticket_id, self._stream)
+        target.streams.adopt(ticket_id, self._stream)
         try:
-            await target.calls.attach(ticket.ticket_id, moved.newest_token, journal.sampling, moved.num_generated)
+            await target.calls.attach(ticket_id, moved.newest_token, journal.sampling, moved.num_generated)
         except TandemError as error:
             self._stream.fail(error)
             raise
@@ -270,26 +253,15 @@ class Claim:
 
         Raises OverloadedError or UnavailableError; the stream goes on in any case.
         """
-        ticket = await reserve(target, self._attempt_id, journal, room, patience_s)
-        if ticket is None:
+        there = await reserve(target, self._attempt_id, journal, room, patience_s)
+        if there is None:
             raise OverloadedError(f"{target.ref.worker_id} has no room for a copy")
         try:
-            target.streams.open(ticket.ticket_id)
-            if ticket.held_tokens < len(room.token_ids):
-                await self.decode.calls.copy(self._ticket.ticket_id, ticket)
+            target.streams.open(there.ticket.ticket_id)
+            if there.ticket.held_tokens < len(room.token_ids):
+                await self.decode.calls.copy(self._reservation.ticket.ticket_id, there.ticket)
         finally:
-            target.calls.release(ticket.ticket_id)
-            target.outstanding.done(room.num_blocks)
-
-    def _leave_decode(self) -> None:
-        self.decode.calls.release(self._ticket.ticket_id)
-        self.decode.outstanding.done(self._num_blocks)
-
-    def _prefill_done(self) -> None:
-        if self._prefilling:
-            self._prefilling = False
-            self.computes.prompts.prompt_done(self._num_missing, self._tenant)
-            self._on_prefilled()
+            there.release()
 
 
 def _first(answer: FirstToken) -> First:

@@ -20,9 +20,9 @@ from configs.schema import ClusterConfig
 from protocol.errors import OverloadedError, TandemError
 from protocol.messages import Role
 from protocol.ticket import reserved_tokens
-from router.dispatch.claim import Room
 from router.dispatch.journal import KvCopy
 from router.dispatch.links import WorkerLink
+from router.dispatch.reservation import Room
 from router.dispatch.roster import Roster
 from router.dispatch.running import Running
 from router.rules.worker_load import blocks_for

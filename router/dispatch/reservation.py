@@ -1,0 +1,70 @@
+"""KV blocks that a decode worker keeps for one choice, and how they are asked for and given back."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from protocol.errors import OverloadedError, UnavailableError
+from protocol.messages import Reserve, Ticket
+from router.dispatch.journal import Journal
+from router.dispatch.links import WorkerLink
+from telemetry.logging import fields
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Room:
+    """What is wanted of a decode worker for one choice."""
+
+    token_ids: tuple[int, ...]
+    """Prompt and what was emitted."""
+    max_tokens: int
+    """The most tokens that the answer may still get."""
+    num_blocks: int
+    """For all of these tokens and the answer's beginning."""
+    own_tokens: int = 0
+    """So many at the end of `token_ids` must lie in blocks of the ticket's own, as `protocol.messages.Reserve` says."""
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """Blocks at a decode worker, counted as outstanding there until `release`, which must be called once."""
+
+    decode: WorkerLink
+    ticket: Ticket
+    num_blocks: int
+
+    def release(self) -> None:
+        """Give the ticket back, also when the worker is gone."""
+        self.decode.calls.release(self.ticket.ticket_id)
+        self.decode.outstanding.done(self.num_blocks)
+
+
+async def reserve(decode: WorkerLink, attempt_id: str, journal: Journal, room: Room, patience_s: float) -> Reservation | None:
+    """Ask a decode worker for blocks, for up to `patience_s` seconds; None if it is full, slow to answer, leaving or lost."""
+    ticket = None
+    decode.outstanding.give(room.num_blocks)
+    try:
+        ticket = await decode.calls.reserve(
+            lambda call_id: Reserve(
+                call_id=call_id,
+                request_id=attempt_id,
+                prompt_token_ids=room.token_ids,
+                max_tokens=room.max_tokens,
+                cache_salt=journal.cache_salt,
+                trace=journal.trace,
+                own_tokens=room.own_tokens,
+            ),
+            patience_s,
+        )
+    except OverloadedError:
+        decode.outstanding.refuse(room.num_blocks)
+    except UnavailableError as error:
+        decode.outstanding.refuse(0)
+        log.info("no reservation: %s", error.message, extra=fields(trace=journal.trace.trace_id))
+    finally:
+        if ticket is None:
+            decode.outstanding.done(room.num_blocks)
+    return None if ticket is None else Reservation(decode, ticket, room.num_blocks)
