@@ -76,7 +76,7 @@ class Router:
         self._migrator.start()
 
     async def close(self) -> None:
-        """Running streams fail with WorkerLostError; returns when every task and thread has ended."""
+        """Stop serving. Running streams fail with WorkerLostError; returns when every task and thread has ended."""
         await self._migrator.close()
         await self._roster.close()
         if self._spans is not None:
@@ -104,7 +104,7 @@ class Router:
         arrival: float,
         emitted: Sequence[EmittedChoice] = (),
     ) -> AsyncGenerator[Delta, None]:
-        """All choices of all prompts, piece by piece; the last piece of each has its finish reason.
+        """Generate all choices of all prompts, piece by piece; the last piece of each has its finish reason.
 
         Closing the generator frees everything. `arrival` is the request's, on `time.monotonic`. `emitted` has
         the part of every choice that comes before these pieces, or is empty; choices that have not ended go on.
@@ -121,15 +121,15 @@ class Router:
         await self._orders.drain(worker_id, restart)
 
     def health_problem(self) -> str | None:
-        """Why no request can get through, or None if one can."""
+        """Return why no request can get through, or None if one can."""
         return health_problem(self._roster, self.config)
 
     def status(self) -> dict[str, Any]:
-        """What `/admin/status` shows."""
+        """Return what `/admin/status` shows: one row for each worker."""
         return {"workers": [worker_status(info, self._roster.find(info)) for info in self._roster.view.workers]}
 
     async def audit(self) -> dict[str, Any]:
-        """What `/admin/audit` shows: what is held somewhere though nobody needs it."""
+        """Ask all workers, and return what `/admin/audit` shows: what is held somewhere though nobody needs it."""
         leaks = await audit(self._roster, self.config.limits.lease_s)
         return {"leaks": [dataclasses.asdict(leak) for leak in leaks]}
 

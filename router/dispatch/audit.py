@@ -24,7 +24,10 @@ _GAP_S = 0.5
 
 
 async def audit(roster: Roster, lease_s: float) -> list[Leak]:
-    """What leaks. If nothing does that takes a few milliseconds, otherwise a second and the workers' time to answer."""
+    """Return what leaks in the cluster. `lease_s` is the lease of tickets and routers, in seconds.
+
+    It takes a few milliseconds if nothing leaks, otherwise a second and the time that the workers take to answer.
+    """
     leaks = await _snapshot(roster, lease_s)
     for _ in range(_SNAPSHOTS - 1):
         if not leaks:

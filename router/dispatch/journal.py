@@ -12,12 +12,12 @@ from router.rules.fair_queue import ANYBODY, SchedulingClass
 
 
 class Arrival(NamedTuple):
-    """Of what one step added to a stream."""
+    """When one step's tokens for a stream arrived at the router."""
 
     at: float
-    """When it came, on `time.monotonic`."""
+    """The moment, on `time.monotonic`."""
     step_s: float
-    """How long the step took."""
+    """How long the step took that made them, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Tokens:
     cached_tokens: int = 0
     """With the first token of an answer: how many of the prompt's tokens prefill did not have to compute."""
     prompt_logprobs: PromptLogprobs | None = None
-    """Likewise: of the prompt's tokens, if they were asked for."""
+    """With the first token of an answer: the logprobs of the prompt's tokens, if they were asked for."""
     arrivals: tuple[Arrival, ...] = ()
-    """One for each step of decode that these tokens are from."""
+    """One entry for each step of decode that made some of these tokens."""
 
 
 @dataclass(frozen=True)
@@ -45,19 +45,22 @@ class KvCopy:
 
 @dataclass
 class Journal:
-    """Sampling is a pure function of seed, choice, position and logits, so prompt and emitted tokens are the whole state."""
+    """One choice, as far as it got: enough for other workers to go on with it.
+
+    Sampling is a pure function of seed, choice, position and logits, so prompt and emitted tokens are the whole state.
+    """
 
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     cache_salt: str
-    """Whoever goes on with the choice elsewhere may share KV with the same requests only."""
+    """Only requests with the same salt may share cached KV with this one, wherever it goes on."""
     scheduling_class: SchedulingClass = ANYBODY
-    """Decides about its place in line."""
+    """Decides the choice's place in the waiting line."""
     trace: TraceContext = field(default_factory=new_trace)
-    """Of the request; for log lines, here and at the workers."""
+    """The trace of the request, whose id log lines carry here and at the workers."""
     emitted: list[int] = field(default_factory=list)
     copy: KvCopy | None = None
-    """The latest one; may be gone by now."""
+    """The latest copy of its KV at another worker, which may have been evicted by now; None if there was none."""
 
     def record(self, tokens: Tokens) -> Tokens:
         """Note tokens *before* they leave the router: what is noted is never asked for again, so nothing is said twice."""
@@ -72,13 +75,14 @@ class Journal:
 
     @property
     def num_generated(self) -> int:
+        """Number of tokens of the answer that were emitted."""
         return len(self.emitted)
 
     @property
     def remaining_tokens(self) -> int:
-        """At most this many tokens are still to come."""
+        """The most tokens that are still to come."""
         return self.sampling.max_tokens - len(self.emitted)
 
     def copied_at(self, life: WorkerLife) -> int:
-        """Of how many tokens this worker has a copy, as far as is known."""
+        """Number of the choice's first tokens whose KV this life of a worker has as a copy, as far as is known."""
         return self.copy.num_tokens if self.copy is not None and self.copy.life == life else 0

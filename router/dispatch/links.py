@@ -50,9 +50,9 @@ class WorkerLink:
         self.gone = self.connection.gone
         """Done, with the reason, when the link is lost."""
         self.outstanding = Outstanding(on_change=on_load)
-        """Of claims: in prompt tokens at a prefill worker, in KV blocks at a decode worker."""
+        """What claims of this router have there: prompt tokens at a prefill worker, KV blocks at a decode worker."""
         self.prompts = self.outstanding if ref.role is Role.PREFILL else Outstanding(on_change=on_load)
-        """Of prompts that are computed there, in tokens."""
+        """The prompts of this router that are computed there, in tokens."""
         self.report: LoadReport | None = None
         """The latest one, or None before the first."""
         self.retired = False

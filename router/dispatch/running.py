@@ -1,4 +1,4 @@
-"""A stream that decode workers run, as those see it that send it from one to another."""
+"""Streams that decode workers run, as the migrator and the copies keep them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from router.dispatch.journal import Journal
 
 @dataclass(eq=False)
 class Running:
-    """One attached stream."""
+    """One attached stream, with what is known of its moves and copies."""
 
     claim: Claim
     journal: Journal
     sending: asyncio.Task[None] | None = None
-    """It moves, or is copied: one at a time."""
+    """The move or the copy that is under way; None if there is none. There is one at a time."""
     failures: int = 0
+    """Number of moves that have failed since the latest one that did not."""
     retry_at: float = 0.0
-    """On the loop's clock: no move begins before."""
+    """No move begins before this moment, on the loop's clock."""
 
     @property
     def goes_on(self) -> bool:

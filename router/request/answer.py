@@ -31,14 +31,18 @@ _FINISH: dict[FinishReason, Finish] = {FinishReason.STOP: "stop", FinishReason.L
 
 @dataclass(frozen=True)
 class TokenText:
-    """A token as clients see it: `utf8` are its bytes, `text` has U+FFFD for those that are no whole character."""
+    """A token as clients see it."""
 
     text: str
+    """Has U+FFFD for bytes that are no whole character."""
     utf8: tuple[int, ...]
+    """Its bytes, each from 0 to 255."""
 
 
 @dataclass(frozen=True)
 class TextLogprob:
+    """One token with its logprob."""
+
     token: TokenText
     logprob: float | None
     """None for a prompt's first token, which nothing precedes."""
@@ -46,7 +50,7 @@ class TextLogprob:
 
 @dataclass(frozen=True)
 class TextLogprobs:
-    """`TokenLogprobs` in text."""
+    """A chosen token with its logprob, and the likeliest tokens at its place with theirs."""
 
     chosen: TextLogprob
     top: tuple[TextLogprob, ...]
@@ -61,16 +65,16 @@ class Delta:
     """
 
     index: int
-    """Of the choice in its request."""
+    """The choice's index in its request."""
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TextLogprobs, ...]
     finish_reason: Finish | None
     cached_tokens: int
-    """In the first piece of an answer: how many of the prompt's tokens were cached."""
+    """Number of the prompt's tokens that were cached, in the first piece of a choice; 0 in the others."""
     tool_calls: tuple[ToolCallDelta, ...] = ()
     times: RequestTimes | None = None
-    """In the last piece."""
+    """Where the choice's time went, in its last piece; None in the others."""
 
 
 @dataclass
@@ -87,7 +91,7 @@ class Answer:
 
     @classmethod
     def of(cls, deltas: Iterable[Delta]) -> Answer:
-        """Put the pieces together."""
+        """Put the pieces of one choice together, in their order."""
         pieces = list(deltas)
         return cls(
             text="".join(piece.text for piece in pieces),
@@ -110,7 +114,7 @@ class TokenTexts:
         self.find = lru_cache(maxsize=65_536)(self._find)
 
     def describe(self, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]) -> tuple[TextLogprobs, ...]:
-        """Logprobs with their tokens in text; empty if there are none."""
+        """Return the logprobs with their tokens in text; empty if there are none."""
         return tuple(
             TextLogprobs(
                 TextLogprob(self.find(token_id), entry.chosen),
@@ -120,7 +124,7 @@ class TokenTexts:
         )
 
     def describe_prompt(self, token_ids: tuple[int, ...], logprobs: PromptLogprobs) -> tuple[TextLogprobs, ...]:
-        """A prompt's logprobs with its tokens in text. Raises ProtocolError if they don't belong to it."""
+        """Return a prompt's logprobs with its tokens in text. Raises ProtocolError if they don't belong to it."""
         first = TextLogprobs(TextLogprob(self.find(token_ids[0]), None), ())
         return (first, *self.describe(token_ids[1:], unpack(logprobs, len(token_ids))))
 
@@ -157,7 +161,7 @@ class AnswerText:
         self._num_tokens = 0
 
     def push(self, tokens: Tokens) -> Delta:
-        """The text that these tokens add. After a delta with a finish reason there must be no further call.
+        """Return what these tokens add to the choice. After a delta with a finish reason there must be no further call.
 
         A token that ends the answer is not part of its text, as in vLLM, but counts among its tokens.
         """
@@ -165,11 +169,19 @@ class AnswerText:
             delta = self._push(tokens)
             return delta if self._calls is None else _with_calls(delta, self._calls)
         echo, self._echo = self._echo, None
-        said = () if tokens.prompt_logprobs is None else self._texts.describe_prompt(echo.token_ids, tokens.prompt_logprobs)
+        scored = tokens.prompt_logprobs
+        prompt_logprobs = () if scored is None else self._texts.describe_prompt(echo.token_ids, scored)
         if echo.alone:
-            return Delta(self._index, echo.text, (), said, "length", tokens.cached_tokens)
+            return Delta(
+                index=self._index,
+                text=echo.text,
+                token_ids=(),
+                logprobs=prompt_logprobs,
+                finish_reason="length",
+                cached_tokens=tokens.cached_tokens,
+            )
         delta = self._push(tokens)
-        return replace(delta, text=echo.text + delta.text, logprobs=said + delta.logprobs)
+        return replace(delta, text=echo.text + delta.text, logprobs=prompt_logprobs + delta.logprobs)
 
     def _push(self, tokens: Tokens) -> Delta:
         token_ids = tokens.token_ids
@@ -185,7 +197,14 @@ class AnswerText:
             if num_used is not None:
                 token_ids, finish = token_ids[:num_used], "stop"
         logprobs = self._texts.describe(token_ids, tokens.logprobs)
-        return Delta(self._index, text, token_ids, logprobs, finish, tokens.cached_tokens)
+        return Delta(
+            index=self._index,
+            text=text,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            finish_reason=finish,
+            cached_tokens=tokens.cached_tokens,
+        )
 
     def _push_until_stop(self, matcher: StopMatcher, token_ids: tuple[int, ...], last: bool) -> tuple[str, int | None]:
         """Text up to a stop string, and how many tokens it took to complete one (None: there is none).

@@ -18,7 +18,7 @@ from protocol.sampling import PromptLogprobs
 from router.request.answer import Delta
 
 _AT_ONCE = 32
-"""So many choices of a request are at the workers at the same time; the others follow as these end."""
+"""The most choices of one request that are at the workers at the same time; the others follow as these end."""
 
 
 @dataclass(frozen=True)
@@ -58,25 +58,28 @@ class SharedPrompt:
         self._known = asyncio.Event()
         self._pair: frozenset[str] = frozenset()
         self.logprobs: PromptLogprobs | None = None
-        """Of the prompt, if they were asked for, when the first choice has begun."""
+        """The logprobs of the prompt's tokens, if they were asked for, from when the first choice has begun."""
 
     def placed(self, *worker_ids: str) -> None:
-        """It is cached at these workers."""
+        """Note that the prompt's KV is cached at these workers."""
         self._pair = frozenset(worker_ids)
         self._known.set()
 
     def given_up(self) -> None:
-        """The first choice has ended; nobody waits for it any more. Changes nothing after `placed`."""
+        """Note that the first choice has ended, so that nobody waits for it any more. Changes nothing after `placed`."""
         self._known.set()
 
     async def elsewhere(self) -> Container[str]:
-        """The workers that don't have it; empty if none has. Waits no longer than the first choice's life."""
+        """Wait until the prompt is placed, and return the workers that don't have its KV; empty if none has.
+
+        Waits no longer than the first choice lives.
+        """
         await self._known.wait()
         return _Others(self._pair) if self._pair else ()
 
 
 async def interleaved(answers: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[Delta, None]:
-    """The pieces of all answers as they come. Closing it closes all of them; what one raises is raised here."""
+    """Yield the pieces of all choices as they come. Closing it closes all of them; what one raises is raised here."""
     if len(answers) == 1:
         async with contextlib.aclosing(answers[0]) as pieces:
             async for delta in pieces:

@@ -11,14 +11,19 @@ from protocol.sampling import PromptLogprobs, TokenLogprobs, TokenProb
 
 @dataclass(frozen=True)
 class Echo:
+    """A prompt that its answer repeats before it begins."""
+
     text: str
     token_ids: tuple[int, ...]
     alone: bool
-    """Nothing shall follow: the one token that the workers make all the same is dropped."""
+    """Nothing is to follow the prompt: the one token that the workers make all the same is dropped."""
 
 
 def unpack(logprobs: PromptLogprobs, num_tokens: int) -> tuple[TokenLogprobs, ...]:
-    """Of all tokens of a prompt of this length but the first. Raises ProtocolError unless just these are there."""
+    """Unpack the logprobs of a prompt of `num_tokens` tokens: one entry for each token but the first.
+
+    Raises ProtocolError if there are more or fewer.
+    """
     chosen, ids, likeliest = array("f"), array("i"), array("f")
     try:
         chosen.frombytes(logprobs.chosen)

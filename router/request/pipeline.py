@@ -73,7 +73,7 @@ class Pipeline:
     async def run(
         self, journal: Journal, times: RequestTimes, prompt: SharedPrompt | None = None
     ) -> AsyncGenerator[Tokens, None]:
-        """The answer's tokens as they come, the first one alone; the last piece has the finish reason.
+        """Yield the answer's tokens as they come, the first one alone; the last piece has the finish reason.
 
         With other choices of the same `prompt`, all but the first wait until its KV is there, and go there.
 
