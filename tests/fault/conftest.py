@@ -4,55 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, RepetitionPenaltyLogitsProcessor
+from transformers import LlamaForCausalLM, RepetitionPenaltyLogitsProcessor
 
-from configs.facts import Architecture, ModelFacts, WeightFormat
+from configs.facts import ModelFacts
 from configs.schema import ClusterConfig
 from tests.fault.two_workers import CONFIG, TwoWorkers, run_two_workers
+from tests.tiny_models import random_model, saved, tiny_facts
 
 
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> ModelFacts:
     """A random two-layer Llama on disk."""
-    torch.manual_seed(7)
-    config = LlamaConfig(
-        vocab_size=101,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+    facts = tiny_facts(
+        "small", hidden_size=32, intermediate_size=64, head_dim=8, vocab_size=101, max_model_len=4096, rms_norm_eps=1e-6
     )
-    folder: Path = tmp_path_factory.mktemp("small-model")
-    LlamaForCausalLM(config).float().save_pretrained(folder)
-    return ModelFacts(
-        name="small",
-        architecture=Architecture.LLAMA,
-        num_layers=2,
-        hidden_size=32,
-        intermediate_size=64,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        vocab_size=101,
-        max_model_len=4096,
-        rope_theta=10_000.0,
-        rope_scaling=None,
-        rms_norm_eps=config.rms_norm_eps,
-        tie_word_embeddings=True,
-        attention_bias=False,
-        qk_norm=False,
-        eos_token_ids=(0,),
-        model_hash="small",
-        weight_format=WeightFormat.SAFETENSORS,
-        weight_files=(folder / "model.safetensors",),
-    )
+    return saved(random_model(facts, seed=7), facts, tmp_path_factory.mktemp("small-model"))
 
 
 TwoWorkersFactory = Callable[..., AbstractAsyncContextManager[TwoWorkers]]

@@ -39,7 +39,7 @@ CONFIG = ClusterConfig(
     block_size=8,
     prefill=PrefillConfig(kv_cache_tokens=4096, max_batch_tokens=64),
     decode=DecodeConfig(kv_cache_tokens=4096, max_batch_size=16, copy_every_tokens=0),
-    limits=LimitsConfig(lease_s=2.0, heartbeat_s=0.1, connect_s=5.0, queue_s=20.0),
+    limits=LimitsConfig(lease_s=4.0, heartbeat_s=0.1, connect_s=5.0, queue_s=20.0),
 )
 
 

@@ -25,7 +25,7 @@ def config(decode_tokens: int) -> ClusterConfig:
             "block_size": 8,
             "prefill": {"kv_cache_tokens": 4096, "max_batch_tokens": 32},
             "decode": {"kv_cache_tokens": decode_tokens, "max_batch_size": 8},
-            "limits": {"lease_s": 2.0, "heartbeat_s": 0.1, "connect_s": 5.0},
+            "limits": {"lease_s": 4.0, "heartbeat_s": 0.1, "connect_s": 5.0},
         }
     )
 

@@ -176,7 +176,8 @@ class TwoWorkers:
         self.routers.append(router)
         return router
 
-    async def until(self, condition: Callable[[], bool], seconds: float = 10) -> None:
+    async def until(self, condition: Callable[[], bool], seconds: float = 30) -> None:
+        """Wait for what is bound to come. The deadline is that of a test which hangs, on a busy machine too."""
         async with asyncio.timeout(seconds):
             while not condition():  # noqa: ASYNC110 - what is waited for has no event of its own
                 await asyncio.sleep(0.005)

@@ -14,7 +14,10 @@ import httpx
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
+
+from configs.facts import Architecture
+from tests.tiny_models import random_model, saved, tiny_facts
 
 PROMPTS = [[5, 9, 2, 77], list(range(3, 90)), [200, 31] * 40, [17]]
 """Token ids that both models have."""
@@ -47,21 +50,16 @@ def small_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|end|>"])
-    torch.manual_seed(11)
-    config = Qwen3Config(
-        vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=64,
+    facts = tiny_facts(
+        "small-qwen3",
+        architecture=Architecture.QWEN3,
         intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
+        vocab_size=tokenizer.get_vocab_size(),
         tie_word_embeddings=False,
-        eos_token_id=256,
-        bos_token_id=None,
+        eos_token_ids=(256,),
+        qk_norm=True,
     )
-    Qwen3ForCausalLM(config).float().save_pretrained(folder)
+    saved(random_model(facts, seed=11), facts, folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
     return folder

@@ -4,41 +4,20 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from configs.facts import Architecture, ModelFacts, WeightFormat
+from configs.facts import ModelFacts, WeightFormat
 from configs.loader import load_config, served_context
 from configs.models import resolve
 from configs.sharding import check_tensor_parallel_size, heads_of, possible_sizes, rank_facts, vocabulary_of
 from protocol.errors import ConfigError
+from tests.tiny_models import tiny_facts
 
-FACTS = ModelFacts(
-    name="some",
-    architecture=Architecture.LLAMA,
-    num_layers=2,
-    hidden_size=64,
-    intermediate_size=96,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=16,
-    vocab_size=211,
-    max_model_len=128,
-    rope_theta=10_000.0,
-    rope_scaling=None,
-    rms_norm_eps=1e-5,
-    tie_word_embeddings=True,
-    attention_bias=False,
-    qk_norm=False,
-    eos_token_ids=(0,),
-    model_hash="some",
-    weight_format=WeightFormat.SAFETENSORS,
-    weight_files=(Path("model.safetensors"),),
-)
+FACTS = tiny_facts("some", num_heads=8)
 
 
 @st.composite

@@ -12,23 +12,14 @@ import pytest
 import torch
 
 from configs.arithmetic import ceil_div
-from configs.facts import Architecture, ModelFacts, RopeScaling, WeightFormat
+from configs.facts import Architecture, ModelFacts, RopeScaling
 from configs.models import resolve
 from engine.batch import Chunk, SampledToken
 from engine.model_runner import ModelRunner
 from protocol.sampling import SamplingParams
+from tests.tiny_models import random_model, saved, tiny_facts
 
-SMALL: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 211,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-}
-WIDE = SMALL | {"hidden_size": 128, "intermediate_size": 128, "vocab_size": 256}
+WIDE = {"hidden_size": 128, "intermediate_size": 128, "vocab_size": 256, "head_dim": 64}
 """Sizes that the native operators and products have, also on two ranks."""
 LLAMA3_SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=64)
 
@@ -78,54 +69,25 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[
 
 
 def _make_small_model(kind: str, folder: Path) -> SmallModel:
-    import transformers
-
-    tied = kind in ("llama-tied", "qwen3")
-    sizes = WIDE if kind == "llama-wide" else SMALL
-    head_dim = {"qwen3": 32, "llama-wide": 64}.get(kind, 16)
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0}
-    if kind == "llama3-rope":
-        rope |= {
-            "rope_type": "llama3",
-            "factor": LLAMA3_SCALING.factor,
-            "low_freq_factor": LLAMA3_SCALING.low_freq_factor,
-            "high_freq_factor": LLAMA3_SCALING.high_freq_factor,
-            "original_max_position_embeddings": LLAMA3_SCALING.original_max_position,
-        }
-    family = {"qwen2": "Qwen2", "qwen3": "Qwen3"}.get(kind, "Llama")
-    own_head_dim = {} if family == "Qwen2" else {"head_dim": head_dim}
-    config = getattr(transformers, f"{family}Config")(**sizes, **own_head_dim, tie_word_embeddings=tied, rope_parameters=rope)
-    torch.manual_seed(7)
-    reference = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.float32).eval()
+    family = {"qwen2": Architecture.QWEN2, "qwen3": Architecture.QWEN3}.get(kind, Architecture.LLAMA)
+    sizes = {"llama-wide": WIDE, "qwen3": {"head_dim": 32}}.get(kind, {})
+    facts = tiny_facts(
+        kind,
+        architecture=family,
+        num_layers=3,
+        rope_scaling=LLAMA3_SCALING if kind == "llama3-rope" else None,
+        tie_word_embeddings=kind in ("llama-tied", "qwen3"),
+        attention_bias=family is Architecture.QWEN2,
+        qk_norm=family is Architecture.QWEN3,
+        **sizes,
+    )
+    reference = random_model(facts, seed=7)
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
             # Large enough that a wrong weight, order or scale changes the logits by far more than rounding does.
             spread = torch.randn_like(parameter) * 0.2
             parameter.copy_(1 + spread if "norm" in name else spread)
-    reference.save_pretrained(folder)
-    facts = ModelFacts(
-        name=kind,
-        architecture=Architecture(family.lower()),
-        num_layers=sizes["num_hidden_layers"],
-        hidden_size=sizes["hidden_size"],
-        intermediate_size=sizes["intermediate_size"],
-        num_heads=sizes["num_attention_heads"],
-        num_kv_heads=sizes["num_key_value_heads"],
-        head_dim=head_dim,
-        vocab_size=sizes["vocab_size"],
-        max_model_len=sizes["max_position_embeddings"],
-        rope_theta=10_000.0,
-        rope_scaling=LLAMA3_SCALING if kind == "llama3-rope" else None,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=tied,
-        attention_bias=family == "Qwen2",
-        qk_norm=family == "Qwen3",
-        eos_token_ids=(0,),
-        model_hash=kind,
-        weight_format=WeightFormat.SAFETENSORS,
-        weight_files=(folder / "model.safetensors",),
-    )
-    return SmallModel(facts, reference)
+    return SmallModel(saved(reference, facts, folder), reference)
 
 
 def _generate(

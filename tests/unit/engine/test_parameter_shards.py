@@ -15,36 +15,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from configs.facts import Architecture, ModelFacts, WeightFormat
+from configs.facts import Architecture, ModelFacts
 from configs.sharding import possible_sizes, rank_facts
 from engine.models.gguf_weights import GgufWeights
 from engine.models.parameters import Part, Shard, Split, layer_parameters, model_parameters
 from engine.models.safetensors_weights import SafetensorsWeights
+from tests.tiny_models import tiny_facts
 from tests.unit.engine.test_weights import write_gguf
 
 Q = gguf.GGMLQuantizationType
 HIDDEN, HEAD_DIM = 24, 4
-FACTS = ModelFacts(
-    name="some",
+FACTS = tiny_facts(
+    "some",
     architecture=Architecture.QWEN3,
     num_layers=1,
     hidden_size=HIDDEN,
-    intermediate_size=96,
     num_heads=8,
-    num_kv_heads=2,
     head_dim=HEAD_DIM,
-    vocab_size=211,
-    max_model_len=128,
-    rope_theta=10_000.0,
-    rope_scaling=None,
-    rms_norm_eps=1e-5,
     tie_word_embeddings=False,
     attention_bias=True,
     qk_norm=True,
-    eos_token_ids=(0,),
-    model_hash="some",
-    weight_format=WeightFormat.SAFETENSORS,
-    weight_files=(),
 )
 
 

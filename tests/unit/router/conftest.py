@@ -157,7 +157,7 @@ def completion_body(fields: dict[str, Any]) -> dict[str, Any]:
     return {"model": "smollm2", "prompt": "Count:", "max_tokens": 40} | fields
 
 
-async def eventually(condition: Callable[[], bool], what: str = "it did not happen", deadline_s: float = 10.0) -> None:
+async def eventually(condition: Callable[[], bool], what: str = "it did not happen", deadline_s: float = 30.0) -> None:
     """Wait for a condition that can only be seen from outside, so that there is no event to wait for."""
     try:
         async with asyncio.timeout(deadline_s):

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from configs.arithmetic import ceil_div
-from configs.facts import Architecture, ModelFacts, WeightFormat
+from configs.facts import ModelFacts
 from engine.kernels.triton.decode_attention import DecodeAttention
 from engine.kernels.triton.kv_cache import gather_tokens, rotate_and_store, scatter_tokens
 from engine.kernels.triton.launch import Launch
@@ -25,6 +25,7 @@ from engine.kernels.triton.layers import add_norm, swiglu
 from engine.kernels.triton.prefill_attention import prefill_attention, prefill_tiles
 from engine.kernels.triton.sampling import SamplingRows, max_gap, sample
 from engine.sampler import SampleRequest
+from tests.tiny_models import tiny_facts
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LIMITS = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -45,9 +46,8 @@ class Heads:
 
 def facts_of(heads: Heads) -> ModelFacts:
     """A model of these heads, for what asks its shape alone."""
-    return ModelFacts(
-        name="shape",
-        architecture=Architecture.LLAMA,
+    return tiny_facts(
+        "shape",
         num_layers=1,
         hidden_size=heads.query * heads.size,
         intermediate_size=1536,
@@ -56,16 +56,7 @@ def facts_of(heads: Heads) -> ModelFacts:
         head_dim=heads.size,
         vocab_size=1000,
         max_model_len=8192,
-        rope_theta=10_000.0,
-        rope_scaling=None,
-        rms_norm_eps=1e-5,
         tie_word_embeddings=False,
-        attention_bias=False,
-        qk_norm=False,
-        eos_token_ids=(0,),
-        model_hash="shape",
-        weight_format=WeightFormat.SAFETENSORS,
-        weight_files=(),
     )
 
 

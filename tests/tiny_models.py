@@ -1,0 +1,85 @@
+"""Models of a few layers with random weights: the one place where tests describe them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from configs.facts import Architecture, ModelFacts, WeightFormat
+
+TINY = ModelFacts(
+    name="tiny",
+    architecture=Architecture.LLAMA,
+    num_layers=2,
+    hidden_size=64,
+    intermediate_size=96,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    vocab_size=211,
+    max_model_len=512,
+    rope_theta=10_000.0,
+    rope_scaling=None,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=True,
+    attention_bias=False,
+    qk_norm=False,
+    eos_token_ids=(0,),
+    model_hash="tiny",
+    weight_format=WeightFormat.SAFETENSORS,
+    weight_files=(),
+)
+
+
+def tiny_facts(name: str, **changes: Any) -> ModelFacts:
+    """The facts of TINY under another name, with these fields changed."""
+    return replace(TINY, name=name, model_hash=name, **changes)
+
+
+def transformers_config(facts: ModelFacts) -> Any:
+    """The configuration by which `transformers` builds a model of these facts."""
+    import transformers
+
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": facts.rope_theta}
+    if scaling := facts.rope_scaling:
+        rope |= {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_position,
+        }
+    own_head_dim = {} if facts.architecture is Architecture.QWEN2 else {"head_dim": facts.head_dim}
+    return getattr(transformers, f"{facts.architecture.value.title()}Config")(
+        hidden_size=facts.hidden_size,
+        intermediate_size=facts.intermediate_size,
+        num_hidden_layers=facts.num_layers,
+        num_attention_heads=facts.num_heads,
+        num_key_value_heads=facts.num_kv_heads,
+        vocab_size=facts.vocab_size,
+        max_position_embeddings=facts.max_model_len,
+        rms_norm_eps=facts.rms_norm_eps,
+        tie_word_embeddings=facts.tie_word_embeddings,
+        rope_parameters=rope,
+        bos_token_id=None,
+        eos_token_id=facts.eos_token_ids[0],
+        **own_head_dim,
+    )
+
+
+def random_model(facts: ModelFacts, seed: int) -> Any:
+    """A model of `transformers` in float32, with the weights that it would begin its training with."""
+    import transformers
+
+    torch.manual_seed(seed)
+    family = f"{facts.architecture.value.title()}ForCausalLM"
+    return getattr(transformers, family)(transformers_config(facts)).float().eval()
+
+
+def saved(model: Any, facts: ModelFacts, folder: Path) -> ModelFacts:
+    """Save the model's weights and configuration in a folder; the facts with the path of its file."""
+    model.save_pretrained(folder)
+    return replace(facts, weight_files=(folder / "model.safetensors",))
