@@ -37,6 +37,7 @@ from protocol.messages import (
     WorkerRef,
 )
 from protocol.sampling import SamplingParams
+from protocol.wire import WIRE_VERSION
 from tests.fault.company import PROMPT, Insider, company, insiders
 from tests.fault.scenarios import THOROUGH, Factory, Reference, greedy, run
 from tests.fault.two_workers import SECRET
@@ -58,7 +59,7 @@ def test_strangers_harm_nobody(two_workers: Factory, reference: Reference, caplo
                     await here.goes_on()
                 for secret in (None, b"wrong" * 8, SECRET):
                     with dealer(address, secret) as stranger:
-                        for body in (encode(Ping()), b"tandem/1" + b"n" * 32, b"p" * 32, encode(Release(1))):
+                        for body in (encode(Ping()), WIRE_VERSION + b"n" * 32, b"p" * 32, encode(Release(1))):
                             with suppress(zmq.Again):  # hung up on
                                 stranger.send(body, zmq.DONTWAIT)
                         await here.goes_on()
