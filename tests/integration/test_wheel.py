@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.built_wheel import build_wheel, environment, unpack
 
@@ -15,6 +16,7 @@ ACTORS = ("ray::Controller", "ray::WorkerProcess", "ray::ServeReplica:tandem:rou
 """The processes that import Tandem. Ray's own agents don't, and their titles overwrite the environment that /proc shows."""
 
 
+@pytest.mark.slow
 def test_the_unpacked_wheel_serves(tmp_path: Path, serve: Callable[..., Any]) -> None:
     unpacked, empty = tmp_path / "unpacked", tmp_path / "empty"
     empty.mkdir()
