@@ -22,7 +22,7 @@ class Refusals:
         self._say(logging.WARNING, kind, args)
 
     def note(self, kind: str, *args: object) -> None:
-        """Likewise, for what may be no refusal at all."""
+        """Log the line `kind % args` for what may be no refusal at all, or only count it."""
         self._say(logging.INFO, kind, args)
 
     def _say(self, level: int, kind: str, args: tuple[object, ...]) -> None:

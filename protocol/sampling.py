@@ -47,7 +47,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     """Is taken off the logit of every token that the answer holds."""
     frequency_penalty: float = 0.0
-    """Likewise, once for each time that it does."""
+    """Is taken off the logit of a token once for each time that the answer holds it."""
     repetition_penalty: float = 1.0
     """Logits of tokens in the prompt or the answer are divided by it if positive, else multiplied by it."""
     logit_bias: tuple[TokenBias, ...] = ()
@@ -57,7 +57,7 @@ class SamplingParams:
     """What the answer's text must follow, in llguidance's dialect of Lark; empty if it is free."""
 
     num_prompt_logprobs: int | None = None
-    """Likewise for the prompt's own tokens, which are all computed then."""
+    """None: no logprobs of the prompt. n: those of its own tokens and of the n likeliest ones, with all of it computed."""
 
     @property
     def penalizes(self) -> bool:

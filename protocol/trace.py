@@ -33,7 +33,7 @@ class TraceContext:
     trace_id: str
     """32 hex digits, not all zero."""
     span_id: str
-    """16 likewise."""
+    """16 hex digits, not all zero."""
     sampled: bool
     """Whether the caller says that it records this trace."""
     state: str

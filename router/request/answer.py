@@ -226,7 +226,7 @@ class AnswerText:
 
 
 def _with_calls(delta: Delta, parser: ToolCallParser) -> Delta:
-    """What of its text is calls of tools."""
+    """The delta with the tool calls that its text holds taken out of the text."""
     content, calls = parser.push(delta.text)
     if delta.finish_reason is not None:
         content += parser.flush()

@@ -65,7 +65,7 @@ class Generator:
     def _choices(
         self, generations: Sequence[Generation], request: RequestIdentity, emitted: Sequence[EmittedChoice]
     ) -> Iterator[Choice]:
-        """Those that have not ended."""
+        """Yield the choices of all prompts that have not ended, in order."""
         before = emitted or [EmittedChoice()] * sum(generation.num_choices for generation in generations)
         index = 0
         for generation in generations:
@@ -117,7 +117,7 @@ class Generator:
         request: RequestIdentity,
         times: Sequence[RequestTimes],
     ) -> AsyncGenerator[Delta, None]:
-        """The same pieces; when the last one has been taken, or the request ended otherwise, its spans are sent."""
+        """Pass the pieces on, and send the spans of the request when the last one was taken or the request ended otherwise."""
         error: str | None = "cancelled"
         try:
             async with contextlib.aclosing(pieces):

@@ -1,7 +1,7 @@
 """Which running streams should move to another decode worker. Pure; `router.dispatch.migrator` moves them.
 
 Two rules: a full worker gives streams to an idle one (`rebalancing`), and a worker that has just come up gets half of what
-another one has more (`evening`). Neither ever moves a stream back.
+another one has more (`evening`). What one look has moved, the next does not move back.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from protocol.messages import WorkerLife
 _DEATHS = 2
 """So many workers that died before a token was decoded are no accident."""
 _DEATHS_AMONG_OTHERS = 5
-"""The same, where workers also die without the request."""
+"""So many deaths are no accident where workers also die without the request."""
 _MEMORY_S = 60.0
 _FAILURES = 3
 """So many failures in a row, without a lost worker and without a decoded token, are the last."""

@@ -74,6 +74,15 @@ def test_a_dead_link_and_a_dead_anchor_are_found(tmp_path: Path) -> None:
     assert dead_links(page) == ["gone.md", "#nowhere", "gone.svg"]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    """Names in code spans that begin with a folder of this repository; results may be those of a run to come."""
+    named = re.findall(r"`((?:[a-z_]+/)+[\w.-]+\.(?:py|md|yaml|json|cpp))`", prose(page))
+    ours = {path.name for path in ROOT.iterdir() if path.is_dir()}
+    named = [name for name in named if name.split("/")[0] in ours and not name.startswith("benchmarks/results/")]
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
 def test_pictures_are_what_their_scripts_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(DOCS))
     badges, chart, path = (importlib.import_module(name) for name in ("badges", "throughput_chart", "data_path"))
