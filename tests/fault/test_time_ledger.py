@@ -62,6 +62,7 @@ def test_stages_are_the_wall_time(two_workers: Factory) -> None:
 def test_a_slow_transfer_is_told_as_one(two_workers: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         async with two_workers() as workers:
+            await workers.until(lambda: PushCommit in workers.decode._endpoint._handlers)
             handlers = workers.decode._endpoint._handlers
             commit = handlers[PushCommit]
 

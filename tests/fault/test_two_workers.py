@@ -127,13 +127,16 @@ def test_no_token_is_made_from_a_damaged_transfer(two_workers: Factory, referenc
 def test_cancelled_prefills_do_not_hold_up_a_short_request(two_workers: Factory) -> None:
     """Ten prompts of 2,000 tokens cancelled at once, then a short one: it waits for the chunk under way and no more."""
 
+    # Made before any lease runs: it takes long on a busy machine.
+    prompts = [prompt_of(2000, n) for n in range(10)]
+
     async def scenario() -> None:
         async with two_workers(ROOMY) as workers:
             router = await workers.router()
-            tickets = [await router.reserve(prompt_of(2000, n), 4) for n in range(10)]
+            tickets = [await router.reserve(prompt, 4) for prompt in prompts]
             pending = [
-                asyncio.create_task(router.compute(ticket, prompt_of(2000, n), greedy(4), request_id=str(n)))
-                for n, ticket in enumerate(tickets)
+                asyncio.create_task(router.compute(ticket, prompt, greedy(4), request_id=str(n)))
+                for n, (ticket, prompt) in enumerate(zip(tickets, prompts, strict=True))
             ]
             await workers.until(lambda: workers.prefill.load().tokens > 0)
             for n, ticket in enumerate(tickets):
