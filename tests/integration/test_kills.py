@@ -68,6 +68,7 @@ def test_a_long_stream_goes_on_where_its_copy_is(two_decodes: Any) -> None:
     two_decodes.until(two_decodes.clean, 20)
 
 
+@pytest.mark.slow
 def test_streams_wait_for_the_only_decode_worker(cluster: Any) -> None:
     async def disturb(client: httpx.AsyncClient, answers: list[Answered]) -> None:
         await until(begun(answers))
