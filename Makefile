@@ -12,7 +12,8 @@
 # make chaos    workers and connections fail under load for twenty minutes (TANDEM_CHAOS_S=seconds); report in benchmarks/results/chaos.md
 # make clean    forget the environment and every cache in this folder
 #
-# Needs Python 3.11 or newer (PYTHON=... names another one) and nothing else; everything goes into .venv.
+# Needs Python 3.11 or newer (PYTHON=... names another one), for the tests curl too, and nothing else; everything goes into .venv.
+# To run some tests only, call .venv/bin/pytest with their names.
 
 .DEFAULT_GOAL := help
 .PHONY: help install serve test test-slow test-all coverage lint format unit unit-newest docs update chaos clean

@@ -149,9 +149,11 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _refusal(what: str) -> ConfigError:
-    where = f"on this processor (threads: {torch.get_num_threads()})"
+    threads = torch.get_num_threads()
+    where = f"on this processor (threads: {threads})"
     why = "so answers would depend on what runs beside them"
-    return ConfigError(f"{what} {where}, {why}; leave out --deterministic", param="deterministic")
+    cure = "leave out --deterministic" + (", or try prefill.threads and decode.threads of 1" if threads > 1 else "")
+    return ConfigError(f"{what} {where}, {why}; {cure}", param="deterministic")
 
 
 def _name(dtype: torch.dtype) -> str:

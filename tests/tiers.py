@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -28,6 +29,8 @@ class Collected:
 
 
 def collect() -> Collected:
+    """What pytest collects when nobody asks for thorough tests."""
+    os.environ.pop("TANDEM_THOROUGH", None)
     found = Collected()
     with contextlib.redirect_stdout(io.StringIO()) as said:
         code = pytest.main(["--collect-only", "-q", str(README.parent)], plugins=[found])

@@ -22,6 +22,7 @@ from engine.models.weights import WeightFormat, load_weights
 from engine.operators.torch_step import TorchStep
 from prefill_workers.actor import PrefillActor
 from protocol.errors import ConfigError
+from tests.unit.engine.processors import products_are_known_to_keep_bits
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -92,6 +93,13 @@ def test_every_product_of_the_model_is_tried(facts: ModelFacts) -> None:
     assert [product.name for product in products] == ["qkv", "output", "gate_up", "down", "head"]
     for product in products:
         assert product.multiply(torch.zeros(3, product.num_inputs)).shape[0] == 3
+
+
+@pytest.mark.skipif(
+    not products_are_known_to_keep_bits(), reason="nothing is known of this processor's products, or they do not"
+)
+def test_a_worker_loads_where_every_row_keeps_its_bits(facts: ModelFacts) -> None:
+    load(facts, deterministic=True)
 
 
 def test_a_worker_with_a_broken_product_refuses_to_load(facts: ModelFacts, monkeypatch: pytest.MonkeyPatch) -> None:

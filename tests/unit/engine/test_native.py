@@ -28,6 +28,7 @@ from engine.operators.native_step import NativeStep
 from engine.operators.torch_step import TorchStep
 from protocol.errors import ConfigError
 from protocol.sampling import SamplingParams
+from tests.unit.engine.processors import products_are_known_to_keep_bits
 
 LIBRARY = NativeLibrary.load(1)
 NATIVE = pytest.mark.skipif(LIBRARY is None, reason="needs AVX-512 with bfloat16 and a C++ compiler")
@@ -243,6 +244,7 @@ def test_deterministic_answers_do_not_depend_on_company(smollm2_facts: ModelFact
         return ModelRunner.load(smollm2_facts, dtype="bfloat16", block_size=16, num_kv_tokens=16_384, deterministic=True)
 
     if not packed_products_keep_bits(smollm2_facts):
+        assert not products_are_known_to_keep_bits()
         with pytest.raises(ConfigError, match="gives a row other bits") as refused:
             load()
         assert refused.value.param == "deterministic"
