@@ -46,23 +46,22 @@ install: $(VENV)/.installed
 serve: install
 	@exec $(BIN)/tandem serve $(ARGS)
 
-# Tests of single parts share the cores. A cluster has them for itself, and its tests run one after the other.
-PARTS := -n 2 --dist loadfile tests/unit tests/fault
-CLUSTERS := tests/integration tests/gpu
+# Unit tests share the cores. Workers and clusters have them to themselves, for their leases and steps are of real time.
+UNIT := -n 2 --dist loadfile tests/unit
+WORKERS := tests/fault tests/integration tests/gpu
 
 test: lint
-	$(BIN)/pytest $(PARTS) -m "not slow" $(ARGS)
-	$(BIN)/pytest $(CLUSTERS) -m "not slow" $(ARGS)
+	$(BIN)/pytest $(UNIT) -m "not slow" $(ARGS)
+	$(BIN)/pytest $(WORKERS) -m "not slow" $(ARGS)
 
 test-slow: $(VENV)/.installed-test
-	$(BIN)/pytest $(PARTS) -m slow $(ARGS)
-	$(BIN)/pytest $(CLUSTERS) -m slow $(ARGS)
+	$(BIN)/pytest -m slow $(ARGS)
 
 test-all: test
 	$(MAKE) test-slow
 
 coverage: $(VENV)/.installed-test
-	$(BIN)/pytest $(PARTS) --cov $(ARGS)
+	$(BIN)/pytest $(UNIT) tests/fault --cov $(ARGS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -74,7 +73,7 @@ format: $(VENV)/.installed-test
 	$(BIN)/ruff format .
 
 unit: $(VENV)/.installed-test
-	$(BIN)/pytest -n 2 --dist loadfile tests/unit $(ARGS)
+	$(BIN)/pytest $(UNIT) $(ARGS)
 
 unit-newest:
 	@test -n "$(NEWEST_PYTHON)" || { echo "no Python newer than 3.11 is installed; name one with NEWEST_PYTHON=..." >&2; exit 1; }
