@@ -114,7 +114,8 @@ def test_a_stream_moves_to_its_copy_and_has_the_next_one_elsewhere(small_model: 
     run(scenario())
 
 
-@pytest.mark.parametrize("faults", [Faults(flip_bit_at=0), *slow([Faults(truncate_at=0), Faults(die_at=0), Faults(lose_at=0)])])
+@pytest.mark.slow
+@pytest.mark.parametrize("faults", [Faults(flip_bit_at=0), Faults(truncate_at=0), Faults(die_at=0), Faults(lose_at=0)])
 def test_a_damaged_copy_is_none(small_model: ModelFacts, faults: Faults) -> None:
     """It is tried again, the stream does not notice, and what comes after a death is right."""
 

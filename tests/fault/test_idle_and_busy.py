@@ -77,6 +77,7 @@ def free(workers: Mapping[Role, Any]) -> bool:
 
 
 @BOTH
+@pytest.mark.slow
 def test_an_hour_of_idleness_changes_nothing(
     small_model: ModelFacts,
     reference: Reference,

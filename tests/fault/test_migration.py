@@ -249,8 +249,7 @@ def test_a_cancel_in_each_phase_frees_both_workers(small_model: ModelFacts) -> N
     "faults",
     [
         Faults(flip_bit_at=0),
-        Faults(die_at=0),
-        *slow([Faults(truncate_at=0), Faults(swap_blocks_at=0, block_bytes=8 * 2 * 8 * 4)]),
+        *slow([Faults(die_at=0), Faults(truncate_at=0), Faults(swap_blocks_at=0, block_bytes=8 * 2 * 8 * 4)]),
     ],
     ids=["flip", "die", "truncate", "swap"],
 )

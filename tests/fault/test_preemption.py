@@ -94,6 +94,7 @@ def test_eight_streams_that_need_three_times_the_pool(two_workers: Factory) -> N
     assert tight.tokens == roomy.tokens == 8 * 83, "nothing was sampled twice"
 
 
+@pytest.mark.slow
 def test_the_default_model_says_the_same(two_workers: Factory) -> None:
     """SmolLM2 in float32, 8 x (40 + 32 tokens) in a pool of 192, against the same two by two; recomputing takes two chunks."""
     rng = random.Random(3)

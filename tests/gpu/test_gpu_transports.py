@@ -217,6 +217,7 @@ def test_a_peer_that_dies_breaks_the_lane_within_its_deadline(case: Case) -> Non
 
 
 @CASES
+@pytest.mark.slow
 def test_a_peer_that_does_not_receive_breaks_the_lane_within_its_deadline(case: Case) -> None:
     """It is there, but has posted nothing."""
 

@@ -9,6 +9,7 @@ import threading
 from typing import Any
 
 import httpx
+import pytest
 
 
 def ask(cluster: Any, number: int) -> None:
@@ -16,6 +17,7 @@ def ask(cluster: Any, number: int) -> None:
     assert httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60).status_code == 200
 
 
+@pytest.mark.slow
 def test_a_working_cluster_is_clean_at_every_look(cluster: Any) -> None:
     requests = [threading.Thread(target=ask, args=(cluster, number)) for number in range(12)]
     for request in requests:

@@ -27,6 +27,7 @@ def greedy(num_logprobs: int) -> SamplingParams:
     return SamplingParams(seed=0, max_tokens=NUM_TOKENS, temperature=0.0, num_logprobs=num_logprobs)
 
 
+@pytest.mark.slow
 def test_float32_equals_transformers(smollm2_facts: ModelFacts, transformers_smollm2: Any, generate: Any) -> None:
     runner = ModelRunner.load(smollm2_facts, dtype="float32", block_size=16, num_kv_tokens=8192)
     prompts = [FRANCE, CODE, LONG]
@@ -61,6 +62,7 @@ def test_bfloat16_is_close(
         assert max(gaps) < 0.4
 
 
+@pytest.mark.slow
 def test_no_format_costs_a_percent_of_perplexity() -> None:
     """On the beginning of the text that `benchmarks.quality` reads whole."""
     model = resolve("smollm2")

@@ -55,6 +55,7 @@ def one_thread() -> Iterator[None]:
 # -- the same answers -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_three_processes_give_the_default_model_s_tokens(smollm2_facts: ModelFacts, generate: Any, tmp_path: Path) -> None:
     asked, sampling = prompts(smollm2_facts.vocab_size), [greedy(32)] * 4
     expected = generate(ModelRunner.load(smollm2_facts, **FLOAT32), asked, sampling, chunk_tokens=48)

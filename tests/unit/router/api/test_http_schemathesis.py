@@ -19,6 +19,7 @@ Run = Callable[..., None]
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.slow
 def test_answers_are_as_documented(run_cluster: Run, tmp_path: Path) -> None:
     """Status, headers, media type and shape of each answer, at every endpoint, with keys of both kinds."""
     key = add_key(tmp_path / "keys.json", {"tenant": "a"})

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from cluster.commands.lib.key_file import add_key
 from configs.schema import HttpConfig
 
@@ -35,6 +37,7 @@ async def first_token_s(cluster: Any, key: str, num_tokens: int) -> float:
     return found
 
 
+@pytest.mark.slow
 def test_a_flood_of_100_doubles_anothers_p95_at_most(run_cluster: Run, tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     flooder, steady = (add_key(path, {"tenant": tenant}) for tenant in ("flooder", "steady"))
