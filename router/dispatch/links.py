@@ -55,12 +55,13 @@ class WorkerLink:
         """The prompts of this router that are computed there, in tokens."""
         self.report: LoadReport | None = None
         """The latest one, or None before the first."""
+        self.reported_at = 0.0
+        """When `report` arrived, by `time.monotonic`."""
         self.retired = False
         """The worker is no longer part of the cluster: the link ends with its last request."""
         self._limits = limits
         self._on_report = on_report
         self._heard_at = time.monotonic()
-        self._reported_at = 0.0
 
     async def run(self) -> str:
         """Serve until the link is lost, and return why it was. Cancelling it closes the link."""
@@ -101,7 +102,7 @@ class WorkerLink:
     @property
     def fresh(self) -> bool:
         """A load report arrived within the lease."""
-        return self.report is not None and time.monotonic() - self._reported_at < self._limits.lease_s
+        return self.report is not None and time.monotonic() - self.reported_at < self._limits.lease_s
 
     @property
     def wedged(self) -> bool:
@@ -142,7 +143,7 @@ class WorkerLink:
         if self.report is None or report.steps != self.report.steps:
             self.connection.progress_at = now
         self.report = report
-        self._reported_at = now
+        self.reported_at = now
         self.outstanding.reported()
         self.prompts.reported()
         self._on_report()

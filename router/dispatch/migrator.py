@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterator
 
@@ -33,8 +34,8 @@ from telemetry.metrics import Metrics
 log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
-"""How often to look when nothing changes. Two looks for balance are as far apart unless a worker has come up, because reports
-have to show what moved, and because each look is expensive with many workers."""
+"""How often to look when nothing changes. Two looks for balance are as far apart unless a worker has come up, because each look is
+expensive with many workers."""
 _WORTH_TOKENS = 32
 """A stream with fewer tokens to come is left where it is, unless that worker is full or drains."""
 _FIRST_RETRY_S = 0.25
@@ -53,6 +54,8 @@ class Migrator:
         self._copies = Copies(config, roster, metrics, self._running)
         self._tasks: list[asyncio.Task[None]] = []
         self._balance_at = 0.0
+        self._moved_at = 0.0
+        """When the latest move ended, by `time.monotonic`. Load reports from before it still count its stream at the source."""
         self._num_known = 0
         """Number of decode workers whose load was known at the latest look."""
 
@@ -119,7 +122,7 @@ class Migrator:
         own = Counter(running.claim.decode.ref.worker_id for running in long)
         batch_size = self._config.decode.max_batch_size
         shift = evening(loads, own, batch_size) or rebalancing(loads, batch_size)
-        if shift is None:
+        if shift is None or min(links[end].reported_at for end in (shift.source, shift.target)) < self._moved_at:
             return
         there = [running for running in candidates if running.claim.decode is links[shift.source]]
         there.sort(key=lambda running: running.journal.remaining_tokens, reverse=True)
@@ -159,6 +162,7 @@ class Migrator:
             log.warning("a stream was not moved: %s", error.message, extra=fields(trace=trace, code=error.code, **names))
         finally:
             running.sending = None
+            self._moved_at = time.monotonic()
             if outcome != "moved":
                 running.retry_at = asyncio.get_running_loop().time() + min(
                     _FIRST_RETRY_S * 2.0**running.failures, _LONGEST_RETRY_S
