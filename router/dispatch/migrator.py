@@ -34,7 +34,7 @@ from telemetry.metrics import Metrics
 log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
-"""How often to look when nothing changes. Two looks for balance are as far apart unless a worker has come up, because each look is
+"""How often to look when nothing changes. Two looks for balance are as far apart unless a worker has come up, because a look is
 expensive with many workers."""
 _WORTH_TOKENS = 32
 """A stream with fewer tokens to come is left where it is, unless that worker is full or drains."""

@@ -190,6 +190,7 @@ def test_no_stream_moves_for_a_load_that_has_gone_already(small_model: ModelFact
             await many.until(lambda: len(many.roster.draining(Role.DECODE)) == 1)
             asking = [asyncio.create_task(many.ask(prompt_of(10, n), endless(200))) for n in range(16)]
             full = many.roster.ready_decode("decode-0")
+            assert full is not None
             await many.until(lambda: full.report is not None and full.report.running == 16)
             with monkeypatch.context() as late:
                 late.setattr(full, "_on_load_report", lambda report, now: None)
