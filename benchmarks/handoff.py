@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from benchmarks.lib.environment import write_result
+from benchmarks.lib.one_prompt import first_token, reserve
 from configs.models import resolve
 from configs.schema import ClusterConfig, TransportName
 from decode_workers.worker import DecodeWorker
@@ -41,9 +42,8 @@ from kv_transfer.pool_view import Slots, view_of
 from kv_transfer.transport import ReceiveChannel
 from prefill_workers.worker import PrefillWorker
 from protocol.calls import CallClient
-from protocol.messages import Attach, Attached, FirstToken, Ping, Prefill, Release, Reserve, Reserved, Role, WorkerRef
+from protocol.messages import Attach, Attached, Ping, Release, Role, WorkerRef
 from protocol.sampling import SamplingParams
-from protocol.trace import new_trace
 from protocol.wire import WireClient, WireServer
 
 HOST = "127.0.0.1"
@@ -115,35 +115,9 @@ async def first_tokens(transport: TransportName, rounds: int) -> dict[str, list[
 async def _ask(prefill: CallClient, decode: CallClient, prompt: tuple[int, ...], max_tokens: int) -> tuple[float, float]:
     """Seconds to the first token, and from there until the answer can go on."""
     sampling = SamplingParams(seed=0, max_tokens=max_tokens, temperature=0.0)
-    reserved: Reserved = await decode.ask(
-        lambda call_id: Reserve(
-            call_id=call_id,
-            request_id="b",
-            prompt_token_ids=prompt,
-            max_tokens=max_tokens,
-            cache_salt="",
-            trace=new_trace(),
-            own_tokens=0,
-        ),
-        10,
-    )
-    ticket = reserved.ticket
+    ticket = await reserve(decode, prompt, sampling)
+    ttft_s, first = await first_token(prefill, ticket, prompt, sampling)
     began = time.perf_counter()
-    first: FirstToken = await prefill.ask(
-        lambda call_id: Prefill(
-            call_id=call_id,
-            request_id="b",
-            ticket=ticket,
-            token_ids=prompt,
-            num_generated=0,
-            sampling=sampling,
-            cache_salt="",
-            trace=new_trace(),
-            ahead=False,
-        ),
-        60,
-    )
-    ttft_s = time.perf_counter() - began
     if max_tokens > 1:
         answer: Attached = await decode.ask(
             lambda call_id: Attach(
@@ -152,7 +126,7 @@ async def _ask(prefill: CallClient, decode: CallClient, prompt: tuple[int, ...],
             60,
         )
         assert answer
-    attached_s = time.perf_counter() - began - ttft_s
+    attached_s = time.perf_counter() - began
     decode.send(Release(ticket.ticket_id))
     return ttft_s, attached_s
 

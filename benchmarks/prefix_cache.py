@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import random
 import statistics
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.lib.environment import write_result
+from benchmarks.lib.one_prompt import first_token, reserve
 from configs.models import resolve
 from configs.schema import ClusterConfig
 from decode_workers.worker import DecodeWorker
@@ -29,9 +29,8 @@ from engine.ranks.gang import Gang
 from kv_transfer.transports.gloo import GlooTransport
 from prefill_workers.worker import PrefillWorker
 from protocol.calls import CallClient
-from protocol.messages import FirstToken, Ping, Prefill, Release, Reserve, Reserved, Role, WorkerRef
+from protocol.messages import FirstToken, Ping, Release, Role, WorkerRef
 from protocol.sampling import SamplingParams
-from protocol.trace import new_trace
 from protocol.wire import WireClient, WireServer
 
 HOST = "127.0.0.1"
@@ -89,38 +88,12 @@ async def _ask(
     prefill: CallClient, decode: CallClient, worker: DecodeWorker, prompt: tuple[int, ...]
 ) -> tuple[float, FirstToken]:
     sampling = SamplingParams(seed=0, max_tokens=2, temperature=0.0)
-    reserved: Reserved = await decode.ask(
-        lambda call_id: Reserve(
-            call_id=call_id,
-            request_id="b",
-            prompt_token_ids=prompt,
-            max_tokens=2,
-            cache_salt="",
-            trace=new_trace(),
-            own_tokens=0,
-        ),
-        10,
-    )
+    ticket = await reserve(decode, prompt, sampling)
     committed = worker.transfer_stats.committed
-    began = time.perf_counter()
-    first: FirstToken = await prefill.ask(
-        lambda call_id: Prefill(
-            call_id=call_id,
-            request_id="b",
-            ticket=reserved.ticket,
-            token_ids=prompt,
-            num_generated=0,
-            sampling=sampling,
-            cache_salt="",
-            trace=new_trace(),
-            ahead=False,
-        ),
-        60,
-    )
-    ttft_s = time.perf_counter() - began
+    ttft_s, first = await first_token(prefill, ticket, prompt, sampling)
     while worker.transfer_stats.committed == committed:  # noqa: ASYNC110 - a count, between two measurements
         await asyncio.sleep(0.01)
-    decode.send(Release(reserved.ticket.ticket_id))
+    decode.send(Release(ticket.ticket_id))
     return ttft_s, first
 
 
