@@ -38,7 +38,8 @@ def greedy(max_tokens: int) -> SamplingParams:
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return [random.Random(f"{seed}-{length}").randrange(1, 101) for _ in range(length)]
+    rng = random.Random(f"{seed}-{length}")
+    return [rng.randrange(1, 101) for _ in range(length)]
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:

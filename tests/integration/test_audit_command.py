@@ -11,13 +11,14 @@ from typing import Any
 import httpx
 import pytest
 
+pytestmark = pytest.mark.slow
+
 
 def ask(cluster: Any, number: int) -> None:
     body = {"model": "smollm2", "prompt": f"Chapter {number}. " * 40, "max_tokens": 60, "ignore_eos": True}
     assert httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60).status_code == 200
 
 
-@pytest.mark.slow
 def test_a_working_cluster_is_clean_at_every_look(cluster: Any) -> None:
     requests = [threading.Thread(target=ask, args=(cluster, number)) for number in range(12)]
     for request in requests:

@@ -69,6 +69,7 @@ def visit(browser: Browser) -> Iterator[Callable[..., Visit]]:
         each.close()
 
 
+@pytest.mark.slow
 def test_a_conversation_by_keyboard(cluster: Any, visit: Callable[..., Visit]) -> None:
     chat = visit(cluster)
     page = chat.page
