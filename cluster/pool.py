@@ -25,6 +25,8 @@ from protocol.messages import Role, WorkerRef
 MAX_WORKERS = 1024
 FIRST_RETRY_S = 1.0
 MAX_RETRY_S = 30.0
+STEADY_S = 30.0
+"""Seconds for which a worker must have been READY, so that its end counts as an accident and not as one more of a row."""
 RESUMPTION_S = 3.0
 """Seconds from a worker's death to the start of its replacement, if others of its pool are READY.
 
@@ -78,11 +80,10 @@ Action = Start | Drain | Stop | Remove | Resume
 
 @dataclass(frozen=True)
 class Member:
-    """A worker that is not gone. `failures` counts the starts that failed since it was last READY."""
+    """A worker that is not gone."""
 
     index: int
     info: WorkerInfo
-    failures: int = 0
     comes_back: bool = False
     """Whether the worker is DRAINING in order to be started anew."""
 
@@ -178,7 +179,7 @@ class Pool:
         member = self._living(ref.worker_id, ref.epoch)
         if member is not None and member.info.state is WorkerState.STARTING:
             info = replace(member.info, state=WorkerState.READY, ref=ref, pids=pids, node=node)
-            self._members[ref.worker_id] = replace(member, info=info, failures=0)
+            self._members[ref.worker_id] = replace(member, info=info)
         return []
 
     def resumed(self, worker_id: str, epoch: int) -> list[Action]:
@@ -187,18 +188,22 @@ class Pool:
         draining = member is not None and member.info.state is WorkerState.DRAINING
         return [Drain(worker_id, epoch)] if draining else []
 
-    def lost(self, worker_id: str, epoch: int, error: str) -> list[Action]:
-        """This life ended or never began, for the reason in `error`."""
+    def lost(self, worker_id: str, epoch: int, error: str, ready_s: float = 0.0) -> list[Action]:
+        """This life ended for the reason in `error`, after it was READY for `ready_s` seconds; 0 means that it never was.
+
+        A worker whose lives end soon, one after the other, waits longer and longer before the next one.
+        """
         member = self._living(worker_id, epoch)
         if member is None:
             return []
         if member.leaves:
             return [self._forget(member)]
-        failures = member.failures + 1 if member.info.state is WorkerState.STARTING else 0
-        delay_s = self._delay_s(member, failures)
+        quick_ends = member.info.quick_ends + (0 if member.comes_back else 1) if ready_s < STEADY_S else 0
+        delay_s = 0.0 if member.comes_back else self._delay_s(member, quick_ends)
         reason = "restarted on request" if member.comes_back else error
         info = self._fresh(worker_id, restarts=member.info.restarts + 1, last_error=reason)
-        self._members[worker_id] = replace(member, info=info, failures=failures, comes_back=False)
+        info = replace(info, quick_ends=quick_ends, start_delay_s=delay_s)
+        self._members[worker_id] = replace(member, info=info, comes_back=False)
         return [Start(worker_id, info.epoch, delay_s)]
 
     def drained(self, worker_id: str, epoch: int) -> list[Action]:
@@ -208,13 +213,14 @@ class Pool:
             return []
         return [Stop(worker_id, epoch) if member.comes_back else self._forget(member)]
 
-    def _delay_s(self, lost: Member, failures: int) -> float:
-        """Before the next life of a worker that was lost, with so many failed starts in a row."""
-        if lost.info.state is WorkerState.READY:
-            others = [member for member in self._members.values() if member is not lost]
-            return RESUMPTION_S if any(other.info.state is WorkerState.READY for other in others) else 0.0
-        # One failure may be an accident (the node went away meanwhile); only a row of them is worth waiting for.
-        return min(FIRST_RETRY_S * 2.0 ** (failures - 2), MAX_RETRY_S) if failures >= 2 else 0.0
+    def _delay_s(self, lost: Member, quick_ends: int) -> float:
+        """Seconds before the next life of a worker that was lost, with so many lives in a row that ended soon."""
+        # One may be an accident (the node went away meanwhile); only a row of them is worth waiting for.
+        pause_s = min(FIRST_RETRY_S * 2.0 ** (quick_ends - 2), MAX_RETRY_S) if quick_ends >= 2 else 0.0
+        others = [member for member in self._members.values() if member is not lost]
+        if lost.info.state is WorkerState.READY and any(other.info.state is WorkerState.READY for other in others):
+            return max(RESUMPTION_S, pause_s)
+        return pause_s
 
     def _staying(self) -> list[Member]:
         return [member for member in self._members.values() if not member.leaves]

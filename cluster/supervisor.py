@@ -179,6 +179,7 @@ class Supervisor:
             await asyncio.wait(former)
         await asyncio.sleep(delay_s)
         process = self._processes[WorkerLife(worker_id, epoch)] = self._launcher.process(pool.role, worker_id, epoch)
+        ready_at: float | None = None
         try:
             if (names := self._names.get(WorkerLife(worker_id, epoch))) is not None:
                 await process.resume(names)
@@ -189,6 +190,7 @@ class Supervisor:
                 self._names[WorkerLife(worker_id, epoch)] = process.names
                 self._obey(pool, pool.started(started.ref, started.pids, started.node))
                 log.info("%s epoch %d is ready, process %d on %s", worker_id, epoch, started.pids[0], started.node)
+            ready_at = time.monotonic()
             await process.run()
             error = "its loop ended"
         except TandemError as failure:
@@ -200,7 +202,8 @@ class Supervisor:
         finally:
             await self._kill(worker_id, epoch)
         log.info("%s epoch %d ended: %s", worker_id, epoch, error)
-        self._obey(pool, pool.lost(worker_id, epoch, error))
+        ready_s = 0.0 if ready_at is None else time.monotonic() - ready_at
+        self._obey(pool, pool.lost(worker_id, epoch, error, ready_s))
 
     async def _start(self, role: Role, process: Process) -> Started:
         start_s = self._config.limits.worker_start_s

@@ -31,6 +31,10 @@ class WorkerInfo:
     restarts: int
     last_error: str | None
     """Why the former life ended, for `tandem status`."""
+    quick_ends: int = 0
+    """Number of former lives in a row that failed to start, or ended soon after they were ready."""
+    start_delay_s: float = 0.0
+    """Seconds that this life waited, or waits, before it begins."""
 
     @property
     def pid(self) -> int | None:

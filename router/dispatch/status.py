@@ -44,6 +44,8 @@ def worker_status(info: WorkerInfo, link: WorkerLink | None) -> dict[str, Any]:
         "node": info.node,
         "restarts": info.restarts,
         "last_error": info.last_error,
+        "quick_ends": info.quick_ends,
+        "start_delay_s": info.start_delay_s,
         "linked": link is not None,
         "kv_usage": None if report is None else kv_usage(report),
     }

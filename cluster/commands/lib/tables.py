@@ -36,7 +36,7 @@ def print_status(answer: Mapping[str, Any]) -> None:
     console.print(table)
     for worker in answer["workers"]:
         if worker.get("last_error"):
-            console.print(f"{worker['worker_id']}: {worker['last_error']}", markup=False, soft_wrap=True)
+            console.print(f"{worker['worker_id']}: {worker['last_error']}{_backoff(worker)}", markup=False, soft_wrap=True)
 
 
 def print_models(models: Sequence[ListedModel]) -> None:
@@ -51,6 +51,13 @@ def _console() -> Console:
     """Whoever reads a pipe wants whole lines."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=_PIPE_WIDTH)
+
+
+def _backoff(worker: Mapping[str, Any]) -> str:
+    """What keeps a worker from starting at once, or an empty text."""
+    if worker["state"] != "starting" or worker["quick_ends"] < 2:
+        return ""
+    return f" (it ended soon {worker['quick_ends']} times in a row, and waits {worker['start_delay_s']:g} s before it starts)"
 
 
 def _cell(name: str, value: Any) -> str:

@@ -77,6 +77,8 @@ class WorkerRow(TypedDict):
     node: str | None
     restarts: Count
     last_error: str | None
+    quick_ends: Count
+    start_delay_s: Annotated[float, Field(ge=0)]
     linked: bool
     kv_usage: Annotated[float, Field(ge=0, le=1)] | None
     running: Count | None

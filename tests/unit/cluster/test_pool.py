@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cluster.pool import MAX_RETRY_S, MAX_WORKERS, RESUMPTION_S, Action, Drain, Pool, Remove, Resume, Start, Stop
+from cluster.pool import MAX_RETRY_S, MAX_WORKERS, RESUMPTION_S, STEADY_S, Action, Drain, Pool, Remove, Resume, Start, Stop
 from cluster.records import ClusterRecord
 from protocol.cluster_view import WorkerState
 from protocol.errors import InvalidRequestError
@@ -56,7 +56,7 @@ def test_a_replacement_waits_while_others_take_up_the_streams_of_the_dead() -> N
     assert pool.lost("decode-0", 2, "stopped") == [Start("decode-0", 3, 0.0)]  # it had given its streams away
 
 
-def test_only_repeated_start_failures_wait_and_readiness_resets_them() -> None:
+def test_only_repeated_start_failures_wait_and_a_steady_life_resets_them() -> None:
     pool = Pool(Role.PREFILL)
     pool.scale(1)
     delays = []
@@ -66,7 +66,29 @@ def test_only_repeated_start_failures_wait_and_readiness_resets_them() -> None:
         delays.append(action.delay_s)
     assert delays == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
     ready(pool, "prefill-0", 10)
-    assert pool.lost("prefill-0", 10, "killed") == [Start("prefill-0", 11, 0.0)]
+    assert pool.lost("prefill-0", 10, "killed", ready_s=STEADY_S) == [Start("prefill-0", 11, 0.0)]
+
+
+def test_a_ready_worker_that_dies_again_and_again_waits_longer_each_time() -> None:
+    pool = Pool(Role.DECODE)
+    pool.scale(1)
+    delays = []
+    for epoch in range(1, 9):
+        ready(pool, "decode-0", epoch)
+        (action,) = pool.lost("decode-0", epoch, "killed", ready_s=STEADY_S / 2)
+        assert isinstance(action, Start)
+        (info,) = pool.workers()
+        assert (info.quick_ends, info.start_delay_s) == (epoch, action.delay_s)
+        delays.append(action.delay_s)
+    assert delays == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    ready(pool, "decode-0", 9)
+    assert pool.drain("decode-0", restart=True) == [Drain("decode-0", 9)]
+    assert pool.lost("decode-0", 9, "its loop ended", ready_s=1.0) == [Start("decode-0", 10, 0.0)], "that was asked for"
+    ready(pool, "decode-0", 10)
+    assert pool.lost("decode-0", 10, "killed", ready_s=1.0) == [Start("decode-0", 11, MAX_RETRY_S)], "and changes nothing"
+    ready(pool, "decode-0", 11)
+    assert pool.lost("decode-0", 11, "killed", ready_s=STEADY_S) == [Start("decode-0", 12, 0.0)]
+    assert pool.workers()[0].quick_ends == 0
 
 
 def test_scale_down_takes_the_unready_first_then_the_highest_index() -> None:
@@ -248,7 +270,8 @@ class PoolHistory(RuleBasedStateMachine):
     @precondition(lambda self: self.lives)
     @rule(data=st.data())
     def dies(self, data: st.DataObject) -> None:
-        self.obey(self.pool.lost(*data.draw(st.sampled_from(self.lives)), "killed"))
+        ready_s = data.draw(st.sampled_from((0.0, STEADY_S)))
+        self.obey(self.pool.lost(*data.draw(st.sampled_from(self.lives)), "killed", ready_s))
 
     @precondition(lambda self: self.draining)
     @rule(data=st.data())

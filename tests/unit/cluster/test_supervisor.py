@@ -182,6 +182,20 @@ def test_a_dead_worker_comes_back_with_the_next_epoch() -> None:
     supervised(scenario)
 
 
+def test_a_worker_that_dies_soon_after_each_start_is_not_restarted_at_once_for_ever() -> None:
+    async def scenario(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
+        await supervisor.start()
+        await supervisor.settle(5)
+        launcher.processes["decode-0", 1].die()
+        await seen(supervisor, lambda view: one(view, "decode-0").epoch == 2 and all_ready(view))
+        launcher.processes["decode-0", 2].die()
+        view = await seen(supervisor, lambda view: one(view, "decode-0").epoch == 3)
+        info = one(view, "decode-0")
+        assert (info.state, info.quick_ends, info.start_delay_s) == (WorkerState.STARTING, 2, 1.0)
+
+    supervised(scenario)
+
+
 def test_scaling_down_lets_running_work_finish_then_ends_the_worker() -> None:
     async def scenario(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
         await supervisor.start()
