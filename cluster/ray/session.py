@@ -16,14 +16,19 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import cluster
+from cluster.ray.leftovers import SCRATCH_PREFIX, TEMPORARY, claim, remove_leftovers
 from protocol.errors import ConfigError
 
 _OBJECT_STORE_BYTES = 128 * 1024 * 1024
 """Size of Ray's object store, near its minimum: nothing of ours goes through it."""
+_LOG_BYTES = 32 * 1024 * 1024
+"""Most bytes of one log file; then it is renamed and another one begun."""
+_OLD_LOGS = 2
+"""Number of renamed files that are kept of each log."""
 _CONNECT_S = 5.0
 _OWN_PORTS = range(20_000, 32_768)
 
@@ -47,6 +52,9 @@ def local_environment(scratch: Path) -> dict[str, str]:
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
         # Serve kills a proxy that is not up in time, by default 5 s, which a busy machine takes.
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
+        # Or every process's log may grow to 3 GB. Ray reads both names, and so does Serve.
+        "RAY_ROTATION_MAX_BYTES": os.environ.get("RAY_ROTATION_MAX_BYTES", str(_LOG_BYTES)),
+        "RAY_ROTATION_BACKUP_COUNT": os.environ.get("RAY_ROTATION_BACKUP_COUNT", str(_OLD_LOGS)),
         # Ray lowers the priority of its workers; ours are what this machine is to work on.
         "RAY_worker_niceness": "0",
         # Serve's second entry, on a fixed port by default; two clusters on one machine must not meet there.
@@ -83,14 +91,18 @@ def haproxy_guard() -> Path:
 @contextmanager
 def local_ray() -> Iterator[None]:
     """Run a Ray instance of this process's own on loopback. All its processes are gone when the block ends."""
-    # In /tmp whatever TMPDIR says: the path of a Unix socket has about 100 bytes, and Serve puts a node id of 56 into it.
-    with tempfile.TemporaryDirectory(prefix="tandem-", dir="/tmp", ignore_cleanup_errors=True) as scratch:
+    remove_leftovers()
+    with (
+        tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX, dir=TEMPORARY, ignore_cleanup_errors=True) as scratch,
+        claim(Path(scratch)),
+        ExitStack() as session,
+    ):
         os.environ.update(local_environment(Path(scratch)))
         import ray
 
         try:
             with _own_sigterm():
-                ray.init(
+                context = ray.init(
                     address="local",
                     namespace="tandem",
                     include_dashboard=False,
@@ -99,6 +111,7 @@ def local_ray() -> Iterator[None]:
                     object_store_memory=_OBJECT_STORE_BYTES,
                     _node_ip_address="127.0.0.1",
                 )
+            session.enter_context(claim(Path(context.address_info["session_dir"])))
             yield
         finally:
             ray.shutdown()
