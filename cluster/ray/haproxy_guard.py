@@ -4,9 +4,10 @@ Ray Serve's generated configuration opens two more ports than we need, on all in
 Prometheus exporter (8404 and 9101 by default; HAProxy refuses port 0, so two clusters on one machine would also collide). Our
 own /metrics covers both. And HAProxy is a child of a Ray actor that does not take it along when it is killed. So this program
 
-1. removes those two sections from the configuration that Serve just wrote, and closes the admin socket to other users;
-2. asks the kernel to kill it when its parent dies;
-3. becomes HAProxy (exec: same process id, same arguments), so that Serve supervises it as usual.
+1. closes the folder of the configuration to other users, and refuses one that they could replace;
+2. removes those two sections from the configuration that Serve just wrote, and closes the admin socket to other users;
+3. asks the kernel to kill it when its parent dies;
+4. becomes HAProxy (exec: same process id, same arguments), so that Serve supervises it as usual.
 
 Imports the standard library only: it runs at every HAProxy reload. Source of the configuration's shape:
 ray/serve/_private/haproxy_templates.py (Ray 2.60).
@@ -19,6 +20,8 @@ import os
 import signal
 import sys
 from pathlib import Path
+
+from cluster.ray.private_folder import close_folder
 
 _PR_SET_PDEATHSIG = 1
 _SECTIONS = ("global", "defaults", "frontend", "backend", "listen")
@@ -58,7 +61,10 @@ def main() -> None:
     """Entry point of `tandem-haproxy`; arguments are HAProxy's."""
     arguments = sys.argv[1:]
     if "-f" in arguments:
-        rewrite(Path(arguments[arguments.index("-f") + 1]))
+        path = Path(arguments[arguments.index("-f") + 1])
+        if (reason := close_folder(path.parent)) is not None:
+            sys.exit(f"[ALERT] tandem-haproxy: {reason}; name another folder with RAY_SERVE_HAPROXY_CONFIG_FILE_LOC")
+        rewrite(path)
     die_with_parent()
     # The package's own lookup would find this program again through the variable that leads here.
     os.environ.pop("RAY_SERVE_HAPROXY_BINARY_PATH", None)

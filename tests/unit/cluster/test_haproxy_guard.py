@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from cluster.ray.haproxy_guard import close_ports, rewrite
+from cluster.ray.private_folder import close_folder
 
 CONFIGURATION = """global
     stats socket {directory}/admin.sock mode 666 level admin expose-fd listeners
@@ -62,6 +63,34 @@ def test_the_file_is_for_its_owner_only(tmp_path: Path) -> None:
     assert path.read_text() == close_ports(CONFIGURATION)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert os.listdir(tmp_path) == ["haproxy.cfg"]
+
+
+def test_a_folder_that_others_could_replace_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "shared" / "node"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    assert close_folder(folder) is None
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    folder.parent.chmod(0o777)  # as somebody may make it in /tmp before us
+    assert close_folder(folder) == f"other users may write in {folder.parent}"
+    (folder / "haproxy.cfg").write_text(CONFIGURATION)
+    command = [sys.executable, "-c", "from cluster.ray.haproxy_guard import main; main()", "-f", str(folder / "haproxy.cfg")]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert (refused.returncode, f"[ALERT] tandem-haproxy: other users may write in {folder.parent}" in refused.stderr) == (
+        1,
+        True,
+    )
+    folder.parent.chmod(0o1777)
+    assert close_folder(folder) is None, "the sticky bit keeps others from renaming it"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+@pytest.mark.parametrize("given_away", ["shared", "shared/node"])
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, given_away: str) -> None:
+    folder = tmp_path / "shared" / "node"
+    folder.mkdir(parents=True)
+    os.chown(tmp_path / given_away, 65534, -1)
+    assert close_folder(folder) == f"{tmp_path / given_away} belongs to another user"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="HAProxy's binary comes for Linux only")
