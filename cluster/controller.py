@@ -9,11 +9,14 @@ If its process dies, Ray starts it again, with the same handle, and it takes up 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import ray
 from ray.exceptions import RayTaskError
 
+from cluster.memory import WorkerMemory
+from cluster.open_requests import OpenRequests
 from cluster.ray.errors import original
 from cluster.ray.launcher import NAME_PREFIX, NAMESPACE, RayLauncher
 from cluster.records import GcsRecords
@@ -28,12 +31,16 @@ CONTROLLER = NAME_PREFIX + "controller"
 
 
 class Controller:
-    """The actor around the supervisor. All of its methods answer at once but `settle`, `watch` and `close`."""
+    """The actor around the supervisor. All of its methods answer at once but `settle`, `watch`, `retire` and `close`."""
 
-    async def __init__(self, config: ClusterConfig, secret: bytes) -> None:  # type: ignore[misc]  # Ray awaits it
+    async def __init__(  # type: ignore[misc]  # Ray awaits it
+        self, config: ClusterConfig, secret: bytes, memory: Mapping[Role, WorkerMemory], may_grow: bool
+    ) -> None:
         setup_logging("controller")
-        self._launcher = RayLauncher(config, secret)
+        self._launcher = RayLauncher(config, secret, memory, may_grow=may_grow)
         self._supervisor = Supervisor(config, self._launcher, GcsRecords())
+        self._open_requests = OpenRequests(config.http.router_replicas)
+        self._shutdown_s = config.limits.shutdown_s
         await self._supervisor.start()
 
     @ray.method(max_task_retries=-1)
@@ -50,13 +57,27 @@ class Controller:
         """Return the view when its version differs from `known_version`, or after 10 s."""
         return await self._supervisor.watch(known_version)
 
-    async def scale(self, role: Role, workers: int) -> None:
-        """Want this many workers of a role from now on. Raises InvalidRequestError for impossible numbers."""
-        self._supervisor.scale(role, workers)
+    async def scale(self, sizes: Mapping[Role, int]) -> None:
+        """Want this many workers of these roles from now on. Raises InvalidRequestError for impossible numbers."""
+        room = await self._launcher.room()
+        self._supervisor.scale(sizes, room.check)
 
     async def drain(self, worker_id: str, restart: bool) -> None:
         """Let a worker go, or start it anew with `restart`. Raises InvalidRequestError if it can't be spared."""
         self._supervisor.drain(worker_id, restart)
+
+    @ray.method(max_task_retries=-1)
+    async def retire(self, deadline_s: float | None) -> int:
+        """Let in no new requests, and wait until none runs, or for `deadline_s` seconds. Return how many still run.
+
+        None stands for the configuration's `limits.shutdown_s`.
+        """
+        self._supervisor.stop_admission()
+        return await self._open_requests.none_left(self._shutdown_s if deadline_s is None else deadline_s)
+
+    async def note_open_requests(self, router_id: str, count: int) -> None:
+        """Note how many requests still run at a router."""
+        self._open_requests.note(router_id, count)
 
     async def close(self) -> None:
         """End all workers. The caller then kills the actor."""
@@ -64,8 +85,18 @@ class Controller:
         await self._launcher.close()
 
 
-def start_controller(config: ClusterConfig, secret: bytes, head_resources: dict[str, float]) -> Any:
-    """Return the handle of a new controller, whose pools are starting. Raises ConfigError if this Ray cluster has one."""
+def start_controller(
+    config: ClusterConfig,
+    secret: bytes,
+    memory: Mapping[Role, WorkerMemory],
+    head_resources: dict[str, float],
+    *,
+    may_grow: bool,
+) -> Any:
+    """Return the handle of a new controller, whose pools are starting. Raises ConfigError if this Ray cluster has one.
+
+    `memory` is what a worker of each role takes. With `may_grow`, nodes may be added to the Ray cluster.
+    """
     options: dict[str, Any] = {
         "name": CONTROLLER,
         "namespace": NAMESPACE,
@@ -75,7 +106,7 @@ def start_controller(config: ClusterConfig, secret: bytes, head_resources: dict[
         "max_restarts": -1,
     }
     try:
-        return _actor_class().options(**options).remote(config, secret)
+        return _actor_class().options(**options).remote(config, secret, memory, may_grow)
     except ValueError:
         raise ConfigError("a Tandem cluster runs on this Ray cluster already; `tandem stop` ends it", param="address") from None
 
@@ -105,13 +136,17 @@ class RayControllerClient:
         """Return the view when its version differs from `known_version`, or after 10 s."""
         return cast(ClusterView, await self._controller.watch.remote(known_version))
 
-    async def scale(self, role: Role, workers: int) -> None:
-        """Want this many workers of a role from now on. Raises InvalidRequestError for impossible numbers."""
-        await _answered(self._controller.scale.remote(role, workers))
+    async def scale(self, sizes: Mapping[Role, int]) -> None:
+        """Want this many workers of these roles from now on. Raises InvalidRequestError for impossible numbers."""
+        await _answered(self._controller.scale.remote(dict(sizes)))
 
     async def drain(self, worker_id: str, restart: bool) -> None:
         """Let a worker go, or start it anew with `restart`. Raises InvalidRequestError if it can't be spared."""
         await _answered(self._controller.drain.remote(worker_id, restart))
+
+    async def note_open_requests(self, router_id: str, count: int) -> None:
+        """Tell how many requests still run at this router."""
+        await self._controller.note_open_requests.remote(router_id, count)
 
 
 async def _answered(reference: Any) -> None:

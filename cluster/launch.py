@@ -23,14 +23,18 @@ from typing import Any, cast
 import httpx
 import redis
 
-from cluster.ray.placement import unplaceable
+from cluster.memory import role_memory
+from cluster.ray.placement import Room, pool_of, unplaceable
 from cluster.ray.session import check_port_free, joined_ray, local_ray
+from configs.facts import ModelFacts
 from configs.loader import served_context
 from configs.models import resolve_for
 from configs.schema import ClusterConfig
 from protocol.cluster_view import ClusterView
-from protocol.errors import ConfigError, UnavailableError
+from protocol.errors import ConfigError, InvalidRequestError, UnavailableError
+from protocol.messages import Role
 from router.access.keyring import Keyring
+from telemetry.audit_file import AuditFile
 from telemetry.spans import check_installed
 
 Report = Callable[[str], None]
@@ -63,19 +67,26 @@ class RunningCluster:
     def __init__(self, controller: Any) -> None:
         self._controller = controller
 
+    def retire(self) -> int:
+        """Let in no new requests, and wait until none runs, or for limits.shutdown_s. Return how many still run.
+
+        Raises UnavailableError if the controller is gone.
+        """
+        return int(_ask(self._controller.retire.remote(None)))
+
     def watch(self, known_version: int) -> ClusterView:
         """Return the view when it is a new one, or after 10 s. Raises UnavailableError if the controller is gone."""
         return cast(ClusterView, _ask(self._controller.watch.remote(known_version)))
 
 
-def check_model(config: ClusterConfig) -> str:
-    """Return the model's name for clients, after fetching the model if need be.
+def check_model(config: ClusterConfig) -> ModelFacts:
+    """Return the model's facts, after fetching the model if need be.
 
     Raises ConfigError if the model can't be served at all, or not with this configuration.
     """
     facts = resolve_for(config).facts
     served_context(config, facts)
-    return facts.name
+    return facts
 
 
 def check_keys(config: ClusterConfig) -> None:
@@ -92,14 +103,18 @@ def check_keys(config: ClusterConfig) -> None:
 
 
 def check_telemetry(config: ClusterConfig) -> None:
-    """Raise ConfigError if the routers could not send spans."""
+    """Raise ConfigError if the routers could not send spans, or if the audit log could not be written."""
+    if config.telemetry.audit_log is not None:
+        AuditFile(Path(config.telemetry.audit_log)).check()
     if config.telemetry.otlp_endpoint is not None:
         check_installed()
 
 
 @contextmanager
-def running_cluster(config: ClusterConfig, address: str | None, report: Report) -> Iterator[RunningCluster]:
-    """Start everything (the model has been checked), yield once every worker is ready and HTTP answers, then take it down.
+def running_cluster(config: ClusterConfig, facts: ModelFacts, address: str | None, report: Report) -> Iterator[RunningCluster]:
+    """Start everything, yield once every worker is ready and HTTP answers, then take it down.
+
+    `facts` are the model's, which has been checked.
 
     `address` is a Ray cluster to join; None starts a Ray instance of our own. Raises ConfigError for whatever the operator
     can mend, UnavailableError when the cluster does not get ready in time.
@@ -107,17 +122,18 @@ def running_cluster(config: ClusterConfig, address: str | None, report: Report) 
     if address is None:
         check_port_free(config.http.host, config.http.port)
         report("Ray")
-        with local_ray(), _pools_and_http(config, _LOCAL, report) as cluster:
+        with local_ray(), _pools_and_http(config, facts, _LOCAL, report) as cluster:
             yield cluster
     else:
         report(f"Ray cluster at {address}")
-        with joined_ray(address), _pools_and_http(config, _JOINED, report) as cluster:
+        with joined_ray(address), _pools_and_http(config, facts, _JOINED, report) as cluster:
             yield cluster
 
 
 @contextmanager
-def _pools_and_http(config: ClusterConfig, place: _Place, report: Report) -> Iterator[RunningCluster]:
+def _pools_and_http(config: ClusterConfig, facts: ModelFacts, place: _Place, report: Report) -> Iterator[RunningCluster]:
     from cluster.controller import find_controller, start_controller
+    from cluster.ray.audit_keeper import start_audit_keeper
     from cluster.ray.launcher import node_resources
     from cluster.ray.rates import start_rate_keeper
     from cluster.ray.serve_app import deploy_router, start_http
@@ -126,19 +142,22 @@ def _pools_and_http(config: ClusterConfig, place: _Place, report: Report) -> Ite
 
     if not place.may_grow and (reason := unplaceable(config, node_resources())) is not None:
         raise ConfigError(f"impossible pool: {reason}")
+    memory = role_memory(config, facts)
+    _check_room(config, Room(config, memory, node_resources(), may_grow=place.may_grow))
     # Serve sets its own level when it is imported, and says at INFO what the progress line says already.
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     if not place.ends_with_us and find_controller() is None:
         sweep()  # of a cluster whose controller died
     secret = os.urandom(32)
-    controller = start_controller(config, secret, place.head_resources)
+    controller = start_controller(config, secret, memory, place.head_resources, may_grow=place.may_grow)
     try:
         settled = controller.settle.remote(config.limits.worker_start_s)
         report("workers and router")
         start_http(config)
         rate_keeper = start_rate_keeper(config, place.head_resources)
         stream_keeper = start_stream_keeper(config, place.head_resources)
-        deploy_router(config, secret, controller, rate_keeper, stream_keeper, place.head_resources)
+        audit_keeper = start_audit_keeper(config, place.head_resources)
+        deploy_router(config, secret, controller, rate_keeper, stream_keeper, audit_keeper, place.head_resources)
         report("workers")
         _ask(settled)
         report("HTTP")
@@ -147,6 +166,15 @@ def _pools_and_http(config: ClusterConfig, place: _Place, report: Report) -> Ite
     finally:
         if not place.ends_with_us:
             remove_cluster()
+
+
+def _check_room(config: ClusterConfig, room: Room) -> None:
+    """Raise ConfigError if the workers to begin with do not fit into memory."""
+    try:
+        room.check({role: pool_of(config, role).workers for role in Role}, [Role.PREFILL, Role.DECODE])
+    except InvalidRequestError as error:
+        problem = f"{error.message}; want fewer workers, or a smaller {error.param}.kv_cache_tokens"
+        raise ConfigError(problem, param=f"{error.param}.workers") from None
 
 
 def _ask(reference: Any) -> Any:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from typing import Any
 
 from cluster.launcher import Launcher, Process, Started
@@ -38,6 +38,10 @@ WATCH_S = 10.0
 STOP_S = 10.0
 """Seconds that an idle worker may take to end by itself before it is killed."""
 _SAVE_AGAIN_S = 1.0
+
+
+CheckRoom = Callable[[Mapping[Role, int], Collection[Role]], None]
+"""Raises InvalidRequestError, naming one of the second argument's roles, if the first one's workers can't all be had."""
 
 
 class Supervisor:
@@ -60,13 +64,14 @@ class Supervisor:
         self._saving = asyncio.Lock()
         self._news = asyncio.Event()
         self._refused: ConfigError | None = None
+        self._stopping = False
 
     async def start(self) -> None:
         """Begin the configured number of workers, or go on with what a former supervisor has recorded."""
         record = await self._records.load()
         if record is None:
             for role in self._roles:
-                self.scale(role, pool_of(self._config, role).workers)
+                self._obey(self._pools[role], self._pools[role].scale(pool_of(self._config, role).workers))
             return
         self._pools = {role: Pool(role, record.pools[role]) for role in Role}
         lives = [WorkerLife(info.worker_id, info.epoch) for info in self.view().workers]
@@ -76,12 +81,30 @@ class Supervisor:
         for pool in self._pools.values():
             self._obey(pool, pool.resume())
 
-    def scale(self, role: Role, workers: int) -> None:
-        """Want this many workers; returns at once. Raises InvalidRequestError outside 1 to 1024, or if there can be none."""
-        if role not in self._roles:
-            raise InvalidRequestError("this cluster is colocated: its decode workers compute the prompts", param=role.value)
-        self._obey(self._pools[role], self._pools[role].scale(workers))
-        log.info("%s: %d workers wanted", role.value, workers)
+    def scale(self, sizes: Mapping[Role, int], check_room: CheckRoom) -> None:
+        """Want this many workers of these roles; returns at once.
+
+        Raises InvalidRequestError for a role that the cluster lacks, for none, for more than is allowed, and what `check_room`
+        raises; then nothing has changed.
+        """
+        for role, workers in sizes.items():
+            if role not in self._roles:
+                raise InvalidRequestError("this cluster is colocated: its decode workers compute the prompts", param=role.value)
+            most = pool_of(self._config, role).max_workers
+            if not 1 <= workers <= most:
+                problem = f"{role.value} must be 1 to {most} workers ({role.value}.max_workers), got {workers}"
+                raise InvalidRequestError(problem, param=role.value)
+        present = {role: self._pools[role].desired for role in self._roles}
+        if any(workers > present[role] for role, workers in sizes.items()):
+            check_room({**present, **sizes}, tuple(sizes))
+        for role, workers in sizes.items():
+            self._obey(self._pools[role], self._pools[role].scale(workers))
+            log.info("%s: %d workers wanted", role.value, workers)
+
+    def stop_admission(self) -> None:
+        """Have no router let in new requests from now on. Idempotent."""
+        self._stopping = True
+        self._changed()
 
     def drain(self, worker_id: str, restart: bool) -> None:
         """Let this worker go, or start anew, when it has given its work away; returns at once.
@@ -96,7 +119,8 @@ class Supervisor:
 
     def view(self) -> ClusterView:
         """Return the workers as routers and operators see them, with a version that every change raises."""
-        return ClusterView(self._version, tuple(info for pool in self._pools.values() for info in pool.workers()))
+        workers = tuple(info for pool in self._pools.values() for info in pool.workers())
+        return ClusterView(self._version, workers, {role: self._pools[role].desired for role in self._roles}, self._stopping)
 
     async def watch(self, known_version: int) -> ClusterView:
         """Return the view as soon as its version differs from the known one, or after WATCH_S seconds."""
@@ -149,10 +173,14 @@ class Supervisor:
                     self._spawn(self._stop(*life))
                 case Remove():
                     self._spawn(self._remove(*life))
+        self._changed()
+        self._spawn(self._save())
+
+    def _changed(self) -> None:
+        """Let everybody know that the view is another one."""
         self._version += 1
         self._news.set()
         self._news = asyncio.Event()
-        self._spawn(self._save())
 
     def _begin(self, pool: Pool, life: WorkerLife, delay_s: float) -> None:
         task = self._lives[life] = asyncio.get_running_loop().create_task(self._live(pool, *life, delay_s))

@@ -24,6 +24,16 @@ log = logging.getLogger(__name__)
 _CLOSE_S = 30.0
 
 
+def retire_cluster(deadline_s: float | None) -> None:
+    """Let in no new requests, and wait until none runs, or for `deadline_s` seconds (None: the cluster's limits.shutdown_s)."""
+    controller = find_controller()
+    if controller is not None:
+        try:
+            ray.get(controller.retire.remote(deadline_s))
+        except RayError as error:
+            log.warning("requests are cut off: %s", str(error).splitlines()[0])
+
+
 def remove_cluster() -> bool:
     """Remove whatever there is of Tandem on the Ray cluster that this process has joined. Return False if there was nothing."""
     controller = find_controller()

@@ -173,6 +173,9 @@ def _contradictions(config: ClusterConfig) -> list[tuple[str, str]]:
     if config.disaggregation != "never" and not config.prefill.workers:
         problem = f"0 can't be with disaggregation: {config.disaggregation}; at least 1, or let decode do it all (never)"
         found.append(("prefill.workers", problem))
+    for role, pool in _pools(config):
+        if pool.workers > pool.max_workers:
+            found.append((f"{role}.workers", f"{pool.workers} is more than {role}.max_workers ({pool.max_workers})"))
     if DEFAULT_TIER not in config.tiers:
         found.append(("tiers", f"there must be a tier {DEFAULT_TIER}; keys that name none are of it"))
     limits = config.limits

@@ -62,6 +62,8 @@ class PoolConfig(_Section):
     """The workers of one role."""
 
     workers: Annotated[int, Field(ge=1, le=1024)] = 1
+    max_workers: Annotated[int, Field(ge=1, le=1024)] = 64
+    """Most workers that `scale` may ask for. What fits into memory may be less."""
     tensor_parallel_size: Positive = 1
     """Ranks that compute one worker's model together: `configs.sharding` says which sizes a model has."""
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
@@ -111,6 +113,8 @@ class LimitsConfig(_Section):
     """Seconds that a request waits for room before it is refused with 429."""
     worker_start_s: Seconds = 120.0
     drain_s: Seconds = 600.0
+    shutdown_s: Annotated[float, Field(ge=0, le=86_400)] = 20.0
+    """Seconds that running requests have to end when the cluster is stopped."""
     max_waiting_requests: Positive = 1024
     """Requests one router holds back for want of room; more are refused at once."""
 
@@ -128,6 +132,8 @@ class ResumableConfig(_Section):
 class TelemetryConfig(_Section):
     """Where the cluster sends what it knows of its requests."""
 
+    audit_log: LocalPath | None = None
+    """File of JSON lines that tells of refused requests, of what operators did and of changes of keys; on the head node."""
     otlp_endpoint: Annotated[str, Field(pattern="^https?://[^/]")] | None = None
     """Base URL of an OpenTelemetry collector that takes OTLP over HTTP: it gets a trace of every request."""
 

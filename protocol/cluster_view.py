@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 
 from protocol.messages import Role, WorkerRef
@@ -48,6 +49,10 @@ class ClusterView:
 
     version: int
     workers: tuple[WorkerInfo, ...]
+    wanted: Mapping[Role, int] = field(default_factory=dict)
+    """Number of workers that there should be of each role that the cluster has."""
+    stopping: bool = False
+    """The cluster ends as soon as the requests that run have ended: no router lets in new ones."""
 
     def usable(self, role: Role) -> tuple[WorkerRef, ...]:
         """Workers of this role that take new requests, by worker id."""

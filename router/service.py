@@ -11,7 +11,7 @@ import asyncio
 import dataclasses
 import gc
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from configs.facts import Model
@@ -19,19 +19,19 @@ from configs.loader import served_context
 from configs.schema import ClusterConfig
 from protocol.errors import ModelNotFoundError
 from protocol.messages import Role
-from protocol.trace import TraceContext
+from router.access.shutdown import Shutdown
 from router.api.prepare import Preparer
 from router.dispatch.admission import Admission
 from router.dispatch.audit import audit
 from router.dispatch.controller_client import ControllerClient, ControllerOrders
 from router.dispatch.migrator import Migrator
 from router.dispatch.roster import Roster
-from router.dispatch.status import health_problem, worker_status
+from router.dispatch.status import health_problem, ready_problem, worker_status
 from router.request.answer import Delta
 from router.request.choice_runner import ChoiceRunner
 from router.request.choices import EmittedChoice
-from router.request.generation import Generation
-from router.request.generator import Generator, RequestIdentity
+from router.request.generation import Generation, RequestIdentity
+from router.request.generator import Generator
 from router.request.pipeline import Pipeline
 from router.text.threads import TextThreads
 from router.text.tokenizer import Tokenizer
@@ -53,6 +53,7 @@ class Router:
         self._orders = ControllerOrders(controller)
         self.metrics = Metrics(model.facts.name, self._worker_samples)
         self._roster = Roster(controller, secret, config.limits, self.metrics.workers_lost.inc)
+        self.shutdown = Shutdown(controller, self._roster)
         self._admission = Admission(config, self._roster, self.metrics)
         self._migrator = Migrator(config, self._roster, self.metrics)
         self._pipeline = Pipeline(self._admission, self._migrator, config.limits, self.metrics)
@@ -73,10 +74,12 @@ class Router:
         # through it for 80 ms each time, in which no stream gets a token.
         gc.freeze()
         self._roster.start()
+        self.shutdown.start()
         self._migrator.start()
 
     async def close(self) -> None:
         """Stop serving. Running streams fail with WorkerLostError; returns when every task and thread has ended."""
+        await self.shutdown.close()
         await self._migrator.close()
         await self._roster.close()
         if self._spans is not None:
@@ -97,24 +100,18 @@ class Router:
         self._admission.check_possible(len(generation.prompt_token_ids), generation.sampling.max_tokens, prompt_param)
 
     def generate(
-        self,
-        generations: Sequence[Generation],
-        request_id: str,
-        trace: TraceContext,
-        arrival: float,
-        emitted: Sequence[EmittedChoice] = (),
+        self, generations: Sequence[Generation], request: RequestIdentity, emitted: Sequence[EmittedChoice] = ()
     ) -> AsyncGenerator[Delta, None]:
         """Generate all choices of all prompts, piece by piece; the last piece of each has its finish reason.
 
-        Closing the generator frees everything. `arrival` is the request's, on `time.monotonic`. `emitted` has
-        the part of every choice that comes before these pieces, or is empty; choices that have not ended go on.
+        Closing the generator frees everything. `emitted` has the part of every choice that comes before these pieces, or is
+        empty; choices that have not ended go on.
         """
-        request = RequestIdentity(request_id=request_id, trace=trace, arrival=arrival)
         return self._generator.generate(generations, request, emitted)
 
-    async def scale(self, role: Role, workers: int) -> None:
-        """Have the controller run this many workers of a role. Raises as `ControllerOrders.scale`."""
-        await self._orders.scale(role, workers)
+    async def scale(self, sizes: Mapping[Role, int]) -> None:
+        """Have the controller run this many workers of these roles. Raises as `ControllerOrders.scale`."""
+        await self._orders.scale(sizes)
 
     async def drain(self, worker_id: str, restart: bool) -> None:
         """Have the controller empty a worker, then end or restart it. Raises as `ControllerOrders.drain`."""
@@ -124,9 +121,17 @@ class Router:
         """Return why no request can get through, or None if one can."""
         return health_problem(self._roster, self.config)
 
+    def ready_problem(self) -> str | None:
+        """Return why no new request should come here, or None if it should."""
+        return ready_problem(self._roster, self.config)
+
     def status(self) -> dict[str, Any]:
-        """Return what `/admin/status` shows: one row for each worker."""
-        return {"workers": [worker_status(info, self._roster.find(info)) for info in self._roster.view.workers]}
+        """Return what `/admin/status` shows: one row for each worker, and how many there should be of each role."""
+        view = self._roster.view
+        return {
+            "workers": [worker_status(info, self._roster.find(info)) for info in view.workers],
+            "wanted": {role.value: number for role, number in view.wanted.items()},
+        }
 
     async def audit(self) -> dict[str, Any]:
         """Ask all workers, and return what `/admin/audit` shows: what is held somewhere though nobody needs it."""

@@ -5,6 +5,9 @@ Every router reads the file again when it has changed.
 
 from __future__ import annotations
 
+import os
+import pwd
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,7 +17,7 @@ import typer
 from protocol.errors import ConfigError
 
 if TYPE_CHECKING:
-    from configs.schema import TierConfig
+    from configs.schema import ClusterConfig
     from router.access.keys import ApiKey
 
 keys = typer.Typer(name="keys", help="Add, list and revoke API keys.", no_args_is_help=True, add_completion=False)
@@ -23,6 +26,11 @@ KeysFile = Annotated[
     Path | None, typer.Option("--keys-file", envvar="TANDEM_KEYS_FILE", help="The file; otherwise the one that --config names.")
 ]
 Config = Annotated[Path | None, typer.Option("--config", help="The cluster's YAML file: its http.keys_file and its tiers.")]
+
+
+AuditLog = Annotated[
+    Path | None, typer.Option("--audit-log", help="The audit log to note it in; otherwise the one that --config names.")
+]
 
 
 @keys.command()
@@ -38,11 +46,13 @@ def add(
     ] = None,
     keys_file: KeysFile = None,
     config: Config = None,
+    audit_log: AuditLog = None,
 ) -> None:
     """Make a key and print it. It is shown this once: the file has only a hash of it."""
     from cluster.commands.lib.key_file import add_key
 
-    path, tiers = _file(keys_file, config)
+    loaded = _config(keys_file, config, audit_log)
+    path, tiers = _file(loaded), loaded.tiers
     if tier not in tiers:
         raise ConfigError(f"there is no tier {tier!r}; the configuration has {', '.join(tiers)}", param="tier")
     values = {
@@ -54,7 +64,10 @@ def add(
         "models": tuple(model) if model else None,
         "expires": None if expires is None else expires.replace(tzinfo=UTC),
     }
-    typer.echo(add_key(path, values))
+    note = _auditor(loaded)
+    given = add_key(path, values)
+    typer.echo(given)
+    note("key_added", key=given.split("-")[1], tenant=tenant, tier=tier)
 
 
 @keys.command("list")
@@ -65,7 +78,7 @@ def show(keys_file: KeysFile = None, config: Config = None) -> None:
 
     from router.access.keys import read_key_file
 
-    path, _ = _file(keys_file, config)
+    path = _file(_config(keys_file, config))
     table = Table(box=None, pad_edge=False)
     for title in ("id", "tenant", "tier", "requests/min", "tokens/min", "context", "models", "state"):
         table.add_column(title, overflow="fold")
@@ -81,24 +94,53 @@ def revoke(
     key_id: Annotated[str, typer.Argument(metavar="ID", help="As `tandem keys list` shows it.")],
     keys_file: KeysFile = None,
     config: Config = None,
+    audit_log: AuditLog = None,
 ) -> None:
     """Refuse a key from now on. Requests that run already go on."""
     from cluster.commands.lib.key_file import revoke_key
 
-    path, _ = _file(keys_file, config)
+    loaded = _config(keys_file, config, audit_log)
+    path, note = _file(loaded), _auditor(loaded)
     revoke_key(path, key_id)
+    note("key_revoked", key=key_id)
     typer.echo(f"{key_id} is revoked")
 
 
-def _file(keys_file: Path | None, config: Path | None) -> tuple[Path, dict[str, TierConfig]]:
+def _config(keys_file: Path | None, config: Path | None, audit_log: Path | None = None) -> ClusterConfig:
     from configs.loader import load_config
 
-    loaded = load_config(config, {} if keys_file is None else {"http.keys_file": str(keys_file)})
-    if loaded.http.keys_file is None:
+    given = {"http.keys_file": keys_file, "telemetry.audit_log": audit_log}
+    return load_config(config, {key: str(path) for key, path in given.items() if path is not None})
+
+
+def _file(config: ClusterConfig) -> Path:
+    if config.http.keys_file is None:
         raise ConfigError(
             "name the file with --keys-file, or with --config one that has http.keys_file", param="http.keys_file"
         )
-    return Path(loaded.http.keys_file), loaded.tiers
+    return Path(config.http.keys_file)
+
+
+def _auditor(config: ClusterConfig) -> Callable[..., None]:
+    """Return what notes a change of keys in the audit log, if there is one: `note(event, key=...)`.
+
+    Raises ConfigError if the log can't be written, so that nothing is changed that would not be noted.
+    """
+    from telemetry.audit_file import AuditFile, audit_line
+
+    if config.telemetry.audit_log is None:
+        return lambda event, **values: None
+    file = AuditFile(Path(config.telemetry.audit_log))
+    file.check()
+    return lambda event, **values: file.append([audit_line(event, who="operator", user=_user(), **values)])
+
+
+def _user() -> str:
+    """The name of this user, or the number of one without a name."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
 
 
 def _state(key: ApiKey) -> str:

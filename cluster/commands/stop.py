@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+from cluster.commands.lib.interrupts import Interrupts, Phase
 from cluster.commands.lib.options import RayAddress
 from protocol.errors import ConfigError
 
 
-def stop(address: RayAddress = None) -> None:
-    """End the cluster on a Ray cluster (a local `tandem serve` ends with Ctrl-C)."""
+def stop(
+    address: RayAddress = None,
+    shutdown_s: Annotated[
+        float | None,
+        typer.Option("--shutdown-timeout", min=0.0, help="Seconds that requests have to end; otherwise limits.shutdown_s."),
+    ] = None,
+) -> None:
+    """End the cluster on a Ray cluster (a local `tandem serve` ends with Ctrl-C). Ctrl-C meanwhile ends requests at once."""
     if address is None:
         raise ConfigError("name the Ray cluster with --address or RAY_ADDRESS", param="address")
     from cluster.ray.session import joined_ray
 
+    interrupts = Interrupts()
+    interrupts.install()
     with joined_ray(address):
-        from cluster.teardown import remove_cluster
+        from cluster.teardown import remove_cluster, retire_cluster
 
+        interrupts.phase = Phase.RETIRING
+        try:
+            retire_cluster(shutdown_s)
+        except KeyboardInterrupt:
+            typer.echo("stopping at once", err=True)
+        finally:
+            interrupts.phase = Phase.ENDING
         found = remove_cluster()
     typer.echo("stopped" if found else "no Tandem cluster runs there")

@@ -33,8 +33,9 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.launcher import Process, Started
+from cluster.memory import WorkerMemory
 from cluster.ray.errors import answer
-from cluster.ray.placement import Resources, bundle_of, missing, pool_of, threads_per_rank
+from cluster.ray.placement import Resources, Room, bundle_of, missing, pool_of, threads_per_rank
 from cluster.ray.worker_process import WorkerProcess
 from configs.schema import ClusterConfig
 from protocol.errors import TandemError, WorkerLostError
@@ -67,9 +68,12 @@ def node_resources() -> list[Resources]:
 class RayLauncher:
     """A `cluster.launcher.Launcher` that makes workers as actors on the Ray cluster that this process belongs to."""
 
-    def __init__(self, config: ClusterConfig, secret: bytes) -> None:
+    def __init__(self, config: ClusterConfig, secret: bytes, memory: Mapping[Role, WorkerMemory], *, may_grow: bool) -> None:
+        """`memory` is what a worker of each role takes. With `may_grow`, nodes may be added to the Ray cluster."""
         self._config = config
         self._secret = secret
+        self._memory = memory
+        self._may_grow = may_grow
         self._groups: dict[str, PlacementGroup] = {}
         self._keeps_spare = False
         self._spare: asyncio.Task[_Actor] | None = None
@@ -123,6 +127,10 @@ class RayLauncher:
         group = self._groups.pop(worker_id, None)
         if group is not None:
             await asyncio.to_thread(remove_placement_group, group)
+
+    async def room(self) -> Room:
+        """Return what the nodes have for workers now."""
+        return Room(self._config, self._memory, await asyncio.to_thread(node_resources), may_grow=self._may_grow)
 
     async def why_not_started(self, role: Role) -> str:
         """Say in words for people what keeps a worker of this role from starting."""

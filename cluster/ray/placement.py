@@ -1,18 +1,27 @@
 """What a worker needs, what the nodes have, and whether the one fits into the other. Pure.
 
+A node has room for a worker if it has the resources that it reserves and the memory that it will take.
+
 Resources are Ray's: names to amounts, such as {"CPU": 8, "GPU": 1, "tandem_decode": 1}. A worker's placement group has one
 bundle per rank of its tensor-parallel gang, all on one node (STRICT_PACK).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
+from cluster.memory import CLUSTER_BYTES, WorkerMemory, in_gb
+from configs.machine import memory_bytes
 from configs.schema import ClusterConfig, PoolConfig
+from protocol.errors import InvalidRequestError
 from protocol.messages import Role
 
 Resources = Mapping[str, float]
 
+_MEMORY = "bytes of memory"
+"""Named so that it is none of Ray's resources: Ray's `memory` is only what somebody reserves."""
+_HEAD = "node:__internal_head__"
+_NAMED_NODES = 4
 _TOKEN_CPU = 0.001
 """A placement group needs a bundle that is not empty; a pool that asks for nothing must fit a laptop of any size."""
 
@@ -68,6 +77,70 @@ def threads_per_rank(config: ClusterConfig, role: Role, nodes: Sequence[Resource
     cores = [int(node.get("CPU", 0.0)) for node in nodes]
     share = min(sum(cores) // (config.prefill.workers + config.decode.workers), max(cores, default=1))
     return max(1, (pool.threads or share) // pool.tensor_parallel_size)
+
+
+class Room:
+    """What the nodes of a cluster have for workers."""
+
+    def __init__(
+        self, config: ClusterConfig, memory: Mapping[Role, WorkerMemory], nodes: Sequence[Resources], *, may_grow: bool
+    ) -> None:
+        """`memory` is what a worker of each role takes. With `may_grow`, nodes are added for workers that reserve resources."""
+        self._config = config
+        self._memory = memory
+        self._nodes = [dict(node) | {_MEMORY: _memory_of(node)} for node in nodes]
+        self._may_grow = may_grow
+
+    def check(self, wanted: Mapping[Role, int], asked: Collection[Role]) -> None:
+        """Raise InvalidRequestError, naming a role of `asked`, if the nodes can't hold `wanted` workers of all roles."""
+        if self._holds_all(wanted):
+            return
+        for role in asked:
+            most = self._most(role, wanted)
+            if most or role is tuple(asked)[-1]:
+                others = [f"{number} {other.value}" for other, number in wanted.items() if other is not role and number]
+                beside = f" beside {' and '.join(others)}" if others else ""
+                memory = ", ".join(in_gb(node[_MEMORY]) for node in self._nodes[:_NAMED_NODES])
+                raise InvalidRequestError(
+                    f"{role.value}: {wanted[role]} workers do not fit: there is room for at most {most}{beside}; "
+                    f"each takes {self._memory[role]}, and the memory for workers is {memory}",
+                    param=role.value,
+                )
+
+    def _most(self, role: Role, wanted: Mapping[Role, int]) -> int:
+        """The largest number of workers of this role that the nodes hold beside the others."""
+        least, most = 0, wanted[role]
+        while least < most:
+            middle = (least + most + 1) // 2
+            if self._holds_all({**wanted, role: middle}):
+                least = middle
+            else:
+                most = middle - 1
+        return least
+
+    def _holds_all(self, wanted: Mapping[Role, int]) -> bool:
+        """Whether the nodes hold so many workers, placed by first fit."""
+        free = [dict(node) for node in self._nodes]
+        for role, number in wanted.items():
+            pool = pool_of(self._config, role)
+            if pool.resources and self._may_grow:
+                continue
+            need = {name: amount * pool.tensor_parallel_size for name, amount in bundle_of(pool).items()}
+            need[_MEMORY] = self._memory[role].total
+            for _ in range(number):
+                node = next((node for node in free if _holds(node, need)), None)
+                if node is None:
+                    return False
+                for name, amount in need.items():
+                    node[name] -= amount
+        return True
+
+
+def _memory_of(node: Resources) -> float:
+    """Bytes that a node has for workers. The head node is this machine; what others have Ray has found out at their start."""
+    if _HEAD in node:
+        return memory_bytes() - CLUSTER_BYTES
+    return node.get("memory", 0.0) + node.get("object_store_memory", 0.0)
 
 
 def _holds(node: Resources, need: Resources) -> bool:

@@ -15,11 +15,13 @@ from ray import serve
 from ray.exceptions import RayError
 
 from cluster.controller import RayControllerClient
+from cluster.ray.audit_keeper import RayAuditStore
 from cluster.ray.rates import rate_store
 from cluster.ray.stream_keeper import RayRecordStore
 from configs.models import resolve_for
 from configs.schema import ClusterConfig
 from protocol.errors import UnavailableError
+from router.access.audit_trail import AuditQueue
 from router.access.meter import Meter
 from router.app import create_app
 from router.resume.recorder import Recorder
@@ -42,22 +44,33 @@ class RouterReplica:
     """One replica of the router in Ray Serve. Serve builds the ASGI app after the constructor has returned."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: ClusterConfig, secret: bytes, controller: Any, rate_keeper: Any | None, stream_keeper: Any
+        self,
+        config: ClusterConfig,
+        secret: bytes,
+        controller: Any,
+        rate_keeper: Any | None,
+        stream_keeper: Any,
+        audit_keeper: Any | None,
     ) -> None:
         setup_logging("router")
         model = await asyncio.to_thread(resolve_for, config)
         self._router = Router(config, model, secret, RayControllerClient(controller))
         self._meter = Meter(rate_store(config, rate_keeper))
         self._recorder = Recorder(RayRecordStore(stream_keeper))
+        self._audit = None if audit_keeper is None else AuditQueue(RayAuditStore(audit_keeper))
+        if self._audit is not None:
+            self._audit.start()
         await self._router.start()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_app(self._router, self._meter, self._recorder, echo_request_id=False)
+        return create_app(self._router, self._meter, self._recorder, self._audit, echo_request_id=False)
 
     async def __del__(self) -> None:
         await self._router.close()
         await self._meter.close()
         await self._recorder.close()
+        if self._audit is not None:
+            await self._audit.close()
 
 
 def start_http(config: ClusterConfig) -> None:
@@ -79,6 +92,7 @@ def deploy_router(
     controller: Any,
     rate_keeper: Any | None,
     stream_keeper: Any,
+    audit_keeper: Any | None,
     head_resources: dict[str, float],
 ) -> None:
     """Deploy the router and wait until every replica serves. Raises UnavailableError if one can't."""
@@ -92,7 +106,7 @@ def deploy_router(
         graceful_shutdown_timeout_s=10,
     )
     try:
-        replica = deployment(RouterReplica).bind(config, secret, controller, rate_keeper, stream_keeper)
+        replica = deployment(RouterReplica).bind(config, secret, controller, rate_keeper, stream_keeper, audit_keeper)
         serve.run(replica, name=APPLICATION, route_prefix="/")
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[-1]

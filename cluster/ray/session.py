@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import cluster
 from cluster.ray.leftovers import SCRATCH_PREFIX, TEMPORARY, claim, remove_leftovers
@@ -102,7 +103,7 @@ def local_ray() -> Iterator[None]:
 
         try:
             with _own_sigterm():
-                context = ray.init(
+                context: Any = ray.init(
                     address="local",
                     namespace="tandem",
                     include_dashboard=False,

@@ -7,19 +7,18 @@ import mmap
 import os
 import sys
 import weakref
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from configs.facts import ModelFacts
+from configs.machine import memory_bytes
 from protocol.errors import ConfigError
 
 LAYOUT_VERSION = 1
 """Grows whenever the meaning of the bytes changes: two workers with different versions refuse each other."""
 
 _CPU = torch.device("cpu")
-_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 def token_bytes(facts: ModelFacts, dtype: torch.dtype) -> int:
@@ -77,7 +76,7 @@ class KVPool:
         """
         if block_size < 1 or num_tokens < block_size:
             raise ConfigError(f"{num_tokens} tokens of KV cache do not make one block of {block_size}", param="kv_cache_tokens")
-        memory = _memory_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+        memory = memory_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
         size = token_bytes(facts, dtype)
         if num_tokens * size > memory:
             raise ConfigError(
@@ -129,16 +128,3 @@ def _memory_file(size: int) -> int | None:
     os.ftruncate(fd, size)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     return fd
-
-
-def _memory_bytes() -> int:
-    """Physical memory, or the control group's limit where that is lower."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for limit in _CGROUP_LIMITS:
-        try:
-            text = limit.read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            memory = min(memory, int(text))
-    return memory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from typing import Protocol
 
 from protocol.cluster_view import ClusterView
@@ -23,8 +23,11 @@ class ControllerClient(Protocol):
         """Long poll: returns when the view's version differs from `known_version`, or the same view after at most 10 s."""
         ...
 
-    async def scale(self, role: Role, workers: int) -> None:
-        """Ask for this many workers; returns once it is accepted. Raises InvalidRequestError if it can't be."""
+    async def scale(self, sizes: Mapping[Role, int]) -> None:
+        """Ask for this many workers of these roles; returns once it is accepted.
+
+        Raises InvalidRequestError if it can't be; then nothing has changed.
+        """
         ...
 
     async def drain(self, worker_id: str, restart: bool) -> None:
@@ -34,6 +37,10 @@ class ControllerClient(Protocol):
         """
         ...
 
+    async def note_open_requests(self, router_id: str, count: int) -> None:
+        """Tell how many requests still run at this router; told again and again while the cluster ends."""
+        ...
+
 
 class ControllerOrders:
     """What operators have the controller do, within a deadline."""
@@ -41,12 +48,12 @@ class ControllerOrders:
     def __init__(self, controller: ControllerClient) -> None:
         self._controller = controller
 
-    async def scale(self, role: Role, workers: int) -> None:
-        """Have the controller run this many workers of a role.
+    async def scale(self, sizes: Mapping[Role, int]) -> None:
+        """Have the controller run this many workers of these roles.
 
         Raises what the controller answers, and UnavailableError if it is away.
         """
-        await self._obeyed(self._controller.scale(role, workers))
+        await self._obeyed(self._controller.scale(sizes))
 
     async def drain(self, worker_id: str, restart: bool) -> None:
         """Have the controller empty a worker, then end or restart it.

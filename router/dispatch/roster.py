@@ -90,6 +90,8 @@ class Roster:
         """The workers that are ready, in the order in which they should be chosen."""
         self._ready = {Role.PREFILL: _Ready(self.prefills), Role.DECODE: _Ready(self.decodes)}
         self._changed = asyncio.Event()
+        self.stopping = asyncio.Event()
+        """Set while the cluster ends."""
         self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -168,6 +170,10 @@ class Roster:
     def update(self, view: ClusterView) -> None:
         """Take over the controller's view: open links to new workers, and close those to ended lives."""
         self.view = view
+        if view.stopping:
+            self.stopping.set()
+        else:
+            self.stopping.clear()
         listed = {info.worker_id: info for info in view.workers}
         for key, entry in list(self._entries.items()):
             info = listed.get(entry.ref.worker_id)

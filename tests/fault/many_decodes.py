@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -66,11 +66,14 @@ class ScriptedController:
             await self._changed.wait()
         return ClusterView(self._version, tuple(self._infos.values()))
 
-    async def scale(self, role: Role, workers: int) -> None:
+    async def scale(self, sizes: Mapping[Role, int]) -> None:
         raise AssertionError("nobody scales here")
 
     async def drain(self, worker_id: str, restart: bool) -> None:
         raise AssertionError("nor drains but by `ManyDecodes.drain`")
+
+    async def note_open_requests(self, router_id: str, count: int) -> None:
+        raise AssertionError("nobody shuts down here")
 
 
 @dataclass

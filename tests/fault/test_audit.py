@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -30,11 +30,14 @@ class FixedController:
             await asyncio.Event().wait()
         return self._view
 
-    async def scale(self, role: Role, workers: int) -> None:
+    async def scale(self, sizes: Mapping[Role, int]) -> None:
         raise NotImplementedError
 
     async def drain(self, worker_id: str, restart: bool) -> None:
         raise NotImplementedError
+
+    async def note_open_requests(self, router_id: str, count: int) -> None:
+        raise AssertionError("nobody shuts down here")
 
 
 @asynccontextmanager

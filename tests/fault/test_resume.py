@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -41,11 +42,14 @@ class FixedController:
             await asyncio.Event().wait()
         return self._view
 
-    async def scale(self, role: Role, workers: int) -> None:
+    async def scale(self, sizes: Mapping[Role, int]) -> None:
         raise AssertionError("nobody scales here")
 
     async def drain(self, worker_id: str, restart: bool) -> None:
         raise AssertionError("nobody scales here")
+
+    async def note_open_requests(self, router_id: str, count: int) -> None:
+        raise AssertionError("nobody shuts down here")
 
 
 @pytest.mark.parametrize(

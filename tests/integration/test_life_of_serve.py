@@ -14,6 +14,8 @@ import grpc
 import httpx
 import pytest
 
+from cluster.ray.leftovers import remove_leftovers
+
 GONE_S = 10.0
 
 
@@ -106,7 +108,9 @@ def listening_elsewhere(pid: int) -> list[int]:
 def test_when_the_command_is_killed_its_workers_and_haproxy_end_too(serve: Callable[..., Any]) -> None:
     served = serve("--dtype", "float32")
     served.wait_ready()
-    assert any("haproxy" in command for command in served.processes().values())
+    [haproxy] = [command for command in served.processes().values() if "haproxy.cfg" in command]
+    folder = next(Path(word).parents[1] for word in haproxy.split() if word.endswith("haproxy.cfg"))
+    assert folder not in remove_leftovers(), "it lives"
     served.process.kill()
     served.process.wait(timeout=10)
     # Ray's two node agents notice only when their calls to Ray time out; they hold neither model nor port of ours. They give
@@ -117,6 +121,9 @@ def test_when_the_command_is_killed_its_workers_and_haproxy_end_too(serve: Calla
         time.sleep(0.1)
     for pid in served.processes():
         os.kill(pid, signal.SIGKILL)
+    assert folder.exists()
+    assert folder in remove_leftovers(), "as the next run does"
+    assert not folder.exists()
 
 
 @pytest.mark.slow

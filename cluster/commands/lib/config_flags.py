@@ -74,6 +74,8 @@ FLAGS = (
     ),
     ConfigFlag("--admin-key", "http.admin_key", help="Key for /admin.", envvar="TANDEM_ADMIN_KEY"),
     ConfigFlag("--keys-file", "http.keys_file", help="API keys, as `tandem keys` makes them."),
+    ConfigFlag("--audit-log", "telemetry.audit_log", help="File for refusals, operators' actions and changes of keys."),
+    ConfigFlag("--shutdown-timeout", "limits.shutdown_s", help="Seconds that requests have to end on Ctrl-C or SIGTERM."),
     ConfigFlag("--allow-anonymous", "http.allow_anonymous", help="Serve other machines without asking for keys."),
 )
 

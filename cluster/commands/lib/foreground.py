@@ -6,45 +6,79 @@ import json
 import logging
 import os
 import shlex
-import signal
-from contextlib import redirect_stdout
-from types import FrameType
+from contextlib import redirect_stdout, suppress
 
 from rich.console import Console
 
+from cluster.commands.lib.interrupts import Interrupts, Phase
 from cluster.launch import RunningCluster, check_keys, check_model, check_telemetry, running_cluster
+from cluster.memory import with_fitting_pools
+from configs.facts import ModelFacts
+from configs.machine import memory_bytes
 from configs.schema import ClusterConfig
 from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState
+from protocol.errors import UnavailableError
 from protocol.messages import Role
 
 
 def serve_until_interrupted(config: ClusterConfig, address: str | None) -> None:
-    """Run a cluster until Ctrl-C or SIGTERM, then take everything down and return. Raises TandemError if it can't run."""
+    """Run a cluster until Ctrl-C or SIGTERM, then take everything down and return. Raises TandemError if it can't run.
+
+    New requests are refused from the first signal on, and those that run have `limits.shutdown_s` to end. The second signal
+    ends them at once.
+    """
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
     logging.getLogger("ray").setLevel(logging.WARNING)
-    for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: a shell starts background jobs with it ignored
-        signal.signal(number, _interrupt)
-    try:
+    interrupts = Interrupts()
+    interrupts.install()
+    with suppress(KeyboardInterrupt):
         check_keys(config)
         check_telemetry(config)
-        model_name = check_model(config)
+        facts = check_model(config)
+        config = _with_fitting_pools(config, facts, address, console)
         with (
             open(os.devnull, "w") as nowhere,
             console.status("starting") as progress,
             redirect_stdout(nowhere),
-            running_cluster(config, address, lambda step: progress.update(f"starting: {step}")) as cluster,
+            running_cluster(config, facts, address, lambda step: progress.update(f"starting: {step}")) as cluster,
         ):
             progress.stop()
             # Ray prints a page of advice on stdout whenever a process ends; our own line says which worker it was.
             # (Again, because the progress line has put stdout back.)
             with redirect_stdout(nowhere):
-                _follow(cluster, config, model_name, console)
+                try:
+                    interrupts.phase = Phase.SERVING
+                    _follow(cluster, config, facts.name, console)
+                except KeyboardInterrupt:
+                    retire(cluster, config.limits.shutdown_s, console)
+                finally:
+                    interrupts.phase = Phase.ENDING
+    console.print("stopped")
+
+
+def retire(cluster: RunningCluster, shutdown_s: float, console: Console) -> None:
+    """Let the requests that run end, for `shutdown_s` seconds or until Ctrl-C."""
+    if shutdown_s:
+        console.print(f"stopping: requests that run have {shutdown_s:g} s; Ctrl-C ends them at once")
+    try:
+        num_cut = cluster.retire()
     except KeyboardInterrupt:
-        console.print("stopped")
+        return
+    except UnavailableError as error:
+        console.print(f"stopping at once: {error.message}")
+        return
+    if num_cut:
+        console.print(f"{num_cut} requests are cut off")
 
 
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+def _with_fitting_pools(config: ClusterConfig, facts: ModelFacts, address: str | None, console: Console) -> ClusterConfig:
+    """The configuration with KV pools that fit into this machine's memory, as far as nobody chose their sizes."""
+    fitting = config if address is not None else with_fitting_pools(config, facts, memory_bytes())
+    for role, pool, whole in (("prefill", fitting.prefill, config.prefill), ("decode", fitting.decode, config.decode)):
+        if pool.workers and pool.kv_cache_tokens < whole.kv_cache_tokens:
+            wanted = f"{role}.kv_cache_tokens is {pool.kv_cache_tokens}, not {whole.kv_cache_tokens}"
+            console.print(f"{wanted}: all pools together have to fit into this machine's memory")
+    return fitting
 
 
 def _follow(cluster: RunningCluster, config: ClusterConfig, model_name: str, console: Console) -> None:

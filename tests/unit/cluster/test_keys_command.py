@@ -39,6 +39,27 @@ def test_add_list_and_revoke(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert (code, err) == (2, f"tandem: the key {key_id} was revoked before\n")
 
 
+def test_changes_are_noted_in_the_audit_log_without_the_secret(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TANDEM_KEYS_FILE", str(tmp_path / "keys.json"))
+    path = tmp_path / "audit.jsonl"
+    log = ["--audit-log", str(path)]
+    _, out, _ = run(monkeypatch, capsys, "keys", "add", "--tenant", "acme", *log)
+    _, key_id, secret = out.strip().split("-", 2)
+    assert run(monkeypatch, capsys, "keys", "revoke", key_id, *log)[0] == 0
+    added, revoked = [json.loads(line) for line in path.read_text().splitlines()]
+    assert (added["event"], added["key"], added["tenant"], added["tier"]) == ("key_added", key_id, "acme", "standard")
+    assert (revoked["event"], revoked["key"], revoked["who"]) == ("key_revoked", key_id, "operator")
+    assert added["user"] == revoked["user"] != ""
+    assert secret not in path.read_text()
+    assert run(monkeypatch, capsys, "keys", "revoke", key_id, *log)[0] == 2, "and what changed nothing is not noted"
+    assert len(path.read_text().splitlines()) == 2
+    code, _, err = run(monkeypatch, capsys, "keys", "add", "--tenant", "zoo", "--audit-log", str(tmp_path / "no" / "log"))
+    assert (code, "the audit log can't be written" in err) == (2, True)
+    assert "zoo" not in (tmp_path / "keys.json").read_text(), "nothing changes that would not be noted"
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -147,6 +147,10 @@ async def seen(supervisor: Supervisor, wanted: Callable[[ClusterView], bool]) ->
     return view
 
 
+def anything_fits(wanted: Mapping[Role, int], asked: Collection[Role]) -> None:
+    """A check of the room for workers that finds enough."""
+
+
 def one(view: ClusterView, worker_id: str) -> WorkerInfo:
     (info,) = (info for info in view.workers if info.worker_id == worker_id)
     return info
@@ -200,7 +204,7 @@ def test_scaling_down_lets_running_work_finish_then_ends_the_worker() -> None:
     async def scenario(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
         await supervisor.start()
         await supervisor.settle(5)
-        supervisor.scale(Role.DECODE, 1)
+        supervisor.scale({Role.DECODE: 1}, anything_fits)
         process = launcher.processes["decode-1", 1]
         view = await seen(supervisor, lambda view: one(view, "decode-1").state is WorkerState.DRAINING)
         assert [ref.worker_id for ref in view.usable(Role.DECODE)] == ["decode-0"]
@@ -218,7 +222,7 @@ def test_a_drain_ends_at_its_deadline() -> None:
     async def scenario(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
         await supervisor.start()
         await supervisor.settle(5)
-        supervisor.scale(Role.PREFILL, 1)
+        supervisor.scale({Role.PREFILL: 1}, anything_fits)
         await seen(supervisor, lambda view: len(view.workers) == 2)
 
     supervised(scenario, config(prefill=2, drain_s=0.05))
@@ -284,10 +288,10 @@ def test_scaling_down_a_starting_worker_ends_it_at_once() -> None:
         launcher.on_start = never_prefill
         await supervisor.start()
         view = await seen(supervisor, lambda view: len(view.usable(Role.PREFILL)) == 1)
-        supervisor.scale(Role.PREFILL, 1)
+        supervisor.scale({Role.PREFILL: 1}, anything_fits)
         view = await seen(supervisor, all_ready)
         assert {info.worker_id for info in view.workers} == {"prefill-0", "decode-0"}
-        supervisor.scale(Role.PREFILL, 2)
+        supervisor.scale({Role.PREFILL: 2}, anything_fits)
         launcher.on_start = launcher._at_once
         view = await seen(supervisor, all_ready)
         assert one(view, "prefill-1").epoch == 2
@@ -342,7 +346,7 @@ def test_a_worker_that_dies_while_draining_is_not_restarted() -> None:
     async def scenario(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
         await supervisor.start()
         await supervisor.settle(5)
-        supervisor.scale(Role.DECODE, 1)
+        supervisor.scale({Role.DECODE: 1}, anything_fits)
         launcher.processes["decode-1", 1].die()
         view = await seen(supervisor, lambda view: len(view.workers) == 2)
         assert all_ready(view)
@@ -355,8 +359,40 @@ def test_absurd_sizes_are_refused() -> None:
     async def scenario(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
         await supervisor.start()
         for workers in (0, 4096):
-            with pytest.raises(InvalidRequestError, match="1 to 1024"):
-                supervisor.scale(Role.DECODE, workers)
+            with pytest.raises(InvalidRequestError, match=r"decode must be 1 to 64 workers \(decode.max_workers\)"):
+                supervisor.scale({Role.DECODE: workers}, anything_fits)
+
+    supervised(scenario)
+
+
+def test_both_roles_are_scaled_or_none_and_fewer_workers_always_fit() -> None:
+    def nothing_fits(wanted: Mapping[Role, int], asked: Collection[Role]) -> None:
+        raise InvalidRequestError(f"{sum(wanted.values())} workers for {len(asked)} roles")
+
+    async def scenario(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
+        await supervisor.start()
+        await supervisor.settle(5)
+        for sizes in ({Role.PREFILL: 2, Role.DECODE: 65}, {Role.PREFILL: 2, Role.DECODE: 0}):
+            with pytest.raises(InvalidRequestError, match="decode must be"):
+                supervisor.scale(sizes, anything_fits)
+        with pytest.raises(InvalidRequestError, match="4 workers for 2 roles"):
+            supervisor.scale({Role.PREFILL: 3, Role.DECODE: 1}, nothing_fits)
+        assert supervisor.view().wanted == {Role.PREFILL: 1, Role.DECODE: 2}
+        supervisor.scale({Role.DECODE: 1}, nothing_fits)
+        assert supervisor.view().wanted == {Role.PREFILL: 1, Role.DECODE: 1}
+
+    supervised(scenario, config(decode=2))
+
+
+def test_routers_hear_that_the_cluster_ends() -> None:
+    async def scenario(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
+        await supervisor.start()
+        before = supervisor.view()
+        assert not before.stopping
+        watching = asyncio.ensure_future(supervisor.watch(before.version))
+        await asyncio.sleep(0)
+        supervisor.stop_admission()
+        assert (await watching).stopping
 
     supervised(scenario)
 
@@ -367,7 +403,7 @@ def test_a_colocated_cluster_has_decode_workers_only() -> None:
         await supervisor.settle(5)
         assert [info.role for info in supervisor.view().workers] == [Role.DECODE]
         with pytest.raises(InvalidRequestError) as caught:
-            supervisor.scale(Role.PREFILL, 1)
+            supervisor.scale({Role.PREFILL: 1}, anything_fits)
         assert caught.value.param == "prefill"
 
     supervised(scenario, ClusterConfig(disaggregation="never", prefill=PrefillConfig(workers=0)))
@@ -413,7 +449,7 @@ def succeeded(
 
 def test_a_successor_takes_up_the_workers_as_they_are() -> None:
     async def first(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
-        supervisor.scale(Role.DECODE, 3)
+        supervisor.scale({Role.DECODE: 3}, anything_fits)
         await supervisor.settle(5)
 
     async def second(supervisor: Supervisor, launcher: ScriptedLauncher, before: ClusterView) -> None:
@@ -447,7 +483,7 @@ def test_a_life_that_was_starting_begins_anew_and_what_is_left_of_it_goes() -> N
             await asyncio.Event().wait()
 
         launcher.on_start = never
-        supervisor.scale(Role.DECODE, 2)
+        supervisor.scale({Role.DECODE: 2}, anything_fits)
         await begun.wait()
 
     async def second(supervisor: Supervisor, launcher: ScriptedLauncher, before: ClusterView) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,7 @@ class ScriptedController:
         self.view = ClusterView(0, ())
         self.scaled: list[tuple[Role, int]] = []
         self.drained: list[tuple[str, bool]] = []
+        self.open_requests: dict[str, int] = {}
         self.away = False
         self._changed = asyncio.Event()
 
@@ -49,15 +50,18 @@ class ScriptedController:
                     await self._changed.wait()
         return self.view
 
-    async def scale(self, role: Role, workers: int) -> None:
+    async def scale(self, sizes: Mapping[Role, int]) -> None:
         if self.away:
             raise ConnectionError("the controller is gone")
-        self.scaled.append((role, workers))
+        self.scaled += sizes.items()
 
     async def drain(self, worker_id: str, restart: bool) -> None:
         if self.away:
             raise ConnectionError("the controller is gone")
         self.drained.append((worker_id, restart))
+
+    async def note_open_requests(self, router_id: str, count: int) -> None:
+        self.open_requests[router_id] = count
 
     def show(self, *infos: WorkerInfo) -> None:
         self.view = ClusterView(self.view.version + 1, infos)

@@ -1,0 +1,105 @@
+"""How much of a node's memory a worker takes when its pool is full. Pure estimates, of what is largest.
+
+    KV pool      kv_cache_tokens x layers x 2 x KV heads x head size x bytes of a number
+    weights      every parameter in the type that is computed in, and again as it is held for few rows
+    process      Python, torch, buffers for transfers and steps, once for each rank
+
+A pool's memory is touched only when tokens need it, and then stays: what is enough at the start may not be a day later. On GPUs
+pool and weights lie in the GPU's own memory, and Ray's resources say how many workers there are to one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from configs.facts import ModelFacts, WeightFormat
+from configs.machine import multiplies_bfloat16
+from configs.schema import ClusterConfig, PoolConfig
+from protocol.messages import Role
+
+PROCESS_BYTES = 400_000_000
+"""Of one rank without weights and pool: measured 350 to 420 MB after an hour of load (float32, shared memory and gloo)."""
+CLUSTER_BYTES = 1_000_000_000
+"""Of all that a node of a cluster has besides workers: Ray, Serve, HAProxy, routers, the controller, a spare process."""
+_FEW_ROWS_BYTES = {"none": 0.0, "int8": 1.07, "int4": 0.57, "auto": 0.57}
+"""Bytes of one weight as it is held for few rows, beside the type that is computed in; `auto` is of a GGUF file."""
+
+
+@dataclass(frozen=True)
+class WorkerMemory:
+    """Bytes that one worker of a role takes on its node, all ranks together."""
+
+    kv_pool: int
+    weights: int
+    process: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.kv_pool + self.weights + self.process
+
+    def __str__(self) -> str:
+        parts = {"KV pool": self.kv_pool, "weights": self.weights, "process": self.process}
+        return f"{in_gb(self.total)} ({', '.join(f'{name} {in_gb(size)}' for name, size in parts.items() if size)})"
+
+
+def worker_memory(config: ClusterConfig, pool: PoolConfig, facts: ModelFacts) -> WorkerMemory:
+    """Return what a worker of this pool takes of its node's memory."""
+    process = PROCESS_BYTES * pool.tensor_parallel_size
+    if config.device == "cuda" or (config.device == "auto" and pool.resources.get("GPU")):
+        return WorkerMemory(kv_pool=0, weights=0, process=process)
+    dtype_bytes = 2 if _computes_bfloat16(config) else 4
+    kv_token = facts.num_layers * 2 * facts.num_kv_heads * facts.head_dim * dtype_bytes
+    few_rows = _FEW_ROWS_BYTES[config.quantization] if dtype_bytes == 2 and not config.deterministic else 0.0
+    if config.quantization == "auto" and facts.weight_format is not WeightFormat.GGUF:
+        few_rows = 0.0
+    weights = int(_num_parameters(facts) * (dtype_bytes + few_rows))
+    return WorkerMemory(kv_pool=kv_token * pool.kv_cache_tokens, weights=weights, process=process)
+
+
+def role_memory(config: ClusterConfig, facts: ModelFacts) -> Mapping[Role, WorkerMemory]:
+    """Return what a worker of each role takes of its node's memory."""
+    return {
+        Role.PREFILL: worker_memory(config, config.prefill, facts),
+        Role.DECODE: worker_memory(config, config.decode, facts),
+    }
+
+
+def with_fitting_pools(config: ClusterConfig, facts: ModelFacts, memory_bytes: int) -> ClusterConfig:
+    """Return the configuration with KV pools that fit side by side into a machine's memory, as far as nobody chose their sizes.
+
+    They are never smaller than one request of the whole context. Sizes that somebody chose stay as they are.
+    """
+    pools = {"prefill": config.prefill, "decode": config.decode}
+    chosen = {name for name, pool in pools.items() if "kv_cache_tokens" in pool.model_fields_set}
+    memory = {name: worker_memory(config, pool, facts) for name, pool in pools.items()}
+    fixed = sum((memory[name].total - (0 if name in chosen else memory[name].kv_pool)) * pools[name].workers for name in pools)
+    wanted = sum(memory[name].kv_pool * pools[name].workers for name in pools if name not in chosen)
+    room = memory_bytes - CLUSTER_BYTES - fixed
+    if wanted <= room or not wanted:
+        return config
+    least = config.max_model_len or facts.max_model_len
+    updates = {}
+    for name, pool in pools.items():
+        if name not in chosen:
+            tokens = max(least, int(pool.kv_cache_tokens * max(0.0, room / wanted)))
+            blocks = -(-tokens // config.block_size) if tokens == least else tokens // config.block_size
+            updates[name] = pool.model_copy(update={"kv_cache_tokens": min(pool.kv_cache_tokens, blocks * config.block_size)})
+    return config.model_copy(update=updates)
+
+
+def in_gb(size: float) -> str:
+    """Return a number of bytes in words for people."""
+    return f"{size / 1e9:.1f} GB"
+
+
+def _computes_bfloat16(config: ClusterConfig) -> bool:
+    return config.dtype == "bfloat16" or (config.dtype == "auto" and multiplies_bfloat16())
+
+
+def _num_parameters(facts: ModelFacts) -> int:
+    """Of the whole model. The embedding counts twice: the head is held in a layout of its own, also where the two are one."""
+    attention = facts.hidden_size * facts.head_dim * 2 * (facts.num_heads + facts.num_kv_heads)
+    layer = attention + 3 * facts.hidden_size * facts.intermediate_size
+    return 2 * facts.vocab_size * facts.hidden_size + facts.num_layers * layer

@@ -1,0 +1,38 @@
+"""What this machine has, for processes that don't load torch: its memory, and what it multiplies natively."""
+
+from __future__ import annotations
+
+import os
+import platform
+from functools import cache
+from pathlib import Path
+
+_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+_CPU_INFO = Path("/proc/cpuinfo")
+_NATIVE_BFLOAT16 = frozenset(("avx512_bf16", "amx_bf16", "bf16"))
+"""Processor features, as Linux names them, that multiply bfloat16 without emulation."""
+
+
+def memory_bytes() -> int:
+    """Return the bytes of physical memory, or of the control group's limit where that is lower."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in _CGROUP_LIMITS:
+        try:
+            text = limit.read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            memory = min(memory, int(text))
+    return memory
+
+
+@cache
+def multiplies_bfloat16() -> bool:
+    """Return whether the processor multiplies bfloat16 natively, as far as Linux says so."""
+    if platform.system() != "Linux":
+        return False
+    for line in _CPU_INFO.read_text().splitlines():
+        name, _, features = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return not _NATIVE_BFLOAT16.isdisjoint(features.split())
+    return False

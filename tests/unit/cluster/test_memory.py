@@ -1,0 +1,109 @@
+"""What workers take of a node's memory, what fits into it, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from cluster.memory import CLUSTER_BYTES, WorkerMemory, role_memory, with_fitting_pools
+from cluster.ray import placement
+from cluster.ray.placement import Room
+from configs.facts import ModelFacts
+from configs.models import resolve
+from configs.schema import ClusterConfig
+from protocol.errors import InvalidRequestError
+from protocol.messages import Role
+
+GB = 10**9
+THREE_GB = WorkerMemory(kv_pool=2 * GB, weights=GB // 2, process=GB // 2)
+BOTH = {Role.PREFILL: THREE_GB, Role.DECODE: THREE_GB}
+LAPTOP = {"CPU": 2.0, "node:__internal_head__": 1.0}
+
+
+@pytest.fixture
+def facts() -> ModelFacts:
+    return resolve("smollm2").facts
+
+
+def config(**values: object) -> ClusterConfig:
+    return ClusterConfig.model_validate({"dtype": "float32", **values})
+
+
+def room(monkeypatch: pytest.MonkeyPatch, memory: int, **settings: object) -> Room:
+    monkeypatch.setattr(placement, "memory_bytes", lambda: memory)
+    return Room(config(**settings), BOTH, [LAPTOP], may_grow=False)
+
+
+def test_a_worker_takes_its_pool_its_weights_and_its_processes(facts: ModelFacts) -> None:
+    memory = role_memory(config(prefill={"tensor_parallel_size": 3}), facts)
+    assert memory[Role.DECODE].kv_pool == 65_536 * 30 * 2 * 3 * 64 * 4
+    assert 134_000_000 * 4 < memory[Role.DECODE].weights < 170_000_000 * 4
+    assert memory[Role.PREFILL].process == 3 * memory[Role.DECODE].process
+    small = role_memory(config(dtype="bfloat16", quantization="none"), facts)[Role.DECODE]
+    assert (small.kv_pool * 2, small.weights * 2) == (memory[Role.DECODE].kv_pool, memory[Role.DECODE].weights)
+    on_gpu = role_memory(config(dtype="bfloat16", decode={"resources": {"GPU": 1.0}}), facts)[Role.DECODE]
+    assert (on_gpu.kv_pool, on_gpu.weights) == (0, 0)
+
+
+def test_the_sum_over_both_roles_has_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    ten = room(monkeypatch, CLUSTER_BYTES + 10 * GB)
+    ten.check({Role.PREFILL: 1, Role.DECODE: 2}, [Role.DECODE])
+    with pytest.raises(InvalidRequestError) as refused:
+        ten.check({Role.PREFILL: 1, Role.DECODE: 60}, [Role.DECODE])
+    assert refused.value.param == "decode"
+    assert "decode: 60 workers do not fit: there is room for at most 2 beside 1 prefill" in refused.value.message
+    assert "each takes 3.0 GB (KV pool 2.0 GB, weights 0.5 GB, process 0.5 GB)" in refused.value.message
+    assert refused.value.message.endswith("the memory for workers is 10.0 GB")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "named", "most"),
+    [
+        ({Role.PREFILL: 9, Role.DECODE: 1}, "prefill", 2),
+        ({Role.PREFILL: 1, Role.DECODE: 9}, "decode", 2),
+        ({Role.PREFILL: 9, Role.DECODE: 9}, "decode", 0),
+    ],
+)
+def test_the_role_that_is_to_blame_is_named(
+    monkeypatch: pytest.MonkeyPatch, wanted: Mapping[Role, int], named: str, most: int
+) -> None:
+    with pytest.raises(InvalidRequestError, match=f"at most {most} ") as refused:
+        room(monkeypatch, CLUSTER_BYTES + 10 * GB).check(wanted, [Role.PREFILL, Role.DECODE])
+    assert refused.value.param == named
+
+
+def test_what_nodes_can_be_added_for_is_not_refused() -> None:
+    settings = config(decode={"resources": {"GPU": 1.0}})
+    nodes = [{"CPU": 8.0, "memory": 7.0 * GB}]
+    growing = Room(settings, BOTH, nodes, may_grow=True)
+    growing.check({Role.PREFILL: 2, Role.DECODE: 50}, [Role.DECODE])
+    with pytest.raises(InvalidRequestError, match="at most 2 beside 50 decode"):
+        growing.check({Role.PREFILL: 3, Role.DECODE: 50}, [Role.PREFILL])
+    with pytest.raises(InvalidRequestError, match="decode: 1 workers do not fit"):
+        Room(settings, BOTH, nodes, may_grow=False).check({Role.PREFILL: 1, Role.DECODE: 1}, [Role.DECODE])
+
+
+def test_memory_of_several_nodes_is_not_one_sum() -> None:
+    nodes = [{"CPU": 8.0, "memory": 5.0 * GB}, {"CPU": 8.0, "memory": 4.0 * GB, "object_store_memory": 1.0 * GB}]
+    with pytest.raises(InvalidRequestError, match="at most 1 beside 1 prefill"):
+        Room(config(), BOTH, nodes, may_grow=True).check({Role.PREFILL: 1, Role.DECODE: 2}, [Role.DECODE])
+
+
+def test_default_pools_shrink_to_a_small_laptop_and_chosen_ones_do_not(
+    facts: ModelFacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = with_fitting_pools(config(), facts, 24 * GB)
+    assert large == config()
+    small = with_fitting_pools(config(), facts, 6 * GB)
+    assert facts.max_model_len <= small.decode.kv_cache_tokens < 65_536
+    assert small.decode.kv_cache_tokens % small.block_size == 0
+    monkeypatch.setattr(placement, "memory_bytes", lambda: 6 * GB)
+    fits = Room(small, role_memory(small, facts), [LAPTOP], may_grow=False)
+    fits.check({Role.PREFILL: 1, Role.DECODE: 1}, [Role.PREFILL, Role.DECODE])
+    chosen = config(prefill={"kv_cache_tokens": 16_384}, decode={"kv_cache_tokens": 65_536})
+    assert with_fitting_pools(chosen, facts, 4 * GB) == chosen
+    one = with_fitting_pools(config(decode={"kv_cache_tokens": 20_000}), facts, 5 * GB)
+    assert one.decode.kv_cache_tokens == 20_000
+    assert one.prefill.kv_cache_tokens < 65_536
+    assert with_fitting_pools(config(max_model_len=512), facts, GB).prefill.kv_cache_tokens == 512

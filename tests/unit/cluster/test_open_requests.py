@@ -1,0 +1,62 @@
+"""When a cluster that ends has no requests left."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from cluster import open_requests
+from cluster.open_requests import OpenRequests
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(10):
+            await scenario
+
+    asyncio.run(bounded())
+
+
+def test_every_router_has_to_tell_that_none_is_left() -> None:
+    async def scenario() -> None:
+        told = OpenRequests(2)
+        waiting = asyncio.ensure_future(told.none_left(5.0))
+        told.note("a", 0)
+        await asyncio.sleep(0.3)
+        assert not waiting.done(), "the other one may have some"
+        told.note("b", 1)
+        await asyncio.sleep(0.3)
+        assert not waiting.done()
+        told.note("b", 0)
+        assert await waiting == 0
+
+    run(scenario())
+
+
+def test_the_wait_ends_at_its_deadline() -> None:
+    async def scenario() -> None:
+        told = OpenRequests(1)
+        told.note("a", 3)
+        begun = time.monotonic()
+        assert await told.none_left(0.3) == 3
+        assert 0.3 <= time.monotonic() - begun < 2.0
+        assert await told.none_left(0.0) == 3
+
+    run(scenario())
+
+
+def test_a_router_that_tells_nothing_any_more_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(open_requests, "_FRESH_S", 0.2)
+
+    async def scenario() -> None:
+        told = OpenRequests(1)
+        told.note("killed", 7)
+        await asyncio.sleep(0.3)
+        told.note("its successor", 0)
+        assert await told.none_left(5.0) == 0
+
+    run(scenario())
