@@ -21,6 +21,8 @@ from __future__ import annotations
 from fastapi import FastAPI
 from starlette.responses import Response
 
+from router.access.audit_trail import AuditQueue, AuditTrail
+from router.access.entrance import Entrance
 from router.access.gate import Authenticator, Gate
 from router.access.meter import Meter
 from router.api.document.openapi import Access, DocumentedApp
@@ -32,15 +34,23 @@ from router.resume.recorder import Recorder
 from router.service import Router
 
 
-def create_app(router: Router, meter: Meter, recorder: Recorder, *, echo_request_id: bool = True) -> FastAPI:
+def create_app(
+    router: Router, meter: Meter, recorder: Recorder, audit: AuditQueue | None = None, *, echo_request_id: bool = True
+) -> FastAPI:
     """Build the app of one started router. `echo_request_id` False leaves the x-request-id header of answers to the server.
+
+    `audit` takes the lines of the audit log. None means that nobody keeps one.
 
     Raises ConfigError if the API keys can't be read.
     """
     # OpenAPI's own pages load scripts from other hosts, so they stay off.
     app = DocumentedApp(title="Tandem", docs_url=None, redoc_url=None)
     install_error_handlers(app)
-    app.add_middleware(Gate, authenticator=Authenticator(router.config))
+    authenticator = Authenticator(router.config)
+    app.add_middleware(Gate, authenticator=authenticator)
+    app.add_middleware(Entrance, shutdown=router.shutdown)
+    if audit is not None:
+        app.add_middleware(AuditTrail, queue=audit, known_key_id=authenticator.known_key_id)
     app.add_middleware(Envelope, echo_request_id=echo_request_id)
     http = router.config.http
     keys = {Access.CALLERS: http.keys_file is not None, Access.OPERATORS: http.admin_key is not None}

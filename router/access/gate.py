@@ -19,7 +19,7 @@ from router.api.envelope import AsgiApp, Receive, Scope, Send
 from router.api.errors import error_response
 from router.page.routes import PAGE_FILES
 
-_OPEN = frozenset(("/health", "/metrics", "/openapi.json", *PAGE_FILES))
+_OPEN = frozenset(("/health", "/live", "/ready", "/metrics", "/openapi.json", *PAGE_FILES))
 _OPERATORS = "/admin/"
 _CALLER = "caller"
 
@@ -46,6 +46,15 @@ class Authenticator:
             return self._anonymous
         raise NotAllowedError("without http.keys_file or http.allow_anonymous only loopback addresses are served")
 
+    def known_key_id(self, scope: Scope) -> str | None:
+        """Return the id of the key that the request names, if there is such a key, good or not. Never what was sent instead."""
+        if self._keyring is None:
+            return None
+        try:
+            return self._keyring.known_id(_bearer(scope))
+        except AuthenticationError:
+            return None
+
 
 class Gate:
     """ASGI middleware that notes each request's caller in its scope, or refuses the request. It stands inside the Envelope."""
@@ -55,13 +64,18 @@ class Gate:
         self._authenticator = authenticator
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in _OPEN and not scope["path"].startswith(_OPERATORS):
+        if scope["type"] == "http" and is_for_callers(scope["path"]):
             try:
                 scope["state"][_CALLER] = self._authenticator.caller(scope)
             except TandemError as error:
                 await error_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+def is_for_callers(path: str) -> bool:
+    """Return whether a path is neither open to everybody nor for operators."""
+    return path not in _OPEN and not path.startswith(_OPERATORS)
 
 
 def caller_of(scope: Scope) -> Caller:

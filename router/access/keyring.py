@@ -38,6 +38,11 @@ class Keyring:
         key_id, key = check_key(self._keys, given, datetime.now(UTC))
         return Caller(key.tenant, key.tier, self._tiers[key.tier], key_id, key)
 
+    def known_id(self, given: str) -> str | None:
+        """Return the id in what a client gave, if there is a key of this id, whether or not the secret is right."""
+        key_id = given.partition("-")[2].partition("-")[0]
+        return key_id if key_id in self._keys else None
+
     def _refresh(self) -> None:
         version = self._version()
         if version == self._seen:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from configs.schema import ClusterConfig
@@ -59,17 +60,37 @@ def needed_roles(config: ClusterConfig) -> tuple[Role, ...]:
 
 def health_problem(roster: Roster, config: ClusterConfig) -> str | None:
     """Why no request can get through now; None if one can. A worker can serve if it is linked, reports, and makes steps."""
+    return _first_problem(roster, needed_roles(config), config)
+
+
+def ready_problem(roster: Roster, config: ClusterConfig) -> str | None:
+    """Why no new request should come to this router; None if it should.
+
+    A role that has no worker by decision is no reason: a request has one started.
+    """
+    if roster.view.stopping:
+        return "the cluster is shutting down"
+    awake = [role for role in needed_roles(config) if roster.view.wanted.get(role) != 0]
+    return _first_problem(roster, awake, config)
+
+
+def _first_problem(roster: Roster, roles: Iterable[Role], config: ClusterConfig) -> str | None:
+    problems = (_role_problem(roster, role, config) for role in roles)
+    return next((problem for problem in problems if problem is not None), None)
+
+
+def _role_problem(roster: Roster, role: Role, config: ClusterConfig) -> str | None:
+    """Why no worker of this role can serve now; None if one can."""
     limits = config.limits
-    for role in needed_roles(config):
-        listed = roster.view.usable(role)
-        if not listed:
-            return f"no {role.value} worker is ready"
-        links = roster.linked(role)
-        if not links:
-            return f"no link to a {role.value} worker"
-        fresh = [link for link in links if link.fresh]
-        if not fresh:
-            return f"no {role.value} worker has reported for {limits.lease_s:g} s"
-        if all(link.wedged for link in fresh):
-            return f"every {role.value} worker is stuck in a step for over {limits.lease_s:g} s"
+    listed = roster.view.usable(role)
+    if not listed:
+        return f"no {role.value} worker is ready"
+    links = roster.linked(role)
+    if not links:
+        return f"no link to a {role.value} worker"
+    fresh = [link for link in links if link.fresh]
+    if not fresh:
+        return f"no {role.value} worker has reported for {limits.lease_s:g} s"
+    if all(link.wedged for link in fresh):
+        return f"every {role.value} worker is stuck in a step for over {limits.lease_s:g} s"
     return None

@@ -13,7 +13,7 @@ from router.api.chat.body import ChatBody
 from router.api.completions.body import CompletionBody
 from router.request.answer import Delta
 from router.request.choices import EmittedChoice
-from router.request.generation import Generation
+from router.request.generation import Generation, RequestIdentity
 from router.service import Router
 
 
@@ -49,9 +49,20 @@ class MeteredRouter:
 
         `emitted` is what each choice of a resumed stream has said before; it is neither said nor charged again.
         """
-        state = request.scope["state"]
-        answer = self._router.generate(generations, state["request_id"], state["trace"], state["arrival"], emitted)
+        answer = self._router.generate(generations, _identity(request), emitted)
         num_prompt_tokens = 0 if emitted else sum(len(generation.prompt_token_ids) for generation in generations)
         max_tokens = sum(generation.num_choices * generation.sampling.max_tokens for generation in generations)
         max_tokens -= sum(len(each.token_ids) for each in emitted)
         return self._meter.metered(caller_of(request.scope), num_prompt_tokens, max_tokens, answer)
+
+
+def _identity(request: Request) -> RequestIdentity:
+    """Which request it is, whose, and when it began."""
+    state, caller = request.scope["state"], caller_of(request.scope)
+    return RequestIdentity(
+        request_id=state["request_id"],
+        trace=state["trace"],
+        arrival=state["arrival"],
+        tenant=caller.tenant,
+        key_id=caller.key_id,
+    )

@@ -1,4 +1,4 @@
-"""The endpoints of those who run the cluster: /admin for operators, and what machines ask, /health and /metrics.
+"""The endpoints of those who run the cluster: /admin for operators, and what machines ask: /live, /ready, /health, /metrics.
 
 The operator's key and the loopback rule of /admin are checked here, on the peer's address: Serve's proxies may listen on every
 interface.
@@ -15,6 +15,7 @@ from configs.addresses import is_loopback
 from configs.schema import HttpConfig
 from protocol.errors import AuthenticationError, NotAllowedError
 from protocol.messages import Role
+from router.access.audit_trail import note_action
 from router.api.tools.bodies import DrainBody, ScaleBody
 from router.endpoints.reading import read_body
 from router.service import Router
@@ -23,21 +24,33 @@ _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class ProbeEndpoints:
-    """GET /health and /metrics, which are open to everybody."""
+    """GET /live, /ready, /health and /metrics, which are open to everybody."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
 
+    async def live(self, request: Request) -> Response:
+        """Tell that this router answers, whatever becomes of the workers. Who does not hear this should start it anew."""
+        return _probe(None)
+
+    async def ready(self, request: Request) -> Response:
+        """Tell whether new requests should come here; a 503 says why not: no worker of a role, or the cluster ends."""
+        return _probe(self._router.ready_problem())
+
     async def health(self, request: Request) -> Response:
         """Tell whether a request could get through; a 503 says why none can."""
-        problem = self._router.health_problem()
-        if problem is None:
-            return JSONResponse({"status": "ok"})
-        return JSONResponse({"status": "unavailable", "reason": problem}, 503, {"retry-after": "1"})
+        return _probe(self._router.health_problem())
 
     async def metrics(self, request: Request) -> Response:
         """Show the router's metrics in Prometheus' text format."""
         return Response(self._router.metrics.render(), media_type=_METRICS_TYPE)
+
+
+def _probe(problem: str | None) -> Response:
+    """The answer to a machine that asks: 200, or 503 with the problem."""
+    if problem is None:
+        return JSONResponse({"status": "ok"})
+    return JSONResponse({"status": "unavailable", "reason": problem}, 503, {"retry-after": "1"})
 
 
 class OperatorEndpoints:
@@ -62,15 +75,16 @@ class OperatorEndpoints:
         body, _ = await read_body(self._router, request, ScaleBody)
         body.check_together()
         wanted = {Role.PREFILL: body.prefill, Role.DECODE: body.decode}
-        for role, workers in wanted.items():
-            if workers is not None:
-                await self._router.scale(role, workers)
-        return JSONResponse({role.value: workers for role, workers in wanted.items() if workers is not None})
+        sizes = {role: workers for role, workers in wanted.items() if workers is not None}
+        note_action(request.scope, "scale", **{role.value: workers for role, workers in sizes.items()})
+        await self._router.scale(sizes)
+        return JSONResponse({role.value: workers for role, workers in sizes.items()})
 
     async def drain(self, request: Request) -> Response:
         """Let a worker finish what it has and stop, or start anew."""
         check_operator(self._router.config.http, request)
         body, _ = await read_body(self._router, request, DrainBody)
+        note_action(request.scope, "drain", worker=body.worker, restart=body.restart)
         await self._router.drain(body.worker, body.restart)
         return JSONResponse({"worker": body.worker, "restart": body.restart})
 

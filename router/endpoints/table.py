@@ -50,6 +50,7 @@ def endpoint_table(router: Router, meter: Meter, recorder: Recorder) -> list[End
     tokenize = Operation(_CALLERS, service.Tokens, TokenizeBody)
     detokenize = Operation(_CALLERS, service.Text, DetokenizeBody)
     health = Operation(_ANYBODY, service.Healthy, unavailable=service.Unhealthy)
+    live = Operation(_ANYBODY, service.Healthy)
     metrics = Operation(_ANYBODY, None)
     status = Operation(_OPERATORS, service.Status)
     audit = Operation(_OPERATORS, service.Audit)
@@ -64,6 +65,8 @@ def endpoint_table(router: Router, meter: Meter, recorder: Recorder) -> list[End
         Endpoint("GET", "/v1/models/{name:path}", model.model, card),
         Endpoint("POST", "/tokenize", model.tokenize, tokenize),
         Endpoint("POST", "/detokenize", model.detokenize, detokenize),
+        Endpoint("GET", "/live", probes.live, live),
+        Endpoint("GET", "/ready", probes.ready, health),
         Endpoint("GET", "/health", probes.health, health),
         Endpoint("GET", "/metrics", probes.metrics, metrics),
         Endpoint("GET", "/admin/status", operators.status, status),

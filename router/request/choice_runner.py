@@ -17,6 +17,7 @@ from protocol.errors import TandemError
 from router.dispatch.journal import Journal, Tokens
 from router.request.answer import AnswerText, Delta
 from router.request.choices import SharedPrompt
+from router.request.generation import RequestIdentity
 from router.request.pipeline import Pipeline
 from router.text.threads import TextThreads
 from telemetry.logging import fields
@@ -33,8 +34,7 @@ _QUEUES = (Stage.PREPARE, Stage.QUEUE, Stage.PREFILL_QUEUE)
 class Choice:
     """One choice that is to be run, or gone on with."""
 
-    request_id: str
-    """The request's, as its client knows it."""
+    request: RequestIdentity
     journal: Journal
     text: AnswerText
     times: RequestTimes
@@ -111,8 +111,10 @@ class ChoiceRunner:
                 self._metrics.failed(end)
             journal = choice.journal
             sizes = {"prompt_tokens": len(journal.prompt_token_ids), "tokens": journal.num_generated}
-            ids = {"request": choice.request_id, "trace": journal.trace.trace_id}
-            log.info("request", extra=fields(**ids, end=end, **sizes, **choice.times.summary(time.monotonic())))
+            request, summary = choice.request, choice.times.summary(time.monotonic())
+            ids = {"request": request.request_id, "trace": journal.trace.trace_id}
+            whose = {} if request.key_id is None else {"tenant": request.tenant, "key": request.key_id}
+            log.info("request", extra=fields(**ids, **whose, end=end, **sizes, **summary))
 
     def _observe(self, times: RequestTimes) -> None:
         assert times.first_token is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protocol.sampling import SamplingParams
+from protocol.trace import TraceContext
 from router.request.echo import Echo
 from router.rules.fair_queue import ANYBODY, SchedulingClass
 from router.text.tool_format import ToolFormat
@@ -28,3 +29,16 @@ class Generation:
     """How calls of tools are written; None if the answer can have no calls."""
     num_dropped: int | None = None
     """Number of messages that were left out of the chat; None unless the client allowed that."""
+
+
+@dataclass(frozen=True)
+class RequestIdentity:
+    """Which request it is, whose, and when it began."""
+
+    request_id: str
+    trace: TraceContext
+    arrival: float
+    """On `time.monotonic`."""
+    tenant: str = ""
+    """Empty where the cluster has no keys."""
+    key_id: str | None = None

@@ -10,29 +10,17 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import dataclass
 
 from configs.facts import TokenizerFacts
 from protocol.errors import TandemError
-from protocol.trace import TraceContext
 from router.dispatch.journal import Journal
 from router.request.answer import AnswerText, Delta, TokenTexts
 from router.request.choice_runner import Choice, ChoiceRunner
 from router.request.choices import EmittedChoice, SharedPrompt, interleaved
-from router.request.generation import Generation
+from router.request.generation import Generation, RequestIdentity
 from router.text.tokenizer import Tokenizer
 from telemetry.request_times import RequestTimes
 from telemetry.spans import Attributes, SpanExport
-
-
-@dataclass(frozen=True)
-class RequestIdentity:
-    """Which request it is, and when it began."""
-
-    request_id: str
-    trace: TraceContext
-    arrival: float
-    """On `time.monotonic`."""
 
 
 class Generator:
@@ -108,7 +96,7 @@ class Generator:
             tool_format=generation.tool_format,
         )
         times = RequestTimes(request.arrival)
-        return Choice(request_id=request.request_id, journal=journal, text=text, times=times, prompt=prompt)
+        return Choice(request=request, journal=journal, text=text, times=times, prompt=prompt)
 
     async def _traced(
         self,

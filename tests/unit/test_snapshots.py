@@ -46,7 +46,7 @@ def openapi(tmp_path: Path) -> str:
     keys_file = tmp_path / "keys.json"
     keys_file.write_text('{"keys": {}}')
     config = ClusterConfig(http=HttpConfig(keys_file=str(keys_file), admin_key="secret"))
-    router: Any = types.SimpleNamespace(config=config, facts=types.SimpleNamespace(name="smollm2"))
+    router: Any = types.SimpleNamespace(config=config, facts=types.SimpleNamespace(name="smollm2"), shutdown=None)
     unused: Any = None
     answer = TestClient(create_app(router, unused, unused)).get("/openapi.json")
     assert answer.status_code == 200, answer.text

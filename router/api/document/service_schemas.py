@@ -100,8 +100,17 @@ class WorkerRow(TypedDict):
 
 
 @exact
+class WantedSizes(TypedDict):
+    """How many workers there should be. A role that the cluster lacks is left out."""
+
+    prefill: NotRequired[Count]
+    decode: NotRequired[Count]
+
+
+@exact
 class Status(TypedDict):
     workers: list[WorkerRow]
+    wanted: WantedSizes
 
 
 @exact

@@ -1,0 +1,162 @@
+"""Who was refused, and what operators did, on the way to the audit log.
+
+    request ──► AuditTrail (ASGI) ──► AuditQueue, bounded ──► a task of its own ──► AuditStore: one owner writes the file
+
+Refusals (401 and 403) are bounded in rate, since anybody can cause them: what is left out is counted, and the count is a line.
+What operators do is never left out but when the queue is full. Nothing here waits on a request's way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from router.access.callers import Caller
+from router.api.envelope import AsgiApp, Message, Receive, Scope, Send
+from telemetry.audit_file import Line, audit_line
+
+log = logging.getLogger(__name__)
+
+REFUSALS_AT_ONCE = 20
+REFUSALS_PER_S = 0.2
+"""Of one router, in the long run: at most four megabytes a day, whoever knocks."""
+MAX_QUEUED = 1000
+_PAUSE_S = 1.0
+"""Seconds between two writes, and before a write that failed is tried again."""
+_REFUSED = (401, 403)
+_ACTION = "audited_action"
+_CALLER = "caller"
+_PEER = "peer"
+
+
+class AuditStore(Protocol):
+    """Whoever writes the file."""
+
+    async def append(self, lines: Sequence[Line]) -> None:
+        """Add lines to the audit log. Any exception means that none was added."""
+
+
+class AuditQueue:
+    """Lines that wait to be written. `start` and `close` in the loop that serves the requests."""
+
+    def __init__(self, store: AuditStore) -> None:
+        self._store = store
+        self._lines: deque[Line] = deque()
+        self._num_left_out = 0
+        self._allowance = float(REFUSALS_AT_ONCE)
+        self._allowed_at = time.monotonic()
+        self._news = asyncio.Event()
+        self._writing: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to write."""
+        self._writing = asyncio.get_running_loop().create_task(self._write())
+
+    async def close(self) -> None:
+        """Write what waits, once, and end. Idempotent."""
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.gather(self._writing, return_exceptions=True)
+            self._writing = None
+            await self._write_once()
+
+    def refused(self, line: Line) -> None:
+        """Queue the line of a request that was refused, or count it as left out if there were too many lately."""
+        now = time.monotonic()
+        self._allowance = min(REFUSALS_AT_ONCE, self._allowance + (now - self._allowed_at) * REFUSALS_PER_S)
+        self._allowed_at = now
+        if self._allowance < 1.0:
+            self._num_left_out += 1
+            self._news.set()
+        else:
+            self._allowance -= 1.0
+            self.done(line)
+
+    def done(self, line: Line) -> None:
+        """Queue the line of what an operator did."""
+        if len(self._lines) >= MAX_QUEUED:
+            self._num_left_out += 1
+        else:
+            self._lines.append(line)
+        self._news.set()
+
+    async def _write(self) -> None:
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            if not await self._write_once():
+                self._news.set()
+            # What comes meanwhile goes together: a flood is one write a second, and one line that counts it.
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _write_once(self) -> bool:
+        """Whether all that waited is written."""
+        lines, num_left_out = list(self._lines), self._num_left_out
+        if num_left_out:
+            lines.append(audit_line("left_out", count=num_left_out))
+        if not lines:
+            return True
+        try:
+            await self._store.append(lines)
+        except Exception as error:  # noqa: BLE001 (whatever ails the owner of the log, serving goes on without it)
+            log.warning("%d lines wait for the audit log: %s", len(lines), type(error).__name__)
+            return False
+        for _ in range(len(lines) - bool(num_left_out)):
+            self._lines.popleft()
+        self._num_left_out -= num_left_out
+        return True
+
+
+class AuditTrail:
+    """ASGI middleware that notes refusals and operators' actions. It stands around the gate, inside the Envelope."""
+
+    def __init__(self, app: AsgiApp, queue: AuditQueue, known_key_id: Callable[[Scope], str | None]) -> None:
+        """`known_key_id` finds the id of the key that a refused request names, if there is such a key; never anything else."""
+        self._app = app
+        self._queue = queue
+        self._known_key_id = known_key_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_and_note(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._note(scope, message["status"])
+            await send(message)
+
+        await self._app(scope, receive, send_and_note)
+
+    def _note(self, scope: Scope, status: int) -> None:
+        action = scope["state"].get(_ACTION)
+        if status in _REFUSED:
+            self._queue.refused(audit_line("refused", **self._who(scope, refused=True), **_where(scope), status=status))
+        elif action is not None:
+            event, values = action
+            self._queue.done(audit_line(event, **self._who(scope, refused=False), **values, **_where(scope), status=status))
+
+    def _who(self, scope: Scope, *, refused: bool) -> dict[str, object]:
+        caller = scope["state"].get(_CALLER)
+        if isinstance(caller, Caller):
+            return {"who": "key" if caller.key_id else "anonymous", "key": caller.key_id, "tenant": caller.tenant or None}
+        if refused:
+            return {"who": "unknown", "key": self._known_key_id(scope)}
+        return {"who": "operator"}
+
+
+def note_action(scope: Scope, event: str, **values: object) -> None:
+    """Note in the scope of a request what an operator wants with it, for the audit log, if there is one."""
+    scope["state"][_ACTION] = (event, values)
+
+
+def _where(scope: Scope) -> dict[str, object]:
+    """From where the request came, and which it is."""
+    peer, client = scope["state"].get(_PEER), scope["client"]
+    address = str(peer) if peer is not None else None if client is None else client[0]
+    request = {"method": scope["method"], "path": scope["path"], "request": scope["state"]["request_id"]}
+    return {"address": address, **request}
