@@ -18,8 +18,8 @@ from configs.machine import multiplies_bfloat16
 from configs.schema import ClusterConfig, PoolConfig
 from protocol.messages import Role
 
-PROCESS_BYTES = 400_000_000
-"""Of one rank without weights and pool: measured 350 to 420 MB after an hour of load (float32, shared memory and gloo)."""
+PROCESS_BYTES = 300_000_000
+"""Of one rank without weights and pool: 220 MB after the start (float32, AMD EPYC, 2026-11-24), and room for steps' buffers."""
 CLUSTER_BYTES = 1_000_000_000
 """Of all that a node of a cluster has besides workers: Ray, Serve, HAProxy, routers, the controller, a spare process."""
 _FEW_ROWS_BYTES = {"none": 0.0, "int8": 1.07, "int4": 0.57, "auto": 0.57}
