@@ -68,7 +68,7 @@ def retire(cluster: RunningCluster, shutdown_s: float, console: Console) -> None
         console.print(f"stopping at once: {error.message}")
         return
     if num_cut:
-        console.print(f"{num_cut} requests are cut off")
+        console.print(f"requests that are cut off: {num_cut}")
 
 
 def _with_fitting_pools(config: ClusterConfig, facts: ModelFacts, address: str | None, console: Console) -> ClusterConfig:

@@ -55,7 +55,7 @@ class ScriptedCluster:
     ("outcome", "says"),
     [
         (0, None),
-        (3, "3 requests are cut off"),
+        (3, "requests that are cut off: 3"),
         (KeyboardInterrupt(), None),
         (UnavailableError("gone"), "stopping at once: gone"),
     ],
