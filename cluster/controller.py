@@ -40,7 +40,6 @@ class Controller:
         self._launcher = RayLauncher(config, secret, memory, may_grow=may_grow)
         self._supervisor = Supervisor(config, self._launcher, GcsRecords())
         self._open_requests = OpenRequests(config.http.router_replicas)
-        self._shutdown_s = config.limits.shutdown_s
         await self._supervisor.start()
 
     @ray.method(max_task_retries=-1)
@@ -67,13 +66,10 @@ class Controller:
         self._supervisor.drain(worker_id, restart)
 
     @ray.method(max_task_retries=-1)
-    async def retire(self, deadline_s: float | None) -> int:
-        """Let in no new requests, and wait until none runs, or for `deadline_s` seconds. Return how many still run.
-
-        None stands for the configuration's `limits.shutdown_s`.
-        """
+    async def retire(self, deadline_s: float) -> int:
+        """Let in no new requests, and wait until none runs, or for `deadline_s` seconds. Return how many still run."""
         self._supervisor.stop_admission()
-        return await self._open_requests.none_left(self._shutdown_s if deadline_s is None else deadline_s)
+        return await self._open_requests.none_left(deadline_s)
 
     async def note_open_requests(self, router_id: str, count: int) -> None:
         """Note how many requests still run at a router."""

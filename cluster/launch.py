@@ -24,6 +24,7 @@ import httpx
 import redis
 
 from cluster.memory import role_memory
+from cluster.open_requests import RETIRE_ANSWER_S
 from cluster.ray.placement import Room, pool_of, unplaceable
 from cluster.ray.session import check_port_free, joined_ray, local_ray
 from configs.facts import ModelFacts
@@ -67,12 +68,12 @@ class RunningCluster:
     def __init__(self, controller: Any) -> None:
         self._controller = controller
 
-    def retire(self) -> int:
-        """Let in no new requests, and wait until none runs, or for limits.shutdown_s. Return how many still run.
+    def retire(self, deadline_s: float) -> int:
+        """Let in no new requests, and wait until none runs, or for `deadline_s` seconds. Return how many still run.
 
         Raises UnavailableError if the controller is gone.
         """
-        return int(_ask(self._controller.retire.remote(None)))
+        return int(_ask(self._controller.retire.remote(deadline_s), deadline_s + RETIRE_ANSWER_S))
 
     def watch(self, known_version: int) -> ClusterView:
         """Return the view when it is a new one, or after 10 s. Raises UnavailableError if the controller is gone."""
@@ -177,15 +178,18 @@ def _check_room(config: ClusterConfig, room: Room) -> None:
         raise ConfigError(problem, param=f"{error.param}.workers") from None
 
 
-def _ask(reference: Any) -> Any:
-    """The controller's answer. Raises the TandemError that it raised, UnavailableError if it is gone."""
+def _ask(reference: Any, deadline_s: float | None = None) -> Any:
+    """The controller's answer. Raises the TandemError that it raised, UnavailableError if it is gone or later than `deadline_s`.
+
+    None is for calls whose deadline the controller keeps.
+    """
     import ray
     from ray.exceptions import RayError, RayTaskError
 
     from cluster.ray.errors import original
 
     try:
-        return ray.get(reference)
+        return ray.get(reference, timeout=deadline_s)
     except RayTaskError as error:
         raise original(error) from None
     except RayError as error:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 
+RETIRE_ANSWER_S = 10.0
+"""Seconds beyond its deadline that the controller has to tell how many requests still run."""
 _FRESH_S = 3.0
 """Seconds. A router that has told nothing for so long has ended, and its requests with it."""
 _LOOK_S = 0.1

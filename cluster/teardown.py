@@ -15,6 +15,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import get_placement_group, placement_group_table, remove_placement_group
 
 from cluster.controller import CONTROLLER, find_controller
+from cluster.open_requests import RETIRE_ANSWER_S
 from cluster.ray.launcher import NAME_PREFIX, NAMESPACE
 from cluster.ray.serve_app import APPLICATION
 from cluster.records import delete_record
@@ -24,12 +25,12 @@ log = logging.getLogger(__name__)
 _CLOSE_S = 30.0
 
 
-def retire_cluster(deadline_s: float | None) -> None:
-    """Let in no new requests, and wait until none runs, or for `deadline_s` seconds (None: the cluster's limits.shutdown_s)."""
+def retire_cluster(deadline_s: float) -> None:
+    """Let in no new requests, and wait until none runs, or for `deadline_s` seconds."""
     controller = find_controller()
     if controller is not None:
         try:
-            ray.get(controller.retire.remote(deadline_s))
+            ray.get(controller.retire.remote(deadline_s), timeout=deadline_s + RETIRE_ANSWER_S)
         except RayError as error:
             log.warning("requests are cut off: %s", str(error).splitlines()[0])
 

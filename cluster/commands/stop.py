@@ -14,9 +14,8 @@ from protocol.errors import ConfigError
 def stop(
     address: RayAddress = None,
     shutdown_s: Annotated[
-        float | None,
-        typer.Option("--shutdown-timeout", min=0.0, help="Seconds that requests have to end; otherwise limits.shutdown_s."),
-    ] = None,
+        float, typer.Option("--shutdown-timeout", min=0.0, max=86_400.0, help="Seconds that requests have to end.")
+    ] = 20.0,
 ) -> None:
     """End the cluster on a Ray cluster (a local `tandem serve` ends with Ctrl-C). Ctrl-C meanwhile ends requests at once."""
     if address is None:

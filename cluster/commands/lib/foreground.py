@@ -61,7 +61,7 @@ def retire(cluster: RunningCluster, shutdown_s: float, console: Console) -> None
     if shutdown_s:
         console.print(f"stopping: requests that run have {shutdown_s:g} s; Ctrl-C ends them at once")
     try:
-        num_cut = cluster.retire()
+        num_cut = cluster.retire(shutdown_s)
     except KeyboardInterrupt:
         return
     except UnavailableError as error:

@@ -45,7 +45,8 @@ class ScriptedCluster:
     def __init__(self, outcome: int | BaseException) -> None:
         self._outcome = outcome
 
-    def retire(self) -> int:
+    def retire(self, deadline_s: float) -> int:
+        assert deadline_s == 20.0
         if isinstance(self._outcome, BaseException):
             raise self._outcome
         return self._outcome
