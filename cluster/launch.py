@@ -179,9 +179,9 @@ def _check_room(config: ClusterConfig, room: Room) -> None:
 
 
 def _ask(reference: Any, deadline_s: float | None = None) -> Any:
-    """The controller's answer. Raises the TandemError that it raised, UnavailableError if it is gone or later than `deadline_s`.
+    """The controller's answer. A `deadline_s` of None is for calls whose deadline the controller keeps.
 
-    None is for calls whose deadline the controller keeps.
+    Raises the TandemError that it raised, and UnavailableError if it is gone or late.
     """
     import ray
     from ray.exceptions import RayError, RayTaskError
