@@ -111,6 +111,11 @@ class LimitsConfig(_Section):
     connect_s: Seconds = 10.0
     queue_s: Seconds = 60.0
     """Seconds that a request waits for room before it is refused with 429."""
+    turn_s: Seconds = 30.0
+    """Seconds that a running stream may wait for its turn, where a worker has more streams than a step or its KV pool holds.
+
+    A decode worker takes no stream of a tenant whose streams would wait longer.
+    """
     worker_start_s: Seconds = 120.0
     drain_s: Seconds = 600.0
     shutdown_s: Annotated[float, Field(ge=0, le=86_400)] = 20.0

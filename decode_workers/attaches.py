@@ -19,7 +19,8 @@ from typing import Any
 
 from configs.facts import ModelFacts
 from decode_workers.ledger import Ledger
-from decode_workers.scheduler import DecodeScheduler, LocalPrefill, Stream
+from decode_workers.scheduler import DecodeScheduler
+from decode_workers.stream import LocalPrefill, Stream
 from decode_workers.ticket_entry import TicketEntry
 from engine.grammar import Constraint, Grammars
 from engine.scoring import PromptScores
@@ -197,4 +198,5 @@ class Attaches:
             computed=entry.held_tokens if waiting.here else len(entry.token_ids),
             constraint=waiting.constraint,
             prefill=prefill,
+            share=entry.share,
         )

@@ -9,8 +9,7 @@ Who moves a ticket: the router (reserve, attach, release), the prefill worker (b
 
 A reservation covers the prompt and the beginning of the answer (`protocol.ticket.reserved_tokens`). An attached ticket grows
 with its answer; the scheduler may preempt it, which takes all its blocks, and readmit it later. It stays ATTACHED throughout.
-So that a new ticket does not preempt others at once, one block for each ticket that holds some has to stay free beside it, and
-while a preempted one waits, none is granted.
+How many blocks have to stay free beside a new ticket is the scheduler's business.
 
 Full blocks are kept when their ticket is gone (`engine.memory.prefix_cache`): those of a prompt that was committed or computed
 here, and those of an answer that was preempted or came to its end. A new ticket shares what is there of its prompt's
@@ -29,6 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from configs.arithmetic import ceil_div
 from decode_workers.ticket_entry import TicketEntry
 from engine.memory.prefix_cache import PrefixCache, block_keys
+from protocol.share import NOBODYS, Share
 from protocol.ticket import TicketState, check_transition, reserved_tokens
 
 
@@ -86,15 +86,18 @@ class Ledger:
         return self._cache.num_blocks
 
     @property
-    def reservable_blocks(self) -> int:
-        """Number of blocks that a new ticket may take."""
-        if any(entry.preempted for entry in self._entries.values()):
-            return 0
-        return max(0, self._cache.num_free - self._num_holders)
+    def num_free(self) -> int:
+        """KV blocks that nobody owns."""
+        return self._cache.num_free
+
+    @property
+    def num_holders(self) -> int:
+        """Tickets that hold blocks, of which each may soon want another one."""
+        return sum(bool(entry.block_table) for entry in self._entries.values() if not entry.state.final)
 
     def fits(self, num_tokens: int, max_tokens: int) -> bool:
         """Whether the whole pool could hold a prompt of `num_tokens` and its answer, whose last token needs no slot."""
-        return self._blocks_for(num_tokens + max_tokens - 1) <= self._cache.num_blocks
+        return self.blocks_for(num_tokens + max_tokens - 1) <= self._cache.num_blocks
 
     def reserve(
         self,
@@ -105,18 +108,20 @@ class Ledger:
         trace_id: str = "",
         *,
         own_tokens: int = 0,
+        share: Share = NOBODYS,
+        spare: int | None = None,
     ) -> TicketEntry | None:
-        """Make a ticket with blocks for the prompt and the beginning of the answer. Returns None when there are too few
-        blocks.
+        """Make a ticket with blocks for the prompt and the beginning of the answer. Returns None when fewer than `spare` blocks
+        would stay free: without it, one for each ticket that holds some.
 
         The blocks of the last `own_tokens` of the prompt are not taken from the cache.
         """
         assert self.fits(len(token_ids), max_tokens), "too long for this pool: refuse it on arrival"
-        num_blocks = self._blocks_for(reserved_tokens(len(token_ids), max_tokens, self._answer_room))
+        num_blocks = self.blocks_for_ticket(len(token_ids), max_tokens)
         keys = self._keys(token_ids, cache_salt)
         usable = keys[: max(0, len(token_ids) - own_tokens) // self._block_size]
         cached = usable[: self._cache.match(usable)]
-        if self._cache.cost(num_blocks, cached) > self.reservable_blocks:
+        if self._cache.cost(num_blocks, cached) > self.num_free - (self.num_holders if spare is None else spare):
             return None
         block_table = self._cache.allocate(num_blocks, cached)
         assert block_table is not None, "reservable blocks are free"
@@ -130,6 +135,7 @@ class Ledger:
             token_ids=token_ids,
             max_tokens=max_tokens,
             cache_salt=cache_salt,
+            share=share,
             keys=keys,
             held_tokens=held,
             block_table=block_table,
@@ -139,6 +145,14 @@ class Ledger:
         self._next_id += 1
         self._entries[entry.ticket_id] = entry
         return entry
+
+    def blocks_for_ticket(self, num_tokens: int, max_tokens: int) -> int:
+        """Blocks of a new ticket for a prompt of `num_tokens`, those that are cached included."""
+        return self.blocks_for(reserved_tokens(num_tokens, max_tokens, self._answer_room))
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Smallest number of blocks that holds so many tokens."""
+        return ceil_div(num_tokens, self._block_size)
 
     def find(self, ticket_id: int) -> TicketEntry | None:
         """The ticket's entry. None if it is unknown or in a final state."""
@@ -231,7 +245,7 @@ class Ledger:
     def grow(self, ticket_id: int, num_tokens: int) -> bool:
         """Extend an attached ticket's blocks to cover `num_tokens`. False, and nothing changes, if too few are free."""
         entry = self._attached(ticket_id)
-        missing = self._blocks_for(num_tokens) - len(entry.block_table)
+        missing = self.blocks_for(num_tokens) - len(entry.block_table)
         if missing > 0:
             more = self._cache.allocate(missing, ())
             if more is None:
@@ -258,18 +272,18 @@ class Ledger:
         self._cache.release(entry.keys, entry.block_table)
         entry.block_table.clear()
 
-    def readmit(self, ticket_id: int, num_tokens: int, at_most: int) -> int | None:
-        """Give a preempted ticket blocks for all of its tokens, if as many blocks stay free as beside a new ticket.
+    def readmit(self, ticket_id: int, num_tokens: int, at_most: int, spare: int | None = None) -> int | None:
+        """Give a preempted ticket blocks for all of its tokens, if `spare` blocks stay free as beside a new ticket.
 
         Returns how many leading tokens have their KV there, at most `at_most`. Returns None, and changes nothing, if there is
         no room.
         """
         entry = self._attached(ticket_id)
         assert entry.preempted, "only what was preempted comes back"
-        num_blocks = self._blocks_for(num_tokens)
+        num_blocks = self.blocks_for(num_tokens)
         usable = entry.keys[: at_most // self._block_size]
         cached = usable[: self._cache.match(usable)]
-        if self._cache.cost(num_blocks, cached) > self._cache.num_free - self._num_holders:
+        if self._cache.cost(num_blocks, cached) > self.num_free - (self.num_holders if spare is None else spare):
             return None
         block_table = self._cache.allocate(num_blocks, cached)
         assert block_table is not None, "as many are free"
@@ -344,18 +358,13 @@ class Ledger:
         owners = Counter(block for entry in self._entries.values() for block in entry.block_table)
         assert all(owners[block] == 1 for block in written), "a push writes into a shared block"
 
-    @property
-    def _num_holders(self) -> int:
-        """Tickets that hold blocks, of which each may soon want another one."""
-        return sum(bool(entry.block_table) for entry in self._entries.values() if not entry.state.final)
-
     def _add(self, entry: TicketEntry, added: tuple[int, ...]) -> bool:
         """Let a ticket stand for these as well. False, and nothing changes, if they are too many or need too many blocks."""
         max_tokens = entry.max_tokens - len(added)
         if max_tokens < 1:
             return False
         token_ids = entry.token_ids + added
-        num_blocks = self._blocks_for(reserved_tokens(len(token_ids), max_tokens, self._answer_room))
+        num_blocks = self.blocks_for_ticket(len(token_ids), max_tokens)
         more = self._cache.allocate(max(0, num_blocks - len(entry.block_table)), ())
         if more is None:
             return False
@@ -365,9 +374,6 @@ class Ledger:
 
     def _keys(self, token_ids: Sequence[int], cache_salt: str) -> list[bytes]:
         return block_keys(token_ids, self._block_size, cache_salt) if self._shares_prefixes else []
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return ceil_div(num_tokens, self._block_size)
 
     def _attach(self, entry: TicketEntry) -> TicketEntry:
         self._move(entry, TicketState.ATTACHED)

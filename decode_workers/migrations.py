@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from decode_workers.ledger import Ledger
-from decode_workers.scheduler import DecodeScheduler, Stream
+from decode_workers.scheduler import DecodeScheduler
 from decode_workers.step_loop import StepLoop
+from decode_workers.stream import Stream
 from engine.memory.kv_pool import KVPool
 from engine.ranks.gang import Gang
 from kv_transfer.lanes import LocalSendRank, SendRank

@@ -1,7 +1,10 @@
 """From a router's Reserve to a ticket, or to the reason why there is none.
 
-A reservation that the worker could never serve is a mistake of the request. One that it has no room for now is refused with a
-time to come back, and so is every one while the worker drains.
+A reservation that the worker could never serve is a mistake of the request. It is refused with a time to come back
+
+- while the worker drains;
+- if the tenant's streams wait for their turns, or for their blocks after a preemption, longer than `turn_s` as things stand;
+- if too few blocks are free. Then the scheduler looks whether others have to make room for it, and the router asks again.
 """
 
 from __future__ import annotations
@@ -10,8 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 from decode_workers.ledger import Ledger
+from decode_workers.scheduler import DecodeScheduler
 from decode_workers.ticket_entry import TicketEntry
-from protocol.errors import InvalidRequestError, OverloadedError, TandemError
+from protocol.errors import InvalidRequestError, OverloadedError, TandemError, TenantFullError
 from protocol.messages import Failed, Reserve, Reserved, Ticket, WorkerRef
 
 
@@ -19,10 +23,23 @@ class Reservations:
     """Answers every Reserve of one worker. `send` takes a peer's wire identity and a message."""
 
     def __init__(
-        self, me: WorkerRef, ledger: Ledger, *, vocab_size: int, block_size: int, send: Callable[[bytes, Any], None]
+        self,
+        me: WorkerRef,
+        ledger: Ledger,
+        scheduler: DecodeScheduler,
+        *,
+        vocab_size: int,
+        block_size: int,
+        turn_s: float,
+        preempts: bool,
+        send: Callable[[bytes, Any], None],
     ) -> None:
+        """`preempts`: streams may be preempted to make room for newcomers."""
         self._me = me
         self._ledger = ledger
+        self._scheduler = scheduler
+        self._turn_s = turn_s
+        self._preempts = preempts
         self._vocab_size = vocab_size
         self._block_size = block_size
         self._send = send
@@ -50,22 +67,34 @@ class Reservations:
 
     def _reserve(self, router: bytes, message: Reserve) -> TicketEntry:
         self._check(message)
-        entry = None
-        if not self.draining:
-            entry = self._ledger.reserve(
-                router,
-                message.prompt_token_ids,
-                message.max_tokens,
-                message.cache_salt,
-                message.trace.trace_id,
-                own_tokens=message.own_tokens,
-            )
+        share, room = message.share, self._scheduler.room
+        if self.draining:
+            raise OverloadedError("the worker is leaving", retry_after_s=1.0)
+        wait_s = self._scheduler.wait_s(share)
+        if wait_s > self._turn_s:
+            raise TenantFullError(f"full: a stream would wait for its turn for {wait_s:.3g} s", retry_after_s=1.0)
+        entry = self._ledger.reserve(
+            router,
+            message.prompt_token_ids,
+            message.max_tokens,
+            message.cache_salt,
+            message.trace.trace_id,
+            own_tokens=message.own_tokens,
+            share=share,
+            spare=room.spare_beside(share, displaces=message.displaces),
+        )
         if entry is None:
-            raise OverloadedError(f"full: {self._ledger.reservable_blocks} KV blocks may be reserved", retry_after_s=1.0)
+            if self._preempts and message.displaces:
+                room.want(share, self._ledger.blocks_for_ticket(len(message.prompt_token_ids), message.max_tokens))
+            kind = TenantFullError if room.holds_most(share) else OverloadedError
+            raise kind(f"full: {room.reservable_blocks} KV blocks may be reserved", retry_after_s=1.0)
+        if message.displaces:
+            room.granted(share)
         return entry
 
     def _check(self, message: Reserve) -> None:
         message.trace.check()
+        message.share.check()
         num_tokens = len(message.prompt_token_ids)
         if not message.prompt_token_ids or message.max_tokens < 1:
             raise InvalidRequestError("a reservation needs at least one prompt token and one token of answer")

@@ -8,14 +8,14 @@ PREFILLING    its prompt is computed here, chunk by chunk; the last chunk sample
 PREEMPTED     holds none, and waits; its tokens are kept, and its KV as long as nobody else needs the blocks
 RECOMPUTING   holds blocks for all its tokens again; each step computes a chunk of what is lost, and the last one samples
 
-Streams are served in the order in which they were attached, and keep their place while they wait. The batch of a step is the
-oldest `max_batch_size` streams that hold blocks. A running stream gets a further block just before the step that needs it. If
-none is free, the youngest stream gives back all of its own, which may be the one that asks. The oldest is never preempted: if
-every other block belongs to tickets that are not attached yet, it waits for these, which come or go within their leases. A
-stream that migrates gives nothing back while its blocks are sent; who needs some of them waits until it has gone, or stays.
+Streams are served in the order in which they were attached, and keep their place while they wait. When more streams hold
+blocks than a step has rows (`max_batch_size`), `decode_workers.rules.turns` decides who has a row.
 
-Preempted streams come back oldest first, one at a time, as soon as their blocks and one more for each other ticket are free;
-meanwhile the ledger takes no new tickets.
+A running stream gets a further block just before the step that needs it. If none is free, another stream gives back all of its
+own, which may be the one that asks; `decode_workers.room` finds it. The oldest does not give way to growth: if every other
+block belongs to tickets that are not attached yet, it waits for these, which come or go within their leases. A stream that
+migrates gives nothing back while its blocks are sent; who needs some of them waits until it has gone, or stays. Preempted
+streams come back one at a time.
 
 Beside the newest tokens of running streams a step computes up to `max_chunk_tokens` tokens of those that are prefilled or
 recomputed, oldest first: short prompts share a step, a long one is cut into chunks, at multiples of that number whatever
@@ -25,91 +25,42 @@ the position after its newest token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
 
 from decode_workers.ledger import Ledger
+from decode_workers.room import Room
+from decode_workers.rules.turns import SLICE_STEPS, Turns, turn_wait_s
+from decode_workers.stream import Stream
 from engine.batch import Chunk
-from engine.grammar import Constraint
-from engine.scoring import PromptScores
-from protocol.sampling import SamplingParams
+from protocol.share import Share
 
-
-@dataclass(eq=False)
-class LocalPrefill:
-    """What the router is told with the first token about a prompt that was computed here."""
-
-    cached_tokens: int
-    scores: PromptScores | None
-    """Collects the logprobs of the prompt, if they are wanted."""
-    began: float | None = None
-    """Time on `time.monotonic` at which the prompt's first chunk began."""
-
-
-@dataclass(eq=False)
-class Stream:
-    """One attached ticket in the batch, or waiting preempted for its turn."""
-
-    ticket_id: int
-    owner: bytes
-    block_table: Sequence[int]
-    """The ledger's own list: empty while preempted."""
-    sampling: SamplingParams
-    token_ids: list[int]
-    """Prompt and answer so far. When the stream runs, the next step computes the KV of the newest token."""
-    num_generated: int
-    computed: int
-    """Number of leading tokens whose KV is in the pool: all but the newest when the stream runs."""
-    constraint: Constraint | None = None
-    """The grammar to be followed, if any, in its state after the newest token."""
-    prefill: LocalPrefill | None = None
-    """Set until the first token, if the prompt is computed here."""
-    known: int = 0
-    """Number of tokens whose KV has ever been in the pool. Computing these again is counted as recomputing."""
-    pinned: bool = False
-    """Whether its blocks are being sent to another worker. Such a stream is not preempted."""
-    paused: bool = False
-    """Whether the last of its blocks are being sent. Such a stream is not computed."""
-
-    def __post_init__(self) -> None:
-        self.known = max(self.known, self.computed)
-
-    @property
-    def preempted(self) -> bool:
-        """Whether the stream has lost its blocks and waits for new ones."""
-        return not self.block_table
-
-    @property
-    def recomputing(self) -> bool:
-        """Whether KV that was in the pool before is being computed again."""
-        return not self.preempted and self.computed < self.known
-
-    @property
-    def remaining(self) -> int:
-        """Number of tokens to compute before the next one is sampled."""
-        return len(self.token_ids) - self.computed
-
-    @property
-    def complete(self) -> bool:
-        """Whether the stream runs: the KV of all its tokens but the newest is in the pool."""
-        return not self.preempted and self.prefill is None and self.remaining == 1
-
-    def append(self, token_id: int) -> None:
-        """Add a token that was sampled."""
-        self.token_ids.append(token_id)
-        self.num_generated += 1
+_FADING = 0.1
+"""Weight of the latest step in what a step takes."""
 
 
 class DecodeScheduler:
     """Decides which streams each step computes, and which are preempted when blocks run out."""
 
-    def __init__(self, ledger: Ledger, max_batch_size: int, max_chunk_tokens: int) -> None:
+    def __init__(
+        self, ledger: Ledger, max_batch_size: int, max_chunk_tokens: int, turn_s: float, clock: Callable[[], float]
+    ) -> None:
+        """A stream waits for its turn, or for its blocks, about `turn_s` seconds at most, on the `clock`."""
         self._ledger = ledger
         self._max_batch_size = max_batch_size
         self._max_chunk_tokens = max_chunk_tokens
         self._streams: dict[int, Stream] = {}
         """Oldest first."""
-        self.preemptions = 0
+        self._turns = Turns()
+        self._order: list[Stream] | None = None
+        """Who goes first in this slice. None: the next step begins a new one."""
+        self._slice_ends = 0
+        """Number of the first step of the next slice."""
+        self._crowded = False
+        """More streams hold blocks than a step has rows."""
+        self._num_steps = 0
+        self._step_s = 0.0
+        """How long a step takes, in seconds: a mean that fades."""
+        self.room = Room(ledger, self._streams, max_batch_size, max_chunk_tokens, turn_s, clock)
         self.recomputed_tokens = 0
         self.prefilled_tokens = 0
 
@@ -122,17 +73,28 @@ class DecodeScheduler:
     @property
     def num_preempted(self) -> int:
         """Number of streams that wait for blocks."""
-        return sum(stream.preempted for stream in self._streams.values())
+        return self.room.num_preempted
+
+    @property
+    def preemptions(self) -> int:
+        """Number of streams that had to give their blocks back since the start."""
+        return self.room.preemptions
 
     @property
     def queued_tokens(self) -> int:
         """Number of prompt tokens that are to be computed here and are not yet."""
         return sum(stream.remaining for stream in self._streams.values() if stream.prefill is not None)
 
+    @property
+    def steps_alike(self) -> int | None:
+        """Number of steps, the planned one included, after which others get the seats. None if every stream has one."""
+        return self._slice_ends - self._num_steps if self._crowded else None
+
     def add(self, stream: Stream) -> None:
         """Take a stream whose ticket is attached."""
         assert stream.ticket_id not in self._streams, "a ticket is attached once"
         self._streams[stream.ticket_id] = stream
+        self._order = None
 
     def find(self, ticket_id: int) -> Stream | None:
         """The stream of this ticket. None if there is none."""
@@ -140,31 +102,54 @@ class DecodeScheduler:
 
     def remove(self, ticket_id: int) -> None:
         """Drop the ticket's stream; the ledger gives its blocks back. Idempotent."""
-        self._streams.pop(ticket_id, None)
+        stream = self._streams.pop(ticket_id, None)
+        if stream is not None:
+            self._turns.leave(stream.turn)
+            self._order = None
+        self.room.remove(ticket_id)
 
     def plan(self) -> list[Stream]:
         """The streams of the next step. Empty when nothing can be computed until blocks come back. Called between two steps."""
+        self._num_steps += 1
+        preemptions = self.preemptions
+        if self.room.waits and (self.room.settle(self._num_steps) is not None or self.preemptions != preemptions):
+            self._order = None
         batch: list[Stream] = []
-        room = self._max_chunk_tokens
-        for stream in self._streams.values():
+        tokens_left, preemptions = self._max_chunk_tokens, self.preemptions
+        for stream in self._in_order():
             if len(batch) == self._max_batch_size:
-                return batch
+                break
             if stream.preempted or stream.paused:
                 continue
             end = self._chunk_end(stream)
             num_tokens = end - stream.computed if stream.remaining > 1 else 0
-            if num_tokens <= room:
-                if self._has_room(stream):
-                    room -= num_tokens
+            if num_tokens <= tokens_left:
+                if self.room.has_slot(stream):
+                    tokens_left -= num_tokens
                     batch.append(stream)
             else:
-                room = 0  # no younger prompt goes before it
-        if len(batch) == self._max_batch_size:
+                tokens_left = 0  # no later prompt goes before it
+        if self.preemptions == preemptions:
             return batch
-        returning = self._readmit()
-        if returning is not None and self._chunk_end(returning) - returning.computed <= room:
-            batch.append(returning)
-        return batch
+        self._order = None
+        return [stream for stream in batch if not stream.preempted]
+
+    def repeated(self, num_steps: int) -> None:
+        """Note that so many steps were computed as the last one was planned, without a plan of their own."""
+        self._num_steps += num_steps
+
+    def took(self, step_s: float) -> None:
+        """Note how long a step took, in seconds."""
+        self._step_s = step_s if not self._step_s else (1 - _FADING) * self._step_s + _FADING * step_s
+
+    def wait_s(self, share: Share) -> float:
+        """Longest time in seconds that a new stream of this tenant, or one that it has, waits for a turn or for its blocks."""
+        wait_s = self.room.wait_s(share, self._step_s)
+        if len(self._ledger) < self._max_batch_size:
+            return wait_s
+        shares = [entry.share for entry in self._ledger]
+        turn_s = turn_wait_s(1 + shares.count(share), share, set(shares), self._max_batch_size, self._step_s)
+        return max(wait_s, turn_s)
 
     def chunk(self, stream: Stream) -> Chunk:
         """The tokens of a planned stream that the next step computes."""
@@ -195,41 +180,32 @@ class DecodeScheduler:
         cut = (stream.computed // self._max_chunk_tokens + 1) * self._max_chunk_tokens
         return min(cut, len(stream.token_ids))
 
-    def _has_room(self, stream: Stream) -> bool:
-        """Whether the stream has a slot for its newest token, after younger ones had to make room if need be."""
-        while not self._ledger.grow(stream.ticket_id, len(stream.token_ids)):
-            victim = self._victim(stream)
-            if victim is not None and victim is not next(self._holders()):
-                self._preempt(victim)
-            if victim is None or victim is stream:
-                return False
-        return True
+    def _in_order(self) -> Collection[Stream]:
+        """All streams, those with a seat first. While a step holds all that have blocks, they are in order of age."""
+        if len(self._streams) - self.num_preempted <= self._max_batch_size:
+            if self._crowded:
+                self._crowded = False
+                self._turns.clear()
+                for stream in self._streams.values():
+                    stream.seated = True
+            return self._streams.values()
+        if self._order is None or not self._crowded or self._num_steps >= self._slice_ends:
+            self._order = self._give_seats()
+            self._slice_ends = self._num_steps + SLICE_STEPS
+            self._crowded = True
+        return self._order
 
-    def _victim(self, asking: Stream) -> Stream | None:
-        """The youngest that may give way: none that is older than the asking one, or pinned."""
-        for stream in self._holders(youngest_first=True):
-            if not stream.pinned:
-                return stream
-            if stream is asking:
-                break
-        return None
+    def _give_seats(self) -> list[Stream]:
+        """The streams that hold blocks, those with a seat first.
 
-    def _preempt(self, stream: Stream) -> None:
-        self._ledger.keep(stream.ticket_id, stream.token_ids[: stream.computed])
-        self._ledger.preempt(stream.ticket_id)
-        self.preemptions += 1
-
-    def _readmit(self) -> Stream | None:
-        """Give the oldest preempted stream its blocks back, if there are enough and no other is being recomputed."""
-        preempted = next((stream for stream in self._streams.values() if stream.preempted), None)
-        if preempted is None or any(stream.recomputing for stream in self._streams.values()):
-            return None
-        cached = self._ledger.readmit(preempted.ticket_id, len(preempted.token_ids), preempted.known)
-        if cached is None:
-            return None
-        preempted.computed = cached
-        return preempted
-
-    def _holders(self, youngest_first: bool = False) -> Iterator[Stream]:
-        streams = self._streams.values()
-        return (stream for stream in (reversed(streams) if youngest_first else streams) if not stream.preempted)
+        Before all others go those that have no token to add yet: what is computed again, and then prompts. They are few, as
+        routers send no more prompt tokens than a step computes.
+        """
+        holders = [stream for stream in self._streams.values() if not stream.preempted]
+        first = [stream for stream in holders if stream.recomputing] + [stream for stream in holders if stream.prefilling]
+        turns = [stream.turn for stream in holders if not stream.recomputing and not stream.prefilling]
+        order = self._turns.order(turns, max(1, self._max_batch_size - len(first)))
+        found = first + [self._streams[turn.ticket_id] for turn in order]
+        for place, stream in enumerate(found):
+            stream.seated = place < self._max_batch_size
+        return found

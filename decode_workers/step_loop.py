@@ -15,7 +15,8 @@ from collections.abc import Callable
 
 from decode_workers.ledger import Ledger
 from decode_workers.outbox import Outbox
-from decode_workers.scheduler import DecodeScheduler, Stream
+from decode_workers.scheduler import DecodeScheduler
+from decode_workers.stream import Stream
 from engine.batch import SampledToken
 from engine.engine_thread import EngineThread
 from engine.sampler import finish_reason
@@ -74,9 +75,10 @@ class StepLoop:
                 await self._wake.wait()
 
     def _plan(self) -> list[Stream]:
-        preempted = self._scheduler.num_preempted
-        batch = self._scheduler.plan()
-        if self._scheduler.num_preempted != preempted:
+        scheduler = self._scheduler
+        before = scheduler.preemptions, scheduler.num_preempted
+        batch = scheduler.plan()
+        if before != (scheduler.preemptions, scheduler.num_preempted):
             self._on_load_changed()
         return batch
 
@@ -91,6 +93,7 @@ class StepLoop:
         self.flush()
         outputs = await step
         self._latest_step_s = time.monotonic() - began
+        self._scheduler.took(self._latest_step_s)
         for stream, chunk, output in zip(batch, chunks, outputs, strict=True):
             if stream.ticket_id in self._scheduler:
                 self._scheduler.computed(stream, chunk)

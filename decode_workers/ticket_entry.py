@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from protocol.share import Share
 from protocol.ticket import TicketState
 
 
@@ -22,6 +23,8 @@ class TicketEntry:
     """Largest number of tokens beyond `token_ids` that the reservation is for."""
     cache_salt: str
     """Only tickets of the same salt share blocks."""
+    share: Share
+    """The tenant's right to seats and blocks."""
     keys: list[bytes]
     """Keys of its full blocks for the prefix cache, from the first on: the prompt's, and later the answer's too."""
     held_tokens: int

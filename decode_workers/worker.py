@@ -84,11 +84,20 @@ class DecodeWorker:
             on_settled=self._changed,
             shares_prefixes=not config.deterministic,
         )
-        self._scheduler = DecodeScheduler(self.ledger, config.decode.max_batch_size, config.decode.max_chunk_tokens)
+        self._scheduler = DecodeScheduler(
+            self.ledger, config.decode.max_batch_size, config.decode.max_chunk_tokens, limits.turn_s, time.monotonic
+        )
         self._outbox = Outbox(self._endpoint.send)
         self._loop = StepLoop(self._engine, self.ledger, self._scheduler, self._outbox, self._endpoint.load_changed)
         self._reservations = Reservations(
-            me, self.ledger, vocab_size=vocab_size, block_size=pool.block_size, send=self._endpoint.send
+            me,
+            self.ledger,
+            self._scheduler,
+            vocab_size=vocab_size,
+            block_size=pool.block_size,
+            turn_s=limits.turn_s,
+            preempts=not config.deterministic,
+            send=self._endpoint.send,
         )
         self._attaches = Attaches(
             runner.facts,
@@ -181,7 +190,7 @@ class DecodeWorker:
             prefix_cache_queries=self.ledger.cache_queries,
             prefix_cache_hits=self.ledger.cache_hits,
             decode=DecodeLoad(
-                reservable_blocks=self.ledger.reservable_blocks,
+                reservable_blocks=self._scheduler.room.reservable_blocks,
                 generated_tokens=self._loop.tokens,
                 prefilled_tokens=self._scheduler.prefilled_tokens,
                 num_preemptions=self._scheduler.preemptions,
@@ -194,6 +203,8 @@ class DecodeWorker:
     def _reserve(self, router: bytes, message: Reserve) -> None:
         if self._reservations.ask(router, message):
             self._changed()
+        else:
+            self._loop.wake()  # it may have to make room
 
     def _committed(self, entry: TicketEntry) -> None:
         """The KV of a prompt is here."""

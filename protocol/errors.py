@@ -84,6 +84,12 @@ class OverloadedError(TandemError):
     openai_type = "rate_limit_error"
 
 
+class TenantFullError(OverloadedError):
+    """A decode worker has no room for more streams of this tenant, though it may have some for others."""
+
+    code = "tenant_full"
+
+
 class RateLimitError(OverloadedError):
     """An API key has used up what it may use in a minute. The code is OpenAI's."""
 

@@ -23,6 +23,7 @@ from typing import NamedTuple
 from protocol.codec import message
 from protocol.errors import TandemError, error_from_code
 from protocol.sampling import FinishReason, PromptLogprobs, SamplingParams, TokenLogprobs
+from protocol.share import NOBODYS, Share
 from protocol.trace import TraceContext
 
 
@@ -228,6 +229,10 @@ class Reserve:
     own_tokens: int
     """So many at the prompt's end must lie in blocks of the ticket's own, though they may be cached: 0 if KV is sent for it;
     1 if it may be computed here, for the logits of its last token; all if those of every token are wanted."""
+    share: Share = NOBODYS
+    """The tenant's right to seats and blocks, beside those of other tenants."""
+    displaces: bool = False
+    """Whether streams may be preempted to make room for it."""
 
 
 @message(11)

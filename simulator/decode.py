@@ -15,10 +15,12 @@ from dataclasses import dataclass
 
 from configs.schema import ClusterConfig
 from decode_workers.ledger import Ledger
-from decode_workers.scheduler import DecodeScheduler, LocalPrefill, Stream
+from decode_workers.scheduler import DecodeScheduler
+from decode_workers.stream import LocalPrefill, Stream
 from decode_workers.ticket_entry import TicketEntry
 from engine.memory.prefix_cache import PrefixCache
 from protocol.messages import DecodeLoad, LoadReport, Role
+from protocol.share import NOBODYS
 from simulator.busyness import Busyness
 from simulator.clock import Clock
 from simulator.profile import Profile
@@ -74,7 +76,6 @@ class DecodeWorker:
         self._clock = clock
         self._busyness = busyness
         self._block_size = config.block_size
-        self._max_batch_size = config.decode.max_batch_size
         self._longest_run = 1 if one_by_one else config.decode.kv_cache_tokens
         self._cache = PrefixCache(config.decode.kv_cache_tokens // config.block_size)
         self._ledger = Ledger(
@@ -88,7 +89,11 @@ class DecodeWorker:
             on_settled=self._changed,
             shares_prefixes=not config.deterministic,
         )
-        self._scheduler = DecodeScheduler(self._ledger, config.decode.max_batch_size, config.decode.max_chunk_tokens)
+        self._turn_s = config.limits.turn_s
+        self._scheduler = DecodeScheduler(
+            self._ledger, config.decode.max_batch_size, config.decode.max_chunk_tokens, self._turn_s, lambda: clock.now
+        )
+        self._preempts = not config.deterministic
         self._tickets: dict[int, _Ticket] = {}
         self._run: StepRun | None = None
         self._steps = 0
@@ -108,11 +113,26 @@ class DecodeWorker:
         return self._ledger.fits(num_tokens, max_tokens)
 
     def reserve(self, request: Request, on_finished: Callable[[], None], *, own_tokens: int = 0) -> Granted | None:
-        """Reserve blocks for a request; None if there are too few. The last `own_tokens` are not taken from the cache."""
+        """Reserve blocks for a request; None if there are too few, or its turn would come too late. The last `own_tokens` are
+        not taken from the cache."""
         self._sync()
-        entry = self._ledger.reserve(b"router", request.token_ids, request.output_len, "", own_tokens=own_tokens)
-        if entry is None:
+        room = self._scheduler.room
+        if self._scheduler.wait_s(NOBODYS) > self._turn_s:
             return None
+        entry = self._ledger.reserve(
+            b"router",
+            request.token_ids,
+            request.output_len,
+            "",
+            own_tokens=own_tokens,
+            spare=room.spare_beside(NOBODYS, displaces=True),
+        )
+        if entry is None:
+            if self._preempts:
+                room.want(NOBODYS, self._ledger.blocks_for_ticket(len(request.token_ids), request.output_len))
+                self._look_again()
+            return None
+        room.granted(NOBODYS)
         self._tickets[entry.ticket_id] = _Ticket(request, on_finished)
         self._shorten()
         self._changed()
@@ -189,19 +209,24 @@ class DecodeWorker:
                 prefill=prefill,
             )
         )
-        if self._run is not None and len(self._run.batch) < self._max_batch_size:
-            self._end_after(1)
         self._changed()
-        self._wake()
+        self._look_again()
 
     # -- steps -------------------------------------------------------------------------------------------------------
+
+    def _look_again(self) -> None:
+        """Plan anew at the next step."""
+        if self._run is not None:
+            self._end_after(1)
+        self._wake()
 
     def _wake(self) -> None:
         if self._run is not None:
             return
-        preempted = self._scheduler.num_preempted
-        batch = self._scheduler.plan()
-        if preempted != self._scheduler.num_preempted:
+        scheduler = self._scheduler
+        before = scheduler.preemptions, scheduler.num_preempted
+        batch = scheduler.plan()
+        if before != (scheduler.preemptions, scheduler.num_preempted):
             self._changed()
         if not batch:
             return
@@ -212,8 +237,8 @@ class DecodeWorker:
         prefill_busy = self._busyness[Role.PREFILL].share
         first_s, token_s = self._profile.decode_step(len(rows), prefill_busy) if rows else (0.0, 0.0)
         first_s += token_s * context
-        if len(rows) < len(batch) or self._scheduler.num_preempted:
-            chunks = [self._scheduler.chunk(stream) for stream in batch]
+        if len(rows) < len(batch) or scheduler.room.waits:
+            chunks = [scheduler.chunk(stream) for stream in batch]
             first_s += chunks_s(self._profile, batch, chunks, prefill_busy, beside_rows=bool(rows))
             self._run = StepRun(batch, chunks, self._clock.now, 1, max(_LEAST_STEP_S, first_s), 0.0)
         else:
@@ -221,6 +246,7 @@ class DecodeWorker:
             steps = min(stream.sampling.max_tokens - stream.num_generated for stream in rows)
             self._run = StepRun(batch, None, self._clock.now, min(steps, self._longest_run), first_s, token_s * len(rows))
             self._run.steps = min(self._run.steps, self._steps_with_blocks(self._run), 1 + int(_LONGEST_RUN_S / first_s))
+            self._run.steps = min(self._run.steps, scheduler.steps_alike or self._run.steps)
         self._clock.at(self._run.end_of(self._run.steps), self._run_over, self._run, self._run.steps)
 
     def _note_begun(self, batch: Sequence[Stream]) -> None:
@@ -237,6 +263,8 @@ class DecodeWorker:
         self._sync(grow=False)
         self._run = None
         self._busyness[Role.DECODE].end()
+        self._scheduler.repeated(run.steps - 1)
+        self._scheduler.took(run.end_of(run.steps) - run.end_of(run.steps - 1))
         self.busy_s += run.end_of(run.steps) - run.began
         self._steps += run.steps
         for stream in run.batch:
@@ -324,7 +352,7 @@ class DecodeWorker:
             prefix_cache_queries=self._ledger.cache_queries,
             prefix_cache_hits=self._ledger.cache_hits,
             decode=DecodeLoad(
-                reservable_blocks=self._ledger.reservable_blocks,
+                reservable_blocks=self._scheduler.room.reservable_blocks,
                 generated_tokens=0,
                 prefilled_tokens=self._scheduler.prefilled_tokens,
                 num_preemptions=self._scheduler.preemptions,

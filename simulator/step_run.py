@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
 
-from decode_workers.scheduler import Stream
+from decode_workers.stream import Stream
 from engine.batch import Chunk
 from simulator.profile import Profile
 

@@ -25,6 +25,7 @@ from protocol.ticket import reserved_tokens
 from router.dispatch.claim import Claim, PromptWork
 from router.dispatch.journal import Journal
 from router.dispatch.line import WaitingLine
+from router.dispatch.links import WorkerLink
 from router.dispatch.reservation import Reservation, Room, reserve
 from router.dispatch.roster import Roster
 from router.dispatch.status import needed_roles
@@ -65,10 +66,13 @@ class Admission:
                     await place.front()
                     self._roster.check_open()
                     seen = self._roster.changes
-                    claim = await self._try(attempt_id, journal, avoid)
+                    asked: list[WorkerLink] = []
+                    claim = await self._try(attempt_id, journal, avoid, asked)
                     if claim is not None:
                         place.served = True
                         return claim
+                    if asked and all(journal.scheduling_class in link.outstanding.turned_away for link in asked):
+                        place.step_aside()
                     await self._roster.next_change(seen, deadline)
         except TimeoutError:
             raise self._refusal(journal) from None
@@ -102,14 +106,23 @@ class Admission:
         """Tokens for which a claim takes KV blocks at once: those to prefill, and the first room of the answer."""
         return reserved_tokens(len(journal.token_ids), journal.remaining_tokens, self._config.answer_room)
 
-    async def _try(self, attempt_id: str, journal: Journal, avoid: Container[str]) -> Claim | None:
-        """A claim if some pair has room now; decode workers are asked in turn."""
+    async def _try(self, attempt_id: str, journal: Journal, avoid: Container[str], asked: list[WorkerLink]) -> Claim | None:
+        """A claim if some pair has room now; decode workers are asked in turn, and added to `asked`."""
         request, lease_s = self._pair_request(journal, avoid), self._config.limits.lease_s
         search = PairSearch(request, self._roster.prefills, self._roster.decodes, self._terms)
         while (question := search.next_decode(self._moment())) is not None:
             decode = self._roster.ready_decode(question.worker_id)
             assert decode is not None, "the search knows the workers that are ready"
-            room = Room(journal.token_ids, journal.remaining_tokens, request.need_blocks, question.own_tokens)
+            asked.append(decode)
+            if journal.scheduling_class in decode.outstanding.turned_away:
+                continue
+            room = Room(
+                token_ids=journal.token_ids,
+                max_tokens=journal.remaining_tokens,
+                num_blocks=request.need_blocks,
+                own_tokens=question.own_tokens,
+                displaces=True,
+            )
             patience_s = lease_s if question.last else _IMPATIENCE * lease_s
             reservation = await reserve(decode, attempt_id, journal, room, patience_s)
             if reservation is None:

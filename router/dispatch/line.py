@@ -39,6 +39,10 @@ class Place:
         async with asyncio.timeout_at(self._deadline):
             await self.called
 
+    def step_aside(self) -> None:
+        """Let requests of other classes look for room, until the next call of `front`."""
+        self._line.step_aside(self)
+
 
 class WaitingLine:
     """The requests of one router that wait for room: at most `limit`, resumed streams apart.
@@ -84,6 +88,12 @@ class WaitingLine:
         """Take `place` from the front, and call whoever goes first now, which may be `place` again."""
         if self._rules.step_back(place.entry):
             place.called = asyncio.get_running_loop().create_future()
+        self._call_first()
+
+    def step_aside(self, place: Place) -> None:
+        """Take `place` from the front, and call whoever goes first of the other classes."""
+        self._rules.step_aside(place.entry)
+        place.called = asyncio.get_running_loop().create_future()
         self._call_first()
 
     def _leave(self, place: Place) -> None:

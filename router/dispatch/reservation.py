@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from protocol.errors import OverloadedError, UnavailableError
+from protocol.errors import OverloadedError, TenantFullError, UnavailableError
 from protocol.messages import Reserve, Ticket
 from router.dispatch.journal import Journal
 from router.dispatch.links import WorkerLink
+from router.rules.shares import share_of
 from telemetry.logging import fields
 
 log = logging.getLogger(__name__)
@@ -26,6 +27,8 @@ class Room:
     """For all of these tokens and the answer's beginning."""
     own_tokens: int = 0
     """So many at the end of `token_ids` must lie in blocks of the ticket's own, as `protocol.messages.Reserve` says."""
+    displaces: bool = False
+    """Whether streams of the worker may be preempted to make room for it."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +59,13 @@ async def reserve(decode: WorkerLink, attempt_id: str, journal: Journal, room: R
                 cache_salt=journal.cache_salt,
                 trace=journal.trace,
                 own_tokens=room.own_tokens,
+                share=share_of(journal.scheduling_class),
+                displaces=room.displaces,
             ),
             patience_s,
         )
+    except TenantFullError:
+        decode.outstanding.turn_away(journal.scheduling_class)
     except OverloadedError:
         decode.outstanding.refuse(room.num_blocks)
     except UnavailableError as error:

@@ -13,7 +13,7 @@ Pure: no clock, no event loop. The order of arrival decides what no argument doe
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 
 
@@ -60,6 +60,11 @@ class _Level:
         return sum(len(tenant.waiting) for tenant in self.tenants.values())
 
 
+def _not_aside(level: _Level, aside: Container[SchedulingClass | None]) -> list[_Tenant]:
+    """The tenants of a level whose first request is not passed over."""
+    return [each for each in level.tenants.values() if each.waiting and each.waiting[0].scheduling_class not in aside]
+
+
 class FairQueue:
     """Requests in order of service. Times are in seconds, on any clock that never goes back."""
 
@@ -92,15 +97,19 @@ class FairQueue:
         levels = self._levels.values()
         return sum(len(level.tenants[tenant].waiting) for level in levels if tenant in level.tenants)
 
-    def first(self, now: float) -> Entry | None:
-        """The request that goes next, or None. It stays in the queue."""
-        if self._resumed:
+    def first(self, now: float, aside: Container[SchedulingClass | None] = ()) -> Entry | None:
+        """The request that goes next, or None. It stays in the queue.
+
+        Requests of a class that stands `aside` are passed over; None stands for the resumed streams.
+        """
+        if self._resumed and None not in aside:
             return self._resumed[0]
-        if not self._levels:
+        waiting = {number: _not_aside(level, aside) for number, level in self._levels.items()}
+        numbers = [number for number, tenants in waiting.items() if tenants]
+        if not numbers:
             return None
-        number = min(self._levels, key=lambda number: (number - (now - self._levels[number].since) / self._ageing_s, number))
-        waiting = (tenant for tenant in self._levels[number].tenants.values() if tenant.waiting)
-        return min(waiting, key=lambda tenant: (tenant.start, tenant.waiting[0].number)).waiting[0]
+        number = min(numbers, key=lambda number: (number - (now - self._levels[number].since) / self._ageing_s, number))
+        return min(waiting[number], key=lambda tenant: (tenant.start, tenant.waiting[0].number)).waiting[0]
 
     def serve(self, entry: Entry, now: float) -> None:
         """Take out a request that was served: its tenant pays the cost."""

@@ -3,6 +3,7 @@
     enter ──► IN LINE ──call──► AT THE FRONT ──leave──► out       one request at a time is at the front
       │          ▲                   │
       │          └────step_back──────┘ it found no room: before it looks again, whoever goes first by then is called
+      │          └────step_aside─────┘ there is none for its class: meanwhile others are called
       └─► refused: the line is too long, or too slow for the newcomer
 
 Times (`now`) are in seconds, on any clock that never goes back.
@@ -55,6 +56,8 @@ class LineRules:
 
     def __init__(self, limit: int, ageing_s: float) -> None:
         self.front: Entry | None = None
+        self._aside: set[Entry] = set()
+        """Requests for whose classes there is no room: nobody of these classes is called."""
         self._limit = limit
         self._queue = FairQueue(ageing_s)
         self._pace = Pace()
@@ -84,15 +87,24 @@ class LineRules:
         """Bring the request that goes first to the front. None if the front is taken, or nobody waits."""
         if self.front is not None:
             return None
-        self.front = self._queue.first(now)
+        self.front = self._queue.first(now, {entry.scheduling_class for entry in self._aside})
         return self.front
 
     def step_back(self, entry: Entry) -> bool:
-        """Free the front, for the request there found no room. False if this one was not at the front."""
+        """Free the front, for the request there found no room. False if this one was not at the front.
+
+        Its class is called again.
+        """
+        self._aside.discard(entry)
         if self.front is not entry:
             return False
         self.front = None
         return True
+
+    def step_aside(self, entry: Entry) -> None:
+        """Free the front, for there is no room for the class of the request there. It is not called until one steps back."""
+        self.step_back(entry)
+        self._aside.add(entry)
 
     def leave(self, entry: Entry, now: float, *, served: bool) -> None:
         """Take a request out of the line: it found room (`served`), or gives up."""
@@ -135,4 +147,5 @@ class LineRules:
         if leaving is None or leaving is self.front:
             raise self.full_error(scheduling_class)
         self._queue.leave(leaving)
+        self._aside.discard(leaving)
         return leaving

@@ -161,6 +161,9 @@ class DecodeRanking:
 
         `by_prompts`: the worker with the fewest prompt tokens ahead comes first, not the one with the most room. `first` comes
         before all others if it has room, also if it is one to avoid.
+
+        If no worker has room, it is the one that is nearest to it, once after each of its load reports: its streams may have to
+        make room.
         """
         ids: Iterable[str]
         ids = _PromptOrder(self._by_prompts.keys.copy(), need_blocks) if by_prompts else self.order(need_blocks)
@@ -168,7 +171,21 @@ class DecodeRanking:
         free = None if load is None else load.reservable_blocks
         if load is None or (free is not None and free < need_blocks):
             first = None
-        return _preferred(ids, first, avoid)
+        return _or_else(_preferred(ids, first, avoid), self._nearest_to_room)
+
+    def _nearest_to_room(self) -> str | None:
+        """The worker with the most room, though it may be too little; None if it has refused since its last load report."""
+        load = self._loads[self._by_room.keys[0][-1]] if self._loads else None
+        return None if load is None or load.outstanding.refused_size is not None else load.worker_id
+
+
+def _or_else(ids: Iterator[str], last_resort: Callable[[], str | None]) -> Iterator[str]:
+    """The same ids; if there are none, the one of the last resort."""
+    worker_id = None
+    for worker_id in ids:
+        yield worker_id
+    if worker_id is None and (found := last_resort()) is not None:
+        yield found
 
 
 def _preferred(ids: Iterable[str], first: str | None, avoid: Container[str]) -> Iterator[str]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from configs.arithmetic import ceil_div
 from configs.schema import ClusterConfig
 from protocol.messages import LoadReport
+from router.rules.fair_queue import SchedulingClass
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
@@ -47,6 +48,8 @@ class Outstanding:
     """Number of requests given since the link to the worker was made."""
     refused_size: int | None = None
     """Smallest size that the worker has refused since its latest load report; None if it refused nothing."""
+    turned_away: set[SchedulingClass] = field(default_factory=set)
+    """Classes for which the worker has had no room since its latest load report, though it may have some for others."""
     tenants: Counter[str] = field(default_factory=Counter)
     """Number of prompts in flight by tenant."""
     overtaker: str | None = None
@@ -107,10 +110,15 @@ class Outstanding:
         self.refused_size = size if self.refused_size is None else min(self.refused_size, size)
         self.on_change()
 
+    def turn_away(self, scheduling_class: SchedulingClass) -> None:
+        """Note that the worker has no room for requests of this class."""
+        self.turned_away.add(scheduling_class)
+
     def reported(self) -> None:
         """Note that a load report arrived: it counts what was given before, and earlier refusals are out of date."""
         self.unreported_size = 0
         self.refused_size = None
+        self.turned_away.clear()
         self.on_change()
 
 

@@ -28,6 +28,7 @@ from router.dispatch.journal import Journal
 from router.dispatch.migrator import Migrator
 from router.dispatch.roster import Roster
 from router.request.pipeline import Pipeline
+from router.rules.fair_queue import ANYBODY, SchedulingClass
 from router.rules.leaks import Leak
 from telemetry.metrics import Metrics
 from telemetry.request_times import RequestTimes
@@ -109,12 +110,19 @@ class ManyDecodes:
         self.migrator.start()
 
     async def ask(
-        self, prompt: list[int], sampling: SamplingParams, said: Said | None = None, pace_s: float = 0.0, salt: str = ""
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        said: Said | None = None,
+        pace_s: float = 0.0,
+        salt: str = "",
+        scheduling_class: SchedulingClass = ANYBODY,
     ) -> Said:
         """A whole request; `said` grows meanwhile. With a pace the client is slow."""
         said = said or Said()
         times = RequestTimes(time.monotonic())
-        async with aclosing(self._pipeline.run(Journal(tuple(prompt), sampling, salt), times)) as pieces:
+        journal = Journal(tuple(prompt), sampling, salt, scheduling_class)
+        async with aclosing(self._pipeline.run(journal, times)) as pieces:
             async for tokens in pieces:
                 said.token_ids += tokens.token_ids
                 said.logprobs += tokens.logprobs

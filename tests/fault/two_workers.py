@@ -40,6 +40,7 @@ from protocol.messages import (
     WorkerRef,
 )
 from protocol.sampling import SamplingParams
+from protocol.share import NOBODYS, Share
 from protocol.trace import new_trace
 from protocol.wire import WireClient, WireServer
 from router.rules.leaks import Audited, Leak, find_leaks
@@ -66,10 +67,21 @@ class ScriptedRouter:
         self.decode = decode
         self.frames = frames
 
-    async def reserve(self, prompt: list[int], max_tokens: int, cache_salt: str = "", own_tokens: int = 0) -> Ticket:
+    async def reserve(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        cache_salt: str = "",
+        own_tokens: int = 0,
+        share: Share = NOBODYS,
+        displaces: bool = True,
+    ) -> Ticket:
         asking = asyncio.ensure_future(
             self.decode.ask(
-                lambda call_id: Reserve(call_id, "r", tuple(prompt), max_tokens, cache_salt, new_trace(), own_tokens), 10
+                lambda call_id: Reserve(
+                    call_id, "r", tuple(prompt), max_tokens, cache_salt, new_trace(), own_tokens, share, displaces
+                ),
+                10,
             )
         )
         try:

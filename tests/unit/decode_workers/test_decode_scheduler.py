@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from decode_workers.ledger import Ledger
-from decode_workers.scheduler import DecodeScheduler, LocalPrefill, Stream
+from decode_workers.scheduler import DecodeScheduler
+from decode_workers.stream import LocalPrefill, Stream
 from decode_workers.ticket_entry import TicketEntry
 from engine.batch import Chunk
 from engine.memory.prefix_cache import PrefixCache
 from protocol.sampling import SamplingParams
+from protocol.share import Share
 from protocol.ticket import TicketState
 
 BLOCK_SIZE = 4
@@ -22,7 +24,9 @@ MAX_BATCH_SIZE = 4
 CUT = 6
 """No multiple of the block size, so that chunks end inside of blocks."""
 LEASE_S = 10.0
+TURN_S = 15.0
 ROUTERS = [b"router-1", b"router-2"]
+SHARES = [Share(b"one", 1.0), Share(b"two", 4.0)]
 
 
 def say(context: list[int], seed: int) -> int:
@@ -92,11 +96,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             on_settled=lambda: None,
             shares_prefixes=True,
         )
-        self.scheduler = DecodeScheduler(self.ledger, MAX_BATCH_SIZE, CUT)
+        self.scheduler = DecodeScheduler(self.ledger, MAX_BATCH_SIZE, CUT, TURN_S, lambda: self.now)
         self.engine = Engine()
         self.requests: list[Request] = []
-        self.attached: list[Request] = []
-        """In this order; those that have left included."""
         self.step: list[tuple[Request, Chunk]] = []
         self.pinned: list[Stream] = []
         """Those that migrate; some of them are paused."""
@@ -111,17 +113,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         kind=st.integers(0, 2),
         prompt=st.integers(1, 20),
         answer=st.integers(2, 29),
-        copies=st.integers(1, 4),
+        copies=st.integers(1, 8),
+        share=st.sampled_from(SHARES),
     )
-    def arrive(self, owner: bytes, kind: int, prompt: int, answer: int, copies: int) -> None:
-        """Prompts of one kind begin alike."""
+    def arrive(self, owner: bytes, kind: int, prompt: int, answer: int, copies: int, share: Share = SHARES[0]) -> None:
+        """Prompts of one kind begin alike. Who finds no room wants some, as the worker has it."""
+        room = self.scheduler.room
         for _ in range(copies):
             number = len(self.requests)
-            waiting = self.scheduler.num_preempted
             token_ids = tuple(range(1000 * kind, 1000 * kind + prompt))
-            entry = self.ledger.reserve(owner, token_ids, answer, "", own_tokens=1)
-            assert entry is None or not waiting, "a new ticket overtook a preempted stream"
-            if entry is not None:
+            spare = room.spare_beside(share, displaces=True)
+            entry = self.ledger.reserve(owner, token_ids, answer, "", own_tokens=1, share=share, spare=spare)
+            if entry is None:
+                room.want(share, self.ledger.blocks_for_ticket(prompt, answer))
+            else:
+                room.granted(share)
                 self.requests.append(Request(entry, SamplingParams(seed=number, max_tokens=answer)))
 
     @rule(data=st.data())
@@ -148,10 +154,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.ledger.attach(entry.ticket_id) is entry
         token_ids = request.alone(len(entry.token_ids) + 1)
         request.stream = Stream(
-            entry.ticket_id, entry.owner, entry.block_table, request.sampling, token_ids, 1, len(entry.token_ids)
+            entry.ticket_id,
+            entry.owner,
+            entry.block_table,
+            request.sampling,
+            token_ids,
+            1,
+            len(entry.token_ids),
+            share=entry.share,
         )
         self.scheduler.add(request.stream)
-        self.attached.append(request)
 
     @rule(data=st.data())
     def prefill_here(self, data: st.DataObject) -> None:
@@ -171,9 +183,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             0,
             entry.held_tokens,
             prefill=prefill,
+            share=entry.share,
         )
         self.scheduler.add(request.stream)
-        self.attached.append(request)
 
     @rule(here=st.booleans())
     def start_all(self, here: bool = False) -> None:
@@ -235,12 +247,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.step:
             return
         attached = self._live(TicketState.ATTACHED)
-        oldest = next((request for request in self.attached if request in attached and not request.entry.preempted), None)
         by_stream = {request.stream: request for request in attached}
         self.step = [(by_stream[stream], self.scheduler.chunk(stream)) for stream in self.scheduler.plan()]
         assert len(self.step) <= MAX_BATCH_SIZE
         self._check_chunks()
-        assert oldest is None or not oldest.entry.preempted, "the oldest goes on"
         assert not any(request.stream.paused for request, _ in self.step if request.stream)
         if attached and not self.pinned and not self._live(TicketState.RESERVED, TicketState.COMMITTED):
             assert self.step, "nothing that could free a block is under way, and nothing is computed"

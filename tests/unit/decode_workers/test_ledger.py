@@ -70,18 +70,18 @@ class LedgerMachine(RuleBasedStateMachine):
         answer=st.integers(1, 20),
         salt=st.sampled_from(["", "a"]),
         own=st.sampled_from([0, 0, 1, 20]),
+        spare=st.sampled_from([None, None, 0, 3]),
     )
-    def reserve(self, owner: bytes, prompt: int, answer: int, salt: str, own: int) -> None:
+    def reserve(self, owner: bytes, prompt: int, answer: int, salt: str, own: int, spare: int | None) -> None:
         live = [entry for entry in self.ledger if not entry.state.final]
-        room = self.cache.num_free - sum(bool(entry.block_table) for entry in live)
+        room = self.cache.num_free - (sum(bool(entry.block_table) for entry in live) if spare is None else spare)
         num_blocks = ceil_div(prompt + min(answer, BLOCK_SIZE) - 1, BLOCK_SIZE)
         own = min(own, prompt)
         keys = block_keys(range(prompt - own), BLOCK_SIZE, salt)
         cached = self.cache.match(keys)
         needed = self.cache.cost(num_blocks, keys[:cached])
-        entry = self.ledger.reserve(owner, tuple(range(prompt)), answer, salt, own_tokens=own)
-        waiting = any(entry.preempted for entry in live)
-        assert (entry is None) == (needed > room or waiting), "full means full, and only then"
+        entry = self.ledger.reserve(owner, tuple(range(prompt)), answer, salt, own_tokens=own, spare=spare)
+        assert (entry is None) == (needed > room), "full means full, and only then"
         if entry is not None:
             assert len(entry.block_table) == num_blocks
             assert entry.transfer_id != entry.ticket_id
@@ -217,7 +217,6 @@ class LedgerMachine(RuleBasedStateMachine):
             self.ledger.preempt(entry.ticket_id)
             assert self.cache.num_free == free
             assert entry.preempted
-            assert self.ledger.reservable_blocks == 0, "nobody overtakes it"
 
     @rule(data=st.data(), more=st.integers(0, 20), at_most=st.sampled_from([0, 5, 40, 40]))
     def readmit(self, data: st.DataObject, more: int, at_most: int) -> None:
@@ -396,10 +395,10 @@ def test_one_block_for_each_ticket_stays_free_beside_a_new_one() -> None:
     granted = 0
     while ledger.reserve(b"r", prompt, 40, "") is not None:
         granted += 1
-    assert (granted, blocks.num_free, ledger.reservable_blocks) == (3, 3, 0)
+    assert (granted, blocks.num_free, ledger.num_holders) == (3, 3, 3)
 
 
-def test_no_new_ticket_overtakes_a_preempted_one() -> None:
+def test_a_preempted_ticket_holds_nothing_and_comes_back() -> None:
     ledger, blocks = book()
     entry = ledger.reserve(b"r", (1,), 40, "")
     assert entry is not None
@@ -407,15 +406,14 @@ def test_no_new_ticket_overtakes_a_preempted_one() -> None:
     ledger.end_push(entry.ticket_id, 1, ok=True)
     ledger.commit(entry.ticket_id, entry.transfer_id, 1)
     ledger.attach(entry.ticket_id)
-    assert ledger.reservable_blocks == NUM_BLOCKS - 2
+    assert (ledger.num_free, ledger.num_holders) == (NUM_BLOCKS - 1, 1)
     ledger.preempt(entry.ticket_id)
-    assert blocks.num_free == NUM_BLOCKS
-    assert ledger.reserve(b"r", (1,), 1, "") is None
-    assert ledger.readmit(entry.ticket_id, 9, 8) == 0
-    assert ledger.reserve(b"r", (1,), 1, "") is not None
+    assert (ledger.num_free, ledger.num_holders) == (NUM_BLOCKS, 0)
+    assert ledger.readmit(entry.ticket_id, 9, 8, spare=NUM_BLOCKS) is None, "that many would not stay free"
+    assert ledger.readmit(entry.ticket_id, 9, 8, spare=0) == 0
     ledger.preempt(entry.ticket_id)
     ledger.release(entry.ticket_id)
-    assert ledger.reservable_blocks == NUM_BLOCKS - 2, "it left while it waited, and holds up nobody"
+    assert (blocks.num_free, ledger.num_holders) == (NUM_BLOCKS, 0), "it left while it waited"
 
 
 @pytest.mark.parametrize("final", [TicketState.RELEASED, TicketState.ABORTED, TicketState.EXPIRED])

@@ -29,7 +29,7 @@ def test_every_message_survives_the_wire(message: Any) -> None:
         ([14, True], "int expected, got bool"),
         ([14], "takes 1 fields"),
         ([14, 1, 2], "takes 1 fields"),
-        ([10, 1, "r", [1, "2"], 5, "", ["a", "b", False, ""], 0], "list of ints"),
+        ([10, 1, "r", [1, "2"], 5, "", ["a", "b", False, ""], 0, [b"", 1.0, 0], False], "list of ints"),
         ([999, 1], "not a registered message"),
         ({"a": 1}, "no maps"),
         (7, "not a registered message"),

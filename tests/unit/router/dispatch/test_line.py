@@ -169,3 +169,65 @@ def test_leaving_never_blocks_those_behind(ahead: list[bool], chance: random.Ran
         assert all(result is None or isinstance(result, asyncio.CancelledError) for result in results)
 
     asyncio.run(main())
+
+
+def test_who_stands_aside_lets_other_tenants_look_but_nobody_of_its_own() -> None:
+    async def main() -> None:
+        line, order = WaitingLine(10, 1.0), list[str]()
+        with line.place(A, 1, deadline()) as first:
+            await first.front()
+            others = [("a", A), ("b", B), ("b again", B)]
+            tasks = [asyncio.create_task(wait_in(line, deadline(), order, name, scheduling_class=who)) for name, who in others]
+            await asyncio.sleep(0.01)
+            assert order == []
+            first.step_aside()
+            await asyncio.sleep(0.01)
+            assert order == ["b", "b again"]
+            await first.front()
+            first.served = True
+        await asyncio.gather(*tasks)
+        assert order == ["b", "b again", "a"]
+
+    asyncio.run(main())
+
+
+def test_who_leaves_or_is_turned_out_while_it_stands_aside_holds_nobody_up() -> None:
+    async def main() -> None:
+        line, order = WaitingLine(2, 1.0), list[str]()
+        with line.place(A, 1, deadline()) as first:
+            await first.front()
+            first.step_aside()
+            second = asyncio.create_task(wait_in(line, deadline(), order, "second", scheduling_class=A))
+            await asyncio.sleep(0.01)
+            assert order == []
+            other = asyncio.create_task(wait_in(line, deadline(), order, "other", scheduling_class=B))
+            with pytest.raises(OverloadedError):
+                await second
+            await other
+        await wait_in(line, deadline(), order, "last", scheduling_class=A)
+        assert order == ["other", "last"]
+        with line.place(A, 1, deadline()) as first:
+            await first.front()
+            first.step_aside()
+            waiting = asyncio.create_task(wait_in(line, deadline(), order, "behind", scheduling_class=A))
+            await asyncio.sleep(0)
+        await waiting
+        assert order[-1] == "behind"
+
+    asyncio.run(main())
+
+
+def test_a_resumed_stream_may_stand_aside_too() -> None:
+    async def main() -> None:
+        line, order = WaitingLine(10, 1.0), list[str]()
+        with line.place(A, 1, deadline(), ahead=True) as first:
+            await first.front()
+            waiting = asyncio.create_task(wait_in(line, deadline(), order, "b", scheduling_class=B))
+            await asyncio.sleep(0)
+            first.step_aside()
+            await waiting
+            assert order == ["b"]
+            await first.front()
+            first.served = True
+
+    asyncio.run(main())

@@ -274,3 +274,17 @@ def test_books_balance(moves: list[tuple[str, int]]) -> None:
 def test_blocks_for_is_the_smallest_that_holds(num_tokens: int, block_size: int) -> None:
     blocks = blocks_for(num_tokens, block_size)
     assert (blocks - 1) * block_size < num_tokens <= blocks * block_size or num_tokens == blocks == 0
+
+
+def test_without_room_anywhere_the_nearest_to_it_is_asked_once_after_each_report() -> None:
+    """Its streams may have to make room; a refusal says that they did not yet."""
+    ranking, outstanding = DecodeRanking(), Outstanding()
+    for name, free in (("a", 2), ("b", 4), ("c", 3)):
+        ranking.put(load_of(name, report(name, reservable_blocks=free), outstanding if name == "b" else Outstanding()))
+    assert list(ranking.candidates(4)) == ["b"]
+    assert list(ranking.candidates(5)) == ["b"]
+    outstanding.refuse(5)
+    assert list(ranking.candidates(5)) == [], "it has said no"
+    outstanding.reported()
+    assert list(ranking.candidates(5)) == ["b"]
+    assert list(DecodeRanking().candidates(5)) == []
