@@ -116,14 +116,16 @@ class Preparer:
     def chat_tokens(
         self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = (), *, add_generation_prompt: bool = True
     ) -> list[int]:
-        """Return the token ids of a chat, spelled by the model's own template with the special tokens that it puts in.
+        """Return the token ids of a chat, spelled by the model's own template with the control tokens that it puts in.
+
+        Control tokens that are written in messages or tools stay text.
 
         `tools` are in the form that chat templates know. Raises InvalidRequestError for messages that the template refuses.
         """
         spelled = [message.for_template(f"messages.{index}") for index, message in enumerate(messages)]
         conversation, own_tools = self._tool_format.conversation(spelled, tools)
         text = self._template.render(conversation, tools=own_tools, add_generation_prompt=add_generation_prompt)
-        return self._tokenizer.encode(text)
+        return self._tokenizer.encode_traced(text, param="messages")
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Return the text of these tokens. Raises InvalidRequestError for ids outside the vocabulary."""

@@ -6,9 +6,9 @@ else through the `tokenizers` package, which reads the model's tokenizer.json.
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import tokenizers
@@ -18,6 +18,9 @@ from configs.model_files.vocabulary import spelled_bytes
 from protocol.errors import ConfigError, InvalidRequestError
 from router.text.byte_bpe import ByteBpe, UnsplittableError
 from router.text.detokenizer import BytesDetokenizer, Detokenizer, WindowDetokenizer
+from router.text.renamed_tokens import RenamedControlTokens
+from router.text.traced import outline_of, plain
+from router.text.whole_tokens import WholeTokens
 
 
 class Tokenizer(ABC):
@@ -49,17 +52,25 @@ class Tokenizer(ABC):
         Raises InvalidRequestError, blaming the field `param`, for text that is not Unicode (lone surrogates) and for
         runs of spaces so long that they can't be split.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            lone = f"U+{ord(text[error.start]):04X}"
-            message = f"the text is not valid Unicode: a lone surrogate ({lone}) at character {error.start}"
-            raise InvalidRequestError(message, param=param) from None
+        _check_unicode(text, param)
         try:
             ids = self._encode(text)
         except UnsplittableError as error:
             raise InvalidRequestError(str(error), param=param) from None
         return self._bos + ids if add_bos else ids
+
+    def encode_traced(self, text: str, *, param: str = "prompt") -> list[int]:
+        """Return the token ids of a rendered chat template, in which only the template's own text has control tokens.
+
+        Those that a client wrote, wholly or in part, are encoded as any other text (`router.text.traced`). Without them the
+        ids are those of `encode`, and it raises as that does.
+        """
+        written, outline = plain(text), outline_of(text)
+        _check_unicode(written, param)
+        try:
+            return self._encode_traced(written, outline)
+        except UnsplittableError as error:
+            raise InvalidRequestError(str(error), param=param) from None
 
     @property
     @abstractmethod
@@ -81,13 +92,15 @@ class Tokenizer(ABC):
     @abstractmethod
     def _encode(self, text: str) -> list[int]: ...
 
+    @abstractmethod
+    def _encode_traced(self, text: str, outline: str) -> list[int]: ...
+
 
 class _ByteLevelTokenizer(Tokenizer):
     def __init__(self, facts: TokenizerFacts, bpe: ByteLevelBpe) -> None:
         super().__init__(facts)
-        self._whole = facts.special_tokens | facts.user_tokens
-        self._bpe = ByteBpe(bpe, frozenset(self._whole))
-        self._special_split = _splitter(self._whole)
+        self._whole = WholeTokens(facts.special_tokens, facts.user_tokens)
+        self._bpe = ByteBpe(bpe, frozenset(self._whole.ids))
         # The same implementation as the original's: Python's own knows another version of Unicode.
         self._nfc = tokenizers.normalizers.NFC() if bpe.nfc else None
         self._shown = list(self._bpe.token_bytes)
@@ -110,16 +123,20 @@ class _ByteLevelTokenizer(Tokenizer):
         return BytesDetokenizer(self._shown)
 
     def _encode(self, text: str) -> list[int]:
-        if self._special_split is None:
-            return self._encode_plain(text)
+        return self._encode_around(text, self._whole.find(text))
+
+    def _encode_traced(self, text: str, outline: str) -> list[int]:
+        return self._encode_around(text, self._whole.find_traced(text, outline))
+
+    def _encode_around(self, text: str, found: Iterable[tuple[int, str]]) -> list[int]:
         ids: list[int] = []
-        # With one group, every second part is a special token.
-        for index, part in enumerate(self._special_split.split(text)):
-            if index % 2:
-                ids.append(self._whole[part])
-            elif part:
-                ids += self._encode_plain(part)
-        return ids
+        done = 0
+        for start, token in found:
+            if start > done:
+                ids += self._encode_plain(text[done:start])
+            ids.append(self._whole.ids[token])
+            done = start + len(token)
+        return ids + self._encode_plain(text[done:])
 
     def _encode_plain(self, text: str) -> list[int]:
         return self._bpe.encode(self._nfc.normalize_str(text) if self._nfc is not None else text)
@@ -132,7 +149,11 @@ class _JsonTokenizer(Tokenizer):
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # noqa: BLE001 - the package raises nothing more specific
             raise ConfigError(f"{path}: the tokenizers package can't read it: {str(error)[:200]}", param="model") from None
+        self._path = path
+        self._control = facts.special_tokens
+        self._unk_token = facts.unk_token
         self._special_ids = frozenset(facts.special_tokens.values())
+        self._whole = WholeTokens(facts.special_tokens, {})
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -154,8 +175,21 @@ class _JsonTokenizer(Tokenizer):
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
+    def _encode_traced(self, text: str, outline: str) -> list[int]:
+        ids, ours = self._encode(text), list(self._whole.find(outline))
+        same_places = ours == list(self._whole.find(text))
+        same_ids = [self._control[token] for _, token in ours] == [each for each in ids if each in self._special_ids]
+        return ids if same_places and same_ids else self._renamed.encode(text, ours)
 
-def _splitter(tokens: Iterable[str]) -> re.Pattern[str] | None:
-    """Finds the leftmost, then longest of the tokens."""
-    longest_first = sorted(tokens, key=len, reverse=True)
-    return re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
+    @cached_property
+    def _renamed(self) -> RenamedControlTokens:
+        return RenamedControlTokens(self._path, self._control, self._unk_token)
+
+
+def _check_unicode(text: str, param: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        lone = f"U+{ord(text[error.start]):04X}"
+        message = f"the text is not valid Unicode: a lone surrogate ({lone}) at character {error.start}"
+        raise InvalidRequestError(message, param=param) from None

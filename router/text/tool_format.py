@@ -16,19 +16,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from router.text.grammar import HEAD, json_rule, literal
+from router.text.traced import Traced, ours, theirs
 
 Message = Mapping[str, Any]
 Tool = Mapping[str, Any]
 """`{"type": "function", "function": {"name", "description", "parameters"}}`"""
 
 _TAG, _END_TAG = "<tool_call>", "</tool_call>"
-_INSTRUCTIONS = """You can call functions. These are their signatures, as JSON Schema:
-{tools}
+_INSTRUCTIONS = (
+    """You can call functions. These are their signatures, as JSON Schema:
+""",
+    """
 
 To call one, write the following, and nothing after it. Several calls may follow each other.
 <tool_call>
-{{"name": "the function's name", "arguments": {{"its arguments": "by name"}}}}
-</tool_call>"""
+{"name": "the function's name", "arguments": {"its arguments": "by name"}}
+</tool_call>""",
+)
+"""What is said before and after the functions, to a model whose template knows no tools."""
 
 
 @dataclass(frozen=True)
@@ -80,16 +85,20 @@ class ToolFormat:
         return HEAD + "\n".join(rules) + "\n"
 
     def conversation(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[list[Message], Sequence[Tool] | None]:
-        """Return messages and tools as the chat template can take them; no tools if the messages spell them out."""
+        """Return messages and tools as the chat template can take them; no tools if the messages spell them out.
+
+        What is ours of a message is traced (`router.text.traced`): all else in it is the client's.
+        """
         if self.native:
             return list(messages), tools or None
         spelled = [self._spelled(message) for message in messages]
         if not tools:
             return spelled, None
         listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-        instructions = _INSTRUCTIONS.format(tools=listed)
+        before, after = _INSTRUCTIONS
+        instructions = ours(before) + theirs(listed) + after
         if spelled[0]["role"] == "system":
-            return [{**spelled[0], "content": f"{spelled[0]['content']}\n\n{instructions}"}, *spelled[1:]], None
+            return [{**spelled[0], "content": theirs(spelled[0]["content"]) + "\n\n" + instructions}, *spelled[1:]], None
         return [{"role": "system", "content": instructions}, *spelled], None
 
     @property
@@ -106,16 +115,16 @@ class ToolFormat:
     def _spelled(self, message: Message) -> Message:
         """The message for a template that knows neither calls nor their results: they become text of assistant and user."""
         if message["role"] == "tool":
-            return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+            return {"role": "user", "content": "<tool_response>\n" + theirs(message["content"]) + "\n</tool_response>"}
         if "tool_calls" not in message:
             return message
         functions = [call["function"] for call in message["tool_calls"]]
-        calls = [
-            f"{self.begin}{json.dumps(each['name'])}{self.middle}{json.dumps(each['arguments'], ensure_ascii=False)}{self.end}"
-            for each in functions
-        ]
-        content = "\n".join([*filter(None, [message["content"]]), *calls])
+        calls = [self._spelled_call(each["name"], json.dumps(each["arguments"], ensure_ascii=False)) for each in functions]
+        content = ours("\n").join([*filter(None, [theirs(message["content"])]), *calls])
         return {"role": message["role"], "content": content}
+
+    def _spelled_call(self, name: str, arguments: str) -> Traced:
+        return ours(self.begin) + theirs(json.dumps(name)) + self.middle + theirs(arguments) + self.end
 
 
 def tool_format(template: str | None) -> ToolFormat:
