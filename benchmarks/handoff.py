@@ -51,7 +51,12 @@ SECRET = b"b" * 32
 PROMPT_TOKENS = 1024
 KV_TOKENS = 8192
 CONFIG = ClusterConfig(dtype="bfloat16")
-TRANSPORTS: tuple[TransportName, ...] = ("shared_memory", "gloo")
+TRANSPORTS: dict[str, tuple[TransportName, bool]] = {
+    "shared_memory": ("shared_memory", False),
+    "gloo": ("gloo", False),
+    "gloo, encrypted": ("gloo", True),
+}
+"""By the name in the tables: the transport, and whether it encrypts."""
 WARM_UP = 4
 
 
@@ -97,7 +102,7 @@ def table(result: dict[str, Any]) -> str:
 # -- with workers --------------------------------------------------------------------------------------------------------
 
 
-async def first_tokens(transport: TransportName, rounds: int) -> dict[str, list[float]]:
+async def first_tokens(transport: str, rounds: int) -> dict[str, list[float]]:
     rng = random.Random(0)
     times: dict[str, list[float]] = {"alone_s": [], "handoff_s": [], "attached_s": []}
     async with _workers(transport) as (prefill, decode):
@@ -132,7 +137,7 @@ async def _ask(prefill: CallClient, decode: CallClient, prompt: tuple[int, ...],
 
 
 @asynccontextmanager
-async def _workers(transport: TransportName) -> AsyncIterator[tuple[CallClient, CallClient]]:
+async def _workers(transport: str) -> AsyncIterator[tuple[CallClient, CallClient]]:
     spawn = multiprocessing.get_context("spawn")
     processes, callers = [], []
     try:
@@ -160,13 +165,13 @@ async def _ping(caller: CallClient) -> None:
         await asyncio.sleep(CONFIG.limits.heartbeat_s)
 
 
-def _serve(role: Role, transport: TransportName, told: Connection) -> None:
+def _serve(role: Role, transport: str, told: Connection) -> None:
     """One worker process, until it is killed."""
     torch.set_num_threads(1)
     asyncio.run(_run(role, transport, told))
 
 
-async def _run(role: Role, transport: TransportName, told: Connection) -> None:
+async def _run(role: Role, transport: str, told: Connection) -> None:
     model = resolve(CONFIG.model)
     runner = ModelRunner.load(
         model.facts,
@@ -187,11 +192,12 @@ async def _run(role: Role, transport: TransportName, told: Connection) -> None:
         gang=Gang.alone(),
     )
     worker: PrefillWorker | DecodeWorker
-    sending = sending_transports(transport, HOST, runner.pool.data, runner.pool.memory_fd)
+    wanted, encrypt = TRANSPORTS[transport]
+    sending = sending_transports(wanted, HOST, runner.pool.data, runner.pool.memory_fd, encrypt=encrypt)
     if role is Role.PREFILL:
         worker = PrefillWorker(first, sending)
     else:
-        receiving = receiving_transports(transport, HOST, runner.pool.data.device)
+        receiving = receiving_transports(wanted, HOST, runner.pool.data.device, encrypt=encrypt)
         worker = DecodeWorker(first, receiving, sending)
     told.send(server.address)
     await worker.run()
@@ -200,14 +206,15 @@ async def _run(role: Role, transport: TransportName, told: Connection) -> None:
 # -- without workers -----------------------------------------------------------------------------------------------------
 
 
-def transport_alone(name: TransportName, rounds: int) -> dict[str, Any]:
+def transport_alone(name: str, rounds: int) -> dict[str, Any]:
     source, destination = _pool(), _pool()
     slots = Slots(slot_runs(_pieces()))
     layers = source.data.shape[0]
     num_bytes = source.data[:, :, : PROMPT_TOKENS // CONFIG.block_size].nbytes
     groups = layer_groups(layers, num_bytes // layers)
-    sending = sending_transports(name, HOST, source.data, source.memory_fd)[0]
-    receiving = receiving_transports(name, HOST, destination.data.device)[0]
+    wanted, encrypt = TRANSPORTS[name]
+    sending = sending_transports(wanted, HOST, source.data, source.memory_fd, encrypt=encrypt)[0]
+    receiving = receiving_transports(wanted, HOST, destination.data.device, encrypt=encrypt)[0]
     from_view, to_view = view_of(source.layers()), view_of(destination.layers())
     times: dict[str, list[float]] = {"transfer_ms": [], "memcpy_ms": []}
     with ThreadPoolExecutor(1) as decode:

@@ -181,6 +181,9 @@ class ClusterConfig(_Section):
     never: decode workers compute all of them, and there are no others (colocated)."""
     transport: TransportName = "auto"
     """How KV goes from prefill to decode. auto: shared memory within a host, gloo between hosts; on GPUs CUDA IPC and NCCL."""
+    encrypt_kv: bool = False
+    """Whether KV is encrypted between hosts (AES-256-GCM, over gloo), and never goes over what can't do that. All workers of
+    a cluster have to agree."""
     http: HttpConfig = HttpConfig()
     prefill: PrefillConfig = PrefillConfig()
     decode: DecodeConfig = DecodeConfig()

@@ -21,7 +21,7 @@ class DecodeActor(FirstRankActor):
 
     def worker(self, rank: FirstRank) -> DecodeWorker:
         """Build a decode worker around its loaded first rank. Raises ConfigError if the wanted transport can't be had."""
-        pool, wanted = rank.runner.pool, self._config.transport
-        receiving = receiving_transports(wanted, self._host, pool.data.device)
-        sending = sending_transports(wanted, self._host, pool.data, pool.memory_fd)
+        pool, wanted, encrypt = rank.runner.pool, self._config.transport, self._config.encrypt_kv
+        receiving = receiving_transports(wanted, self._host, pool.data.device, encrypt=encrypt)
+        sending = sending_transports(wanted, self._host, pool.data, pool.memory_fd, encrypt=encrypt)
         return DecodeWorker(rank, receiving, sending)

@@ -22,8 +22,8 @@ def decode_follower(config: ClusterConfig, secret: bytes, host: str, rank: int, 
 
     def share(runner: ModelRunner) -> Share:
         pool = runner.pool
-        receiving = receiving_transports(config.transport, host, pool.data.device)
-        sending = sending_transports(config.transport, host, pool.data, pool.memory_fd)
+        receiving = receiving_transports(config.transport, host, pool.data.device, encrypt=config.encrypt_kv)
+        sending = sending_transports(config.transport, host, pool.data, pool.memory_fd, encrypt=config.encrypt_kv)
         return share_of(runner, receiving, sending, config.limits.lease_s)
 
     return follower(config, config.decode, share, secret=secret, host=host, rank=rank, threads=threads)

@@ -12,7 +12,7 @@ from torch import Tensor
 from configs.schema import TransportName
 from kv_transfer.transport import ReceiveTransport, SendTransport
 from kv_transfer.transports.cuda_ipc import CudaIpcReceiver, CudaIpcSender, share_storage
-from kv_transfer.transports.gloo import GlooTransport
+from kv_transfer.transports.gloo import GlooTransport, SealedGlooTransport
 from kv_transfer.transports.nccl import NcclTransport
 from kv_transfer.transports.nccl_library import NcclLibrary, find_nccl
 from kv_transfer.transports.shared_memory import SharedMemoryReceiver, SharedMemorySender
@@ -29,48 +29,58 @@ def sending_transports(
     pool_fd: int | None,
     share: Callable[[Tensor], bytes] = share_storage,
     find_nccl: _FindNccl = find_nccl,
+    *,
+    encrypt: bool = False,
 ) -> Sequence[SendTransport]:
     """The ways that a worker can send KV, the best first, as the configuration wants them.
 
     `host` is the worker's address. `pool` is its KV pool, not yet computed into, and `pool_fd` the memfd in which that lies,
-    if it does. Raises ConfigError if the wanted transport can't be had.
+    if it does. `encrypt` leaves out what lets KV cross a network unencrypted. Raises ConfigError if the wanted transport
+    can't be had.
     """
     shared: list[SendTransport] = []
     if pool.device.type == "cuda":
         with contextlib.suppress(RuntimeError):  # a driver or a container that does not let processes share
             shared.append(CudaIpcSender(share(pool)))
-        return _chosen(wanted, pool.device, [*shared, *_nccl(find_nccl)])
+        return _chosen(wanted, pool.device, encrypt, [*shared, *_nccl(encrypt, find_nccl)])
     if pool_fd is not None:
         shared.append(SharedMemorySender(pool_fd))
-    return _chosen(wanted, pool.device, [*shared, GlooTransport(host)])
+    return _chosen(wanted, pool.device, encrypt, [*shared, _gloo(encrypt, host)])
 
 
 def receiving_transports(
-    wanted: TransportName, host: str, device: torch.device, find_nccl: _FindNccl = find_nccl
+    wanted: TransportName, host: str, device: torch.device, find_nccl: _FindNccl = find_nccl, *, encrypt: bool = False
 ) -> Sequence[ReceiveTransport]:
     """The ways that a worker at `host` can receive KV into a pool on `device`, the best first, as the configuration wants
     them.
 
-    Raises ConfigError if the wanted transport can't be had.
+    `encrypt` leaves out what lets KV cross a network unencrypted. Raises ConfigError if the wanted transport can't be had.
     """
     if device.type == "cuda":
-        return _chosen(wanted, device, [CudaIpcReceiver(), *_nccl(find_nccl)])
-    return _chosen(wanted, device, [SharedMemoryReceiver(), GlooTransport(host)])
+        return _chosen(wanted, device, encrypt, [CudaIpcReceiver(), *_nccl(encrypt, find_nccl)])
+    return _chosen(wanted, device, encrypt, [SharedMemoryReceiver(), _gloo(encrypt, host)])
 
 
-def _nccl(find_nccl: _FindNccl) -> list[NcclTransport]:
-    library = find_nccl()
+def _gloo(encrypt: bool, host: str) -> GlooTransport:
+    return SealedGlooTransport(host) if encrypt else GlooTransport(host)
+
+
+def _nccl(encrypt: bool, find_nccl: _FindNccl) -> list[NcclTransport]:
+    library = None if encrypt else find_nccl()
     return [] if library is None else [NcclTransport(library)]
 
 
-def _chosen(wanted: TransportName, device: torch.device, transports: Sequence[_Transport]) -> Sequence[_Transport]:
-    chosen = [transport for transport in transports if wanted in ("auto", transport.name)]
+def _chosen(
+    wanted: TransportName, device: torch.device, encrypt: bool, transports: Sequence[_Transport]
+) -> Sequence[_Transport]:
+    name = SealedGlooTransport.name if encrypt and wanted == GlooTransport.name else wanted
+    chosen = [transport for transport in transports if name in ("auto", transport.name)]
     if not chosen:
-        raise ConfigError(_what_is_missing(wanted, device), param="transport")
+        raise ConfigError(_what_is_missing(wanted, device, encrypt), param="transport")
     return chosen
 
 
-def _what_is_missing(wanted: TransportName, device: torch.device) -> str:
+def _what_is_missing(wanted: TransportName, device: torch.device, encrypt: bool) -> str:
     on_gpu = device.type == "cuda"
     if on_gpu and wanted in ("shared_memory", "gloo"):
         return f"{wanted} is for KV pools in the processor's memory, and this one lies on a GPU; use cuda_ipc, nccl or auto"
@@ -78,4 +88,6 @@ def _what_is_missing(wanted: TransportName, device: torch.device) -> str:
         return f"{wanted} is for KV pools on GPUs, and this one lies in the processor's memory; use shared_memory, gloo or auto"
     if wanted in ("shared_memory", "cuda_ipc"):
         return "KV pools can't be shared between processes on this system; use auto"
+    if encrypt:
+        return "NCCL does not encrypt: use cuda_ipc on one host, or a network that encrypts, without encrypt_kv"
     return "there is no NCCL of version 2.14 or newer (libnccl.so.2) here; install a torch that brings it"

@@ -22,4 +22,7 @@ class PrefillActor(FirstRankActor):
     def worker(self, rank: FirstRank) -> PrefillWorker:
         """Build a prefill worker around its loaded first rank. Raises ConfigError if the wanted transport can't be had."""
         pool = rank.runner.pool
-        return PrefillWorker(rank, sending_transports(self._config.transport, self._host, pool.data, pool.memory_fd))
+        return PrefillWorker(
+            rank,
+            sending_transports(self._config.transport, self._host, pool.data, pool.memory_fd, encrypt=self._config.encrypt_kv),
+        )

@@ -19,7 +19,9 @@ def prefill_follower(config: ClusterConfig, secret: bytes, host: str, rank: int,
     """A rank of a prefill worker that is not the first. It listens on `host` and computes with `threads` cores."""
 
     def share(runner: ModelRunner) -> Share:
-        transports = sending_transports(config.transport, host, runner.pool.data, runner.pool.memory_fd)
+        transports = sending_transports(
+            config.transport, host, runner.pool.data, runner.pool.memory_fd, encrypt=config.encrypt_kv
+        )
         return share_of(runner, transports, config.limits.lease_s)
 
     return follower(config, config.prefill, share, secret=secret, host=host, rank=rank, threads=threads)

@@ -19,6 +19,7 @@ from torch import Tensor
 from engine.ranks.store import RelayStore
 from kv_transfer.pool_view import PoolView
 from kv_transfer.transport import ReceiveChannel, SendChannel, TransportError
+from kv_transfer.transports.sealed import KEY_BYTES, SealedPipe, new_key
 from kv_transfer.transports.staged import StagedReceiver, StagedSender
 
 _SENDER, _RECEIVER = 0, 1
@@ -59,7 +60,7 @@ class _GlooPipe:
 
 class GlooTransport:
     """Sends and receives KV through a gloo process group of two. `host` is this worker's own address, on which its groups
-    listen.
+    listen. Anybody on the way can read what it carries.
     """
 
     name = "gloo"
@@ -68,15 +69,39 @@ class GlooTransport:
         self._host = host
 
     def connect_sender(self, exchange: Callable[[bytes], bytes], pool: PoolView, deadline_s: float) -> SendChannel:
-        store = RelayStore(lambda _, mine: store.deliver(_key(_RECEIVER), exchange(mine)), deadline_s)
-        return StagedSender(_GlooPipe(store, _SENDER, self._host, deadline_s), pool)
+        return StagedSender(self._sending(exchange, deadline_s), pool)
 
     def connect_receiver(
         self, offer: bytes, answer: Callable[[bytes], None], pool: PoolView, deadline_s: float
     ) -> ReceiveChannel:
+        return StagedReceiver(self._receiving(offer, answer, deadline_s), pool)
+
+    def _sending(self, exchange: Callable[[bytes], bytes], deadline_s: float) -> _GlooPipe:
+        store = RelayStore(lambda _, mine: store.deliver(_key(_RECEIVER), exchange(mine)), deadline_s)
+        return _GlooPipe(store, _SENDER, self._host, deadline_s)
+
+    def _receiving(self, offer: bytes, answer: Callable[[bytes], None], deadline_s: float) -> _GlooPipe:
         store = RelayStore(lambda _, mine: answer(mine), deadline_s)
         store.deliver(_key(_SENDER), offer)
-        return StagedReceiver(_GlooPipe(store, _RECEIVER, self._host, deadline_s), pool)
+        return _GlooPipe(store, _RECEIVER, self._host, deadline_s)
+
+
+class SealedGlooTransport(GlooTransport):
+    """Sends and receives KV through a gloo process group of two, encrypted (`SealedPipe`). An offer begins with the key."""
+
+    name = "gloo_encrypted"
+
+    def connect_sender(self, exchange: Callable[[bytes], bytes], pool: PoolView, deadline_s: float) -> SendChannel:
+        key = new_key()
+        return StagedSender(SealedPipe(self._sending(lambda mine: exchange(key + mine), deadline_s), key), pool)
+
+    def connect_receiver(
+        self, offer: bytes, answer: Callable[[bytes], None], pool: PoolView, deadline_s: float
+    ) -> ReceiveChannel:
+        key, address = offer[:KEY_BYTES], offer[KEY_BYTES:]
+        if not address:
+            raise TransportError("the offer has no key")
+        return StagedReceiver(SealedPipe(self._receiving(address, answer, deadline_s), key), pool)
 
 
 def _key(rank: int) -> str:

@@ -90,3 +90,17 @@ def test_gpus_that_lack_one_have_the_other() -> None:
     with pytest.raises(ConfigError, match=r"no NCCL of version 2\.14"):
         sending_transports("auto", HOST, pool, None, can_not_share, no_nccl)
     assert [transport.name for transport in receiving_transports("auto", HOST, GPU, no_nccl)] == ["cuda_ipc"]
+
+
+def test_what_can_not_encrypt_is_left_out_where_kv_is_to_be_encrypted() -> None:
+    cases: list[tuple[TransportName, list[str]]] = [
+        ("auto", ["shared_memory", "gloo_encrypted"]),
+        ("gloo", ["gloo_encrypted"]),
+    ]
+    for wanted, expected in cases:
+        sending = sending_transports(wanted, HOST, pool_on(CPU), FD, encrypt=True)
+        assert [transport.name for transport in sending] == expected
+        assert [transport.name for transport in receiving_transports(wanted, HOST, CPU, encrypt=True)] == expected
+    assert [transport.name for transport in receiving_transports("auto", HOST, GPU, some_nccl, encrypt=True)] == ["cuda_ipc"]
+    with pytest.raises(ConfigError, match="NCCL does not encrypt"):
+        receiving_transports("nccl", HOST, GPU, some_nccl, encrypt=True)

@@ -116,3 +116,15 @@ def test_no_common_transport_names_both_sides() -> None:
                 await w.pair()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("prefill", ["gloo", "gloo_encrypted"])
+def test_workers_that_do_not_agree_about_encryption_refuse_each_other(prefill: Kind) -> None:
+    decode = "gloo" if prefill == "gloo_encrypted" else "gloo_encrypted"
+
+    async def scenario() -> None:
+        async with world([prefill], [decode]) as w:
+            with pytest.raises(IncompatiblePeerError, match=f"in common .{prefill}: decode-0 has {decode}.$"):
+                await w.pair()
+
+    asyncio.run(scenario())

@@ -21,7 +21,7 @@ from kv_transfer.progress import StepProgress
 from kv_transfer.receiver import ReceivingPair, TransferStats
 from kv_transfer.sender import SendingPair
 from kv_transfer.transport import ReceiveTransport, SendTransport
-from kv_transfer.transports.gloo import GlooTransport
+from kv_transfer.transports.gloo import GlooTransport, SealedGlooTransport
 from kv_transfer.transports.loopback import LoopbackNetwork, LoopbackTransport
 from kv_transfer.transports.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from protocol.endpoint import Endpoint
@@ -154,8 +154,8 @@ Kind = str | LoopbackNetwork
 def sending(kind: Kind, source: KVPool) -> SendTransport:
     if isinstance(kind, LoopbackNetwork):
         return LoopbackTransport(kind)
-    if kind == "gloo":
-        return GlooTransport("127.0.0.1")
+    if kind in ("gloo", "gloo_encrypted"):
+        return GlooTransport("127.0.0.1") if kind == "gloo" else SealedGlooTransport("127.0.0.1")
     assert kind == "shared_memory"
     assert source.memory_fd is not None
     return SharedMemorySender(source.memory_fd)
@@ -164,8 +164,8 @@ def sending(kind: Kind, source: KVPool) -> SendTransport:
 def receiving(kind: Kind) -> ReceiveTransport:
     if isinstance(kind, LoopbackNetwork):
         return LoopbackTransport(kind)
-    if kind == "gloo":
-        return GlooTransport("127.0.0.1")
+    if kind in ("gloo", "gloo_encrypted"):
+        return GlooTransport("127.0.0.1") if kind == "gloo" else SealedGlooTransport("127.0.0.1")
     assert kind == "shared_memory"
     return SharedMemoryReceiver()
 
@@ -200,4 +200,6 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-EVERY_TRANSPORT = pytest.mark.parametrize("kind", [LoopbackNetwork(), "gloo", "shared_memory"], ids=["loopback", "gloo", "shm"])
+EVERY_TRANSPORT = pytest.mark.parametrize(
+    "kind", [LoopbackNetwork(), "gloo", "gloo_encrypted", "shared_memory"], ids=["loopback", "gloo", "encrypted", "shm"]
+)
