@@ -33,7 +33,7 @@ from engine.batch import Chunk
 from engine.grammar import Constraint, Grammars
 from engine.model_runner import ModelRunner
 from protocol.sampling import SamplingParams
-from router.text.grammar import json_grammar
+from router.text.grammar import json_answer
 
 SEEDS = 10
 AT_ONCE = 16
@@ -97,7 +97,7 @@ async def measure_cost(rounds: int) -> dict[str, list[float]]:
     model = resolve("smollm2")
     runner = ModelRunner.load(model.facts, dtype="auto", block_size=BLOCK_SIZE, num_kv_tokens=BATCH * (CONTEXT + BLOCK_SIZE))
     grammars = Grammars(model)
-    grammar = json_grammar(SCHEMAS["steps"][1], "schema")
+    grammar = json_answer(SCHEMAS["steps"][1], "schema").grammar()
     plain = SamplingParams(seed=1, max_tokens=MAX_TOKENS, stop_token_ids=model.facts.eos_token_ids)
     dice = random.Random(1)
     prompts = [[dice.randrange(17, 40_000) for _ in range(CONTEXT)] for _ in range(BATCH)]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from protocol.errors import InvalidRequestError
 from router.api.chat.body import ChatBody
-from router.api.structured import ResponseFormat, tool_schemas, tool_wishes
-from router.text.grammar import HEAD, check_grammar, json_grammar, json_rule
+from router.api.guided import GuidedBody
+from router.api.structured import tool_schemas, tool_wishes
+from router.text.grammar import HEAD, check_grammar
 from router.text.tool_format import Tool, ToolFormat
 
 
@@ -22,27 +24,26 @@ class AnswerForm:
     """How calls are written; None if the answer can have no calls."""
 
 
-def json_form(wanted: ResponseFormat | None) -> AnswerForm:
-    """Return the form of an answer with this `response_format`; None is free text.
-
-    Raises InvalidRequestError for a schema that can't be followed.
-    """
-    schema = None if wanted is None else wanted.schema_wanted
-    return AnswerForm() if wanted is None or schema is None else AnswerForm(json_grammar(schema, wanted.param))
+def content_form(body: GuidedBody) -> AnswerForm:
+    """Return the form of an answer without calls. Raises InvalidRequestError for a form that can't be followed."""
+    rule = body.answer_rule()
+    return AnswerForm() if rule is None else AnswerForm(rule.grammar())
 
 
 def chat_form(body: ChatBody, format_: ToolFormat) -> AnswerForm:
     """Return the form of a chat's answer, whose calls are written in `format_`.
 
-    Raises InvalidRequestError for a schema that can't be followed, and for tools that can't be called.
+    Raises InvalidRequestError for a form that can't be followed, and for tools that can't be called.
     """
-    form = json_form(body.response_format)
+    form = content_form(body)
     wishes = tool_wishes(body.tools, body.tool_choice, body.parallel_tool_calls)
     if wishes is None:
         return form
-    for rule, param in tool_schemas(body.tools):
-        check_grammar(f"{HEAD}start: {rule}\n", param)
-    schema = None if body.response_format is None else body.response_format.schema_wanted
-    grammar = format_.grammar(wishes, None if schema is None else json_rule(schema))
+    for tool_rule, param in tool_schemas(body.tools):
+        check_grammar(f"{HEAD}start: {tool_rule}\n", param)
+    rule = body.answer_rule()
+    if rule is not None and rule.whole:
+        raise InvalidRequestError(f"`{rule.param}` can't be used together with `tools`", param=rule.param)
+    grammar = format_.grammar(wishes, None if rule is None else rule.rule)
     check_grammar(grammar, "tools")
     return AnswerForm(grammar, wishes.tools, format_ if wishes.names else None)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from protocol.errors import InvalidRequestError
 from router.api.body import Body, Neutral, Together, absent, either, given
-from router.api.structured import ResponseFormat
+from router.api.guided import GuidedBody
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
@@ -20,7 +20,6 @@ MAX_CHOICES = 128
 NOT_YET: dict[str, tuple[object, ...]] = {
     # OpenAI
     "service_tier": ("auto", "default"),
-    "metadata": ({},),
     "store": (False,),
     "prompt_cache_key": (),
     # vLLM and others
@@ -36,16 +35,20 @@ NOT_YET: dict[str, tuple[object, ...]] = {
     "bad_words": ([],),
     "logits_processors": ([],),
     "return_tokens_as_token_ids": (False,),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
+    "guided_decoding_backend": ("auto", "guidance"),
+    "guided_whitespace_pattern": (),
     "vllm_xargs": ({},),
     "kv_transfer_params": (),
     "request_id": (),
 }
 """Fields of both endpoints that are not supported yet, with their neutral values."""
+
+METADATA = "an object of up to 16 strings of up to 512 characters, with keys of up to 64"
+Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)]
+"""What a client notes about a request, which changes nothing."""
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+EFFORT = "one of none, minimal, low, medium, high, xhigh"
 
 _Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -67,10 +70,10 @@ TRUE: dict[str, object] = {"const": True}
 STREAM_OPTIONS = either(absent("stream_options"), given(TRUE, "stream"))
 
 
-class SamplingBody(Body):
+class SamplingBody(GuidedBody):
     """The fields that the bodies of chats and plain completions share."""
 
-    together: ClassVar[Together] = (STREAM_OPTIONS,)
+    together: ClassVar[Together] = (*GuidedBody.together, STREAM_OPTIONS)
 
     model: str = Field(min_length=1, description="the name of the served model (see /v1/models)")
     n: int = Field(default=1, ge=1, le=MAX_CHOICES, description=f"an integer from 1 to {MAX_CHOICES}")
@@ -107,9 +110,6 @@ class SamplingBody(Body):
         description=f"a non-empty string of up to {MAX_SALT_CHARS} characters",
     )
     priority: int = Field(default=0, ge=-20, le=20, description="an integer from -20 to 20; lower goes first")
-    response_format: ResponseFormat | None = Field(
-        default=None, description="an object with type text, json_object or json_schema"
-    )
     user: str | None = Field(default=None, description="a string")
     safety_identifier: str | None = Field(default=None, description="a string")
 
@@ -129,6 +129,7 @@ class SamplingBody(Body):
 
     def check_together(self) -> None:
         """Raise InvalidRequestError for fields that don't go together."""
+        super().check_together()
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("`stream_options` is for streamed answers; set `stream` to true", param="stream_options")
         if self.include_times and self.stream and not self.include_usage:
@@ -136,5 +137,3 @@ class SamplingBody(Body):
                 "`include_times` is part of the usage: it needs `stream_options.include_usage` in a streamed answer",
                 param="include_times",
             )
-        if self.response_format is not None:
-            self.response_format.check_together()

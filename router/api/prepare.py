@@ -9,15 +9,16 @@ from dataclasses import replace
 from configs.facts import Model
 from protocol.errors import ContextLengthError, InvalidRequestError
 from protocol.sampling import MAX_PROMPT_LOGPROBS, SamplingParams, TokenBias
-from router.api.answer_form import AnswerForm, chat_form, json_form
+from router.api.answer_form import AnswerForm, chat_form, content_form
 from router.api.chat.body import ChatBody
 from router.api.chat.messages import ChatMessage
+from router.api.chat.template import TemplateBody
 from router.api.completions.body import CompletionBody
 from router.api.fields import MAX_SEED
 from router.api.truncation import Truncated, truncated
 from router.request.echo import Echo
 from router.request.generation import Generation
-from router.text.chat_template import ChatTemplate
+from router.text.chat_template import DEFAULT_OPTIONS, ChatTemplate, TemplateOptions
 from router.text.tokenizer import Tokenizer
 from router.text.tool_format import Tool, tool_format
 
@@ -57,7 +58,8 @@ class Preparer:
 
     def _chat_prompt(self, body: ChatBody, tools: Sequence[Tool], max_context: int | None) -> Truncated:
         """The chat as it is if it fits, or if dropping turns is not allowed or does not help."""
-        token_ids = self.chat_tokens(body.messages, tools)
+        options = self.template_options(body)
+        token_ids = self.chat_tokens(body.messages, tools, options)
         if body.truncation == "disabled":
             return Truncated(token_ids, 0)
         context = self._max_model_len if max_context is None else min(self._max_model_len, max_context)
@@ -65,7 +67,7 @@ class Preparer:
         room = body.answer_tokens or max(least, min(_TRUNCATED_ROOM, context // _TRUNCATED_SHARE))
 
         def render(indices: Sequence[int]) -> list[int]:
-            return self.chat_tokens([body.messages[index] for index in indices], tools)
+            return self.chat_tokens([body.messages[index] for index in indices], tools, options)
 
         whole = Truncated(token_ids, 0)
         roles = [message.role for message in body.messages]
@@ -86,7 +88,7 @@ class Preparer:
     def _completion(self, body: CompletionBody, prompt: str | list[int]) -> Generation:
         token_ids = self._prompt_tokens(prompt)
         # An answer of no token is one token long for the workers, and dropped here.
-        form = json_form(body.response_format)
+        form = content_form(body)
         generation = self._generation(body, token_ids, "prompt", max(1, body.answer_tokens), form)
         if not body.echo:
             return generation
@@ -114,7 +116,7 @@ class Preparer:
         return self._tokenizer.encode(text, add_bos=add_special_tokens)
 
     def chat_tokens(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = (), *, add_generation_prompt: bool = True
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = (), options: TemplateOptions = DEFAULT_OPTIONS
     ) -> list[int]:
         """Return the token ids of a chat, spelled by the model's own template with the control tokens that it puts in.
 
@@ -124,8 +126,12 @@ class Preparer:
         """
         spelled = [message.for_template(f"messages.{index}") for index, message in enumerate(messages)]
         conversation, own_tools = self._tool_format.conversation(spelled, tools)
-        text = self._template.render(conversation, tools=own_tools, add_generation_prompt=add_generation_prompt)
+        text = self._template.render(conversation, tools=own_tools, options=options)
         return self._tokenizer.encode_traced(text, param="messages")
+
+    def template_options(self, body: TemplateBody) -> TemplateOptions:
+        """Return how the body's chat is rendered. Raises InvalidRequestError for variables that the template does not use."""
+        return body.template_options(self._template.variables)
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Return the text of these tokens. Raises InvalidRequestError for ids outside the vocabulary."""

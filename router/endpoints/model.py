@@ -50,7 +50,7 @@ class ModelEndpoints:
         preparer = self._router.preparer
         if body.messages is not None:
             tools = [tool.for_template() for tool in body.tools]
-            return preparer.chat_tokens(body.messages, tools, add_generation_prompt=body.add_generation_prompt)
+            return preparer.chat_tokens(body.messages, tools, preparer.template_options(body))
         assert body.prompt is not None
         return preparer.text_tokens(body.prompt, add_special_tokens=body.add_special_tokens)
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from protocol.errors import InvalidRequestError
 from router.api.body import Neutral, Together, absent, either, given
 from router.api.chat.messages import MESSAGES, ChatMessage, check_messages
-from router.api.fields import MAX_LOGPROBS, NOT_YET, TRUE, Count, SamplingBody
+from router.api.chat.template import TemplateBody
+from router.api.fields import EFFORT, MAX_LOGPROBS, METADATA, NOT_YET, TRUE, Count, Effort, Metadata, SamplingBody
 from router.api.structured import MAX_TOOLS, ToolBody, ToolChoice
 
 
-class ChatBody(SamplingBody):
+class ChatBody(SamplingBody, TemplateBody):
     """The body of a chat: messages, tools, and the fields that it shares with a plain completion."""
 
     neutral: ClassVar[Neutral] = NOT_YET | {
@@ -22,21 +23,18 @@ class ChatBody(SamplingBody):
         "modalities": (["text"],),
         "audio": (),
         "prediction": (),
-        "reasoning_effort": (),
         "verbosity": (),
         "web_search_options": (),
-        "add_generation_prompt": (True,),
-        "continue_final_message": (False,),
         "add_special_tokens": (False,),
         "echo": (False,),
         "documents": ([],),
         "chat_template": (),
-        "chat_template_kwargs": ({},),
         "mm_processor_kwargs": ({},),
     }
 
     together: ClassVar[Together] = (
         *SamplingBody.together,
+        *TemplateBody.together,
         either({"properties": {"top_logprobs": {"enum": [0, None]}}}, given(TRUE, "logprobs")),
         either(absent("max_tokens"), absent("max_completion_tokens")),  # equal ones are accepted, which a schema can't say
         either(
@@ -54,6 +52,8 @@ class ChatBody(SamplingBody):
         default=None, description='one of none, auto, required, or {"type": "function", "function": {"name": ...}}'
     )
     parallel_tool_calls: bool = Field(default=True, description="true or false")
+    reasoning_effort: Effort | None = Field(default=None, description=EFFORT)
+    metadata: Metadata = Field(default={}, description=METADATA)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -65,10 +65,21 @@ class ChatBody(SamplingBody):
         """The most tokens that the client wants in the answer; None leaves it to the room that there is."""
         return self.max_completion_tokens or self.max_tokens
 
+    def template_variables(self) -> dict[str, tuple[str, Any]]:
+        """Return what the client gives to the chat template, by name: the field that it comes from, and its value."""
+        variables = super().template_variables()
+        if self.reasoning_effort is not None:
+            if "reasoning_effort" in variables:
+                problem = "`reasoning_effort` and `chat_template_kwargs.reasoning_effort` are the same; give only one of them"
+                raise InvalidRequestError(problem, param="reasoning_effort")
+            variables["reasoning_effort"] = ("reasoning_effort", self.reasoning_effort)
+        return variables
+
     def check_together(self) -> None:
         """Raise InvalidRequestError for fields that don't go together."""
         super().check_together()
         check_messages(self.messages)
+        self.check_continuation(self.messages)
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError("`top_logprobs` needs `logprobs` set to true", param="top_logprobs")
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:

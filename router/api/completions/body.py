@@ -25,6 +25,7 @@ class CompletionBody(SamplingBody):
     """The body of a plain completion: one or several prompts, and the fields that it shares with a chat."""
 
     neutral: ClassVar[Neutral] = NOT_YET | {
+        "metadata": ({},),
         "suffix": ("",),
         "add_special_tokens": (True,),
         "prompt_embeds": (),

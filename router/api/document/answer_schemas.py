@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import ConfigDict, Field, with_config
 from typing_extensions import TypedDict
 
+from router.api.fields import Effort
 from router.api.responses.options import FunctionTool, ResponseToolChoice, TextOptions
 from router.request.answer import Finish
 
@@ -254,7 +255,7 @@ class IncompleteDetails(TypedDict):
 
 @exact
 class Reasoning(TypedDict):
-    effort: None
+    effort: Effort | None
     summary: None
 
 

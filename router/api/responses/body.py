@@ -13,9 +13,9 @@ from pydantic import Field
 
 from protocol.errors import InvalidRequestError
 from router.api.body import Body, Neutral, Together
-from router.api.fields import MAX_LOGPROBS, MAX_SALT_CHARS, MAX_SEED, STREAM_OPTIONS, Count
+from router.api.fields import MAX_LOGPROBS, MAX_SALT_CHARS, MAX_SEED, METADATA, STREAM_OPTIONS, Count, Metadata
 from router.api.responses.input import CallItem, Item, MessageItem
-from router.api.responses.options import FunctionTool, ResponseToolChoice, TextOptions
+from router.api.responses.options import FunctionTool, ReasoningOptions, ResponseToolChoice, TextOptions
 from router.api.responses.translation import Translation
 from router.api.shapes import Json
 from router.api.structured import MAX_TOOLS
@@ -47,7 +47,6 @@ class ResponsesBody(Body):
         "prompt_cache_key": (),
         "prompt_cache_options": (),
         "prompt_cache_retention": (),
-        "reasoning": ({},),
         "service_tier": ("auto", "default"),
         "store": (False,),
     }
@@ -73,9 +72,8 @@ class ResponsesBody(Body):
     )
     parallel_tool_calls: bool = Field(default=True, description="true or false")
     truncation: Literal["auto", "disabled"] = Field(default="disabled", description="auto or disabled")
-    metadata: Annotated[
-        dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
-    ] = Field(default={}, description="an object of up to 16 strings of up to 512 characters, with keys of up to 64")
+    reasoning: ReasoningOptions = Field(default=ReasoningOptions(), description="an object with effort")
+    metadata: Metadata = Field(default={}, description=METADATA)
     stream: bool = Field(default=False, description="true or false")
     stream_options: ResponseStreamOptions | None = Field(default=None, description="an object")
     seed: int | None = Field(default=None, ge=0, le=MAX_SEED, description="an integer from 0 to 2**63 - 1")
@@ -112,6 +110,8 @@ def as_chat(body: ResponsesBody) -> Translation:
     values["logprobs"] = body.wants_logprobs
     values["max_completion_tokens"] = body.max_output_tokens
     translation.names |= {"max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens"}
+    values["reasoning_effort"] = body.reasoning.effort
+    translation.names["reasoning_effort"] = "reasoning.effort"
     values["response_format"] = body.text.format.response_format()
     translation.names |= {"response_format": "text.format", "response_format.json_schema": "text.format"}
     values["tools"] = [tool.as_chat() for tool in body.tools]

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, Tag
 
 from router.api.body import Body, Neutral, told_apart
+from router.api.fields import EFFORT, Effort
 from router.api.shapes import Json
 from router.api.structured import JsonSchemaFormat
 
@@ -45,6 +46,14 @@ class TextOptions(Body):
     neutral: ClassVar[Neutral] = {"verbosity": ("medium",)}
 
     format: Format = Field(default=PlainFormat(type="text"), description=f"an object with type, {_FORMATS}")
+
+
+class ReasoningOptions(Body):
+    """Options of how the model thinks before it answers."""
+
+    neutral: ClassVar[Neutral] = {"summary": (), "generate_summary": ()}
+
+    effort: Effort | None = Field(default=None, description=EFFORT)
 
 
 class FunctionTool(Body):

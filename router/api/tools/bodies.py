@@ -9,22 +9,19 @@ from pydantic import Field
 from protocol.errors import InvalidRequestError
 from router.api.body import Body, Neutral, Together, absent, either, given
 from router.api.chat.messages import MESSAGES, ChatMessage, check_messages
+from router.api.chat.template import TemplateBody
 from router.api.structured import MAX_TOOLS, ToolBody
 
 _WORKERS = "an integer from 1 to 1024"
 
 
-class TokenizeBody(Body):
+class TokenizeBody(TemplateBody):
     """The body of POST /tokenize: a plain prompt, or the messages of a chat."""
 
-    neutral: ClassVar[Neutral] = {
-        "continue_final_message": (False,),
-        "chat_template": (),
-        "chat_template_kwargs": ({},),
-        "return_token_strs": (False,),
-    }
+    neutral: ClassVar[Neutral] = {"chat_template": (), "return_token_strs": (False,)}
 
     together: ClassVar[Together] = (
+        *TemplateBody.together,
         either(given({"type": "string"}, "prompt"), given({"type": "array"}, "messages")),
         either(absent("prompt"), absent("messages")),
     )
@@ -34,13 +31,13 @@ class TokenizeBody(Body):
     messages: list[ChatMessage] | None = Field(default=None, min_length=1, description=MESSAGES)
     tools: list[ToolBody] = Field(default=[], max_length=MAX_TOOLS, description=f"a list of up to {MAX_TOOLS} functions")
     add_special_tokens: bool = Field(default=True, description="true or false")
-    add_generation_prompt: bool = Field(default=True, description="true or false")
 
     def check_together(self) -> None:
         """Raise InvalidRequestError unless there is either a prompt or messages."""
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequestError("give either `prompt` or `messages`", param="prompt")
         check_messages(self.messages or ())
+        self.check_continuation(self.messages or ())
 
 
 class DetokenizeBody(Body):

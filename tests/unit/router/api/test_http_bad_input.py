@@ -23,6 +23,9 @@ def schema_format(schema: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
 
+SAID = {"messages": [*MESSAGES, {"role": "assistant", "content": "x"}]}
+DOUBLING = "start: A0\n" + "".join(f"A{index}: A{index + 1} A{index + 1}\n" for index in range(30)) + 'A30: "z"\n'
+
 # path, fields that differ from a good request, status, param, part of the message
 CASES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (PLAIN, {"model": "gpt-4"}, 404, "model", "this cluster serves 'smollm2'"),
@@ -158,6 +161,49 @@ CASES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (CHAT, {"response_format": schema_format({"enum": ["x" * 300_000]})}, 400, SCHEMA, "must be smaller"),
     (CHAT, {"response_format": schema_format(5)}, 400, SCHEMA, "a JSON Schema; got 5"),
     (CHAT, {"response_format": {"type": "text", "json_schema": {"name": "a", "schema": {}}}}, 400, SCHEMA[:27], "only for"),
+    (CHAT, {"metadata": {"a": 1}}, 400, "metadata", "up to 16 strings of up to 512 characters"),
+    (CHAT, {"metadata": {str(index): "x" for index in range(17)}}, 400, "metadata", "up to 16 strings"),
+    (CHAT, {"metadata": {"a" * 65: "x"}}, 400, "metadata", "keys of up to 64"),
+    (CHAT, {"metadata": {"a": "x" * 513}}, 400, "metadata", "512 characters"),
+    (CHAT, {"reasoning_effort": "high"}, 400, "reasoning_effort", "is not used by this model's chat template"),
+    (CHAT, {"reasoning_effort": "much"}, 400, "reasoning_effort", "one of none, minimal"),
+    (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}, 400, "chat_template_kwargs.enable_thinking", "is not used"),
+    (CHAT, {"chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs.messages", "is not used"),
+    (CHAT, {"chat_template_kwargs": 1}, 400, "chat_template_kwargs", "an object of up to 64"),
+    (CHAT, {"continue_final_message": True}, 400, "continue_final_message", "a last message of the role assistant"),
+    (
+        CHAT,
+        SAID | {"continue_final_message": True, "add_generation_prompt": True},
+        400,
+        "continue_final_message",
+        "both be true",
+    ),
+    (
+        "/tokenize",
+        SAID | {"continue_final_message": True, "add_generation_prompt": True},
+        400,
+        "continue_final_message",
+        "both",
+    ),
+    (CHAT, {"guided_json": "{"}, 400, "guided_json", "it is not valid JSON"),
+    (CHAT, {"guided_json": "[]"}, 400, "guided_json", "it holds no object"),
+    (PLAIN, {"guided_json": {"type": "thing"}}, 400, "guided_json", "a JSON Schema that can be followed: Invalid type: thing"),
+    (PLAIN, {"guided_regex": "(?=a)"}, 400, "guided_regex", "look-around"),
+    (PLAIN, {"guided_regex": "a\\"}, 400, "guided_regex", "a regular expression that can be followed"),
+    (PLAIN, {"guided_choice": []}, 400, "guided_choice", "non-empty strings; got a list of 0"),
+    (PLAIN, {"guided_choice": [""]}, 400, "guided_choice", "non-empty strings"),
+    (PLAIN, {"guided_grammar": 'root ::= "a"'}, 400, "guided_grammar", "in the notation of Lark"),
+    (PLAIN, {"guided_grammar": DOUBLING}, 400, "guided_grammar", "too big"),
+    (PLAIN, {"guided_json": {}, "guided_regex": "a"}, 400, "guided_regex", "`guided_json` and `guided_regex` both say"),
+    (CHAT, {"guided_json": {}, "response_format": {"type": "json_object"}}, 400, "guided_json", "`response_format` and"),
+    (CHAT, {"guided_regex": "a", "structured_outputs": {"regex": "a"}}, 400, "guided_regex", "both say what form"),
+    (CHAT, {"guided_grammar": 'start: "a"', "tools": [TOOL]}, 400, "guided_grammar", "together with `tools`"),
+    (CHAT, {"structured_outputs": {}}, 400, "structured_outputs", "exactly one of json, regex"),
+    (CHAT, {"structured_outputs": {"regex": "a", "choice": ["a"]}}, 400, "structured_outputs", "got 2"),
+    (CHAT, {"structured_outputs": {"regex": "["}}, 400, "structured_outputs.regex", "unclosed character class"),
+    (CHAT, {"structured_outputs": {"structural_tag": "x"}}, 400, "structured_outputs.structural_tag", "not supported"),
+    (CHAT, {"guided_decoding_backend": "outlines"}, 400, "guided_decoding_backend", "not supported"),
+    (CHAT, {"guided_whitespace_pattern": " *"}, 400, "guided_whitespace_pattern", "not supported"),
     ("/tokenize", {}, 400, "prompt", "either `prompt` or `messages`"),
     ("/tokenize", {"prompt": "a", "messages": MESSAGES}, 400, "prompt", "either"),
     ("/detokenize", {"tokens": [50000]}, 400, "tokens", "from 0 to 49151"),
@@ -175,6 +221,8 @@ NEUTRAL: list[tuple[str, dict[str, Any]]] = [
     (PLAIN, {"max_tokens": None, "temperature": None, "stop": None, "logprobs": None, "seed": None, "stream_options": None}),
     (CHAT, {"tools": None, "tool_choice": "auto", "response_format": {"type": "text"}, "parallel_tool_calls": True, "n": 1}),
     (PLAIN, {"n": 2, "best_of": 2}),
+    (CHAT, {"metadata": {"a" * 64: "x" * 512}, "chat_template_kwargs": {}, "reasoning_effort": None}),
+    (CHAT, {"guided_json": {"type": "object"}, "response_format": {"type": "text"}, "guided_decoding_backend": "auto"}),
     (CHAT, {"messages": [{"role": "assistant", "content": "x", "refusal": None, "tool_calls": None}, *MESSAGES]}),
     (CHAT, {"messages": [{"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]}),
     (CHAT, {"messages": [{"role": "user", "content": ""}], "temperature": 0, "top_p": 1}),

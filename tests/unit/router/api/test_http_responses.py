@@ -211,7 +211,9 @@ def test_logprobs(run_cluster: Run) -> None:
         ({"previous_response_id": "resp_1"}, "previous_response_id", "not supported"),
         ({"background": True}, "background", "not supported"),
         ({"conversation": "c"}, "conversation", "not supported"),
-        ({"reasoning": {"effort": "low"}}, "reasoning", "not supported"),
+        ({"reasoning": {"effort": "low"}}, "reasoning.effort", "`reasoning.effort` is not used by this model's chat template"),
+        ({"reasoning": {"effort": "much"}}, "reasoning.effort", "one of none, minimal"),
+        ({"reasoning": {"summary": "auto"}}, "reasoning.summary", "not supported"),
         ({"mood": 1}, "mood", "unknown field"),
         ({"messages": []}, "messages", "unknown field"),
         (

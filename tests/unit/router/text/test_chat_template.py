@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from configs.facts import Model, TokenizerFacts
 from protocol.errors import ConfigError, InvalidRequestError
-from router.text.chat_template import ChatTemplate
+from router.text.chat_template import ChatTemplate, TemplateOptions
 
 CONVERSATIONS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "What is the capital of France?"}],
@@ -59,7 +59,7 @@ def test_renders_as_transformers_does(
             conversation, tools, chat_template=template, add_generation_prompt=add_generation_prompt, tokenize=False
         )
         ours = ChatTemplate(template, facts)
-        assert ours.render(conversation, tools=tools, add_generation_prompt=add_generation_prompt) == expected
+        assert ours.render(conversation, tools=tools, options=TemplateOptions(add_generation_prompt)) == expected
 
 
 def test_a_model_without_bos_has_no_such_name(facts: TokenizerFacts) -> None:

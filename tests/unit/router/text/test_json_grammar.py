@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from router.text.grammar import ANY_OBJECT, MAX_FREE_KEY, json_grammar
+from router.text.grammar import ANY_OBJECT, MAX_FREE_KEY, json_answer
 
 INTEGER = {"type": "integer"}
 LONGEST, TOO_LONG = "k" * MAX_FREE_KEY, "k" * (MAX_FREE_KEY + 1)
@@ -15,7 +15,7 @@ LONGEST, TOO_LONG = "k" * MAX_FREE_KEY, "k" * (MAX_FREE_KEY + 1)
 
 def follows(schema: dict[str, Any], text: str) -> bool:
     tokenizer = LLTokenizer("byte")
-    matcher = LLMatcher(tokenizer, json_grammar(schema, "schema"))
+    matcher = LLMatcher(tokenizer, json_answer(schema, "schema").grammar())
     tokens = tokenizer.tokenize_str(text)
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
