@@ -25,6 +25,7 @@ import redis
 
 from cluster.memory import role_memory
 from cluster.open_requests import RETIRE_ANSWER_S
+from cluster.ray.front import HEAD_RESOURCES, at_head, check_certificate, check_listener, front_token, prepare
 from cluster.ray.placement import Room, pool_of, unplaceable
 from cluster.ray.session import check_port_free, joined_ray, local_ray
 from configs.facts import ModelFacts
@@ -59,7 +60,7 @@ class _Place:
 
 
 _LOCAL = _Place({}, may_grow=False, ends_with_us=True)
-_JOINED = _Place({"node:__internal_head__": 0.001}, may_grow=True, ends_with_us=False)
+_JOINED = _Place(HEAD_RESOURCES, may_grow=True, ends_with_us=False)
 
 
 class RunningCluster:
@@ -122,6 +123,7 @@ def running_cluster(config: ClusterConfig, facts: ModelFacts, address: str | Non
     """
     if address is None:
         check_port_free(config.http.host, config.http.port)
+        check_certificate(config.http)
         report("Ray")
         with local_ray(), _pools_and_http(config, facts, _LOCAL, report) as cluster:
             yield cluster
@@ -137,7 +139,7 @@ def _pools_and_http(config: ClusterConfig, facts: ModelFacts, place: _Place, rep
     from cluster.ray.audit_keeper import start_audit_keeper
     from cluster.ray.launcher import node_resources
     from cluster.ray.rates import start_rate_keeper
-    from cluster.ray.serve_app import deploy_router, start_http
+    from cluster.ray.serve_app import RouterArguments, deploy_router, start_http
     from cluster.ray.stream_keeper import start_stream_keeper
     from cluster.teardown import remove_cluster, sweep
 
@@ -152,13 +154,20 @@ def _pools_and_http(config: ClusterConfig, facts: ModelFacts, place: _Place, rep
     secret = os.urandom(32)
     controller = start_controller(config, secret, memory, place.head_resources, may_grow=place.may_grow)
     try:
+        # No sooner: where another cluster runs already, its HAProxy must keep its settings.
+        token = front_token(secret)
+        fronted = at_head(place.head_resources, prepare, config, token)
         settled = controller.settle.remote(config.limits.worker_start_s)
         report("workers and router")
         start_http(config)
+        at_head(place.head_resources, check_listener, config.http.host, config.http.port)
         rate_keeper = start_rate_keeper(config, place.head_resources)
         stream_keeper = start_stream_keeper(config, place.head_resources)
         audit_keeper = start_audit_keeper(config, place.head_resources)
-        deploy_router(config, secret, controller, rate_keeper, stream_keeper, audit_keeper, place.head_resources)
+        arguments = RouterArguments(
+            config, secret, controller, rate_keeper, stream_keeper, audit_keeper, token if fronted else None
+        )
+        deploy_router(arguments, place.head_resources)
         report("workers")
         _ask(settled)
         report("HTTP")
@@ -199,9 +208,10 @@ def _ask(reference: Any, deadline_s: float | None = None) -> Any:
 def _wait_healthy(config: ClusterConfig) -> None:
     """Until /health is 200 through the front door. Raises UnavailableError with the last reason against it."""
     host = "127.0.0.1" if config.http.host in ("0.0.0.0", "::") else config.http.host
-    url = f"http://{f'[{host}]' if ':' in host else host}:{config.http.port}/health"
+    url = f"{config.http.scheme}://{f'[{host}]' if ':' in host else host}:{config.http.port}/health"
     deadline = time.monotonic() + _HEALTH_S
-    with httpx.Client(timeout=_HEALTH_S, trust_env=False) as client:
+    # The certificate is for the name that clients use. Nothing secret is said here.
+    with httpx.Client(timeout=_HEALTH_S, trust_env=False, verify=False) as client:
         while True:
             try:
                 answer = client.get(url)

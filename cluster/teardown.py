@@ -16,9 +16,11 @@ from ray.util.placement_group import get_placement_group, placement_group_table,
 
 from cluster.controller import CONTROLLER, find_controller
 from cluster.open_requests import RETIRE_ANSWER_S
+from cluster.ray.front import HEAD_RESOURCES, at_head, withdraw
 from cluster.ray.launcher import NAME_PREFIX, NAMESPACE
 from cluster.ray.serve_app import APPLICATION
 from cluster.records import delete_record
+from protocol.errors import UnavailableError
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +47,10 @@ def remove_cluster() -> bool:
             ray.get(closing, timeout=_CLOSE_S)
         except (RayError, GetTimeoutError) as error:
             log.warning("the controller did not end its workers: %s", str(error).splitlines()[0])
+    try:
+        at_head(HEAD_RESOURCES, withdraw)
+    except UnavailableError as error:
+        log.warning("what HAProxy was told is left: %s", error.message)
     swept = sweep()
     return served or swept
 

@@ -166,6 +166,9 @@ def _contradictions(config: ClusterConfig) -> list[tuple[str, str]]:
     if http.keys_file is None and not http.allow_anonymous and not is_loopback(http.host):
         problem = f"others reach {http.host}: name http.keys_file (see `tandem keys`), or set http.allow_anonymous to true"
         found.append(("http.host", problem))
+    if (http.ssl_certfile is None) != (http.ssl_keyfile is None):
+        missing = "http.ssl_certfile" if http.ssl_certfile is None else "http.ssl_keyfile"
+        found.append((missing, "certificate and private key go together: name both"))
     if http.redis_url is not None and http.keys_file is None:
         found.append(("http.redis_url", "it keeps the rates of API keys: name http.keys_file too"))
     if config.disaggregation == "never" and config.prefill.workers:

@@ -15,6 +15,10 @@ Positive = Annotated[int, Field(gt=0)]
 Text = Annotated[str, Field(min_length=1)]
 LocalPath = Annotated[Text, AfterValidator(lambda path: os.path.abspath(os.path.expanduser(path)))]
 """A path, made absolute where the configuration is read, since routers run in other directories."""
+HostName = Annotated[str, Field(pattern=r"^[^\s/:@*\[\]]+$|^\[[0-9A-Fa-f:.]+\]$"), AfterValidator(str.lower)]
+"""A name or an address as it stands in a Host header, without a port."""
+Origin = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9+.-]*://[^/\s*]+$"), AfterValidator(str.lower)]
+"""Scheme, host and port of a web page, as browsers write it: `https://chat.example.com`."""
 TransportName = Literal["auto", "shared_memory", "gloo", "cuda_ipc", "nccl"]
 Priority = Annotated[int, Field(ge=-20, le=20)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
@@ -39,10 +43,27 @@ class HttpConfig(_Section):
     """Bearer key for /admin. Without one, /admin is served on loopback addresses only."""
     keys_file: LocalPath | None = None
     """API keys, as `tandem keys` writes them. Without one, everybody who reaches a loopback address is served."""
+    allowed_hosts: list[HostName] = []
+    """Names that a Host header may have besides loopback names.
+
+    On a loopback address others are refused: a web page may have its own name point here. On another address they are refused
+    where this list has names.
+    """
+    allowed_origins: list[Origin] = []
+    """Web pages of other origins that browsers may let use /v1. Requests of pages that are not listed are refused."""
     allow_anonymous: bool = False
     """Serve whoever reaches the port, without keys, also on other addresses than loopback."""
+    ssl_keyfile: LocalPath | None = None
+    """The private key of the certificate, in PEM and without a passphrase."""
+    ssl_certfile: LocalPath | None = None
+    """The certificate that the cluster answers https with, and its issuers', in PEM. Renewed files are taken up at once."""
     redis_url: Text | None = None
     """Redis (redis://, rediss://) keeps what each key has used of its rates. Without one, an actor of the cluster does."""
+
+    @property
+    def scheme(self) -> str:
+        """The scheme of the cluster's URL."""
+        return "http" if self.ssl_certfile is None else "https"
 
 
 class TierConfig(_Section):
@@ -116,6 +137,12 @@ class LimitsConfig(_Section):
 
     A decode worker takes no stream of a tenant whose streams would wait longer.
     """
+    header_s: Seconds = 10.0
+    """Seconds that a client may take to send the head of a request."""
+    body_s: Seconds = 60.0
+    """Seconds that a client may take to send the body of a request."""
+    client_s: Seconds = 60.0
+    """Seconds that a client may leave what was sent to it unread."""
     worker_start_s: Seconds = 120.0
     drain_s: Seconds = 600.0
     shutdown_s: Annotated[float, Field(ge=0, le=86_400)] = 20.0

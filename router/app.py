@@ -11,7 +11,7 @@ own: the owner of the three calls `await router.start()` before, and closes all 
             await self._router.start()
 
         def __serve_build_asgi_app__(self):
-            return create_app(self._router, ..., echo_request_id=False)   # Serve adds X-Request-ID by itself
+            return create_app(self._router, ..., echo_request_id=False, front_token=...)   # Serve adds X-Request-ID by itself
 
 Who may use /v1 is checked in `router.access.gate`, who may use /admin in `router.endpoints.operators`.
 """
@@ -19,12 +19,16 @@ Who may use /v1 is checked in `router.access.gate`, who may use /admin in `route
 from __future__ import annotations
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from router.access.audit_trail import AuditQueue, AuditTrail
 from router.access.entrance import Entrance
 from router.access.gate import Authenticator, Gate
 from router.access.meter import Meter
+from router.access.peers import PeerReader
+from router.access.web_pages import WebPageRules
+from router.api.answer_sender import DROPPED_HEADER
 from router.api.document.openapi import Access, DocumentedApp
 from router.api.envelope import Envelope
 from router.api.errors import install_error_handlers
@@ -33,13 +37,23 @@ from router.page.routes import page_routes
 from router.resume.recorder import Recorder
 from router.service import Router
 
+_READABLE_HEADERS = ("x-request-id", "traceparent", "retry-after", DROPPED_HEADER)
+"""Headers of answers that pages of other origins may read, besides those that browsers always show."""
+
 
 def create_app(
-    router: Router, meter: Meter, recorder: Recorder, audit: AuditQueue | None = None, *, echo_request_id: bool = True
+    router: Router,
+    meter: Meter,
+    recorder: Recorder,
+    audit: AuditQueue | None = None,
+    *,
+    echo_request_id: bool = True,
+    front_token: str | None = None,
 ) -> FastAPI:
     """Build the app of one started router. `echo_request_id` False leaves the x-request-id header of answers to the server.
 
-    `audit` takes the lines of the audit log. None means that nobody keeps one.
+    `audit` takes the lines of the audit log. None means that nobody keeps one. `front_token` is what the HAProxy before it
+    proves itself with. None means that there is none.
 
     Raises ConfigError if the API keys can't be read.
     """
@@ -47,12 +61,21 @@ def create_app(
     app = DocumentedApp(title="Tandem", docs_url=None, redoc_url=None)
     install_error_handlers(app)
     authenticator = Authenticator(router.config)
-    app.add_middleware(Gate, authenticator=authenticator)
+    http = router.config.http
+    app.add_middleware(Gate, authenticator=authenticator, peers=PeerReader(front_token), web_pages=WebPageRules(http))
     app.add_middleware(Entrance, shutdown=router.shutdown)
     if audit is not None:
         app.add_middleware(AuditTrail, queue=audit, known_key_id=authenticator.known_key_id)
     app.add_middleware(Envelope, echo_request_id=echo_request_id)
-    http = router.config.http
+    if http.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=http.allowed_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            allow_private_network=True,
+            expose_headers=_READABLE_HEADERS,
+        )
     keys = {Access.CALLERS: http.keys_file is not None, Access.OPERATORS: http.admin_key is not None}
     keyed = frozenset(access for access, needed in keys.items() if needed)
     for method, path, function, operation in endpoint_table(router, meter, recorder):

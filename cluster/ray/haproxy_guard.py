@@ -2,12 +2,15 @@
 
 Ray Serve's generated configuration opens two more ports than we need, on all interfaces: HAProxy's statistics page and its
 Prometheus exporter (8404 and 9101 by default; HAProxy refuses port 0, so two clusters on one machine would also collide). Our
-own /metrics covers both. And HAProxy is a child of a Ray actor that does not take it along when it is killed. So this program
+own /metrics covers both. It believes what clients say of themselves, waits for them for an hour, and knows no TLS. And HAProxy
+is a child of a Ray actor that does not take it along when it is killed. So this program
 
 1. closes the folder of the configuration to other users, and refuses one that they could replace;
 2. removes those two sections from the configuration that Serve just wrote, and closes the admin socket to other users;
-3. asks the kernel to kill it when its parent dies;
-4. becomes HAProxy (exec: same process id, same arguments), so that Serve supervises it as usual.
+3. adds what `cluster.ray.front` has left beside it for this start of Tandem, if anything: headers, deadlines, TLS;
+4. asks the kernel to kill it when its parent dies;
+5. becomes HAProxy (exec: same process id, same arguments), so that Serve supervises it as usual. With TLS, a child stays behind
+   that watches the certificate's files (cluster.ray.certificate) and ends with HAProxy.
 
 Imports the standard library only: it runs at every HAProxy reload. Source of the configuration's shape:
 ray/serve/_private/haproxy_templates.py (Ray 2.60).
@@ -16,36 +19,140 @@ ray/serve/_private/haproxy_templates.py (Ray 2.60).
 from __future__ import annotations
 
 import ctypes
+import dataclasses
+import json
 import os
 import signal
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
+from cluster.ray.certificate import CertificateFiles, watch_certificate
 from cluster.ray.private_folder import close_folder
 
 _PR_SET_PDEATHSIG = 1
 _SECTIONS = ("global", "defaults", "frontend", "backend", "listen")
 _CLOSED_SECTIONS = frozenset({"frontend prometheus", "listen stats"})
+_OURS = "# by tandem-haproxy"
+"""The end of each line that this program has added."""
+_PROXY_HEADERS = ("x-forwarded-for", "forwarded", "via", "x-real-ip", "x-forwarded-host", "x-forwarded-proto")
+_SOCKET_BUFFERS = ("tune.sndbuf.client 131072", "tune.rcvbuf.server 131072")
+"""Bytes that the kernel holds for a client and for a router.
+
+HAProxy notices that a client reads when a third of the former is free again, so they are also what a client has to read in
+`client_s`. Linux' own buffers grow to 4 MiB.
+"""
+_SERVES_OWN_HEADERS = ("x-request-disconnect-disabled", "x-request-timeout-seconds")
+"""Headers by which a client could tell Ray Serve to let its request go on when it has left, or to cut it off."""
 
 
-def close_ports(configuration: str) -> str:
-    """Return the configuration without the statistics page and the exporter, its admin socket for its own user only."""
+@dataclass(frozen=True)
+class FrontSettings:
+    """What one start of Tandem wants of the HAProxy before its routers."""
+
+    token: str
+    """What HAProxy proves itself with to the routers: printable ASCII without spaces."""
+    header_s: float
+    """Seconds that a client may take to send the head of a request."""
+    client_s: float
+    """Seconds that a client may go without sending or taking a byte that is due."""
+    certificate: CertificateFiles | None
+    """None means plain HTTP."""
+
+    @classmethod
+    def load(cls, path: Path) -> FrontSettings | None:
+        """Return the settings in this file, or None if there is no such file."""
+        try:
+            values = json.loads(path.read_text())
+        except FileNotFoundError:
+            return None
+        files = values.pop("certificate")
+        return cls(**values, certificate=None if files is None else CertificateFiles(**files))
+
+    def save(self, path: Path) -> None:
+        """Write the settings into this file, for its owner only. Atomic."""
+        _replace(path, json.dumps(dataclasses.asdict(self)))
+
+
+def settings_path(configuration: Path) -> Path:
+    """Return where the settings for the HAProxy with this configuration file lie."""
+    return configuration.with_name("front.json")
+
+
+def certificate_path(configuration: Path) -> Path:
+    """Return where the certificate with its key lies from which the HAProxy with this configuration file reads."""
+    return configuration.with_name("front.pem")
+
+
+def guarded(configuration: str, settings: FrontSettings | None, certificate: Path) -> str:
+    """Return the configuration without the statistics page and the exporter, its admin socket for its own user only.
+
+    `settings` are added to it. What this program has added before is replaced. HAProxy reads certificate and key from the
+    file `certificate` if the settings want TLS.
+    """
     kept: list[str] = []
-    closed = False
+    section = ""
     for line in configuration.splitlines(keepends=True):
         words = line.split()
         if words and words[0] in _SECTIONS and not line[0].isspace():
-            closed = " ".join(words[:2]) in _CLOSED_SECTIONS
-        if not closed:
-            kept.append(line.replace(" mode 666 ", " mode 600 ") if words[:2] == ["stats", "socket"] else line)
+            section = " ".join(words[:2])
+        if section in _CLOSED_SECTIONS or line.rstrip().endswith(_OURS):
+            continue
+        if words[:2] == ["stats", "socket"]:
+            line = line.replace(" mode 666 ", " mode 600 ")
+        if settings is None:
+            kept.append(line)
+        elif section.startswith("global") and words[:1] == ["global"]:
+            kept += [line, *_ours(*_SOCKET_BUFFERS)]
+        elif words[:1] == ["defaults"]:
+            client, head = _milliseconds(settings.client_s), _milliseconds(settings.header_s)
+            kept += [line, *_ours(f"timeout client {client}", f"timeout http-request {head}")]
+        elif section == "defaults" and words[:2] in (["timeout", "client"], ["timeout", "http-request"]):
+            continue
+        elif section == "frontend http_frontend" and words[:1] == ["bind"]:
+            kept += _frontend(words[1], settings, certificate)
+        else:
+            kept.append(line)
     return "".join(kept)
 
 
-def rewrite(path: Path) -> None:
-    """Close the ports in the configuration file. Atomic; the file stays readable for its owner only."""
+def _frontend(address: str, settings: FrontSettings, certificate: Path) -> list[str]:
+    """Where HAProxy listens, and what it does to the headers of every request."""
+    tls = "" if settings.certificate is None else f" ssl crt {certificate} ssl-min-ver TLSv1.2 alpn http/1.1"
+    relayed = " || ".join(f"{{ req.hdr({name}) -m found }}" for name in _PROXY_HEADERS)
+    return [
+        f"    bind {address}{tls}\n",
+        *_ours(*(f"http-request del-header {name}" for name in (*_SERVES_OWN_HEADERS, "x-tandem-relayed"))),
+        *_ours(f"http-request set-header x-tandem-relayed 1 if {relayed}"),
+        *_ours(*(f"http-request del-header {name}" for name in _PROXY_HEADERS)),
+        *_ours("http-request set-header x-forwarded-for %[src]"),
+        *_ours(f"http-request set-header x-forwarded-proto {'https' if tls else 'http'}"),
+        *_ours(f"http-request set-header x-tandem-front {settings.token}"),
+    ]
+
+
+def _ours(*lines: str) -> list[str]:
+    return [f"    {line} {_OURS}\n" for line in lines]
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{round(seconds * 1000)}ms"
+
+
+def rewrite(path: Path) -> FrontSettings | None:
+    """Rewrite the configuration file as `guarded` does, and return the settings that lie beside it, if any.
+
+    Atomic; the file stays readable for its owner only.
+    """
+    settings = FrontSettings.load(settings_path(path))
+    _replace(path, guarded(path.read_text(), settings, certificate_path(path)))
+    return settings
+
+
+def _replace(path: Path, content: str) -> None:
     fresh = path.with_name(f"{path.name}.{os.getpid()}")
     fresh.touch(mode=0o600)
-    fresh.write_text(close_ports(path.read_text()))
+    fresh.write_text(content)
     fresh.replace(path)
 
 
@@ -57,6 +164,24 @@ def die_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def _admin_socket(configuration: Path) -> Path:
+    words = next(line.split() for line in configuration.read_text().splitlines() if line.split()[:2] == ["stats", "socket"])
+    return Path(words[2])
+
+
+def _leave_watcher(files: CertificateFiles, configuration: Path) -> None:
+    """Fork a process that watches the certificate's files until the present process, which becomes HAProxy, ends."""
+    parent = os.getpid()
+    if os.fork():
+        return
+    try:
+        die_with_parent()
+        if os.getppid() == parent:
+            watch_certificate(files, certificate_path(configuration), _admin_socket(configuration))
+    finally:
+        os._exit(0)
+
+
 def main() -> None:
     """Entry point of `tandem-haproxy`; arguments are HAProxy's."""
     arguments = sys.argv[1:]
@@ -64,7 +189,9 @@ def main() -> None:
         path = Path(arguments[arguments.index("-f") + 1])
         if (reason := close_folder(path.parent)) is not None:
             sys.exit(f"[ALERT] tandem-haproxy: {reason}; name another folder with RAY_SERVE_HAPROXY_CONFIG_FILE_LOC")
-        rewrite(path)
+        settings = rewrite(path)
+        if settings is not None and settings.certificate is not None and "-c" not in arguments:
+            _leave_watcher(settings.certificate, path)
     die_with_parent()
     # The package's own lookup would find this program again through the variable that leads here.
     os.environ.pop("RAY_SERVE_HAPROXY_BINARY_PATH", None)

@@ -8,6 +8,7 @@ A replica's life: resolve the model, build and start its Router, serve, close th
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI
@@ -39,31 +40,40 @@ through many threads, then grows for thousands of them (`benchmarks/cut_streams.
 """
 
 
+@dataclass(frozen=True)
+class RouterArguments:
+    """What every replica of the router needs to know of its cluster."""
+
+    config: ClusterConfig
+    secret: bytes
+    controller: Any
+    rate_keeper: Any | None
+    stream_keeper: Any
+    audit_keeper: Any | None
+    front_token: str | None
+    """What the HAProxy before the routers proves itself with; None means that there is none."""
+
+
 @serve.ingress()
 class RouterReplica:
     """One replica of the router in Ray Serve. Serve builds the ASGI app after the constructor has returned."""
 
-    async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self,
-        config: ClusterConfig,
-        secret: bytes,
-        controller: Any,
-        rate_keeper: Any | None,
-        stream_keeper: Any,
-        audit_keeper: Any | None,
-    ) -> None:
+    async def __init__(self, given: RouterArguments) -> None:  # type: ignore[misc]  # Serve awaits it
         setup_logging("router")
-        model = await asyncio.to_thread(resolve_for, config)
-        self._router = Router(config, model, secret, RayControllerClient(controller))
-        self._meter = Meter(rate_store(config, rate_keeper))
-        self._recorder = Recorder(RayRecordStore(stream_keeper))
-        self._audit = None if audit_keeper is None else AuditQueue(RayAuditStore(audit_keeper))
+        model = await asyncio.to_thread(resolve_for, given.config)
+        self._router = Router(given.config, model, given.secret, RayControllerClient(given.controller))
+        self._meter = Meter(rate_store(given.config, given.rate_keeper))
+        self._recorder = Recorder(RayRecordStore(given.stream_keeper))
+        self._front_token = given.front_token
+        self._audit = None if given.audit_keeper is None else AuditQueue(RayAuditStore(given.audit_keeper))
         if self._audit is not None:
             self._audit.start()
         await self._router.start()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_app(self._router, self._meter, self._recorder, self._audit, echo_request_id=False)
+        return create_app(
+            self._router, self._meter, self._recorder, self._audit, echo_request_id=False, front_token=self._front_token
+        )
 
     async def __del__(self) -> None:
         await self._router.close()
@@ -86,19 +96,11 @@ def start_http(config: ClusterConfig) -> None:
         raise UnavailableError(f"the HTTP entry did not start: {reason}") from None
 
 
-def deploy_router(
-    config: ClusterConfig,
-    secret: bytes,
-    controller: Any,
-    rate_keeper: Any | None,
-    stream_keeper: Any,
-    audit_keeper: Any | None,
-    head_resources: dict[str, float],
-) -> None:
+def deploy_router(given: RouterArguments, head_resources: dict[str, float]) -> None:
     """Deploy the router and wait until every replica serves. Raises UnavailableError if one can't."""
     deployment: Any = serve.deployment(
         name="router",
-        num_replicas=config.http.router_replicas,
+        num_replicas=given.config.http.router_replicas,
         max_ongoing_requests=_NEVER_REACHED,
         ray_actor_options={"num_cpus": 0, "resources": head_resources, "runtime_env": {"env_vars": _ENVIRONMENT}},
         health_check_period_s=2,
@@ -106,7 +108,7 @@ def deploy_router(
         graceful_shutdown_timeout_s=10,
     )
     try:
-        replica = deployment(RouterReplica).bind(config, secret, controller, rate_keeper, stream_keeper, audit_keeper)
+        replica = deployment(RouterReplica).bind(given)
         serve.run(replica, name=APPLICATION, route_prefix="/")
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[-1]

@@ -1,9 +1,9 @@
 """Lets each request in on its caller's behalf, or refuses it before its body is read.
 
-The caller is in `scope["state"]`. With keys: Bearer authentication. Without: whoever comes over loopback to a cluster that
-listens there alone, or everybody where the configuration says so. This is checked here, on the peer's address, because Serve's
-proxies may listen on every interface. Open to all are the chat page and the other paths of `_OPEN`; /admin has a key of its own
-(router/endpoints/operators.py).
+The caller and the peer are in `scope["state"]`. With keys: Bearer authentication. Without: whoever comes over loopback to a
+cluster that listens there alone, or everybody where the configuration says so. `cluster.ray.front` sees to it that the cluster
+listens where the configuration says. Open to all are the chat page and the other paths of `_OPEN`; /admin has a key of its own
+(router/endpoints/operators.py). Nothing is open to web pages of other origins (router/access/web_pages.py).
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from configs.schema import ClusterConfig
 from protocol.errors import AuthenticationError, NotAllowedError, TandemError
 from router.access.callers import Caller, anonymous
 from router.access.keyring import Keyring
+from router.access.peers import PeerReader, peer_of
+from router.access.web_pages import WebPageRules
 from router.api.envelope import AsgiApp, Receive, Scope, Send
 from router.api.errors import error_response
 from router.page.routes import PAGE_FILES
@@ -41,10 +43,11 @@ class Authenticator:
         """
         if self._keyring is not None:
             return self._keyring.caller(_bearer(scope))
-        peer = scope["client"]
-        if self._http.allow_anonymous or (is_loopback(self._http.host) and peer is not None and is_loopback(peer[0])):
+        if self._http.allow_anonymous or (is_loopback(self._http.host) and peer_of(scope).is_local):
             return self._anonymous
-        raise NotAllowedError("without http.keys_file or http.allow_anonymous only loopback addresses are served")
+        raise NotAllowedError(
+            "without http.keys_file or http.allow_anonymous only loopback addresses are served, not through another proxy"
+        )
 
     def known_key_id(self, scope: Scope) -> str | None:
         """Return the id of the key that the request names, if there is such a key, good or not. Never what was sent instead."""
@@ -57,16 +60,24 @@ class Authenticator:
 
 
 class Gate:
-    """ASGI middleware that notes each request's caller in its scope, or refuses the request. It stands inside the Envelope."""
+    """ASGI middleware that notes each request's peer and caller in its scope, or refuses the request.
 
-    def __init__(self, app: AsgiApp, authenticator: Authenticator) -> None:
+    It stands inside the Envelope.
+    """
+
+    def __init__(self, app: AsgiApp, authenticator: Authenticator, peers: PeerReader, web_pages: WebPageRules) -> None:
         self._app = app
         self._authenticator = authenticator
+        self._peers = peers
+        self._web_pages = web_pages
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and is_for_callers(scope["path"]):
+        if scope["type"] == "http":
+            self._peers.read(scope)
             try:
-                scope["state"][_CALLER] = self._authenticator.caller(scope)
+                self._web_pages.check(scope)
+                if is_for_callers(scope["path"]):
+                    scope["state"][_CALLER] = self._authenticator.caller(scope)
             except TandemError as error:
                 await error_response(error)(scope, receive, send)
                 return

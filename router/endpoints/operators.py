@@ -1,7 +1,6 @@
 """The endpoints of those who run the cluster: /admin for operators, and what machines ask: /live, /ready, /health, /metrics.
 
-The operator's key and the loopback rule of /admin are checked here, on the peer's address: Serve's proxies may listen on every
-interface.
+The operator's key and the loopback rule of /admin are checked here, on the peer that the gate noted.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from configs.schema import HttpConfig
 from protocol.errors import AuthenticationError, NotAllowedError
 from protocol.messages import Role
 from router.access.audit_trail import note_action
+from router.access.peers import peer_of
 from router.api.tools.bodies import DrainBody, ScaleBody
 from router.endpoints.reading import read_body
 from router.service import Router
@@ -92,7 +92,8 @@ class OperatorEndpoints:
 def check_operator(http: HttpConfig, request: Request) -> None:
     """Raise AuthenticationError unless the request has the operator's key.
 
-    Where no key is configured, raise NotAllowedError unless both the cluster and the peer are on loopback addresses.
+    Where no such key is configured, raise NotAllowedError unless both the cluster and the peer are on loopback addresses, and
+    nobody needs API keys either.
     """
     if http.admin_key is not None:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
@@ -100,5 +101,9 @@ def check_operator(http: HttpConfig, request: Request) -> None:
         right = hmac.compare_digest(given.encode("latin-1"), http.admin_key.encode())
         if scheme.lower() != "bearer" or not right:
             raise AuthenticationError("this needs the operator's key: send `Authorization: Bearer <http.admin_key>`")
-    elif not (is_loopback(http.host) and request.client is not None and is_loopback(request.client.host)):
-        raise NotAllowedError("without http.admin_key this is only served on loopback addresses; set a key to use it here")
+    elif http.keys_file is not None:
+        raise NotAllowedError("this cluster has API keys, so this needs one too: set http.admin_key (TANDEM_ADMIN_KEY)")
+    elif not (is_loopback(http.host) and peer_of(request.scope).is_local):
+        raise NotAllowedError(
+            "without http.admin_key this is only served on loopback addresses, not through another proxy; set a key"
+        )

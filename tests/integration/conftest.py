@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import ssl
 import subprocess
 import time
 import uuid
@@ -29,10 +30,19 @@ class Served:
     port: int
     log: Path
     mark: str
+    admin_key: str | None = None
+    ca_file: str | None = None
+    """Whom to trust for its certificate; None: it speaks plain HTTP."""
     url: str = field(init=False)
 
     def __post_init__(self) -> None:
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"{'http' if self.ca_file is None else 'https'}://127.0.0.1:{self.port}"
+
+    def ask(self, method: str, path: str, **request: Any) -> httpx.Response:
+        """As an operator."""
+        headers = {} if self.admin_key is None else {"authorization": f"Bearer {self.admin_key}"}
+        verify = True if self.ca_file is None else ssl.create_default_context(cafile=self.ca_file)
+        return httpx.request(method, self.url + path, headers=headers, verify=verify, timeout=30, **request)
 
     def wait_ready(self) -> None:
         """Until it says so. Fails with its log if it ends or takes too long."""
@@ -51,7 +61,7 @@ class Served:
         return time.monotonic() - begun
 
     def workers(self) -> list[dict[str, Any]]:
-        answer = httpx.get(f"{self.url}/admin/status", timeout=30)
+        answer = self.ask("GET", "/admin/status")
         assert answer.status_code == 200, answer.text
         found: list[dict[str, Any]] = answer.json()["workers"]
         return found
@@ -61,7 +71,7 @@ class Served:
         return found
 
     def scale(self, **sizes: int) -> httpx.Response:
-        return httpx.post(f"{self.url}/admin/scale", json=sizes, timeout=30)
+        return self.ask("POST", "/admin/scale", json=sizes)
 
     def settled(self, prefill: int, decode: int) -> bool:
         """Just these workers exist, all of them ready, linked to the router and heard of."""
@@ -79,7 +89,7 @@ class Served:
         )
 
     def leaks(self) -> list[dict[str, Any]]:
-        answer = httpx.get(f"{self.url}/admin/audit", timeout=30)
+        answer = self.ask("GET", "/admin/audit")
         assert answer.status_code == 200, answer.text
         found: list[dict[str, Any]] = answer.json()["leaks"]
         return found
@@ -112,10 +122,11 @@ def start_serve(
     environment: dict[str, str] | None = None,
     command: str = TANDEM,
     folder: Path | None = None,
+    ca_file: str | None = None,
 ) -> Served:
     """`tandem serve` with these flags, on a free port, with a Ray instance of its own unless a flag says otherwise.
 
-    `folder` is its working directory, this process's own by default.
+    `folder` is its working directory, this process's own by default. `ca_file` is whom to trust for a cluster with TLS.
     """
     port, mark = free_port(), uuid.uuid4().hex
     with log.open("wb") as output:
@@ -128,7 +139,7 @@ def start_serve(
             env=_without_ray() | (environment or {}) | {"TANDEM_TEST_MARK": mark},
             start_new_session=True,
         )
-    return Served(process, port, log, mark)
+    return Served(process, port, log, mark, (environment or {}).get("TANDEM_ADMIN_KEY"), ca_file)
 
 
 def end_all(clusters: list[Served]) -> None:

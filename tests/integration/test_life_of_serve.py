@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from cluster.ray.leftovers import remove_leftovers
+from tests.integration.listening import listening_elsewhere
 
 GONE_S = 10.0
 
@@ -87,21 +88,6 @@ def assert_closed_to_others(served: Any) -> None:
         with pytest.raises(grpc.RpcError) as refused:
             call(b"", timeout=10)
     assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
-
-
-def listening_elsewhere(pid: int) -> list[int]:
-    """TCP ports on which a process listens on an address that is not loopback. (Hexadecimal, as Linux writes them.)"""
-    loopback = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
-    links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
-    inodes = {link.removeprefix("socket:[").rstrip("]") for link in links if link.startswith("socket:")}
-    found = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-            words = line.split()
-            address, _, port = words[1].partition(":")
-            if words[3] == "0A" and words[9] in inodes and address not in loopback:
-                found.append(int(port, 16))
-    return found
 
 
 @pytest.mark.slow

@@ -221,7 +221,7 @@ def guarded(serve: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory)
     """A cluster with keys, and a key for one request a minute."""
     keys_file = tmp_path_factory.mktemp("keys") / "keys.json"
     keys_file.write_text('{"keys": {}}')
-    served = serve("--dtype", "float32", "--keys-file", str(keys_file))
+    served = serve("--dtype", "float32", "--keys-file", str(keys_file), environment={"TANDEM_ADMIN_KEY": "sesame"})
     served.wait_ready()
     added = served.command("keys", "add", "--tenant", "a", "--requests-per-minute", "1", "--keys-file", str(keys_file))
     return served, added.stdout.strip()

@@ -48,7 +48,7 @@ def openapi(tmp_path: Path) -> str:
     config = ClusterConfig(http=HttpConfig(keys_file=str(keys_file), admin_key="secret"))
     router: Any = types.SimpleNamespace(config=config, facts=types.SimpleNamespace(name="smollm2"), shutdown=None)
     unused: Any = None
-    answer = TestClient(create_app(router, unused, unused)).get("/openapi.json")
+    answer = TestClient(create_app(router, unused, unused), base_url="http://localhost").get("/openapi.json")
     assert answer.status_code == 200, answer.text
     return json.dumps(answer.json(), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 

@@ -76,6 +76,8 @@ FLAGS = (
     ConfigFlag("--keys-file", "http.keys_file", help="API keys, as `tandem keys` makes them."),
     ConfigFlag("--audit-log", "telemetry.audit_log", help="File for refusals, operators' actions and changes of keys."),
     ConfigFlag("--shutdown-timeout", "limits.shutdown_s", help="Seconds that requests have to end on Ctrl-C or SIGTERM."),
+    ConfigFlag("--ssl-keyfile", "http.ssl_keyfile", help="Private key of the certificate, PEM."),
+    ConfigFlag("--ssl-certfile", "http.ssl_certfile", help="Certificate, PEM: the cluster answers https."),
     ConfigFlag("--allow-anonymous", "http.allow_anonymous", help="Serve other machines without asking for keys."),
 )
 

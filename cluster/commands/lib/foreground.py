@@ -96,7 +96,7 @@ def _follow(cluster: RunningCluster, config: ClusterConfig, model_name: str, con
 def greeting(view: ClusterView, config: ClusterConfig, model_name: str) -> list[str]:
     """Return two lines: where the cluster answers, and a first request to paste."""
     host = f"[{config.http.host}]" if ":" in config.http.host else config.http.host
-    url = f"http://{host}:{config.http.port}"
+    url = f"{config.http.scheme}://{host}:{config.http.port}"
     counts = " + ".join(f"{sum(info.role is role for info in view.workers)} {role.value}" for role in Role)
     question = [{"role": "user", "content": "What is the capital of France?"}]
     body = json.dumps({"model": model_name, "messages": question, "temperature": 0})

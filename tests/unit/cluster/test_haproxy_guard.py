@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster.ray.haproxy_guard import close_ports, rewrite
+from cluster.ray.certificate import CertificateFiles
+from cluster.ray.haproxy_guard import FrontSettings, guarded, rewrite, settings_path
 from cluster.ray.private_folder import close_folder
 
+SETTINGS = FrontSettings("t0ken", 10.0, 60.0, None)
 CONFIGURATION = """global
     stats socket {directory}/admin.sock mode 666 level admin expose-fd listeners
 defaults
@@ -31,6 +33,10 @@ listen stats
   bind *:{stats_port}
   stats enable
 """
+
+
+def close_ports(configuration: str) -> str:
+    return guarded(configuration, None, Path("unused"))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ray, on import
@@ -54,6 +60,40 @@ def test_closing_twice_changes_nothing() -> None:
     assert close_ports(closed) == closed
     assert closed.startswith("global")
     assert closed.endswith('string "listen stats"\n')
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_settings_find_their_places_in_rays_own_template() -> None:
+    from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
+
+    template = HAPROXY_CONFIG_TEMPLATE.replace("{% if config.timeout_client_s is not none %}", "")
+    template = template.replace("{{ config.timeout_client_s }}s{% endif %}", "3600s")
+    template = template.replace("{{ config.frontend_host }}:{{ config.frontend_port }}", "127.0.0.1:8000")
+    tls = FrontSettings("t0ken", 10.0, 60.0, CertificateFiles("a.crt", "a.key"))
+    lines = [line.strip() for line in guarded(template, tls, Path("/x/front.pem")).splitlines()]
+    assert "timeout client 60000ms # by tandem-haproxy" in lines
+    assert "timeout client 3600s" not in lines
+    at = lines.index("frontend http_frontend")
+    assert lines[at + 1].startswith("bind 127.0.0.1:8000 ssl crt /x/front.pem ssl-min-ver TLSv1.2")
+    own = [line.removesuffix(" # by tandem-haproxy") for line in lines if line.endswith("# by tandem-haproxy")]
+    assert own[-3:] == [
+        "http-request set-header x-forwarded-for %[src]",
+        "http-request set-header x-forwarded-proto https",
+        "http-request set-header x-tandem-front t0ken",
+    ]
+
+
+def test_settings_twice_are_settings_once(tmp_path: Path) -> None:
+    once = guarded(CONFIGURATION, SETTINGS, tmp_path)
+    other = FrontSettings("other", 5.0, 30.0, CertificateFiles("a.crt", "a.key"))
+    assert guarded(once, SETTINGS, tmp_path) == once
+    assert guarded(guarded(once, other, tmp_path), SETTINGS, tmp_path) == once
+    path = tmp_path / "haproxy.cfg"
+    path.write_text(CONFIGURATION)
+    other.save(settings_path(path))
+    assert rewrite(path) == other
+    assert path.read_text() == guarded(CONFIGURATION, other, tmp_path / "front.pem")
+    assert stat.S_IMODE(settings_path(path).stat().st_mode) == 0o600
 
 
 def test_the_file_is_for_its_owner_only(tmp_path: Path) -> None:
@@ -97,6 +137,7 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path, given_away: str) ->
 def test_the_real_haproxy_accepts_what_is_left(tmp_path: Path) -> None:
     path = tmp_path / "haproxy.cfg"
     path.write_text(CONFIGURATION.format(directory=tmp_path, metrics_port=9101, port=18080, stats_port=8404))
+    SETTINGS.save(settings_path(path))
     command = [sys.executable, "-c", "from cluster.ray.haproxy_guard import main; main()", "-c", "-f", str(path)]
     checked = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert checked.returncode == 0, checked.stderr

@@ -99,9 +99,12 @@ def test_tiers(yaml_file: Path) -> None:
         ("{host: 10.0.0.7, keys_file: k.json}", None),
         ("{host: '::1'}", None),
         ("{keys_file: k.json, allow_anonymous: true}", "http.allow_anonymous"),
+        ("{ssl_certfile: a.crt}", "http.ssl_keyfile"),
+        ("{ssl_keyfile: a.key}", "http.ssl_certfile"),
+        ("{ssl_certfile: a.crt, ssl_keyfile: a.key}", None),
     ],
 )
-def test_other_addresses_than_loopback_need_keys_or_the_flag(yaml_file: Path, http: str, param: str | None) -> None:
+def test_what_http_needs_together(yaml_file: Path, http: str, param: str | None) -> None:
     yaml_file.write_text(f"http: {http}")
     if param is None:
         load_config(yaml_file, {})

@@ -1,0 +1,34 @@
+"""Which TCP ports a process listens on, read from /proc."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+"""Addresses in hexadecimal, as Linux writes them."""
+
+
+def listening(pid: int) -> Iterator[tuple[str, int]]:
+    """Address, in hexadecimal, and port of each listening socket of a process."""
+    links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
+    inodes = {link.removeprefix("socket:[").rstrip("]") for link in links if link.startswith("socket:")}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            address, _, port = words[1].partition(":")
+            if words[3] == "0A" and words[9] in inodes:
+                yield address, int(port, 16)
+
+
+def listening_elsewhere(pid: int) -> list[int]:
+    """Ports on which a process listens on an address that is not loopback."""
+    return [port for address, port in listening(pid) if address not in LOOPBACK]
+
+
+def router_port(processes: dict[int, str]) -> int:
+    """The HTTP port of the only router among these processes."""
+    [router] = [pid for pid, command in processes.items() if command.startswith("ray::ServeReplica:tandem:router")]
+    [port] = [port for _, port in listening(router) if 30_000 <= port <= 31_000]
+    return port
