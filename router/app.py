@@ -32,6 +32,7 @@ from router.api.answer_sender import DROPPED_HEADER
 from router.api.document.openapi import Access, DocumentedApp
 from router.api.envelope import Envelope
 from router.api.errors import install_error_handlers
+from router.api.unread_bodies import UnreadBodies
 from router.endpoints.table import endpoint_table
 from router.page.routes import page_routes
 from router.resume.recorder import Recorder
@@ -66,6 +67,7 @@ def create_app(
     app.add_middleware(Entrance, shutdown=router.shutdown)
     if audit is not None:
         app.add_middleware(AuditTrail, queue=audit, known_key_id=authenticator.known_key_id)
+    app.add_middleware(UnreadBodies)
     app.add_middleware(Envelope, echo_request_id=echo_request_id)
     if http.allowed_origins:
         app.add_middleware(

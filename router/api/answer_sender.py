@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from protocol.errors import TandemError
-from router.api.heartbeat import with_heartbeats
+from router.api.outlet import Outlet
 from router.api.server_sent_events import EventWriter
 from router.api.shapes import Json
 from router.request.answer import Delta
+from telemetry.logging import fields
+
+log = logging.getLogger(__name__)
 
 _EVENT_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 DROPPED_HEADER = "x-tandem-dropped-messages"
@@ -28,29 +32,41 @@ DROPPED_HEADER = "x-tandem-dropped-messages"
 class AnswerSender(Response):
     """Sends the pieces of one answer, and owns their generator, which it closes when the answer was sent, cut off or failed."""
 
-    def __init__(self, deltas: AsyncGenerator[Delta, None], num_dropped: int | None) -> None:
-        """`num_dropped` is the value of DROPPED_HEADER; None leaves the header out."""
+    def __init__(self, deltas: AsyncGenerator[Delta, None], num_dropped: int | None, client_s: float) -> None:
+        """`num_dropped` is the value of DROPPED_HEADER; None leaves the header out.
+
+        A client that takes less than `router.api.outlet.PART_BYTES` in `client_s` seconds is given up.
+        """
         super().__init__()
         self._deltas = deltas
+        self._client_s = client_s
         self._own_headers = {} if num_dropped is None else {DROPPED_HEADER: str(num_dropped)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answer until it is done or the client disconnects. Raises TandemError if it fails before its first byte."""
-        answering = asyncio.ensure_future(self._work(scope, receive, send))
+        """Send the answer until it is done, or the client disconnects or is given up.
+
+        Raises TandemError if it fails before its first byte.
+        """
+        outlet = Outlet(send, self._client_s)
+        answering = asyncio.ensure_future(self._work(scope, receive, outlet.send))
         leaving = asyncio.ensure_future(_disconnected(receive))
         try:
-            await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((answering, leaving, outlet.given_up), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            left = not answering.done()
+            left, given_up = not answering.done(), outlet.given_up.done()
             leaving.cancel()
             answering.cancel()
             await asyncio.gather(answering, leaving, return_exceptions=True)
+            await outlet.close()
         if not left:
             answering.result()
+        elif given_up:
+            request_id = scope["state"]["request_id"]
+            log.info("a client did not read its answer for %g s", self._client_s, extra=fields(request=request_id))
 
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with contextlib.aclosing(self._deltas), with_heartbeats(send) as send_on:
-            await self._answer(scope, receive, send_on)
+        async with contextlib.aclosing(self._deltas):
+            await self._answer(scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Write the answer. A TandemError before the first byte is left to the app, which makes it the status."""
@@ -60,8 +76,10 @@ class AnswerSender(Response):
 class EventSender(AnswerSender):
     """Sends an answer as server-sent events, as its `events` writer makes them."""
 
-    def __init__(self, deltas: AsyncGenerator[Delta, None], events: EventWriter, num_dropped: int | None) -> None:
-        super().__init__(deltas, num_dropped)
+    def __init__(
+        self, deltas: AsyncGenerator[Delta, None], events: EventWriter, num_dropped: int | None, client_s: float
+    ) -> None:
+        super().__init__(deltas, num_dropped, client_s)
         self._events = events
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -92,8 +110,9 @@ class WholeSender(AnswerSender):
         deltas: AsyncGenerator[Delta, None],
         collect: Callable[[AsyncIterable[Delta]], Awaitable[Json]],
         num_dropped: int | None,
+        client_s: float,
     ) -> None:
-        super().__init__(deltas, num_dropped)
+        super().__init__(deltas, num_dropped, client_s)
         self._collect = collect
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:

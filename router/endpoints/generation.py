@@ -40,6 +40,7 @@ class GenerationEndpoints:
         self._router = router
         self._metered = metered
         self._resumption = resumption
+        self._client_s = router.config.limits.client_s
 
     async def chat(self, request: Request) -> Response:
         """Answer a chat, or send the rest of a chat's stream."""
@@ -76,8 +77,8 @@ class GenerationEndpoints:
             deltas = translation.undone_for(self._metered.generate(request, [generation]))
         builder = ResponseBuilder(uuid.uuid4().hex, self._router.facts.name, body, len(generation.prompt_token_ids))
         if body.stream:
-            return EventSender(deltas, ResponseEvents(builder), generation.num_dropped)
-        return WholeSender(deltas, partial(whole_response, builder), generation.num_dropped)
+            return EventSender(deltas, ResponseEvents(builder), generation.num_dropped, self._client_s)
+        return WholeSender(deltas, partial(whole_response, builder), generation.num_dropped, self._client_s)
 
     def _answer(
         self,
@@ -93,8 +94,8 @@ class GenerationEndpoints:
             return self._resumption.begin(request, fitted, shape, info, stream=body.stream)
         deltas, num_dropped = self._metered.generate(request, fitted), fitted[0].num_dropped
         if body.stream:
-            return EventSender(deltas, CompletionEvents(shape, info), num_dropped)
-        return WholeSender(deltas, partial(whole_completion, shape, info), num_dropped)
+            return EventSender(deltas, CompletionEvents(shape, info), num_dropped, self._client_s)
+        return WholeSender(deltas, partial(whole_completion, shape, info), num_dropped, self._client_s)
 
     def _info(self, prefix: str, body: ChatBody | CompletionBody, generations: Sequence[Generation]) -> AnswerInfo:
         return AnswerInfo(

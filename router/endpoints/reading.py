@@ -18,9 +18,9 @@ async def read_body(router: Router, request: Request, kind: type[_B]) -> tuple[_
     """Return the checked body and its size in bytes.
 
     Raises InvalidRequestError, and its kinds for a body of the wrong media type, too large (`http.max_body_bytes`) or too slow
-    (`limits.queue_s`).
+    (`limits.body_s`).
     """
-    data = await read_json_bytes(request, router.config.http.max_body_bytes, router.config.limits.queue_s)
+    data = await read_json_bytes(request, router.config.http.max_body_bytes, router.config.limits.body_s)
     return await router.offload(len(data), parse_body, kind, data), len(data)
 
 

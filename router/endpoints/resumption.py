@@ -29,6 +29,7 @@ class ResumptionEndpoint:
         self._router = router
         self._metered = metered
         self._recorder = recorder
+        self._client_s = router.config.limits.client_s
 
     def begin(
         self, request: Request, generations: Sequence[Generation], shape: AnswerShape, info: AnswerInfo, *, stream: bool
@@ -42,7 +43,7 @@ class ResumptionEndpoint:
         key = stream_key(request, caller_of(request.scope).tenant)
         writer = new_writer(key, AnswerRequest(tuple(generations), info).dump())
         deltas = self._recorder.recorded(writer, self._metered.generate(request, generations))
-        return EventSender(deltas, ResumableEvents(CompletionEvents(shape, info)), generations[0].num_dropped)
+        return EventSender(deltas, ResumableEvents(CompletionEvents(shape, info)), generations[0].num_dropped, self._client_s)
 
     async def resume(self, request: Request, seen: EventId, shape: Callable[[AnswerInfo], AnswerShape]) -> Response:
         """Send the rest of a stream: what is on record after the event `seen`, then what was not generated yet.
@@ -55,4 +56,4 @@ class ResumptionEndpoint:
         emitted = emitted_choices(record.deltas, recorded.info.num_choices)
         rest = self._metered.generate(request, recorded.generations, emitted)
         events = ResumableEvents(CompletionEvents(shape(recorded.info), recorded.info), seen)
-        return EventSender(self._recorder.resumed(record, rest), events, recorded.generations[0].num_dropped)
+        return EventSender(self._recorder.resumed(record, rest), events, recorded.generations[0].num_dropped, self._client_s)

@@ -86,7 +86,7 @@ async def interleaved(answers: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGe
                 yield delta
         return
     not_begun = iter(answers)
-    # A client that reads slowly holds up the answers, as it does with one.
+    # Whoever takes the pieces slowly holds up the answers, as with one.
     queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue(_AT_ONCE)
 
     async def work() -> None:

@@ -94,7 +94,7 @@ def served_name(secure: Any, context: ssl.SSLContext) -> tuple[str, str | None]:
 def test_the_openai_package_streams_over_https(secure: Any, authority: Authority, api_key: str) -> None:
     assert f"https://127.0.0.1:{secure.port}" in secure.said()
     with (
-        httpx.Client(verify=authority.trusted) as http,
+        openai.DefaultHttpxClient(verify=authority.trusted) as http,
         openai.OpenAI(base_url=f"{secure.url}/v1", api_key=api_key, max_retries=0, http_client=http) as client,
     ):
         question: Any = [{"role": "user", "content": "What is the capital of France?"}]

@@ -47,7 +47,7 @@ def test_the_end_comes_after_the_call() -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    answer = EventSender(one_piece(), CompletionEvents(ChatShape(INFO), INFO), None)
+    answer = EventSender(one_piece(), CompletionEvents(ChatShape(INFO), INFO), None, 60.0)
     asyncio.run(answer({"type": "http"}, receive, send))
     body = b"".join(message.get("body", b"") for message in sent).decode()
     chunks = [json.loads(line.removeprefix("data: ")) for line in body.split("\n") if line.startswith("data: {")]

@@ -333,7 +333,7 @@ def test_too_large_and_too_slow_bodies(run_cluster: Callable[..., None]) -> None
         assert response.status_code == 408
 
     http = HttpConfig(max_body_bytes=1000).model_dump()
-    run_cluster(test, http=http, limits={"queue_s": 0.3, "heartbeat_s": 0.05})
+    run_cluster(test, http=http, limits={"body_s": 0.3, "heartbeat_s": 0.05})
 
 
 def test_unknown_paths_and_wrong_methods(run_cluster: Callable[..., None]) -> None:
