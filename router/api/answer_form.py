@@ -11,6 +11,8 @@ from router.api.structured import tool_schemas, tool_wishes
 from router.text.grammar import HEAD, check_grammar
 from router.text.tool_format import Tool, ToolFormat
 
+_BLAMED_TOOLS = 8
+
 
 @dataclass(frozen=True)
 class AnswerForm:
@@ -39,11 +41,15 @@ def chat_form(body: ChatBody, format_: ToolFormat) -> AnswerForm:
     wishes = tool_wishes(body.tools, body.tool_choice, body.parallel_tool_calls)
     if wishes is None:
         return form
-    for tool_rule, param in tool_schemas(body.tools):
-        check_grammar(f"{HEAD}start: {tool_rule}\n", param)
     rule = body.answer_rule()
     if rule is not None and rule.whole:
         raise InvalidRequestError(f"`{rule.param}` can't be used together with `tools`", param=rule.param)
     grammar = format_.grammar(wishes, None if rule is None else rule.rule)
-    check_grammar(grammar, "tools")
+    try:
+        check_grammar(grammar, "tools")
+    except InvalidRequestError:
+        # Only what fails is looked for, and only among a few: each schema may take a second.
+        for tool_rule, param in tool_schemas(body.tools[:_BLAMED_TOOLS]):
+            check_grammar(f"{HEAD}start: {tool_rule}\n", param)
+        raise
     return AnswerForm(grammar, wishes.tools, format_ if wishes.names else None)

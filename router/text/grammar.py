@@ -5,17 +5,20 @@ Every grammar says `no_forcing`: what can only be said in one way is still split
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import re
+import sys
+import threading
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
-
-from llguidance import LLMatcher, LLParserLimits
 
 from protocol.errors import InvalidRequestError
 from protocol.sampling import MAX_GRAMMAR_CHARS
+from router.text.grammar_process import problem_found_apart, problem_of
 
 HEAD = '%llguidance {"no_forcing": true}\n'
 MAX_FREE_KEY = 100
@@ -32,6 +35,8 @@ _FOLLOWED_SCHEMA = "a JSON Schema that can be followed"
 _ESCAPED = re.compile(r"\\[\s\S]|[/\n\r]")
 """In a regular expression: what is escaped already, and what ends it in a grammar unless it is escaped."""
 _FREE_KEY = rf"^[\s\S]{{0,{MAX_FREE_KEY}}}$"
+_OWN_PATTERN = f'"patternProperties": {{{json.dumps(_FREE_KEY)}:'
+_MAX_KNOWN = 1024
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """The spacing of Python's JSON, as most of what models have read has it. With a choice, some would write blanks for ever."""
 _SCHEMA = ("additionalProperties", "items")
@@ -118,7 +123,10 @@ def lark_rule(grammar: str, param: str) -> AnswerRule:
 
 
 def check_grammar(grammar: str, param: str, wanted: str = _FOLLOWED_SCHEMA, fuel: int = _FUEL) -> None:
-    """Raise InvalidRequestError, blaming `param`, which must be what is `wanted`, if workers could not follow this grammar."""
+    """Raise InvalidRequestError, blaming `param`, which must be what is `wanted`, if workers could not follow this grammar.
+
+    It may block for seconds.
+    """
     if len(grammar) > MAX_GRAMMAR_CHARS:
         raise InvalidRequestError(f"`{param}` must be smaller: at most about {MAX_GRAMMAR_CHARS // 1024} KiB", param=param)
     problem = _problem(grammar, fuel)
@@ -130,11 +138,42 @@ def _escape(found: re.Match[str]) -> str:
     return {"/": "\\/", "\n": "\\n", "\r": "\\r"}.get(found[0], found[0])
 
 
-@lru_cache(maxsize=256)
 def _problem(grammar: str, fuel: int) -> str:
     """Takes a millisecond, or a hundred for a thousand properties; clients use the same few again and again."""
-    failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=LLParserLimits(initial_lexer_fuel=fuel))
-    if not failed:
-        return ""
-    message = " ".join(messages[0].split())
-    return _ECHO.sub("", _PLACE.sub("", message)) or "it is not valid"
+    digest = hashlib.sha256(f"{fuel} {grammar}".encode(errors="surrogatepass")).digest()
+    found = _KNOWN.get(digest)
+    if found is None:
+        path = os.pathsep.join(filter(None, sys.path))
+        said = problem_found_apart(grammar, fuel, path) if _may_explode(grammar) else problem_of(grammar, fuel)
+        message = " ".join(said.split())
+        found = (_ECHO.sub("", _PLACE.sub("", message)) or "it is not valid") if message else ""
+        _KNOWN.add(digest, found)
+    return found
+
+
+def _may_explode(grammar: str) -> bool:
+    """Whether a grammar has what makes llguidance look for text that several patterns match at once."""
+    return '"allOf"' in grammar or '"pattern' in grammar.replace(_OWN_PATTERN, "")
+
+
+class _KnownProblems:
+    """What is wrong with the latest grammars, by digest; empty for what is good. Threads share it."""
+
+    def __init__(self) -> None:
+        self._problems: OrderedDict[bytes, str] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, digest: bytes) -> str | None:
+        """Return what is wrong with a grammar; None if it is not known."""
+        with self._lock:
+            return self._problems.get(digest)
+
+    def add(self, digest: bytes, problem: str) -> None:
+        """Note what is wrong with a grammar, and forget the one that was noted first if there are too many."""
+        with self._lock:
+            self._problems[digest] = problem
+            if len(self._problems) > _MAX_KNOWN:
+                self._problems.popitem(last=False)
+
+
+_KNOWN = _KnownProblems()
