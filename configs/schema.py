@@ -38,7 +38,7 @@ class HttpConfig(_Section):
     host: Text = "127.0.0.1"
     port: Annotated[int, Field(ge=1, le=65_535)] = 8000
     router_replicas: Annotated[int, Field(ge=1, le=64)] = 1
-    max_body_bytes: Positive = 16 * 1024 * 1024
+    max_body_bytes: Positive = 4 * 1024 * 1024
     admin_key: Text | None = None
     """Bearer key for /admin. Without one, /admin is served on loopback addresses only."""
     keys_file: LocalPath | None = None

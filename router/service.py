@@ -20,6 +20,7 @@ from configs.schema import ClusterConfig
 from protocol.errors import ModelNotFoundError
 from protocol.messages import Role
 from router.access.shutdown import Shutdown
+from router.api.large.helper import BodyHelper
 from router.api.prepare import Preparer
 from router.dispatch.admission import Admission
 from router.dispatch.audit import audit
@@ -60,6 +61,7 @@ class Router:
         endpoint = config.telemetry.otlp_endpoint
         self._spans = None if endpoint is None else SpanExport(endpoint, "tandem-router")
         self._threads = TextThreads()
+        self.body_helper = BodyHelper()
         self._generator: Generator
         self.preparer: Preparer
 
@@ -84,6 +86,7 @@ class Router:
         await self._roster.close()
         if self._spans is not None:
             await asyncio.to_thread(self._spans.close)
+        await self.body_helper.close()
         self._threads.close()
 
     def check_model(self, name: str | None) -> None:

@@ -32,11 +32,12 @@ from telemetry.logging import setup_logging
 APPLICATION = "tandem"
 _NEVER_REACHED = 100_000
 """Requests in one replica; above what HAProxy lets through (RAY_SERVE_HAPROXY_MAXCONN)."""
-_ENVIRONMENT = {"MALLOC_ARENA_MAX": "1"}
+_ENVIRONMENT = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"}
 """Environment of a replica.
 
 glibc gives each thread memory of its own otherwise, and each keeps what it once needed: a router, whose requests pass
-through many threads, then grows for thousands of them (`benchmarks/cut_streams.py`).
+through many threads, then grows for thousands of them (`benchmarks/cut_streams.py`). And after the first large body it keeps
+the memory of the next ones, unless the thresholds are fixed: then a MiB and more goes back at once.
 """
 
 

@@ -12,13 +12,13 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
 
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from protocol.errors import TandemError
 from router.api.outlet import Outlet
 from router.api.server_sent_events import EventWriter
-from router.api.shapes import Json
+from router.api.shapes import ENTRY_SIZE, Offload
 from router.request.answer import Delta
 from telemetry.logging import fields
 
@@ -77,23 +77,35 @@ class EventSender(AnswerSender):
     """Sends an answer as server-sent events, as its `events` writer makes them."""
 
     def __init__(
-        self, deltas: AsyncGenerator[Delta, None], events: EventWriter, num_dropped: int | None, client_s: float
+        self,
+        deltas: AsyncGenerator[Delta, None],
+        events: EventWriter,
+        offload: Offload,
+        num_dropped: int | None,
+        client_s: float,
     ) -> None:
         super().__init__(deltas, num_dropped, client_s)
         self._events = events
+        self._offload = offload
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         delta = await anext(self._deltas)  # an error up to here still chooses the status
         await self._start(send)
         try:
-            data = self._events.push(delta)
+            data = await self._push(delta)
             while not self._events.ended:
                 if data:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
-                data = self._events.push(await anext(self._deltas))
+                data = await self._push(await anext(self._deltas))
         except TandemError as error:
             data = self._events.fail(error)
         await send({"type": "http.response.body", "body": data, "more_body": False})
+
+    async def _push(self, delta: Delta) -> bytes:
+        """The events of the next piece, made in a thread if there is much to write."""
+        if not delta.logprobs and delta.finish_reason is None:
+            return self._events.push(delta)
+        return await self._offload(ENTRY_SIZE * self._events.num_entries(delta), self._events.push, delta)
 
     async def _start(self, send: Send) -> None:
         """Send the head of the answer."""
@@ -103,12 +115,12 @@ class EventSender(AnswerSender):
 
 
 class WholeSender(AnswerSender):
-    """Sends an answer as one JSON object, which `collect` makes of all its pieces."""
+    """Sends an answer as one JSON object, which `collect` makes of all its pieces and encodes."""
 
     def __init__(
         self,
         deltas: AsyncGenerator[Delta, None],
-        collect: Callable[[AsyncIterable[Delta]], Awaitable[Json]],
+        collect: Callable[[AsyncIterable[Delta]], Awaitable[bytes]],
         num_dropped: int | None,
         client_s: float,
     ) -> None:
@@ -117,7 +129,7 @@ class WholeSender(AnswerSender):
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await self._collect(self._deltas)
-        await JSONResponse(body, headers=self._own_headers)(scope, receive, send)
+        await Response(body, media_type="application/json", headers=self._own_headers)(scope, receive, send)
 
 
 async def _disconnected(receive: Receive) -> None:

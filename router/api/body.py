@@ -9,22 +9,40 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Annotated, Any, ClassVar, TypeVar, Union
 
-from pydantic import BaseModel, ConfigDict, Discriminator, GetJsonSchemaHandler, ValidationError, model_validator
+from annotated_types import MaxLen
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationError,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, from_json
 
 from protocol.errors import InvalidRequestError
+from router.api.large.counts import check_counts
 
 _UNSUPPORTED = "unsupported_field"
 _NO_SUCH_KIND = "no_such_kind"
+_TOO_LONG = "too_many_elements"
 _SHOWN_CHARS = 40
 _SHOWN_BITS = 100
+_MOST_UNKNOWN = 4
+"""Unknown fields of one object that are told; the others are not looked at."""
 
 _B = TypeVar("_B", bound="Body")
+_T = TypeVar("_T")
+
+ListOf = Annotated[list[_T], Field(fail_fast=True)]
+"""A list that is looked at up to its first wrong element. Errors of all elements would take seconds to make."""
 
 Neutral = Mapping[str, tuple[object, ...]]
 """Fields that are not supported, each with its neutral values: those besides null that change nothing."""
@@ -53,10 +71,16 @@ class Body(BaseModel):
         if not isinstance(data, dict):
             return data
         kept = {}
+        fields, sizes, num_unknown = _by_alias(cls), _most_elements(cls), 0
         for name, value in data.items():
-            known = name in _by_alias(cls) or name in cls.neutral
+            known = name in fields or name in cls.neutral
             if known and value is None:
                 continue
+            num_unknown += not known
+            if not known and num_unknown > _MOST_UNKNOWN:
+                continue  # those before it are enough to refuse the object
+            if name in sizes and isinstance(value, list | dict) and len(value) > sizes[name]:
+                raise PydanticCustomError(_TOO_LONG, "{field}", {"field": name})
             if name in cls.neutral:
                 if not any(_same(value, neutral) for neutral in cls.neutral[name]):
                     raise PydanticCustomError(_UNSUPPORTED, "{field}", {"field": name})
@@ -114,6 +138,7 @@ def told_apart(kind: Callable[[str | None], str], kinds: str) -> Discriminator:
 
 def parse_body(kind: type[_B], data: bytes) -> _B:
     """Return the body that these bytes of JSON hold. Raises InvalidRequestError, which names the field that is wrong."""
+    check_counts(data)
     try:
         values = from_json(data, allow_inf_nan=False)
     except ValueError as error:
@@ -151,6 +176,12 @@ def _explain(kind: type[Body], errors: list[ErrorDetails]) -> InvalidRequestErro
     if error["type"] == _NO_SUCH_KIND:
         given = error["input"].get("type") if isinstance(error["input"], dict) else error["input"]
         return InvalidRequestError(f"`{path}.type` must be {error['msg']}; got {_show(given)}", param=f"{path}.type")
+    if error["type"] == _TOO_LONG:
+        name = str(error["ctx"]["field"])
+        path = ".".join(filter(None, (path, name)))
+        _, field = _locate(kind, (*error["loc"], name))
+        wanted = "shorter" if field is None else field.description
+        return InvalidRequestError(f"`{path}` must be {wanted}; got {_show(error['input'][name])}", param=path)
     expected = field.description if field is not None and field.description else error["msg"]
     if error["type"] == "missing":
         return InvalidRequestError(f"`{path}` is missing; it must be {expected}", param=path)
@@ -177,9 +208,37 @@ def _locate(kind: type[Body], loc: tuple[int | str, ...]) -> tuple[str, FieldInf
     return ".".join(path), field
 
 
+@cache
 def _by_alias(kind: type[Body]) -> dict[str, FieldInfo]:
     """The fields as clients name them."""
     return {field.alias or name: field for name, field in kind.model_fields.items()}
+
+
+@cache
+def _most_elements(kind: type[Body]) -> dict[str, int]:
+    """The most elements of fields that hold a list or an object, as clients name them; without those that set no bound."""
+    found = {name: _bound(field.annotation, field.metadata) for name, field in _by_alias(kind).items()}
+    return {name: bound for name, bound in found.items() if bound is not None}
+
+
+def _bound(annotation: Any, metadata: Sequence[Any]) -> int | None:
+    """The largest bound of the lists and objects in an annotation; None if one of them has no bound, or if there are none."""
+    origin = typing.get_origin(annotation)
+    if origin is Annotated:
+        inner, *more = typing.get_args(annotation)
+        return _bound(inner, [*metadata, *(each for entry in more for each in getattr(entry, "metadata", (entry,)))])
+    if origin in (Union, types.UnionType):
+        options = [option for option in typing.get_args(annotation) if _holds_elements(option)]
+        bounds = [_bound(option, metadata) for option in options]
+        known = [bound for bound in bounds if bound is not None]
+        return max(known, default=None) if len(known) == len(bounds) else None
+    bounds_here = [entry.max_length for entry in metadata if isinstance(entry, MaxLen)]
+    return min(bounds_here, default=None) if _holds_elements(annotation) else None
+
+
+def _holds_elements(annotation: Any) -> bool:
+    origin = typing.get_origin(annotation)
+    return _holds_elements(typing.get_args(annotation)[0]) if origin is Annotated else origin in (list, dict)
 
 
 def _bodies(annotation: Any) -> list[type[Body]]:
@@ -200,5 +259,7 @@ def _show(value: Any) -> str:
         return f"a list of {len(value)}"
     if isinstance(value, int) and value.bit_length() > _SHOWN_BITS:
         return "a number of more than 30 digits"
+    if isinstance(value, str):
+        value = value[: _SHOWN_CHARS + 1]
     text = "true" if value is True else "false" if value is False else "null" if value is None else repr(value)
     return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."

@@ -6,13 +6,14 @@ first piece of a choice ──► its opening, chunk, chunk ... ──► last c
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable
+from collections.abc import AsyncIterable, Sequence
 from dataclasses import replace
 
 from protocol.errors import TandemError
 from router.api.errors import error_body
+from router.api.large.encoding import encoded
 from router.api.server_sent_events import event
-from router.api.shapes import AnswerInfo, AnswerShape, Json
+from router.api.shapes import ENTRY_SIZE, LARGE_ENTRIES, AnswerInfo, AnswerShape, Offload, num_entries
 from router.request.answer import Answer, Delta
 from telemetry.request_times import RequestTimes
 
@@ -48,6 +49,10 @@ class CompletionEvents:
             self.ended = len(self._times) == self._info.num_choices
         return events + self._ending() if self.ended else events
 
+    def num_entries(self, delta: Delta) -> int:
+        """Return how many tokens with logprobs `push` is going to write, alternatives included."""
+        return num_entries(delta.logprobs)
+
     def fail(self, error: TandemError) -> bytes:
         """Return the event that tells of an error in the middle of a stream."""
         return event(error_body(error))
@@ -65,7 +70,8 @@ class CompletionEvents:
         if self._info.continuous_usage:
             usage = self._shape.usage_chunk(self._num_tokens, self._cached_tokens, [])["usage"]
             chunks = [{**chunk, "usage": usage} for chunk in chunks]
-        return [event(chunk) for chunk in chunks]
+        large = num_entries(delta.logprobs) > LARGE_ENTRIES
+        return [event(chunk, large=large) for chunk in chunks]
 
     def _ending(self) -> list[bytes]:
         if not self._info.include_usage:
@@ -74,12 +80,19 @@ class CompletionEvents:
         return [event(self._shape.usage_chunk(self._num_tokens, self._cached_tokens, times)), _DONE]
 
 
-async def whole_completion(shape: AnswerShape, info: AnswerInfo, deltas: AsyncIterable[Delta]) -> Json:
-    """Collect all pieces and return the answer as one JSON object."""
+async def whole_completion(shape: AnswerShape, info: AnswerInfo, offload: Offload, deltas: AsyncIterable[Delta]) -> bytes:
+    """Collect all pieces and return the answer as one JSON object, encoded."""
     pieces: list[list[Delta]] = [[] for _ in range(info.num_choices)]
+    entries = tokens = 0
     async for delta in deltas:
         pieces[delta.index].append(delta)
-    return shape.whole([Answer.of(of_choice) for of_choice in pieces])
+        tokens += len(delta.token_ids)
+        entries += num_entries(delta.logprobs)
+    return await offload(tokens + ENTRY_SIZE * entries, _whole, shape, pieces, entries > LARGE_ENTRIES)
+
+
+def _whole(shape: AnswerShape, pieces: Sequence[Sequence[Delta]], large: bool) -> bytes:
+    return encoded(shape.whole([Answer.of(of_choice) for of_choice in pieces]), large=large)
 
 
 def _ending_apart(delta: Delta) -> list[Delta]:

@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from protocol.errors import InvalidRequestError
-from router.api.body import Body, Neutral, Together, absent, either, given
-from router.api.guided import GuidedBody
+from router.api.body import Body, ListOf, Neutral, Together, absent, either, given
+from router.api.guided import FORMS, GuidedBody
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
@@ -92,10 +92,10 @@ class SamplingBody(GuidedBody):
     )
     min_tokens: int = Field(default=0, ge=0, le=2**31 - 1, description="an integer from 0 to max_tokens")
     seed: int | None = Field(default=None, ge=0, le=MAX_SEED, description="an integer from 0 to 2**63 - 1")
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)] = Field(
+    stop: _Stop | Annotated[ListOf[_Stop], Field(max_length=MAX_STOPS)] = Field(
         default=[], description=f"a non-empty string or up to {MAX_STOPS} of them, each up to 1024 long"
     )
-    stop_token_ids: list[TokenId] = Field(default=[], max_length=128, description="a list of up to 128 token ids")
+    stop_token_ids: ListOf[TokenId] = Field(default=[], max_length=128, description="a list of up to 128 token ids")
     ignore_eos: bool = Field(default=False, description="true or false")
     stream: bool = Field(default=False, description="true or false")
     stream_options: StreamOptions | None = Field(
@@ -122,6 +122,11 @@ class SamplingBody(GuidedBody):
     def continuous_usage(self) -> bool:
         """Whether every chunk of a stream has the usage up to it."""
         return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    @property
+    def has_schema(self) -> bool:
+        """Whether the answer has a form, which takes longer to check than its bytes say."""
+        return any(getattr(self, name) is not None for name in FORMS)
 
     def stops(self) -> tuple[str, ...]:
         """Return the stop strings."""

@@ -48,6 +48,10 @@ _KINDS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", 
 """Fields of which a body may have one."""
 
 
+FORMS = ("response_format", *_KINDS)
+"""Fields that give an answer a form."""
+
+
 class GuidedBody(Body):
     """The fields about an answer's form, of which a body may use one."""
 

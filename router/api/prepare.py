@@ -15,12 +15,14 @@ from router.api.chat.messages import ChatMessage
 from router.api.chat.template import TemplateBody
 from router.api.completions.body import CompletionBody
 from router.api.fields import MAX_SEED
+from router.api.large.texts import TextBounds
 from router.api.truncation import Truncated, truncated
 from router.request.echo import Echo
 from router.request.generation import Generation
 from router.text.chat_template import DEFAULT_OPTIONS, ChatTemplate, TemplateOptions
 from router.text.tokenizer import Tokenizer
 from router.text.tool_format import Tool, tool_format
+from router.text.traced import plain
 
 _MAX_ID_DIGITS = 10
 
@@ -42,6 +44,7 @@ class Preparer:
         self._template = ChatTemplate(model.tokenizer.chat_template, model.tokenizer)
         self._tool_format = tool_format(model.tokenizer.chat_template)
         self._max_model_len = max_model_len
+        self._bounds = TextBounds(tokenizer, max_model_len)
 
     def chat(self, body: ChatBody, max_context: int | None = None) -> list[Generation]:
         """Return the one generation of a chat.
@@ -59,15 +62,16 @@ class Preparer:
     def _chat_prompt(self, body: ChatBody, tools: Sequence[Tool], max_context: int | None) -> Truncated:
         """The chat as it is if it fits, or if dropping turns is not allowed or does not help."""
         options = self.template_options(body)
-        token_ids = self.chat_tokens(body.messages, tools, options)
-        if body.truncation == "disabled":
+        shortened = body.truncation != "disabled"
+        token_ids = self.chat_tokens(body.messages, tools, options, over_context=shortened)
+        if not shortened:
             return Truncated(token_ids, 0)
         context = self._max_model_len if max_context is None else min(self._max_model_len, max_context)
         least = body.answer_tokens or max(1, body.min_tokens)
         room = body.answer_tokens or max(least, min(_TRUNCATED_ROOM, context // _TRUNCATED_SHARE))
 
         def render(indices: Sequence[int]) -> list[int]:
-            return self.chat_tokens([body.messages[index] for index in indices], tools, options)
+            return self.chat_tokens([body.messages[index] for index in indices], tools, options, over_context=True)
 
         whole = Truncated(token_ids, 0)
         roles = [message.role for message in body.messages]
@@ -83,7 +87,13 @@ class Preparer:
         Raises InvalidRequestError, and ContextLengthError when prompt and answer are too long.
         """
         body.check_together()
-        return [self._completion(body, prompt) for prompt in body.prompts()]
+        prompts = body.prompts()
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                self._bounds.check_size(len(prompt), "prompt")
+            else:
+                self._bounds.check_ids(len(prompt), "prompt")
+        return [self._completion(body, prompt) for prompt in prompts]
 
     def _completion(self, body: CompletionBody, prompt: str | list[int]) -> Generation:
         token_ids = self._prompt_tokens(prompt)
@@ -108,25 +118,35 @@ class Preparer:
         self.check_tokens(prompt, "prompt")
         return prompt
 
-    def text_tokens(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def text_tokens(self, text: str, *, add_special_tokens: bool = True, over_context: bool = False) -> list[int]:
         """Return the token ids of a plain prompt, with BOS in front where the model's tokenizer puts one.
 
-        Raises InvalidRequestError for text that is not Unicode, or has too long a run of spaces.
+        Raises InvalidRequestError for text that is not Unicode, has too long a run of spaces, or is longer than a context could
+        hold; with `over_context` it may be longer, up to a bound of its own.
         """
+        self._bounds.check(text, "prompt", over_context=over_context)
         return self._tokenizer.encode(text, add_bos=add_special_tokens)
 
     def chat_tokens(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = (), options: TemplateOptions = DEFAULT_OPTIONS
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Tool] = (),
+        options: TemplateOptions = DEFAULT_OPTIONS,
+        *,
+        over_context: bool = False,
     ) -> list[int]:
         """Return the token ids of a chat, spelled by the model's own template with the control tokens that it puts in.
 
         Control tokens that are written in messages or tools stay text.
 
-        `tools` are in the form that chat templates know. Raises InvalidRequestError for messages that the template refuses.
+        `tools` are in the form that chat templates know. Raises InvalidRequestError for messages that the template refuses, or
+        that are longer than a context could hold; with `over_context` they may be longer, up to a bound of their own.
         """
+        self._bounds.check_size(sum(message.num_chars for message in messages), "messages", over_context=over_context)
         spelled = [message.for_template(f"messages.{index}") for index, message in enumerate(messages)]
         conversation, own_tools = self._tool_format.conversation(spelled, tools)
         text = self._template.render(conversation, tools=own_tools, options=options)
+        self._bounds.check(plain(text), "messages", over_context=over_context)
         return self._tokenizer.encode_traced(text, param="messages")
 
     def template_options(self, body: TemplateBody) -> TemplateOptions:
@@ -134,7 +154,8 @@ class Preparer:
         return body.template_options(self._template.variables)
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Return the text of these tokens. Raises InvalidRequestError for ids outside the vocabulary."""
+        """Return the text of these tokens. Raises InvalidRequestError for ids outside the vocabulary, and for too many."""
+        self._bounds.check_ids(len(token_ids), "tokens", over_context=True)
         self.check_tokens(token_ids, "tokens")
         return self._tokenizer.decode(token_ids, skip_special=False)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterable
 from typing import Protocol
 
 from protocol.errors import TandemError
+from router.api.large.encoding import encode, encoded_slices
 from router.api.shapes import Json
 from router.request.answer import Delta
 
-_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 _LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"})
 """These end no line of a server-sent event. Clients that split what they read as text, as `httpx` does, think otherwise."""
 
@@ -26,12 +26,17 @@ class EventWriter(Protocol):
         """Return the events of the next piece, ready to be sent; empty if the piece makes none."""
         ...
 
+    def num_entries(self, delta: Delta) -> int:
+        """Return how many tokens with logprobs `push` is going to write, alternatives included."""
+        ...
+
     def fail(self, error: TandemError) -> bytes:
         """Return the last events of an answer that `error` ended."""
         ...
 
 
-def event(value: Json) -> bytes:
-    """Return a JSON object as one server-sent event."""
-    text = _encode(value)
-    return b"data: " + (text if text.isascii() else text.translate(_LINE_ENDS)).encode() + b"\n\n"
+def event(value: Json, *, large: bool = False) -> bytes:
+    """Return a JSON object as one server-sent event; a `large` one is encoded slice by slice."""
+    texts: Iterable[str] = encoded_slices(value) if large else (encode(value),)
+    data = [(text if text.isascii() else text.translate(_LINE_ENDS)).encode() for text in texts]
+    return b"".join((b"data: ", *data, b"\n\n"))

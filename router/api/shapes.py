@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from router.request.answer import Answer, Delta
+from router.request.answer import Answer, Delta, TextLogprobs
 from telemetry.request_times import RequestTimes
 
 Json = dict[str, Any]
+_T = TypeVar("_T")
 
 _LOWEST_LOGPROB = -9999.0
 """OpenAI's stand-in for minus infinity, which JSON can't say."""
@@ -50,6 +51,20 @@ class AnswerInfo:
     def prompt_of(self, index: int) -> tuple[int, ...]:
         """Return the token ids of the prompt that choice `index` answers. The choices of a prompt follow each other."""
         return self.prompts[index // self.choices_per_prompt]
+
+
+ENTRY_SIZE = 16
+"""A token with its logprob, alternatives too, takes as long to write as so many characters take to encode: about 2 us."""
+LARGE_ENTRIES = 256
+"""What has more tokens with logprobs is written in a thread and slice by slice."""
+
+
+class Offload(Protocol):
+    """Runs work in a thread if its size would hold up the loop, as `router.service.Router.offload` does."""
+
+    def __call__(self, size: int, work: Callable[..., _T], *args: Any) -> Awaitable[_T]:
+        """Return `work(*args)`; `size` is in characters, bytes or tokens."""
+        ...
 
 
 class AnswerShape(Protocol):
@@ -95,6 +110,11 @@ def whole_usage(info: AnswerInfo, answers: Sequence[Answer]) -> Json:
     """Return the usage of an answer that is not streamed."""
     num_tokens, cached_tokens = sum(len(each.token_ids) for each in answers), sum(each.cached_tokens for each in answers)
     return usage(info, num_tokens, cached_tokens, [each.times for each in answers])
+
+
+def num_entries(logprobs: Sequence[TextLogprobs]) -> int:
+    """Return the number of tokens with logprobs, alternatives included. All entries have as many as the last one."""
+    return len(logprobs) * (1 + len(logprobs[-1].top)) if logprobs else 0
 
 
 def clipped(logprob: float | None) -> float | None:

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from protocol.errors import InvalidRequestError
 from router.api.body import Body, Together, absent, either, given
+from router.api.large.counts import check_counts
 from router.text.grammar import ANY_OBJECT, json_rule
 from router.text.tool_format import ToolWishes
 
@@ -117,12 +118,13 @@ class ToolCallBody(Body):
 
         Raises InvalidRequestError, which blames a field within `param`, if the arguments are no JSON object.
         """
+        where = f"{param}.function.arguments"
+        check_counts(self.function.arguments.encode(errors="replace"), what=f"the JSON of `{where}`", param=where)
         try:
             arguments = json.loads(self.function.arguments or "{}")
         except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):
-            where = f"{param}.function.arguments"
             raise InvalidRequestError(f"`{where}` must be a JSON object, as a string", param=where)
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 

@@ -32,6 +32,8 @@ from router.request.generation import Generation
 from router.resume.resumable import is_resumable, last_event_of, refuse_resumable
 from router.service import Router
 
+_WORK_OF_A_FORM = 2**16
+
 
 class GenerationEndpoints:
     """POST /v1/chat/completions, /v1/completions and /v1/responses."""
@@ -49,7 +51,7 @@ class GenerationEndpoints:
         body, size = await read_body(self._router, request, ChatBody)
         check_model(self._router, request, body.model)
         context = caller_of(request.scope).max_context
-        generations = await self._router.offload(size, self._router.preparer.chat, body, context)
+        generations = await self._router.offload(_work(body, size), self._router.preparer.chat, body, context)
         info = self._info("chatcmpl", body, generations)
         return self._answer(request, generations, body, ChatShape(info), info, "messages")
 
@@ -59,7 +61,7 @@ class GenerationEndpoints:
             return await self._resumption.resume(request, seen, CompletionShape)
         body, size = await read_body(self._router, request, CompletionBody)
         check_model(self._router, request, body.model)
-        generations = await self._router.offload(size, self._router.preparer.completion, body)
+        generations = await self._router.offload(_work(body, size), self._router.preparer.completion, body)
         info = self._info("cmpl", body, generations)
         return self._answer(request, generations, body, CompletionShape(info), info, "prompt")
 
@@ -72,13 +74,14 @@ class GenerationEndpoints:
         with translation.undone():
             chat = await self._router.offload(size, translation.chat)
             context = caller_of(request.scope).max_context
-            generations = await self._router.offload(size, self._router.preparer.chat, chat, context)
+            generations = await self._router.offload(_work(chat, size), self._router.preparer.chat, chat, context)
             [generation] = self._metered.fit(request, generations, chat, "messages")
             deltas = translation.undone_for(self._metered.generate(request, [generation]))
         builder = ResponseBuilder(uuid.uuid4().hex, self._router.facts.name, body, len(generation.prompt_token_ids))
+        offload = self._router.offload
         if body.stream:
-            return EventSender(deltas, ResponseEvents(builder), generation.num_dropped, self._client_s)
-        return WholeSender(deltas, partial(whole_response, builder), generation.num_dropped, self._client_s)
+            return EventSender(deltas, ResponseEvents(builder), offload, generation.num_dropped, self._client_s)
+        return WholeSender(deltas, partial(whole_response, builder, offload), generation.num_dropped, self._client_s)
 
     def _answer(
         self,
@@ -93,9 +96,10 @@ class GenerationEndpoints:
         if is_resumable(request):
             return self._resumption.begin(request, fitted, shape, info, stream=body.stream)
         deltas, num_dropped = self._metered.generate(request, fitted), fitted[0].num_dropped
+        offload = self._router.offload
         if body.stream:
-            return EventSender(deltas, CompletionEvents(shape, info), num_dropped, self._client_s)
-        return WholeSender(deltas, partial(whole_completion, shape, info), num_dropped, self._client_s)
+            return EventSender(deltas, CompletionEvents(shape, info), offload, num_dropped, self._client_s)
+        return WholeSender(deltas, partial(whole_completion, shape, info, offload), num_dropped, self._client_s)
 
     def _info(self, prefix: str, body: ChatBody | CompletionBody, generations: Sequence[Generation]) -> AnswerInfo:
         return AnswerInfo(
@@ -111,3 +115,8 @@ class GenerationEndpoints:
             continuous_usage=body.continuous_usage,
             include_times=body.include_times,
         )
+
+
+def _work(body: ChatBody | CompletionBody, size: int) -> int:
+    """How much there is to do to prepare a body of `size` bytes. A form is always checked in a thread."""
+    return max(size, _WORK_OF_A_FORM) if body.has_schema else size

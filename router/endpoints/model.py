@@ -50,9 +50,9 @@ class ModelEndpoints:
         preparer = self._router.preparer
         if body.messages is not None:
             tools = [tool.for_template() for tool in body.tools]
-            return preparer.chat_tokens(body.messages, tools, preparer.template_options(body))
+            return preparer.chat_tokens(body.messages, tools, preparer.template_options(body), over_context=True)
         assert body.prompt is not None
-        return preparer.text_tokens(body.prompt, add_special_tokens=body.add_special_tokens)
+        return preparer.text_tokens(body.prompt, add_special_tokens=body.add_special_tokens, over_context=True)
 
     def _card(self) -> Json:
         return {

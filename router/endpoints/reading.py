@@ -9,6 +9,8 @@ from starlette.requests import Request
 from router.access.gate import caller_of
 from router.api.body import Body, parse_body
 from router.api.intake import read_json_bytes
+from router.api.large.counts import check_counts
+from router.api.large.helper import LARGE_BODY_BYTES
 from router.service import Router
 
 _B = TypeVar("_B", bound=Body)
@@ -18,9 +20,12 @@ async def read_body(router: Router, request: Request, kind: type[_B]) -> tuple[_
     """Return the checked body and its size in bytes.
 
     Raises InvalidRequestError, and its kinds for a body of the wrong media type, too large (`http.max_body_bytes`) or too slow
-    (`limits.body_s`).
+    (`limits.body_s`). Raises OverloadedError if too many large bodies wait to be read.
     """
     data = await read_json_bytes(request, router.config.http.max_body_bytes, router.config.limits.body_s)
+    if len(data) > LARGE_BODY_BYTES:
+        await router.offload(len(data), check_counts, data)
+        await router.body_helper.check(kind, data)
     return await router.offload(len(data), parse_body, kind, data), len(data)
 
 

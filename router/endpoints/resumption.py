@@ -43,7 +43,8 @@ class ResumptionEndpoint:
         key = stream_key(request, caller_of(request.scope).tenant)
         writer = new_writer(key, AnswerRequest(tuple(generations), info).dump())
         deltas = self._recorder.recorded(writer, self._metered.generate(request, generations))
-        return EventSender(deltas, ResumableEvents(CompletionEvents(shape, info)), generations[0].num_dropped, self._client_s)
+        events = ResumableEvents(CompletionEvents(shape, info))
+        return EventSender(deltas, events, self._router.offload, generations[0].num_dropped, self._client_s)
 
     async def resume(self, request: Request, seen: EventId, shape: Callable[[AnswerInfo], AnswerShape]) -> Response:
         """Send the rest of a stream: what is on record after the event `seen`, then what was not generated yet.
@@ -56,4 +57,5 @@ class ResumptionEndpoint:
         emitted = emitted_choices(record.deltas, recorded.info.num_choices)
         rest = self._metered.generate(request, recorded.generations, emitted)
         events = ResumableEvents(CompletionEvents(shape(recorded.info), recorded.info), seen)
-        return EventSender(self._recorder.resumed(record, rest), events, recorded.generations[0].num_dropped, self._client_s)
+        pieces = self._recorder.resumed(record, rest)
+        return EventSender(pieces, events, self._router.offload, recorded.generations[0].num_dropped, self._client_s)

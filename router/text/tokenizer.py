@@ -22,6 +22,9 @@ from router.text.renamed_tokens import RenamedControlTokens
 from router.text.traced import outline_of, plain
 from router.text.whole_tokens import WholeTokens
 
+_SHRINKING = 4
+"""Normalizing makes a text shorter by no more than this factor, but for runs of spaces."""
+
 
 class Tokenizer(ABC):
     """Text to token ids and back. It never changes, so `encode` and `decode` may run in any thread.
@@ -77,6 +80,11 @@ class Tokenizer(ABC):
     def vocab_size(self) -> int:
         """One more than the highest token id. The model's own vocabulary may be larger by padding."""
 
+    @property
+    @abstractmethod
+    def longest_token(self) -> int:
+        """The most characters of a text that become one token, or more than that."""
+
     @abstractmethod
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Return the text of these ids. Bytes that are not UTF-8 become U+FFFD, and ids without a token become nothing."""
@@ -110,6 +118,10 @@ class _ByteLevelTokenizer(Tokenizer):
     @property
     def vocab_size(self) -> int:
         return len(self._shown)
+
+    @cached_property
+    def longest_token(self) -> int:
+        return max(map(len, self._bpe.token_bytes), default=1) * (1 if self._nfc is None else _SHRINKING)
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
         table = self._shown if skip_special else self._bpe.token_bytes
@@ -161,6 +173,10 @@ class _JsonTokenizer(Tokenizer):
     @property
     def vocab_size(self) -> int:
         return self._vocab_size
+
+    @cached_property
+    def longest_token(self) -> int:
+        return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1) * _SHRINKING
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
         known = [token_id for token_id in token_ids if 0 <= token_id < self._vocab_size]

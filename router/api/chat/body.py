@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from protocol.errors import InvalidRequestError
-from router.api.body import Neutral, Together, absent, either, given
-from router.api.chat.messages import MESSAGES, ChatMessage, check_messages
+from router.api.body import ListOf, Neutral, Together, absent, either, given
+from router.api.chat.messages import MAX_MESSAGES, MESSAGES, ChatMessage, check_messages
 from router.api.chat.template import TemplateBody
 from router.api.fields import EFFORT, MAX_LOGPROBS, METADATA, NOT_YET, TRUE, Count, Effort, Metadata, SamplingBody
 from router.api.structured import MAX_TOOLS, ToolBody, ToolChoice
@@ -42,12 +42,12 @@ class ChatBody(SamplingBody, TemplateBody):
         ),
     )
 
-    messages: list[ChatMessage] = Field(min_length=1, description=MESSAGES)
+    messages: ListOf[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, description=MESSAGES)
     max_completion_tokens: Count | None = Field(default=None, description="an integer of at least 1")
     truncation: Literal["auto", "disabled"] = Field(default="disabled", description="auto or disabled")
     logprobs: bool = Field(default=False, description="true or false")
     top_logprobs: int = Field(default=0, ge=0, le=MAX_LOGPROBS, description=f"an integer from 0 to {MAX_LOGPROBS}")
-    tools: list[ToolBody] = Field(default=[], max_length=MAX_TOOLS, description=f"a list of up to {MAX_TOOLS} functions")
+    tools: ListOf[ToolBody] = Field(default=[], max_length=MAX_TOOLS, description=f"a list of up to {MAX_TOOLS} functions")
     tool_choice: ToolChoice | None = Field(
         default=None, description='one of none, auto, required, or {"type": "function", "function": {"name": ...}}'
     )
@@ -59,6 +59,11 @@ class ChatBody(SamplingBody, TemplateBody):
     def num_logprobs(self) -> int | None:
         """Number of alternatives that each token of the answer is shown with; None if no logprobs are wanted."""
         return self.top_logprobs if self.logprobs else None
+
+    @property
+    def has_schema(self) -> bool:
+        """Whether the answer has a form, which takes longer to check than its bytes say."""
+        return super().has_schema or bool(self.tools)
 
     @property
     def answer_tokens(self) -> int | None:

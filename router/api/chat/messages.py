@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from protocol.errors import InvalidRequestError
-from router.api.body import Body, Neutral, Together, absent, either, given
+from router.api.body import Body, ListOf, Neutral, Together, absent, either, given
 from router.api.structured import ToolCallBody
 
-MESSAGES = "a non-empty list of messages with role and content"
+MAX_MESSAGES = 4096
+MESSAGES = f"a non-empty list of messages with role and content, at most {MAX_MESSAGES}"
+MAX_PARTS = 1024
+"""Parts of one message's content."""
 
 _ROLES = "one of system, developer, user, assistant, tool"
-_CONTENT = 'a string or a list of {"type": "text", "text": ...} parts'
+_CONTENT = f'a string or a list of up to {MAX_PARTS} {{"type": "text", "text": ...}} parts'
 
 
 class TextPart(Body):
@@ -46,11 +49,18 @@ class ChatMessage(Body):
     )
 
     role: Literal["system", "developer", "user", "assistant", "tool"] = Field(description=_ROLES)
-    content: str | list[TextPart] | None = Field(default=None, description=_CONTENT)
+    content: str | Annotated[ListOf[TextPart], Field(max_length=MAX_PARTS)] | None = Field(default=None, description=_CONTENT)
     name: str | None = Field(default=None, description="a string")
-    tool_calls: list[ToolCallBody] = Field(default=[], max_length=128, description="a list of up to 128 calls of tools")
+    tool_calls: ListOf[ToolCallBody] = Field(default=[], max_length=128, description="a list of up to 128 calls of tools")
     tool_call_id: str | None = Field(default=None, description="the id of an earlier call")
     parsed: Any = Field(default=None, description="what the openai package made of the content, which says the same")
+
+    @property
+    def num_chars(self) -> int:
+        """Characters of the message's text and of its calls' arguments."""
+        said = self.content or ""
+        num_said = len(said) if isinstance(said, str) else sum(len(part.text) for part in said)
+        return num_said + sum(len(call.function.arguments) for call in self.tool_calls)
 
     def for_template(self, param: str) -> dict[str, Any]:
         """Return the message as chat templates know it: content in one piece, and the role `system` in place of `developer`.

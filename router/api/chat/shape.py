@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from router.api.large.encoding import Entries
 from router.api.shapes import AnswerInfo, Json, clipped, usage, whole_usage
 from router.request.answer import Answer, Delta, TextLogprob, TextLogprobs
 from router.text.tool_calls import ToolCall, ToolCallDelta, whole_calls
@@ -81,7 +82,7 @@ class ChatShape:
 
     def _logprobs(self, entries: Iterable[TextLogprobs]) -> Json:
         content = [{**_entry(entry.chosen), "top_logprobs": [_entry(option) for option in entry.top]} for entry in entries]
-        return {"content": content, "refusal": None}
+        return {"content": Entries(content), "refusal": None}
 
 
 def _entry(option: TextLogprob) -> Json:

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, TypeVar
 from pydantic import Field
 
 from protocol.errors import InvalidRequestError
-from router.api.body import Neutral, Together, either, given
+from router.api.body import ListOf, Neutral, Together, either, given
 from router.api.fields import MAX_LOGPROBS, NOT_YET, TRUE, SamplingBody
 
 _DEFAULT_MAX_TOKENS = 16
@@ -16,9 +16,9 @@ _PROMPT = f"a non-empty string, a non-empty list of token ids, or a list of up t
 
 
 _Text = Annotated[str, Field(min_length=1)]
-_TokenIds = Annotated[list[int], Field(min_length=1)]
+_TokenIds = Annotated[ListOf[int], Field(min_length=1)]
 _Prompt = TypeVar("_Prompt")
-_Several = Annotated[list[_Prompt], Field(min_length=1, max_length=_MAX_PROMPTS)]
+_Several = Annotated[ListOf[_Prompt], Field(min_length=1, max_length=_MAX_PROMPTS)]
 
 
 class CompletionBody(SamplingBody):

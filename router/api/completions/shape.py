@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+from router.api.large.encoding import Entries
 from router.api.shapes import AnswerInfo, Json, clipped, usage, whole_usage
 from router.request.answer import Answer, Delta, TextLogprobs
 from telemetry.request_times import RequestTimes
@@ -65,10 +66,10 @@ class CompletionShape:
             offsets.append(self._offsets[index])
             self._offsets[index] += len(entry.chosen.token.text)
         return {
-            "text_offset": offsets,
-            "token_logprobs": [clipped(entry.chosen.logprob) for entry in entries],
-            "tokens": [entry.chosen.token.text for entry in entries],
-            "top_logprobs": [_likeliest(entry) for entry in entries],
+            "text_offset": Entries(offsets),
+            "token_logprobs": Entries(clipped(entry.chosen.logprob) for entry in entries),
+            "tokens": Entries(entry.chosen.token.text for entry in entries),
+            "top_logprobs": Entries(_likeliest(entry) for entry in entries),
         }
 
 

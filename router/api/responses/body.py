@@ -12,7 +12,8 @@ from typing import Annotated, ClassVar, Final, Literal
 from pydantic import Field
 
 from protocol.errors import InvalidRequestError
-from router.api.body import Body, Neutral, Together
+from router.api.body import Body, ListOf, Neutral, Together
+from router.api.chat.messages import MAX_MESSAGES
 from router.api.fields import MAX_LOGPROBS, MAX_SALT_CHARS, MAX_SEED, METADATA, STREAM_OPTIONS, Count, Metadata
 from router.api.responses.input import CallItem, Item, MessageItem
 from router.api.responses.options import FunctionTool, ReasoningOptions, ResponseToolChoice, TextOptions
@@ -23,6 +24,7 @@ from router.api.structured import MAX_TOOLS
 LOGPROBS: Final = "message.output_text.logprobs"
 
 _SOME = Field(min_length=1)
+_ITEMS = Field(min_length=1, max_length=MAX_MESSAGES)
 
 
 class ResponseStreamOptions(Body):
@@ -54,19 +56,19 @@ class ResponsesBody(Body):
     together: ClassVar[Together] = (STREAM_OPTIONS,)
 
     model: str = Field(min_length=1, description="the name of the served model (see /v1/models)")
-    input: Annotated[str, _SOME] | Annotated[list[Item], _SOME] = Field(
-        description="a non-empty string or a non-empty list of items"
+    input: Annotated[str, _SOME] | Annotated[ListOf[Item], _ITEMS] = Field(
+        description=f"a non-empty string or a non-empty list of up to {MAX_MESSAGES} items"
     )
     instructions: str | None = Field(default=None, description="a string")
     max_output_tokens: Count | None = Field(default=None, description="an integer of at least 1")
     temperature: float = Field(default=1.0, ge=0, le=2, description="a number from 0 to 2")
     top_p: float = Field(default=1.0, gt=0, le=1, description="a number over 0, up to 1")
     top_logprobs: int = Field(default=0, ge=0, le=MAX_LOGPROBS, description=f"an integer from 0 to {MAX_LOGPROBS}")
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(
-        default=[], description=f"a list of what answers shall have besides; this model knows {LOGPROBS}"
+    include: ListOf[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(
+        default=[], max_length=16, description=f"a list of what answers shall have besides; this model knows {LOGPROBS}"
     )
     text: TextOptions = Field(default=TextOptions(), description="an object with format")
-    tools: list[FunctionTool] = Field(default=[], max_length=MAX_TOOLS, description=f"a list of up to {MAX_TOOLS} functions")
+    tools: ListOf[FunctionTool] = Field(default=[], max_length=MAX_TOOLS, description=f"a list of up to {MAX_TOOLS} functions")
     tool_choice: ResponseToolChoice = Field(
         default="auto", description='one of none, auto, required, or {"type": "function", "name": ...}'
     )

@@ -15,9 +15,11 @@ from collections.abc import Iterable
 from protocol.errors import OverloadedError, TandemError
 from router.api.responses.body import ResponsesBody
 from router.api.responses.items import PartialCall, PartialMessage
-from router.api.shapes import Json, clipped
+from router.api.shapes import Json, clipped, num_entries
 from router.request.answer import Delta, TextLogprob, TextLogprobs
 from router.text.tool_calls import ToolCallDelta
+
+_REPEATED = 4
 
 
 class ResponseBuilder:
@@ -29,7 +31,7 @@ class ResponseBuilder:
         self._wants_logprobs = body.wants_logprobs
         self._num_prompt_tokens = num_prompt_tokens
         self._num_tokens = self._cached_tokens = 0
-        self._num_events = 0
+        self._num_events = self._num_entries = 0
         self._open: PartialMessage | PartialCall | None = None
         self._logprobs: list[Json] = []
         """The logprobs of tokens that have no text yet. They belong to text that is still to come, or spell a call."""
@@ -46,12 +48,24 @@ class ResponseBuilder:
         self._cached_tokens += delta.cached_tokens
         if self._wants_logprobs:
             self._logprobs += [_logprobs(entry) for entry in delta.logprobs]
+            self._num_entries += num_entries(delta.logprobs)
         events = self._say(delta.text) if delta.text else []
         for piece in delta.tool_calls:
             events += self._call(piece)
         if delta.finish_reason is not None:
             events += self._finish(incomplete=delta.finish_reason == "length")
         return self._numbered(events)
+
+    def num_entries(self, delta: Delta) -> int:
+        """Return how many tokens with logprobs the events of this piece have, alternatives included.
+
+        Each event that ends an item or the response repeats all of them.
+        """
+        if not self._wants_logprobs:
+            return 0
+        own = num_entries(delta.logprobs)
+        ends = delta.finish_reason is not None or bool(delta.tool_calls)
+        return own + (_REPEATED * (self._num_entries + own) if ends else 0)
 
     def fail(self, error: TandemError) -> list[Json]:
         """Return the last event of a response that an error ended. The response in it has the output so far."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterable, Iterable
 
 from protocol.errors import TandemError
+from router.api.large.encoding import encoded
 from router.api.responses.builder import ResponseBuilder
 from router.api.server_sent_events import event
-from router.api.shapes import Json
+from router.api.shapes import ENTRY_SIZE, LARGE_ENTRIES, Json, Offload
 from router.request.answer import Delta
 
 
@@ -24,19 +25,32 @@ class ResponseEvents:
         opening = [] if self._begun else self._builder.begin()
         self._begun = True
         self.ended = delta.finish_reason is not None
-        return _named(opening + self._builder.push(delta))
+        large = self.num_entries(delta) > LARGE_ENTRIES
+        return _named(opening + self._builder.push(delta), large=large)
+
+    def num_entries(self, delta: Delta) -> int:
+        """Return how many tokens with logprobs `push` is going to write, alternatives included."""
+        return self._builder.num_entries(delta)
 
     def fail(self, error: TandemError) -> bytes:
         """Return the event that tells that the response failed."""
-        return _named(self._builder.fail(error))
+        return _named(self._builder.fail(error), large=False)
 
 
-async def whole_response(builder: ResponseBuilder, deltas: AsyncIterable[Delta]) -> Json:
-    """Collect all pieces and return the response object."""
+async def whole_response(builder: ResponseBuilder, offload: Offload, deltas: AsyncIterable[Delta]) -> bytes:
+    """Collect all pieces and return the response object, encoded."""
+    entries = tokens = 0
     async for delta in deltas:
-        builder.push(delta)
-    return builder.response
+        tokens += len(delta.token_ids)
+        new = builder.num_entries(delta)
+        entries += new
+        await offload(ENTRY_SIZE * new, builder.push, delta)
+    return await offload(tokens + ENTRY_SIZE * entries, _whole, builder, entries > LARGE_ENTRIES)
 
 
-def _named(events: Iterable[Json]) -> bytes:
-    return b"".join(b"event: " + each["type"].encode() + b"\n" + event(each) for each in events)
+def _whole(builder: ResponseBuilder, large: bool) -> bytes:
+    return encoded(builder.response, large=large)
+
+
+def _named(events: Iterable[Json], *, large: bool) -> bytes:
+    return b"".join(b"event: " + each["type"].encode() + b"\n" + event(each, large=large) for each in events)

@@ -6,11 +6,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, Tag
 
-from router.api.body import Body, Neutral, told_apart
+from router.api.body import Body, ListOf, Neutral, told_apart
+from router.api.chat.messages import MAX_PARTS
 from router.api.shapes import Json
 
 _TYPES = "one of message, function_call, function_call_output"
-_TEXT = 'a string or a list of {"type": "input_text", "text": ...} parts'
+_TEXT = f'a string or a list of up to {MAX_PARTS} {{"type": "input_text", "text": ...}} parts'
 
 _Status = Literal["in_progress", "completed", "incomplete"]
 _STATUS = "one of in_progress, completed, incomplete"
@@ -36,7 +37,9 @@ class MessageItem(Body):
 
     type: Literal["message"] = Field(default="message", description=_TYPES)
     role: Literal["system", "developer", "user", "assistant"] = Field(description="one of system, developer, user, assistant")
-    content: str | list[InputText] = Field(description=f'{_TEXT} ("output_text" in answers)')
+    content: str | Annotated[ListOf[InputText], Field(max_length=MAX_PARTS)] = Field(
+        description=f'{_TEXT} ("output_text" in answers)'
+    )
     id: str | None = Field(default=None, description="a string")
     status: _Status | None = Field(default=None, description=_STATUS)
 
@@ -69,7 +72,7 @@ class CallOutputItem(Body):
 
     type: Literal["function_call_output"] = Field(description=_TYPES)
     call_id: str = Field(min_length=1, description=_CALL_ID)
-    output: str | list[InputText] = Field(description=_TEXT)
+    output: str | Annotated[ListOf[InputText], Field(max_length=MAX_PARTS)] = Field(description=_TEXT)
     id: str | None = Field(default=None, description="a string")
     status: _Status | None = Field(default=None, description=_STATUS)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from router.api.large.encoding import Entries
 from router.api.shapes import Json
 
 
@@ -49,7 +50,7 @@ class PartialMessage:
         return {"id": self._item_id, "type": "message", "status": status, "role": "assistant", "content": content}
 
     def _part(self) -> Json:
-        text, logprobs = "".join(self._pieces), list(self._logprobs)
+        text, logprobs = "".join(self._pieces), Entries(self._logprobs)
         return {"type": "output_text", "annotations": [], "logprobs": logprobs, "text": text}
 
     def _event(self, kind: str, **fields: object) -> Json:

@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from protocol.errors import InvalidRequestError
-from router.api.body import Body, Neutral, Together, absent, either, given
-from router.api.chat.messages import MESSAGES, ChatMessage, check_messages
+from router.api.body import Body, ListOf, Neutral, Together, absent, either, given
+from router.api.chat.messages import MAX_MESSAGES, MESSAGES, ChatMessage, check_messages
 from router.api.chat.template import TemplateBody
 from router.api.structured import MAX_TOOLS, ToolBody
 
@@ -28,8 +28,8 @@ class TokenizeBody(TemplateBody):
 
     model: str | None = Field(default=None, description="the name of the served model (see /v1/models)")
     prompt: str | None = Field(default=None, description="a string")
-    messages: list[ChatMessage] | None = Field(default=None, min_length=1, description=MESSAGES)
-    tools: list[ToolBody] = Field(default=[], max_length=MAX_TOOLS, description=f"a list of up to {MAX_TOOLS} functions")
+    messages: ListOf[ChatMessage] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES, description=MESSAGES)
+    tools: ListOf[ToolBody] = Field(default=[], max_length=MAX_TOOLS, description=f"a list of up to {MAX_TOOLS} functions")
     add_special_tokens: bool = Field(default=True, description="true or false")
 
     def check_together(self) -> None:
@@ -44,7 +44,7 @@ class DetokenizeBody(Body):
     """The body of POST /detokenize: token ids."""
 
     model: str | None = Field(default=None, description="the name of the served model (see /v1/models)")
-    tokens: list[Annotated[int, Field(ge=0)]] = Field(description="a list of token ids")
+    tokens: ListOf[Annotated[int, Field(ge=0)]] = Field(description="a list of token ids")
 
 
 class ScaleBody(Body):

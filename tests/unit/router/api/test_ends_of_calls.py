@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from openai import omit
@@ -38,6 +38,10 @@ async def one_piece() -> AsyncGenerator[Delta, None]:
     yield Delta(0, "", (5, 6), (), "tool_calls", 0, calls)
 
 
+async def at_once(size: int, work: Callable[..., Any], *args: Any) -> Any:
+    return work(*args)
+
+
 def test_the_end_comes_after_the_call() -> None:
     sent: list[Any] = []
 
@@ -47,7 +51,7 @@ def test_the_end_comes_after_the_call() -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    answer = EventSender(one_piece(), CompletionEvents(ChatShape(INFO), INFO), None, 60.0)
+    answer = EventSender(one_piece(), CompletionEvents(ChatShape(INFO), INFO), at_once, None, 60.0)
     asyncio.run(answer({"type": "http"}, receive, send))
     body = b"".join(message.get("body", b"") for message in sent).decode()
     chunks = [json.loads(line.removeprefix("data: ")) for line in body.split("\n") if line.startswith("data: {")]

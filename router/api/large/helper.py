@@ -1,0 +1,148 @@
+"""Owns the helper process, which decodes and checks large bodies before the router does.
+
+    no process ──a large body──► starting ──► idle ◄──► working on one body
+        ▲                                       │              │
+        └──── idle for IDLE_S ◄─────────────────┘              │
+        └──── it died, or worked for longer than JOB_S ◄───────┘   an error for that body alone
+
+The process runs `router.api.large.helper_main`. It gets the body, and answers with what is wrong with it or that nothing is.
+What it let pass, the router decodes itself: objects don't cross from one process into another without being decoded again.
+One task owns the process and the queue in front of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from protocol.errors import InvalidRequestError, OverloadedError, TandemError
+from router.api.body import Body
+from router.api.large.helper_main import ANSWER_HEAD, JOB_S, REQUEST_HEAD
+
+LARGE_BODY_BYTES = 256 * 1024
+"""Bodies of more bytes are checked by the helper process first."""
+IDLE_S = 10.0
+MAX_WAITING = 16
+"""Bodies that wait for the process; more are refused."""
+_WAIT_S = 10.0
+_START_S = 20.0
+_COMMAND = (sys.executable, "-P", "-m", "router.api.large.helper_main")
+
+
+@dataclass(frozen=True)
+class _Job:
+    kind: str
+    data: bytes
+    problem: asyncio.Future[bytes]
+    """What is wrong with the body, as the process says it; empty if nothing is."""
+
+
+class BodyHelper:
+    """The helper process and the bodies that wait for it. It starts with the first body, and ends with `close`."""
+
+    def __init__(self, command: Sequence[str] = _COMMAND, *, idle_s: float = IDLE_S) -> None:
+        self._command = command
+        self._idle_s = idle_s
+        self._queue: asyncio.Queue[_Job] = asyncio.Queue(MAX_WAITING)
+        self._task: asyncio.Task[None] | None = None
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of the helper; None while there is none."""
+        return None if self._process is None else self._process.pid
+
+    async def check(self, kind: type[Body], data: bytes) -> None:
+        """Return if these bytes hold a body of this kind.
+
+        Raises InvalidRequestError if they don't, or if the helper process could not find out; OverloadedError if too many
+        bodies wait for it.
+        """
+        job = _Job(kind.__name__, data, asyncio.get_running_loop().create_future())
+        busy = OverloadedError("too many large bodies are being read; try again", retry_after_s=1.0)
+        try:
+            self._queue.put_nowait(job)
+        except asyncio.QueueFull:
+            raise busy from None
+        if self._task is None:
+            self._task = asyncio.create_task(self._work())
+        try:
+            async with asyncio.timeout(_WAIT_S):
+                problem = await job.problem
+        except TimeoutError:
+            raise busy from None
+        if problem:
+            raise InvalidRequestError(**json.loads(problem))
+
+    async def close(self) -> None:
+        """End the process; returns when it has ended."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    async def _work(self) -> None:
+        try:
+            while True:
+                job = await self._next()
+                if job.problem.done():
+                    continue  # nobody waits for it any longer
+                try:
+                    problem = await self._answer(job)
+                except (OSError, asyncio.IncompleteReadError, TimeoutError):
+                    await self._end()
+                    if not job.problem.done():
+                        job.problem.set_exception(_unreadable())
+                else:
+                    if not job.problem.done():
+                        job.problem.set_result(problem)
+        finally:
+            await self._end()
+
+    async def _next(self) -> _Job:
+        try:
+            async with asyncio.timeout(self._idle_s):
+                return await self._queue.get()
+        except TimeoutError:
+            await self._end()
+        return await self._queue.get()
+
+    async def _answer(self, job: _Job) -> bytes:
+        """Raises OSError, IncompleteReadError or TimeoutError if the process does not answer."""
+        process = await self._started()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        kind = job.kind.encode()
+        async with asyncio.timeout(2 * JOB_S):
+            process.stdin.write(REQUEST_HEAD.pack(len(kind), len(job.data)) + kind)
+            process.stdin.write(job.data)
+            await process.stdin.drain()
+            [size] = ANSWER_HEAD.unpack(await process.stdout.readexactly(ANSWER_HEAD.size))
+            return await process.stdout.readexactly(size)
+
+    async def _started(self) -> asyncio.subprocess.Process:
+        """The process, when it is ready for a body."""
+        if self._process is None:
+            pipe, path = asyncio.subprocess.PIPE, os.pathsep.join(filter(None, sys.path))
+            environment = os.environ | {"PYTHONPATH": path}
+            self._process = await asyncio.create_subprocess_exec(*self._command, stdin=pipe, stdout=pipe, env=environment)
+            assert self._process.stdout is not None
+            async with asyncio.timeout(_START_S):
+                await self._process.stdout.readexactly(ANSWER_HEAD.size)
+        return self._process
+
+    async def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+def _unreadable() -> TandemError:
+    return InvalidRequestError("the body takes too much time or memory to read")

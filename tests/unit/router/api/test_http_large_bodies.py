@@ -1,0 +1,197 @@
+"""Large and hostile bodies over real sockets: nobody else waits for them, and each is refused by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from protocol.errors import InvalidRequestError, OverloadedError
+from router.api.completions.body import CompletionBody
+from router.api.large import helper
+from router.api.large.helper import LARGE_BODY_BYTES, BodyHelper
+from tests.hostile_bodies import CHAT, PLAIN, SHAPES
+from tests.unit.router.conftest import eventually
+
+JSON = {"content-type": "application/json"}
+LONG = json.dumps({"model": "smollm2", "prompt": "word " * 60_000}).encode()
+
+
+async def post(cluster: Any, path: str, data: bytes) -> httpx.Response:
+    response: httpx.Response = await cluster.http.post(path, content=data, headers=JSON)
+    return response
+
+
+@asynccontextmanager
+async def watched_loop() -> AsyncIterator[list[float]]:
+    """The longest pause of this loop, in seconds, is the list's last entry when the block ends."""
+    pauses = [0.0]
+
+    async def watch() -> None:
+        while True:
+            begun = time.monotonic()
+            await asyncio.sleep(0.001)
+            pauses[0] = max(pauses[0], time.monotonic() - begun)
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield pauses
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+
+def test_hostile_bodies_hold_up_nobody(run_cluster: Callable[..., None]) -> None:
+    async def test(cluster: Any) -> None:
+        for shape, (path, build) in SHAPES.items():
+            for size in (2**20, 4 * 2**20 - 64):
+                body = build(size)
+                begun = time.monotonic()
+                async with watched_loop() as pauses:
+                    response = await post(cluster, path, body)
+                assert response.status_code == 400, (shape, response.text[:300])
+                assert time.monotonic() - begun < 2.0, shape
+                assert pauses[0] < 0.3, shape
+        await cluster.clean()
+
+    run_cluster(test)
+
+
+def test_too_large_a_body_is_refused_while_it_comes(run_cluster: Callable[..., None]) -> None:
+    async def test(cluster: Any) -> None:
+        path, build = SHAPES["empty strings"]
+        assert (await post(cluster, path, build(16 * 2**20))).status_code == 413
+        sent = 0
+
+        async def endless() -> AsyncIterator[bytes]:
+            nonlocal sent
+            while sent < 2**26:
+                yield b" " * 2**16
+                sent += 2**16
+
+        response = await cluster.http.post(path, content=endless(), headers=JSON)
+        assert response.status_code == 413, "also without a content-length"
+
+    run_cluster(test)
+
+
+def test_a_long_prompt_is_checked_in_the_helper_process(run_cluster: Callable[..., None]) -> None:
+    async def test(cluster: Any) -> None:
+        body_helper = cluster.router.body_helper
+        assert (await cluster.complete(max_tokens=1)).status_code == 200
+        assert not body_helper.pid, "what is not needed does not run"
+        assert len(LONG) > LARGE_BODY_BYTES
+        response = await post(cluster, PLAIN, LONG)
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+        first = body_helper.pid
+        assert first
+        wrong = await post(cluster, PLAIN, LONG.replace(b"smollm2", b'smollm2", "seed": "x'))
+        assert wrong.json()["error"]["param"] == "seed", "it says what is wrong as the router does"
+        os.kill(first, signal.SIGKILL)
+        await post(cluster, PLAIN, LONG)
+        response = await post(cluster, PLAIN, LONG)
+        assert response.json()["error"]["code"] == "context_length_exceeded", "another one has taken its place"
+        assert body_helper.pid not in (None, first)
+
+    run_cluster(test)
+
+
+def test_a_prompt_longer_than_the_context_is_not_tokenized_whole(run_cluster: Callable[..., None]) -> None:
+    async def test(cluster: Any) -> None:
+        most = 8192
+        for body in (
+            {"prompt": "q" * 600_000},
+            {"prompt": "\x7f" * 1_000_000},
+            {"prompt": [1] * most},
+            {"prompt": [[1], [1] * most]},
+            {"prompt": ["a", "word " * 20_000]},
+        ):
+            response = await cluster.complete(**body)
+            assert response.json()["error"]["code"] == "context_length_exceeded", body
+        chat = {"model": "smollm2", "messages": [{"role": "user", "content": "a " * 150_000}]}
+        assert (await cluster.http.post(CHAT, json=chat)).json()["error"]["code"] == "context_length_exceeded"
+        shortened = await cluster.http.post(CHAT, json=chat | {"truncation": "auto"})
+        assert "at most 262144 characters" in shortened.json()["error"]["message"]
+        counted = await cluster.http.post("/tokenize", json={"prompt": "a " * 150_000})
+        assert "at most 262144 characters" in counted.json()["error"]["message"]
+        counted = await cluster.http.post("/tokenize", json={"prompt": "a " * 100_000})
+        assert counted.json()["count"] > most, "tokens are counted beyond the context too"
+        spelled = await cluster.http.post("/detokenize", json={"tokens": [1] * 70_000})
+        assert "at most 65536 token ids" in spelled.json()["error"]["message"]
+
+    run_cluster(test)
+
+
+def test_a_schema_that_would_fill_the_memory_is_refused(run_cluster: Callable[..., None]) -> None:
+    schema = {"allOf": [{"type": "string", "pattern": f".*a{index}.*"} for index in range(100)]}
+    wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+
+    async def test(cluster: Any) -> None:
+        async with watched_loop() as pauses:
+            chat = {"model": "smollm2", "messages": [{"role": "user", "content": "a"}], "response_format": wanted}
+            response = await cluster.http.post(CHAT, json=chat)
+        error = response.json()["error"]
+        assert (error["param"], response.status_code) == ("response_format.json_schema.schema", 400)
+        assert "too much time or memory" in error["message"]
+        assert pauses[0] < 0.3
+
+    run_cluster(test)
+
+
+def script(text: str) -> tuple[str, ...]:
+    """A helper process that says that it is ready, then runs this text."""
+    return (sys.executable, "-c", f"import os, sys, time; os.write(1, bytes(4)); {text}")
+
+
+def test_a_body_that_the_helper_dies_of_is_refused_alone() -> None:
+    async def test() -> None:
+        for text in ("sys.stdin.buffer.read(8)", "os._exit(1)"):
+            body_helper = BodyHelper(script(text))
+            with pytest.raises(InvalidRequestError, match="too much time or memory"):
+                await body_helper.check(CompletionBody, LONG)
+            assert body_helper.pid is None
+            await body_helper.close()
+
+    asyncio.run(test())
+
+
+def test_the_helper_process_has_a_deadline_a_bounded_line_and_an_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(helper, "JOB_S", 0.2)
+    monkeypatch.setattr(helper, "_WAIT_S", 2.0)
+
+    async def test() -> None:
+        body_helper = BodyHelper(script("time.sleep(60)"))
+        checks = [asyncio.create_task(body_helper.check(CompletionBody, LONG)) for _ in range(helper.MAX_WAITING + 2)]
+        outcomes = await asyncio.gather(checks[0], checks[-1], return_exceptions=True)
+        assert isinstance(outcomes[0], InvalidRequestError), "it took too long"
+        assert isinstance(outcomes[1], OverloadedError), "too many wait"
+        await eventually(lambda: body_helper.pid is not None)
+        pid = body_helper.pid
+        assert pid is not None
+        await body_helper.close()
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+        await asyncio.gather(*checks, return_exceptions=True)
+
+    asyncio.run(test())
+
+
+def test_the_helper_process_ends_when_nobody_needs_it() -> None:
+    async def test() -> None:
+        body_helper = BodyHelper(idle_s=0.1)
+        for _ in range(2):
+            await body_helper.check(CompletionBody, LONG)
+            assert body_helper.pid is not None
+            await eventually(lambda: body_helper.pid is None)
+        await body_helper.close()
+
+    asyncio.run(test())

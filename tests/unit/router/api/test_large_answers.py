@@ -1,0 +1,112 @@
+"""Answers with many logprobs: the same bytes as in one go, and the loop goes on while they are written."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.api.chat.shape import ChatShape
+from router.api.completion_events import whole_completion
+from router.api.completions.shape import CompletionShape
+from router.api.large.encoding import Entries, encode, encoded
+from router.api.responses.body import ResponsesBody
+from router.api.responses.builder import ResponseBuilder
+from router.api.responses.events import ResponseEvents, whole_response
+from router.api.server_sent_events import event
+from router.api.shapes import AnswerInfo
+from router.request.answer import Delta, TextLogprob, TextLogprobs, TokenText
+from router.text.threads import TextThreads
+from tests.unit.router.api.test_http_large_bodies import watched_loop
+
+NUM_TOKENS, NUM_TOP = 10_000, 20
+NUM_STREAMED = 1000
+INFO = AnswerInfo(
+    answer_id="a",
+    created=1,
+    model="m",
+    fingerprint="f",
+    prompts=((1, 2),),
+    choices_per_prompt=1,
+    logprobs=True,
+    return_token_ids=True,
+    include_usage=False,
+    continuous_usage=False,
+    include_times=False,
+)
+TOKEN = TokenText("w\u00e4\u2028", (119, 195, 164))
+ENTRY = TextLogprobs(TextLogprob(TOKEN, -0.5), tuple(TextLogprob(TOKEN, -1.0 - index) for index in range(NUM_TOP)))
+BODY = ResponsesBody(model="m", input="x", include=["message.output_text.logprobs"], top_logprobs=NUM_TOP)
+
+leaves = st.none() | st.booleans() | st.integers() | st.text(max_size=3)
+json_values = st.recursive(
+    leaves,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=200).map(Entries)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=30,
+)
+
+
+@given(json_values)
+def test_slices_are_the_same_json(value: Any) -> None:
+    assert encoded(value, large=True) == encode(value).encode() == encoded(value, large=False)
+    assert event({"value": value}, large=True) == event({"value": value})
+
+
+async def pieces(num_tokens: int = NUM_TOKENS) -> AsyncGenerator[Delta, None]:
+    for index in range(num_tokens):
+        yield Delta(0, TOKEN.text, (index,), (ENTRY,), "length" if index == num_tokens - 1 else None, 0)
+        if index % 50 == 0:
+            await asyncio.sleep(0)
+
+
+def test_slices_of_the_objects_themselves() -> None:
+    delta = Delta(0, TOKEN.text, (1,) * 300, (ENTRY,) * 300, "stop", 0)
+    for shape in (ChatShape(INFO), CompletionShape(INFO)):
+        chunk = shape.chunk(replace(delta))
+        assert encoded(chunk, large=True) == encode(chunk).encode()
+
+
+async def whole(threads: TextThreads, kind: str) -> bytes:
+    if kind == "response":
+        return await whole_response(ResponseBuilder("a", "m", BODY, 2), threads.offload, pieces())
+    shape = ChatShape(INFO) if kind == "chat" else CompletionShape(INFO)
+    return await whole_completion(shape, INFO, threads.offload, pieces())
+
+
+@pytest.mark.parametrize("kind", ["chat", "completion", "response"])
+def test_a_whole_answer_with_many_logprobs_is_written_beside_the_loop(kind: str) -> None:
+    async def test() -> None:
+        threads = TextThreads()
+        async with watched_loop() as pauses:
+            data = await whole(threads, kind)
+        threads.close()
+        assert data.count(b'"logprob') + data.count(b"-0.5") >= NUM_TOKENS
+        json.loads(data)
+        assert pauses[0] < 0.15
+
+    asyncio.run(test())
+
+
+def test_the_last_events_of_a_response_are_written_beside_the_loop() -> None:
+    async def test() -> None:
+        threads, events = TextThreads(), ResponseEvents(ResponseBuilder("a", "m", BODY, 2))
+        async with watched_loop() as pauses:
+            async for delta in pieces(NUM_STREAMED):
+                size = 16 * events.num_entries(delta)
+                last = await threads.offload(size, events.push, delta)
+        threads.close()
+        assert events.ended
+        assert last.count(b'"bytes"') == 4 * NUM_STREAMED * (1 + NUM_TOP) + 1 + NUM_TOP
+        assert pauses[0] < 0.15
+
+    asyncio.run(test())
