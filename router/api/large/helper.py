@@ -139,9 +139,13 @@ class BodyHelper:
     async def _end(self) -> None:
         process, self._process = self._process, None
         if process is not None:
+            assert process.stdin is not None
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
+            process.stdin.transport.abort()  # what it has not read is not waited for
+            with contextlib.suppress(OSError):
+                await process.stdin.wait_closed()
 
 
 def _unreadable() -> TandemError:
