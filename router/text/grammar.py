@@ -144,16 +144,17 @@ def _problem(grammar: str, fuel: int) -> str:
     found = _KNOWN.get(digest)
     if found is None:
         path = os.pathsep.join(filter(None, sys.path))
-        said = problem_found_apart(grammar, fuel, path) if _may_explode(grammar) else problem_of(grammar, fuel)
+        said = problem_found_apart(grammar, fuel, path) if _may_explode(grammar, fuel) else problem_of(grammar, fuel)
         message = " ".join(said.split())
         found = (_ECHO.sub("", _PLACE.sub("", message)) or "it is not valid") if message else ""
         _KNOWN.add(digest, found)
     return found
 
 
-def _may_explode(grammar: str) -> bool:
+def _may_explode(grammar: str, fuel: int) -> bool:
     """Whether a grammar has what makes llguidance look for text that several patterns match at once."""
-    return '"allOf"' in grammar or '"pattern' in grammar.replace(_OWN_PATTERN, "")
+    intersects = fuel < _FUEL and "&" in grammar  # of a client's own grammar
+    return intersects or '"allOf"' in grammar or '"pattern' in grammar.replace(_OWN_PATTERN, "")
 
 
 class _KnownProblems:
