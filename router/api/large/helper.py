@@ -144,8 +144,8 @@ class BodyHelper:
                 process.kill()
             await process.wait()
             process.stdin.transport.abort()  # what it has not read is not waited for
-            with contextlib.suppress(OSError):
-                await process.stdin.wait_closed()
+            for _ in range(3):  # turns of the loop in which it closes what is open
+                await asyncio.sleep(0)
 
 
 def _unreadable() -> TandemError:
