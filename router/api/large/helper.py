@@ -143,7 +143,8 @@ class BodyHelper:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-            process.stdin.transport.abort()  # what it has not read is not waited for
+            if not process.stdin.is_closing():
+                process.stdin.transport.abort()  # what it has not read is not waited for
             for _ in range(3):  # turns of the loop in which it closes what is open
                 await asyncio.sleep(0)
 
