@@ -35,7 +35,7 @@ from configs.schema import ClusterConfig
 from protocol.cluster_view import ClusterView
 from protocol.errors import ConfigError, InvalidRequestError, UnavailableError
 from protocol.messages import Role
-from router.access.keyring import Keyring
+from router.access.keyring import check_key_file
 from telemetry.audit_file import AuditFile
 from telemetry.spans import check_installed
 
@@ -95,7 +95,7 @@ def check_keys(config: ClusterConfig) -> None:
     """Raise ConfigError if the routers could not read the API keys, or if nobody would keep their rates."""
     http = config.http
     if http.keys_file is not None:
-        Keyring(Path(http.keys_file), config.tiers)
+        check_key_file(Path(http.keys_file), config.tiers)
     if http.redis_url is not None:
         try:
             with redis.Redis.from_url(http.redis_url, socket_timeout=_REDIS_S, socket_connect_timeout=_REDIS_S) as client:

@@ -80,7 +80,7 @@ def create_app(
         )
     keys = {Access.CALLERS: http.keys_file is not None, Access.OPERATORS: http.admin_key is not None}
     keyed = frozenset(access for access, needed in keys.items() if needed)
-    for method, path, function, operation in endpoint_table(router, meter, recorder):
+    for method, path, function, operation in endpoint_table(router, meter, recorder, authenticator.keyring):
         described = operation.described(router.facts.name, keyed)
         app.add_api_route(
             path, function, methods=[method], response_model=None, response_class=Response, openapi_extra=described

@@ -90,9 +90,11 @@ class Metrics:
             ("model_name", "outcome"),
             registry=self.registry,
         )
-        self.waiting_requests = Gauge(
-            "tandem:router_requests_waiting", "Requests held back for room.", ("model_name",), registry=self.registry
-        ).labels(model_name)
+        self.waiting_requests = self._gauge("router_requests_waiting", "Requests held back for room.")
+        self.skipped_api_keys = self._gauge("api_keys_skipped", "Entries of the file of API keys that are wrong, and refused.")
+        self.outdated_api_keys = self._gauge(
+            "api_keys_outdated", "1 while the file of API keys can't be read and the keys that it had before count."
+        )
         self.registry.register(_WorkerCollector(model_name, workers))
 
     def succeeded(self, finish_reason: str) -> None:
@@ -125,6 +127,9 @@ class Metrics:
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(f"tandem:{name}", text, ("model_name",), registry=self.registry).labels(self._model_name)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"tandem:{name}", text, ("model_name",), registry=self.registry).labels(self._model_name)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         family = Histogram(f"tandem:{name}", text, ("model_name",), registry=self.registry, buckets=buckets)

@@ -82,10 +82,13 @@ def show(keys_file: KeysFile = None, config: Config = None) -> None:
     table = Table(box=None, pad_edge=False)
     for title in ("id", "tenant", "tier", "requests/min", "tokens/min", "context", "models", "state"):
         table.add_column(title, overflow="fold")
-    for key_id, key in sorted(read_key_file(path).keys.items(), key=lambda item: (item[1].tenant, item[1].created)):
+    file = read_key_file(path)
+    for key_id, key in sorted(file.keys.items(), key=lambda item: (item[1].tenant, item[1].created)):
         limits = [key.requests_per_minute, key.tokens_per_minute, key.max_context]
         cells = ["-" if limit is None else str(limit) for limit in limits]
         table.add_row(key_id, key.tenant, key.tier, *cells, ", ".join(key.models or ["all"]), _state(key))
+    for key_id, problem in sorted(file.skipped.items()):
+        table.add_row(key_id, *["-"] * 6, f"refused, the entry is wrong: {problem}")
     Console(width=None, highlight=False).print(table)
 
 

@@ -34,15 +34,16 @@ class Authenticator:
         self._http = config.http
         self._anonymous = anonymous(config.tiers)
         keys_file = config.http.keys_file
-        self._keyring = None if keys_file is None else Keyring(Path(keys_file), config.tiers)
+        self.keyring = None if keys_file is None else Keyring(Path(keys_file), config.tiers)
+        """The keys; None if the configuration names no file of them."""
 
     def caller(self, scope: Scope) -> Caller:
         """Return the caller of the request with this ASGI scope.
 
         Raises AuthenticationError for a missing or wrong key, and NotAllowedError for a peer that may not come without a key.
         """
-        if self._keyring is not None:
-            return self._keyring.caller(_bearer(scope))
+        if self.keyring is not None:
+            return self.keyring.caller(_bearer(scope))
         if self._http.allow_anonymous or (is_loopback(self._http.host) and peer_of(scope).is_local):
             return self._anonymous
         raise NotAllowedError(

@@ -12,11 +12,12 @@ import hmac
 import json
 import secrets
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from configs.schema import DEFAULT_TIER
 from protocol.errors import AuthenticationError, ConfigError
@@ -54,13 +55,22 @@ class ApiKey(BaseModel):
     models: tuple[str, ...] | None = None
 
 
-class KeyFile(BaseModel):
-    """The file of API keys, which is JSON: the entries by key id."""
+class _Document(BaseModel):
+    """The file as a whole. Each entry is checked by itself, so that a bad one harms no other."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     version: Literal[1] = 1
-    keys: dict[str, ApiKey] = {}
+    keys: dict[str, JsonValue] = {}
+
+
+@dataclass(frozen=True)
+class KeyFile:
+    """What the file of API keys says, by key id."""
+
+    keys: Mapping[str, ApiKey]
+    skipped: Mapping[str, str]
+    """What is wrong with each entry that is no key. A client that gives such a key is refused."""
 
 
 def new_secret() -> tuple[str, str, str, str]:
@@ -90,21 +100,45 @@ def check_key(keys: Mapping[str, ApiKey], given: str, now: datetime) -> tuple[st
 
 
 def read_key_file(path: Path) -> KeyFile:
-    """Read the file of keys. Raises ConfigError if that fails, with a message that repeats nothing of what the file holds."""
+    """Read the file of keys, without the entries that are wrong.
+
+    Raises ConfigError if it is no file of keys at all, with a message that repeats nothing of what the file holds.
+    """
+    keys: dict[str, ApiKey] = {}
+    skipped: dict[str, str] = {}
+    for key_id, entry in read_entries(path).items():
+        try:
+            keys[key_id] = ApiKey.model_validate_json(json.dumps(entry))
+        except ValidationError as invalid:
+            skipped[key_id] = _first_problem(invalid)
+    return KeyFile(keys, skipped)
+
+
+def read_entries(path: Path) -> dict[str, JsonValue]:
+    """Read the entries of the file by key id, as JSON and unchecked. Raises ConfigError as `read_key_file`."""
     try:
-        return KeyFile.model_validate_json(path.read_bytes())
+        return _Document.model_validate_json(path.read_bytes()).keys
     except OSError as error:
         raise ConfigError(f"{path}: can't be read: {error.strerror}", param="http.keys_file") from None
     except ValidationError as invalid:
-        first = invalid.errors(include_url=False, include_input=False, include_context=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        problem = f"{where}: {first['msg']}" if where else first["msg"]
-        raise ConfigError(f"{path}: is no file of keys: {problem}", param="http.keys_file") from None
+        raise ConfigError(f"{path}: is no file of keys: {_first_problem(invalid)}", param="http.keys_file") from None
 
 
-def render_key_file(file: KeyFile) -> bytes:
-    """Return the file's content as `read_key_file` reads it."""
-    return json.dumps(file.model_dump(mode="json", exclude_none=True), indent=1, sort_keys=True).encode() + b"\n"
+def render_entries(entries: Mapping[str, JsonValue]) -> bytes:
+    """Return the content of a file with these entries, as `read_entries` reads it."""
+    return json.dumps({"version": 1, "keys": dict(entries)}, indent=1, sort_keys=True).encode() + b"\n"
+
+
+def new_entry(key: ApiKey) -> JsonValue:
+    """Return the entry that stands for this key in the file."""
+    entry: JsonValue = key.model_dump(mode="json", exclude_none=True)
+    return entry
+
+
+def _first_problem(invalid: ValidationError) -> str:
+    first = invalid.errors(include_url=False, include_input=False, include_context=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return f"{where}: {first['msg']}" if where else first["msg"]
 
 
 def _digest(secret: str, salt: str) -> str:

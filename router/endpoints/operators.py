@@ -15,6 +15,7 @@ from configs.schema import HttpConfig
 from protocol.errors import AuthenticationError, NotAllowedError
 from protocol.messages import Role
 from router.access.audit_trail import note_action
+from router.access.keyring import Keyring
 from router.access.peers import peer_of
 from router.api.tools.bodies import DrainBody, ScaleBody
 from router.endpoints.reading import read_body
@@ -26,8 +27,10 @@ _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 class ProbeEndpoints:
     """GET /live, /ready, /health and /metrics, which are open to everybody."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, keyring: Keyring | None) -> None:
+        """`keyring` is None on a cluster without API keys."""
         self._router = router
+        self._keyring = keyring
 
     async def live(self, request: Request) -> Response:
         """Tell that this router answers, whatever becomes of the workers. Who does not hear this should start it anew."""
@@ -43,7 +46,12 @@ class ProbeEndpoints:
 
     async def metrics(self, request: Request) -> Response:
         """Show the router's metrics in Prometheus' text format."""
-        return Response(self._router.metrics.render(), media_type=_METRICS_TYPE)
+        metrics = self._router.metrics
+        if self._keyring is not None:
+            state = self._keyring.state()
+            metrics.skipped_api_keys.set(len(state.skipped))
+            metrics.outdated_api_keys.set(state.problem is not None)
+        return Response(metrics.render(), media_type=_METRICS_TYPE)
 
 
 def _probe(problem: str | None) -> Response:
@@ -56,13 +64,19 @@ def _probe(problem: str | None) -> Response:
 class OperatorEndpoints:
     """GET /admin/status and /admin/audit, POST /admin/scale and /admin/drain."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, keyring: Keyring | None) -> None:
+        """`keyring` is None on a cluster without API keys."""
         self._router = router
+        self._keyring = keyring
 
     async def status(self, request: Request) -> Response:
-        """Show the workers as this router knows them."""
+        """Show the workers as this router knows them, and what it has read of the file of API keys."""
         check_operator(self._router.config.http, request)
-        return JSONResponse(self._router.status())
+        keys = None
+        if self._keyring is not None:
+            state = self._keyring.state()
+            keys = {"read": state.num_keys, "skipped": dict(state.skipped), "problem": state.problem}
+        return JSONResponse(self._router.status() | {"api_keys": keys})
 
     async def audit(self, request: Request) -> Response:
         """Show what workers hold though no request needs it."""

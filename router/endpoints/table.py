@@ -8,6 +8,7 @@ from typing import NamedTuple
 from starlette.requests import Request
 from starlette.responses import Response
 
+from router.access.keyring import Keyring
 from router.access.meter import Meter
 from router.api.chat.body import ChatBody
 from router.api.completions.body import CompletionBody
@@ -36,11 +37,14 @@ class Endpoint(NamedTuple):
     operation: Operation
 
 
-def endpoint_table(router: Router, meter: Meter, recorder: Recorder) -> list[Endpoint]:
-    """Return all endpoints of one router. In an Operation: who may call, the answer, the body, and a stream's event."""
+def endpoint_table(router: Router, meter: Meter, recorder: Recorder, keyring: Keyring | None) -> list[Endpoint]:
+    """Return all endpoints of one router; `keyring` is None on a cluster without API keys.
+
+    In an Operation: who may call, the answer, the body, and a stream's event.
+    """
     metered = MeteredRouter(router, meter)
     generation = GenerationEndpoints(router, metered, ResumptionEndpoint(router, metered, recorder))
-    model, probes, operators = ModelEndpoints(router), ProbeEndpoints(router), OperatorEndpoints(router)
+    model, probes, operators = ModelEndpoints(router), ProbeEndpoints(router, keyring), OperatorEndpoints(router, keyring)
 
     chat = Operation(_CALLERS, answers.ChatCompletion, ChatBody, answers.ChatChunk)
     complete = Operation(_CALLERS, answers.Completion, CompletionBody, answers.CompletionChunk)

@@ -2,7 +2,8 @@
 
 lock `<file>.lock` ─► read ─► change ─► write beside it, fsync ─► rename over it ─► unlock
 
-Routers see the old file or the new one, never half of one, and read the new one with their next request.
+Routers see the old file or the new one, never half of one, and read the new one with their next request. Entries that can't be
+read are kept as they are, so one of them hinders no edit of the others.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import JsonValue, ValidationError
 
 from protocol.errors import ConfigError
-from router.access.keys import ApiKey, KeyFile, new_secret, read_key_file, render_key_file
+from router.access.keys import ApiKey, new_entry, new_secret, read_entries, render_entries
 
 
 def add_key(path: Path, values: dict[str, Any]) -> str:
@@ -34,30 +35,31 @@ def add_key(path: Path, values: dict[str, Any]) -> str:
         first = invalid.errors(include_url=False)[0]
         name = str(first["loc"][0])
         raise ConfigError(f"{name}: {first['msg']}, not {first['input']!r:.40}", param=name) from None
-    with _edited(path, may_be_new=True) as keys:
-        keys[key_id] = key
+    with _edited(path, may_be_new=True) as entries:
+        entries[key_id] = new_entry(key)
     return given
 
 
 def revoke_key(path: Path, key_id: str) -> None:
     """Refuse a key from now on. Raises ConfigError if there is none of this id, or if it was revoked before."""
-    with _edited(path, may_be_new=False) as keys:
-        if key_id not in keys:
+    with _edited(path, may_be_new=False) as entries:
+        entry = entries.get(key_id)
+        if not isinstance(entry, dict):
             raise ConfigError(f"{path} has no key {key_id!r:.100}; `tandem keys list` shows them", param="id")
-        if keys[key_id].revoked is not None:
+        if entry.get("revoked") is not None:
             raise ConfigError(f"the key {key_id} was revoked before", param="id")
-        keys[key_id] = keys[key_id].model_copy(update={"revoked": datetime.now(UTC)})
+        entries[key_id] = entry | {"revoked": datetime.now(UTC).isoformat()}
 
 
 @contextmanager
-def _edited(path: Path, *, may_be_new: bool) -> Iterator[dict[str, ApiKey]]:
-    """The file's keys, to be changed inside; written back unless something is raised."""
+def _edited(path: Path, *, may_be_new: bool) -> Iterator[dict[str, JsonValue]]:
+    """The file's entries by key id, to be changed inside; written back unless something is raised."""
     try:
         with open(f"{path}.lock", "w", opener=_private) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # held for a few milliseconds by whoever edits
-            keys = dict(KeyFile().keys if may_be_new and not path.exists() else read_key_file(path).keys)
-            yield keys
-            _replace(path, render_key_file(KeyFile(keys=keys)))
+            entries = {} if may_be_new and not path.exists() else read_entries(path)
+            yield entries
+            _replace(path, render_entries(entries))
     except OSError as error:
         raise ConfigError(f"{path}: can't be written: {error.strerror}", param="http.keys_file") from None
 

@@ -37,6 +37,16 @@ def print_status(answer: Mapping[str, Any]) -> None:
     for worker in answer["workers"]:
         if worker.get("last_error"):
             console.print(f"{worker['worker_id']}: {worker['last_error']}{_backoff(worker)}", markup=False, soft_wrap=True)
+    for line in _key_problems(answer.get("api_keys") or {}):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _key_problems(keys: Mapping[str, Any]) -> list[str]:
+    """What operators have to mend in the file of API keys, a line each."""
+    lines = [f"API key {key_id} is refused: {problem}" for key_id, problem in sorted(keys.get("skipped", {}).items())]
+    if keys.get("problem"):
+        lines.append(f"API keys stay as they were: {keys['problem']}")
+    return lines
 
 
 def print_models(models: Sequence[ListedModel]) -> None:

@@ -108,9 +108,21 @@ class WantedSizes(TypedDict):
 
 
 @exact
+class ApiKeys(TypedDict):
+    """The file of API keys: entries that count, what is wrong with each of the others by its id, and why none can be read."""
+
+    read: Count
+    skipped: dict[str, str]
+    problem: str | None
+
+
+@exact
 class Status(TypedDict):
+    """Without API keys, `api_keys` is null."""
+
     workers: list[WorkerRow]
     wanted: WantedSizes
+    api_keys: ApiKeys | None
 
 
 @exact
