@@ -52,8 +52,10 @@ class Admission:
         self._line = WaitingLine(config.limits.max_waiting_requests, config.limits.queue_s / LEVELS_PER_QUEUE_TIME)
         metrics.waiting_requests.set_function(lambda: len(self._line))
 
-    async def admit(self, attempt_id: str, journal: Journal, deadline: float, *, resumed: bool, avoid: Container[str]) -> Claim:
+    async def admit(self, attempt_id: str, journal: Journal, deadline: float, *, retried: bool, avoid: Container[str]) -> Claim:
         """Wait for a pair with room for what is left of the request; the caller leaves the Claim. Workers in `avoid` come last.
+
+        A request that is `retried`, since an earlier attempt at it failed, goes ahead of all others.
 
         Raises InvalidRequestError when no worker's pool could ever hold it; OverloadedError when too many wait already, or
         no room came until `deadline` (the loop's time), or none would at the present pace; UnavailableError when no worker of
@@ -61,7 +63,7 @@ class Admission:
         """
         self.check_possible(len(journal.token_ids), journal.remaining_tokens)
         try:
-            with self._line.place(journal.scheduling_class, self._cost(journal), deadline, ahead=resumed) as place:
+            with self._line.place(journal.scheduling_class, self._cost(journal), deadline, ahead=retried) as place:
                 while True:
                     await place.front()
                     self._roster.check_open()

@@ -45,7 +45,7 @@ class Place:
 
 
 class WaitingLine:
-    """The requests of one router that wait for room: at most `limit`, resumed streams apart.
+    """The requests of one router that wait for room: at most `limit`, retries apart.
 
     A request that waits gains a level of priority every `ageing_s` seconds.
     """
@@ -58,7 +58,7 @@ class WaitingLine:
         return len(self._places)
 
     def num_of(self, tenant: str) -> int:
-        """Number of requests that a tenant has in line, resumed streams apart."""
+        """Number of requests that a tenant has in line, retries apart."""
         return self._rules.num_of(tenant)
 
     def retry_after_s(self, scheduling_class: SchedulingClass) -> float:
@@ -69,8 +69,8 @@ class WaitingLine:
     def place(self, scheduling_class: SchedulingClass, cost: float, deadline: float, *, ahead: bool = False) -> Iterator[Place]:
         """Hold a place in line while inside. `deadline` is the loop's time, `cost` is in tokens.
 
-        A resumed stream enters `ahead`: before all others that wait, also into a full line. Raises OverloadedError at once if
-        the line is too long, or too slow for the deadline.
+        A request whose attempt has failed enters `ahead`: before all others that wait, also into a full line. Raises
+        OverloadedError at once if the line is too long, or too slow for the deadline.
         """
         now = asyncio.get_running_loop().time()
         entry, leaving = self._rules.enter(None if ahead else scheduling_class, cost, deadline - now, now)

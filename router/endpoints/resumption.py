@@ -18,7 +18,7 @@ from router.request.choices import emitted_choices
 from router.request.generation import Generation
 from router.resume.event_ids import EventId
 from router.resume.recorder import Recorder, new_writer
-from router.resume.resumable import AnswerRequest, ResumableEvents, stream_key
+from router.resume.resumable import AnswerRequest, ResumableEvents, check_hard_to_guess, stream_key
 from router.service import Router
 
 
@@ -36,11 +36,15 @@ class ResumptionEndpoint:
     ) -> Response:
         """Answer by a stream whose pieces go on record before they are sent.
 
-        Raises InvalidRequestError if the client did not ask for a `stream`, or did not name it.
+        Raises InvalidRequestError if the client did not ask for a `stream`, did not name it, or named it so that another
+        client without a key could guess it.
         """
         if not stream:
             raise InvalidRequestError("only streamed answers can be resumed; set `stream` to true", param="stream")
-        key = stream_key(request, caller_of(request.scope).tenant)
+        caller = caller_of(request.scope)
+        key = stream_key(request, caller.tenant)
+        if caller.key is None:
+            check_hard_to_guess(key)
         writer = new_writer(key, AnswerRequest(tuple(generations), info).dump())
         deltas = self._recorder.recorded(writer, self._metered.generate(request, generations))
         events = ResumableEvents(CompletionEvents(shape, info))

@@ -106,8 +106,9 @@ class Pipeline:
         """The next attempt, when it is its turn and there is room for it."""
         async with self._suspects.turn(attempts.policy.suspected, attempts.deadline) as cleared:
             attempt_id = attempts.begin()
-            resumed = attempts.num_begun > 1 or journal.num_generated > 0
-            claim = await self._admission.admit(attempt_id, journal, attempts.deadline, resumed=resumed, avoid=attempts.avoid)
+            # A client that comes back to its stream has a first attempt like any other: it could bring many at once.
+            retried = attempts.num_begun > 1
+            claim = await self._admission.admit(attempt_id, journal, attempts.deadline, retried=retried, avoid=attempts.avoid)
             with Attempt(claim, journal, times, prompt=prompt, migrator=self._migrator, cleared=cleared) as attempt:
                 times.admitted()
                 yield attempt

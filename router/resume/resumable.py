@@ -21,6 +21,8 @@ from router.resume.stream_records import StreamKey
 
 RESUMABLE_HEADER = "x-tandem-resumable"
 _REQUEST_ID_HEADER = "x-request-id"
+_LEAST_CHARACTERS, _LEAST_DISTINCT = 22, 8
+"""Of an id that nobody guesses: 128 random bits are 22 characters in base64 and 32 in hex, of which a UUID repeats some."""
 
 
 def is_resumable(request: Request) -> bool:
@@ -59,6 +61,19 @@ def stream_key(request: Request, tenant: str) -> StreamKey:
             f"`{_REQUEST_ID_HEADER}` must name the stream, in 1 to 128 printable characters", param=_REQUEST_ID_HEADER
         )
     return StreamKey(tenant, request.url.path, request_id)
+
+
+def check_hard_to_guess(key: StreamKey) -> None:
+    """Raise InvalidRequestError if somebody else could guess the id of a stream.
+
+    To be called where there are no API keys: the id is then all that keeps a stream from other clients.
+    """
+    if len(key.request_id) < _LEAST_CHARACTERS or len(set(key.request_id)) < _LEAST_DISTINCT:
+        raise InvalidRequestError(
+            f"`{_REQUEST_ID_HEADER}` must be hard to guess, such as a random UUID, for without API keys whoever knows it may "
+            f"resume the stream: at least {_LEAST_CHARACTERS} characters, {_LEAST_DISTINCT} of them different",
+            param=_REQUEST_ID_HEADER,
+        )
 
 
 class ResumableEvents:

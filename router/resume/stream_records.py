@@ -1,11 +1,14 @@
 """Records of resumable streams, kept outside of the routers that write them. Pure, with the interface to whoever keeps them.
 
-    nothing ──number 0──► begun ──1, 2, 3 ...──► ended or left alone ──retention, or room for younger ones──► nothing
+    nothing ──number 0──► begun ──1, 2, 3 ...──► ended or left alone ──retention, or room for others──► nothing
                             └──take_over──► the same, of another owner ──┘
 
 A record is a list of chunks: chunk 0 is the request, and each of the others is one piece of the answer. Only its owner
 adds to it, and a router lets nothing out that was not added before. So whoever takes a record over knows all that its client
 can have seen, and knows that nothing more will come from elsewhere: no router has to be known to be dead.
+
+When there is no room, the tenant that has the most gives up the record that it has not touched for longest. So no tenant can
+push out what another keeps within an equal share.
 """
 
 from __future__ import annotations
@@ -75,22 +78,32 @@ class _Record:
     num_bytes: int = 0
 
 
+@dataclass
+class _Shelf:
+    """What one tenant keeps."""
+
+    records: OrderedDict[StreamKey, _Record] = field(default_factory=OrderedDict)
+    """In the order in which they were last touched."""
+    num_bytes: int = 0
+
+
 class StreamRecords:
     """Records of streams in memory, within bounds. `now` is any clock in seconds that never goes back.
 
-    A record is forgotten `retention_s` after it was last touched, and earlier if younger ones need its room.
+    A record is forgotten `retention_s` after it was last touched, and earlier if others need its room.
     """
 
     def __init__(self, max_streams: int, max_bytes: int, retention_s: float) -> None:
         self._max_streams = max_streams
         self._max_bytes = max_bytes
         self._retention_s = retention_s
-        self._records: OrderedDict[StreamKey, _Record] = OrderedDict()
-        """In the order in which they were last touched."""
+        self._shelves: dict[str, _Shelf] = {}
+        """By tenant; none is empty."""
+        self._num_streams = 0
         self._num_bytes = 0
 
     def __len__(self) -> int:
-        return len(self._records)
+        return self._num_streams
 
     @property
     def num_bytes(self) -> int:
@@ -109,7 +122,7 @@ class StreamRecords:
         keeper was away when the others were written.
         """
         self._forget_old(now)
-        record = self._records.get(key)
+        record = self._find(key)
         if record is None or num_seen >= len(record.chunks):
             return None
         record.owner = owner
@@ -117,35 +130,65 @@ class StreamRecords:
         return list(record.chunks)
 
     def _write(self, entry: Entry, now: float) -> WriteOutcome:
+        key = entry.key
         if entry.number == 0:
-            self._forget(entry.key)
-            self._records[entry.key] = _Record(entry.owner, now)
-        record = self._records.get(entry.key)
+            self._forget(key)
+            self._shelves.setdefault(key.tenant, _Shelf()).records[key] = _Record(entry.owner, now)
+            self._num_streams += 1
+        record = self._find(key)
         if record is None:
             return WriteOutcome.LOST
         if record.owner != entry.owner:
             return WriteOutcome.TAKEN
         num_bytes = len(entry.chunk) + _CHUNK_BYTES
         if entry.number != len(record.chunks) or record.num_bytes + num_bytes > self._max_bytes // _SHARE:
-            self._forget(entry.key)  # one with a gap is worth nothing
+            self._forget(key)  # one with a gap is worth nothing
             return WriteOutcome.LOST
         record.chunks.append(entry.chunk)
+        self._grow(key, record, num_bytes)
+        self._touch(key, record, now)
+        self._make_room(key.tenant)
+        return WriteOutcome.LOST if self._find(key) is None else WriteOutcome.KEPT
+
+    def _make_room(self, writer: str) -> None:
+        """Forget records until the bounds hold. Among tenants that have equally much, the `writer` gives up its own."""
+
+        def amount(tenant: str) -> tuple[int, bool]:
+            shelf = self._shelves[tenant]
+            return (len(shelf.records) if self._num_streams > self._max_streams else shelf.num_bytes, tenant == writer)
+
+        while self._num_streams > self._max_streams or self._num_bytes > self._max_bytes:
+            most = max(self._shelves, key=amount)
+            self._forget(next(iter(self._shelves[most].records)))
+
+    def _find(self, key: StreamKey) -> _Record | None:
+        shelf = self._shelves.get(key.tenant)
+        return None if shelf is None else shelf.records.get(key)
+
+    def _grow(self, key: StreamKey, record: _Record, num_bytes: int) -> None:
         record.num_bytes += num_bytes
+        self._shelves[key.tenant].num_bytes += num_bytes
         self._num_bytes += num_bytes
-        self._touch(entry.key, record, now)
-        while len(self._records) > self._max_streams or self._num_bytes > self._max_bytes:
-            self._forget(next(iter(self._records)))
-        return WriteOutcome.KEPT
 
     def _touch(self, key: StreamKey, record: _Record, now: float) -> None:
         record.touched = now
-        self._records.move_to_end(key)
+        self._shelves[key.tenant].records.move_to_end(key)
 
     def _forget_old(self, now: float) -> None:
-        while self._records and now - next(iter(self._records.values())).touched > self._retention_s:
-            self._forget(next(iter(self._records)))
+        for shelf in list(self._shelves.values()):
+            while shelf.records:
+                key, record = next(iter(shelf.records.items()))
+                if now - record.touched <= self._retention_s:
+                    break
+                self._forget(key)
 
     def _forget(self, key: StreamKey) -> None:
-        record = self._records.pop(key, None)
-        if record is not None:
-            self._num_bytes -= record.num_bytes
+        record = self._find(key)
+        if record is None:
+            return
+        shelf = self._shelves[key.tenant]
+        del shelf.records[key]
+        self._grow(key, record, -record.num_bytes)
+        self._num_streams -= 1
+        if not shelf.records:
+            del self._shelves[key.tenant]

@@ -1,11 +1,11 @@
 """Who goes next: priority with ageing between levels, weighted fairness between the tenants of a level, order within a tenant.
 
-Resumed streams go before all other requests. Then goes the level with the lowest number, minus one for every `ageing_s` that it
-has waited since it was last served. So a level that waits overtakes any other in the end, and is then served once before it
-ages anew. Within a level goes the tenant with the lowest start tag. This is start-time fair queueing (Goyal, Vin, Cheng,
-SIGCOMM 1996): a tenant's tag grows by cost / weight with each request served, and a tenant that comes back starts where the
-level is by now. So while two tenants wait, their service, each divided by its weight, never differs by more than one request
-of each.
+Retries, of requests whose attempt has failed, go before all other requests. Then goes the level with the lowest number, minus
+one for every `ageing_s` that it has waited since it was last served. So a level that waits overtakes any other in the end, and
+is then served once before it ages anew. Within a level goes the tenant with the lowest start tag. This is start-time fair
+queueing (Goyal, Vin, Cheng, SIGCOMM 1996): a tenant's tag grows by cost / weight with each request served, and a tenant that
+comes back starts where the level is by now. So while two tenants wait, their service, each divided by its weight, never differs
+by more than one request of each.
 
 Pure: no clock, no event loop. The order of arrival decides what no argument does.
 """
@@ -32,7 +32,7 @@ ANYBODY = SchedulingClass("")
 
 @dataclass(eq=False)
 class Entry:
-    """One request in the queue; without a `scheduling_class` it is a resumed stream. `cost` has one unit for all requests."""
+    """One request in the queue; without a `scheduling_class` it is a retry. `cost` has one unit for all requests."""
 
     scheduling_class: SchedulingClass | None
     cost: float
@@ -70,20 +70,20 @@ class FairQueue:
 
     def __init__(self, ageing_s: float) -> None:
         self._ageing_s = ageing_s
-        self._resumed: deque[Entry] = deque()
+        self._retries: deque[Entry] = deque()
         self._levels: dict[int, _Level] = {}
         """Levels in which some request waits, by number."""
         self._num_added = 0
 
     def __len__(self) -> int:
-        return len(self._resumed) + sum(level.num_waiting for level in self._levels.values())
+        return len(self._retries) + sum(level.num_waiting for level in self._levels.values())
 
     def add(self, scheduling_class: SchedulingClass | None, cost: float, now: float) -> Entry:
-        """Put a request behind those of its tenant and level, or behind the resumed streams if it has no class."""
+        """Put a request behind those of its tenant and level, or behind the retries if it has no class."""
         self._num_added += 1
         entry = Entry(scheduling_class, cost, self._num_added)
         if scheduling_class is None:
-            self._resumed.append(entry)
+            self._retries.append(entry)
         else:
             level = self._levels.setdefault(scheduling_class.level, _Level(now))
             tenant = level.tenants.setdefault(scheduling_class.tenant, _Tenant(level.virtual))
@@ -93,17 +93,17 @@ class FairQueue:
         return entry
 
     def num_of(self, tenant: str) -> int:
-        """Number of a tenant's requests that wait, resumed streams apart."""
+        """Number of a tenant's requests that wait, retries apart."""
         levels = self._levels.values()
         return sum(len(level.tenants[tenant].waiting) for level in levels if tenant in level.tenants)
 
     def first(self, now: float, aside: Container[SchedulingClass | None] = ()) -> Entry | None:
         """The request that goes next, or None. It stays in the queue.
 
-        Requests of a class that stands `aside` are passed over; None stands for the resumed streams.
+        Requests of a class that stands `aside` are passed over; None stands for retries.
         """
-        if self._resumed and None not in aside:
-            return self._resumed[0]
+        if self._retries and None not in aside:
+            return self._retries[0]
         waiting = {number: _not_aside(level, aside) for number, level in self._levels.items()}
         numbers = [number for number, tenants in waiting.items() if tenants]
         if not numbers:
@@ -124,7 +124,7 @@ class FairQueue:
     def leave(self, entry: Entry) -> None:
         """Take out a request that was not served: its tenant pays nothing."""
         if entry.scheduling_class is None:
-            self._resumed.remove(entry)
+            self._retries.remove(entry)
             return
         number = entry.scheduling_class.level
         level = self._levels[number]
@@ -157,7 +157,7 @@ class FairQueue:
         These are all requests of better levels and, in its own level, as many of each tenant as are due by the weights before
         its turn comes. Ageing and costs are left out.
         """
-        found = float(len(self._resumed))
+        found = float(len(self._retries))
         own = self._levels.get(scheduling_class.level)
         mine = None if own is None else own.tenants.get(scheduling_class.tenant)
         behind = () if mine is None else mine.waiting
@@ -175,7 +175,7 @@ class FairQueue:
         return found
 
     def _by_level(self) -> Iterator[Entry]:
-        """All requests but resumed streams: the best level first, and each tenant's in order of arrival."""
+        """All requests but retries: the best level first, and each tenant's in order of arrival."""
         for _, level in sorted(self._levels.items()):
             for tenant in level.tenants.values():
                 yield from tenant.waiting

@@ -49,7 +49,7 @@ class Pace:
 
 
 class LineRules:
-    """The line of one router: at most `limit` requests, resumed streams apart.
+    """The line of one router: at most `limit` requests, retries apart.
 
     A request that waits gains a level of priority every `ageing_s` seconds.
     """
@@ -66,7 +66,7 @@ class LineRules:
         return len(self._queue)
 
     def num_of(self, tenant: str) -> int:
-        """Number of requests that a tenant has in line, resumed streams apart."""
+        """Number of requests that a tenant has in line, retries apart."""
         return self._queue.num_of(tenant)
 
     def enter(
@@ -74,8 +74,8 @@ class LineRules:
     ) -> tuple[Entry, Entry | None]:
         """Put a newcomer in line. Returns its entry, and that of another request that has to leave for it, or None.
 
-        Without a `scheduling_class` it is a resumed stream, which is never refused. `cost` is in tokens. Raises OverloadedError
-        if the line is too long, or so slow that the newcomer would wait for more than `patience_s`.
+        Without a `scheduling_class` it is a retry after a failed attempt, which is never refused. `cost` is in tokens. Raises
+        OverloadedError if the line is too long, or so slow that the newcomer would wait for more than `patience_s`.
         """
         leaving = None
         if scheduling_class is not None:

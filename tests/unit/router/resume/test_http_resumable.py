@@ -268,13 +268,15 @@ def test_others_are_not_recorded_and_have_no_ids(run_cluster: Run) -> None:
 
 
 def test_what_can_not_be_resumed_is_refused(run_cluster: Run) -> None:
-    wish = {"x-tandem-resumable": "true", "x-request-id": "a"}
+    wish = {"x-tandem-resumable": "true", "x-request-id": uuid.uuid4().hex}
     responses = {"model": "smollm2", "input": "Count", "stream": True}
     cases: list[tuple[str, dict[str, Any], dict[str, str], str]] = [
         ("/v1/completions", asked(stream=False), wish, "stream"),
         ("/v1/completions", asked(), wish | {"x-tandem-resumable": "yes"}, "x-tandem-resumable"),
         ("/v1/completions", asked(), {"x-tandem-resumable": "true"}, "x-request-id"),
         ("/v1/completions", asked(), wish | {"x-request-id": "a b"}, "x-request-id"),
+        ("/v1/completions", asked(), wish | {"x-request-id": "story-1"}, "x-request-id"),
+        ("/v1/completions", asked(), wish | {"x-request-id": "1" * 64}, "x-request-id"),
         ("/v1/completions", asked(), wish | {"last-event-id": "17"}, "last-event-id"),
         ("/v1/completions", asked(), {"last-event-id": "1.1"}, "x-request-id"),
         ("/v1/responses", responses, wish, "x-tandem-resumable"),
@@ -309,5 +311,56 @@ def test_only_the_tenant_resumes_at_its_own_cost(run_cluster: Run, tmp_path: Pat
         client.headers |= bearer(mine_too)
         await client.again()
         assert texts(client.data)[0][0] == TEXT
+
+    run_cluster(test, http={"keys_file": str(keys_file)})
+
+
+def test_a_key_may_call_its_streams_as_it_likes(run_cluster: Run, tmp_path: Path) -> None:
+    """Nobody else finds them, whatever they are called."""
+    keys_file = tmp_path / "keys.json"
+    mine, theirs = (add_key(keys_file, {"tenant": tenant}) for tenant in ("acme", "zenith"))
+
+    async def test(cluster: Any) -> None:
+        clients = [Client(cluster, prompt="Count:") for _ in range(2)]
+        for client, key in zip(clients, (mine, theirs), strict=True):
+            client.headers |= bearer(key) | {"x-request-id": "story-1"}
+            await client.read(2)
+        for client in clients:
+            await client.again()
+            assert client.events[-1].endswith("[DONE]\n")
+
+    run_cluster(test, http={"keys_file": str(keys_file)})
+
+
+def test_streams_that_are_collected_and_resumed_at_once_go_ahead_of_nobody(run_cluster: Run, tmp_path: Path) -> None:
+    """Reconnections wait in line with their tenant's other requests, so another tenant's request goes between them."""
+    keys_file = tmp_path / "keys.json"
+    collector, other = (add_key(keys_file, {"tenant": tenant}) for tenant in ("collector", "other"))
+
+    async def test(cluster: Any) -> None:
+        cluster.says(TEXT)
+        cluster.script.step_s = 0.005
+        line, decode = cluster.router._admission._line, cluster.decode[0]
+        clients = [Client(cluster, prompt=f"Count {number}:") for number in range(6)]
+        for client in clients:
+            client.headers |= bearer(collector)
+            await client.read(3)
+        await cluster.clean()
+        decode.reserved.clear()
+        decode.reserve_gate.clear()
+        cluster.http.headers.update(bearer(other))
+        tasks = []
+        for number, client in enumerate(clients):
+            tasks.append(asyncio.ensure_future(client.again()))
+            await cluster.until(lambda number=number: len(line) == len(tasks))
+            if number == 2:
+                tasks.append(asyncio.ensure_future(cluster.complete(prompt="Other")))
+                await cluster.until(lambda: len(line) == len(tasks))
+        decode.reserve_gate.set()
+        await asyncio.gather(*tasks)
+        salts = [message.cache_salt for message in decode.reserved]
+        assert salts.count("collector/") == 6
+        assert salts.index("other/") == 1, "after what was at the front already"
+        assert all(texts(client.data)[0][0] == TEXT for client in clients)
 
     run_cluster(test, http={"keys_file": str(keys_file)})

@@ -124,6 +124,51 @@ def test_the_one_that_was_silent_longest_makes_room() -> None:
     assert [records.take_over(key(name), "you", 0, 3.0) is None for name in "abc"] == [False, True, False]
 
 
+def of(tenant: str, name: str) -> StreamKey:
+    return StreamKey(tenant, "/v1/completions", name)
+
+
+def test_a_tenant_can_not_push_out_what_another_keeps_within_its_share() -> None:
+    for records in (StreamRecords(8, 10**6, 60.0), StreamRecords(10**6, 8 * 600, 60.0)):
+        mine = [of("acme", str(number)) for number in range(3)]
+        for key in mine:
+            assert records.write([Entry(key, "me", 0, b"x" * 400)], 0.0) == [WriteOutcome.KEPT]
+        for number in range(100):
+            outcome = records.write([Entry(of("flood", str(number)), "it", 0, b"x" * 400)], 1.0)
+            assert outcome == [WriteOutcome.KEPT], "its own oldest makes room"
+        assert None not in [records.take_over(key, "you", 0, 2.0) for key in mine]
+        assert records.take_over(of("flood", "99"), "it", 0, 2.0) is not None
+        assert records.take_over(of("flood", "0"), "it", 0, 2.0) is None
+
+
+def test_a_newcomer_takes_from_the_one_that_has_most() -> None:
+    records = StreamRecords(4, 10**6, 60.0)
+    for number in range(4):
+        records.write([Entry(of("flood", str(number)), "it", 0, b"x")], 0.0)
+    for number in range(4):
+        assert records.write([Entry(of("acme", str(number)), "me", 0, b"x")], 1.0) == [WriteOutcome.KEPT]
+    kept = [(tenant, number) for tenant in ("flood", "acme") for number in range(4)]
+    kept = [each for each in kept if records.take_over(of(each[0], str(each[1])), "you", 0, 2.0) is not None]
+    assert kept == [("flood", 2), ("flood", 3), ("acme", 2), ("acme", 3)], "half of it each, and the younger ones"
+
+
+@given(st.lists(st.tuples(st.sampled_from(["a", "b", "c"]), st.integers(0, 9), st.integers(0, 300)), max_size=80))
+def test_an_equal_share_is_safe(writes: list[tuple[str, int, int]]) -> None:
+    """Whatever others write, who keeps no more than a third of the room loses nothing."""
+    records, kept = StreamRecords(9, 9000, 60.0), dict[StreamKey, int]()
+    for tenant, number, size in writes:
+        key, mine = of(tenant, str(number)), tenant == "a"
+        if mine and (len(kept | {key: 0}) > 3 or sum((kept | {key: size + 100}).values()) > 3000):
+            continue
+        outcome = records.write([Entry(key, "me", 0, b"x" * size)], 0.0)
+        if mine:
+            assert outcome == [WriteOutcome.KEPT]
+            kept[key] = size + 100
+        assert all(records.take_over(each, "me", 0, 0.0) is not None for each in kept)
+        assert len(records) <= 9
+        assert records.num_bytes <= 9000
+
+
 def test_one_stream_can_not_drive_out_all_others() -> None:
     records = StreamRecords(100, 8000, 60.0)
     assert [begin(records, str(number)) for number in range(5)] == [WriteOutcome.KEPT] * 5
