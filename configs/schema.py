@@ -39,6 +39,8 @@ class HttpConfig(_Section):
     port: Annotated[int, Field(ge=1, le=65_535)] = 8000
     router_replicas: Annotated[int, Field(ge=1, le=64)] = 1
     max_body_bytes: Positive = 4 * 1024 * 1024
+    max_body_bytes_in_flight: Positive = 64 * 1024 * 1024
+    """Bytes of bodies of one tenant that one router has read and not yet worked on. More get a 429."""
     admin_key: Text | None = None
     """Bearer key for /admin. Without one, /admin is served on loopback addresses only."""
     keys_file: LocalPath | None = None
@@ -67,7 +69,7 @@ class HttpConfig(_Section):
 
 
 class TierConfig(_Section):
-    """What the keys of one tier have in common."""
+    """What the keys of one tier have in common. What is counted is shared by all keys that one tenant has in the tier."""
 
     weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
     """The share of a waiting tenant, in proportion to the others that wait at the same priority."""
@@ -77,6 +79,12 @@ class TierConfig(_Section):
     """The lowest `priority` that a request may ask for; it is added to the tier's."""
     max_context: Positive | None = None
     """Most tokens of prompt and answer together; None sets no limit."""
+    max_running_requests: Positive | None = 1024
+    """Answers that a tenant may have under way at one router, those that wait in line among them. More get a 429."""
+    requests_per_minute: Positive | None = None
+    """Requests of a tenant at all routers; None sets no limit."""
+    tokens_per_minute: Positive | None = None
+    """Tokens of a tenant's prompts and answers at all routers; None sets no limit."""
 
 
 class PoolConfig(_Section):

@@ -91,7 +91,7 @@ class TenantFullError(OverloadedError):
 
 
 class RateLimitError(OverloadedError):
-    """An API key has used up what it may use in a minute. The code is OpenAI's."""
+    """A caller has used up what it may use in a minute, or has as much under way as it may have. The code is OpenAI's."""
 
     code = "rate_limit_exceeded"
 

@@ -25,6 +25,7 @@ from starlette.responses import Response
 from router.access.audit_trail import AuditQueue, AuditTrail
 from router.access.entrance import Entrance
 from router.access.gate import Authenticator, Gate
+from router.access.limiter import Limiter
 from router.access.meter import Meter
 from router.access.peers import PeerReader
 from router.access.web_pages import WebPageRules
@@ -63,6 +64,7 @@ def create_app(
     install_error_handlers(app)
     authenticator = Authenticator(router.config)
     http = router.config.http
+    app.add_middleware(Limiter, meter=meter, http=http)
     app.add_middleware(Gate, authenticator=authenticator, peers=PeerReader(front_token), web_pages=WebPageRules(http))
     app.add_middleware(Entrance, shutdown=router.shutdown)
     if audit is not None:

@@ -68,7 +68,7 @@ class Router:
     async def start(self) -> None:
         """Build the tokenizer and begin to follow the cluster. Returns before workers are up; `/health` tells."""
         facts = self._model.tokenizer
-        tokenizer = await self._threads.run(Tokenizer.build, facts)
+        tokenizer = await self._threads.run("", Tokenizer.build, facts)
         runner = ChoiceRunner(self._pipeline, self._threads, self.metrics)
         self._generator = Generator(runner, tokenizer, facts, self.facts.name, self._spans)
         self.preparer = Preparer(self._model, tokenizer, self.max_model_len)
@@ -94,9 +94,12 @@ class Router:
         if name not in (None, self.facts.name):
             raise ModelNotFoundError(f"there is no model {name!r:.100}; this cluster serves {self.facts.name!r}", param="model")
 
-    async def offload(self, size: int, work: Callable[..., _T], *args: Any) -> _T:
-        """Return `work(*args)`, computed in a thread if `size` (characters or bytes) says that it would hold up the loop."""
-        return await self._threads.offload(size, work, *args)
+    async def offload(self, tenant: str, size: int, work: Callable[..., _T], *args: Any) -> _T:
+        """Return `work(*args)`, computed in a thread if `size` (characters or bytes) says that it would hold up the loop.
+
+        Tenants take turns at the threads.
+        """
+        return await self._threads.offload(tenant, size, work, *args)
 
     def check_room(self, generation: Generation, prompt_param: str) -> None:
         """Raise InvalidRequestError if no worker's pool could ever hold a choice of this."""

@@ -77,6 +77,11 @@ class RequestTimes:
         """Seconds spent on this stage, without what has not come to its end."""
         return self._spent.get(stage, 0.0)
 
+    @property
+    def was_admitted(self) -> bool:
+        """A pair of workers had room for the answer, at least once."""
+        return Stage.QUEUE in self._spent
+
     def prepared(self) -> None:
         """Note that the request is checked and tokenized."""
         self._reach(time.monotonic(), Stage.PREPARE)

@@ -41,8 +41,9 @@ class RayRates:
 
 
 def start_rate_keeper(config: ClusterConfig, head_resources: dict[str, float]) -> Any | None:
-    """Return the handle of a new RateKeeper. None means that there are no keys, or that Redis keeps their buckets."""
-    if config.http.keys_file is None or config.http.redis_url is not None:
+    """Return the handle of a new RateKeeper. None means that nobody has rates, or that Redis keeps their buckets."""
+    limited = any(tier.requests_per_minute or tier.tokens_per_minute for tier in config.tiers.values())
+    if config.http.redis_url is not None or (config.http.keys_file is None and not limited):
         return None
     options: dict[str, Any] = {
         "name": NAME_PREFIX + "rates",

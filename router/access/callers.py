@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 
 from configs.schema import DEFAULT_TIER, TierConfig
 from protocol.errors import ContextLengthError, InvalidRequestError, NotAllowedError
 from router.access.keys import ApiKey
 from router.request.generation import Generation
 from router.rules.fair_queue import SchedulingClass
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What may be used under one name: by one key, or by all keys that a tenant has in one tier. None sets no limit."""
+
+    name: str
+    """Names what is counted. It is the same at every router."""
+    whose: str
+    """Who is limited, as the subject of a sentence."""
+    requests_per_minute: int | None
+    tokens_per_minute: int | None
+    max_running_requests: int | None
 
 
 @dataclass(frozen=True)
@@ -27,6 +41,19 @@ class Caller:
         """The most tokens that prompt and answer may have together: the smaller limit of key and tier; None without a limit."""
         limits = (self.tier.max_context, None if self.key is None else self.key.max_context)
         return min((limit for limit in limits if limit is not None), default=None)
+
+    @cached_property
+    def limits(self) -> tuple[Limits, ...]:
+        """The limits that each request of this caller counts against: those of its tenant in its tier, and those of its key."""
+        tier, key = self.tier, self.key
+        whose = "clients without an API key" if key is None else f"the tenant {self.tenant} in tier {self.tier_name}"
+        # A tenant has no slash in its name, and an id has none either.
+        name = f"tier/{self.tenant}/{self.tier_name}"
+        shared = Limits(name, whose, tier.requests_per_minute, tier.tokens_per_minute, tier.max_running_requests)
+        if key is None:
+            return (shared,)
+        own = Limits(str(self.key_id), "this API key", key.requests_per_minute, key.tokens_per_minute, key.max_running_requests)
+        return own, shared
 
     def may_use(self, model: str) -> bool:
         """Return whether the caller's key allows this model. A caller without a key may use every model."""

@@ -52,10 +52,10 @@ class Authenticator:
 
     def known_key_id(self, scope: Scope) -> str | None:
         """Return the id of the key that the request names, if there is such a key, good or not. Never what was sent instead."""
-        if self._keyring is None:
+        if self.keyring is None:
             return None
         try:
-            return self._keyring.known_id(_bearer(scope))
+            return self.keyring.known_id(_bearer(scope))
         except AuthenticationError:
             return None
 
@@ -90,10 +90,22 @@ def is_for_callers(path: str) -> bool:
     return path not in _OPEN and not path.startswith(_OPERATORS)
 
 
+def known_caller(scope: Scope) -> Caller | None:
+    """Return the caller that the gate noted in the scope of a request; None if the path is open or for operators."""
+    caller: Caller | None = scope["state"].get(_CALLER)
+    return caller
+
+
+def tenant_of(scope: Scope) -> str:
+    """Return the tenant of a request, which has no name where there is no caller or where callers have no keys."""
+    caller = known_caller(scope)
+    return "" if caller is None else caller.tenant
+
+
 def caller_of(scope: Scope) -> Caller:
     """Return the caller that the gate noted in the scope of a request."""
-    caller = scope["state"][_CALLER]
-    assert isinstance(caller, Caller)
+    caller = known_caller(scope)
+    assert caller is not None
     return caller
 
 

@@ -1,8 +1,10 @@
-"""Charges keys for what their requests use.
+"""Charges callers for what their requests use.
 
-prompt + longest answer are charged ──► answer ──► what was not generated is given back
-    └─ the key has used up its minute: 429 with the time when it will do
+    a request, and tokens for its body's size ──► prompt + longest answer ──► answer ──► what was not computed is given back
+    before anything is done with it               before anything is queued
+        └───────────────────────────────────────────┴─ the minute's requests or tokens are used up: 429 with the time to come
 
+What was computed stays charged, also if the client leaves before it gets a token. What the cluster failed to answer is free.
 The buckets are the cluster's. While their keeper is away each router counts by itself: a limit then holds per router, which is
 better than none and than no service.
 """
@@ -13,12 +15,13 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 
-from protocol.errors import InvalidRequestError, RateLimitError
-from router.access.callers import Caller
+from protocol.errors import InvalidRequestError, OverloadedError, RateLimitError, UnavailableError
+from router.access.callers import Caller, Limits
 from router.access.rates import Buckets, Charge, RateStore
 from router.request.answer import Delta
+from router.request.usage import Usage
 
 log = logging.getLogger(__name__)
 
@@ -29,10 +32,10 @@ _PAUSE_S = 5.0
 
 
 class Meter:
-    """Charges each caller's key for what its requests use. It owns the store of the buckets."""
+    """Charges each caller for what its requests use. It owns the store of the buckets."""
 
     def __init__(self, store: RateStore | None) -> None:
-        """`store` keeps the buckets of all routers. None is enough for a cluster without keys or with a single router."""
+        """`store` keeps the buckets of all routers. None is enough where nobody has rates, or with a single router."""
         self._store = store
         self._own = Buckets()
         self._ask_again_at = 0.0
@@ -44,36 +47,51 @@ class Meter:
         if self._store is not None:
             await self._store.close()
 
-    async def metered(
-        self, caller: Caller, num_prompt_tokens: int, max_answer_tokens: int, answer: AsyncGenerator[Delta, None]
-    ) -> AsyncGenerator[Delta, None]:
-        """Yield the pieces of `answer`, charged to the caller. A request that failed before its first token costs no tokens.
+    async def admit(self, caller: Caller, num_tokens: int) -> None:
+        """Charge one request, and the tokens that its body counts as. This is not given back.
 
-        Raises RateLimitError if the key has used up its minute, and InvalidRequestError for a request that needs more tokens
-        than the key has in a whole minute.
+        Raises RateLimitError if the caller has used up its minute, and InvalidRequestError for more tokens than it has in one.
         """
-        async with contextlib.aclosing(answer):
-            num_tokens = num_prompt_tokens + max_answer_tokens
-            await self._charge(caller, num_tokens)
-            num_used = 0
-            try:
-                async for delta in answer:
-                    num_used = max(num_used, num_prompt_tokens) + len(delta.token_ids)
-                    yield delta
-            finally:
-                self._give_back(caller, num_tokens - num_used)
+        _check_possible(caller, num_tokens, "the body counts as", None)
+        await self._charge(_charges(caller, 1, num_tokens))
 
-    async def _charge(self, caller: Caller, num_tokens: int) -> None:
-        charges = _charges(caller, 1, num_tokens)
-        for charge in charges:
-            if charge.amount > charge.per_minute:
-                raise InvalidRequestError(
-                    f"prompt and max_tokens need {charge.amount} tokens, but this API key may use {charge.per_minute} a minute",
-                    param="max_tokens",
-                )
+    async def charge(self, caller: Caller, num_tokens: int) -> None:
+        """Charge tokens that are not given back. Raises as `admit`."""
+        _check_possible(caller, num_tokens, "the body counts as", None)
+        await self._charge(_charges(caller, 0, num_tokens))
+
+    async def metered(
+        self, caller: Caller, most_tokens: int, prepaid_tokens: int, usage: Usage, answer: AsyncGenerator[Delta, None]
+    ) -> AsyncGenerator[Delta, None]:
+        """Yield the pieces of `answer`, charged to the caller.
+
+        `most_tokens` is what prompt and answer can need, of which `prepaid_tokens` have been charged before. `usage` tells at
+        the end what was computed; the rest is given back. A failure of the cluster before the first piece costs nothing more.
+
+        Raises RateLimitError if the caller has used up its minute, and InvalidRequestError for more tokens than it has in one.
+        """
+        owed = max(0, most_tokens - prepaid_tokens)
+        charged = begun = failed = False
+        try:
+            async with contextlib.aclosing(answer):
+                _check_possible(caller, most_tokens, "prompt and max_tokens need", "max_tokens")
+                await self._charge(_charges(caller, 0, owed))
+                charged = True
+                async for delta in answer:
+                    begun = True
+                    yield delta
+        except (OverloadedError, UnavailableError):
+            failed = not begun
+            raise
+        finally:
+            if charged:
+                used = 0 if failed else usage.num_tokens
+                self._give_back(caller, owed - max(0, used - prepaid_tokens))
+
+    async def _charge(self, charges: Sequence[Charge]) -> None:
         wait_s = await self._take(charges) if charges else 0.0
         if wait_s > 0:
-            raise RateLimitError("this API key has used up its requests or tokens of this minute", retry_after_s=wait_s)
+            raise RateLimitError("the requests or tokens of this minute are used up", retry_after_s=wait_s)
 
     def _give_back(self, caller: Caller, num_tokens: int) -> None:
         """Give tokens back in a task of its own, so that the end of an answer does not wait for it."""
@@ -95,9 +113,20 @@ class Meter:
         return self._own.take(charges, now)
 
 
+def _check_possible(caller: Caller, num_tokens: int, what: str, param: str | None) -> None:
+    for limits in caller.limits:
+        most = limits.tokens_per_minute
+        if most is not None and num_tokens > most:
+            raise InvalidRequestError(f"{what} {num_tokens} tokens, but {limits.whose} may use {most} a minute", param=param)
+
+
 def _charges(caller: Caller, num_requests: int, num_tokens: int) -> list[Charge]:
-    """The charges against the limits that the caller's key has. Charges of nothing are left out."""
-    if caller.key is None:
-        return []
-    wanted = (("requests", caller.key.requests_per_minute, num_requests), ("tokens", caller.key.tokens_per_minute, num_tokens))
-    return [Charge(f"{caller.key_id}/{of}", limit, amount) for of, limit, amount in wanted if limit is not None and amount]
+    """The charges against all rates of the caller. Charges of nothing are left out."""
+    return [charge for limits in caller.limits for charge in _charges_against(limits, num_requests, num_tokens)]
+
+
+def _charges_against(limits: Limits, num_requests: int, num_tokens: int) -> Iterator[Charge]:
+    wanted = (("requests", limits.requests_per_minute, num_requests), ("tokens", limits.tokens_per_minute, num_tokens))
+    for of, per_minute, amount in wanted:
+        if per_minute is not None and amount:
+            yield Charge(f"{limits.name}/{of}", per_minute, amount)

@@ -26,7 +26,7 @@ from router.api.responses.builder import ResponseBuilder
 from router.api.responses.events import ResponseEvents, whole_response
 from router.api.shapes import AnswerInfo, AnswerShape
 from router.endpoints.metered import MeteredRouter
-from router.endpoints.reading import check_model, read_body
+from router.endpoints.reading import check_model, read_body, work_on_text
 from router.endpoints.resumption import ResumptionEndpoint
 from router.request.generation import Generation
 from router.resume.resumable import is_resumable, last_event_of, refuse_resumable
@@ -51,7 +51,7 @@ class GenerationEndpoints:
         body, size = await read_body(self._router, request, ChatBody)
         check_model(self._router, request, body.model)
         context = caller_of(request.scope).max_context
-        generations = await self._router.offload(_work(body, size), self._router.preparer.chat, body, context)
+        generations = await work_on_text(self._router, request, _work(body, size), self._router.preparer.chat, body, context)
         info = self._info("chatcmpl", body, generations)
         return self._answer(request, generations, body, ChatShape(info), info, "messages")
 
@@ -61,7 +61,7 @@ class GenerationEndpoints:
             return await self._resumption.resume(request, seen, CompletionShape)
         body, size = await read_body(self._router, request, CompletionBody)
         check_model(self._router, request, body.model)
-        generations = await self._router.offload(_work(body, size), self._router.preparer.completion, body)
+        generations = await work_on_text(self._router, request, _work(body, size), self._router.preparer.completion, body)
         info = self._info("cmpl", body, generations)
         return self._answer(request, generations, body, CompletionShape(info), info, "prompt")
 
@@ -70,11 +70,11 @@ class GenerationEndpoints:
         refuse_resumable(request, "streams of /v1/responses end with their connection")
         body, size = await read_body(self._router, request, ResponsesBody)
         check_model(self._router, request, body.model)
-        translation = await self._router.offload(size, as_chat, body)
+        translation = await work_on_text(self._router, request, size, as_chat, body)
         with translation.undone():
-            chat = await self._router.offload(size, translation.chat)
+            chat = await work_on_text(self._router, request, size, translation.chat)
             context = caller_of(request.scope).max_context
-            generations = await self._router.offload(_work(chat, size), self._router.preparer.chat, chat, context)
+            generations = await work_on_text(self._router, request, _work(chat, size), self._router.preparer.chat, chat, context)
             [generation] = self._metered.fit(request, generations, chat, "messages")
             deltas = translation.undone_for(self._metered.generate(request, [generation]))
         builder = ResponseBuilder(uuid.uuid4().hex, self._router.facts.name, body, len(generation.prompt_token_ids))

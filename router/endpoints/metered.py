@@ -8,11 +8,12 @@ from collections.abc import AsyncGenerator, Sequence
 from starlette.requests import Request
 
 from router.access.gate import caller_of
+from router.access.limiter import visit_of
 from router.access.meter import Meter
 from router.api.chat.body import ChatBody
 from router.api.completions.body import CompletionBody
 from router.request.answer import Delta
-from router.request.choices import EmittedChoice
+from router.request.choices import MAX_AT_ONCE, EmittedChoice
 from router.request.generation import Generation, RequestIdentity
 from router.service import Router
 
@@ -45,15 +46,32 @@ class MeteredRouter:
     def generate(
         self, request: Request, generations: Sequence[Generation], emitted: Sequence[EmittedChoice] = ()
     ) -> AsyncGenerator[Delta, None]:
-        """Return the pieces of the answer as they come, charged to the caller.
+        """Return the pieces of the answer as they come, charged to the caller. All work on the request's text is done.
 
-        `emitted` is what each choice of a resumed stream has said before; it is neither said nor charged again.
+        `emitted` is what each choice of a resumed stream has said before. It is not said again; it is computed again, like the
+        prompt, and charged again.
+
+        Raises RateLimitError if the caller has too many answers running for all of these to begin, and InvalidRequestError if
+        it may never have so many.
         """
-        answer = self._router.generate(generations, _identity(request), emitted)
-        num_prompt_tokens = 0 if emitted else sum(len(generation.prompt_token_ids) for generation in generations)
-        max_tokens = sum(generation.num_choices * generation.sampling.max_tokens for generation in generations)
-        max_tokens -= sum(len(each.token_ids) for each in emitted)
-        return self._meter.metered(caller_of(request.scope), num_prompt_tokens, max_tokens, answer)
+        before = emitted or [EmittedChoice()] * sum(generation.num_choices for generation in generations)
+        visit, identity = visit_of(request.scope), _identity(request)
+        visit.text_done()
+        visit.grow(min(MAX_AT_ONCE, sum(not choice.ended for choice in before)))
+        answer = self._router.generate(generations, identity, emitted)
+        most_tokens = _most_tokens(generations, before)
+        return self._meter.metered(caller_of(request.scope), most_tokens, visit.prepaid_tokens, identity.usage, answer)
+
+
+def _most_tokens(generations: Sequence[Generation], before: Sequence[EmittedChoice]) -> int:
+    """The most tokens that the choices that have not ended can need, with their prompts."""
+    num_tokens, index = 0, 0
+    for generation in generations:
+        running = sum(not choice.ended for choice in before[index : index + generation.num_choices])
+        if running:
+            num_tokens += len(generation.prompt_token_ids) + running * generation.sampling.max_tokens
+        index += generation.num_choices
+    return num_tokens
 
 
 def _identity(request: Request) -> RequestIdentity:

@@ -9,7 +9,7 @@ from protocol.errors import ModelNotFoundError
 from router.access.gate import caller_of
 from router.api.shapes import Json
 from router.api.tools.bodies import DetokenizeBody, TokenizeBody
-from router.endpoints.reading import check_model, read_body
+from router.endpoints.reading import check_model, read_body, work_on_text
 from router.service import Router
 
 
@@ -37,14 +37,16 @@ class ModelEndpoints:
         body, size = await read_body(self._router, request, TokenizeBody)
         check_model(self._router, request, body.model)
         body.check_together()
-        tokens = await self._router.offload(size, self._tokens, body)
+        tokens = await work_on_text(self._router, request, size, self._tokens, body)
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": self._router.max_model_len})
 
     async def detokenize(self, request: Request) -> Response:
         """Turn token ids into their text."""
         body, size = await read_body(self._router, request, DetokenizeBody)
         check_model(self._router, request, body.model)
-        return JSONResponse({"prompt": await self._router.offload(size, self._router.preparer.text, body.tokens)})
+        return JSONResponse(
+            {"prompt": await work_on_text(self._router, request, size, self._router.preparer.text, body.tokens)}
+        )
 
     def _tokens(self, body: TokenizeBody) -> list[int]:
         preparer = self._router.preparer

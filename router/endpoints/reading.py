@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from router.access.gate import caller_of
+from router.access.gate import caller_of, tenant_of
 from router.api.body import Body, parse_body
 from router.api.intake import read_json_bytes
 from router.api.large.counts import check_counts
@@ -14,6 +15,7 @@ from router.api.large.helper import LARGE_BODY_BYTES
 from router.service import Router
 
 _B = TypeVar("_B", bound=Body)
+_T = TypeVar("_T")
 
 
 async def read_body(router: Router, request: Request, kind: type[_B]) -> tuple[_B, int]:
@@ -24,9 +26,14 @@ async def read_body(router: Router, request: Request, kind: type[_B]) -> tuple[_
     """
     data = await read_json_bytes(request, router.config.http.max_body_bytes, router.config.limits.body_s)
     if len(data) > LARGE_BODY_BYTES:
-        await router.offload(len(data), check_counts, data)
+        await work_on_text(router, request, len(data), check_counts, data)
         await router.body_helper.check(kind, data)
-    return await router.offload(len(data), parse_body, kind, data), len(data)
+    return await work_on_text(router, request, len(data), parse_body, kind, data), len(data)
+
+
+async def work_on_text(router: Router, request: Request, size: int, work: Callable[..., _T], *args: Any) -> _T:
+    """Return `work(*args)`, computed in a thread when it is the caller's turn if its `size` (characters or bytes) is large."""
+    return await router.offload(tenant_of(request.scope), size, work, *args)
 
 
 def check_model(router: Router, request: Request, name: str | None) -> None:

@@ -19,6 +19,7 @@ from router.request.answer import AnswerText, Delta
 from router.request.choices import SharedPrompt
 from router.request.generation import RequestIdentity
 from router.request.pipeline import Pipeline
+from router.request.usage import PromptUsage
 from router.text.threads import TextThreads
 from telemetry.logging import fields
 from telemetry.metrics import Metrics
@@ -40,6 +41,8 @@ class Choice:
     times: RequestTimes
     prompt: SharedPrompt | None
     """Set if the choice shares its prompt with others that begin with it."""
+    usage: PromptUsage
+    """Of the choice's prompt. The choice adds its own when it ends."""
 
     @property
     def is_first(self) -> bool:
@@ -62,11 +65,12 @@ class ChoiceRunner:
         Raises as `Pipeline.run`.
         """
         journal, text, times, metrics = choice.journal, choice.text, choice.times, self._metrics
+        tenant = journal.scheduling_class.tenant
         latest: float | None = None
         if journal.emitted:
             metrics.resumed_streams.inc()
             emitted = Tokens(token_ids=tuple(journal.emitted), logprobs=(), finish_reason=None)
-            await self._threads.offload(journal.num_generated, text.push, emitted)
+            await self._threads.offload(tenant, journal.num_generated, text.push, emitted)
         with self._accounting(choice) as outcome, _given_up(choice.prompt if choice.is_first else None):
             async with contextlib.aclosing(self._pipeline.run(journal, times, choice.prompt)) as pieces:
                 async for tokens in pieces:
@@ -80,7 +84,7 @@ class ChoiceRunner:
                     metrics.generation_tokens.inc(len(tokens.token_ids))
                     scored = tokens.prompt_logprobs
                     size = len(scored.chosen + scored.top_ids) if scored else 0
-                    delta = await self._threads.offload(size, text.push, tokens)
+                    delta = await self._threads.offload(tenant, size, text.push, tokens)
                     if delta.finish_reason is not None:
                         outcome.append(delta.finish_reason)
                         times.finish = now
@@ -110,6 +114,9 @@ class ChoiceRunner:
             else:
                 self._metrics.failed(end)
             journal = choice.journal
+            if choice.times.was_admitted:
+                choice.usage.computed = True
+                choice.usage.num_answer_tokens += journal.num_generated
             sizes = {"prompt_tokens": len(journal.prompt_token_ids), "tokens": journal.num_generated}
             request, summary = choice.request, choice.times.summary(time.monotonic())
             ids = {"request": request.request_id, "trace": journal.trace.trace_id}

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from protocol.sampling import PromptLogprobs
 from router.request.answer import Delta
 
-_AT_ONCE = 32
+MAX_AT_ONCE = 32
 """The most choices of one request that are at the workers at the same time; the others follow as these end."""
 
 
@@ -87,7 +87,7 @@ async def interleaved(answers: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGe
         return
     not_begun = iter(answers)
     # Whoever takes the pieces slowly holds up the answers, as with one.
-    queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue(_AT_ONCE)
+    queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue(MAX_AT_ONCE)
 
     async def work() -> None:
         try:
@@ -99,7 +99,7 @@ async def interleaved(answers: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGe
         except Exception as error:  # noqa: BLE001 - raised where the pieces are read
             await queue.put(error)
 
-    workers = [asyncio.create_task(work()) for _ in range(min(_AT_ONCE, len(answers)))]
+    workers = [asyncio.create_task(work()) for _ in range(min(MAX_AT_ONCE, len(answers)))]
     running = len(workers)
     try:
         while running:

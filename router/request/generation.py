@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from protocol.sampling import SamplingParams
 from protocol.trace import TraceContext
 from router.request.echo import Echo
+from router.request.usage import Usage
 from router.rules.fair_queue import ANYBODY, SchedulingClass
 from router.text.tool_format import ToolFormat
 
@@ -42,3 +43,5 @@ class RequestIdentity:
     tenant: str = ""
     """Empty where the cluster has no keys."""
     key_id: str | None = None
+    usage: Usage = field(default_factory=Usage)
+    """Takes what is computed for the request."""

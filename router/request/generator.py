@@ -18,6 +18,7 @@ from router.request.answer import AnswerText, Delta, TokenTexts
 from router.request.choice_runner import Choice, ChoiceRunner
 from router.request.choices import EmittedChoice, SharedPrompt, interleaved
 from router.request.generation import Generation, RequestIdentity
+from router.request.usage import PromptUsage
 from router.text.tokenizer import Tokenizer
 from telemetry.request_times import RequestTimes
 from telemetry.spans import Attributes, SpanExport
@@ -60,9 +61,10 @@ class Generator:
             own = before[index : index + generation.num_choices]
             # Where some have begun, the first one may have ended, and each finds for itself what is cached.
             prompt = SharedPrompt() if len(own) > 1 and not any(each.token_ids for each in own) else None
+            usage = request.usage.of_prompt(len(generation.prompt_token_ids))
             for number, begun in enumerate(own):
                 if not begun.ended:
-                    yield self._choice(generation, request, index + number, number, begun, prompt)
+                    yield self._choice(generation, request, index + number, number, begun, prompt, usage)
             index += generation.num_choices
 
     def _choice(
@@ -73,6 +75,7 @@ class Generator:
         number: int,
         begun: EmittedChoice,
         prompt: SharedPrompt | None,
+        usage: PromptUsage,
     ) -> Choice:
         """`index` is the choice's in its request, `number` among those of its prompt."""
         # The others show what the first one found out about the prompt.
@@ -96,7 +99,7 @@ class Generator:
             tool_format=generation.tool_format,
         )
         times = RequestTimes(request.arrival)
-        return Choice(request=request, journal=journal, text=text, times=times, prompt=prompt)
+        return Choice(request=request, journal=journal, text=text, times=times, prompt=prompt, usage=usage)
 
     async def _traced(
         self,

@@ -48,7 +48,7 @@ def revoke_key(path: Path, key_id: str) -> None:
             raise ConfigError(f"{path} has no key {key_id!r:.100}; `tandem keys list` shows them", param="id")
         if entry.get("revoked") is not None:
             raise ConfigError(f"the key {key_id} was revoked before", param="id")
-        entries[key_id] = entry | {"revoked": datetime.now(UTC).isoformat()}
+        entries[key_id] = {**entry, "revoked": datetime.now(UTC).isoformat()}
 
 
 @contextmanager

@@ -30,7 +30,7 @@ _REFUSALS: Mapping[int, str] = {
     408: "The body did not arrive in time.",
     413: "The body is too large.",
     415: "The body's media type is not application/json.",
-    429: "No room now, or the key has used up what it may use in a minute.",
+    429: "No room now, or the caller has used up its minute, or has as much under way as it may.",
     500: "A bug of Tandem's; its log has the details.",
     503: "Nobody is there who could do it now.",
 }
@@ -108,6 +108,7 @@ class Operation:
         found = {500} if self.access is Access.ANYBODY else {401, 403, 500}
         if self.body is not None:
             found |= {400, 408, 413, 415}
+            found |= {429} if self.access is Access.CALLERS else set()
         if self.path_names_model or _has_field(self.body, "model"):
             found.add(404)
         if self.chunk is not None:

@@ -12,12 +12,13 @@ import pytest
 
 from cluster.commands.lib.key_file import add_key
 from configs.schema import HttpConfig, TierConfig
-from protocol.errors import InvalidRequestError, RateLimitError, UnavailableError
+from protocol.errors import InvalidRequestError, OverloadedError, PoisonError, RateLimitError, UnavailableError
 from router.access.callers import Caller, anonymous
 from router.access.keyring import Keyring
 from router.access.meter import Meter
 from router.access.rates import Buckets, Charge
 from router.request.answer import Delta
+from router.request.usage import Usage
 
 Run = Callable[..., None]
 TIERS = {"standard": TierConfig()}
@@ -48,15 +49,44 @@ def caller(path: Path, **limits: Any) -> Caller:
     return Keyring(path, TIERS).caller(key)
 
 
-async def answer_of(*pieces: int, error: Exception | None = None) -> AsyncGenerator[Delta, None]:
-    for piece in pieces:
-        yield Delta(0, "", (1,) * piece, (), None, 0)
-    if error is not None:
-        raise error
+class Answer:
+    """An answer of pieces of so many tokens, whose prompt was computed if `computed`; it may fail in the end."""
+
+    def __init__(self, num_prompt_tokens: int, *pieces: int, error: Exception | None = None, computed: bool = True) -> None:
+        self.usage = Usage()
+        self._prompt = self.usage.of_prompt(num_prompt_tokens)
+        self._pieces = pieces
+        self._error = error
+        self._computed = computed
+
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
+        told = 0
+        try:
+            for piece in self._pieces:
+                told += piece
+                yield Delta(0, "", (1,) * piece, (), None, 0)
+            if self._error is not None:
+                raise self._error
+        finally:
+            self._prompt.computed = self._computed
+            self._prompt.num_answer_tokens = told
+
+    def metered(self, meter: Meter, who: Caller, most_tokens: int, prepaid_tokens: int = 0) -> AsyncGenerator[Delta, None]:
+        return meter.metered(who, most_tokens, prepaid_tokens, self.usage, self.deltas())
 
 
 async def drain(answer: AsyncGenerator[Delta, None]) -> int:
     return sum([len(delta.token_ids) async for delta in answer])
+
+
+def left(keeper: Keeper, who: Caller, per_minute: int, of: str = "tokens") -> int:
+    """What is in the bucket of a key."""
+    amounts = range(per_minute, 0, -1)
+    charges = ([Charge(f"{who.key_id}/{of}", per_minute, amount)] for amount in amounts)
+    found = next((charge[0].amount for charge in charges if keeper.buckets.take(charge, 0.0) == 0), 0)
+    if found:
+        keeper.buckets.take([Charge(f"{who.key_id}/{of}", per_minute, -found)], 0.0)
+    return found
 
 
 def test_prompt_and_answer_are_charged_and_the_rest_given_back(tmp_path: Path) -> None:
@@ -64,33 +94,68 @@ def test_prompt_and_answer_are_charged_and_the_rest_given_back(tmp_path: Path) -
         keeper = Keeper()
         meter = Meter(keeper)
         who = caller(tmp_path / "k", tokens_per_minute=100)
-        first = meter.metered(who, 20, 60, answer_of(1, 4))
+        first = Answer(20, 1, 4).metered(meter, who, 80)
         await anext(first)
         with pytest.raises(RateLimitError) as refused:
-            await drain(meter.metered(who, 10, 20, answer_of(1)))
+            await drain(Answer(10, 1).metered(meter, who, 30))
         assert refused.value.retry_after_s == pytest.approx(6.0), "20 of 100 are left, 10 more take 6 s"
         assert await drain(first) == 4
         await meter.close()
-        assert keeper.buckets.take([Charge(f"{who.key_id}/tokens", 100, 76)], 0.0) > 0
-        assert keeper.buckets.take([Charge(f"{who.key_id}/tokens", 100, 75)], 0.0) == 0, "25 were used"
+        assert left(keeper, who, 100) == 75
 
     asyncio.run(main())
 
 
-def test_a_request_that_failed_or_was_left_costs_what_it_used(tmp_path: Path) -> None:
+def test_what_was_prepaid_is_part_of_it_and_not_given_back(tmp_path: Path) -> None:
+    async def main() -> None:
+        keeper = Keeper()
+        who = caller(tmp_path / "k", tokens_per_minute=100, requests_per_minute=5)
+        for answer, used in ((Answer(20, 5), 25), (Answer(1, 1), 4), (Answer(20, computed=False), 4)):
+            keeper.buckets = Buckets()
+            meter = Meter(keeper)
+            await meter.admit(who, 4)
+            await drain(answer.metered(meter, who, 90, prepaid_tokens=4))
+            await meter.close()
+            assert left(keeper, who, 100) == 100 - used
+            assert left(keeper, who, 5, "requests") == 4
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "used"),
+    [
+        (Answer(30, error=UnavailableError("no worker")), UnavailableError, 0),
+        (Answer(30, error=OverloadedError("full")), OverloadedError, 0),
+        (Answer(30, error=PoisonError("it kills")), PoisonError, 30),
+        (Answer(30, 2, error=UnavailableError("all lost")), UnavailableError, 32),
+    ],
+)
+def test_a_failure_of_the_cluster_before_the_first_token_is_free(
+    tmp_path: Path, answer: Answer, error: type[Exception], used: int
+) -> None:
     async def main() -> None:
         keeper = Keeper()
         meter = Meter(keeper)
-        who = caller(tmp_path / "k", tokens_per_minute=100, requests_per_minute=5)
-        with pytest.raises(UnavailableError):
-            await drain(meter.metered(who, 30, 70, answer_of(error=UnavailableError("no worker"))))
-        left = meter.metered(who, 30, 70, answer_of(2, 3))
-        await asyncio.gather(*meter._returns)
-        await anext(left)
-        await left.aclose()
+        who = caller(tmp_path / "k", tokens_per_minute=100)
+        with pytest.raises(error):
+            await drain(answer.metered(meter, who, 100))
         await meter.close()
-        assert keeper.buckets.take([Charge(f"{who.key_id}/tokens", 100, 68)], 0.0) == 0, "prompt and two tokens were used"
-        assert keeper.buckets.take([Charge(f"{who.key_id}/requests", 5, 4)], 0.0) > 0, "both were requests"
+        assert left(keeper, who, 100) == 100 - used
+
+    asyncio.run(main())
+
+
+def test_who_leaves_pays_for_what_was_computed(tmp_path: Path) -> None:
+    async def main() -> None:
+        keeper = Keeper()
+        meter = Meter(keeper)
+        who = caller(tmp_path / "k", tokens_per_minute=100)
+        answer = Answer(30, 2, 3).metered(meter, who, 100)
+        await anext(answer)
+        await answer.aclose()
+        await meter.close()
+        assert left(keeper, who, 100) == 68, "prompt and two tokens were used"
 
     asyncio.run(main())
 
@@ -98,8 +163,11 @@ def test_a_request_that_failed_or_was_left_costs_what_it_used(tmp_path: Path) ->
 def test_what_no_minute_allows_is_a_400(tmp_path: Path) -> None:
     async def main() -> None:
         meter = Meter(None)
+        who = caller(tmp_path / "k", tokens_per_minute=100)
         with pytest.raises(InvalidRequestError, match="need 101 tokens, but this API key may use 100 a minute"):
-            await drain(meter.metered(caller(tmp_path / "k", tokens_per_minute=100), 50, 51, answer_of(1)))
+            await drain(Answer(50, 1).metered(meter, who, 101, prepaid_tokens=5))
+        with pytest.raises(InvalidRequestError, match="the body counts as 101 tokens"):
+            await meter.admit(who, 101)
 
     asyncio.run(main())
 
@@ -109,14 +177,38 @@ def test_the_limit_holds_across_routers_and_costs_nobody_else_a_question(tmp_pat
         keeper = Keeper()
         meters = [Meter(keeper) for _ in range(3)]
         who = caller(tmp_path / "k", requests_per_minute=10)
-        asked = [drain(meter.metered(who, 1, 1, answer_of(1))) for meter in meters for _ in range(10)]
+        asked = [meter.admit(who, 1) for meter in meters for _ in range(10)]
         results = await asyncio.gather(*asked, return_exceptions=True)
-        assert results.count(1) == 10
+        assert results.count(None) == 10
         assert sum(isinstance(result, RateLimitError) for result in results) == 20
         keeper.asked = 0
         for free in (caller(tmp_path / "k"), anonymous(TIERS)):
-            assert await drain(meters[0].metered(free, 1, 1, answer_of(1))) == 1
+            await meters[0].admit(free, 1)
+            assert await drain(Answer(1, 1).metered(meters[0], free, 2)) == 1
         assert keeper.asked == 0
+
+    asyncio.run(main())
+
+
+def test_the_keys_of_a_tenant_share_the_rates_of_its_tier(tmp_path: Path) -> None:
+    path, tiers = tmp_path / "k", {"standard": TierConfig(requests_per_minute=3, tokens_per_minute=50)}
+    given = [add_key(path, {"tenant": tenant, "requests_per_minute": 2}) for tenant in ("a", "a", "b")]
+    one, two, other = (Keyring(path, tiers).caller(key) for key in given)
+
+    async def main() -> None:
+        meter = Meter(Keeper())
+        for who in (one, one, two, other):
+            await meter.admit(who, 1)
+        for who in (one, two):
+            with pytest.raises(RateLimitError):
+                await meter.admit(who, 1)
+        await meter.admit(other, 1)
+        for who in (anonymous(tiers),) * 3:
+            await meter.admit(who, 1)
+        with pytest.raises(RateLimitError):
+            await meter.admit(anonymous(tiers), 1)
+        with pytest.raises(InvalidRequestError, match="the tenant b in tier standard may use 50"):
+            await drain(Answer(50, 1).metered(meter, other, 51))
 
     asyncio.run(main())
 
@@ -128,13 +220,13 @@ def test_while_the_keeper_is_away_each_router_counts_by_itself(tmp_path: Path, c
         meter = Meter(keeper)
         who = caller(tmp_path / "k", requests_per_minute=2)
         for _ in range(2):
-            assert await drain(meter.metered(who, 1, 1, answer_of(1))) == 1
+            await meter.admit(who, 1)
         with pytest.raises(RateLimitError):
-            await drain(meter.metered(who, 1, 1, answer_of(1)))
+            await meter.admit(who, 1)
         assert keeper.asked == 1, "it is left alone for a while"
         meter._ask_again_at = time.monotonic()
         keeper.away = False
-        assert await drain(meter.metered(who, 1, 1, answer_of(1))) == 1
+        await meter.admit(who, 1)
 
     asyncio.run(main())
     assert len([record for record in caplog.records if "keeper is away" in record.message]) == 1
