@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections import Counter
 from collections.abc import Callable
@@ -75,3 +76,24 @@ def test_limits_hold_across_routers(guarded: Any, keys_file: Path) -> None:
     assert 6 <= counts[200] <= 9, "and what flowed in meanwhile"
     assert counts[200] + counts[429] == 16
     assert all(1 <= int(answer.headers["retry-after"]) <= 10 for answer in answers if answer.status_code == 429)
+
+
+def test_who_leaves_through_haproxy_counts_no_longer(guarded: Any, keys_file: Path) -> None:
+    """Each of the two routers lets the key run one answer. A stream takes one of them until its client has left."""
+    key = new_key(guarded, keys_file, "acme", "--max-running-requests", "1")
+    body = {"model": "smollm2", "prompt": "Count:", "max_tokens": 2000, "stream": True, "ignore_eos": True}
+    for _ in range(3):
+        with httpx.stream(
+            "POST", f"{guarded.url}/v1/completions", json=body, headers={"authorization": f"Bearer {key}"}, timeout=60
+        ) as stream:
+            assert stream.status_code == 200
+            next(stream.iter_lines())
+            answers = [complete(guarded, key, max_tokens=1) for _ in range(8)]
+            assert {answer.status_code for answer in answers} == {200, 429}, "refused at the router that has the stream"
+            refused = next(answer for answer in answers if answer.status_code == 429)
+            assert int(refused.headers["retry-after"]) >= 1
+        deadline = time.monotonic() + 30
+        in_a_row = 0
+        while in_a_row < 8:
+            in_a_row = in_a_row + 1 if complete(guarded, key, max_tokens=1).status_code == 200 else 0
+            assert time.monotonic() < deadline, "it still counts"
