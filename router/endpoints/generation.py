@@ -26,7 +26,7 @@ from router.api.responses.builder import ResponseBuilder
 from router.api.responses.events import ResponseEvents, whole_response
 from router.api.shapes import AnswerInfo, AnswerShape
 from router.endpoints.metered import MeteredRouter
-from router.endpoints.reading import check_model, read_body, work_on_text
+from router.endpoints.reading import check_model, offload_of, read_body, work_on_text
 from router.endpoints.resumption import ResumptionEndpoint
 from router.request.generation import Generation
 from router.resume.resumable import is_resumable, last_event_of, refuse_resumable
@@ -74,11 +74,13 @@ class GenerationEndpoints:
         with translation.undone():
             chat = await work_on_text(self._router, request, size, translation.chat)
             context = caller_of(request.scope).max_context
-            generations = await work_on_text(self._router, request, _work(chat, size), self._router.preparer.chat, chat, context)
+            generations = await work_on_text(
+                self._router, request, _work(chat, size), self._router.preparer.chat, chat, context
+            )
             [generation] = self._metered.fit(request, generations, chat, "messages")
             deltas = translation.undone_for(self._metered.generate(request, [generation]))
         builder = ResponseBuilder(uuid.uuid4().hex, self._router.facts.name, body, len(generation.prompt_token_ids))
-        offload = self._router.offload
+        offload = offload_of(self._router, request)
         if body.stream:
             return EventSender(deltas, ResponseEvents(builder), offload, generation.num_dropped, self._client_s)
         return WholeSender(deltas, partial(whole_response, builder, offload), generation.num_dropped, self._client_s)
@@ -96,7 +98,7 @@ class GenerationEndpoints:
         if is_resumable(request):
             return self._resumption.begin(request, fitted, shape, info, stream=body.stream)
         deltas, num_dropped = self._metered.generate(request, fitted), fitted[0].num_dropped
-        offload = self._router.offload
+        offload = offload_of(self._router, request)
         if body.stream:
             return EventSender(deltas, CompletionEvents(shape, info), offload, num_dropped, self._client_s)
         return WholeSender(deltas, partial(whole_completion, shape, info, offload), num_dropped, self._client_s)

@@ -12,6 +12,7 @@ from router.api.body import Body, parse_body
 from router.api.intake import read_json_bytes
 from router.api.large.counts import check_counts
 from router.api.large.helper import LARGE_BODY_BYTES
+from router.api.shapes import Offload
 from router.service import Router
 
 _B = TypeVar("_B", bound=Body)
@@ -34,6 +35,15 @@ async def read_body(router: Router, request: Request, kind: type[_B]) -> tuple[_
 async def work_on_text(router: Router, request: Request, size: int, work: Callable[..., _T], *args: Any) -> _T:
     """Return `work(*args)`, computed in a thread when it is the caller's turn if its `size` (characters or bytes) is large."""
     return await router.offload(tenant_of(request.scope), size, work, *args)
+
+
+def offload_of(router: Router, request: Request) -> Offload:
+    """Return what does long work for this request in a thread, when it is its caller's turn."""
+
+    async def offload(size: int, work: Callable[..., _T], *args: Any) -> _T:
+        return await work_on_text(router, request, size, work, *args)
+
+    return offload
 
 
 def check_model(router: Router, request: Request, name: str | None) -> None:

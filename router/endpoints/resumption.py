@@ -13,7 +13,7 @@ from router.api.answer_sender import EventSender
 from router.api.completion_events import CompletionEvents
 from router.api.shapes import AnswerInfo, AnswerShape
 from router.endpoints.metered import MeteredRouter
-from router.endpoints.reading import check_model
+from router.endpoints.reading import check_model, offload_of
 from router.request.choices import emitted_choices
 from router.request.generation import Generation
 from router.resume.event_ids import EventId
@@ -48,7 +48,7 @@ class ResumptionEndpoint:
         writer = new_writer(key, AnswerRequest(tuple(generations), info).dump())
         deltas = self._recorder.recorded(writer, self._metered.generate(request, generations))
         events = ResumableEvents(CompletionEvents(shape, info))
-        return EventSender(deltas, events, self._router.offload, generations[0].num_dropped, self._client_s)
+        return EventSender(deltas, events, offload_of(self._router, request), generations[0].num_dropped, self._client_s)
 
     async def resume(self, request: Request, seen: EventId, shape: Callable[[AnswerInfo], AnswerShape]) -> Response:
         """Send the rest of a stream: what is on record after the event `seen`, then what was not generated yet.
@@ -62,4 +62,6 @@ class ResumptionEndpoint:
         rest = self._metered.generate(request, recorded.generations, emitted)
         events = ResumableEvents(CompletionEvents(shape(recorded.info), recorded.info), seen)
         pieces = self._recorder.resumed(record, rest)
-        return EventSender(pieces, events, self._router.offload, recorded.generations[0].num_dropped, self._client_s)
+        return EventSender(
+            pieces, events, offload_of(self._router, request), recorded.generations[0].num_dropped, self._client_s
+        )

@@ -89,7 +89,7 @@ def test_metrics_and_status_tell_operators(
     async def test(cluster: Any) -> None:
         async def shown() -> tuple[list[str], Any]:
             lines = (await cluster.http.get("/metrics")).text.splitlines()
-            status = (await cluster.http.get("/admin/status")).json()
+            status = (await cluster.http.get("/admin/status", headers={"authorization": "Bearer sesame"})).json()
             print_status(status)
             return [line.split("} ")[1] for line in lines if line.startswith("tandem:api_keys_")], status["api_keys"]
 
@@ -105,7 +105,7 @@ def test_metrics_and_status_tell_operators(
         cluster.http.headers["authorization"] = f"Bearer {key}"
         assert (await cluster.complete()).status_code == 200
 
-    run_cluster(test, http=HttpConfig(keys_file=str(path)).model_dump())
+    run_cluster(test, http=HttpConfig(keys_file=str(path), admin_key="sesame").model_dump())
     said = capsys.readouterr().out
     assert "API key bad is refused: salt: Field required" in said
     assert "API keys stay as they were: " in said

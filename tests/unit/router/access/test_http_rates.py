@@ -80,7 +80,7 @@ def test_a_request_over_its_rate_is_refused_before_its_body_is_read(run_cluster:
         cluster.http.headers.update(bearer(key))
         assert (await cluster.complete()).status_code == 200
         reader, writer = await asyncio.open_connection("127.0.0.1", int(cluster.url.rpartition(":")[2]))
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer {key}\r\n"
         writer.write(f"{head}content-type: application/json\r\ncontent-length: 4000000\r\n\r\n".encode())
         async with asyncio.timeout(10):
             assert b" 429 " in await reader.readline()
@@ -129,7 +129,7 @@ BODY = b'{"prompt": "' + b"a " * 30_000 + b'"}'
 async def begin_body(cluster: Any, key: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Send all of BODY but its last byte."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(cluster.url.rpartition(":")[2]))
-    head = f"POST /tokenize HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\nconnection: close\r\n"
+    head = f"POST /tokenize HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer {key}\r\nconnection: close\r\n"
     head += f"content-type: application/json\r\ncontent-length: {len(BODY)}\r\n\r\n"
     writer.write(head.encode() + BODY[:-1])
     await writer.drain()

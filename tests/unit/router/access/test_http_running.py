@@ -172,7 +172,9 @@ def test_a_request_stops_counting_however_it_ends(run_cluster: Run) -> None:
         prefill.fail_with = None
         await free(cluster)
         _, writer = await asyncio.open_connection("127.0.0.1", int(cluster.url.rpartition(":")[2]))
-        writer.write(b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{")
+        writer.write(
+            b"POST /tokenize HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"
+        )
         await writer.drain()
         writer.close()
         await free(cluster)

@@ -14,7 +14,7 @@ def test_all_endpoints_agree(run_cluster: Callable[..., None]) -> None:
     async def test(cluster: Any) -> None:
         cluster.says("No.")
         chat = {"model": "smollm2", "messages": MESSAGES}
-        resumable = {"x-tandem-resumable": "true", "x-request-id": "forged"}
+        resumable = {"x-tandem-resumable": "true", "x-request-id": "forged-0123456789abcdef"}
         answers = [
             await cluster.http.post("/v1/chat/completions", json=chat),
             await cluster.http.post("/v1/chat/completions", json={**chat, "truncation": "auto"}),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import given
@@ -20,10 +20,12 @@ from router.api.responses.body import ResponsesBody
 from router.api.responses.builder import ResponseBuilder
 from router.api.responses.events import ResponseEvents, whole_response
 from router.api.server_sent_events import event
-from router.api.shapes import AnswerInfo
+from router.api.shapes import AnswerInfo, Offload
 from router.request.answer import Delta, TextLogprob, TextLogprobs, TokenText
 from router.text.threads import TextThreads
 from tests.unit.router.api.test_http_large_bodies import watched_loop
+
+_T = TypeVar("_T")
 
 NUM_TOKENS, NUM_TOP = 10_000, 20
 NUM_STREAMED = 1000
@@ -76,11 +78,18 @@ def test_slices_of_the_objects_themselves() -> None:
         assert encoded(chunk, large=True) == encode(chunk).encode()
 
 
+def offload_of(threads: TextThreads) -> Offload:
+    async def offload(size: int, work: Callable[..., _T], *args: Any) -> _T:
+        return await threads.offload("acme", size, work, *args)
+
+    return offload
+
+
 async def whole(threads: TextThreads, kind: str) -> bytes:
     if kind == "response":
-        return await whole_response(ResponseBuilder("a", "m", BODY, 2), threads.offload, pieces())
+        return await whole_response(ResponseBuilder("a", "m", BODY, 2), offload_of(threads), pieces())
     shape = ChatShape(INFO) if kind == "chat" else CompletionShape(INFO)
-    return await whole_completion(shape, INFO, threads.offload, pieces())
+    return await whole_completion(shape, INFO, offload_of(threads), pieces())
 
 
 @pytest.mark.parametrize("kind", ["chat", "completion", "response"])
@@ -103,7 +112,7 @@ def test_the_last_events_of_a_response_are_written_beside_the_loop() -> None:
         async with watched_loop() as pauses:
             async for delta in pieces(NUM_STREAMED):
                 size = 16 * events.num_entries(delta)
-                last = await threads.offload(size, events.push, delta)
+                last = await threads.offload("acme", size, events.push, delta)
         threads.close()
         assert events.ended
         assert last.count(b'"bytes"') == 4 * NUM_STREAMED * (1 + NUM_TOP) + 1 + NUM_TOP
