@@ -4,12 +4,11 @@ CHECKOUT is a clone of this repository at the commit to compare with, with a `.v
 
     pair 1: this, other    pair 2: other, this    ...    each pair gives a ratio, this / other
 
-1. The engine alone, one thread: prefill of one prompt, decode steps of 1 and 16 sequences.
-2. A cluster of each, both up all the time: 16 streams over HTTP (256 tokens in, 128 out), processor time outside the engines
-   for each token of these, and the time to the first token of a 32-token prompt when nothing else runs.
+1. The engine alone, one thread, a new process each time: prefill of one prompt, decode steps of 1 and 16 sequences.
+2. A cluster, a new one each time: 16 streams over HTTP (256 tokens in, 128 out), processor time outside the engines for each
+   token of these, and the time to the first token of a 32-token prompt when nothing else runs.
 
-The result is the median ratio of the pairs with a 95 % interval of their geometric mean, by Student's t. What the two clusters
-take when idle is in both figures of a pair.
+The result is the median ratio of the pairs with a 95 % interval of their geometric mean, by Student's t.
 """
 
 from __future__ import annotations
@@ -24,8 +23,9 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--pairs", type=int, default=10, choices=sorted(T_975))
-    parser.add_argument("--port", type=int, default=8199, help="of this checkout's cluster; the other one has the next")
+    parser.add_argument("--port", type=int, default=8199, help="of the clusters")
     options = parser.parse_args()
     other = options.checkout.resolve()
     load_average = os.getloadavg()[0]
@@ -79,33 +79,33 @@ def main() -> None:
 
 
 def compare_engines(other: Path, pairs: int) -> Pairs:
+    """A new process for each figure: where the kernel happens to put a process's memory is a bias that lasts for its life."""
     core = sorted(os.sched_getaffinity(0))[:1]
-    with ExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    with tempfile.TemporaryDirectory() as logs:
 
-        def start(checkout: Path) -> Callable[[], Figures]:
+        def measure(checkout: Path) -> Figures:
             command = [sys.executable, str(checkout / "benchmarks" / "peers" / "measure_tandem.py"), "1"]
             environment = {"PYTHONPATH": str(checkout)}
             name = "this" if checkout == ROOT else "other"
-            log = logs / f"{name}.log"
-            process = MeasuredProcess(name, command, cores=core, environment=environment, cwd=logs, log=log)
-            stack.callback(process.close)
-            return lambda: {name: value for name, value in process.measure(ENGINE).items() if "/s" not in name}
+            log = Path(logs) / f"{name}.log"
+            process = MeasuredProcess(name, command, cores=core, environment=environment, cwd=Path(logs), log=log)
+            with closing(process):
+                return {name: value for name, value in process.measure(ENGINE).items() if "/s" not in name}
 
-        return in_turns(start(ROOT), start(other), pairs)
+        return in_turns(partial(measure, ROOT), partial(measure, other), pairs)
 
 
 def compare_clusters(other: Path, pairs: int, port: int) -> Pairs:
-    with ExitStack() as stack:
+    """A new cluster for each figure, for the same reason."""
 
-        def start(checkout: Path, own_port: int) -> Callable[[], Figures]:
-            command = [str(checkout / ".venv" / "bin" / "tandem"), "serve"]
-            system = System(name=checkout.name, settings="", command=command, environment={"PYTHONPATH": str(checkout)})
-            serve_pid = stack.enter_context(serving_process(system, own_port)).pid
-            asyncio.run(warm_up(f"http://{HOST}:{own_port}"))
-            return lambda: measure_cluster(own_port, serve_pid)
+    def measure(checkout: Path) -> Figures:
+        command = [str(checkout / ".venv" / "bin" / "tandem"), "serve"]
+        system = System(name=checkout.name, settings="", command=command, environment={"PYTHONPATH": str(checkout)})
+        with serving_process(system, port) as serving:
+            asyncio.run(warm_up(f"http://{HOST}:{port}"))
+            return measure_cluster(port, serving.pid)
 
-        return in_turns(start(ROOT, port), start(other, port + 1), pairs)
+    return in_turns(partial(measure, ROOT), partial(measure, other), pairs)
 
 
 def measure_cluster(port: int, serve_pid: int) -> Figures:
