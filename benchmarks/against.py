@@ -8,7 +8,7 @@ CHECKOUT is a clone of this repository at the commit to compare with, with a `.v
 2. A cluster, a new one each time: 16 streams over HTTP (256 tokens in, 128 out), processor time outside the engines for each
    token of these, and the time to the first token of a 32-token prompt when nothing else runs.
 
-The result is the median ratio of the pairs with a 95 % interval of their geometric mean, by Student's t.
+The result, `against_COMMIT`, is the median ratio of the pairs with a 95 % interval of their geometric mean, by Student's t.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def main() -> None:
         "pairs": [{"this": pairs.this, "other": pairs.other} for pairs in found],
         "ratios": rows,
     }
-    write_result("against", result, table(result, options.pairs))
+    write_result(f"against_{commit(other)[:7]}", result, table(result, options.pairs))
 
 
 def compare_engines(other: Path, pairs: int) -> Pairs:
