@@ -73,7 +73,7 @@ STREAM_OPTIONS = either(absent("stream_options"), given(TRUE, "stream"))
 class SamplingBody(GuidedBody):
     """The fields that the bodies of chats and plain completions share."""
 
-    together: ClassVar[Together] = (*GuidedBody.together, STREAM_OPTIONS)
+    together: ClassVar[Together] = (STREAM_OPTIONS,)
 
     model: str = Field(min_length=1, description="the name of the served model (see /v1/models)")
     n: int = Field(default=1, ge=1, le=MAX_CHOICES, description=f"an integer from 1 to {MAX_CHOICES}")

@@ -8,7 +8,7 @@ from pydantic import Field
 from pydantic_core import from_json
 
 from protocol.errors import InvalidRequestError
-from router.api.body import Body, Neutral, Together, absent, either
+from router.api.body import Body, Neutral
 from router.api.structured import ResponseFormat
 from router.text.grammar import ANY_OBJECT, AnswerRule, choice_rule, json_answer, lark_rule, regex_rule
 
@@ -54,8 +54,6 @@ FORMS = ("response_format", *_KINDS)
 
 class GuidedBody(Body):
     """The fields about an answer's form, of which a body may use one."""
-
-    together: ClassVar[Together] = (either(*(absent(*(other for other in _KINDS if other != name)) for name in _KINDS)),)
 
     response_format: ResponseFormat | None = Field(
         default=None, description="an object with type text, json_object or json_schema"

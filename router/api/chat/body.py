@@ -34,7 +34,6 @@ class ChatBody(SamplingBody, TemplateBody):
 
     together: ClassVar[Together] = (
         *SamplingBody.together,
-        *TemplateBody.together,
         either({"properties": {"top_logprobs": {"enum": [0, None]}}}, given(TRUE, "logprobs")),
         either(absent("max_tokens"), absent("max_completion_tokens")),  # equal ones are accepted, which a schema can't say
         either(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import Field
 
 from protocol.errors import InvalidRequestError
-from router.api.body import Body, Together, either
+from router.api.body import Body
 from router.api.chat.messages import ChatMessage
 from router.text.chat_template import TemplateOptions
 
@@ -18,12 +18,6 @@ _MAX_VARIABLES = 64
 
 class TemplateBody(Body):
     """The fields about the model's chat template."""
-
-    together: ClassVar[Together] = (
-        either(
-            *({"properties": {name: {"enum": [False, None]}}} for name in ("add_generation_prompt", "continue_final_message"))
-        ),
-    )
 
     add_generation_prompt: bool | None = Field(
         default=None, description="true or false; false by default with continue_final_message, else true"
