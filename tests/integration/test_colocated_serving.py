@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -22,7 +22,7 @@ def colocated(serve: Callable[..., Any]) -> Any:
     return served
 
 
-def stream(url: str, number: int, max_tokens: int) -> list[int]:
+def stream(url: str, number: int, max_tokens: int) -> Iterator[int]:
     """The token ids of one greedy answer, as the `openai` package gets them."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=120, max_retries=0)
     pieces = client.completions.create(
@@ -33,23 +33,26 @@ def stream(url: str, number: int, max_tokens: int) -> list[int]:
         stream=True,
         extra_body={"ignore_eos": True, "return_token_ids": True},
     )
-    token_ids: list[int] = []
     for piece in pieces:
         if piece.choices:
-            token_ids += (piece.choices[0].model_extra or {}).get("token_ids") or []
-    return token_ids
+            yield from (piece.choices[0].model_extra or {}).get("token_ids") or []
 
 
-def together(url: str, count: int, max_tokens: int, meanwhile: Callable[[], None] = lambda: None) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
+Answers = dict[int, list[int]]
+
+
+def together(url: str, count: int, max_tokens: int, meanwhile: Callable[[Answers], None] = lambda _: None) -> Answers:
+    """Several answers at once. `meanwhile` sees what has come of them."""
+    found: Answers = {number: [] for number in range(count)}
 
     def one(number: int) -> None:
-        found[number] = stream(url, number, max_tokens)
+        for token_id in stream(url, number, max_tokens):
+            found[number].append(token_id)
 
     threads = [threading.Thread(target=one, args=(number,)) for number in range(count)]
     for thread in threads:
         thread.start()
-    meanwhile()
+    meanwhile(found)
     for thread in threads:
         thread.join()
     return found
@@ -67,8 +70,8 @@ def test_it_is_healthy_and_has_decode_workers_only(colocated: Any) -> None:
 def test_a_killed_worker_costs_no_token(colocated: Any) -> None:
     undisturbed = together(colocated.url, 4, 200)
 
-    def kill() -> None:
-        colocated.until(lambda: sum(worker["running"] or 0 for worker in colocated.workers()) >= 3, 30)
+    def kill(answers: Answers) -> None:
+        colocated.until(lambda: all(answers.values()), 30)
         busiest = max(colocated.workers(), key=lambda worker: worker["running"] or 0)
         os.kill(busiest["pid"], signal.SIGKILL)
 
@@ -81,7 +84,7 @@ def test_a_killed_worker_costs_no_token(colocated: Any) -> None:
 
 
 def test_it_scales_while_it_answers(colocated: Any) -> None:
-    def shrink() -> None:
+    def shrink(_: Answers) -> None:
         assert colocated.scale(decode=1).status_code == 200
 
     answers = together(colocated.url, 3, 32, shrink)
@@ -90,9 +93,9 @@ def test_it_scales_while_it_answers(colocated: Any) -> None:
 
 
 def test_a_gang_computes_prompts_too(serve: Callable[..., Any], colocated: Any) -> None:
-    expected = stream(colocated.url, 7, 16)
+    expected = list(stream(colocated.url, 7, 16))
     colocated.end()
     gang = serve("--colocated", "--decode-tensor-parallel-size", "3", "--dtype", "float32")
     gang.wait_ready()
-    assert stream(gang.url, 7, 16) == expected
+    assert list(stream(gang.url, 7, 16)) == expected
     assert gang.leaks() == []

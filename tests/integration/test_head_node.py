@@ -46,7 +46,7 @@ class Head:
 def head(tmp_path: Path) -> Iterator[Head]:
     assert REDIS is not None
     port, redis_port, mark = free_port(), free_port(), uuid.uuid4().hex
-    # In /tmp: a Unix socket's path has about 100 bytes.
+    # In /tmp: a Unix socket's path has about 100 bytes. Ray lets everybody into its folder, so HAProxy's is another one.
     with tempfile.TemporaryDirectory(prefix="tandem-", dir="/tmp", ignore_cleanup_errors=True) as scratch:
         own = local_environment(Path(scratch)) | {
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
@@ -56,7 +56,13 @@ def head(tmp_path: Path) -> Iterator[Head]:
         }
         environment = os.environ | own
         redis_command = [REDIS, "--port", str(redis_port), "--bind", "127.0.0.1", "--save", "", "--dir", scratch]
-        flags = {"port": port, "node-ip-address": "127.0.0.1", "num-cpus": 2, "temp-dir": scratch, "include-dashboard": "false"}
+        flags = {
+            "port": port,
+            "node-ip-address": "127.0.0.1",
+            "num-cpus": 2,
+            "temp-dir": scratch + "/ray",
+            "include-dashboard": "false",
+        }
         ray_command = [str(Path(sys.executable).with_name("ray")), "start", "--head", *(f"--{k}={v}" for k, v in flags.items())]
         guard_command = [TANDEM, "keep-gcs", "--port", str(port)]
         try:
