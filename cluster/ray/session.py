@@ -58,8 +58,10 @@ def local_environment(scratch: Path) -> dict[str, str]:
         "RAY_ROTATION_BACKUP_COUNT": os.environ.get("RAY_ROTATION_BACKUP_COUNT", str(_OLD_LOGS)),
         # Ray lowers the priority of its workers; ours are what this machine is to work on.
         "RAY_worker_niceness": "0",
-        # Serve's second entry, on a fixed port by default; two clusters on one machine must not meet there.
+        # Serve's second entry and Ray's metrics, on fixed ports by default; two clusters on one machine must not meet there.
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
+        "AUTOSCALER_METRIC_PORT": str(free_port()),
+        "DASHBOARD_METRIC_PORT": str(free_port()),
     }
     # The package that brings HAProxy's binary exists for Linux; elsewhere Serve's own proxy does the work, more slowly.
     if sys.platform == "linux":
