@@ -82,7 +82,8 @@ def profiled_s(step: Callable[[], None]) -> tuple[float, float]:
 
 @contextmanager
 def native_functions_recorded() -> Iterator[None]:
-    library = load_library()
+    built = load_library()
+    library = None if built is None else built.functions
     functions = {name: getattr(library, name) for name in SIGNATURES} if library else {}
     for name, function in functions.items():
         setattr(library, name, recorded(name, function))

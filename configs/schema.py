@@ -191,7 +191,7 @@ class ClusterConfig(_Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The type of weights and activations. float16 is for GPUs.
 
-    auto: bfloat16 on GPUs and where the processor multiplies it natively, else float32.
+    auto: bfloat16 on GPUs, and on processors that multiply it natively or for which there are native operators, else float32.
     """
     quantization: Literal["auto", "none", "int8", "int4"] = "auto"
     """How weights are held.

@@ -21,6 +21,7 @@ from engine.memory.kv_pool import LAYOUT_VERSION, KVPool, token_bytes
 from engine.memory.populator import Populator
 from engine.models.decoder import Decoder, DecoderWeights
 from engine.models.weights import Quantization, WeightFormat, load_weights
+from engine.native.build import load_library
 from engine.native.library import NativeLibrary
 from engine.operators import step_factory
 from engine.ranks.tensor_parallel import ALONE, TensorParallel
@@ -158,12 +159,16 @@ class ModelRunner:
 
 
 def resolve_dtype(name: DtypeName, device: DeviceName = "cpu") -> str:
-    """`auto` is bfloat16 on GPUs and where the processor multiplies it natively, else float32. float16 is for GPUs."""
+    """`auto` is bfloat16 on GPUs and on processors that multiply it or have native operators, else float32.
+
+    float16 is for GPUs.
+    """
     if name == "auto":
         if device == "cuda":
             return "bfloat16"
         capabilities = torch.cpu.get_capabilities()
-        return "bfloat16" if any(capabilities.get(feature) for feature in _NATIVE_BFLOAT16) else "float32"
+        multiplies = any(capabilities.get(feature) for feature in _NATIVE_BFLOAT16)
+        return "bfloat16" if multiplies or load_library() is not None else "float32"
     supported = [known for known in _DTYPES if known != "float16" or device == "cuda"]
     if name not in supported:
         raise ConfigError(f"{name} is not supported; choose one of auto, {', '.join(supported)}", param="dtype")

@@ -21,23 +21,25 @@ from torch import Tensor
 from configs.facts import ModelFacts
 from configs.sharding import vocabulary_of
 from engine.batch import ForwardBatch, sendable
-from engine.kernels.linear import Linear
 from engine.kernels.norm import rms_norm
 from engine.memory.kv_pool import KVPool
 from engine.operators import StepFactory
 from engine.ranks.tensor_parallel import TensorParallel
 
+Product = Callable[[Tensor], Tensor]
+"""[T, I] to [T, O], in the weights' dtype."""
+
 
 @dataclass(frozen=True)
 class Layer:
     attention_norm: Tensor
-    qkv: Linear
+    qkv: Product
     q_norm: Tensor | None
     k_norm: Tensor | None
-    output: Linear
+    output: Product
     ffn_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    gate_up: Product
+    down: Product
 
 
 @dataclass(frozen=True)

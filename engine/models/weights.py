@@ -14,13 +14,13 @@ from configs.facts import WeightFormat as FileFormat
 from engine.kernels.linear import Linear
 from engine.kernels.quantized import GROUP, QuantizedWeight, quantize
 from engine.kernels.rope import inverse_frequencies, stretch_llama3
-from engine.models.decoder import DecoderWeights, Layer
+from engine.models.decoder import DecoderWeights, Layer, Product
 from engine.models.gguf_weights import GgufWeights
 from engine.models.parameters import Parameter, layer_parameters, model_parameters
 from engine.models.safetensors_weights import SafetensorsWeights
 from engine.models.weight_source import WeightSource
 from engine.native.library import NativeLibrary, can_pack
-from engine.native.matrix import NativeHead, QuantizedMatrix
+from engine.native.matrix import DenseMatrix, NativeHead, NativeLinear, QuantizedMatrix
 from protocol.errors import ConfigError
 
 Quantization = Literal["auto", "none", "int8", "int4"]
@@ -45,7 +45,7 @@ class WeightFormat:
     @property
     def uses_quantized(self) -> bool:
         """Whether anything multiplies quantized weights."""
-        return self.dtype == torch.bfloat16 and self.library is not None and not self.deterministic
+        return self.dtype == torch.bfloat16 and self.library is not None and (self.library.any_rows or not self.deterministic)
 
     def head(self, dense_VD: Tensor, quantized: QuantizedWeight | None) -> Callable[[Tensor], Tensor]:
         """The output head: float32 logits."""
@@ -54,7 +54,11 @@ class WeightFormat:
         linear = self.linear(dense_VD, None, None)
         return lambda x_SD: linear(x_SD).float()
 
-    def linear(self, dense_OI: Tensor, bias_O: Tensor | None, quantized: QuantizedWeight | None) -> Linear:
+    def linear(self, dense_OI: Tensor, bias_O: Tensor | None, quantized: QuantizedWeight | None) -> Product:
+        """A product with a bias: by a library's own operators alone where they take any number of rows."""
+        if self.library is not None and self.library.any_rows and self.dtype == torch.bfloat16 and dense_OI.shape[1] % 2 == 0:
+            matrix = self._few_rows(quantized) or DenseMatrix(dense_OI.to(self.dtype), self.library)
+            return NativeLinear(matrix, bias_O)
         same_bits = self.deterministic or self.dtype == torch.float32
         return Linear(dense_OI.to(self.device, self.dtype), bias_O, self._few_rows(quantized), same_bits=same_bits)
 
@@ -136,7 +140,7 @@ class _Reader:
         stored = self._stored(weight) if wanted == "auto" and self.format_.uses_quantized else None
         return self.tensor(weight), stored
 
-    def linear(self, weight: Parameter, bias: Parameter | None = None) -> Linear:
+    def linear(self, weight: Parameter, bias: Parameter | None = None) -> Product:
         dense_OI, quantized = self.matrix(weight, 4 if self.format_.quantization == "int4" else 8)
         return self.format_.linear(dense_OI, None if bias is None else self.tensor(bias), quantized)
 

@@ -1,8 +1,11 @@
 """Compiles the native operators once and keeps the library in the cache folder.
 
-They are used where the processor has AVX-512 with bfloat16 products and a C++ compiler is at hand ($CXX, g++ or c++);
-everywhere else the engine computes with torch's operators. A library is known by its sources, the compiler, its options
-and the processor's features, so that a cache shared by different machines holds one for each.
+There is a set for each of several instruction sets, in a folder of its own. The first that the processor has is used, if a C++
+compiler is at hand ($CXX, g++ or c++); everywhere else the engine computes with torch's operators. A library is known by
+its sources, the compiler, its options and, where these ask for it, the processor, so that a cache shared by different machines
+holds one for each.
+
+    TANDEM_NATIVE=avx2    # use this set, though the processor may have a better one
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -25,51 +29,100 @@ from protocol.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent
-_OPTIONS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
+_OPTIONS = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 """OpenMP's library has the name of the one that torch has loaded, so both share one pool of threads."""
-_FEATURES = ("avx512_f", "avx512_bw", "avx512_vl", "avx512_bf16")
 _COMPILE_S = 120.0
+FORCED = "TANDEM_NATIVE"
+"""Environment variable that names the set to use."""
+
+
+@dataclass(frozen=True)
+class InstructionSet:
+    """The operators for one kind of processor. They lie in the folder of this name."""
+
+    name: str
+    features: tuple[str, ...]
+    """What the processor has to have, as `torch.cpu.get_capabilities` names it."""
+    options: tuple[str, ...]
+    """Of the compiler."""
+    any_rows: bool
+    """Whether its products are for any number of rows, and of bfloat16 matrices too, so that oneDNN's are not needed."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this machine's processor has it."""
+        capabilities = torch.cpu.get_capabilities()
+        return all(capabilities.get(feature) for feature in self.features)
+
+
+INSTRUCTION_SETS = (
+    InstructionSet("avx512", ("avx512_f", "avx512_bw", "avx512_vl", "avx512_bf16"), ("-march=native",), any_rows=False),
+    InstructionSet("avx2", ("avx2", "fma3", "f16c"), ("-mavx2", "-mfma", "-mf16c", "-ffp-contract=off"), any_rows=True),
+)
+"""The best first."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """A loaded library."""
+
+    instruction_set: InstructionSet
+    functions: ctypes.CDLL
+
+
+def chosen_instruction_set() -> InstructionSet | None:
+    """Return the set that this machine uses; None if it has none. Raises ConfigError if TANDEM_NATIVE names one in vain."""
+    here = [each for each in INSTRUCTION_SETS if each.is_here]
+    forced = os.environ.get(FORCED)
+    if not forced:
+        return here[0] if here else None
+    for each in here:
+        if each.name == forced:
+            return each
+    names = ", ".join(each.name for each in here) or "none"
+    raise ConfigError(f"{FORCED}={forced} names no instruction set of this processor, which has: {names}", param=FORCED)
 
 
 @cache
-def load_library() -> ctypes.CDLL | None:
-    """The library, built if need be; None where it can't be used, with a line in the log if that is a pity."""
-    capabilities = torch.cpu.get_capabilities()
-    if not all(capabilities.get(feature) for feature in _FEATURES):
+def load_library() -> Built | None:
+    """Return the library, built if need be; None where it can't be used, with a line in the log if that is a pity."""
+    instruction_set = chosen_instruction_set()
+    if instruction_set is None:
         return None
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         log.warning("no C++ compiler was found: decoding will be slower than it could be")
         return None
     try:
-        return ctypes.CDLL(str(_built(compiler)))
+        return Built(instruction_set, ctypes.CDLL(str(_built(compiler, instruction_set))))
     except (OSError, subprocess.SubprocessError, ConfigError) as error:
         log.warning("the native operators can't be used, decoding will be slower: %s", _first_line(error))
         return None
 
 
-def _built(compiler: str) -> Path:
-    sources = sorted(_SOURCES.glob("*.cpp"))
+def _built(compiler: str, instruction_set: InstructionSet) -> Path:
+    sources = _SOURCES / instruction_set.name
     folder = cache_dir() / "native"
-    path = folder / f"{_key(compiler, [*sources, *_SOURCES.glob('*.h')])}.so"
+    path = folder / f"{_key(compiler, instruction_set, sorted(sources.iterdir()))}.so"
     if path.exists():
         return path
     with exclusive(folder):
         if not path.exists():
-            log.info("compiling the native operators")
+            log.info("compiling the native operators for %s", instruction_set.name)
             with tempfile.TemporaryDirectory(dir=folder) as scratch:
                 built = Path(scratch) / path.name
-                command = [compiler, *_OPTIONS, "-o", str(built), *map(str, sources)]
+                command = [compiler, *_OPTIONS, *instruction_set.options, "-o", str(built), *map(str, sources.glob("*.cpp"))]
                 subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
                 built.replace(path)
     return path
 
 
-def _key(compiler: str, files: list[Path]) -> str:
+def _key(compiler: str, instruction_set: InstructionSet, files: list[Path]) -> str:
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=_COMPILE_S).stdout
-    features = sorted(torch.cpu.get_capabilities().items())
-    digest = hashlib.sha256(version + repr((_OPTIONS, features, _processor())).encode())
-    for file in sorted(files):
+    digest = hashlib.sha256(version + repr((_OPTIONS, instruction_set)).encode())
+    if "-march=native" in instruction_set.options:
+        digest.update(_processor().encode())
+    for file in files:
         digest.update(file.read_bytes())
     return digest.hexdigest()[:32]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.quantized import GROUP
-from engine.native.build import load_library
+from engine.native.build import Built, load_library
 
 HEAD_DIMS = (64, 128)
 COLUMNS = 64
@@ -31,7 +31,9 @@ SIGNATURES = {
     "quantized_logits": (*[_POINTER] * 3, *[_INT] * 5),
     "dense_logits": (*[_POINTER] * 3, *[_INT] * 4),
 }
-"""Every function of the library."""
+"""Every function of a library."""
+ANY_ROWS_SIGNATURES = {"dense_linear": (*[_POINTER] * 3, *[_INT] * 4)}
+"""What a library has beside them if its products are for any number of rows."""
 
 
 class NativeLibrary:
@@ -40,14 +42,16 @@ class NativeLibrary:
     @classmethod
     def load(cls, threads: int) -> NativeLibrary | None:
         """None where it can't be used: `engine.native.build`."""
-        library = load_library()
-        return None if library is None else cls(library, threads)
+        built = load_library()
+        return None if built is None else cls(built, threads)
 
-    def __init__(self, library: ctypes.CDLL, threads: int) -> None:
-        for name, arguments in SIGNATURES.items():
-            function = getattr(library, name)
+    def __init__(self, built: Built, threads: int) -> None:
+        self.any_rows = built.instruction_set.any_rows
+        """Whether its products are for any number of rows: `dense_linear` is there, and oneDNN's are not needed."""
+        for name, arguments in (SIGNATURES | (ANY_ROWS_SIGNATURES if self.any_rows else {})).items():
+            function = getattr(built.functions, name)
             function.argtypes, function.restype = arguments, None
-        self._library = library
+        self._library = built.functions
         self._threads = threads
 
     def add_rms_norm(self, x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float, out_TD: Tensor) -> None:
@@ -164,13 +168,14 @@ class NativeLibrary:
         multiply(x_TI.data_ptr(), records.data_ptr(), y_TO.data_ptr(), rows, inputs, outputs, bits, self._threads)
         return y_TO
 
-    def dense_logits(self, x_TI: Tensor, packed: Tensor, outputs: int) -> Tensor:
-        """[T, I] to [T, O] in float32; `packed` as `pack_dense` makes it."""
+    def dense_product(self, x_TI: Tensor, packed: Tensor, outputs: int, dtype: torch.dtype) -> Tensor:
+        """[T, I] to [T, O] in float32, or in bfloat16 where `any_rows`; `packed` as `pack_dense` makes it."""
         rows, inputs = x_TI.shape
         assert packed.numel() == outputs * inputs
         _check(x_TI, packed)
-        y_TO = torch.empty((rows, outputs))
-        self._library.dense_logits(x_TI.data_ptr(), packed.data_ptr(), y_TO.data_ptr(), rows, inputs, outputs, self._threads)
+        y_TO = torch.empty((rows, outputs), dtype=dtype)
+        multiply = self._library.dense_logits if dtype == torch.float32 else self._library.dense_linear
+        multiply(x_TI.data_ptr(), packed.data_ptr(), y_TO.data_ptr(), rows, inputs, outputs, self._threads)
         return y_TO
 
 

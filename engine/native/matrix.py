@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.quantized import QuantizedWeight
 from engine.native.library import COLUMNS, NativeLibrary, can_pack, pack_dense, pack_quantized
 
 MAX_ROWS = {4: 32, 8: 8}
-"""Up to here four and eight bits take less time than bfloat16: docs/engine.md."""
+"""Up to here four and eight bits take less time than bfloat16 by oneDNN, on AVX-512: docs/engine.md."""
+ANY_ROWS = sys.maxsize
 
 
 class QuantizedMatrix:
@@ -23,7 +28,7 @@ class QuantizedMatrix:
         self._library = library
         self._outputs = len(weight.values_OI)
         self._bits = weight.bits
-        self.max_rows = MAX_ROWS[weight.bits]
+        self.max_rows = ANY_ROWS if library.any_rows else MAX_ROWS[weight.bits]
         self._records = pack_quantized(weight.values_OI, weight.scales_OG, weight.minimums_OG, weight.bits)
 
     def __call__(self, x_TI: Tensor) -> Tensor:
@@ -35,15 +40,47 @@ class QuantizedMatrix:
         return self._library.quantized_product(x_TI, self._records, self._outputs, self._bits, torch.float32)
 
 
-class NativeHead:
-    """Float32 logits, by a bfloat16 weight or, for few rows, by the same one quantized.
+class DenseMatrix:
+    """`y = x Wᵀ` in bfloat16, with a bfloat16 weight of an even number of inputs, for libraries with products for any rows.
 
-    Without the latter, rows have the same bits in any company.
+    A row's result has the same bits at any number of rows.
+    """
+
+    def __init__(self, weight_OI: Tensor, library: NativeLibrary) -> None:
+        assert library.any_rows
+        self._library = library
+        self._outputs = len(weight_OI)
+        self._padded = self._outputs + -self._outputs % COLUMNS
+        self._packed = pack_dense(F.pad(weight_OI, (0, 0, 0, self._padded - self._outputs)))
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """[T, I] to [T, O]."""
+        y_TO = self._library.dense_product(x_TI, self._packed, self._padded, torch.bfloat16)
+        return y_TO if self._padded == self._outputs else y_TO[:, : self._outputs].contiguous()
+
+
+class NativeLinear:
+    """`y = x Wᵀ + b`, for any number of rows."""
+
+    def __init__(self, matrix: Callable[[Tensor], Tensor], bias_O: Tensor | None) -> None:
+        self._matrix = matrix
+        self._bias_O = bias_O
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """[T, I] to [T, O]."""
+        product_TO = self._matrix(x_TI)
+        return product_TO if self._bias_O is None else product_TO.add_(self._bias_O)
+
+
+class NativeHead:
+    """Float32 logits, by a bfloat16 weight or, for as many rows as it takes, by the same one quantized.
+
+    Without the latter, or where it takes any number, rows have the same bits in any company.
     """
 
     def __init__(self, weight_VD: Tensor, few_rows: QuantizedMatrix | None, library: NativeLibrary) -> None:
         assert self.fits(weight_VD), f"{list(weight_VD.shape)} can't be packed"
-        self._packed = pack_dense(weight_VD)
+        self._packed = None if few_rows is not None and few_rows.max_rows == ANY_ROWS else pack_dense(weight_VD)
         self._vocab_size = len(weight_VD)
         self._few_rows = few_rows
         self._library = library
@@ -57,4 +94,5 @@ class NativeHead:
         """[S, D] to [S, V]."""
         if self._few_rows is not None and x_SD.shape[0] <= self._few_rows.max_rows:
             return self._few_rows.logits(x_SD)
-        return self._library.dense_logits(x_SD, self._packed, self._vocab_size)
+        assert self._packed is not None
+        return self._library.dense_product(x_SD, self._packed, self._vocab_size, torch.float32)

@@ -1,0 +1,66 @@
+// Normalisation, rotary embedding and activation: what lies between the matrix products of a layer.
+
+#include "common.h"
+
+#include <cmath>
+
+extern "C" {
+
+// x += delta (unless null), then out = x / rms(x) * weight. x is float32. Rows of `width`, a multiple of 16.
+void add_rms_norm(float* x, const bf16* delta, const bf16* weight, bf16* out, i64 rows, i64 width, float eps, i64 threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1 && rows * width > (1 << 15))
+  for (i64 r = 0; r < rows; ++r) {
+    float* row = x + r * width;
+    __m256 squares = _mm256_setzero_ps();
+    for (i64 i = 0; i < width; i += kVector) {
+      __m256 v = _mm256_loadu_ps(row + i);
+      if (delta) {
+        v = _mm256_add_ps(v, load(delta + r * width + i));
+        _mm256_storeu_ps(row + i, v);
+      }
+      squares = _mm256_fmadd_ps(v, v, squares);
+    }
+    const __m256 scale = _mm256_set1_ps(1.0f / std::sqrt(sum(squares) / width + eps));
+    for (i64 i = 0; i < width; i += kVector)
+      store(out + r * width + i, _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(row + i), scale), load(weight + i)));
+  }
+}
+
+// Turn q in place, turn k and store it and v in the pool. cos and sin: float32 [T, H / 2].
+void rotate_and_store(bf16* qkv, const float* cosines, const float* sines, const i64* slots, bf16* keys, bf16* values, i64 tokens,
+                      i64 num_heads, i64 num_kv_heads, i64 size, i64 threads) {
+  const i64 half = size / 2, width = (num_heads + 2 * num_kv_heads) * size;
+#pragma omp parallel for num_threads(threads) if (threads > 1 && tokens >= 32)
+  for (i64 t = 0; t < tokens; ++t) {
+    bf16* row = qkv + t * width;
+    const i64 slot = slots[t] * num_kv_heads * size;
+    for (i64 head = 0; head < num_heads + num_kv_heads; ++head) {
+      const bf16* from = row + head * size;
+      bf16* to = head < num_heads ? row + head * size : keys + slot + (head - num_heads) * size;
+      for (i64 i = 0; i < half; i += kVector) {
+        const __m256 cosine = _mm256_loadu_ps(cosines + t * half + i), sine = _mm256_loadu_ps(sines + t * half + i);
+        const __m256 a = load(from + i), b = load(from + half + i);
+        store(to + i, _mm256_fmsub_ps(a, cosine, _mm256_mul_ps(b, sine)));
+        store(to + half + i, _mm256_fmadd_ps(b, cosine, _mm256_mul_ps(a, sine)));
+      }
+    }
+    std::memcpy(values + slot, row + (num_heads + num_kv_heads) * size, num_kv_heads * size * sizeof(bf16));
+  }
+}
+
+// silu(gate) * up, where the first half of a row is the gate: [T, 2 I] to [T, I]. I is a multiple of 16.
+void swiglu(const bf16* gate_up, bf16* out, i64 rows, i64 width, i64 threads) {
+  const __m256 one = _mm256_set1_ps(1.0f), sign = _mm256_set1_ps(-0.0f);
+#pragma omp parallel for num_threads(threads) if (threads > 1 && rows * width > (1 << 14))
+  for (i64 r = 0; r < rows; ++r) {
+    const bf16 *gate = gate_up + 2 * r * width, *up = gate + width;
+    for (i64 i = 0; i < width; i += kVector) {
+      const __m256 g = load(gate + i), size = _mm256_andnot_ps(sign, g), e = power_of_two(_mm256_mul_ps(size, _mm256_set1_ps(-kLog2E)));
+      // sigmoid from e^-|g|, which can't overflow; a lane of g with its sign set takes e
+      const __m256 sigmoid = _mm256_div_ps(_mm256_blendv_ps(one, e, g), _mm256_add_ps(e, one));
+      store(out + r * width + i, _mm256_mul_ps(_mm256_mul_ps(g, sigmoid), load(up + i)));
+    }
+  }
+}
+
+}  // extern "C"
