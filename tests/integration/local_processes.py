@@ -9,8 +9,23 @@ from pathlib import Path
 TANDEM = str(Path(sys.executable).with_name("tandem"))
 
 
+def ray_head_command(port: int, scratch: str) -> list[str]:
+    """Return the command that starts a Ray head node of this machine alone, at `port` of 127.0.0.1.
+
+    Ray lets everybody into its folder. HAProxy's files may lie in `scratch`, so Ray's folder is another one below it.
+    """
+    flags = {
+        "port": port,
+        "node-ip-address": "127.0.0.1",
+        "num-cpus": 2,
+        "temp-dir": f"{scratch}/ray",
+        "include-dashboard": "false",
+    }
+    return [str(Path(sys.executable).with_name("ray")), "start", "--head", *(f"--{k}={v}" for k, v in flags.items())]
+
+
 def marked_processes(mark: str) -> dict[int, str]:
-    """What runs with this in its environment, and what descends from it: process ids to command lines.
+    """Return the processes with this mark in their environment, and their descendants: process ids to command lines.
 
     A process that gives itself another title, as Ray's do, writes over the environment that others see.
     """

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from cluster.ray.session import free_port, local_environment
-from tests.integration.local_processes import marked_processes
+from tests.integration.local_processes import marked_processes, ray_head_command
 
 pytestmark = pytest.mark.slow
 
@@ -32,17 +32,10 @@ serve.start(proxy_location="HeadOnly", http_options={"host": "0.0.0.0", "port": 
 def head() -> Iterator[tuple[str, dict[str, str]]]:
     """A head node of Ray's on this machine: its address, and the environment to join it with."""
     port, mark = free_port(), uuid.uuid4().hex
-    # In /tmp: a Unix socket's path has about 100 bytes. Ray lets everybody into its folder, so HAProxy's is another one.
+    # In /tmp: a Unix socket's path has about 100 bytes.
     with tempfile.TemporaryDirectory(prefix="tandem-", dir="/tmp", ignore_cleanup_errors=True) as scratch:
         environment = local_environment(Path(scratch)) | {"TANDEM_TEST_MARK": mark}
-        flags = {
-            "port": port,
-            "node-ip-address": "127.0.0.1",
-            "num-cpus": 2,
-            "temp-dir": scratch + "/ray",
-            "include-dashboard": "false",
-        }
-        command = [str(Path(sys.executable).with_name("ray")), "start", "--head", *(f"--{k}={v}" for k, v in flags.items())]
+        command = ray_head_command(port, scratch)
         try:
             subprocess.run(command, env=os.environ | environment, capture_output=True, timeout=START_S, check=True)
             yield f"127.0.0.1:{port}", environment

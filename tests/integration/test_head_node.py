@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ import pytest
 from benchmarks.lib.streams import Answered, Request
 from cluster.ray.session import free_port, local_environment
 from tests.integration.disturbed import begun, disturbed, until
-from tests.integration.local_processes import TANDEM, marked_processes
+from tests.integration.local_processes import TANDEM, marked_processes, ray_head_command
 
 REDIS = shutil.which("redis-server")
 START_S = 60.0
@@ -46,7 +45,7 @@ class Head:
 def head(tmp_path: Path) -> Iterator[Head]:
     assert REDIS is not None
     port, redis_port, mark = free_port(), free_port(), uuid.uuid4().hex
-    # In /tmp: a Unix socket's path has about 100 bytes. Ray lets everybody into its folder, so HAProxy's is another one.
+    # In /tmp: a Unix socket's path has about 100 bytes.
     with tempfile.TemporaryDirectory(prefix="tandem-", dir="/tmp", ignore_cleanup_errors=True) as scratch:
         own = local_environment(Path(scratch)) | {
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
@@ -56,14 +55,7 @@ def head(tmp_path: Path) -> Iterator[Head]:
         }
         environment = os.environ | own
         redis_command = [REDIS, "--port", str(redis_port), "--bind", "127.0.0.1", "--save", "", "--dir", scratch]
-        flags = {
-            "port": port,
-            "node-ip-address": "127.0.0.1",
-            "num-cpus": 2,
-            "temp-dir": scratch + "/ray",
-            "include-dashboard": "false",
-        }
-        ray_command = [str(Path(sys.executable).with_name("ray")), "start", "--head", *(f"--{k}={v}" for k, v in flags.items())]
+        ray_command = ray_head_command(port, scratch)
         guard_command = [TANDEM, "keep-gcs", "--port", str(port)]
         try:
             with (
