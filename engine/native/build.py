@@ -42,15 +42,15 @@ class InstructionSet:
 
     name: str
     features: tuple[str, ...]
-    """What the processor has to have, as `torch.cpu.get_capabilities` names it."""
+    """Features that the processor must have, by their names in `torch.cpu.get_capabilities`."""
     options: tuple[str, ...]
-    """Of the compiler."""
+    """Options that the C++ compiler gets for these sources."""
     any_rows: bool
-    """Whether its products are for any number of rows, and of bfloat16 matrices too, so that oneDNN's are not needed."""
+    """Whether its products take any number of rows, and bfloat16 matrices too. If not, oneDNN computes the others."""
 
     @property
     def is_here(self) -> bool:
-        """Whether this machine's processor has it."""
+        """Whether this machine's processor has all features of the instruction set."""
         capabilities = torch.cpu.get_capabilities()
         return all(capabilities.get(feature) for feature in self.features)
 

@@ -33,7 +33,7 @@ SIGNATURES = {
 }
 """Every function of a library."""
 ANY_ROWS_SIGNATURES = {"dense_linear": (*[_POINTER] * 3, *[_INT] * 4)}
-"""What a library has beside them if its products are for any number of rows."""
+"""Further functions of a library whose products take any number of rows."""
 
 
 class NativeLibrary:
@@ -47,7 +47,7 @@ class NativeLibrary:
 
     def __init__(self, built: Built, threads: int) -> None:
         self.any_rows = built.instruction_set.any_rows
-        """Whether its products are for any number of rows: `dense_linear` is there, and oneDNN's are not needed."""
+        """Whether the library's products take any number of rows, so that oneDNN's are not needed."""
         for name, arguments in (SIGNATURES | (ANY_ROWS_SIGNATURES if self.any_rows else {})).items():
             function = getattr(built.functions, name)
             function.argtypes, function.restype = arguments, None

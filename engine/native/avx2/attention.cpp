@@ -38,14 +38,12 @@ struct Context {
 // Rows of queries in float32 that look at one key/value head, and what they have found so far.
 struct Rows {
   std::vector<float> queries, sums, largest, totals, keys, values;
-  std::vector<i64> visible;  // tokens that each row sees, never fewer than the row before
 
   void begin(i64 count, i64 size) {
     queries.resize(count * size);
     sums.assign(count * size, 0.0f);
     largest.assign(count, kMinusInfinity);
     totals.assign(count, 0.0f);
-    visible.resize(count);
     keys.resize(kChunk * size);
     values.resize(kChunk * size);
   }
@@ -122,14 +120,13 @@ void attend(const bf16* qkv, const Context& context, i64 tokens, i64 first_visib
   for (i64 r = 0; r < count; ++r) {
     const bf16* query = qkv + r / group * heads.row() + (head * group + r % group) * size;
     for (i64 h = 0; h < size; h += kVector) _mm256_storeu_ps(&rows.queries[r * size + h], load(query + h));
-    rows.visible[r] = first_visible + r / group;
   }
   alignas(32) float weights[kChunk];
   const i64 length = first_visible + tokens - 1;
   for (i64 begin = 0; begin < length; begin += kChunk) {
     widen(context, head, size, begin, std::min(kChunk, length - begin), rows.keys.data(), rows.values.data());
     for (i64 r = 0; r < count; ++r) {
-      const i64 seen = std::min(kChunk, rows.visible[r] - begin);
+      const i64 seen = std::min(kChunk, first_visible + r / group - begin);
       if (seen <= 0) continue;
       const float shrink = weigh(&rows.queries[r * size], rows.keys.data(), size, seen, scale, weights, rows.largest[r], rows.totals[r]);
       add_values(weights, rows.values.data(), size, seen, shrink, &rows.sums[r * size]);
