@@ -1,7 +1,7 @@
 """Whether a request whose attempt has failed may go on elsewhere, and whether it is what kills workers.
 
     a worker was lost ─┬─ it died while it computed the request, and had made no token of it yet ─► suspected
-                       │       └─ again, before any worker decoded a token of it ─────────────────► PoisonError
+                       │       └─ twice more, before any worker decoded a token of it ────────────► PoisonError
                        └─ anything else ─► not suspected: it goes on, unless that happened too often
 
 A prompt that kills does so when it is computed: by prefill before the first token, or by decode before its first frame. A
@@ -20,8 +20,9 @@ from collections.abc import Container, Iterable
 from protocol.errors import PoisonError, UnavailableError, WorkerLostError
 from protocol.messages import WorkerLife
 
-_DEATHS = 2
-"""So many workers that died before a token was decoded are no accident."""
+_DEATHS = 3
+"""So many workers that died before a token was decoded are no accident. Two can be: where workers die of other causes, a slow
+request may meet both of the first deaths, and nobody else has seen one yet."""
 _DEATHS_AMONG_OTHERS = 5
 """So many deaths are no accident where workers also die without the request."""
 _MEMORY_S = 60.0
