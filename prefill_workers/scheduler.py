@@ -7,8 +7,10 @@ all together have at most `saturation_tokens`. From there on a step takes as lon
 would only wait for each other (DistServe's L_m: Zhong et al., OSDI 2024, section 3.1). A prompt is cut at multiples of
 `max_batch_tokens` whatever else is there: where the cuts are decides how sums are rounded, and a request's tokens shall not
 depend on its company. A prompt gets all its blocks when it starts; while there are too few, it and those behind it that have
-none wait, so that a long prompt is never starved by short ones. The router may put a prompt in front of others, also of one
-that is being computed: each is overtaken once at most.
+none wait, so that a long prompt is never starved by short ones.
+
+The router may send a prompt ahead of others, also of one that is being computed. Between two prompts that went ahead, the
+others get a step, so they are never starved either.
 
 A prompt starts behind the blocks that the prefix cache has of it, and is first cut at the next such multiple. Its last token
 is always computed, for its logits, and into a block of its own, for a shared block is never written. What a step has computed
@@ -43,8 +45,6 @@ class Prompt:
     """Number of leading tokens whose KV was cached when the prompt started."""
     computed: int = 0
     """Number of leading tokens whose KV is in the pool, or will be after the current step."""
-    overtaken: bool = False
-    """Whether another prompt went before it. Then no other may."""
 
     @property
     def remaining(self) -> int:
@@ -81,8 +81,12 @@ class PrefillScheduler:
         self._max_batch_tokens = config.max_batch_tokens
         self._shared_tokens = min(config.saturation_tokens, config.max_batch_tokens)
         self._shares_prefixes = shares_prefixes
-        self._prompts: list[Prompt] = []
+        self._line: list[Prompt] = []
         """Queued and computing, in their order."""
+        self._ahead: list[Prompt] = []
+        """The same of those that were sent ahead."""
+        self._line_is_next = False
+        """The latest prompt that went ahead is computed, and no prompt of the line had a step since."""
         self._held = 0
         self.cache_queries = 0
         """Tokens of the prompts that were started."""
@@ -92,12 +96,12 @@ class PrefillScheduler:
     @property
     def queued_tokens(self) -> int:
         """Number of prompt tokens not yet computed. What may be cached of queued prompts is not known yet."""
-        return sum(prompt.remaining for prompt in self._prompts)
+        return sum(prompt.remaining for prompt in self._ahead + self._line)
 
     @property
     def num_waiting(self) -> int:
         """Number of prompts that are queued or computed in part."""
-        return len(self._prompts)
+        return len(self._ahead) + len(self._line)
 
     @property
     def num_held(self) -> int:
@@ -115,13 +119,8 @@ class PrefillScheduler:
         return Prompt(token_ids, keys, whole)
 
     def add(self, prompt: Prompt, *, ahead: bool = False) -> None:
-        """Queue a prompt behind all others, or if `ahead` before those at the end that were not overtaken yet."""
-        place = len(self._prompts)
-        while ahead and place and not self._prompts[place - 1].overtaken:
-            place -= 1
-            self._prompts[place].overtaken = True
-        prompt.overtaken = ahead
-        self._prompts.insert(place, prompt)
+        """Queue a prompt behind all others, or `ahead` of those that were not sent ahead themselves."""
+        (self._ahead if ahead else self._line).append(prompt)
 
     def plan(self) -> list[PlannedChunk]:
         """The chunks of the next step: one of at most `max_batch_tokens` tokens, or several of at most `saturation_tokens` in
@@ -132,7 +131,7 @@ class PrefillScheduler:
         chunks: list[PlannedChunk] = []
         room = self._max_batch_tokens
         blocks_lack = False
-        for prompt in self._prompts:
+        for prompt in self._line + self._ahead if self._line_is_next else self._ahead + self._line:
             if blocks_lack and not prompt.block_table:
                 continue
             hit = 0 if prompt.block_table else self._cache.match(self._usable_keys(prompt))
@@ -146,7 +145,7 @@ class PrefillScheduler:
             room = min(room, self._shared_tokens) - num_tokens
             prompt.computed = start + num_tokens
             chunks.append(PlannedChunk(prompt, start, num_tokens, last=prompt.remaining == 0))
-        self._prompts = [prompt for prompt in self._prompts if prompt.remaining]
+        self._count(chunks)
         return chunks
 
     def step_done(self, plan: Sequence[PlannedChunk]) -> None:
@@ -157,16 +156,26 @@ class PrefillScheduler:
 
     def drop(self, prompt: Prompt) -> None:
         """Plan no more of this prompt. Its blocks stay until `release`. Idempotent."""
-        if prompt in self._prompts:
-            self._prompts.remove(prompt)
+        for prompts in (self._line, self._ahead):
+            if prompt in prompts:
+                prompts.remove(prompt)
 
     def release(self, prompt: Prompt) -> None:
         """Give a dropped prompt's blocks back: nothing reads or writes them any more. Idempotent."""
-        assert prompt not in self._prompts, "drop it first"
+        assert prompt not in self._line + self._ahead, "drop it first"
         if prompt.block_table:
             self._cache.release(prompt.keys, prompt.block_table)
             prompt.block_table = []
             self._held -= 1
+
+    def _count(self, chunks: Sequence[PlannedChunk]) -> None:
+        """Whose turn it is after these chunks, and who is still to be computed."""
+        if any(chunk.prompt in self._line for chunk in chunks):
+            self._line_is_next = False
+        elif any(chunk.last for chunk in chunks):
+            self._line_is_next = True
+        self._line = [prompt for prompt in self._line if prompt.remaining]
+        self._ahead = [prompt for prompt in self._ahead if prompt.remaining]
 
     def _usable_keys(self, prompt: Prompt) -> Sequence[bytes]:
         return () if prompt.whole else prompt.keys[: (len(prompt.token_ids) - 1) // self._block_size]

@@ -369,7 +369,7 @@ class Prefill:
     """As in `Reserve`."""
     trace: TraceContext
     ahead: bool
-    """It goes before the prompts that are there, but for those that were overtaken once."""
+    """It goes before the prompts that are there. Between two that do, the others get a step."""
 
 
 @message(21)

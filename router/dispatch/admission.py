@@ -64,6 +64,8 @@ class Admission:
         self.check_possible(len(journal.token_ids), journal.remaining_tokens)
         try:
             with self._line.place(journal.scheduling_class, self._cost(journal), deadline, ahead=retried) as place:
+                if place.outranks_front:
+                    self._roster.note_change()  # who waits for room at the front lets it look first
                 while True:
                     await place.front()
                     self._roster.check_open()

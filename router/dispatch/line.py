@@ -22,9 +22,11 @@ from router.rules.line_rules import LineRules
 class Place:
     """One request's place in line; `WaitingLine.place` makes and leaves it."""
 
-    def __init__(self, line: WaitingLine, entry: Entry, deadline: float) -> None:
+    def __init__(self, line: WaitingLine, entry: Entry, deadline: float, *, outranks_front: bool) -> None:
         self.served = False
         """Whoever holds the place sets this when it has found room."""
+        self.outranks_front = outranks_front
+        """When it entered, another was at the front that it would go before."""
         self.entry = entry
         self.called: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._line = line
@@ -78,7 +80,8 @@ class WaitingLine:
             called = self._places.pop(leaving).called
             if not called.done():  # it is giving up itself
                 called.set_exception(self._rules.full_error(scheduling_class))
-        place = self._places[entry] = Place(self, entry, deadline)
+        place = Place(self, entry, deadline, outranks_front=self._rules.outranks_front(entry, now))
+        self._places[entry] = place
         try:
             yield place
         finally:

@@ -87,8 +87,12 @@ class LineRules:
         """Bring the request that goes first to the front. None if the front is taken, or nobody waits."""
         if self.front is not None:
             return None
-        self.front = self._queue.first(now, {entry.scheduling_class for entry in self._aside})
+        self.front = self._first(now)
         return self.front
+
+    def outranks_front(self, entry: Entry, now: float) -> bool:
+        """Tell whether a request would go before the one that is at the front, which looks for room or waits for some."""
+        return self.front is not None and self._first(now) is entry
 
     def step_back(self, entry: Entry) -> bool:
         """Free the front, for the request there found no room. False if this one was not at the front.
@@ -125,6 +129,9 @@ class LineRules:
         return OverloadedError(
             f"{len(self)} requests are waiting already; try again later", retry_after_s=self.retry_after_s(scheduling_class)
         )
+
+    def _first(self, now: float) -> Entry | None:
+        return self._queue.first(now, {entry.scheduling_class for entry in self._aside})
 
     def _check_pace(self, scheduling_class: SchedulingClass, patience_s: float) -> None:
         gap_s = self._pace.gap_s

@@ -148,8 +148,8 @@ class PairSearch:
             return None
         here = computing.worker_id == decode.worker_id
         num_missing = self._request.num_tokens - (held_tokens if here else 0)
-        window_tokens = self._terms.decode_window if here else self._terms.prefill_window
-        ahead = not computing.prompts.takes_prompt(num_missing, window_tokens)
+        overtaking = _overtaking(self._request.tenant, moment.waiting_of)
+        ahead = not here and overtaking is not None and overtaking(computing.prompts)
         return Pair(decode.worker_id, computing.worker_id, num_missing, ahead)
 
     def _computing(self, decode: WorkerLoad, held_tokens: int, moment: Moment) -> WorkerLoad | None:

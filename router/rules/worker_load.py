@@ -84,10 +84,12 @@ class Outstanding:
     def may_be_overtaken(self, tenant: str, in_line: Callable[[str], int]) -> bool:
         """Tell whether the only request that `tenant` has in line may go before the prompts in flight.
 
-        It may if none of these is its own and each of their tenants has more requests in line (`in_line` counts them). One
-        prompt overtakes at a time.
+        It may if there are some, none of these is its own and each of their tenants has more requests in line (`in_line`
+        counts them). One prompt overtakes at a time.
         """
-        return self.overtaker is None and tenant not in self.tenants and all(in_line(other) for other in self.tenants)
+        if self.overtaker is not None or tenant in self.tenants:
+            return False
+        return bool(self.tenants) and all(in_line(other) for other in self.tenants)
 
     def give(self, size: int) -> None:
         """Note that a request of this size was sent to the worker."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import takewhile
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,10 +40,10 @@ class Run:
         self.scheduler = PrefillScheduler(self.cache, BLOCK_SIZE, steps_of(budget, saturation), shares_prefixes=True)
         self.prompts: list[Prompt] = []
         """That have arrived."""
-        self.line: list[Prompt] = []
-        """Those of them that are not computed, in the order in which they are to start."""
-        self.overtaken: set[Prompt] = set()
-        """Or ahead themselves."""
+        self.line: dict[bool, list[Prompt]] = {False: [], True: []}
+        """Those of them that are not computed, in the order in which they are to start. True: those that came ahead."""
+        self.passed = 0
+        """Prompts that came ahead and were computed since one of the others had a step, while there were others."""
         self.reached: dict[Prompt, int] = {}
         """How far its KV goes."""
         self.started: list[Prompt] = []
@@ -54,18 +52,15 @@ class Run:
         self.dropped: set[Prompt] = set()
 
     def arrive(self, prompt: Prompt, *, ahead: bool) -> None:
-        """As the docstring of `add` has it, in the plainest words."""
         self.scheduler.add(prompt, ahead=ahead)
-        passed = list(takewhile(lambda other: ahead and other not in self.overtaken, reversed(self.line)))
-        self.line.insert(len(self.line) - len(passed), prompt)
-        self.overtaken.update(passed, [prompt] if ahead else [])
+        self.line[ahead].append(prompt)
         self.prompts.append(prompt)
         self.reached[prompt] = 0
 
     def drop(self, victim: Prompt) -> None:
         if victim not in self.finished and victim not in self.dropped:
             self.dropped.add(victim)
-            self.line.remove(victim)
+            self.line[victim in self.line[True]].remove(victim)
             self.scheduler.drop(victim)
             self.scheduler.release(victim)
 
@@ -83,12 +78,13 @@ class Run:
 
     def check(self, chunk: PlannedChunk) -> None:
         prompt = chunk.prompt
+        ahead = prompt in self.line[True]
         assert prompt not in self.dropped
         assert not (prompt.whole and prompt.cached), "nothing is taken from the cache"
         assert chunk.handoff_start == self.reached[prompt], "the handoff has no gap and no overlap"
         if prompt not in self.started:
             self.started.append(prompt)
-            before = self.line[: self.line.index(prompt)]
+            before = self.line[ahead][: self.line[ahead].index(prompt)]
             assert set(before) <= set(self.started), "it starts after all that go before it"
             assert chunk.start == prompt.cached
             assert prompt.cached % BLOCK_SIZE == 0
@@ -106,7 +102,9 @@ class Run:
         if chunk.last:
             self.finished.append(prompt)
             self.held.append(prompt)
-            self.line.remove(prompt)
+            self.line[ahead].remove(prompt)
+        self.passed = self.passed + chunk.last if ahead and self.line[False] else 0
+        assert self.passed <= self.budget, "as many as fit into a step"
 
 
 @given(
@@ -168,14 +166,16 @@ def test_a_long_prompt_is_not_starved_by_short_ones() -> None:
     assert [chunk.prompt for chunk in step(scheduler)] == [long]
 
 
-def test_a_prompt_goes_before_one_that_is_being_computed_and_none_is_overtaken_twice() -> None:
+def test_a_prompt_goes_before_one_that_is_being_computed_and_the_others_get_a_step_between_two() -> None:
     scheduler = PrefillScheduler(PrefixCache(100), BLOCK_SIZE, steps_of(16), shares_prefixes=True)
     long, queued = added(scheduler, range(40), range(100, 116))
     assert [chunk.prompt for chunk in step(scheduler)] == [long]
-    first, second = (scheduler.new_prompt(range(start, start + 16), "") for start in (200, 300))
+    first, second, third = (scheduler.new_prompt(range(start, start + 20), "") for start in (200, 300, 400))
     scheduler.add(first, ahead=True)
     scheduler.add(second, ahead=True)
-    assert [step(scheduler)[0].prompt for _ in range(5)] == [first, long, long, queued, second]
+    assert [step(scheduler)[0].prompt for _ in range(4)] == [first, first, long, second]
+    scheduler.add(third, ahead=True)
+    assert [step(scheduler)[0].prompt for _ in range(5)] == [second, long, third, third, queued]
 
 
 def test_a_started_prompt_goes_on_while_one_ahead_of_it_finds_no_blocks() -> None:

@@ -70,6 +70,28 @@ def test_a_flood_of_100_doubles_anothers_p95_at_most(run_cluster: Run, tmp_path:
     run_cluster(test, http=HttpConfig(keys_file=str(path)).model_dump(), max_batch_tokens=100)
 
 
+def test_a_newcomer_goes_before_what_a_flood_has_at_the_worker(run_cluster: Run, tmp_path: Path) -> None:
+    """At once, though nothing changes at the workers meanwhile."""
+    path = tmp_path / "keys.json"
+    flooder, newcomer = (add_key(path, {"tenant": tenant}) for tenant in ("flooder", "newcomer"))
+
+    async def test(cluster: Any) -> None:
+        [worker] = cluster.prefill
+        worker.gate.clear()
+        tasks = [asyncio.ensure_future(first_token_s(cluster, flooder, 100)) for _ in range(6)]
+        await cluster.until(lambda: len(worker.seen) == 2 and len(cluster.router._admission._line) == 4)
+        tasks.append(asyncio.ensure_future(first_token_s(cluster, newcomer, 60)))
+        await cluster.until(lambda: len(worker.seen) == 3, 1.0)
+        assert [(len(each.token_ids), each.ahead) for each in worker.seen] == [(100, False), (100, False), (60, True)]
+        worker.gate.set()
+        await asyncio.gather(*tasks)
+        assert sum(each.ahead for each in worker.seen) == 1
+        await cluster.clean()
+
+    limits = {"heartbeat_s": 2.0, "lease_s": 10.0}
+    run_cluster(test, http=HttpConfig(keys_file=str(path)).model_dump(), max_batch_tokens=100, limits=limits)
+
+
 def test_tiers_priorities_and_weights_decide_about_the_order(run_cluster: Run, tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     low, high = (add_key(path, {"tenant": tier, "tier": tier}) for tier in ("standard", "gold"))
@@ -87,7 +109,7 @@ def test_tiers_priorities_and_weights_decide_about_the_order(run_cluster: Run, t
             order.append(name)
 
         cluster.prefill[0].gate.clear()
-        tasks = [asyncio.ensure_future(one("first", low))]
+        tasks = [asyncio.ensure_future(one("first", high))]
         await cluster.until(lambda: bool(cluster.decode[0].tickets))
         wanted = [("standard", low, 0), ("last", low, 5), ("gold", high, 0), ("gold first", high, -2)]
         for number, (name, key, priority) in enumerate(wanted):

@@ -40,6 +40,25 @@ def deadline(seconds: float = 5.0) -> float:
     return asyncio.get_running_loop().time() + seconds
 
 
+def test_who_would_go_before_the_one_at_the_front_knows_it() -> None:
+    async def main() -> None:
+        line = WaitingLine(10, 1.0)
+        served = asyncio.create_task(wait_in(line, deadline(), scheduling_class=A))
+        await asyncio.sleep(0)
+        with line.place(A, 1, deadline()) as waits:
+            assert not waits.outranks_front
+            await served
+            await waits.front()
+            with line.place(A, 1, deadline()) as behind, line.place(B, 1, deadline()) as newcomer:
+                assert (behind.outranks_front, newcomer.outranks_front) == (False, True)
+                looks_again = asyncio.create_task(waits.front())
+                await newcomer.front()
+                assert not looks_again.done()
+                looks_again.cancel()
+
+    asyncio.run(main())
+
+
 def test_first_come_first_served_and_resumed_go_ahead() -> None:
     async def main() -> None:
         line, order = WaitingLine(10, 1.0), list[str]()

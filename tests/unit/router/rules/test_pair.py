@@ -253,11 +253,14 @@ def test_the_pair_says_what_is_missing_and_what_is_overtaken() -> None:
     assert (pair.decode, pair.computes, pair.here, pair.num_missing, pair.ahead) == ("a", "prefill-0", False, 80, False)
     computing = prefills.best(80, PREFILL_WINDOW)
     assert computing is not None
-    computing.prompts.give_prompt(199, "other", ahead=False)
-    prefills.put(computing)
-    pair = search.pair(load, 48, Moment(None, 2, lambda tenant: 1))
-    assert pair is not None
-    assert pair.ahead
+    for size in (1, 198):  # there is room behind it, and then there is none
+        computing.prompts.give_prompt(size, "other", ahead=False)
+        prefills.put(computing)
+        pair = search.pair(load, 48, Moment(None, 2, lambda tenant: 1))
+        assert pair is not None
+        assert pair.ahead
+    pair = search.pair(load, 1, Moment(None, 2, lambda tenant: 0 if tenant == "other" else 1))
+    assert pair is None, "the other tenant has nothing more in line, and there is no room"
     colocated = PairSearch(FRESH, prefills, decodes, PairTerms("never", PREFILL_WINDOW, DECODE_WINDOW)).pair(load, 48, ALONE)
     assert colocated is not None
     assert (colocated.computes, colocated.here, colocated.num_missing, colocated.ahead) == ("a", True, 32, False)
