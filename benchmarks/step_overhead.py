@@ -25,7 +25,7 @@ from configs.models import resolve
 from engine.batch import Chunk
 from engine.model_runner import ModelRunner
 from engine.native.build import load_library
-from engine.native.library import SIGNATURES
+from engine.native.library import LOGITS_SIGNATURES, SIGNATURES
 from protocol.sampling import SamplingParams
 
 SEQUENCES, CONTEXT, BLOCK_SIZE, KV_TOKENS = 16, 256, 16, 8192
@@ -82,9 +82,9 @@ def profiled_s(step: Callable[[], None]) -> tuple[float, float]:
 
 @contextmanager
 def native_functions_recorded() -> Iterator[None]:
-    built = load_library()
+    built = load_library(torch.bfloat16)
     library = None if built is None else built.functions
-    functions = {name: getattr(library, name) for name in SIGNATURES} if library else {}
+    functions = {name: getattr(library, name) for name in SIGNATURES | LOGITS_SIGNATURES} if library else {}
     for name, function in functions.items():
         setattr(library, name, recorded(name, function))
     try:

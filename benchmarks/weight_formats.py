@@ -29,7 +29,7 @@ Product = Callable[[Tensor], Tensor]
 
 def main() -> None:
     torch.set_num_threads(1)
-    facts, library = resolve("smollm2").facts, NativeLibrary.load(1)
+    facts, library = resolve("smollm2").facts, NativeLibrary.load(1, torch.bfloat16)
     assert library is not None, "the native operators are what is measured"
     shapes = [p.shape for p in layer_parameters(facts, 0) if len(p.shape) == 2]
     products: dict[str, list[tuple[int, Product]]] = {"int4": [], "int8": [], "bfloat16": []}

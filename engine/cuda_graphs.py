@@ -56,7 +56,7 @@ class GraphedDecoder:
         graph_rows: Sequence[int] = GRAPH_ROWS,
     ) -> None:
         self._pool = pool
-        self._eager = Decoder(facts, weights, step_factory(facts, pool.dtype, None), ALONE)
+        self._eager = Decoder(facts, weights, step_factory(facts, None), ALONE)
         self._rows = sorted(graph_rows)
         width = min(ceil_div(facts.max_model_len, pool.block_size), pool.num_blocks)
         graphs = [_graph(facts, weights, pool, rows, width, capture) for rows in reversed(self._rows)]

@@ -84,8 +84,7 @@ class ModelRunner:
         own = rank_facts(facts, ranks.size)
         dtype_name = resolve_dtype(dtype, device)
         torch_dtype, torch_device = _DTYPES[dtype_name], torch.device(device)
-        uses_native = torch_dtype == torch.bfloat16 and device == "cpu"
-        library = NativeLibrary.load(torch.get_num_threads()) if uses_native else None
+        library = NativeLibrary.load(torch.get_num_threads(), torch_dtype) if device == "cpu" else None
         with torch.inference_mode():
             format_ = WeightFormat(
                 dtype=torch_dtype,
@@ -100,7 +99,7 @@ class ModelRunner:
         pool = KVPool.for_model(own, num_kv_tokens, block_size, torch_dtype, shared=shared_kv, device=torch_device)
         if device == "cuda":
             return cls.on_gpu(facts, weights, pool, dtype_name)
-        begin_step = step_factory(own, torch_dtype, library)
+        begin_step = step_factory(own, library)
         if deterministic:
             with torch.inference_mode():
                 check_batch_invariance(own, weights, begin_step, torch_dtype, block_size)
@@ -168,7 +167,7 @@ def resolve_dtype(name: DtypeName, device: DeviceName = "cpu") -> str:
             return "bfloat16"
         capabilities = torch.cpu.get_capabilities()
         multiplies = any(capabilities.get(feature) for feature in _NATIVE_BFLOAT16)
-        return "bfloat16" if multiplies or load_library() is not None else "float32"
+        return "bfloat16" if multiplies or load_library(torch.bfloat16) is not None else "float32"
     supported = [known for known in _DTYPES if known != "float16" or device == "cuda"]
     if name not in supported:
         raise ConfigError(f"{name} is not supported; choose one of auto, {', '.join(supported)}", param="dtype")

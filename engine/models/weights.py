@@ -20,7 +20,7 @@ from engine.models.parameters import Parameter, layer_parameters, model_paramete
 from engine.models.safetensors_weights import SafetensorsWeights
 from engine.models.weight_source import WeightSource
 from engine.native.library import NativeLibrary, can_pack
-from engine.native.matrix import DenseMatrix, NativeHead, NativeLinear, QuantizedMatrix
+from engine.native.matrix import ANY_ROWS, DenseMatrix, NativeHead, NativeLinear, QuantizedMatrix
 from protocol.errors import ConfigError
 
 Quantization = Literal["auto", "none", "int8", "int4"]
@@ -28,6 +28,16 @@ Quantization = Literal["auto", "none", "int8", "int4"]
 _CPU = torch.device("cpu")
 _HEAD_BITS = 8
 """The output head keeps eight bits where the layers have four, as in ggml's files."""
+
+
+@dataclass(frozen=True)
+class LoadedMatrix:
+    """A weight [O, I] as it comes from the model's files."""
+
+    dense: Callable[[], Tensor]
+    """Reads it in full, which takes longer than all else and may not be needed."""
+    quantized: QuantizedWeight | None
+    """The same in few bits, if it is to be used so."""
 
 
 @dataclass(frozen=True)
@@ -40,27 +50,35 @@ class WeightFormat:
     deterministic: bool
     """A row's result may not depend on the number of rows."""
     library: NativeLibrary | None
+    """The operators for `dtype`."""
     device: torch.device = _CPU
 
     @property
     def uses_quantized(self) -> bool:
         """Whether anything multiplies quantized weights."""
-        return self.dtype == torch.bfloat16 and self.library is not None and (self.library.any_rows or not self.deterministic)
+        return self.library is not None and (self.library.any_rows or not self.deterministic)
 
-    def head(self, dense_VD: Tensor, quantized: QuantizedWeight | None) -> Callable[[Tensor], Tensor]:
+    def head(self, weight: LoadedMatrix) -> Callable[[Tensor], Tensor]:
         """The output head: float32 logits."""
-        if self.dtype == torch.bfloat16 and self.library is not None and NativeHead.fits(dense_VD):
-            return NativeHead(dense_VD.to(self.dtype), self._few_rows(quantized), self.library)
-        linear = self.linear(dense_VD, None, None)
+        few_rows = self._few_rows(weight.quantized)
+        if self.library is not None and few_rows is not None and few_rows.max_rows == ANY_ROWS:
+            return few_rows.logits
+        dense_VD = weight.dense()
+        if self.library is not None and NativeHead.fits(dense_VD):
+            return NativeHead(dense_VD.to(self.dtype), few_rows, self.library)
+        linear = self.linear(LoadedMatrix(lambda: dense_VD, None), None)
         return lambda x_SD: linear(x_SD).float()
 
-    def linear(self, dense_OI: Tensor, bias_O: Tensor | None, quantized: QuantizedWeight | None) -> Product:
+    def linear(self, weight: LoadedMatrix, bias_O: Tensor | None) -> Product:
         """A product with a bias: by a library's own operators alone where they take any number of rows."""
-        if self.library is not None and self.library.any_rows and self.dtype == torch.bfloat16 and dense_OI.shape[1] % 2 == 0:
-            matrix = self._few_rows(quantized) or DenseMatrix(dense_OI.to(self.dtype), self.library)
-            return NativeLinear(matrix, bias_O)
+        few_rows = self._few_rows(weight.quantized)
+        if few_rows is not None and few_rows.max_rows == ANY_ROWS:
+            return NativeLinear(few_rows, bias_O)
+        dense_OI = weight.dense()
+        if self.library is not None and DenseMatrix.fits(dense_OI, self.library):
+            return NativeLinear(DenseMatrix(dense_OI.to(self.dtype), self.library), bias_O)
         same_bits = self.deterministic or self.dtype == torch.float32
-        return Linear(dense_OI.to(self.device, self.dtype), bias_O, self._few_rows(quantized), same_bits=same_bits)
+        return Linear(dense_OI.to(self.device, self.dtype), bias_O, few_rows, same_bits=same_bits)
 
     def _few_rows(self, quantized: QuantizedWeight | None) -> QuantizedMatrix | None:
         if quantized is None or self.library is None or not self.uses_quantized:
@@ -80,7 +98,7 @@ def load_weights(facts: ModelFacts, format_: WeightFormat, rank: int = 0, size: 
     layers = tuple(_layer({p.name: p for p in layer_parameters(facts, layer)}, reader) for layer in range(facts.num_layers))
     # Packing copies: the tied embedding is kept beside the head, because rows can't be looked up in a packed matrix.
     embedding_VD = reader.tensor(model["embedding"])
-    head = format_.head(*reader.matrix(model["embedding" if facts.tie_word_embeddings else "head"], _HEAD_BITS))
+    head = format_.head(reader.matrix(model["embedding" if facts.tie_word_embeddings else "head"], _HEAD_BITS))
     return DecoderWeights(
         embedding_VD=embedding_VD,
         layers=layers,
@@ -131,18 +149,19 @@ class _Reader:
     def tensor(self, parameter: Parameter) -> Tensor:
         return self._read(parameter, self.format_.dtype).to(self.format_.device)
 
-    def matrix(self, weight: Parameter, bits: int) -> tuple[Tensor, QuantizedWeight | None]:
-        """A matrix in full, and in few bits (in `bits` if it is quantized by us) if it is to be used so."""
+    def matrix(self, weight: Parameter, bits: int) -> LoadedMatrix:
+        """A matrix, in `bits` if it is quantized by us."""
         wanted = self.format_.quantization
         if wanted in ("int8", "int4") and weight.shape[1] % GROUP == 0:
             rounded = quantize(self._read(weight, torch.float32), bits)
-            return rounded.dequantize(self.format_.dtype), rounded  # every number of rows sees the same weights
+            # Every number of rows sees the same weights.
+            return LoadedMatrix(lambda: rounded.dequantize(self.format_.dtype), rounded)
         stored = self._stored(weight) if wanted == "auto" and self.format_.uses_quantized else None
-        return self.tensor(weight), stored
+        return LoadedMatrix(lambda: self.tensor(weight), stored)
 
     def linear(self, weight: Parameter, bias: Parameter | None = None) -> Product:
-        dense_OI, quantized = self.matrix(weight, 4 if self.format_.quantization == "int4" else 8)
-        return self.format_.linear(dense_OI, None if bias is None else self.tensor(bias), quantized)
+        matrix = self.matrix(weight, 4 if self.format_.quantization == "int4" else 8)
+        return self.format_.linear(matrix, None if bias is None else self.tensor(bias))
 
     def _read(self, parameter: Parameter, dtype: torch.dtype) -> Tensor:
         shards = parameter.shards(self.rank, self.size)

@@ -1,7 +1,8 @@
 """Compiles the native operators once and keeps the library in the cache folder.
 
-There is a set for each of several instruction sets, in a folder of its own. The first that the processor has is used, if a C++
-compiler is at hand ($CXX, g++ or c++); everywhere else the engine computes with torch's operators. A library is known by
+There is a set for each of several instruction sets, in a folder of its own. The first that the processor has and that computes
+in the wanted type is used, if a C++ compiler is at hand ($CXX, g++ or c++); everywhere else the engine computes with torch's
+operators. So float32 is computed by the set for AVX2 on all of these processors, with the same bits. A library is known by
 its sources, the compiler, its options and, where these ask for it, the processor, so that a cache shared by different machines
 holds one for each.
 
@@ -45,6 +46,8 @@ class InstructionSet:
     """Features that the processor must have, by their names in `torch.cpu.get_capabilities`."""
     options: tuple[str, ...]
     """Options that the C++ compiler gets for these sources."""
+    dtypes: tuple[torch.dtype, ...]
+    """Types that it computes in."""
     any_rows: bool
     """Whether its products take any number of rows, and bfloat16 matrices too. If not, oneDNN computes the others."""
 
@@ -56,8 +59,20 @@ class InstructionSet:
 
 
 INSTRUCTION_SETS = (
-    InstructionSet("avx512", ("avx512_f", "avx512_bw", "avx512_vl", "avx512_bf16"), ("-march=native",), any_rows=False),
-    InstructionSet("avx2", ("avx2", "fma3", "f16c"), ("-mavx2", "-mfma", "-mf16c", "-ffp-contract=off"), any_rows=True),
+    InstructionSet(
+        name="avx512",
+        features=("avx512_f", "avx512_bw", "avx512_vl", "avx512_bf16"),
+        options=("-march=native",),
+        dtypes=(torch.bfloat16,),
+        any_rows=False,
+    ),
+    InstructionSet(
+        name="avx2",
+        features=("avx2", "fma3", "f16c"),
+        options=("-mavx2", "-mfma", "-mf16c", "-ffp-contract=off"),
+        dtypes=(torch.bfloat16, torch.float32),
+        any_rows=True,
+    ),
 )
 """The best first."""
 
@@ -70,23 +85,25 @@ class Built:
     functions: ctypes.CDLL
 
 
-def chosen_instruction_set() -> InstructionSet | None:
-    """Return the set that this machine uses; None if it has none. Raises ConfigError if TANDEM_NATIVE names one in vain."""
+def chosen_instruction_set(dtype: torch.dtype) -> InstructionSet | None:
+    """Return the set that computes in `dtype` on this machine; None if none does.
+
+    Raises ConfigError if TANDEM_NATIVE names a set that this processor does not have.
+    """
     here = [each for each in INSTRUCTION_SETS if each.is_here]
     forced = os.environ.get(FORCED)
-    if not forced:
-        return here[0] if here else None
-    for each in here:
-        if each.name == forced:
-            return each
-    names = ", ".join(each.name for each in here) or "none"
-    raise ConfigError(f"{FORCED}={forced} names no instruction set of this processor, which has: {names}", param=FORCED)
+    if forced and forced not in [each.name for each in here]:
+        names = ", ".join(each.name for each in here) or "none"
+        raise ConfigError(f"{FORCED}={forced} names no instruction set of this processor, which has: {names}", param=FORCED)
+    return next((each for each in here if dtype in each.dtypes and forced in (None, "", each.name)), None)
 
 
 @cache
-def load_library() -> Built | None:
-    """Return the library, built if need be; None where it can't be used, with a line in the log if that is a pity."""
-    instruction_set = chosen_instruction_set()
+def load_library(dtype: torch.dtype) -> Built | None:
+    """Return the library that computes in `dtype`, built if need be; None where there is none, or where it can't be used, with
+    a line in the log if that is a pity.
+    """
+    instruction_set = chosen_instruction_set(dtype)
     if instruction_set is None:
         return None
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")

@@ -1,12 +1,13 @@
 """The native operators as functions on tensors: shapes are checked here, because C++ trusts its pointers.
 
-All tensors are contiguous bfloat16 on the CPU unless another type is named. Shape suffixes as in `engine.kernels`; A is
-the width of a row that holds q, k and v: A = (N + 2 K) * H.
+All tensors are contiguous, on the CPU, and of the library's type, bfloat16 or float32, unless another one is named. Shape
+suffixes as in `engine.kernels`; A is the width of a row that holds q, k and v: A = (N + 2 K) * H.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -28,42 +29,46 @@ SIGNATURES = {
     "prefill_attention": (*[_POINTER] * 5, *[_INT] * 6, _FLOAT, _INT),
     "swiglu": (*[_POINTER] * 2, *[_INT] * 3),
     "quantized_linear": (*[_POINTER] * 3, *[_INT] * 5),
-    "quantized_logits": (*[_POINTER] * 3, *[_INT] * 5),
-    "dense_logits": (*[_POINTER] * 3, *[_INT] * 4),
 }
-"""Every function of a library."""
+"""Functions for every type. Those for float32 have `_float32` behind their names."""
+LOGITS_SIGNATURES = {"quantized_logits": (*[_POINTER] * 3, *[_INT] * 5), "dense_logits": (*[_POINTER] * 3, *[_INT] * 4)}
+"""Further functions for bfloat16: products with results in float32."""
 ANY_ROWS_SIGNATURES = {"dense_linear": (*[_POINTER] * 3, *[_INT] * 4)}
-"""Further functions of a library whose products take any number of rows."""
+"""Further functions for every type of a library whose products take any number of rows."""
 
 
 class NativeLibrary:
-    """Made by `load`. `threads` is the number of cores that every call may use."""
+    """The operators of one instruction set for one type. Made by `load`."""
 
     @classmethod
-    def load(cls, threads: int) -> NativeLibrary | None:
-        """None where it can't be used: `engine.native.build`."""
-        built = load_library()
-        return None if built is None else cls(built, threads)
+    def load(cls, threads: int, dtype: torch.dtype) -> NativeLibrary | None:
+        """The operators for `dtype`, each of which may use `threads` cores; None where `engine.native.build` has none."""
+        built = load_library(dtype)
+        return None if built is None else cls(built, threads, dtype)
 
-    def __init__(self, built: Built, threads: int) -> None:
+    def __init__(self, built: Built, threads: int, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        """bfloat16 or float32."""
         self.any_rows = built.instruction_set.any_rows
         """Whether the library's products take any number of rows, so that oneDNN's are not needed."""
-        for name, arguments in (SIGNATURES | (ANY_ROWS_SIGNATURES if self.any_rows else {})).items():
-            function = getattr(built.functions, name)
-            function.argtypes, function.restype = arguments, None
-        self._library = built.functions
+        self._functions = built.functions
+        self._suffix = "_float32" if dtype == torch.float32 else ""
         self._threads = threads
+        further = {} if dtype == torch.float32 else LOGITS_SIGNATURES
+        for name, arguments in (SIGNATURES | further | (ANY_ROWS_SIGNATURES if self.any_rows else {})).items():
+            function = getattr(built.functions, name + self._suffix)
+            function.argtypes, function.restype = arguments, None
 
     def add_rms_norm(self, x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float, out_TD: Tensor) -> None:
         """Add `delta_TD` to the float32 `x_TD` in place; write the sum, over its root mean square, times the weight."""
         rows, width = x_TD.shape
         assert width % 16 == 0
-        _check(weight_D, out_TD, *(() if delta_TD is None else (delta_TD,)))
-        _check(x_TD, dtype=torch.float32)
+        _check(self.dtype, weight_D, out_TD, *(() if delta_TD is None else (delta_TD,)))
+        _check(torch.float32, x_TD)
         assert out_TD.shape == x_TD.shape
         assert delta_TD is None or delta_TD.shape == x_TD.shape
         delta = 0 if delta_TD is None else delta_TD.data_ptr()
-        self._library.add_rms_norm(
+        self._function("add_rms_norm")(
             x_TD.data_ptr(), delta, weight_D.data_ptr(), out_TD.data_ptr(), rows, width, eps, self._threads
         )
 
@@ -74,11 +79,11 @@ class NativeLibrary:
         tokens, (kv_heads, size) = qkv_TA.shape[0], kv_2SKH.shape[2:]
         assert qkv_TA.shape[1] == (num_heads + 2 * kv_heads) * size
         assert size in HEAD_DIMS
-        _check(qkv_TA, kv_2SKH)
+        _check(self.dtype, qkv_TA, kv_2SKH)
         assert cos_TF.shape == sin_TF.shape == (tokens, size // 2)
         assert cos_TF.dtype == sin_TF.dtype == torch.float32
         keys, values = _halves(kv_2SKH)
-        self._library.rotate_and_store(
+        self._function("rotate_and_store")(
             qkv_TA.data_ptr(),
             cos_TF.data_ptr(),
             sin_TF.data_ptr(),
@@ -98,14 +103,14 @@ class NativeLibrary:
         """Attention of one row per sequence to the first `lengths_B` tokens of its blocks. Tables, lengths: int64."""
         sequences, num_heads, size = out_BNH.shape
         kv_heads = kv_2SKH.shape[2]
-        _check(qkv_BA, kv_2SKH, out_BNH)
+        _check(self.dtype, qkv_BA, kv_2SKH, out_BNH)
         assert size in HEAD_DIMS
         assert qkv_BA.shape == (sequences, (num_heads + 2 * kv_heads) * size)
         assert tables_BW.shape[0] == lengths_B.shape[0] == sequences
         assert tables_BW.is_contiguous()
         assert tables_BW.dtype == lengths_B.dtype == torch.int64
         keys, values = _halves(kv_2SKH)
-        self._library.decode_attention(
+        self._function("decode_attention")(
             qkv_BA.data_ptr(),
             keys,
             values,
@@ -128,13 +133,13 @@ class NativeLibrary:
         """Causal attention of tokens [start, start + T) of one sequence, whose keys and values are all in the pool."""
         tokens, num_heads, size = out_TNH.shape
         kv_heads = kv_2SKH.shape[2]
-        _check(qkv_TA, kv_2SKH, out_TNH)
+        _check(self.dtype, qkv_TA, kv_2SKH, out_TNH)
         assert size in HEAD_DIMS
         assert qkv_TA.shape == (tokens, (num_heads + 2 * kv_heads) * size)
         assert table_W.dtype == torch.int64
         assert table_W.shape[0] * block_size >= start + tokens
         keys, values = _halves(kv_2SKH)
-        self._library.prefill_attention(
+        self._function("prefill_attention")(
             qkv_TA.data_ptr(),
             keys,
             values,
@@ -155,33 +160,39 @@ class NativeLibrary:
         rows, width = out_TI.shape
         assert gate_up_TI.shape == (rows, 2 * width)
         assert width % 16 == 0
-        _check(gate_up_TI, out_TI)
-        self._library.swiglu(gate_up_TI.data_ptr(), out_TI.data_ptr(), rows, width, self._threads)
+        _check(self.dtype, gate_up_TI, out_TI)
+        self._function("swiglu")(gate_up_TI.data_ptr(), out_TI.data_ptr(), rows, width, self._threads)
 
     def quantized_product(self, x_TI: Tensor, records: Tensor, outputs: int, bits: int, dtype: torch.dtype) -> Tensor:
-        """[T, I] to [T, O] in bfloat16 or float32; `records` as `pack_quantized` makes them."""
+        """[T, I] to [T, O] in the library's type or float32; `records` as `pack_quantized` makes them."""
         rows, inputs = x_TI.shape
         assert records.numel() == outputs * inputs // GROUP * (4 + GROUP * bits // 8)
-        _check(x_TI)
+        _check(self.dtype, x_TI)
         y_TO = torch.empty((rows, outputs), dtype=dtype)
-        multiply = self._library.quantized_logits if dtype == torch.float32 else self._library.quantized_linear
+        multiply = self._function("quantized_linear" if dtype == self.dtype else "quantized_logits")
         multiply(x_TI.data_ptr(), records.data_ptr(), y_TO.data_ptr(), rows, inputs, outputs, bits, self._threads)
         return y_TO
 
     def dense_product(self, x_TI: Tensor, packed: Tensor, outputs: int, dtype: torch.dtype) -> Tensor:
-        """[T, I] to [T, O] in float32, or in bfloat16 where `any_rows`; `packed` as `pack_dense` makes it."""
+        """[T, I] to [T, O] in float32, or in the library's type where `any_rows`; `packed` as `pack_dense` makes it."""
         rows, inputs = x_TI.shape
         assert packed.numel() == outputs * inputs
-        _check(x_TI, packed)
+        _check(self.dtype, x_TI, packed)
         y_TO = torch.empty((rows, outputs), dtype=dtype)
-        multiply = self._library.dense_logits if dtype == torch.float32 else self._library.dense_linear
+        multiply = self._function("dense_linear" if dtype == self.dtype else "dense_logits")
         multiply(x_TI.data_ptr(), packed.data_ptr(), y_TO.data_ptr(), rows, inputs, outputs, self._threads)
         return y_TO
 
+    def _function(self, name: str) -> Callable[..., None]:
+        function: Callable[..., None] = getattr(self._functions, name + self._suffix)
+        return function
+
 
 def pack_dense(weight_OI: Tensor) -> Tensor:
-    """A bfloat16 matrix as products.cpp reads it: [O / 64, I / 2, 64, 2]."""
+    """A matrix as products.cpp reads it: bfloat16 as [O / 64, I / 2, 64, 2], float32 as [O / 16, I, 16]."""
     outputs, inputs = weight_OI.shape
+    if weight_OI.dtype == torch.float32:
+        return weight_OI.view(outputs // OUTPUT_MULTIPLE, OUTPUT_MULTIPLE, inputs).transpose(1, 2).contiguous()
     return weight_OI.view(outputs // COLUMNS, COLUMNS, inputs // 2, 2).transpose(1, 2).contiguous()
 
 
@@ -213,7 +224,7 @@ def _halves(kv_2SKH: Tensor) -> tuple[int, int]:
     return keys, keys + kv_2SKH.nbytes // 2
 
 
-def _check(*tensors: Tensor, dtype: torch.dtype = torch.bfloat16) -> None:
+def _check(dtype: torch.dtype, *tensors: Tensor) -> None:
     for tensor in tensors:
         assert tensor.dtype == dtype, f"{tensor.dtype} where {dtype} is read"
         assert tensor.is_contiguous(), "strides are not read"

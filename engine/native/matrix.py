@@ -18,7 +18,7 @@ ANY_ROWS = sys.maxsize
 
 
 class QuantizedMatrix:
-    """`y = x Wᵀ` in bfloat16, with the weight's values, scales and minimums as they are.
+    """`y = x Wᵀ` in the library's type, with the weight's values, scales and minimums as they are.
 
     A row's result has the same bits at any number of rows.
     """
@@ -33,7 +33,7 @@ class QuantizedMatrix:
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """[T, I] to [T, O]."""
-        return self._library.quantized_product(x_TI, self._records, self._outputs, self._bits, torch.bfloat16)
+        return self._library.quantized_product(x_TI, self._records, self._outputs, self._bits, self._library.dtype)
 
     def logits(self, x_TI: Tensor) -> Tensor:
         """The same product with a result in float32."""
@@ -41,21 +41,26 @@ class QuantizedMatrix:
 
 
 class DenseMatrix:
-    """`y = x Wᵀ` in bfloat16, with a bfloat16 weight of an even number of inputs, for libraries with products for any rows.
+    """`y = x Wᵀ` with a weight of the library's type, for libraries with products for any rows.
 
     A row's result has the same bits at any number of rows.
     """
 
     def __init__(self, weight_OI: Tensor, library: NativeLibrary) -> None:
-        assert library.any_rows
+        assert self.fits(weight_OI, library)
         self._library = library
         self._outputs = len(weight_OI)
         self._padded = self._outputs + -self._outputs % COLUMNS
         self._packed = pack_dense(F.pad(weight_OI, (0, 0, 0, self._padded - self._outputs)))
 
+    @staticmethod
+    def fits(weight_OI: Tensor, library: NativeLibrary) -> bool:
+        """Whether the library multiplies such weights: those in bfloat16 need an even number of inputs."""
+        return library.any_rows and (library.dtype == torch.float32 or weight_OI.shape[1] % 2 == 0)
+
     def __call__(self, x_TI: Tensor) -> Tensor:
         """[T, I] to [T, O]."""
-        y_TO = self._library.dense_product(x_TI, self._packed, self._padded, torch.bfloat16)
+        y_TO = self._library.dense_product(x_TI, self._packed, self._padded, self._library.dtype)
         return y_TO if self._padded == self._outputs else y_TO[:, : self._outputs].contiguous()
 
 
@@ -73,14 +78,14 @@ class NativeLinear:
 
 
 class NativeHead:
-    """Float32 logits, by a bfloat16 weight or, for as many rows as it takes, by the same one quantized.
+    """Float32 logits, by a weight of the library's type or, for as many rows as it takes, by the same one quantized.
 
-    Without the latter, or where it takes any number, rows have the same bits in any company.
+    Without the latter rows have the same bits in any company.
     """
 
     def __init__(self, weight_VD: Tensor, few_rows: QuantizedMatrix | None, library: NativeLibrary) -> None:
         assert self.fits(weight_VD), f"{list(weight_VD.shape)} can't be packed"
-        self._packed = None if few_rows is not None and few_rows.max_rows == ANY_ROWS else pack_dense(weight_VD)
+        self._packed = pack_dense(weight_VD)
         self._vocab_size = len(weight_VD)
         self._few_rows = few_rows
         self._library = library
@@ -94,5 +99,4 @@ class NativeHead:
         """[S, D] to [S, V]."""
         if self._few_rows is not None and x_SD.shape[0] <= self._few_rows.max_rows:
             return self._few_rows.logits(x_SD)
-        assert self._packed is not None
         return self._library.dense_product(x_SD, self._packed, self._vocab_size, torch.float32)

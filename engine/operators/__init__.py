@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from configs.facts import ModelFacts
@@ -49,10 +48,10 @@ StepFactory = Callable[[ForwardBatch, KVPool, Tensor], Step]
 """The batch, the pool, and the rotary frequencies [H/2] in float32."""
 
 
-def step_factory(facts: ModelFacts, dtype: torch.dtype, library: NativeLibrary | None) -> StepFactory:
+def step_factory(facts: ModelFacts, library: NativeLibrary | None) -> StepFactory:
     """The fastest set that serves this model where the pool lies; `library` is None where there is no native one."""
     widths = (facts.hidden_size, facts.intermediate_size)
-    fits = dtype == torch.bfloat16 and facts.head_dim in HEAD_DIMS and all(width % 16 == 0 for width in widths)
+    fits = facts.head_dim in HEAD_DIMS and all(width % 16 == 0 for width in widths)
 
     def begin(batch: ForwardBatch, pool: KVPool, frequencies: Tensor) -> Step:
         if pool.data.is_cuda:

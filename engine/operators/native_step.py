@@ -1,4 +1,4 @@
-"""A step by the native operators: bfloat16 on the CPU."""
+"""A step by the native operators: bfloat16 or float32 on the CPU."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class NativeStep:
         self._single_lengths_B = torch.from_numpy(batch.ends_C)[batch.num_longer :]
         self._longer_rows = [batch.rows(chunk) for chunk in range(batch.num_longer)]
         tokens = len(batch.token_ids_T)
-        self._normed_TD = torch.empty((tokens, facts.hidden_size), dtype=torch.bfloat16)
-        self._gated_TI = torch.empty((tokens, facts.intermediate_size), dtype=torch.bfloat16)
-        self._attended_TNH = torch.empty((tokens, facts.num_heads, facts.head_dim), dtype=torch.bfloat16)
+        self._normed_TD = torch.empty((tokens, facts.hidden_size), dtype=library.dtype)
+        self._gated_TI = torch.empty((tokens, facts.intermediate_size), dtype=library.dtype)
+        self._attended_TNH = torch.empty((tokens, facts.num_heads, facts.head_dim), dtype=library.dtype)
         self._num_longer_rows = self._longer_rows[-1].stop if self._longer_rows else 0
 
     def add_norm(self, x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:

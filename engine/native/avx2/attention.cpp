@@ -29,8 +29,9 @@ struct Heads {
   i64 row() const { return (query + 2 * key_value) * size; }
 };
 
+template <typename T>
 struct Context {
-  const bf16 *keys, *values;
+  const T *keys, *values;
   const i64* table;
   i64 block_size, stride;  // stride between tokens, K * H
 };
@@ -50,7 +51,8 @@ struct Rows {
 };
 
 // Tokens [begin, begin + count) of one head as float32, and zeros up to a whole register of scores.
-void widen(const Context& context, i64 head, i64 size, i64 begin, i64 count, float* keys, float* values) {
+template <typename T>
+void widen(const Context<T>& context, i64 head, i64 size, i64 begin, i64 count, float* keys, float* values) {
   for (i64 t = 0; t < count; ++t) {
     const i64 token = begin + t, slot = context.table[token / context.block_size] * context.block_size + token % context.block_size;
     const i64 at = slot * context.stride + head * size;
@@ -113,12 +115,13 @@ void add_values(const float* weights, const float* values, i64 size, i64 count, 
 }
 
 // Let the query heads of one key/value head of tokens [0, tokens) attend, of which token t sees `first_visible` + t tokens.
-void attend(const bf16* qkv, const Context& context, i64 tokens, i64 first_visible, i64 head, const Heads& heads, float scale, bf16* out) {
+template <typename T>
+void attend(const T* qkv, const Context<T>& context, i64 tokens, i64 first_visible, i64 head, const Heads& heads, float scale, T* out) {
   static thread_local Rows rows;
   const i64 group = heads.group(), size = heads.size, count = tokens * group;
   rows.begin(count, size);
   for (i64 r = 0; r < count; ++r) {
-    const bf16* query = qkv + r / group * heads.row() + (head * group + r % group) * size;
+    const T* query = qkv + r / group * heads.row() + (head * group + r % group) * size;
     for (i64 h = 0; h < size; h += kVector) _mm256_storeu_ps(&rows.queries[r * size + h], load(query + h));
   }
   alignas(32) float weights[kChunk];
@@ -133,9 +136,35 @@ void attend(const bf16* qkv, const Context& context, i64 tokens, i64 first_visib
     }
   }
   for (i64 r = 0; r < count; ++r) {
-    bf16* to = out + r / group * heads.query * size + (head * group + r % group) * size;
+    T* to = out + r / group * heads.query * size + (head * group + r % group) * size;
     const __m256 total = _mm256_set1_ps(rows.totals[r]);
     for (i64 h = 0; h < size; h += kVector) store(to + h, _mm256_div_ps(_mm256_loadu_ps(&rows.sums[r * size + h]), total));
+  }
+}
+
+// Row b of qkv attends to the first lengths[b] tokens of its sequence, whose blocks are tables[b, :]. out: [B, N, H].
+template <typename T>
+void decode(const T* qkv, const T* keys, const T* values, const i64* tables, i64 table_width, const i64* lengths, T* out, i64 sequences,
+            const Heads& heads, i64 block_size, float scale, i64 threads) {
+#pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1)
+  for (i64 unit = 0; unit < sequences * heads.key_value; ++unit) {
+    const i64 b = unit / heads.key_value;
+    const Context<T> context{keys, values, tables + b * table_width, block_size, heads.key_value * heads.size};
+    attend(qkv + b * heads.row(), context, 1, lengths[b], unit % heads.key_value, heads, scale * kLog2E, out + b * heads.query * heads.size);
+  }
+}
+
+// New tokens [start, start + tokens) of one sequence, already in the pool, attend to it causally. out: [T, N, H].
+template <typename T>
+void prefill(const T* qkv, const T* keys, const T* values, const i64* table, T* out, i64 start, i64 tokens, const Heads& heads,
+             i64 block_size, float scale, i64 threads) {
+  const Context<T> context{keys, values, table, block_size, heads.key_value * heads.size};
+  const i64 tiles = (tokens + kTileTokens - 1) / kTileTokens;
+#pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1)
+  for (i64 unit = 0; unit < heads.key_value * tiles; ++unit) {
+    const i64 begin = (tiles - 1 - unit / heads.key_value) * kTileTokens, count = std::min(kTileTokens, tokens - begin);  // longest first
+    attend(qkv + begin * heads.row(), context, count, start + begin + 1, unit % heads.key_value, heads, scale * kLog2E,
+           out + begin * heads.query * heads.size);
   }
 }
 
@@ -143,30 +172,24 @@ void attend(const bf16* qkv, const Context& context, i64 tokens, i64 first_visib
 
 extern "C" {
 
-// Row b of qkv attends to the first lengths[b] tokens of its sequence, whose blocks are tables[b, :]. out: [B, N, H].
 void decode_attention(const bf16* qkv, const bf16* keys, const bf16* values, const i64* tables, i64 table_width, const i64* lengths,
                       bf16* out, i64 sequences, i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, float scale, i64 threads) {
-  const Heads heads{num_heads, num_kv_heads, size};
-#pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1)
-  for (i64 unit = 0; unit < sequences * num_kv_heads; ++unit) {
-    const i64 b = unit / num_kv_heads;
-    const Context context{keys, values, tables + b * table_width, block_size, num_kv_heads * size};
-    attend(qkv + b * heads.row(), context, 1, lengths[b], unit % num_kv_heads, heads, scale * kLog2E, out + b * num_heads * size);
-  }
+  decode(qkv, keys, values, tables, table_width, lengths, out, sequences, {num_heads, num_kv_heads, size}, block_size, scale, threads);
 }
 
-// New tokens [start, start + tokens) of one sequence, already in the pool, attend to it causally. out: [T, N, H].
 void prefill_attention(const bf16* qkv, const bf16* keys, const bf16* values, const i64* table, bf16* out, i64 start, i64 tokens,
                        i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, float scale, i64 threads) {
-  const Heads heads{num_heads, num_kv_heads, size};
-  const Context context{keys, values, table, block_size, num_kv_heads * size};
-  const i64 tiles = (tokens + kTileTokens - 1) / kTileTokens;
-#pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1)
-  for (i64 unit = 0; unit < num_kv_heads * tiles; ++unit) {
-    const i64 begin = (tiles - 1 - unit / num_kv_heads) * kTileTokens, count = std::min(kTileTokens, tokens - begin);  // longest first
-    attend(qkv + begin * heads.row(), context, count, start + begin + 1, unit % num_kv_heads, heads, scale * kLog2E,
-           out + begin * num_heads * size);
-  }
+  prefill(qkv, keys, values, table, out, start, tokens, {num_heads, num_kv_heads, size}, block_size, scale, threads);
+}
+
+void decode_attention_float32(const float* qkv, const float* keys, const float* values, const i64* tables, i64 table_width, const i64* lengths,
+                      float* out, i64 sequences, i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, float scale, i64 threads) {
+  decode(qkv, keys, values, tables, table_width, lengths, out, sequences, {num_heads, num_kv_heads, size}, block_size, scale, threads);
+}
+
+void prefill_attention_float32(const float* qkv, const float* keys, const float* values, const i64* table, float* out, i64 start, i64 tokens,
+                       i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, float scale, i64 threads) {
+  prefill(qkv, keys, values, table, out, start, tokens, {num_heads, num_kv_heads, size}, block_size, scale, threads);
 }
 
 }  // extern "C"

@@ -1,7 +1,8 @@
 // What the native operators for AVX2 share: see build.py for when they are used, library.py for their contracts in Python.
 //
-// bfloat16 tensors, row-major, on processors with AVX2, FMA and F16C, which have no bfloat16 products: everything is
-// computed in float32. Pointers are trusted: library.py checks every shape.
+// Tensors in bfloat16 or float32, row-major, on processors with AVX2, FMA and F16C, which have no bfloat16 products:
+// everything is computed in float32. Pointers are trusted: library.py checks every shape. Functions for float32 have the
+// names of those for bfloat16 with `_float32` behind them.
 //
 // One arithmetic: each sum has one order, fixed by the model alone. It depends neither on how many rows there are, nor on
 // which kernel computes a row, nor on threads. So a token has the same bits as part of a prompt, as part of an answer and
@@ -18,6 +19,15 @@ using i64 = int64_t;
 
 constexpr i64 kVector = 8;  // float32 values in a register
 
+inline float widened(float value) { return value; }
+inline float widened(bf16 value) {
+  const uint32_t bits = static_cast<uint32_t>(value) << 16;
+  float wide;
+  std::memcpy(&wide, &bits, sizeof wide);
+  return wide;
+}
+
+inline __m256 load(const float* p) { return _mm256_loadu_ps(p); }
 inline __m256 load(const bf16* p) {
   const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));

@@ -4,10 +4,11 @@
 
 #include <cmath>
 
-extern "C" {
+namespace {
 
 // x += delta (unless null), then out = x / rms(x) * weight. x is float32. Rows of `width`, a multiple of 16.
-void add_rms_norm(float* x, const bf16* delta, const bf16* weight, bf16* out, i64 rows, i64 width, float eps, i64 threads) {
+template <typename T>
+void norm(float* x, const T* delta, const T* weight, T* out, i64 rows, i64 width, float eps, i64 threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1 && rows * width > (1 << 15))
   for (i64 r = 0; r < rows; ++r) {
     float* row = x + r * width;
@@ -27,16 +28,17 @@ void add_rms_norm(float* x, const bf16* delta, const bf16* weight, bf16* out, i6
 }
 
 // Turn q in place, turn k and store it and v in the pool. cos and sin: float32 [T, H / 2].
-void rotate_and_store(bf16* qkv, const float* cosines, const float* sines, const i64* slots, bf16* keys, bf16* values, i64 tokens,
-                      i64 num_heads, i64 num_kv_heads, i64 size, i64 threads) {
+template <typename T>
+void rotate(T* qkv, const float* cosines, const float* sines, const i64* slots, T* keys, T* values, i64 tokens, i64 num_heads,
+            i64 num_kv_heads, i64 size, i64 threads) {
   const i64 half = size / 2, width = (num_heads + 2 * num_kv_heads) * size;
 #pragma omp parallel for num_threads(threads) if (threads > 1 && tokens >= 32)
   for (i64 t = 0; t < tokens; ++t) {
-    bf16* row = qkv + t * width;
+    T* row = qkv + t * width;
     const i64 slot = slots[t] * num_kv_heads * size;
     for (i64 head = 0; head < num_heads + num_kv_heads; ++head) {
-      const bf16* from = row + head * size;
-      bf16* to = head < num_heads ? row + head * size : keys + slot + (head - num_heads) * size;
+      const T* from = row + head * size;
+      T* to = head < num_heads ? row + head * size : keys + slot + (head - num_heads) * size;
       for (i64 i = 0; i < half; i += kVector) {
         const __m256 cosine = _mm256_loadu_ps(cosines + t * half + i), sine = _mm256_loadu_ps(sines + t * half + i);
         const __m256 a = load(from + i), b = load(from + half + i);
@@ -44,16 +46,17 @@ void rotate_and_store(bf16* qkv, const float* cosines, const float* sines, const
         store(to + half + i, _mm256_fmadd_ps(b, cosine, _mm256_mul_ps(a, sine)));
       }
     }
-    std::memcpy(values + slot, row + (num_heads + num_kv_heads) * size, num_kv_heads * size * sizeof(bf16));
+    std::memcpy(values + slot, row + (num_heads + num_kv_heads) * size, num_kv_heads * size * sizeof(T));
   }
 }
 
 // silu(gate) * up, where the first half of a row is the gate: [T, 2 I] to [T, I]. I is a multiple of 16.
-void swiglu(const bf16* gate_up, bf16* out, i64 rows, i64 width, i64 threads) {
+template <typename T>
+void gated(const T* gate_up, T* out, i64 rows, i64 width, i64 threads) {
   const __m256 one = _mm256_set1_ps(1.0f), sign = _mm256_set1_ps(-0.0f);
 #pragma omp parallel for num_threads(threads) if (threads > 1 && rows * width > (1 << 14))
   for (i64 r = 0; r < rows; ++r) {
-    const bf16 *gate = gate_up + 2 * r * width, *up = gate + width;
+    const T *gate = gate_up + 2 * r * width, *up = gate + width;
     for (i64 i = 0; i < width; i += kVector) {
       const __m256 g = load(gate + i), size = _mm256_andnot_ps(sign, g), e = power_of_two(_mm256_mul_ps(size, _mm256_set1_ps(-kLog2E)));
       // sigmoid from e^-|g|, which can't overflow; a lane of g with its sign set takes e
@@ -62,5 +65,31 @@ void swiglu(const bf16* gate_up, bf16* out, i64 rows, i64 width, i64 threads) {
     }
   }
 }
+
+}  // namespace
+
+extern "C" {
+
+void add_rms_norm(float* x, const bf16* delta, const bf16* weight, bf16* out, i64 rows, i64 width, float eps, i64 threads) {
+  norm(x, delta, weight, out, rows, width, eps, threads);
+}
+
+void rotate_and_store(bf16* qkv, const float* cosines, const float* sines, const i64* slots, bf16* keys, bf16* values, i64 tokens,
+                      i64 num_heads, i64 num_kv_heads, i64 size, i64 threads) {
+  rotate(qkv, cosines, sines, slots, keys, values, tokens, num_heads, num_kv_heads, size, threads);
+}
+
+void swiglu(const bf16* gate_up, bf16* out, i64 rows, i64 width, i64 threads) { gated(gate_up, out, rows, width, threads); }
+
+void add_rms_norm_float32(float* x, const float* delta, const float* weight, float* out, i64 rows, i64 width, float eps, i64 threads) {
+  norm(x, delta, weight, out, rows, width, eps, threads);
+}
+
+void rotate_and_store_float32(float* qkv, const float* cosines, const float* sines, const i64* slots, float* keys, float* values, i64 tokens,
+                      i64 num_heads, i64 num_kv_heads, i64 size, i64 threads) {
+  rotate(qkv, cosines, sines, slots, keys, values, tokens, num_heads, num_kv_heads, size, threads);
+}
+
+void swiglu_float32(const float* gate_up, float* out, i64 rows, i64 width, i64 threads) { gated(gate_up, out, rows, width, threads); }
 
 }  // extern "C"

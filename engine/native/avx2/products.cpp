@@ -1,11 +1,11 @@
-// Matrix products with weights of four or eight bits or in bfloat16, for any number of rows. Results are bfloat16, or
-// float32 for the output head.
+// Matrix products with weights of four or eight bits, in bfloat16 or in float32, for any number of rows. Results have the
+// inputs' type, or are float32 for the output head.
 //
 // Quantized: 32 inputs of an output share a float16 scale and minimum, and weight = value * scale + minimum. A group's
 // values times inputs are added up one after the other; then total += scale * that, total += minimum * sum of inputs. The
 // values of 16 outputs and 32 inputs make a record: 16 scales, 16 minimums, then 32-bit words, one for each output: two
 // pairs of inputs in eight bits, four in four bits, the first inputs of the pairs in the lower half (library.py packs them).
-// bfloat16: weights times inputs are added up one after the other.
+// bfloat16 and float32: weights times inputs are added up one after the other.
 //
 // Up to kUnpacked rows read the weights as they are stored. With more rows, those of 16 outputs become float32 once for all of
 // them. Both do the same operations on the same values in the same order, so a row's bits do not tell which it was.
@@ -44,7 +44,7 @@ struct Records {
   }
 };
 
-// The same, or bfloat16 weights, as float32: [inputs][16].
+// The same, or bfloat16 weights, as float32, and float32 weights as they are stored: [inputs][16].
 struct Panel {
   const float* values;
 
@@ -143,15 +143,13 @@ void for_tiles(i64 rows, Out* y, i64 outputs, const Multiply& multiply) {
 struct Inputs {
   std::vector<float> values, sums;
 
-  void read(const bf16* x, i64 rows, i64 inputs, bool groups) {
+  template <typename In>
+  void read(const In* x, i64 rows, i64 inputs, bool groups) {
     values.resize(rows * inputs);
     sums.resize(groups ? rows * inputs / kGroup : 0);
     const i64 whole = rows * inputs / kVector * kVector;
     for (i64 i = 0; i < whole; i += kVector) _mm256_storeu_ps(&values[i], load(x + i));
-    for (i64 i = whole; i < rows * inputs; ++i) {
-      const uint32_t bits = static_cast<uint32_t>(x[i]) << 16;
-      std::memcpy(&values[i], &bits, sizeof bits);
-    }
+    for (i64 i = whole; i < rows * inputs; ++i) values[i] = widened(x[i]);
     for (i64 i = 0; i < static_cast<i64>(sums.size()); ++i) {
       __m256 lanes = _mm256_setzero_ps();
       for (i64 j = 0; j < kGroup; j += kVector) lanes = _mm256_add_ps(lanes, _mm256_loadu_ps(&values[i * kGroup + j]));
@@ -179,9 +177,16 @@ void quantized_block(const Inputs& x, const uint8_t* records, Out* y, i64 rows, 
   multiply_by(Panel{panel.data()});
 }
 
+// Results of 16 outputs, the first of which is `column`.
 template <typename Out>
-void dense_block(const Inputs& x, const bf16* pairs, Out* y, i64 rows, i64 inputs, i64 outputs) {
-  const Dense stored{pairs};
+void dense_block(const Inputs& x, const float* packed, i64 column, Out* y, i64 rows, i64 inputs, i64 outputs) {
+  const Panel stored{packed + column * inputs};
+  for_tiles(rows, y, outputs, [&](auto count, i64 first, Tile& tile) { multiply_dense<count>(&x.values[first * inputs], inputs, stored, tile); });
+}
+
+template <typename Out>
+void dense_block(const Inputs& x, const bf16* packed, i64 column, Out* y, i64 rows, i64 inputs, i64 outputs) {
+  const Dense stored{packed + column / kColumns * inputs * kColumns + column % kColumns * 2};
   const auto multiply_by = [&](const auto& weights) {
     for_tiles(rows, y, outputs, [&](auto count, i64 first, Tile& tile) { multiply_dense<count>(&x.values[first * inputs], inputs, weights, tile); });
   };
@@ -193,8 +198,8 @@ void dense_block(const Inputs& x, const bf16* pairs, Out* y, i64 rows, i64 input
   multiply_by(Panel{panel.data()});
 }
 
-template <typename Out>
-void quantized(const bf16* x, const uint8_t* records, Out* y, i64 rows, i64 inputs, i64 outputs, i64 bits, i64 threads) {
+template <typename In, typename Out>
+void quantized(const In* x, const uint8_t* records, Out* y, i64 rows, i64 inputs, i64 outputs, i64 bits, i64 threads) {
   static thread_local Inputs own;
   own.read(x, rows, inputs, true);
   const Inputs& read = own;
@@ -206,15 +211,15 @@ void quantized(const bf16* x, const uint8_t* records, Out* y, i64 rows, i64 inpu
   }
 }
 
-template <typename Out>
-void dense(const bf16* x, const bf16* packed, Out* y, i64 rows, i64 inputs, i64 outputs, i64 threads) {
+template <typename In, typename Out>
+void dense(const In* x, const In* packed, Out* y, i64 rows, i64 inputs, i64 outputs, i64 threads) {
   static thread_local Inputs own;
   own.read(x, rows, inputs, false);
   const Inputs& read = own;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (i64 block = 0; block < outputs / kOutputs; ++block) {
     const i64 column = block * kOutputs;
-    dense_block(read, packed + column / kColumns * inputs * kColumns + column % kColumns * 2, y + column, rows, inputs, outputs);
+    dense_block(read, packed, column, y + column, rows, inputs, outputs);
   }
 }
 
@@ -224,6 +229,10 @@ extern "C" {
 
 // y = x Wᵀ: [T, I] to [T, O]. I is a multiple of 32, O of 16.
 void quantized_linear(const bf16* x, const uint8_t* records, bf16* y, i64 rows, i64 inputs, i64 outputs, i64 bits, i64 threads) {
+  quantized(x, records, y, rows, inputs, outputs, bits, threads);
+}
+
+void quantized_linear_float32(const float* x, const uint8_t* records, float* y, i64 rows, i64 inputs, i64 outputs, i64 bits, i64 threads) {
   quantized(x, records, y, rows, inputs, outputs, bits, threads);
 }
 
@@ -237,7 +246,12 @@ void dense_linear(const bf16* x, const bf16* packed, bf16* y, i64 rows, i64 inpu
   dense(x, packed, y, rows, inputs, outputs, threads);
 }
 
-// The same with a result in float32.
+// y = x Wᵀ from float32 weights, packed as [O / 16][I][16].
+void dense_linear_float32(const float* x, const float* packed, float* y, i64 rows, i64 inputs, i64 outputs, i64 threads) {
+  dense(x, packed, y, rows, inputs, outputs, threads);
+}
+
+// bfloat16 with a result in float32.
 void dense_logits(const bf16* x, const bf16* packed, float* y, i64 rows, i64 inputs, i64 outputs, i64 threads) {
   dense(x, packed, y, rows, inputs, outputs, threads);
 }

@@ -19,6 +19,7 @@ from engine.batch_invariance import HEAD_ROWS, LAYER_ROWS, Product, check_produc
 from engine.kernels.linear import Linear
 from engine.model_runner import ModelRunner
 from engine.models.weights import WeightFormat, load_weights
+from engine.native.matrix import NativeLinear
 from engine.operators.torch_step import TorchStep
 from prefill_workers.actor import PrefillActor
 from protocol.errors import ConfigError
@@ -102,9 +103,18 @@ def test_a_worker_loads_where_every_row_keeps_its_bits(facts: ModelFacts) -> Non
     load(facts, deterministic=True)
 
 
+def break_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight rows get other bits, whether torch's operators multiply them or our own."""
+
+    def broken(multiply: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+        return lambda linear, x_TI: multiply(linear, x_TI) + 1e-3 * (len(x_TI) == 8)
+
+    for kind in (Linear, NativeLinear):
+        monkeypatch.setattr(kind, "__call__", broken(kind.__call__))
+
+
 def test_a_worker_with_a_broken_product_refuses_to_load(facts: ModelFacts, monkeypatch: pytest.MonkeyPatch) -> None:
-    multiply = Linear.__call__
-    monkeypatch.setattr(Linear, "__call__", lambda linear, x_TI: multiply(linear, x_TI) + 1e-3 * (len(x_TI) == 8))
+    break_products(monkeypatch)
     with pytest.raises(ConfigError, match="the product 'qkv' in float32 gives a row other bits among"):
         load(facts, deterministic=True)
     load(facts)  # without the promise there is nothing to refuse
@@ -132,8 +142,7 @@ def test_such_a_worker_never_becomes_ready(
     actor_class: type[PrefillActor | DecodeActor], facts: ModelFacts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What its start raises reaches the supervisor, which ends the launch with a ConfigError's message."""
-    multiply = Linear.__call__
-    monkeypatch.setattr(Linear, "__call__", lambda linear, x_TI: multiply(linear, x_TI) + 1e-3 * (len(x_TI) == 8))
+    break_products(monkeypatch)
     monkeypatch.setattr("engine.ranks.share.resolve_for", lambda config: SimpleNamespace(facts=facts))
     actor = actor_class(
         worker_id="worker-0",

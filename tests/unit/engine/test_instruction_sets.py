@@ -1,4 +1,4 @@
-"""Each set of native operators that this machine's processor has, forced one after the other: values, and bits in any company.
+"""Each set of native operators that this machine's processor has, forced one after the other, in each type that it computes in.
 
 A set with products for any number of rows keeps one arithmetic: what a token becomes depends on the tokens before it alone.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from configs.facts import ModelFacts
+from engine.kernels.activation import swiglu
+from engine.kernels.norm import rms_norm
 from engine.kernels.quantized import quantize
 from engine.model_runner import ModelRunner
 from engine.native import build
@@ -23,52 +26,65 @@ from engine.native.matrix import MAX_ROWS, DenseMatrix, NativeHead, QuantizedMat
 from protocol.errors import ConfigError
 from protocol.sampling import SamplingParams
 
-HERE = [each for each in INSTRUCTION_SETS if each.is_here and build.load_library() is not None]
-ANY_ROWS = [each for each in HERE if each.any_rows]
+
+@dataclass(frozen=True)
+class Variant:
+    """The operators of one set for one type."""
+
+    instruction_set: InstructionSet
+    dtype: torch.dtype
+
+    def library(self, threads: int) -> NativeLibrary:
+        loaded = NativeLibrary.load(threads, self.dtype)
+        assert loaded is not None
+        return loaded
+
+
+HERE = [
+    Variant(each, dtype)
+    for each in INSTRUCTION_SETS
+    if each.is_here and build.load_library(torch.bfloat16) is not None
+    for dtype in each.dtypes
+]
+ANY_ROWS = [each for each in HERE if each.instruction_set.any_rows]
 ROWS = (*range(1, 34), 47, 48, 49, 63, 64, 65, 127, 128, 129, 255, 256, 257)
 
 
-def named(each: InstructionSet) -> str:
-    return each.name
+def named(variant: Variant) -> str:
+    return f"{variant.instruction_set.name}-{variant.dtype}".replace("torch.", "")
 
 
 @pytest.fixture
-def forced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[InstructionSet]:
-    """The instruction set of the test, for all that is loaded meanwhile."""
-    monkeypatch.setenv(build.FORCED, request.param.name)
+def forced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Variant]:
+    """The variant of the test, for all that is loaded meanwhile."""
+    monkeypatch.setenv(build.FORCED, request.param.instruction_set.name)
     build.load_library.cache_clear()
     yield request.param
     build.load_library.cache_clear()
 
 
-def library(threads: int) -> NativeLibrary:
-    loaded = NativeLibrary.load(threads)
-    assert loaded is not None
-    return loaded
-
-
 Product = Callable[[Tensor], Tensor]
 
 
-def matrices(any_rows: bool) -> Iterator[tuple[Product, Product, int, int]]:
+def matrices(variant: Variant) -> Iterator[tuple[Product, Product, int, int]]:
     """The same product for one and for two threads, its inputs, and the most rows that it is for."""
     torch.manual_seed(0)
-    one, two = library(1), library(2)
+    one, two, any_rows = variant.library(1), variant.library(2), variant.instruction_set.any_rows
     for outputs, inputs in ((80, 160), (192, 1536)):
         for bits in (4, 8):
             weight = quantize(torch.randn(outputs, inputs), bits)
             most = max(ROWS) if any_rows else MAX_ROWS[bits]
             yield QuantizedMatrix(weight, one), QuantizedMatrix(weight, two), inputs, most
         if any_rows:
-            dense = torch.randn(outputs + 3, inputs + 2).bfloat16()
+            dense = torch.randn(outputs + 3, inputs + 2).to(variant.dtype)
             yield DenseMatrix(dense, one), DenseMatrix(dense, two), inputs + 2, max(ROWS)
 
 
 @pytest.mark.parametrize("forced", HERE, indirect=True, ids=named)
-def test_a_row_s_bits_are_its_own(forced: InstructionSet) -> None:
+def test_a_row_s_bits_are_its_own(forced: Variant) -> None:
     """At any number of rows, at any place among them, by any number of threads, and beside rows that are not numbers."""
-    for one, two, inputs, most in matrices(forced.any_rows):
-        x_TI = torch.randn(most, inputs).bfloat16()
+    for one, two, inputs, most in matrices(forced):
+        x_TI = torch.randn(most, inputs).to(forced.dtype)
         alone_TO = torch.cat([one(x_TI[row : row + 1]) for row in range(most)])
         for rows in (rows for rows in ROWS if rows <= most):
             assert torch.equal(two(x_TI[-rows:]), alone_TO[-rows:]), rows
@@ -79,39 +95,84 @@ def test_a_row_s_bits_are_its_own(forced: InstructionSet) -> None:
 
 
 @pytest.mark.parametrize("forced", ANY_ROWS, indirect=True, ids=named)
-def test_bfloat16_matrices_are_multiplied_without_loss(forced: InstructionSet) -> None:
+def test_dense_matrices_are_multiplied_without_loss(forced: Variant) -> None:
     torch.manual_seed(1)
-    weight, x = torch.randn(211, 62).bfloat16(), torch.randn(19, 62).bfloat16()
-    expected = (x.double() @ weight.double().T).bfloat16()
-    assert (DenseMatrix(weight, library(1))(x) != expected).double().mean() < 0.01, "but for ties that rounding decides"
-    head, weight = NativeHead(weight[:192], None, library(1)), weight[:192]
+    library = forced.library(1)
+    weight, x = torch.randn(211, 62).to(forced.dtype), torch.randn(19, 62).to(forced.dtype)
+    exact = x.double() @ weight.double().T
+    if forced.dtype == torch.bfloat16:
+        differ = DenseMatrix(weight, library)(x) != exact.bfloat16()
+        assert differ.double().mean() < 0.01, "but for ties that rounding decides"
+    else:
+        torch.testing.assert_close(DenseMatrix(weight, library)(x).double(), exact, rtol=1e-5, atol=1e-5)
+    head, weight = NativeHead(weight[:192], None, library), weight[:192]
     torch.testing.assert_close(head(x).double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("forced", [each for each in HERE if each.dtype == torch.float32], indirect=True, ids=named)
+def test_float32_operators_agree_with_torch_s(forced: Variant) -> None:
+    """To the precision of float32, with weights that are used as they are stored."""
+    torch.manual_seed(3)
+    library = forced.library(2)
+    for bits in (4, 8):
+        weight, x_TI = quantize(torch.randn(80, 320), bits), torch.randn(70, 320)
+        exact = (x_TI.double() @ weight.dequantize(torch.float32).double().T).float()
+        torch.testing.assert_close(QuantizedMatrix(weight, library)(x_TI), exact, rtol=2e-5, atol=2e-5)
+    x_TD, delta_TD, weight_D, normed_TD = torch.randn(9, 64), torch.randn(9, 64), torch.randn(64), torch.empty(9, 64)
+    expected = rms_norm(x_TD + delta_TD, weight_D, 1e-5)
+    library.add_rms_norm(x_TD, delta_TD, weight_D, 1e-5, normed_TD)
+    torch.testing.assert_close(normed_TD, expected, rtol=1e-5, atol=1e-5)
+    gate_up_TI, gated_TI = 8 * torch.randn(9, 64), torch.empty(9, 32)
+    library.swiglu(gate_up_TI, gated_TI)
+    torch.testing.assert_close(gated_TI, swiglu(gate_up_TI), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("forced", [each for each in HERE if each.dtype == torch.float32], indirect=True, ids=named)
+def test_float32_logits_are_those_of_torch_s_operators(
+    forced: Variant, smollm2_facts: ModelFacts, generate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a prompt and of an answer, within rounding; so is what lies in the pool, which only the attention reads."""
+    sampling = SamplingParams(seed=0, max_tokens=8, temperature=0, num_logprobs=5)
+    prompt = [(31 * i) % 49_000 + 17 for i in range(90)]
+    ours = ModelRunner.load(smollm2_facts, dtype="float32", block_size=16, num_kv_tokens=256)
+    [said] = generate(ours, [prompt], [sampling])
+    monkeypatch.setattr(build, "INSTRUCTION_SETS", ())
+    monkeypatch.setenv(build.FORCED, "")
+    build.load_library.cache_clear()
+    [expected] = generate(
+        ModelRunner.load(smollm2_facts, dtype="float32", block_size=16, num_kv_tokens=256), [prompt], [sampling]
+    )
+    assert [token.token_id for token in said] == [token.token_id for token in expected]
+    for one, other in zip(said, expected, strict=True):
+        assert one.logprobs is not None
+        assert other.logprobs is not None
+        assert [top.token_id for top in one.logprobs.top] == [top.token_id for top in other.logprobs.top]
+        values = [[top.logprob for top in of.logprobs.top] for of in (one, other)]
+        assert values[0] == pytest.approx(values[1], abs=1e-3)
 
 
 @pytest.mark.parametrize("forced", ANY_ROWS, indirect=True, ids=named)
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(9, 3, 64), (5, 1, 128)])
-def test_a_token_attends_alike_in_a_prompt_and_alone(forced: InstructionSet, heads: int, kv_heads: int, size: int) -> None:
+def test_a_token_attends_alike_in_a_prompt_and_alone(forced: Variant, heads: int, kv_heads: int, size: int) -> None:
     torch.manual_seed(2)
     tokens, block_size = 300, 16
-    pool_2SKH = torch.randn(2, 1024, kv_heads, size).bfloat16()
+    pool_2SKH = torch.randn(2, 1024, kv_heads, size).to(forced.dtype)
     table = torch.randperm(1024 // block_size)[: -(-tokens // block_size)]
-    qkv_TA = torch.randn(tokens, (heads + 2 * kv_heads) * size).bfloat16()
-    whole, cut, singles = (torch.empty(tokens, heads, size, dtype=torch.bfloat16) for _ in range(3))
-    library(1).prefill_attention(qkv_TA, pool_2SKH, table, 0, block_size, whole)
+    qkv_TA = torch.randn(tokens, (heads + 2 * kv_heads) * size).to(forced.dtype)
+    whole, cut, singles = (torch.empty(tokens, heads, size, dtype=forced.dtype) for _ in range(3))
+    forced.library(1).prefill_attention(qkv_TA, pool_2SKH, table, 0, block_size, whole)
     for begin, end in ((0, 1), (1, 70), (70, 199), (199, tokens)):
-        library(2).prefill_attention(qkv_TA[begin:end], pool_2SKH, table, begin, block_size, cut[begin:end])
+        forced.library(2).prefill_attention(qkv_TA[begin:end], pool_2SKH, table, begin, block_size, cut[begin:end])
     lengths, tables = torch.arange(1, tokens + 1), table.repeat(tokens, 1)
-    library(2).decode_attention(qkv_TA, pool_2SKH, tables, lengths, block_size, singles)
+    forced.library(2).decode_attention(qkv_TA, pool_2SKH, tables, lengths, block_size, singles)
     assert torch.equal(cut, whole)
     assert torch.equal(singles, whole)
 
 
 @pytest.mark.parametrize("forced", ANY_ROWS, indirect=True, ids=named)
-def test_an_answer_is_the_same_however_it_was_computed(
-    forced: InstructionSet, smollm2_facts: ModelFacts, generate: Any
-) -> None:
+def test_an_answer_is_the_same_however_it_was_computed(forced: Variant, smollm2_facts: ModelFacts, generate: Any) -> None:
     """In company or alone, with a prompt in one chunk or in many, and as a prompt that holds the answer's first part."""
-    runner = ModelRunner.load(smollm2_facts, dtype="bfloat16", block_size=16, num_kv_tokens=4096)
+    runner = ModelRunner.load(smollm2_facts, dtype=str(forced.dtype).removeprefix("torch."), block_size=16, num_kv_tokens=4096)
     sampling = SamplingParams(seed=3, max_tokens=6, temperature=0.8, num_logprobs=5)
     prompts = [[(31 * i * (k + 1) + k) % 49_000 + 17 for i in range(5 + 37 * k)] for k in range(3)]
     together = generate(runner, prompts, [sampling] * len(prompts))
@@ -128,8 +189,8 @@ def test_an_answer_is_the_same_however_it_was_computed(
 def test_a_set_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(build.FORCED, "mmx")
     with pytest.raises(ConfigError, match="mmx names no instruction set of this processor") as refused:
-        build.chosen_instruction_set()
+        build.chosen_instruction_set(torch.bfloat16)
     assert refused.value.param == build.FORCED
     monkeypatch.setattr(build, "INSTRUCTION_SETS", ())
     monkeypatch.setenv(build.FORCED, "")
-    assert build.chosen_instruction_set() is None
+    assert build.chosen_instruction_set(torch.bfloat16) is None

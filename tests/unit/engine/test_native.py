@@ -20,7 +20,7 @@ from engine.kernels.quantized import quantize
 from engine.kernels.rope import inverse_frequencies
 from engine.memory.kv_pool import KVPool
 from engine.model_runner import ModelRunner
-from engine.models.weights import WeightFormat
+from engine.models.weights import LoadedMatrix, WeightFormat
 from engine.native import build
 from engine.native.library import NativeLibrary
 from engine.native.matrix import NativeHead, QuantizedMatrix
@@ -30,7 +30,7 @@ from protocol.errors import ConfigError
 from protocol.sampling import SamplingParams
 from tests.unit.engine.processors import products_are_known_to_keep_bits
 
-LIBRARY = NativeLibrary.load(1)
+LIBRARY = NativeLibrary.load(1, torch.bfloat16)
 NATIVE = pytest.mark.skipif(LIBRARY is None, reason="needs AVX2 or AVX-512 with bfloat16, and a C++ compiler")
 HEADS = [(9, 3, 64), (8, 8, 64), (14, 2, 64), (16, 8, 128), (5, 1, 128)]
 """Query heads, key/value heads, head size: groups of 3, 1, 7, 2 and 5."""
@@ -38,7 +38,7 @@ SAMPLING = SamplingParams(seed=0, max_tokens=1)
 
 
 def library(threads: int = 1) -> NativeLibrary:
-    loaded = NativeLibrary.load(threads)
+    loaded = NativeLibrary.load(threads, torch.bfloat16)
     assert loaded is not None
     return loaded
 
@@ -195,7 +195,7 @@ def test_no_compiler_means_no_library(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     with caplog.at_level(logging.WARNING):
-        assert build.load_library.__wrapped__() is None
+        assert build.load_library.__wrapped__(torch.bfloat16) is None
     assert "no C++ compiler" in caplog.text
 
 
@@ -209,7 +209,7 @@ def test_a_compiler_that_fails_is_told_and_survived(
     monkeypatch.setenv("CXX", str(broken))
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
     with caplog.at_level(logging.WARNING):
-        assert build.load_library.__wrapped__() is None
+        assert build.load_library.__wrapped__(torch.bfloat16) is None
     assert "no space left" in caplog.text
     assert list((tmp_path / "cache" / "native").glob("*.so")) == []
 
@@ -217,10 +217,10 @@ def test_a_compiler_that_fails_is_told_and_survived(
 @NATIVE
 def test_the_library_is_built_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))
-    assert build.load_library.__wrapped__() is not None
+    assert build.load_library.__wrapped__(torch.bfloat16) is not None
     (built,) = (tmp_path / "native").glob("*.so")
     written = built.stat().st_mtime_ns
-    assert build.load_library.__wrapped__() is not None
+    assert build.load_library.__wrapped__(torch.bfloat16) is not None
     assert built.stat().st_mtime_ns == written
 
 
@@ -263,5 +263,5 @@ def test_a_matrix_that_makes_no_records_stays_bfloat16() -> None:
     """A vocabulary of 211 is no multiple of 16 outputs."""
     weights = WeightFormat(torch.bfloat16, "int8", deterministic=False, library=library())
     dense, x = torch.randn(211, 64), torch.randn(2, 64).bfloat16()
-    y = weights.linear(dense, None, quantize(dense, 8))(x)
+    y = weights.linear(LoadedMatrix(lambda: dense, quantize(dense, 8)), None)(x)
     assert relative_error(y, x.double() @ dense.double().T) < 1e-2

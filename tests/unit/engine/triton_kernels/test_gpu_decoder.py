@@ -54,7 +54,7 @@ def test_steps_go_to_the_smallest_graph_that_holds_them(small_model: Callable[[s
         first.data.zero_()
         second.data.zero_()
         graphed = GraphedDecoder(facts, weights, first, recorder, graph_rows=(2, 1))
-        plain = Decoder(facts, weights, step_factory(facts, torch.float32, None), ALONE)
+        plain = Decoder(facts, weights, step_factory(facts, None), ALONE)
         assert not first.data.any(), "capturing writes nothing"
         steps = [
             [Chunk(list(range(20)), 0, [4, 9, 2], SAMPLED, 0), Chunk([8, 7], 0, [5], None, 0)],
