@@ -98,7 +98,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.skipif("AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="claimed where it was measured")
 @pytest.mark.usefixtures("one_thread")
 def test_on_one_thread_a_float32_answer_has_the_same_bits_in_any_batch(runner: Any, generate: Any) -> None:
     prompts = [prompt(length, seed=length) for length in (1, 2, 9, 33, 64, 300, 17, 5)]
