@@ -4,8 +4,8 @@ A real cluster with two decode workers and the default model. Sixteen streams ru
 again and again one of the decode workers that have some is killed (SIGKILL): two to five seconds after both are up and every
 stream has gone on, so that a gap is that of one kill, and the streams of a worker that has just come up have had their time to
 be copied. Before, the same requests run undisturbed. Every answer must be the undisturbed one: token ids, text, finish reason,
-logprobs. Where the operators keep one arithmetic (docs/engine.md) that holds for all. Elsewhere a re-computed KV cache is rounded
-differently, and the share of answers that differ is what is measured. Each kind of processor has a result file of its own.
+logprobs. Where the operators keep one arithmetic (docs/engine.md) that holds for all. Elsewhere a re-computed KV cache is
+rounded differently, and the share of answers that differ is what is measured. Each kind of processor has a result file.
 """
 
 from __future__ import annotations

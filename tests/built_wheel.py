@@ -35,7 +35,7 @@ def build_wheel(folder: Path) -> Path:
     Needs no index: torch depends on setuptools, which is the whole of the build's own needs.
     """
     sources = folder / "sources"
-    for name in product_files() | {"pyproject.toml", "README.md", "LICENSE"}:
+    for name in product_files() | {"pyproject.toml", "setup.py", "README.md", "LICENSE"}:
         target = sources / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, target)
@@ -59,9 +59,9 @@ def environment(folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": str(folder)}
 
 
-def run(folder: Path, cwd: Path, *command: str) -> str:
-    """What a command says on stdout that uses the Tandem in `folder`."""
-    variables = os.environ | environment(folder)
+def run(folder: Path, cwd: Path, *command: str, **variables: str) -> str:
+    """What a command says on stdout that uses the Tandem in `folder`, with these variables in its environment."""
+    variables = os.environ | environment(folder) | variables
     done = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import platform
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
 import pytest
 
 from cluster import __version__
+from engine.native.build import is_here
+from engine.native.instruction_sets import COMPILED, INSTRUCTION_SETS, find_compiler
 from tests.built_wheel import TOP_PACKAGES, build_wheel, product_files, run, unpack
+
+CAN_COMPILE = find_compiler() is not None and platform.machine() == "x86_64"
+COMPILED_FILES = {f"engine/native/{COMPILED}/{each.file_name}" for each in INSTRUCTION_SETS} if CAN_COMPILE else set[str]()
 
 
 @pytest.fixture(scope="module")
@@ -25,11 +32,12 @@ def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_it_has_the_packages_with_their_data_and_nothing_else(wheel: Path) -> None:
-    assert wheel.name == f"tandem-{__version__}-py3-none-any.whl"
+    system = sysconfig.get_platform().replace("-", "_").replace(".", "_") if COMPILED_FILES else "any"
+    assert wheel.name == f"tandem-{__version__}-py3-none-{system}.whl"
     own = f"tandem-{__version__}.dist-info/"
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    assert {name for name in names if not name.startswith(own)} == product_files()
+    assert {name for name in names if not name.startswith(own)} == product_files() | COMPILED_FILES
     assert f"{own}licenses/LICENSE" in names
 
 
@@ -46,3 +54,23 @@ def test_its_packages_are_imported_and_not_those_of_the_checkout(unpacked: Path,
 def test_the_checkout_is_out_of_sight(unpacked: Path, tmp_path: Path) -> None:
     code = "import sys, importlib.util\nsys.path.remove(sys.argv[1])\nprint(*filter(importlib.util.find_spec, sys.argv[2:]))"
     assert run(unpacked, tmp_path, sys.executable, "-c", code, str(unpacked), *TOP_PACKAGES).split() == []
+
+
+@pytest.mark.skipif(not COMPILED_FILES, reason="needs a C++ compiler for x86-64")
+def test_its_operators_need_no_compiler(unpacked: Path, tmp_path: Path) -> None:
+    """Every set that this processor has is loaded from the wheel, for every type that it computes in."""
+    code = """
+import os, torch
+from engine.native import build
+from engine.native.library import NativeLibrary
+for each in filter(build.is_here, build.INSTRUCTION_SETS):
+    os.environ[build.FORCED] = each.name
+    build.load_library.cache_clear()
+    for name in each.dtypes:
+        assert NativeLibrary.load(1, getattr(torch, name)) is not None, (each, name)
+        print(build._compiled(each))
+"""
+    loaded = run(unpacked, tmp_path, sys.executable, "-c", code, PATH=str(tmp_path), CXX="", TANDEM_CACHE=str(tmp_path))
+    here = {unpacked / "engine" / "native" / COMPILED / each.file_name for each in filter(is_here, INSTRUCTION_SETS)}
+    assert set(map(Path, loaded.splitlines())) == here
+    assert not (tmp_path / "native").exists(), "nothing was compiled"

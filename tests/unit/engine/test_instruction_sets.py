@@ -20,7 +20,7 @@ from engine.kernels.norm import rms_norm
 from engine.kernels.quantized import quantize
 from engine.model_runner import ModelRunner
 from engine.native import build
-from engine.native.build import INSTRUCTION_SETS, InstructionSet
+from engine.native.instruction_sets import INSTRUCTION_SETS, InstructionSet
 from engine.native.library import NativeLibrary
 from engine.native.matrix import MAX_ROWS, DenseMatrix, NativeHead, QuantizedMatrix
 from protocol.errors import ConfigError
@@ -41,9 +41,9 @@ class Variant:
 
 
 HERE = [
-    Variant(each, dtype)
+    Variant(each, getattr(torch, dtype))
     for each in INSTRUCTION_SETS
-    if each.is_here and build.load_library(torch.bfloat16) is not None
+    if build.is_here(each) and build.load_library(torch.bfloat16) is not None
     for dtype in each.dtypes
 ]
 ANY_ROWS = [each for each in HERE if each.instruction_set.any_rows]

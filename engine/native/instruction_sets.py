@@ -1,0 +1,79 @@
+"""The sets of native operators, and how each is compiled. Needs nothing but Python: the build of a wheel imports it, too.
+
+A wheel carries the compiled operators of every set, for machines without a compiler:
+
+    build of the wheel ──► engine/native/compiled/<set>-<digest>.so        the digest is of the sources and the options
+    checkout, source distribution ──► compiled at the first use            engine.native.build
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+COMPILED = "compiled"
+"""Folder of a wheel's compiled operators, beside this file."""
+_OPTIONS = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-w")
+"""OpenMP's library has the name of the one that torch has loaded, so both share one pool of threads."""
+_COMPILE_S = 120.0
+
+
+@dataclass(frozen=True)
+class InstructionSet:
+    """The operators for one kind of processor. They lie in the folder of this name."""
+
+    name: str
+    features: tuple[str, ...]
+    """Features that the processor must have, by their names in `torch.cpu.get_capabilities`."""
+    options: tuple[str, ...]
+    """Options that the C++ compiler gets for these sources. They name the features, so the result is the same anywhere."""
+    dtypes: tuple[str, ...]
+    """Types that it computes in, by their names in torch."""
+    any_rows: bool
+    """Whether its products take any number of rows, and matrices that are not quantized. If not, oneDNN computes the others."""
+
+    @property
+    def file_name(self) -> str:
+        """Of the compiled operators: it tells the set, and a digest of the sources and the options."""
+        digest = hashlib.sha256(repr((_OPTIONS, self)).encode())
+        for file in sorted((HERE / self.name).iterdir()):
+            digest.update(file.read_bytes())
+        return f"{self.name}-{digest.hexdigest()[:24]}.so"
+
+    def compile(self, compiler: str, target: Path) -> None:
+        """Compile the operators into the file `target`. Raises OSError or subprocess.SubprocessError if that fails."""
+        sources = sorted(map(str, (HERE / self.name).glob("*.cpp")))
+        command = [compiler, *_OPTIONS, *self.options, "-o", str(target), *sources]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
+
+
+INSTRUCTION_SETS = (
+    InstructionSet(
+        name="avx512",
+        features=("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_bf16", "avx2", "fma3", "f16c"),
+        options=(
+            *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx2", "-mfma", "-mf16c"),
+            *("-mbmi", "-mbmi2", "-mlzcnt", "-mprefer-vector-width=512"),
+        ),
+        dtypes=("bfloat16",),
+        any_rows=False,
+    ),
+    InstructionSet(
+        name="avx2",
+        features=("avx2", "fma3", "f16c"),
+        options=("-mavx2", "-mfma", "-mf16c", "-ffp-contract=off"),
+        dtypes=("bfloat16", "float32"),
+        any_rows=True,
+    ),
+)
+"""The best first."""
+
+
+def find_compiler() -> str | None:
+    """Return the C++ compiler of this machine: $CXX, g++ or c++; None if there is none."""
+    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
