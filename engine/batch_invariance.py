@@ -1,9 +1,9 @@
 """Whether a row's bits depend on the rows beside it, tried with the very operators that a worker has loaded.
 
-`--deterministic` promises that a request's tokens do not depend on what runs beside it. Whether that holds is decided by
-the kernels that torch and oneDNN choose for this processor, and no list of processors tells it. So a deterministic worker
+The name of a worker's arithmetic says whether they do, and `--deterministic` promises that they do not. Which it is, is decided
+by the kernels that torch and oneDNN choose for this processor, and no list of processors tells it. So every worker on a CPU
 compares before it serves: every kind of matrix product of its model, and the operators between them. Where a row has other
-bits in company than alone, the worker refuses to start, and says at which operator.
+bits in company than alone, the name says so. A deterministic worker refuses to start, and says at which operator.
 
 Shape suffixes as in `engine.kernels`; D is the hidden size, A the width of a row of q, k and v.
 """
@@ -46,28 +46,30 @@ class Product:
     row_counts: Sequence[int] = LAYER_ROWS
 
 
-def check_batch_invariance(
+def what_varies(
     facts: ModelFacts, weights: DecoderWeights, begin_step: StepFactory, dtype: torch.dtype, block_size: int
-) -> None:
-    """Raise ConfigError if some operator gives a row other bits in company than alone.
+) -> str | None:
+    """Which operator gives a row other bits in company than alone, as a clause; None if every row keeps its bits.
 
     `facts` and `weights` are those of one rank. All layers have products of the same shapes and formats, so the first
-    one's are tried. For SmolLM2 it takes under half a second of one core.
+    one's are tried. For SmolLM2 it takes half a second of one core in bfloat16.
     """
-    check_products(products_of(facts, weights), dtype)
+    product = product_that_varies(products_of(facts, weights), dtype)
+    if product is not None:
+        return product
     operator = _operator_that_varies(facts, begin_step, weights.rope_frequencies, dtype, block_size)
     if operator is not None:
-        raise _refusal(f"the {operator} in {_name(dtype)} gives a token other bits beside other sequences than alone")
+        return f"the {operator} in {_name(dtype)} gives a token other bits beside other sequences than alone"
+    return None
 
 
-def check_products(products: Sequence[Product], dtype: torch.dtype) -> None:
-    """Raise ConfigError naming the first of these products in `dtype` that gives a row other bits in company than alone."""
+def product_that_varies(products: Sequence[Product], dtype: torch.dtype) -> str | None:
+    """The first product in `dtype` that gives a row other bits in company than alone, as a clause; None if there is none."""
     for product in products:
         rows = rows_that_vary(product, dtype)
         if rows is not None:
-            raise _refusal(
-                f"the product '{product.name}' in {_name(dtype)} gives a row other bits among {rows} rows than alone"
-            )
+            return f"the product '{product.name}' in {_name(dtype)} gives a row other bits among {rows} rows than alone"
+    return None
 
 
 def products_of(facts: ModelFacts, weights: DecoderWeights) -> list[Product]:
@@ -148,12 +150,13 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
-def _refusal(what: str) -> ConfigError:
+def refusal(variation: str) -> ConfigError:
+    """The error of a deterministic worker that can't keep its promise, from what `what_varies` has found."""
     threads = torch.get_num_threads()
     where = f"on this processor (threads: {threads})"
     why = "so answers would depend on what runs beside them"
     cure = "leave out --deterministic" + (", or try prefill.threads and decode.threads of 1" if threads > 1 else "")
-    return ConfigError(f"{what} {where}, {why}; {cure}", param="deterministic")
+    return ConfigError(f"{variation} {where}, {why}; {cure}", param="deterministic")
 
 
 def _name(dtype: torch.dtype) -> str:

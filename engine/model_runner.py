@@ -6,6 +6,7 @@ interpreter lock, so that an event loop in another thread keeps running beside i
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Literal
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from configs.facts import ModelFacts
 from configs.sharding import check_tensor_parallel_size, rank_facts
+from engine.arithmetic import arithmetic_name
 from engine.batch import Chunk, ForwardBatch, SampledToken
-from engine.batch_invariance import check_batch_invariance
+from engine.batch_invariance import refusal, what_varies
 from engine.memory.kv_pool import LAYOUT_VERSION, KVPool, token_bytes
 from engine.memory.populator import Populator
 from engine.models.decoder import Decoder, DecoderWeights
@@ -28,6 +30,8 @@ from engine.ranks.tensor_parallel import ALONE, TensorParallel
 from engine.sampler import SampleRequest, sample
 from protocol.errors import ConfigError
 from protocol.messages import KvLayout
+
+log = logging.getLogger(__name__)
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceName = Literal["auto", "cpu", "cuda"]
@@ -43,10 +47,14 @@ _NATIVE_BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16")
 class ModelRunner:
     """One rank's model with its KV pool. `facts` and `layout` are those of the whole model."""
 
-    def __init__(self, facts: ModelFacts, forward: Forward, sample: Sample, pool: KVPool, dtype_name: str) -> None:
+    def __init__(
+        self, facts: ModelFacts, forward: Forward, sample: Sample, pool: KVPool, dtype_name: str, arithmetic: str
+    ) -> None:
         self.facts = facts
         self.pool = pool
         self.dtype_name = dtype_name
+        self.arithmetic = arithmetic
+        """Its name (`engine.arithmetic`): what this rank computes has the bits of any other rank of this name."""
         self._forward = forward
         self._sample = sample
         self.populator = Populator(pool) if pool.data.device.type == "cpu" else None
@@ -98,24 +106,36 @@ class ModelRunner:
             num_kv_tokens = max(num_kv_tokens, _tokens_that_fit(facts, torch_dtype, gpu_memory_utilization))
         pool = KVPool.for_model(own, num_kv_tokens, block_size, torch_dtype, shared=shared_kv, device=torch_device)
         if device == "cuda":
-            return cls.on_gpu(facts, weights, pool, dtype_name)
+            return cls.on_gpu(facts, weights, pool, dtype_name, quantization)
         begin_step = step_factory(own, library)
-        if deterministic:
-            with torch.inference_mode():
-                check_batch_invariance(own, weights, begin_step, torch_dtype, block_size)
+        with torch.inference_mode():
+            variation = what_varies(own, weights, begin_step, torch_dtype, block_size)
+        if variation is not None:
+            if deterministic:
+                raise refusal(variation)
+            log.info("answers may depend on what runs beside them: %s", variation)
+        operators = "torch" if library is None else library.name
+        arithmetic = arithmetic_name(operators, dtype_name, quantization, ranks.size, varies=variation is not None)
         decoder = Decoder(own, weights, begin_step, ranks)
-        return cls(facts, lambda batch, on_layer: decoder.forward(batch, pool, on_layer), sample, pool, dtype_name)
+        return cls(facts, lambda batch, on_layer: decoder.forward(batch, pool, on_layer), sample, pool, dtype_name, arithmetic)
 
     @classmethod
-    def on_gpu(cls, facts: ModelFacts, weights: DecoderWeights, pool: KVPool, dtype_name: str) -> ModelRunner:
-        """With weights and a pool in a GPU's memory; captures the graphs of decode steps."""
+    def on_gpu(
+        cls, facts: ModelFacts, weights: DecoderWeights, pool: KVPool, dtype_name: str, quantization: Quantization = "none"
+    ) -> ModelRunner:
+        """With weights and a pool in a GPU's memory; captures the graphs of decode steps.
+
+        `quantization` is how the weights came about. They are not quantized any more.
+        """
         # Triton exists for Linux alone, and machines without a GPU need not wait for its import.
         from engine.cuda_graphs import GraphedDecoder, cuda_capture
         from engine.device_sampler import sample_on_device
 
         with torch.inference_mode():
             decoder = GraphedDecoder(facts, weights, pool, cuda_capture())
-        return cls(facts, decoder.forward, sample_on_device, pool, dtype_name)
+        # No self-test: into how many parts a context is cut depends on the number of rows (docs/gpu.md).
+        arithmetic = arithmetic_name("triton", dtype_name, quantization, num_ranks=1, varies=True)
+        return cls(facts, decoder.forward, sample_on_device, pool, dtype_name, arithmetic)
 
     def layout(self) -> KvLayout:
         """What another worker's KV must look like to fit into this one's pool."""

@@ -43,6 +43,8 @@ class GangJoined:
 
     call_id: int
     num_blocks: int
+    arithmetic: str
+    """The name of the arithmetic by which this rank computes."""
 
 
 @message(52)

@@ -39,6 +39,10 @@ class WorkerLife(NamedTuple):
     epoch: int
 
 
+VARIES = " (varies)"
+"""How the name of an arithmetic ends by which a token's bits depend on what is computed beside it."""
+
+
 @dataclass(frozen=True)
 class WorkerRef:
     """One life of one worker: a message or transfer that names another epoch belongs to a former life and is refused."""
@@ -50,6 +54,9 @@ class WorkerRef:
     """Where its socket listens, as `tcp://host:port`."""
     num_ranks: int = 1
     """Its tensor-parallel size. The first rank speaks for all."""
+    arithmetic: str = ""
+    """The name of the arithmetic by which it computes (`engine.arithmetic`). It ends with `VARIES` where a token's bits depend
+    on what is computed beside it. No part of the layout: workers of different arithmetics hand over KV to each other."""
 
     @property
     def life(self) -> WorkerLife:

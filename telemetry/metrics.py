@@ -59,6 +59,13 @@ class Metrics:
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that got a first token.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens given to clients.")
         self.resumed_streams = self._counter("resumed_streams", "Streams that went on elsewhere, or when a client came back.")
+        self._inexact_streams = Counter(
+            "tandem:inexact_streams",
+            "Streams of several arithmetics: handed over to another (mixed_kv), or gone on under another or one that varies "
+            "(resumed).",
+            ("model_name", "reason"),
+            registry=self.registry,
+        )
         self.kv_transfer_failures = self._counter("kv_transfer_failures", "KV caches that did not arrive whole.")
         self.workers_lost = self._counter("workers_lost", "Connections to workers that broke or fell silent.")
         self._success = Counter(
@@ -108,6 +115,12 @@ class Metrics:
     def decided(self, decision: str) -> None:
         """Count where a prompt was computed. `decision`: here, where it is decoded, or there, at a prefill worker."""
         self._decisions.labels(self._model_name, decision).inc()
+
+    def inexact(self, reason: str) -> None:
+        """Count a stream, once, that one arithmetic alone might not have made so. `reason`: mixed_kv (its prompt was computed
+        under another name than its answer) or resumed (it went on under another name, or one that varies).
+        """
+        self._inexact_streams.labels(self._model_name, reason).inc()
 
     def migrated(self, reason: str, outcome: str) -> None:
         """Count a migration. `reason`: drain or balance. `outcome`: moved, full (no room at the target), failed, or cancelled

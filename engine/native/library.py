@@ -49,6 +49,8 @@ class NativeLibrary:
     def __init__(self, built: Built, threads: int, dtype: torch.dtype) -> None:
         self.dtype = dtype
         """bfloat16 or float32."""
+        self.name = built.instruction_set.name
+        """Of the instruction set."""
         self.any_rows = built.instruction_set.any_rows
         """Whether the library's products take any number of rows, so that oneDNN's are not needed."""
         self._functions = built.functions

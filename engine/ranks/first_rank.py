@@ -94,9 +94,9 @@ class FirstRankActor(WorkerActor):
         )
         ranks = await gang.form(self._host, limits.worker_start_s)
         runner = await asyncio.to_thread(load_share, self._config, self.pool_config, ranks)
-        await gang.joined(runner.pool.num_blocks)
+        arithmetic = await gang.joined(runner.pool.num_blocks, runner.arithmetic)
         server = WireServer(self._secret, self._host)
-        me = WorkerRef(self._worker_id, self._epoch, self.role, server.address, gang.size)
+        me = WorkerRef(self._worker_id, self._epoch, self.role, server.address, gang.size, arithmetic)
         model = await asyncio.to_thread(resolve_for, self._config)
         return self.worker(
             FirstRank(

@@ -146,7 +146,7 @@ class Follower:
             return self._load(connect(store, self._rank, self._size, torch.device("cpu"), self._host, deadline_s))
 
         share = self._share = await asyncio.get_running_loop().run_in_executor(self._engine, join)
-        return GangJoined(message.call_id, share.runner.pool.num_blocks)
+        return GangJoined(message.call_id, share.runner.pool.num_blocks, share.runner.arithmetic)
 
     async def _execute(self, message: RunStep) -> StepDone:
         share = self._share

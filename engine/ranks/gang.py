@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from engine.arithmetic import whole_arithmetic
 from engine.batch import Chunk
 from engine.ranks.store import RelayStore
 from engine.ranks.tensor_parallel import ALONE, TensorParallel, connect
@@ -91,13 +92,17 @@ class Gang:
             await self.close()
             raise
 
-    async def joined(self, num_blocks: int) -> None:
-        """Wait until every other rank has loaded its share. Raises WorkerLostError if one's pool has other than `num_blocks`
-        blocks, and whatever error kept a rank from loading.
+    async def joined(self, num_blocks: int, arithmetic: str) -> str:
+        """Wait until every other rank has loaded its share. Returns the name of the whole worker's arithmetic, where
+        `arithmetic` is that of the first rank's.
+
+        Raises WorkerLostError if a rank's pool has other than `num_blocks` blocks, and whatever error kept one from loading.
         """
-        for rank, answer in enumerate(await self._joining if self._joining else (), start=1):
+        answers = await self._joining if self._joining else ()
+        for rank, answer in enumerate(answers, start=1):
             if answer.num_blocks != num_blocks:
                 raise WorkerLostError(f"rank {rank} has {answer.num_blocks} KV blocks, the first one {num_blocks}")
+        return whole_arithmetic([arithmetic, *(answer.arithmetic for answer in answers)])
 
     def begin(self, chunks: Sequence[Chunk]) -> list[Awaitable[StepDone]]:
         """Tell the other ranks to execute these chunks. Each returned awaitable ends when its rank has done so, or raises what

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from protocol.messages import WorkerLife
 from protocol.sampling import FinishReason, PromptLogprobs, SamplingParams, TokenLogprobs
 from protocol.trace import TraceContext, new_trace
+from router.rules.exactness import Reason, Way, why_inexact
 from router.rules.fair_queue import ANYBODY, SchedulingClass
 
 
@@ -61,12 +62,23 @@ class Journal:
     emitted: list[int] = field(default_factory=list)
     copy: KvCopy | None = None
     """The latest copy of its KV at another worker, which may have been evicted by now; None if there was none."""
+    arithmetic: str | None = None
+    """The name of the arithmetic of the worker that computed it last; None if none has yet, or another router saw to it."""
+    exact: bool = True
+    """All of it was computed by one arithmetic, as far as is known."""
 
     def record(self, tokens: Tokens) -> Tokens:
         """Note tokens *before* they leave the router: what is noted is never asked for again, so nothing is said twice."""
         self.emitted += tokens.token_ids
         assert len(self.emitted) <= self.sampling.max_tokens
         return tokens
+
+    def comes_to(self, arithmetic: str, way: Way) -> Reason | None:
+        """Note by which arithmetic the choice is computed from now on. If that makes it inexact, return why, the first time."""
+        reason = why_inexact(self.arithmetic, arithmetic, way) if self.exact else None
+        self.arithmetic = arithmetic
+        self.exact = self.exact and reason is None
+        return reason
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -153,6 +153,9 @@ class Migrator:
         try:
             await running.claim.move(target, running.journal, need_blocks, self._config.limits.lease_s, gap)
             outcome, running.failures = "moved", 0
+            inexact = running.journal.comes_to(target.ref.arithmetic, "migration")
+            if inexact is not None:
+                self._metrics.inexact(inexact)
         except OverloadedError:
             outcome = "full"
         except TandemError as error:

@@ -43,6 +43,7 @@ def worker_status(info: WorkerInfo, link: WorkerLink | None) -> dict[str, Any]:
         "pid": info.pid,
         "rank_pids": list(info.pids),
         "node": info.node,
+        "arithmetic": None if info.ref is None else info.ref.arithmetic,
         "restarts": info.restarts,
         "last_error": info.last_error,
         "quick_ends": info.quick_ends,

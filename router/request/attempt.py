@@ -15,8 +15,11 @@ from types import TracebackType
 
 from router.dispatch.claim import Claim, First
 from router.dispatch.journal import Journal, Tokens
+from router.dispatch.links import WorkerLink
 from router.dispatch.migrator import Migrator
 from router.request.choices import SharedPrompt
+from router.rules.exactness import Way
+from telemetry.metrics import Metrics
 from telemetry.request_times import RequestTimes
 
 
@@ -31,6 +34,7 @@ class Attempt:
         *,
         prompt: SharedPrompt | None,
         migrator: Migrator,
+        metrics: Metrics,
         cleared: Callable[[], None],
     ) -> None:
         """`cleared` is called when a token was decoded. `prompt` is set if the choice shares its prompt with others."""
@@ -41,6 +45,7 @@ class Attempt:
         """The latest tokens had the finish reason."""
         self._prompt = prompt
         self._migrator = migrator
+        self._metrics = metrics
         self._cleared = cleared
         self._held = ExitStack()
 
@@ -58,6 +63,7 @@ class Attempt:
         """
         first = await self.claim.first_token(self.journal)
         self.times.prefilled(first.prefilled.prefill_s)
+        self._note_arithmetic(self.claim.computes, "resumption" if self.journal.num_generated else "prefill")
         if first.finish_reason is not None:
             self.finished = True
             self.claim.finished()
@@ -75,6 +81,7 @@ class Attempt:
             return
         journal = self.journal
         self.times.attached(await self.claim.attach(journal.emitted[-1], journal.sampling, journal.num_generated))
+        self._note_arithmetic(self.claim.decode, "handoff")
         self._note_place()
         self._held.enter_context(self._migrator.movable(self.claim, journal))
 
@@ -86,6 +93,11 @@ class Attempt:
             self.times.stepped(*arrival)
         self.finished = tokens.finish_reason is not None
         return tokens
+
+    def _note_arithmetic(self, link: WorkerLink, way: Way) -> None:
+        reason = self.journal.comes_to(link.ref.arithmetic, way)
+        if reason is not None:
+            self._metrics.inexact(reason)
 
     def _note_place(self) -> None:
         if self._prompt is not None:

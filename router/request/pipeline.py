@@ -109,7 +109,15 @@ class Pipeline:
             # A client that comes back to its stream has a first attempt like any other: it could bring many at once.
             retried = attempts.num_begun > 1
             claim = await self._admission.admit(attempt_id, journal, attempts.deadline, retried=retried, avoid=attempts.avoid)
-            with Attempt(claim, journal, times, prompt=prompt, migrator=self._migrator, cleared=cleared) as attempt:
+            with Attempt(
+                claim,
+                journal,
+                times,
+                prompt=prompt,
+                migrator=self._migrator,
+                metrics=self._metrics,
+                cleared=cleared,
+            ) as attempt:
                 times.admitted()
                 yield attempt
 

@@ -159,18 +159,22 @@ class ManyDecodes:
 
     def moves(self, reason: str = "drain") -> dict[str, int]:
         """How often each outcome was counted."""
-        return self._outcomes("tandem:migrations_total", reason=reason)
+        return self._counts("tandem:migrations_total", "outcome", reason=reason)
 
     def copies(self) -> dict[str, int]:
         """Likewise."""
-        return self._outcomes("tandem:kv_copies_total")
+        return self._counts("tandem:kv_copies_total", "outcome")
 
-    def _outcomes(self, name: str, **labels: str) -> dict[str, int]:
+    def inexact(self) -> dict[str, int]:
+        """How many streams were counted as inexact, by reason."""
+        return self._counts("tandem:inexact_streams_total", "reason")
+
+    def _counts(self, name: str, by: str, **labels: str) -> dict[str, int]:
         found: dict[str, int] = {}
         for family in self.metrics.registry.collect():
             for sample in family.samples:
                 if sample.name == name and labels.items() <= sample.labels.items():
-                    found[sample.labels["outcome"]] = int(sample.value)
+                    found[sample.labels[by]] = int(sample.value)
         return found
 
     async def until(self, condition: Callable[[], bool], seconds: float = 60) -> None:
@@ -204,14 +208,17 @@ async def run_many_decodes(
         return runner(config.decode.kv_cache_tokens, shares)
 
     servers = [WireServer(SECRET, "127.0.0.1") for _ in range(num_decodes + 1)]
-    me = WorkerRef("prefill-0", 1, Role.PREFILL, servers[0].address)
-    prefill = PrefillWorker(first_rank(me, config, servers[0], runner(config.prefill.kv_cache_tokens)), transports)
+    prefill_runner = runner(config.prefill.kv_cache_tokens)
+    me = WorkerRef("prefill-0", 1, Role.PREFILL, servers[0].address, arithmetic=prefill_runner.arithmetic)
+    prefill = PrefillWorker(first_rank(me, config, servers[0], prefill_runner), transports)
     decodes, following = [], []
     for number, server in enumerate(servers[1:]):
         size = ranks[number] if ranks else 1
-        others, gang, first = await load_gang(size, load_decode, lambda share: share_of(share, transports, transports, lease_s))
+        others, gang, first, arithmetic = await load_gang(
+            size, load_decode, lambda share: share_of(share, transports, transports, lease_s)
+        )
         following += others.running
-        me = WorkerRef(f"decode-{number}", 1, Role.DECODE, server.address, size)
+        me = WorkerRef(f"decode-{number}", 1, Role.DECODE, server.address, size, arithmetic)
         decodes.append(DecodeWorker(first_rank(me, config, server, first, gang), transports, transports))
     many = ManyDecodes(prefill, decodes, network, config)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -93,12 +94,19 @@ def test_gangs_of_any_size_hand_streams_to_each_other(small_model: ModelFacts, r
     async def scenario() -> None:
         async with run_many_decodes(small_model, 2, ranks=ranks) as many:
             [expected] = await undisturbed(many, [(EIGHT[5], endless(300, repetition_penalty=1.1))])
+            inexact = Counter(many.inexact())
+            many.controller.mark("decode-1", WorkerState.DRAINING)
+            await many.until(lambda: len(many.roster.ready(Role.DECODE)) == 1)
             asking, _ = await started(many, endless(300, repetition_penalty=1.1), EIGHT[5])
+            many.controller.mark("decode-1", WorkerState.READY)
+            await many.until(lambda: len(many.roster.ready(Role.DECODE)) == 2)
             for _ in range(2):
                 await elsewhere(many)
             answer = await asking
             assert (answer.token_ids, answer.resumes) == (expected.token_ids, 0)
             assert many.moves() == {"moved": 2}
+            inexact["resumed" if ranks[0] == many.prefill.me.num_ranks else "mixed_kv"] += 1
+            assert many.inexact() == inexact, "two moves, and one stream that is not exact"
 
     run(scenario())
 

@@ -46,16 +46,16 @@ async def run_gangs(
         )
 
     load_prefill, load_decode = load(CONFIG.prefill.kv_cache_tokens), load(CONFIG.decode.kv_cache_tokens)
-    prefill_ranks, prefill_gang, prefill_runner = await load_gang(
+    prefill_ranks, prefill_gang, prefill_runner, prefill_arithmetic = await load_gang(
         num_prefill, load_prefill, lambda runner: prefill_workers.rank.share_of(runner, transports, LEASE_S)
     )
-    decode_ranks, decode_gang, decode_runner = await load_gang(
+    decode_ranks, decode_gang, decode_runner, decode_arithmetic = await load_gang(
         num_decode, load_decode, lambda runner: decode_workers.rank.share_of(runner, transports, transports, LEASE_S)
     )
     servers = [WireServer(SECRET, HOST) for _ in range(2)]
-    me = WorkerRef("prefill-0", 1, Role.PREFILL, servers[0].address, num_prefill)
+    me = WorkerRef("prefill-0", 1, Role.PREFILL, servers[0].address, num_prefill, prefill_arithmetic)
     prefill = PrefillWorker(first_rank(me, CONFIG, servers[0], prefill_runner, prefill_gang), transports)
-    me = WorkerRef("decode-0", 1, Role.DECODE, servers[1].address, num_decode)
+    me = WorkerRef("decode-0", 1, Role.DECODE, servers[1].address, num_decode, decode_arithmetic)
     decode = DecodeWorker(first_rank(me, CONFIG, servers[1], decode_runner, decode_gang), transports, transports)
     try:
         async with served(prefill, decode, network) as workers:
@@ -69,7 +69,7 @@ async def run_gangs(
 
 async def load_gang(
     size: int, load: Callable[[TensorParallel], ModelRunner], share: Callable[[ModelRunner], Share]
-) -> tuple[Ranks, Gang, ModelRunner]:
+) -> tuple[Ranks, Gang, ModelRunner, str]:
     followers = [
         Follower(WireServer(SECRET, HOST), rank, size, HOST, lambda ranks: share(load(ranks)), LEASE_S)
         for rank in range(1, size)
@@ -78,5 +78,5 @@ async def load_gang(
     addresses = [follower.address for follower in followers]
     gang = await Gang.connect(addresses, SECRET, connect_s=5, lease_s=LEASE_S, heartbeat_s=CONFIG.limits.heartbeat_s)
     runner = await asyncio.to_thread(load, await gang.form(HOST, 30))
-    await gang.joined(runner.pool.num_blocks)
-    return Ranks(followers, running), gang, runner
+    arithmetic = await gang.joined(runner.pool.num_blocks, runner.arithmetic)
+    return Ranks(followers, running), gang, runner, arithmetic

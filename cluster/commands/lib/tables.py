@@ -28,17 +28,29 @@ _PIPE_WIDTH = 200
 
 
 def print_status(answer: Mapping[str, Any]) -> None:
-    """Print one row per worker of a /admin/status answer and, below the table, why workers are not ready or were restarted."""
+    """Print one row per worker of a /admin/status answer.
+
+    Below the table come the arithmetics, which are too long for a column, and why workers are not ready or were restarted.
+    """
     console = _console()
     table = Table(*_COLUMNS, box=None, pad_edge=False, padding=(0, 1))
     for worker in answer["workers"]:
         table.add_row(*(_cell(name, worker.get(name)) for name in _COLUMNS.values()))
     console.print(table)
+    for line in _arithmetics(answer["workers"]):
+        console.print(line, markup=False, soft_wrap=True)
     for worker in answer["workers"]:
         if worker.get("last_error"):
             console.print(f"{worker['worker_id']}: {worker['last_error']}{_backoff(worker)}", markup=False, soft_wrap=True)
     for line in _key_problems(answer.get("api_keys") or {}):
         console.print(line, markup=False, soft_wrap=True)
+
+
+def _arithmetics(workers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Which workers compute by which arithmetic, a line for each."""
+    known = [worker for worker in workers if worker["arithmetic"]]
+    names = dict.fromkeys(worker["arithmetic"] for worker in known)
+    return [f"{name}: {', '.join(each['worker_id'] for each in known if each['arithmetic'] == name)}" for name in names]
 
 
 def _key_problems(keys: Mapping[str, Any]) -> list[str]:

@@ -75,6 +75,7 @@ class WorkerRow(TypedDict):
     pid: int | None
     rank_pids: list[int]
     node: str | None
+    arithmetic: str | None
     restarts: Count
     last_error: str | None
     quick_ends: Count

@@ -28,7 +28,9 @@ def test_transformers_has_the_same_weights() -> None:
         peer = transformers_model(SMALL, torch.float32, torch.device("cpu"))
         pool = KVPool.for_model(SMALL, 1024, 16, torch.float32)
         decoder = Decoder(SMALL, decoder_weights(peer, SMALL), step_factory(SMALL, None), ALONE)
-        runner = ModelRunner(SMALL, lambda batch, on_layer: decoder.forward(batch, pool, on_layer), sample, pool, "float32")
+        runner = ModelRunner(
+            SMALL, lambda batch, on_layer: decoder.forward(batch, pool, on_layer), sample, pool, "float32", "torch float32 none"
+        )
         prompts = [token_ids(length) for length in (1, 17, 200)]
         assert same_tokens(runner, peer, prompts, steps=8) == "24 of 24 greedy tokens are transformers' best"
         peer.model.layers[1].mlp.up_proj.weight.neg_()

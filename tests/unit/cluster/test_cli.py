@@ -16,6 +16,7 @@ from cluster.commands import cli
 from cluster.commands.chat import Conversation, Timing, answer_pieces
 from cluster.commands.lib.foreground import changes, greeting
 from cluster.commands.lib.http_client import ApiClient
+from cluster.commands.lib.tables import print_status
 from cluster.commands.scale import parse_sizes, pending
 from cluster.ray.session import check_port_free, local_environment
 from configs.schema import ClusterConfig, HttpConfig
@@ -294,3 +295,13 @@ def test_an_audit_prints_a_line_for_each_leak(
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert (ended.value.code or 0, capsys.readouterr().out) == (code, output)
+
+
+def test_status_lists_the_workers_of_each_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
+    names = {"prefill-0": "avx2 bfloat16 auto", "decode-0": "avx2 bfloat16 auto (varies)", "decode-1": "avx2 bfloat16 auto"}
+    rows = [{"worker_id": worker_id, "arithmetic": name} for worker_id, name in names.items()]
+    print_status({"workers": [*rows, {"worker_id": "decode-2", "arithmetic": None}]})
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "avx2 bfloat16 auto: prefill-0, decode-1",
+        "avx2 bfloat16 auto (varies): decode-0",
+    ]

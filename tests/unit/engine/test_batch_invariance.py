@@ -1,4 +1,6 @@
-"""`--deterministic` is refused where a row's bits depend on its company: proven with operators that are made to."""
+"""Where a row's bits depend on its company, a worker's arithmetic says so, and `--deterministic` is refused: proven with
+operators that are made to.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,27 @@ from configs.facts import ModelFacts
 from configs.schema import ClusterConfig
 from decode_workers.actor import DecodeActor
 from engine import batch_invariance
-from engine.batch_invariance import HEAD_ROWS, LAYER_ROWS, Product, check_products, products_of, rows_that_vary
+from engine.batch_invariance import (
+    HEAD_ROWS,
+    LAYER_ROWS,
+    Product,
+    product_that_varies,
+    products_of,
+    refusal,
+    rows_that_vary,
+)
 from engine.kernels.linear import Linear
 from engine.model_runner import ModelRunner
 from engine.models.weights import WeightFormat, load_weights
+from engine.native.build import chosen_instruction_set
 from engine.native.matrix import NativeLinear
 from engine.operators.torch_step import TorchStep
 from prefill_workers.actor import PrefillActor
 from protocol.errors import ConfigError
 from tests.unit.engine.processors import products_are_known_to_keep_bits
 
+OPERATORS = "torch" if (set_ := chosen_instruction_set(torch.float32)) is None else set_.name
+"""Those for float32 on this machine."""
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -69,10 +82,11 @@ def test_a_product_that_looks_at_its_neighbours_is_seen() -> None:
 
 def test_the_refusal_says_what_and_where() -> None:
     products = [Product("qkv", exact, 32), Product("down", broken_at(17), 32)]
-    with pytest.raises(ConfigError) as refused:
-        check_products(products, torch.bfloat16)
-    assert refused.value.param == "deterministic"
-    assert refused.value.message == (
+    variation = product_that_varies(products, torch.bfloat16)
+    assert variation == "the product 'down' in bfloat16 gives a row other bits among 17 rows than alone"
+    refused = refusal(variation)
+    assert refused.param == "deterministic"
+    assert refused.message == (
         "the product 'down' in bfloat16 gives a row other bits among 17 rows than alone on this processor (threads: 1), "
         "so answers would depend on what runs beside them; leave out --deterministic"
     )
@@ -97,10 +111,12 @@ def test_every_product_of_the_model_is_tried(facts: ModelFacts) -> None:
 
 
 @pytest.mark.skipif(
-    not products_are_known_to_keep_bits(), reason="nothing is known of this processor's products, or they do not"
+    OPERATORS == "torch" and not products_are_known_to_keep_bits(),
+    reason="nothing is known of this processor's products, or they do not",
 )
 def test_a_worker_loads_where_every_row_keeps_its_bits(facts: ModelFacts) -> None:
-    load(facts, deterministic=True)
+    assert load(facts, deterministic=True).arithmetic == f"{OPERATORS} float32 auto"
+    assert load(facts, quantization="int8").arithmetic == f"{OPERATORS} float32 int8"
 
 
 def break_products(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,15 +129,15 @@ def break_products(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(kind, "__call__", broken(kind.__call__))
 
 
-def test_a_worker_with_a_broken_product_refuses_to_load(facts: ModelFacts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_with_a_broken_product_says_so_or_refuses_to_load(facts: ModelFacts, monkeypatch: pytest.MonkeyPatch) -> None:
     break_products(monkeypatch)
     with pytest.raises(ConfigError, match="the product 'qkv' in float32 gives a row other bits among"):
         load(facts, deterministic=True)
-    load(facts)  # without the promise there is nothing to refuse
+    assert load(facts).arithmetic == f"{OPERATORS} float32 auto (varies)"
 
 
 @pytest.mark.parametrize(("operator", "method"), [("norm", "add_norm"), ("attention", "attend"), ("activation", "swiglu")])
-def test_a_worker_with_a_broken_operator_refuses_to_load(
+def test_a_worker_with_a_broken_operator_says_so_or_refuses_to_load(
     operator: str, method: str, facts: ModelFacts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = getattr(TorchStep, method)
@@ -130,11 +146,11 @@ def test_a_worker_with_a_broken_operator_refuses_to_load(
         rows_TX: Tensor = right(step, *arguments)
         return rows_TX * (1 + 1e-3 * (len(rows_TX) > 100))
 
-    monkeypatch.setattr(batch_invariance, "check_products", lambda products, dtype: None)
+    monkeypatch.setattr(batch_invariance, "product_that_varies", lambda products, dtype: None)
     monkeypatch.setattr(TorchStep, method, broken)
     with pytest.raises(ConfigError, match=f"the {operator} in float32 gives a token other bits beside other sequences"):
         load(facts, deterministic=True)
-    load(facts)
+    assert load(facts).arithmetic == f"{OPERATORS} float32 auto (varies)"
 
 
 @pytest.mark.parametrize("actor_class", [PrefillActor, DecodeActor])

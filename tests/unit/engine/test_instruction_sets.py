@@ -18,7 +18,7 @@ from configs.facts import ModelFacts
 from engine.kernels.activation import swiglu
 from engine.kernels.norm import rms_norm
 from engine.kernels.quantized import quantize
-from engine.model_runner import ModelRunner
+from engine.model_runner import DtypeName, ModelRunner
 from engine.native import build
 from engine.native.instruction_sets import INSTRUCTION_SETS, InstructionSet
 from engine.native.library import NativeLibrary
@@ -172,7 +172,9 @@ def test_a_token_attends_alike_in_a_prompt_and_alone(forced: Variant, heads: int
 @pytest.mark.parametrize("forced", ANY_ROWS, indirect=True, ids=named)
 def test_an_answer_is_the_same_however_it_was_computed(forced: Variant, smollm2_facts: ModelFacts, generate: Any) -> None:
     """In company or alone, with a prompt in one chunk or in many, and as a prompt that holds the answer's first part."""
-    runner = ModelRunner.load(smollm2_facts, dtype=str(forced.dtype).removeprefix("torch."), block_size=16, num_kv_tokens=4096)
+    dtype: DtypeName = "float32" if forced.dtype == torch.float32 else "bfloat16"
+    runner = ModelRunner.load(smollm2_facts, dtype=dtype, block_size=16, num_kv_tokens=4096)
+    assert runner.arithmetic == f"{forced.instruction_set.name} {dtype} auto", "its self-test passed"
     sampling = SamplingParams(seed=3, max_tokens=6, temperature=0.8, num_logprobs=5)
     prompts = [[(31 * i * (k + 1) + k) % 49_000 + 17 for i in range(5 + 37 * k)] for k in range(3)]
     together = generate(runner, prompts, [sampling] * len(prompts))

@@ -136,6 +136,7 @@ def test_facts_and_layout_are_those_of_the_whole_model(small_model: Callable[[st
     alone, gang = ModelRunner.load(facts, **FLOAT32), ThreadGang(facts, 4, **FLOAT32)
     for runner in gang.runners:
         assert (runner.facts, runner.layout()) == (facts, alone.layout())
+        assert " float32 auto tp4" in runner.arithmetic
         assert runner.pool.data.shape[4] == 1, "a rank's pool has its own heads alone"
 
 

@@ -110,11 +110,19 @@ class Cluster:
     decode: list[ScriptedDecode] = field(default_factory=list)
     states: dict[str, WorkerState] = field(default_factory=dict)
 
-    def add(self, role: Role, *, epoch: int = 1, worker_id: str | None = None, total_blocks: int = 4096) -> Any:
+    def add(
+        self,
+        role: Role,
+        *,
+        epoch: int = 1,
+        worker_id: str | None = None,
+        total_blocks: int = 4096,
+        arithmetic: str = "avx2 bfloat16 auto",
+    ) -> Any:
         workers: list[Any] = self.prefill if role is Role.PREFILL else self.decode
         kind = ScriptedPrefill if role is Role.PREFILL else ScriptedDecode
         name = worker_id or f"{role.value}-{len(workers)}"
-        worker = kind(name, epoch, self.secret, self.script, total_blocks)
+        worker = kind(name, epoch, self.secret, self.script, total_blocks, arithmetic)
         workers.append(worker)
         return worker
 

@@ -85,7 +85,7 @@ class ScriptedWorker:
 
     role: Role
 
-    def __init__(self, worker_id: str, epoch: int, secret: bytes, script: Script, total_blocks: int) -> None:
+    def __init__(self, worker_id: str, epoch: int, secret: bytes, script: Script, total_blocks: int, arithmetic: str) -> None:
         self.script = script
         self.total_blocks = total_blocks
         self.mute = False
@@ -94,7 +94,7 @@ class ScriptedWorker:
         self.fail_with: TandemError | None = None
         """Answer the next questions with this."""
         self._server = WireServer(secret, "127.0.0.1")
-        self.ref = WorkerRef(worker_id, epoch, self.role, self._server.address)
+        self.ref = WorkerRef(worker_id, epoch, self.role, self._server.address, arithmetic=arithmetic)
         self._tasks: set[asyncio.Task[None]] = set()
         handlers = {kind: self._guarded(handler) for kind, handler in self.handlers().items()}
         self.endpoint = Endpoint(self._server, lease_s=5.0, heartbeat_s=0.05)

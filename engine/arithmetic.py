@@ -1,0 +1,31 @@
+"""The name of the arithmetic by which a worker computes.
+
+Two workers of one name give a token the same KV and logits, bit for bit, from the same tokens before it. That is a promise
+only as long as a row's bits do not depend on the rows beside it. A name that ends with `VARIES` says that they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from protocol.messages import VARIES
+
+
+def arithmetic_name(operators: str, dtype: str, weights: str, num_ranks: int, *, varies: bool) -> str:
+    """Return the name of an arithmetic, such as `avx2 bfloat16 auto` or `avx512 bfloat16 int8 tp2 (varies)`.
+
+    `operators` is the instruction set of the native operators, `torch` or `triton`. `weights` is the option `quantization`:
+    auto is as the file stores them. `num_ranks` is the tensor-parallel size, which decides how sums are cut. `varies`: a
+    row's bits are known, or were found, to depend on the rows beside it.
+    """
+    ranks = f" tp{num_ranks}" if num_ranks > 1 else ""
+    return f"{operators} {dtype} {weights}{ranks}{VARIES if varies else ''}"
+
+
+def whole_arithmetic(names: Sequence[str]) -> str:
+    """Return the name of a worker's arithmetic from those of its ranks, in order: theirs, if all have the same.
+
+    It varies if one rank's does. Ranks on different processors compute by several, and all are named.
+    """
+    different = dict.fromkeys(name.removesuffix(VARIES) for name in names)
+    return " + ".join(different) + (VARIES if any(name.endswith(VARIES) for name in names) else "")

@@ -1,0 +1,54 @@
+"""When a stream ceases to be what one arithmetic would have made of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from protocol.sampling import SamplingParams
+from router.dispatch.journal import Journal
+from router.rules.exactness import Reason, Way, why_inexact
+
+ONE, OTHER = "avx2 bfloat16 auto", "avx512 bfloat16 auto"
+VARYING = "avx2 bfloat16 auto (varies)"
+
+
+@pytest.mark.parametrize(
+    ("way", "before", "now", "reason"),
+    [
+        ("prefill", None, ONE, None),
+        ("prefill", None, VARYING, None),
+        ("handoff", ONE, ONE, None),
+        ("handoff", VARYING, VARYING, None),
+        ("handoff", ONE, OTHER, "mixed_kv"),
+        ("handoff", ONE, VARYING, "mixed_kv"),
+        ("migration", ONE, ONE, None),
+        ("migration", VARYING, VARYING, None),
+        ("migration", ONE, OTHER, "resumed"),
+        ("resumption", ONE, ONE, None),
+        ("resumption", ONE, OTHER, "resumed"),
+        ("resumption", VARYING, VARYING, "resumed"),
+        ("resumption", None, ONE, None),
+        ("resumption", None, VARYING, "resumed"),
+    ],
+)
+def test_why_a_stream_is_not_exact(way: Way, before: str | None, now: str, reason: Reason | None) -> None:
+    assert why_inexact(before, now, way) == reason
+
+
+def journal() -> Journal:
+    return Journal((1, 2, 3), SamplingParams(seed=0, max_tokens=9), "")
+
+
+def test_a_stream_has_one_reason_and_says_it_once() -> None:
+    stream = journal()
+    assert stream.comes_to(ONE, "prefill") is None
+    assert stream.comes_to(OTHER, "handoff") == "mixed_kv"
+    assert stream.comes_to(ONE, "resumption") is None
+    assert stream.comes_to(OTHER, "handoff") is None
+
+
+def test_each_change_is_compared_with_the_one_before() -> None:
+    stream = journal()
+    ways: list[Way] = ["prefill", "handoff", "migration", "resumption", "handoff"]
+    assert [stream.comes_to(ONE, way) for way in ways] == [None] * 5
+    assert stream.comes_to(OTHER, "migration") == "resumed"
