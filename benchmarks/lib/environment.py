@@ -12,6 +12,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
+_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+"""As Linux names them. Many processors have the same name, and differ in these."""
 _NOT_RESULTS = ":!benchmarks/results"
 """What git looks at for changes: all but results, as what was measured does not change what is measured."""
 
@@ -20,7 +22,7 @@ def environment() -> dict[str, Any]:
     """Describe this machine: processor, cores, memory, versions, and the commit with a mark if the tree differs from it."""
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
-        "processor": _processor(),
+        "processor": processor(Path("/proc/cpuinfo").read_text()),
         "cores": os.cpu_count(),
         "memory_gib": round(memory_gib, 1),
         "system": f"{platform.system()} {platform.release().split('-')[0]}",
@@ -46,10 +48,13 @@ def save_result(name: str, result: dict[str, Any], table: str) -> None:
     (RESULTS / f"{name}.md").write_text(f"{table}\n\n{where}\n")
 
 
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.machine()
+def processor(cpuinfo: str) -> str:
+    """The processor's name and which of the features it has that decide about speed, from the text of /proc/cpuinfo."""
+    parts = [line.partition(":") for line in cpuinfo.splitlines()]
+    fields = {key.strip(): value.strip() for key, _, value in reversed(parts)}  # of the first core
+    flags = fields.get("flags", "").split()
+    features = "/".join(feature for feature in _FEATURES if feature in flags)
+    return fields.get("model name", platform.machine()) + (f" ({features})" if features else "")
 
 
 def _version(package: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 
 from benchmarks.kills import counted, kill_one
 from benchmarks.lib.streams import KINDS, Answered, Request
+from protocol.messages import VARIES
 from tests.integration.disturbed import begun, disturbed, until
 
 KILLS = 4
@@ -26,9 +28,8 @@ def two_decodes(cluster: Any) -> Any:
     return cluster
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)  # tool calls of 600 tokens in float32, twice
-def test_every_kind_of_stream_outlives_its_workers(two_decodes: Any) -> None:
+def streams_of_every_kind_under_kills(cluster: Any) -> None:
+    """Kill decode workers while they run; every answer must be the undisturbed one."""
     requests = [Request(kind, number, 60) for number in range(2) for kind in KINDS]
 
     async def disturb(client: httpx.AsyncClient, answers: list[Answered]) -> None:
@@ -44,8 +45,38 @@ def test_every_kind_of_stream_outlives_its_workers(two_decodes: Any) -> None:
         assert resumed > 0, (killed, [len(answer.times) for answer in answers])
         print(f"{killed}; {resumed:g} resumed, longest gap {max(a.longest_gap() for a in answers):.2f} s")  # noqa: T201
 
-    asyncio.run(disturbed(two_decodes, requests, disturb))
-    two_decodes.until(two_decodes.clean, 20)
+    asyncio.run(disturbed(cluster, requests, disturb))
+    cluster.until(cluster.clean, 20)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)  # tool calls of 600 tokens, twice
+def test_every_kind_of_stream_outlives_its_workers(two_decodes: Any) -> None:
+    streams_of_every_kind_under_kills(two_decodes)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_so_it_is_in_the_default_dtype_where_its_arithmetic_does_not_vary(serve: Callable[..., Any]) -> None:
+    """And a seeded request with several choices gets the same texts each time, whatever is cached by then."""
+    cluster = serve("--decode", "2")
+    cluster.wait_ready()
+    cluster.until(lambda: cluster.settled(1, 2), 90)
+    [arithmetic] = {worker["arithmetic"] for worker in cluster.workers()}
+    if arithmetic.endswith(VARIES):
+        pytest.skip(f"this processor's arithmetic makes no promise: {arithmetic}")
+    body = {"model": "smollm2", "prompt": "A story. " * 60, "n": 3, "seed": 5, "temperature": 0.9, "max_tokens": 40}
+
+    def texts() -> list[str]:
+        answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=120).json()
+        return [choice["text"] for choice in answer["choices"]]
+
+    first = texts()
+    assert len(set(first)) == 3
+    streams_of_every_kind_under_kills(cluster)
+    assert texts() == texts() == first
+    metrics = httpx.get(f"{cluster.url}/metrics").text
+    assert not re.search(r"^tandem:inexact_streams_total\S* [1-9]", metrics, re.MULTILINE)
 
 
 @pytest.mark.slow
