@@ -15,6 +15,7 @@ from engine.native.build import is_here
 from engine.native.instruction_sets import COMPILED, INSTRUCTION_SETS, find_compiler
 from tests.built_wheel import TOP_PACKAGES, build_wheel, product_files, run, unpack
 
+pytestmark = pytest.mark.slow
 CAN_COMPILE = find_compiler() is not None and platform.machine() == "x86_64"
 COMPILED_FILES = {f"engine/native/{COMPILED}/{each.file_name}" for each in INSTRUCTION_SETS} if CAN_COMPILE else set[str]()
 

@@ -237,6 +237,7 @@ def packed_products_keep_bits(facts: ModelFacts) -> bool:
     return True
 
 
+@pytest.mark.slow
 @NATIVE
 def test_deterministic_answers_do_not_depend_on_company(smollm2_facts: ModelFacts, generate: Any) -> None:
     """Or, on processors whose products don't keep a row's bits, the worker refuses to load and says why."""
