@@ -119,12 +119,11 @@ def test_a_stopped_worker_loses_its_streams_and_harms_nobody_when_it_wakes_up(se
         await until(begun(answers))
         decodes = [worker for worker in cluster.workers() if worker["role"] == "decode"]
         victim = max(decodes, key=lambda worker: int(worker["running"]))
+        resumed = await counted(client, "resumed_streams_total")  # a machine that stalls for the lease has some by itself
         os.kill(victim["pid"], signal.SIGSTOP)
         try:
-            resumed = await counted(client, "resumed_streams_total")
-            assert resumed == 0
             async with asyncio.timeout(20):
-                while not await counted(client, "resumed_streams_total"):  # noqa: ASYNC110
+                while await counted(client, "resumed_streams_total") == resumed:  # noqa: ASYNC110
                     await asyncio.sleep(0.1)
             said = [len(answer.times) for answer in answers]  # all of them say more while it is stopped
             await until(lambda: all(len(a.times) > n or a.complete for a, n in zip(answers, said, strict=True)))
