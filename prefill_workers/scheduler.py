@@ -82,9 +82,9 @@ class PrefillScheduler:
         self._shared_tokens = min(config.saturation_tokens, config.max_batch_tokens)
         self._shares_prefixes = shares_prefixes
         self._line: list[Prompt] = []
-        """Queued and computing, in their order."""
+        """Prompts that were not sent ahead, queued and computing, in their order."""
         self._ahead: list[Prompt] = []
-        """The same of those that were sent ahead."""
+        """Prompts that were sent ahead of those in line, queued and computing, in their order."""
         self._line_is_next = False
         """The latest prompt that went ahead is computed, and no prompt of the line had a step since."""
         self._held = 0

@@ -37,7 +37,7 @@ class LoadedMatrix:
     dense: Callable[[], Tensor]
     """Reads it in full, which takes longer than all else and may not be needed."""
     quantized: QuantizedWeight | None
-    """The same in few bits, if it is to be used so."""
+    """The same weight in four or eight bits; None if it is not to be used so."""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ class InstructionSet:
 
     @property
     def file_name(self) -> str:
-        """Of the compiled operators: it tells the set, and a digest of the sources and the options."""
+        """Name of the file of the compiled operators. It has the set's name, and a digest of the sources and the options."""
         digest = hashlib.sha256(repr((_OPTIONS, self)).encode())
         for file in sorted((HERE / self.name).iterdir()):
             digest.update(file.read_bytes())

@@ -50,7 +50,7 @@ class NativeLibrary:
         self.dtype = dtype
         """bfloat16 or float32."""
         self.name = built.instruction_set.name
-        """Of the instruction set."""
+        """Name of the instruction set that the operators are for."""
         self.any_rows = built.instruction_set.any_rows
         """Whether the library's products take any number of rows, so that oneDNN's are not needed."""
         self._functions = built.functions

@@ -14,6 +14,7 @@ import pytest
 
 from cluster.commands.lib.key_file import add_key
 from configs.schema import HttpConfig
+from tests.unit.router.conftest import eventually
 
 Run = Callable[..., None]
 TOKEN_S = 0.0004
@@ -78,10 +79,20 @@ def test_a_newcomer_goes_before_what_a_flood_has_at_the_worker(run_cluster: Run,
     async def test(cluster: Any) -> None:
         [worker] = cluster.prefill
         worker.gate.clear()
+        for each in (worker, *cluster.decode):
+            each.endpoint._heartbeat_s = 4.0  # a report in between would be a change
         tasks = [asyncio.ensure_future(first_token_s(cluster, flooder, 100)) for _ in range(6)]
         await cluster.until(lambda: len(worker.seen) == 2 and len(cluster.router._admission._line) == 4)
+        looks: list[int] = []
+
+        def is_quiet() -> bool:
+            """Nothing has changed at the workers for 50 looks."""
+            looks.append(cluster.router._roster.changes)
+            return len(looks) > 50 and looks[-1] == looks[-50]
+
+        await cluster.until(is_quiet)
         tasks.append(asyncio.ensure_future(first_token_s(cluster, newcomer, 60)))
-        await cluster.until(lambda: len(worker.seen) == 3, 1.0)
+        await eventually(lambda: len(worker.seen) == 3, "it waits for a change at the workers", deadline_s=1.0)
         assert [(len(each.token_ids), each.ahead) for each in worker.seen] == [(100, False), (100, False), (60, True)]
         worker.gate.set()
         await asyncio.gather(*tasks)
