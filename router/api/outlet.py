@@ -15,7 +15,6 @@ clients skip them (WHATWG HTML, 9.2.5).
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 
 from starlette.types import Message, Send
@@ -67,7 +66,7 @@ class Outlet:
         if self._ended or self._writer.done():
             await self._writer
         elif self._num_bytes > FULL_BYTES:
-            self._full_since = time.monotonic()
+            self._full_since = self._loop.time()
             self._room = self._loop.create_future()
             await self._room
 
@@ -82,7 +81,7 @@ class Outlet:
 
     def _begin(self, head: Message) -> None:
         self._beats = any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in head["headers"])
-        self._said_at = time.monotonic()
+        self._said_at = self._loop.time()
         self._writer = self._loop.create_task(self._write(head))
         self._check()
 
@@ -90,7 +89,7 @@ class Outlet:
         if data:
             self._parts.append(memoryview(data))
             self._num_bytes += len(data)
-        self._said_at = time.monotonic()
+        self._said_at = self._loop.time()
         if self._wanted is not None and not self._wanted.done():
             self._wanted.set_result(None)
 
@@ -104,7 +103,7 @@ class Outlet:
                     await self._wanted
                 body = self._next_part()
                 more = bool(self._parts) or not self._ended
-                self._writing_since = time.monotonic()
+                self._writing_since = self._loop.time()
                 await self._send({"type": "http.response.body", "body": body, "more_body": more})
                 self._writing_since = None
                 self._num_bytes -= len(body)
@@ -132,7 +131,7 @@ class Outlet:
 
     def _check(self) -> None:
         """Look whether something is due, and look again when the next thing may be."""
-        now = time.monotonic()
+        now = self._loop.time()
         pause_s = min(QUIET_S, self._client_s)
         waits = [] if self._writing_since is None else [self._writing_since]
         waits += [self._full_since] if self._room is not None and not self._room.done() else []

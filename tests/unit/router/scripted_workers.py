@@ -116,12 +116,12 @@ class ScriptedWorker:
 
     async def die(self) -> None:
         """Close the socket at once and forget everything."""
-        self.forget()
         await asyncio.sleep(0)  # so that the endpoint runs, and closes its socket, even if it was made just now
         tasks = {self._running, *self._tasks} - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self.forget()  # last, for until then it may have taken something new
 
     def load(self) -> dict[str, int]:
         return {}

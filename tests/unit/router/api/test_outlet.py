@@ -12,16 +12,11 @@ from openai import AsyncOpenAI
 from starlette.types import Message
 
 import router.api.outlet
-from router.api.outlet import PART_BYTES, Outlet
+from router.api.outlet import PART_BYTES, QUIET_S, Outlet
+from tests.unit.simulated_time import run_in_simulated_time
 
 Run = Callable[..., None]
 TEXT = "one two three four five six seven eight nine ten"
-QUIET_S = 0.05
-
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router.api.outlet, "QUIET_S", QUIET_S)
 
 
 def head(content_type: bytes) -> Message:
@@ -68,16 +63,14 @@ def test_only_a_quiet_stream_of_events_beats(content_type: bytes) -> None:
                 await outlet.send(body(b"%d" % number))
                 await asyncio.sleep(QUIET_S / 10)
             assert server.bodies == [b"%d" % number for number in range(10)], "not while it is busy"
-            await asyncio.sleep(5 * QUIET_S)
-            beats = server.bodies[10:]
-            assert beats == [b": waiting\n\n"] * len(beats)
-            assert (len(beats) >= 2) == content_type.startswith(b"text/event-stream")
+            await asyncio.sleep(5 * QUIET_S)  # since the last event it was quiet for a tenth longer
+            assert server.bodies[10:] == [b": waiting\n\n"] * (5 if content_type.startswith(b"text/event-stream") else 0)
             await outlet.send(body(b"end", more=False))
             assert (server.bodies[-1], server.taken[-1]["more_body"]) == (b"end", False)
             await asyncio.sleep(3 * QUIET_S)
             assert server.bodies[-1] == b"end", "nor after the end"
 
-    asyncio.run(main())
+    run_in_simulated_time(main())
 
 
 def test_an_answer_goes_on_while_its_client_does_not_read() -> None:
@@ -100,7 +93,7 @@ def test_an_answer_goes_on_while_its_client_does_not_read() -> None:
         assert max(map(len, server.bodies)) == PART_BYTES
         assert [message["more_body"] for message in server.taken[1:]] == [True] * (len(server.bodies) - 1) + [False]
 
-    asyncio.run(main())
+    run_in_simulated_time(main())
 
 
 def test_a_client_that_takes_no_part_in_its_time_is_given_up() -> None:
@@ -115,7 +108,7 @@ def test_a_client_that_takes_no_part_in_its_time_is_given_up() -> None:
             await outlet.send(body(b"b"))
             await asyncio.wait_for(outlet.given_up, 5)
 
-    asyncio.run(main())
+    run_in_simulated_time(main())
 
 
 def test_a_slow_client_holds_so_much_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +134,7 @@ def test_a_slow_client_holds_so_much_and_no_more(monkeypatch: pytest.MonkeyPatch
             assert not stuck.done()
             stuck.cancel()
 
-    asyncio.run(main())
+    run_in_simulated_time(main())
 
 
 def test_what_the_server_raises_ends_the_answer() -> None:
@@ -157,12 +150,15 @@ def test_what_the_server_raises_ends_the_answer() -> None:
             await outlet.send(body(b"b", more=False))
         await outlet.close()
 
-    asyncio.run(main())
+    run_in_simulated_time(main())
 
 
 @pytest.mark.parametrize("api", ["completions", "chat", "responses"])
-def test_openai_clients_do_not_mind_while_a_stream_waits_for_its_worker(run_cluster: Run, api: str) -> None:
+def test_openai_clients_do_not_mind_while_a_stream_waits_for_its_worker(
+    run_cluster: Run, api: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The only decode worker dies and comes back."""
+    monkeypatch.setattr(router.api.outlet, "QUIET_S", 0.05)
 
     async def test(cluster: Any) -> None:
         cluster.says(TEXT)
