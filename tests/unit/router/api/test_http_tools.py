@@ -30,6 +30,7 @@ CALLS = (
 def test_calls_whole_and_streamed(run_cluster: Callable[..., None]) -> None:
     async def test(cluster: Any) -> None:
         cluster.says(CALLS)
+        cluster.script.step_s = 0.01
         async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
             whole = await client.chat.completions.create(model="smollm2", messages=MESSAGES, tools=TOOLS)
             [choice] = whole.choices
@@ -45,7 +46,7 @@ def test_calls_whole_and_streamed(run_cluster: Callable[..., None]) -> None:
                 kinds = [event.type async for event in stream]
                 final = await stream.get_final_completion()
             assert kinds.count("tool_calls.function.arguments.done") == 4
-            assert kinds.count("tool_calls.function.arguments.delta") > 8, "arguments come as they are made"
+            assert kinds.count("tool_calls.function.arguments.delta") > 4, "arguments come as they are made"
             for streamed in final.choices:
                 assert streamed.finish_reason == "tool_calls"
                 assert streamed.message.content == "I look it up."
