@@ -1,8 +1,8 @@
 """Which weights for how many rows: `python -m benchmarks.weight_formats`.
 
 The time of all layers' matrix products of a step, and of the output head's, by the default model's shapes, in each format
-that the engine can use for them, on one thread. The rows at which bfloat16 overtakes are `engine.native.matrix.MAX_ROWS`.
-Formats take turns, layer weights are distinct, so that they come from memory as in a step. Minima over the rounds: other
+that the engine can use for them, on one thread, beside oneDNN's products of the weights in bfloat16, which do not keep a row's
+bits. Formats take turns, layer weights are distinct, so that they come from memory as in a step. Minima over the rounds: other
 processes only ever add time.
 """
 
@@ -20,9 +20,9 @@ from engine.kernels.linear import Linear
 from engine.kernels.quantized import quantize
 from engine.models.parameters import layer_parameters
 from engine.native.library import NativeLibrary
-from engine.native.matrix import MAX_ROWS, NativeHead, QuantizedMatrix
+from engine.native.matrix import DenseMatrix, QuantizedMatrix
 
-ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 64)
+ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 64, 256, 1024)
 ROUNDS = 15
 Product = Callable[[Tensor], Tensor]
 
@@ -32,23 +32,23 @@ def main() -> None:
     facts, library = resolve("smollm2").facts, NativeLibrary.load(1, torch.bfloat16)
     assert library is not None, "the native operators are what is measured"
     shapes = [p.shape for p in layer_parameters(facts, 0) if len(p.shape) == 2]
-    products: dict[str, list[tuple[int, Product]]] = {"int4": [], "int8": [], "bfloat16": []}
+    products: dict[str, list[tuple[int, Product]]] = {"int4": [], "int8": [], "bfloat16": [], "oneDNN": []}
     for _ in range(facts.num_layers):
         for outputs, inputs in shapes:
             weight = torch.randn(outputs, inputs)
             for bits in (4, 8):
                 products[f"int{bits}"].append((inputs, QuantizedMatrix(quantize(weight, bits), library)))
-            products["bfloat16"].append((inputs, Linear(weight.bfloat16(), same_bits=False)))
+            products["bfloat16"].append((inputs, DenseMatrix(weight.bfloat16(), library)))
+            products["oneDNN"].append((inputs, Linear(weight.bfloat16(), same_bits=False)))
     weight_VD = torch.randn(facts.vocab_size, facts.hidden_size)
-    int8 = QuantizedMatrix(quantize(weight_VD, 8), library)
-    products["head int8"] = [(facts.hidden_size, int8.logits)]
-    products["head bfloat16"] = [(facts.hidden_size, NativeHead(weight_VD.bfloat16(), None, library))]
+    products["head int8"] = [(facts.hidden_size, QuantizedMatrix(quantize(weight_VD, 8), library).logits)]
+    products["head bfloat16"] = [(facts.hidden_size, DenseMatrix(weight_VD.bfloat16(), library).logits)]
     with torch.inference_mode():
         taken = {rows: times_ms(products, rows) for rows in ROWS}
     lines = [
         "# Time of a step's matrix products, by format",
         "",
-        f"{facts.name}, one thread, milliseconds; the engine uses int4 up to {MAX_ROWS[4]} rows and int8 up to {MAX_ROWS[8]}.",
+        f"{facts.name}, one thread, milliseconds, operators for {library.name}.",
         "",
         "| rows | " + " | ".join(products) + " |",
         "|---|" + "---|" * len(products),

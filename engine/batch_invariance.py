@@ -1,9 +1,9 @@
 """Whether a row's bits depend on the rows beside it, tried with the very operators that a worker has loaded.
 
-The name of a worker's arithmetic says whether they do, and `--deterministic` promises that they do not. Which it is, is decided
-by the kernels that torch and oneDNN choose for this processor, and no list of processors tells it. So every worker on a CPU
-compares before it serves: every kind of matrix product of its model, and the operators between them. Where a row has other
-bits in company than alone, the name says so. A deterministic worker refuses to start, and says at which operator.
+The name of a worker's arithmetic says whether they do. Those of the native operators are made not to. With torch's operators it
+is decided by the kernels that torch and oneDNN choose for this processor, and no list of processors tells it. So every worker
+on a CPU compares before it serves: every kind of matrix product of its model, and the operators between them. Where a row has
+other bits in company than alone, the name says so, and the log says at which operator.
 
 Shape suffixes as in `engine.kernels`; D is the hidden size, A the width of a row of q, k and v.
 """
@@ -21,7 +21,6 @@ from engine.batch import Chunk, ForwardBatch
 from engine.memory.kv_pool import KVPool
 from engine.models.decoder import DecoderWeights
 from engine.operators import StepFactory
-from protocol.errors import ConfigError
 
 LAYER_ROWS = (*range(1, 34), 47, 48, 49, 63, 64, 65, 128, 256)
 """Row counts that a layer's products are tried with: each small one, those around known tiles, and those of prompts."""
@@ -148,15 +147,6 @@ def _mixed_chunks(block_size: int) -> list[Chunk]:
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     """Unlike `torch.equal`, two equal NaNs are the same, and zeros of two signs are not."""
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
-
-
-def refusal(variation: str) -> ConfigError:
-    """The error of a deterministic worker that can't keep its promise, from what `what_varies` has found."""
-    threads = torch.get_num_threads()
-    where = f"on this processor (threads: {threads})"
-    why = "so answers would depend on what runs beside them"
-    cure = "leave out --deterministic" + (", or try prefill.threads and decode.threads of 1" if threads > 1 else "")
-    return ConfigError(f"{variation} {where}, {why}; {cure}", param="deterministic")
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -18,7 +18,7 @@ from configs.facts import ModelFacts
 from configs.sharding import check_tensor_parallel_size, rank_facts
 from engine.arithmetic import arithmetic_name
 from engine.batch import Chunk, ForwardBatch, SampledToken
-from engine.batch_invariance import refusal, what_varies
+from engine.batch_invariance import what_varies
 from engine.memory.kv_pool import LAYOUT_VERSION, KVPool, token_bytes
 from engine.memory.populator import Populator
 from engine.models.decoder import Decoder, DecoderWeights
@@ -69,14 +69,13 @@ class ModelRunner:
         num_kv_tokens: int,
         shared_kv: bool = False,
         quantization: Quantization = "auto",
-        deterministic: bool = False,
         ranks: TensorParallel = ALONE,
         device: DeviceName = "cpu",
         gpu_memory_utilization: float = 0.9,
     ) -> ModelRunner:
         """Read the weights and set aside the pool, for as many threads as torch has. Raises ConfigError for what can't work.
 
-        A pool of `shared_kv` lies in memory that other processes can read. `quantization` and `deterministic` as in
+        A pool of `shared_kv` lies in memory that other processes can read. `quantization` as in
         `engine.models.weights.WeightFormat`. With several `ranks` this one reads its share of the weights, and its pool has as
         many tokens, of its own KV heads.
 
@@ -87,21 +86,16 @@ class ModelRunner:
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         if device == "cuda":
-            _check_gpu(facts, ranks, deterministic)
+            _check_gpu(facts, ranks)
         check_tensor_parallel_size(facts, ranks.size, quantization, param="tensor_parallel_size")
         own = rank_facts(facts, ranks.size)
         dtype_name = resolve_dtype(dtype, device)
         torch_dtype, torch_device = _DTYPES[dtype_name], torch.device(device)
         library = NativeLibrary.load(torch.get_num_threads(), torch_dtype) if device == "cpu" else None
         with torch.inference_mode():
-            format_ = WeightFormat(
-                dtype=torch_dtype,
-                quantization=quantization,
-                deterministic=deterministic,
-                library=library,
-                device=torch_device,
+            weights = load_weights(
+                facts, WeightFormat(torch_dtype, quantization, library, torch_device), ranks.rank, ranks.size
             )
-            weights = load_weights(facts, format_, ranks.rank, ranks.size)
         if device == "cuda":
             num_kv_tokens = max(num_kv_tokens, _tokens_that_fit(facts, torch_dtype, gpu_memory_utilization))
         pool = KVPool.for_model(own, num_kv_tokens, block_size, torch_dtype, shared=shared_kv, device=torch_device)
@@ -111,8 +105,6 @@ class ModelRunner:
         with torch.inference_mode():
             variation = what_varies(own, weights, begin_step, torch_dtype, block_size)
         if variation is not None:
-            if deterministic:
-                raise refusal(variation)
             log.info("answers may depend on what runs beside them: %s", variation)
         operators = "torch" if library is None else library.name
         arithmetic = arithmetic_name(operators, dtype_name, quantization, ranks.size, varies=variation is not None)
@@ -221,15 +213,13 @@ def _tokens_that_fit(facts: ModelFacts, dtype: torch.dtype, utilization: float) 
     return max(0, int(free - (1 - utilization) * total)) // token_bytes(facts, dtype)
 
 
-def _check_gpu(facts: ModelFacts, ranks: TensorParallel, deterministic: bool) -> None:
+def _check_gpu(facts: ModelFacts, ranks: TensorParallel) -> None:
     if not torch.cuda.is_available():
         raise ConfigError("there is no GPU that torch can use here", param="device")
     from engine.kernels.triton.online_softmax import HEAD_DIMS
 
     if ranks.size > 1:
         raise ConfigError("several ranks compute on processors only", param="tensor_parallel_size")
-    if deterministic:
-        raise ConfigError("on a GPU sums are taken in an order that depends on the other rows of a step", param="deterministic")
     if facts.head_dim not in HEAD_DIMS:
         raise ConfigError(f"{facts.name}: a head size of {facts.head_dim} has no kernel for GPUs", param="model")
 

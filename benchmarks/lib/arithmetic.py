@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from configs.facts import ModelFacts
-from engine.native.matrix import MAX_ROWS
 
 QUANTIZED_BYTES = {bits: bits / 8 + 4 / 32 for bits in (4, 8)}
 """Bytes of one weight, by its number of bits: these, and a scale and a minimum in float16 for every 32."""
@@ -24,12 +23,10 @@ def prefill_flop(facts: ModelFacts, tokens: int) -> float:
 
 
 def decode_bytes(facts: ModelFacts, sequences: int, context: int) -> float:
-    """Return the bytes that one decode step of the engine reads: each weight once, in the format used for that many rows,
-    and the KV.
+    """Return the bytes that one decode step of the engine reads: each weight once, as it is stored, and the KV.
 
     The layers' weights have four bits in the file, the head's eight; of the embedding only a row per sequence is read.
     """
-    layers = QUANTIZED_BYTES[4] if sequences <= MAX_ROWS[4] else BFLOAT16_BYTES
-    head = QUANTIZED_BYTES[8] if sequences <= MAX_ROWS[8] else BFLOAT16_BYTES
     kv_token = BFLOAT16_BYTES * 2 * facts.num_layers * facts.num_kv_heads * facts.head_dim
-    return layers * layer_weights(facts) + head * facts.hidden_size * facts.vocab_size + sequences * context * kv_token
+    weights = QUANTIZED_BYTES[4] * layer_weights(facts) + QUANTIZED_BYTES[8] * facts.hidden_size * facts.vocab_size
+    return weights + sequences * context * kv_token

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 _PACK_FOR_ROWS = 8
 """The row count that oneDNN is asked to pack for. On AVX-512 one layout serves 1 to 512 rows equally well."""
-
-
-class FewRowsMatrix(Protocol):
-    """The same weight in a format that takes less time for few rows."""
-
-    max_rows: int
-
-    def __call__(self, x_TI: Tensor) -> Tensor: ...
 
 
 class Linear:
@@ -27,24 +17,16 @@ class Linear:
     Measured against `F.linear` on one AVX-512 core with SmolLM2's shapes: 2.0 times as fast at 1 row in bfloat16 and 2.5
     times at 256 rows in float32. Moreover a row's result has the same bits at any number of rows from 2 on. Only a single
     row is summed in another order; where answers are to be exact (`same_bits`), it is therefore computed twice.
-
-    `few_rows` is used beside the weight for as many rows as it says.
     """
 
-    def __init__(
-        self, weight_OI: Tensor, bias_O: Tensor | None = None, few_rows: FewRowsMatrix | None = None, *, same_bits: bool
-    ) -> None:
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None, *, same_bits: bool) -> None:
         self._bias_O = bias_O
-        self._few_rows = few_rows
         self._packed = _can_pack(weight_OI)
         self._doubles_single_rows = self._packed and same_bits
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _PACK_FOR_ROWS) if self._packed else weight_OI
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """[T, I] to [T, O], in the weight's dtype."""
-        if self._few_rows is not None and x_TI.shape[0] <= self._few_rows.max_rows:
-            product_TO = self._few_rows(x_TI)
-            return product_TO if self._bias_O is None else product_TO.add_(self._bias_O)
         if self._doubles_single_rows and x_TI.shape[0] == 1:
             return self(x_TI.repeat(2, 1))[:1]
         if self._packed:

@@ -20,7 +20,7 @@ from engine.models.parameters import Parameter, layer_parameters, model_paramete
 from engine.models.safetensors_weights import SafetensorsWeights
 from engine.models.weight_source import WeightSource
 from engine.native.library import NativeLibrary, can_pack
-from engine.native.matrix import ANY_ROWS, DenseMatrix, NativeHead, NativeLinear, QuantizedMatrix
+from engine.native.matrix import DenseMatrix, Matrix, NativeLinear, QuantizedMatrix
 from protocol.errors import ConfigError
 
 Quantization = Literal["auto", "none", "int8", "int4"]
@@ -47,43 +47,27 @@ class WeightFormat:
     dtype: torch.dtype
     quantization: Quantization
     """auto: as the file stores them. int8, int4: rounded to so many bits when they are loaded. none: no quantized copy."""
-    deterministic: bool
-    """A row's result may not depend on the number of rows."""
     library: NativeLibrary | None
-    """The operators for `dtype`."""
+    """The operators for `dtype`; torch's multiply without them."""
     device: torch.device = _CPU
-
-    @property
-    def uses_quantized(self) -> bool:
-        """Whether anything multiplies quantized weights."""
-        return self.library is not None and (self.library.any_rows or not self.deterministic)
 
     def head(self, weight: LoadedMatrix) -> Callable[[Tensor], Tensor]:
         """The output head: float32 logits."""
-        few_rows = self._few_rows(weight.quantized)
-        if self.library is not None and few_rows is not None and few_rows.max_rows == ANY_ROWS:
-            return few_rows.logits
-        dense_VD = weight.dense()
-        if self.library is not None and NativeHead.fits(dense_VD):
-            return NativeHead(dense_VD.to(self.dtype), few_rows, self.library)
-        linear = self.linear(LoadedMatrix(lambda: dense_VD, None), None)
+        if self.library is not None:
+            return self._matrix(weight, self.library).logits
+        linear = self.linear(weight, None)
         return lambda x_SD: linear(x_SD).float()
 
     def linear(self, weight: LoadedMatrix, bias_O: Tensor | None) -> Product:
-        """A product with a bias: by a library's own operators alone where they take any number of rows."""
-        few_rows = self._few_rows(weight.quantized)
-        if few_rows is not None and few_rows.max_rows == ANY_ROWS:
-            return NativeLinear(few_rows, bias_O)
-        dense_OI = weight.dense()
-        if self.library is not None and DenseMatrix.fits(dense_OI, self.library):
-            return NativeLinear(DenseMatrix(dense_OI.to(self.dtype), self.library), bias_O)
-        same_bits = self.deterministic or self.dtype == torch.float32
-        return Linear(dense_OI.to(self.device, self.dtype), bias_O, few_rows, same_bits=same_bits)
+        """A product with a bias."""
+        if self.library is not None:
+            return NativeLinear(self._matrix(weight, self.library), bias_O)
+        return Linear(weight.dense().to(self.device, self.dtype), bias_O, same_bits=self.dtype == torch.float32)
 
-    def _few_rows(self, quantized: QuantizedWeight | None) -> QuantizedMatrix | None:
-        if quantized is None or self.library is None or not self.uses_quantized:
-            return None
-        return QuantizedMatrix(quantized, self.library) if can_pack(quantized.values_OI) else None
+    def _matrix(self, weight: LoadedMatrix, library: NativeLibrary) -> Matrix:
+        if weight.quantized is not None and can_pack(weight.quantized.values_OI):
+            return QuantizedMatrix(weight.quantized, library)
+        return DenseMatrix(weight.dense().to(self.dtype), library)
 
 
 def load_weights(facts: ModelFacts, format_: WeightFormat, rank: int = 0, size: int = 1) -> DecoderWeights:
@@ -156,7 +140,7 @@ class _Reader:
             rounded = quantize(self._read(weight, torch.float32), bits)
             # Every number of rows sees the same weights.
             return LoadedMatrix(lambda: rounded.dequantize(self.format_.dtype), rounded)
-        stored = self._stored(weight) if wanted == "auto" and self.format_.uses_quantized else None
+        stored = self._stored(weight) if wanted == "auto" and self.format_.library is not None else None
         return LoadedMatrix(lambda: self.tensor(weight), stored)
 
     def linear(self, weight: Parameter, bias: Parameter | None = None) -> Product:

@@ -44,9 +44,21 @@ class Built:
 
 
 def is_here(instruction_set: InstructionSet) -> bool:
-    """Whether this machine's processor has all features of an instruction set."""
+    """Whether this machine's processor has all features of an instruction set, and its system lets this process use them."""
     capabilities = torch.cpu.get_capabilities()
-    return all(capabilities.get(feature) for feature in instruction_set.features)
+    return all(capabilities.get(feature) for feature in instruction_set.features) and (
+        not instruction_set.tiles or _may_use_tiles()
+    )
+
+
+@cache
+def _may_use_tiles() -> bool:
+    """Ask Linux for AMX's tiles, for all threads of this process. Sandboxes and old kernels refuse.
+
+    Linux, Documentation/arch/x86/xstate.rst.
+    """
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
 
 
 def chosen_instruction_set(dtype: torch.dtype) -> InstructionSet | None:

@@ -25,7 +25,7 @@ _COMPILE_S = 120.0
 
 @dataclass(frozen=True)
 class InstructionSet:
-    """The operators for one kind of processor. They lie in the folder of this name."""
+    """The operators for one kind of processor. Their sources lie in the folder of this name, and in those it builds on."""
 
     name: str
     features: tuple[str, ...]
@@ -34,41 +34,57 @@ class InstructionSet:
     """Options that the C++ compiler gets for these sources. They name the features, so the result is the same anywhere."""
     dtypes: tuple[str, ...]
     """Types that it computes in, by their names in torch."""
-    any_rows: bool
-    """Whether its products take any number of rows, and matrices that are not quantized. If not, oneDNN computes the others."""
+    builds_on: tuple[str, ...] = ()
+    """Folders of the sources that this set's folder has no files of the same name for."""
+    tiles: bool = False
+    """Whether it uses AMX's tiles, which a process must ask the system for."""
 
     @property
     def file_name(self) -> str:
         """Name of the file of the compiled operators. It has the set's name, and a digest of the sources and the options."""
         digest = hashlib.sha256(repr((_OPTIONS, self)).encode())
-        for file in sorted((HERE / self.name).iterdir()):
-            digest.update(file.read_bytes())
+        for folder in self._folders:
+            for file in sorted(folder.iterdir()):
+                digest.update(file.read_bytes())
         return f"{self.name}-{digest.hexdigest()[:24]}.so"
 
     def compile(self, compiler: str, target: Path) -> None:
         """Compile the operators into the file `target`. Raises OSError or subprocess.SubprocessError if that fails."""
-        sources = sorted(map(str, (HERE / self.name).glob("*.cpp")))
-        command = [compiler, *_OPTIONS, *self.options, "-o", str(target), *sources]
+        sources = {file.name: str(file) for folder in reversed(self._folders) for file in folder.glob("*.cpp")}
+        includes = (f"-I{folder}" for folder in self._folders)
+        command = [compiler, *_OPTIONS, *self.options, *includes, "-o", str(target), *sorted(sources.values())]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
 
+    @property
+    def _folders(self) -> list[Path]:
+        """The own one first."""
+        return [HERE / folder for folder in (self.name, *self.builds_on)]
 
+
+_AVX512 = InstructionSet(
+    name="avx512",
+    features=("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_bf16", "avx2", "fma3", "f16c"),
+    options=(
+        *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx2", "-mfma", "-mf16c"),
+        *("-mbmi", "-mbmi2", "-mlzcnt", "-mprefer-vector-width=512"),
+    ),
+    dtypes=("bfloat16",),
+)
 INSTRUCTION_SETS = (
     InstructionSet(
-        name="avx512",
-        features=("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_bf16", "avx2", "fma3", "f16c"),
-        options=(
-            *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx2", "-mfma", "-mf16c"),
-            *("-mbmi", "-mbmi2", "-mlzcnt", "-mprefer-vector-width=512"),
-        ),
+        name="amx",
+        features=(*_AVX512.features, "amx_tile", "amx_bf16"),
+        options=(*_AVX512.options, "-mamx-tile", "-mamx-bf16"),
         dtypes=("bfloat16",),
-        any_rows=False,
+        builds_on=("avx512",),
+        tiles=True,
     ),
+    _AVX512,
     InstructionSet(
         name="avx2",
         features=("avx2", "fma3", "f16c"),
         options=("-mavx2", "-mfma", "-mf16c", "-ffp-contract=off"),
         dtypes=("bfloat16", "float32"),
-        any_rows=True,
     ),
 )
 """The best first."""

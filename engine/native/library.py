@@ -29,12 +29,11 @@ SIGNATURES = {
     "prefill_attention": (*[_POINTER] * 5, *[_INT] * 6, _FLOAT, _INT),
     "swiglu": (*[_POINTER] * 2, *[_INT] * 3),
     "quantized_linear": (*[_POINTER] * 3, *[_INT] * 5),
+    "dense_linear": (*[_POINTER] * 3, *[_INT] * 4),
 }
 """Functions for every type. Those for float32 have `_float32` behind their names."""
 LOGITS_SIGNATURES = {"quantized_logits": (*[_POINTER] * 3, *[_INT] * 5), "dense_logits": (*[_POINTER] * 3, *[_INT] * 4)}
 """Further functions for bfloat16: products with results in float32."""
-ANY_ROWS_SIGNATURES = {"dense_linear": (*[_POINTER] * 3, *[_INT] * 4)}
-"""Further functions for every type of a library whose products take any number of rows."""
 
 
 class NativeLibrary:
@@ -51,13 +50,11 @@ class NativeLibrary:
         """bfloat16 or float32."""
         self.name = built.instruction_set.name
         """Name of the instruction set that the operators are for."""
-        self.any_rows = built.instruction_set.any_rows
-        """Whether the library's products take any number of rows, so that oneDNN's are not needed."""
         self._functions = built.functions
         self._suffix = "_float32" if dtype == torch.float32 else ""
         self._threads = threads
         further = {} if dtype == torch.float32 else LOGITS_SIGNATURES
-        for name, arguments in (SIGNATURES | further | (ANY_ROWS_SIGNATURES if self.any_rows else {})).items():
+        for name, arguments in (SIGNATURES | further).items():
             function = getattr(built.functions, name + self._suffix)
             function.argtypes, function.restype = arguments, None
 
@@ -176,7 +173,7 @@ class NativeLibrary:
         return y_TO
 
     def dense_product(self, x_TI: Tensor, packed: Tensor, outputs: int, dtype: torch.dtype) -> Tensor:
-        """[T, I] to [T, O] in float32, or in the library's type where `any_rows`; `packed` as `pack_dense` makes it."""
+        """[T, I] to [T, O], in the library's type or in float32; `packed` as `pack_dense` makes it."""
         rows, inputs = x_TI.shape
         assert packed.numel() == outputs * inputs
         _check(self.dtype, x_TI, packed)

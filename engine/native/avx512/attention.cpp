@@ -4,11 +4,12 @@
 // [slots, K, H], once for keys and once for values; token t of a sequence lies in slot
 // table[t / block_size] * block_size + t % block_size.
 //
-// Scores are logarithms to the base of two. Both kinds read the context in chunks of fixed places and keep a running
-// maximum and total, as in Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, and Dao et al.,
-// "FlashAttention", 2022.
+// Prompts and single tokens do the same operations. The context is read in chunks of fixed places, packed for the products
+// with all rows that see them. Each row keeps a running maximum and total, as in Milakov and Gimelshein, "Online normalizer
+// calculation for softmax", 2018, and Dao et al., "FlashAttention", 2022. Scores are logarithms to the base of two.
 
 #include "common.h"
+#include <multiply.h>
 
 #include <algorithm>
 #include <cmath>
@@ -18,21 +19,8 @@
 namespace {
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
-
-// The sums of sixteen registers, in order.
-inline __m512 sums(const __m512 v[16]) {
-  __m512 quads[4];
-  for (int i = 0; i < 4; ++i) {
-    const __m512 *q = v + 4 * i;
-    const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(q[0], q[1]), _mm512_unpackhi_ps(q[0], q[1]));
-    const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(q[2], q[3]), _mm512_unpackhi_ps(q[2], q[3]));
-    const __m512d a = _mm512_castps_pd(ab), c = _mm512_castps_pd(cd);
-    quads[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, c)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, c)));
-  }
-  const __m512 u = _mm512_add_ps(_mm512_shuffle_f32x4(quads[0], quads[1], 0x88), _mm512_shuffle_f32x4(quads[0], quads[1], 0xdd));
-  const __m512 w = _mm512_add_ps(_mm512_shuffle_f32x4(quads[2], quads[3], 0x88), _mm512_shuffle_f32x4(quads[2], quads[3], 0xdd));
-  return _mm512_add_ps(_mm512_shuffle_f32x4(u, w, 0x88), _mm512_shuffle_f32x4(u, w, 0xdd));
-}
+constexpr i64 kChunk = 128;  // tokens of context whose scores are held at once
+constexpr i64 kTileTokens = 16;  // tokens of a prompt that go through the context together
 
 struct Heads {
   i64 query, key_value, size;
@@ -63,121 +51,6 @@ struct Context {
   }
 };
 
-// Take a chunk, its largest score and its weights' sum, into the running ones. Returns what earlier sums are multiplied by.
-inline float fold(float now, __m512 sum, float& largest, float& total) {
-  const float shrink = now == largest ? 1.0f : std::exp2(largest - now);
-  total = total * shrink + _mm512_reduce_add_ps(sum);
-  largest = now;
-  return shrink;
-}
-
-// ---- decode: one new token per sequence ---------------------------------------------------------------------------
-
-constexpr i64 kDecodeChunk = 128;
-
-// Scores of one query head with `count` tokens, whose keys are at `offsets`; the rest of the chunk is minus infinity.
-template <int HZ>
-void score_chunk(const bf16* q, const bf16* keys, const i64* offsets, i64 count, float scale, float* scores) {
-  __m512bh query[HZ];
-  for (int z = 0; z < HZ; ++z) query[z] = load_pairs(q + 32 * z);
-  for (i64 t = 0; t < kDecodeChunk; t += kVector) {
-    if (t >= count) {
-      _mm512_storeu_ps(scores + t, _mm512_set1_ps(kMinusInfinity));
-      continue;
-    }
-    __m512 products[16];
-    for (int i = 0; i < 16; ++i) {
-      const bf16* key = keys + offsets[t + i];
-      products[i] = _mm512_dpbf16_ps(_mm512_setzero_ps(), query[0], load_pairs(key));
-      for (int z = 1; z < HZ; ++z) products[i] = _mm512_dpbf16_ps(products[i], query[z], load_pairs(key + 32 * z));
-    }
-    const __m512 scaled = _mm512_mul_ps(sums(products), _mm512_set1_ps(scale));
-    _mm512_storeu_ps(scores + t, _mm512_mask_mov_ps(_mm512_set1_ps(kMinusInfinity), first_lanes(count - t), scaled));
-  }
-}
-
-// Scores become weights relative to the largest score so far. Returns what the sums so far are to be multiplied by.
-inline float weigh_chunk(float* scores, i64 length, float& largest, float& total) {
-  __m512 top = _mm512_loadu_ps(scores);
-  for (i64 t = kVector; t < length; t += kVector) top = _mm512_max_ps(top, _mm512_loadu_ps(scores + t));
-  const float now = std::max(largest, _mm512_reduce_max_ps(top));
-  __m512 sum = _mm512_setzero_ps();
-  for (i64 t = 0; t < length; t += kVector) {
-    const __m512 weight = power_of_two(_mm512_sub_ps(_mm512_loadu_ps(scores + t), _mm512_set1_ps(now)));
-    _mm512_storeu_ps(scores + t, weight);
-    sum = _mm512_add_ps(sum, weight);
-  }
-  return fold(now, sum, largest, total);
-}
-
-// Add up the values at `offsets`, and have those keys and values brought near that are wanted next. Blocks lie anywhere, so
-// the processor can't guess where, and it takes only so many requests at a time: a few with each token, not all at once.
-template <int GT, int HZ>
-void add_values(const float (*weights)[kDecodeChunk], const float* shrink, const Context& context, const i64* offsets,
-                const i64* next_offsets, i64 count, float* out) {
-  constexpr int Z = 2 * HZ;
-  __m512 acc[GT][Z];
-  for (int g = 0; g < GT; ++g)
-    for (int z = 0; z < Z; ++z) acc[g][z] = _mm512_mul_ps(_mm512_loadu_ps(out + (g * Z + z) * kVector), _mm512_set1_ps(shrink[g]));
-  for (i64 t = 0; t < count; ++t) {
-    for (int z = 0; z < HZ; ++z) {
-      _mm_prefetch(reinterpret_cast<const char*>(context.keys + next_offsets[t] + 32 * z), _MM_HINT_T1);
-      _mm_prefetch(reinterpret_cast<const char*>(context.values + next_offsets[t] + 32 * z), _MM_HINT_T1);
-    }
-    __m512 value[Z];
-    for (int z = 0; z < Z; ++z) value[z] = load(context.values + offsets[t] + z * kVector);
-    for (int g = 0; g < GT; ++g)
-      for (int z = 0; z < Z; ++z) acc[g][z] = _mm512_fmadd_ps(value[z], _mm512_set1_ps(weights[g][t]), acc[g][z]);
-  }
-  for (int g = 0; g < GT; ++g)
-    for (int z = 0; z < Z; ++z) _mm512_storeu_ps(out + (g * Z + z) * kVector, acc[g][z]);
-}
-
-// One sequence, key/value heads [first, last). `q` and `out` are rows of all query heads.
-template <int HZ>
-void decode_sequence(const bf16* q, const Context& context, i64 length, const Heads& heads, i64 first, i64 last, float scale, bf16* out) {
-  constexpr int kTile = HZ == 2 ? 4 : 2;  // query heads whose sums fit into the registers
-  const i64 group = heads.group(), size = heads.size, count_heads = (last - first) * group;
-  static thread_local std::vector<float> state;
-  state.assign(count_heads * (size + 2), 0.0f);
-  float *acc = state.data(), *largest = acc + count_heads * size, *total = largest + count_heads;
-  std::fill(largest, total, kMinusInfinity);
-  i64 places[2][kDecodeChunk], *offsets = places[0], *next_offsets = places[1];
-  context.locate(0, length, kDecodeChunk, offsets);
-  for (i64 begin = 0; begin < length; begin += kDecodeChunk, std::swap(offsets, next_offsets)) {
-    const i64 count = std::min(kDecodeChunk, length - begin), next = begin + kDecodeChunk;
-    if (next < length) context.locate(next, length, kDecodeChunk, next_offsets);
-    else next_offsets = offsets;
-    for (i64 head = first; head < last; ++head) {
-      const Context own = context.of_head(head, size);
-      for (i64 g = 0; g < group; g += kTile) {
-        const i64 tile = std::min<i64>(kTile, group - g), state_row = (head - first) * group + g;
-        alignas(64) float weights[kTile][kDecodeChunk];
-        float shrink[kTile];
-        for (i64 i = 0; i < tile; ++i) {
-          score_chunk<HZ>(q + (head * group + g + i) * size, own.keys, offsets, count, scale, weights[i]);
-          shrink[i] = weigh_chunk(weights[i], kDecodeChunk, largest[state_row + i], total[state_row + i]);
-        }
-        float* sums = acc + state_row * size;
-        switch (tile) {
-          case 1: add_values<1, HZ>(weights, shrink, own, offsets, next_offsets, count, sums); break;
-          case 2: add_values<2, HZ>(weights, shrink, own, offsets, next_offsets, count, sums); break;
-          case 3: if constexpr (kTile > 2) add_values<3, HZ>(weights, shrink, own, offsets, next_offsets, count, sums); break;
-          case 4: if constexpr (kTile > 2) add_values<4, HZ>(weights, shrink, own, offsets, next_offsets, count, sums); break;
-        }
-      }
-    }
-  }
-  for (i64 i = 0; i < count_heads; ++i)
-    for (i64 z = 0; z < size; z += kVector)
-      store(out + (first * group + i) * size + z, _mm512_div_ps(_mm512_loadu_ps(acc + i * size + z), _mm512_set1_ps(total[i])));
-}
-
-// ---- prefill: several new tokens of one sequence --------------------------------------------------------------------
-
-constexpr i64 kPrefillChunk = 128;  // keys whose scores are held at once
-constexpr i64 kTileTokens = 16;
-
 // Rows of sixteen pairs become columns.
 inline void transpose(__m512i v[16]) {
   __m512i lanes[16];  // [4 q + j]: in each lane, pair j of it of the rows 4 q to 4 q + 3
@@ -200,34 +73,37 @@ inline void transpose(__m512i v[16]) {
   }
 }
 
-// Keys of one head as [L / 64][H / 2][64][2], values as [H / 64][L / 2][64][2]; tokens beyond `length` are zero.
-void pack_block(const Context& context, i64 size, i64 begin, i64 length, i64 padded, bf16* keys, bf16* values) {
+// Up to 64 tokens of one head from `begin` on: keys as [H / 2][64][2], values as [32][64][2] for each 64 of H, `stride` apart;
+// tokens from `length` on are zero. Has the tokens at `next` brought near, if there are any: blocks lie anywhere, so the
+// processor can't guess where, and it takes only so many requests at a time.
+void pack_block(const Context& context, i64 size, i64 begin, i64 length, bf16* keys, bf16* values, i64 stride, const i64* next = nullptr) {
   i64 offsets[kColumns];
   context.locate(begin, length, kColumns, offsets);
-  bf16* packed_keys = keys + begin * size;
   for (i64 t = 0; t < kColumns; t += kVector)
     for (i64 p = 0; p < size / 2; p += kVector) {
       __m512i pairs[16];
       for (int i = 0; i < 16; ++i) {
         const bool real = begin + t + i < length;
         pairs[i] = real ? _mm512_loadu_si512(context.keys + offsets[t + i] + 2 * p) : _mm512_setzero_si512();
+        if (next) _mm_prefetch(reinterpret_cast<const char*>(context.keys + next[t + i] + 2 * p), _MM_HINT_T1);
       }
       transpose(pairs);
-      for (int i = 0; i < 16; ++i) _mm512_storeu_si512(packed_keys + ((p + i) * kColumns + t) * 2, pairs[i]);
+      for (int i = 0; i < 16; ++i) _mm512_storeu_si512(keys + ((p + i) * kColumns + t) * 2, pairs[i]);
     }
   const auto widened = [&](i64 t, i64 h) {
     if (begin + t >= length) return _mm512_setzero_si512();
+    if (next && h % 32 == 0) _mm_prefetch(reinterpret_cast<const char*>(context.values + next[t] + h), _MM_HINT_T1);
     return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(context.values + offsets[t] + h)));
   };
   for (i64 t = 0; t < kColumns; t += 2)
     for (i64 h = 0; h < size; h += kVector) {
       const __m512i pairs = _mm512_or_si512(widened(t, h), _mm512_slli_epi32(widened(t + 1, h), 16));
-      bf16* block = values + h / kColumns * padded * kColumns;
-      _mm512_storeu_si512(block + ((begin + t) / 2 * kColumns + h % kColumns) * 2, pairs);
+      _mm512_storeu_si512(values + h / kColumns * stride + (t / 2 * kColumns + h % kColumns) * 2, pairs);
     }
 }
 
-// Scores of one row over a chunk become weights in bfloat16. Where kMasked, only the first `visible` keys count.
+// Scores of one row over a chunk become weights in bfloat16, relative to the largest score so far. Where kMasked, only the
+// first `visible` keys count. Returns what the row's sums so far are to be multiplied by.
 template <bool kMasked>
 inline float weigh_row(const float* scores, bf16* weights, i64 length, i64 visible, float scale, float& largest, float& total) {
   const auto lanes = [&](i64 t) { return kMasked ? first_lanes(visible - t) : static_cast<__mmask16>(0xffff); };
@@ -241,51 +117,99 @@ inline float weigh_row(const float* scores, bf16* weights, i64 length, i64 visib
     store(weights + t, weight);
     sum = _mm512_add_ps(sum, weight);
   }
-  return fold(now, sum, largest, total);
+  const float shrink = now == largest ? 1.0f : std::exp2(largest - now);
+  total = total * shrink + _mm512_reduce_add_ps(sum);
+  largest = now;
+  return shrink;
 }
 
-struct Workspace {
-  std::vector<bf16> queries, weights;
-  std::vector<float> scores, acc, largest, total;
+// A chunk of one head's context, packed: keys of each 64 tokens, values of each 64 of H.
+struct Packed {
+  const bf16 *keys, *values;
+  i64 stride;  // between the values of each 64 of H
 };
 
-// Tokens [begin, end) of the new ones, all query heads of one key/value head.
-void prefill_tile(const bf16* qkv, i64 begin, i64 end, i64 start, i64 head, const Heads& heads, const bf16* keys, const bf16* values,
-                  i64 padded, float scale, bf16* out) {
-  static thread_local Workspace work;
-  const i64 group = heads.group(), size = heads.size, rows = (end - begin) * group;
-  work.queries.resize(rows * size);
-  work.weights.resize(rows * kPrefillChunk);
-  work.scores.resize(rows * kPrefillChunk);
-  work.acc.assign(rows * size, 0.0f);
-  work.largest.assign(rows, kMinusInfinity);
-  work.total.assign(rows, 0.0f);
-  for (i64 r = 0; r < rows; ++r)
-    std::memcpy(&work.queries[r * size], qkv + (begin + r / group) * heads.row() + (head * group + r % group) * size, size * sizeof(bf16));
-  const i64 length = start + end;
-  for (i64 first = 0; first < length; first += kPrefillChunk) {
-    const i64 count = std::min(kPrefillChunk, (length - first + kColumns - 1) / kColumns * kColumns);
+// Rows of queries that look at key/value heads, and what they have found so far.
+struct Rows {
+  std::vector<bf16> queries, weights;
+  std::vector<float> scores, sums, largest, totals;
+
+  void begin(i64 count, i64 size) {
+    queries.resize(count * size);
+    weights.resize(count * kChunk);
+    scores.resize(count * kChunk);
+    sums.assign(count * size, 0.0f);
+    largest.assign(count, kMinusInfinity);
+    totals.assign(count, 0.0f);
+  }
+
+  // Let rows [first, last) look at the chunk's first `count` tokens, a multiple of 64, of which row r may see visible(r).
+  template <typename Visible>
+  void look(Multiplier& multiply, i64 first, i64 last, i64 size, const Packed& chunk, i64 count, float scale, const Visible& visible) {
     for (i64 t = 0; t < count; t += kColumns)
-      multiply_dense(work.queries.data(), size, rows, keys + (first + t) * size, size / 2, &work.scores[t], kPrefillChunk, false);
-    for (i64 r = 0; r < rows; ++r) {
-      const i64 visible = start + begin + r / group + 1 - first;
-      const auto weigh = visible < count ? weigh_row<true> : weigh_row<false>;
-      const float shrink = weigh(&work.scores[r * kPrefillChunk], &work.weights[r * kPrefillChunk], count, visible, scale,
-                                 work.largest[r], work.total[r]);
+      multiply(&queries[first * size], size, last - first, chunk.keys + t * size, size / 2, &scores[first * kChunk + t], kChunk, false);
+    for (i64 r = first; r < last; ++r) {
+      const auto weigh = visible(r) < count ? weigh_row<true> : weigh_row<false>;
+      const float shrink = weigh(&scores[r * kChunk], &weights[r * kChunk], count, visible(r), scale, largest[r], totals[r]);
       if (shrink != 1.0f)
-        for (i64 z = 0; z < size; z += kVector) {
-          float* at = &work.acc[r * size + z];
+        for (i64 h = 0; h < size; h += kVector) {
+          float* at = &sums[r * size + h];
           _mm512_storeu_ps(at, _mm512_mul_ps(_mm512_loadu_ps(at), _mm512_set1_ps(shrink)));
         }
     }
     for (i64 h = 0; h < size; h += kColumns)
-      multiply_dense(work.weights.data(), kPrefillChunk, rows, values + (h / kColumns) * padded * kColumns + first * kColumns, count / 2,
-               &work.acc[h], size, true);
+      multiply(&weights[first * kChunk], kChunk, last - first, chunk.values + h / kColumns * chunk.stride, count / 2, &sums[first * size + h], size, true);
   }
-  for (i64 r = 0; r < rows; ++r)
-    for (i64 z = 0; z < size; z += kVector)
-      store(out + (begin + r / group) * heads.query * size + (head * group + r % group) * size + z,
-            _mm512_div_ps(_mm512_loadu_ps(&work.acc[r * size + z]), _mm512_set1_ps(work.total[r])));
+
+  void finish(i64 row, i64 size, bf16* out) const {
+    for (i64 h = 0; h < size; h += kVector)
+      store(out + h, _mm512_div_ps(_mm512_loadu_ps(&sums[row * size + h]), _mm512_set1_ps(totals[row])));
+  }
+};
+
+// The tokens of a chunk that is packed, if the context ends after `left` tokens.
+inline i64 chunk_tokens(i64 left) { return std::min(kChunk, (left + kColumns - 1) / kColumns * kColumns); }
+
+// One sequence, key/value heads [first, last). `q` and `out` are rows of all query heads.
+void decode_sequence(const bf16* q, const Context& context, i64 length, const Heads& heads, i64 first, i64 last, float scale, bf16* out) {
+  static thread_local Rows rows;
+  static thread_local std::vector<bf16> buffer;
+  Multiplier multiply;
+  const i64 group = heads.group(), size = heads.size, count_rows = (last - first) * group, own = first * group * size;
+  rows.begin(count_rows, size);
+  std::memcpy(rows.queries.data(), q + own, count_rows * size * sizeof(bf16));
+  buffer.resize(2 * kChunk * size);
+  bf16 *keys = buffer.data(), *values = keys + kChunk * size;
+  for (i64 begin = 0; begin < length; begin += kChunk) {
+    const i64 count = chunk_tokens(length - begin), next = begin + kChunk;
+    i64 next_offsets[kChunk];
+    if (next < length) context.locate(next, length, kChunk, next_offsets);
+    for (i64 head = first; head < last; ++head) {
+      for (i64 t = 0; t < count; t += kColumns)
+        pack_block(context.of_head(head, size), size, begin + t, length, keys + t * size, values + t * kColumns, kChunk * kColumns,
+                   next < length ? next_offsets + t : nullptr);
+      const i64 row = (head - first) * group;
+      rows.look(multiply, row, row + group, size, {keys, values, kChunk * kColumns}, count, scale, [&](i64) { return length - begin; });
+    }
+  }
+  for (i64 r = 0; r < count_rows; ++r) rows.finish(r, size, out + own + r * size);
+}
+
+// Tokens [begin, end) of the new ones, all query heads of one key/value head, whose whole context is packed.
+void prefill_tile(const bf16* qkv, i64 begin, i64 end, i64 start, i64 head, const Heads& heads, const Packed& context, float scale, bf16* out) {
+  static thread_local Rows rows;
+  Multiplier multiply;
+  const i64 group = heads.group(), size = heads.size, count_rows = (end - begin) * group, length = start + end;
+  rows.begin(count_rows, size);
+  for (i64 r = 0; r < count_rows; ++r)
+    std::memcpy(&rows.queries[r * size], qkv + (begin + r / group) * heads.row() + (head * group + r % group) * size, size * sizeof(bf16));
+  for (i64 first = 0; first < length; first += kChunk) {
+    const Packed chunk{context.keys + first * size, context.values + first * kColumns, context.stride};
+    const auto visible = [&](i64 r) { return start + begin + r / group + 1 - first; };
+    rows.look(multiply, 0, count_rows, size, chunk, chunk_tokens(length - first), scale, visible);
+  }
+  for (i64 r = 0; r < count_rows; ++r)
+    rows.finish(r, size, out + (begin + r / group) * heads.query * size + (head * group + r % group) * size);
 }
 
 }  // namespace
@@ -301,8 +225,7 @@ void decode_attention(const bf16* qkv, const bf16* keys, const bf16* values, con
   for (i64 unit = 0; unit < sequences * parts; ++unit) {
     const i64 b = unit / parts, first = unit % parts * heads_each;
     const Context context{keys, values, tables + b * table_width, block_size, num_kv_heads * size};
-    const auto run = size == 64 ? decode_sequence<2> : decode_sequence<4>;
-    run(qkv + b * heads.row(), context, lengths[b], heads, first, first + heads_each, scale * kLog2E, out + b * num_heads * size);
+    decode_sequence(qkv + b * heads.row(), context, lengths[b], heads, first, first + heads_each, scale * kLog2E, out + b * num_heads * size);
   }
 }
 
@@ -317,14 +240,14 @@ void prefill_attention(const bf16* qkv, const bf16* keys, const bf16* values, co
   bf16 *packed_keys = buffer.data(), *packed_values = packed_keys + num_kv_heads * padded * size;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (i64 unit = 0; unit < num_kv_heads * blocks; ++unit) {
-    const i64 head = unit / blocks, at = head * padded * size;
-    pack_block(context.of_head(head, size), size, unit % blocks * kColumns, length, padded, packed_keys + at, packed_values + at);
+    const i64 head = unit / blocks, at = head * padded * size, begin = unit % blocks * kColumns;
+    pack_block(context.of_head(head, size), size, begin, length, packed_keys + at + begin * size, packed_values + at + begin * kColumns, padded * kColumns);
   }
   const i64 tiles = (tokens + kTileTokens - 1) / kTileTokens;
 #pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1)
   for (i64 unit = 0; unit < num_kv_heads * tiles; ++unit) {
     const i64 head = unit % num_kv_heads, begin = (tiles - 1 - unit / num_kv_heads) * kTileTokens, at = head * padded * size;
-    prefill_tile(qkv, begin, std::min(begin + kTileTokens, tokens), start, head, heads, packed_keys + at, packed_values + at, padded,
+    prefill_tile(qkv, begin, std::min(begin + kTileTokens, tokens), start, head, heads, {packed_keys + at, packed_values + at, padded * kColumns},
                  scale * kLog2E, out);
   }
 }

@@ -1,7 +1,7 @@
 // What the native operators share: see build.py for when they are used, library.py for their contracts in Python.
 //
-// bfloat16 tensors, row-major, on processors with AVX-512 and its bfloat16 products. Pointers are trusted: library.py
-// checks every shape. Sums are in float32 and in an order that depends on the row alone, never on how many rows there
+// bfloat16 tensors, row-major, on processors with AVX-512 and its bfloat16 products, or AMX. Pointers are trusted:
+// library.py checks every shape. Sums are in float32 and in an order that depends on the row alone, never on how many rows there
 // are, on the threads, or on where a block lies: a row has the same bits in any company.
 #pragma once
 
@@ -50,35 +50,4 @@ inline __m512 power_of_two(__m512 x) {
   p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.931469671e-1f));
   p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
   return _mm512_scalef_ps(p, n);
-}
-
-constexpr i64 kColumns = 64;  // columns of a packed matrix
-
-// C[MR, 64] (+)= A[MR, 2 pairs] B, where B is packed as [pairs][64][2].
-template <int MR>
-inline void multiply_rows(const bf16* a, i64 lda, const bf16* b, i64 pairs, float* c, i64 ldc, bool add) {
-  __m512 acc[MR][4];
-  for (int m = 0; m < MR; ++m)
-    for (int j = 0; j < 4; ++j) acc[m][j] = add ? _mm512_loadu_ps(c + m * ldc + j * kVector) : _mm512_setzero_ps();
-  for (i64 p = 0; p < pairs; ++p) {
-    __m512bh column[4];
-    for (int j = 0; j < 4; ++j) column[j] = load_pairs(b + p * 2 * kColumns + j * 32);
-    for (int m = 0; m < MR; ++m) {
-      const __m512bh row = repeat_pair(a + m * lda + 2 * p);
-      for (int j = 0; j < 4; ++j) acc[m][j] = _mm512_dpbf16_ps(acc[m][j], row, column[j]);
-    }
-  }
-  for (int m = 0; m < MR; ++m)
-    for (int j = 0; j < 4; ++j) _mm512_storeu_ps(c + m * ldc + j * kVector, acc[m][j]);
-}
-
-inline void multiply_dense(const bf16* a, i64 lda, i64 rows, const bf16* b, i64 pairs, float* c, i64 ldc, bool add) {
-  for (; rows >= 6; rows -= 6, a += 6 * lda, c += 6 * ldc) multiply_rows<6>(a, lda, b, pairs, c, ldc, add);
-  switch (rows) {
-    case 5: multiply_rows<5>(a, lda, b, pairs, c, ldc, add); break;
-    case 4: multiply_rows<4>(a, lda, b, pairs, c, ldc, add); break;
-    case 3: multiply_rows<3>(a, lda, b, pairs, c, ldc, add); break;
-    case 2: multiply_rows<2>(a, lda, b, pairs, c, ldc, add); break;
-    case 1: multiply_rows<1>(a, lda, b, pairs, c, ldc, add); break;
-  }
 }

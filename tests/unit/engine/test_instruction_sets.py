@@ -1,6 +1,6 @@
 """Each set of native operators that this machine's processor has, forced one after the other, in each type that it computes in.
 
-A set with products for any number of rows keeps one arithmetic: what a token becomes depends on the tokens before it alone.
+Each keeps one arithmetic: what a token becomes depends on the tokens before it alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine.model_runner import DtypeName, ModelRunner
 from engine.native import build
 from engine.native.instruction_sets import INSTRUCTION_SETS, InstructionSet
 from engine.native.library import NativeLibrary
-from engine.native.matrix import MAX_ROWS, DenseMatrix, NativeHead, QuantizedMatrix
+from engine.native.matrix import DenseMatrix, QuantizedMatrix
 from protocol.errors import ConfigError
 from protocol.sampling import SamplingParams
 
@@ -46,8 +46,7 @@ HERE = [
     if build.is_here(each) and build.load_library(torch.bfloat16) is not None
     for dtype in each.dtypes
 ]
-ANY_ROWS = [each for each in HERE if each.instruction_set.any_rows]
-ROWS = (*range(1, 34), 47, 48, 49, 63, 64, 65, 127, 128, 129, 255, 256, 257)
+ROWS = (*range(1, 34), 47, 48, 49, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1024)
 
 
 def named(variant: Variant) -> str:
@@ -66,27 +65,27 @@ def forced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 Product = Callable[[Tensor], Tensor]
 
 
-def matrices(variant: Variant) -> Iterator[tuple[Product, Product, int, int]]:
-    """The same product for one and for two threads, its inputs, and the most rows that it is for."""
+def products(variant: Variant) -> Iterator[tuple[Product, Product, int]]:
+    """The same product for one and for two threads, and its inputs."""
     torch.manual_seed(0)
-    one, two, any_rows = variant.library(1), variant.library(2), variant.instruction_set.any_rows
+    one, two = variant.library(1), variant.library(2)
     for outputs, inputs in ((80, 160), (192, 1536)):
         for bits in (4, 8):
             weight = quantize(torch.randn(outputs, inputs), bits)
-            most = max(ROWS) if any_rows else MAX_ROWS[bits]
-            yield QuantizedMatrix(weight, one), QuantizedMatrix(weight, two), inputs, most
-        if any_rows:
-            dense = torch.randn(outputs + 3, inputs + 2).to(variant.dtype)
-            yield DenseMatrix(dense, one), DenseMatrix(dense, two), inputs + 2, max(ROWS)
+            yield QuantizedMatrix(weight, one), QuantizedMatrix(weight, two), inputs
+            yield QuantizedMatrix(weight, one).logits, QuantizedMatrix(weight, two).logits, inputs
+        dense = torch.randn(outputs + 3, inputs + 2).to(variant.dtype)
+        yield DenseMatrix(dense, one), DenseMatrix(dense, two), inputs + 2
+        yield DenseMatrix(dense, one).logits, DenseMatrix(dense, two).logits, inputs + 2
 
 
 @pytest.mark.parametrize("forced", HERE, indirect=True, ids=named)
 def test_a_row_s_bits_are_its_own(forced: Variant) -> None:
     """At any number of rows, at any place among them, by any number of threads, and beside rows that are not numbers."""
-    for one, two, inputs, most in matrices(forced):
-        x_TI = torch.randn(most, inputs).to(forced.dtype)
-        alone_TO = torch.cat([one(x_TI[row : row + 1]) for row in range(most)])
-        for rows in (rows for rows in ROWS if rows <= most):
+    for one, two, inputs in products(forced):
+        x_TI = torch.randn(37, inputs).to(forced.dtype).repeat(-(-max(ROWS) // 37), 1)[: max(ROWS)]
+        alone_TO = torch.cat([one(x_TI[row : row + 1]) for row in range(37)]).repeat(-(-max(ROWS) // 37), 1)[: max(ROWS)]
+        for rows in ROWS:
             assert torch.equal(two(x_TI[-rows:]), alone_TO[-rows:]), rows
         bad = x_TI.clone()
         bad[1::2] = math.nan
@@ -94,19 +93,24 @@ def test_a_row_s_bits_are_its_own(forced: Variant) -> None:
         assert one(bad)[1::2].isnan().all()
 
 
-@pytest.mark.parametrize("forced", ANY_ROWS, indirect=True, ids=named)
+@pytest.mark.parametrize("forced", HERE, indirect=True, ids=named)
 def test_dense_matrices_are_multiplied_without_loss(forced: Variant) -> None:
     torch.manual_seed(1)
-    library = forced.library(1)
-    weight, x = torch.randn(211, 62).to(forced.dtype), torch.randn(19, 62).to(forced.dtype)
+    matrix = DenseMatrix(weight := torch.randn(211, 62).to(forced.dtype), forced.library(1))
+    x = torch.randn(19, 62).to(forced.dtype)
     exact = x.double() @ weight.double().T
-    if forced.dtype == torch.bfloat16:
-        differ = DenseMatrix(weight, library)(x) != exact.bfloat16()
-        assert differ.double().mean() < 0.01, "but for ties that rounding decides"
-    else:
-        torch.testing.assert_close(DenseMatrix(weight, library)(x).double(), exact, rtol=1e-5, atol=1e-5)
-    head, weight = NativeHead(weight[:192], None, library), weight[:192]
-    torch.testing.assert_close(head(x).double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(matrix.logits(x).double(), exact, rtol=1e-5, atol=1e-5)
+    assert torch.equal(matrix(x), matrix.logits(x).to(forced.dtype))
+
+
+@pytest.mark.parametrize("forced", [each for each in HERE if each.instruction_set.tiles], indirect=True, ids=named)
+def test_tiles_multiply_the_bfloat16_of_quantized_weights(forced: Variant) -> None:
+    """So that a product with four or eight bits has the bits of one with the weight that they stand for."""
+    torch.manual_seed(4)
+    for bits in (4, 8):
+        weight, x = quantize(torch.randn(80, 320), bits), torch.randn(37, 320).to(forced.dtype)
+        dense = DenseMatrix(weight.dequantize(torch.bfloat16), forced.library(1))
+        assert torch.equal(QuantizedMatrix(weight, forced.library(1)).logits(x), dense.logits(x))
 
 
 @pytest.mark.parametrize("forced", [each for each in HERE if each.dtype == torch.float32], indirect=True, ids=named)
@@ -151,7 +155,7 @@ def test_float32_logits_are_those_of_torch_s_operators(
         assert values[0] == pytest.approx(values[1], abs=1e-3)
 
 
-@pytest.mark.parametrize("forced", ANY_ROWS, indirect=True, ids=named)
+@pytest.mark.parametrize("forced", HERE, indirect=True, ids=named)
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(9, 3, 64), (5, 1, 128)])
 def test_a_token_attends_alike_in_a_prompt_and_alone(forced: Variant, heads: int, kv_heads: int, size: int) -> None:
     torch.manual_seed(2)
@@ -169,7 +173,7 @@ def test_a_token_attends_alike_in_a_prompt_and_alone(forced: Variant, heads: int
     assert torch.equal(singles, whole)
 
 
-@pytest.mark.parametrize("forced", ANY_ROWS, indirect=True, ids=named)
+@pytest.mark.parametrize("forced", HERE, indirect=True, ids=named)
 def test_an_answer_is_the_same_however_it_was_computed(forced: Variant, smollm2_facts: ModelFacts, generate: Any) -> None:
     """In company or alone, with a prompt in one chunk or in many, and as a prompt that holds the answer's first part."""
     dtype: DtypeName = "float32" if forced.dtype == torch.float32 else "bfloat16"

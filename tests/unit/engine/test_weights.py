@@ -26,7 +26,7 @@ from protocol.sampling import SamplingParams
 GREEDY = SamplingParams(seed=0, max_tokens=1, temperature=0.0, num_logprobs=20)
 Q = gguf.GGMLQuantizationType
 
-FLOAT32 = LoadFormat(torch.float32, "auto", deterministic=False, library=None)
+FLOAT32 = LoadFormat(torch.float32, "auto", library=None)
 
 
 def write_gguf(path: Path, tensors: dict[str, np.ndarray[Any, Any]], ggml_type: Any, architecture: str = "llama") -> None:

@@ -49,7 +49,7 @@ def test_steps_go_to_the_smallest_graph_that_holds_them(small_model: Callable[[s
     facts = replace(small_model("llama").facts, num_layers=3)
     recorder = Recorder()
     with torch.inference_mode():
-        weights = load_weights(facts, WeightFormat(torch.float32, "none", deterministic=False, library=None))
+        weights = load_weights(facts, WeightFormat(torch.float32, "none", library=None))
         first, second = (KVPool.for_model(facts, 512, 8, torch.float32) for _ in range(2))
         first.data.zero_()
         second.data.zero_()

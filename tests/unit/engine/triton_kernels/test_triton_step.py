@@ -54,7 +54,7 @@ CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="weights and bat
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_a_forward_pass_is_the_same_as_torch_s(kind: str, small_model: Callable[[str], Any]) -> None:
     facts = small_model(kind).facts
-    weights = load_weights(facts, WeightFormat(torch.float32, "none", deterministic=False, library=None))
+    weights = load_weights(facts, WeightFormat(torch.float32, "none", library=None))
     results = []
     with torch.inference_mode():
         makers: tuple[StepFactory, ...] = (

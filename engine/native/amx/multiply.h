@@ -1,0 +1,97 @@
+// Products with a packed matrix, by AMX's tiles of 16 rows and 32 inputs.
+//
+// An instruction adds up the products of the even inputs of a tile, and those of the odd ones, one after the other from
+// zero, and then adds both sums to the result. So a row's bits depend on that row alone. Tiles of denormal numbers are
+// read as zeros.
+#pragma once
+
+#include "../avx512/common.h"
+
+#include <algorithm>
+
+constexpr i64 kColumns = 64;  // columns of a packed matrix
+constexpr i64 kTile = 16;     // rows of a tile, and pairs of inputs
+
+// C[rows, 64] (+)= A[rows, 2 pairs] B, where B is packed as [pairs][64][2] and `pairs` is a multiple of 16.
+//
+// One for each thread that computes. At its end the tiles are given back, so that the system need not keep them for it.
+class Multiplier {
+ public:
+  Multiplier() = default;
+  Multiplier(const Multiplier&) = delete;
+  ~Multiplier() {
+    if (upper_) asm volatile("tilerelease");
+  }
+
+  void operator()(const bf16* a, i64 lda, i64 rows, const bf16* b, i64 pairs, float* c, i64 ldc, bool add) {
+    for (i64 column = 0; column < kColumns; column += 2 * kTile)
+      columns<2>(a, lda, rows, b + 2 * column, 2 * kColumns, pairs, c + column, ldc, add);
+  }
+
+  // The same for 16 * N columns of B, whose pairs are `ldb` values apart.
+  template <int N>
+  void columns(const bf16* a, i64 lda, i64 rows, const bf16* b, i64 ldb, i64 pairs, float* c, i64 ldc, bool add) {
+    for (; rows > 0; rows -= 2 * kTile, a += 2 * kTile * lda, c += 2 * kTile * ldc) {
+      shape(std::min(rows, kTile), std::min(rows - kTile, kTile));
+      if (rows > kTile) multiply<2, N>(a, lda, b, ldb, pairs, c, ldc, add);
+      else multiply<1, N>(a, lda, b, ldb, pairs, c, ldc, add);
+    }
+  }
+
+ private:
+  struct alignas(64) Configuration {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {};
+    uint8_t rows[16] = {};
+  };
+  i64 upper_ = 0, lower_ = 0;
+
+  // Tiles 0 to 3 are C, 4 and 5 A, 6 and 7 B. `lower` is not positive where the lower tiles of A and C are not used.
+  void shape(i64 upper, i64 lower) {
+    if (upper == upper_ && (lower <= 0 || lower == lower_)) return;
+    upper_ = upper;
+    lower_ = std::max<i64>(lower, 1);
+    Configuration configuration;
+    for (int tile = 0; tile < 8; ++tile) configuration.row_bytes[tile] = 64;
+    configuration.rows[0] = configuration.rows[1] = configuration.rows[4] = static_cast<uint8_t>(upper_);
+    configuration.rows[2] = configuration.rows[3] = configuration.rows[5] = static_cast<uint8_t>(lower_);
+    configuration.rows[6] = configuration.rows[7] = kTile;
+    asm volatile("ldtilecfg %0" ::"m"(configuration));
+  }
+
+  template <int M, int N>
+  static void multiply(const bf16* a, i64 lda, const bf16* b, i64 ldb, i64 pairs, float* c, i64 ldc, bool add) {
+    const i64 row = ldc * sizeof(float);
+    asm volatile("" ::: "memory");  // the intrinsics do not tell the compiler what they read
+    if (add) {
+      _tile_loadd(0, c, row);
+      if constexpr (N > 1) _tile_loadd(1, c + kTile, row);
+      if constexpr (M > 1) _tile_loadd(2, c + kTile * ldc, row);
+      if constexpr (M > 1 && N > 1) _tile_loadd(3, c + kTile * ldc + kTile, row);
+    } else {
+      _tile_zero(0);
+      if constexpr (N > 1) _tile_zero(1);
+      if constexpr (M > 1) _tile_zero(2);
+      if constexpr (M > 1 && N > 1) _tile_zero(3);
+    }
+    for (i64 p = 0; p < pairs; p += kTile, a += 2 * kTile, b += kTile * ldb) {
+      _tile_loadd(4, a, lda * sizeof(bf16));
+      _tile_loadd(6, b, ldb * sizeof(bf16));
+      _tile_dpbf16ps(0, 4, 6);
+      if constexpr (N > 1) {
+        _tile_loadd(7, b + 2 * kTile, ldb * sizeof(bf16));
+        _tile_dpbf16ps(1, 4, 7);
+      }
+      if constexpr (M > 1) {
+        _tile_loadd(5, a + kTile * lda, lda * sizeof(bf16));
+        _tile_dpbf16ps(2, 5, 6);
+      }
+      if constexpr (M > 1 && N > 1) _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, c, row);
+    if constexpr (N > 1) _tile_stored(1, c + kTile, row);
+    if constexpr (M > 1) _tile_stored(2, c + kTile * ldc, row);
+    if constexpr (M > 1 && N > 1) _tile_stored(3, c + kTile * ldc + kTile, row);
+    asm volatile("" ::: "memory");
+  }
+};
