@@ -21,53 +21,54 @@ constexpr i64 kRowBlock = 512;  // rows for which weights are unpacked once: as 
 template <bool kEightBits>
 constexpr i64 kRecordBytes = 4 * kOutputs + kOutputs * kGroup / (kEightBits ? 1 : 2);
 
-// A nibble's value in bfloat16. A look-up reads five bits, so the table holds every value twice.
-inline __m512i nibbles() {
-  alignas(64) bf16 entries[32];
-  for (int i = 0; i < 32; ++i) {
-    const float value = static_cast<float>(i & 15);
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    entries[i] = static_cast<bf16>(bits >> 16);
+// The values of a nibble.
+inline __m512 nibbles() { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
+
+// Eight numbers, each twice.
+inline __m512 twice(__m512 v, int first) {
+  const __m512i places = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+  return _mm512_permutexvar_ps(_mm512_add_epi32(places, _mm512_set1_epi32(first)), v);
+}
+
+// Eight outputs of a record, in registers of a pair for each.
+template <bool kEightBits>
+struct Eight {
+  const __m256i* words;
+  __m512 scale, small_scale, minimum;  // small_scale is 2^-24 times the scale
+
+  Eight(const uint8_t* record, int half) : words(reinterpret_cast<const __m256i*>(record + 4 * kOutputs) + half) {
+    const auto* halves = reinterpret_cast<const __m256i*>(record);
+    scale = twice(_mm512_cvtph_ps(_mm256_loadu_si256(halves)), 8 * half);
+    small_scale = _mm512_mul_ps(scale, _mm512_set1_ps(0x1p-24f));
+    minimum = twice(_mm512_cvtph_ps(_mm256_loadu_si256(halves + 1)), 8 * half);
   }
-  return _mm512_load_si512(entries);
-}
-
-// From all even inputs, then all odd ones, to pairs.
-inline __m512i pairing() {
-  alignas(64) uint16_t places[32];
-  for (int i = 0; i < 32; ++i) places[i] = static_cast<uint16_t>(i / 2 + 16 * (i % 2));
-  return _mm512_load_si512(places);
-}
-
-struct Unpacking {
-  __m512i table = nibbles(), pairs = pairing(), upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
+  // Words z of the record, in 32 bits each.
+  __m512i wide(int z) const { return _mm512_cvtepi16_epi32(_mm256_loadu_si256(words + 2 * z)); }
+  // The weights of pair n of such words.
+  __m512 weights(__m512i wide, int n, __m512 table) const {
+    if constexpr (!kEightBits) return _mm512_fmadd_ps(_mm512_permutexvar_ps(_mm512_srli_epi32(wide, 4 * n), table), scale, minimum);
+    // The upper byte is a number with its sign; the lower one becomes 2^24 times its number.
+    if (n) return _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_srai_epi32(wide, 8)), scale, minimum);
+    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_slli_epi32(wide, 24)), small_scale, minimum);
+  }
 };
 
 // The records of 16 outputs to columns of a panel, whose pairs are `ldp` values apart.
 template <bool kEightBits>
-void unpack(const uint8_t* records, i64 inputs, bf16* panel, i64 ldp, const Unpacking& with) {
+void unpack(const uint8_t* records, i64 inputs, bf16* panel, i64 ldp) {
+  constexpr int kPairs = kEightBits ? 2 : 4;  // pairs of a word
+  const __m512 table = nibbles();
   for (i64 g = 0; g < inputs / kGroup; ++g, records += kRecordBytes<kEightBits>, panel += kTile * ldp) {
     for (i64 line = 0; line < kRecordBytes<kEightBits>; line += 64)
       _mm_prefetch(reinterpret_cast<const char*>(records + kAhead + line), _MM_HINT_T0);
-    const auto* halves = reinterpret_cast<const __m256i*>(records);
-    const __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256(halves)), minimum = _mm512_cvtph_ps(_mm256_loadu_si256(halves + 1));
-    constexpr int kPairs = kEightBits ? 2 : 4;  // pairs of a word
+    const Eight<kEightBits> lower(records, 0), upper(records, 1);
+#pragma GCC unroll 8
     for (int z = 0; z < 16 / kPairs; ++z) {
-      __m512i words = _mm512_loadu_si512(records + 4 * kOutputs + 64 * z);
+      const __m512i low = lower.wide(z), high = upper.wide(z);
+#pragma GCC unroll 4
       for (int n = 0; n < kPairs; ++n) {
-        __m512 even, odd;
-        if constexpr (kEightBits) {
-          even = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(words, 24), 24));
-          odd = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(words, 8), 24));
-        } else {
-          const __m512i values = _mm512_permutexvar_epi16(words, with.table);
-          even = _mm512_castsi512_ps(_mm512_slli_epi32(values, 16));
-          odd = _mm512_castsi512_ps(_mm512_and_si512(values, with.upper));
-        }
-        const __m512bh rounded = _mm512_cvtne2ps_pbh(_mm512_fmadd_ps(odd, scale, minimum), _mm512_fmadd_ps(even, scale, minimum));
-        _mm512_storeu_si512(panel + (kPairs * z + n) * ldp, _mm512_permutexvar_epi16(with.pairs, (__m512i)rounded));
-        words = _mm512_srli_epi16(words, kEightBits ? 8 : 4);
+        const __m512bh pairs = _mm512_cvtne2ps_pbh(upper.weights(high, n, table), lower.weights(low, n, table));
+        _mm512_storeu_si512(panel + (kPairs * z + n) * ldp, (__m512i)pairs);
       }
     }
   }
@@ -96,7 +97,6 @@ void quantized(const bf16* x, const uint8_t* records, Out* y, i64 rows, i64 inpu
   {
     static thread_local std::vector<bf16> panel;
     panel.resize(inputs / 2 * kLdp);
-    const Unpacking with;
     Multiplier multiplier;
     for (i64 first = 0; first < rows; first += kRowBlock) {
       const i64 count = std::min(rows - first, kRowBlock);
@@ -106,9 +106,9 @@ void quantized(const bf16* x, const uint8_t* records, Out* y, i64 rows, i64 inpu
         const i64 column = 2 * block * kOutputs;
         const uint8_t* stored = records + 2 * block * bytes;
         Out* to = y + first * outputs + column;
-        unpack<kEightBits>(stored, inputs, panel.data(), kLdp, with);
+        unpack<kEightBits>(stored, inputs, panel.data(), kLdp);
         if (column + kOutputs < outputs) {
-          unpack<kEightBits>(stored + bytes, inputs, panel.data() + 2 * kTile, kLdp, with);
+          unpack<kEightBits>(stored + bytes, inputs, panel.data() + 2 * kTile, kLdp);
           multiply_columns<2>(multiplier, own, count, inputs, panel.data(), kLdp, to, outputs);
         } else {
           multiply_columns<1>(multiplier, own, count, inputs, panel.data(), kLdp, to, outputs);
