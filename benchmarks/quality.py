@@ -52,7 +52,7 @@ def main() -> None:
 def logprobs(model: Model, token_ids: list[int], dtype: torch.dtype, quantization: Quantization, step_rows: int) -> Tensor:
     """The distribution after every token of the text, [T, V] in float32, computed `step_rows` tokens at a time."""
     library = NativeLibrary.load(torch.get_num_threads(), dtype) if dtype == torch.bfloat16 else None
-    weights = load_weights(model.facts, WeightFormat(dtype, quantization, deterministic=False, library=library))
+    weights = load_weights(model.facts, WeightFormat(dtype, quantization, library=library))
     decoder = Decoder(model.facts, weights, step_factory(model.facts, library), ALONE)
     num_blocks = ceil_div(len(token_ids), BLOCK_SIZE)
     pool = KVPool.for_model(model.facts, num_blocks * BLOCK_SIZE, BLOCK_SIZE, dtype)

@@ -26,7 +26,6 @@ def load_share(config: ClusterConfig, pool: PoolConfig, ranks: TensorParallel) -
         gpu_memory_utilization=config.gpu_memory_utilization,
         dtype=config.dtype,
         quantization=config.quantization,
-        deterministic=config.deterministic,
         block_size=config.block_size,
         num_kv_tokens=pool.kv_cache_tokens,
         shared_kv=config.transport != "gloo",
