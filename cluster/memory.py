@@ -51,7 +51,7 @@ def worker_memory(config: ClusterConfig, pool: PoolConfig, facts: ModelFacts) ->
         return WorkerMemory(kv_pool=0, weights=0, process=process)
     dtype_bytes = 2 if _computes_bfloat16(config) else 4
     kv_token = facts.num_layers * 2 * facts.num_kv_heads * facts.head_dim * dtype_bytes
-    few_rows = _FEW_ROWS_BYTES[config.quantization] if dtype_bytes == 2 and not config.deterministic else 0.0
+    few_rows = _FEW_ROWS_BYTES[config.quantization] if dtype_bytes == 2 else 0.0
     if config.quantization == "auto" and facts.weight_format is not WeightFormat.GGUF:
         few_rows = 0.0
     weights = int(_num_parameters(facts) * (dtype_bytes + few_rows))

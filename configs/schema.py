@@ -6,7 +6,6 @@ Read with `configs.loader.load_config`; unknown keys and impossible values are a
 from __future__ import annotations
 
 import os
-import sys
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -199,13 +198,6 @@ class ClusterConfig(_Section):
     auto: quantized weights of a GGUF file are used as they are for few rows. int8, int4: weights are rounded when they are
     loaded. none: only `dtype`.
     """
-    deterministic: bool = False
-    """Whether a request's tokens do not depend on what runs beside it: no quantized weights for few rows, nothing taken
-    from a prefix cache, and nothing preempted, so decode reserves whole answers.
-
-    A worker refuses to start on a processor whose operators don't keep a row's bits beside others
-    (`engine.batch_invariance`).
-    """
     max_model_len: Positive | None = None
     """Most tokens of prompt and answer together; None takes the model's own context."""
     block_size: Literal[8, 16, 32, 64] = 16
@@ -227,8 +219,3 @@ class ClusterConfig(_Section):
     telemetry: TelemetryConfig = TelemetryConfig()
     tiers: dict[Text, TierConfig] = {DEFAULT_TIER: TierConfig()}
     """Every key is of one of these."""
-
-    @property
-    def answer_room(self) -> int:
-        """Most tokens of an answer that decode reserves beside its prompt."""
-        return sys.maxsize if self.deterministic else self.block_size

@@ -35,33 +35,27 @@ from protocol.ticket import TicketState, check_transition, reserved_tokens
 class Ledger:
     """All tickets of one decode worker.
 
-    `answer_room` is the largest number of an answer's tokens that are reserved (`ClusterConfig.answer_room`). Without
-    `shares_prefixes` no block is kept or shared. `clock` gives monotonic seconds. `on_committed` is called when a ticket may
-    be attached, `on_failed` when one is aborted or expired, and `on_settled` when a ticket's blocks are free again.
+    `clock` gives monotonic seconds. `on_committed` is called when a ticket may be attached, `on_failed` when one is aborted or
+    expired, and `on_settled` when a ticket's blocks are free again.
     """
 
     def __init__(
         self,
         cache: PrefixCache,
         block_size: int,
-        answer_room: int,
         lease_s: float,
         clock: Callable[[], float],
         on_committed: Callable[[TicketEntry], None],
         on_failed: Callable[[TicketEntry], None],
         on_settled: Callable[[], None],
-        *,
-        shares_prefixes: bool,
     ) -> None:
         self._cache = cache
         self._block_size = block_size
-        self._answer_room = answer_room
         self._lease_s = lease_s
         self._clock = clock
         self._on_committed = on_committed
         self._on_failed = on_failed
         self._on_settled = on_settled
-        self._shares_prefixes = shares_prefixes
         self._entries: dict[int, TicketEntry] = {}
         self._next_id = 1
         self.cache_queries = 0
@@ -148,7 +142,7 @@ class Ledger:
 
     def blocks_for_ticket(self, num_tokens: int, max_tokens: int) -> int:
         """Blocks of a new ticket for a prompt of `num_tokens`, those that are cached included."""
-        return self.blocks_for(reserved_tokens(num_tokens, max_tokens, self._answer_room))
+        return self.blocks_for(reserved_tokens(num_tokens, max_tokens, self._block_size))
 
     def blocks_for(self, num_tokens: int) -> int:
         """Smallest number of blocks that holds so many tokens."""
@@ -373,7 +367,7 @@ class Ledger:
         return True
 
     def _keys(self, token_ids: Sequence[int], cache_salt: str) -> list[bytes]:
-        return block_keys(token_ids, self._block_size, cache_salt) if self._shares_prefixes else []
+        return block_keys(token_ids, self._block_size, cache_salt)
 
     def _attach(self, entry: TicketEntry) -> TicketEntry:
         self._move(entry, TicketState.ATTACHED)

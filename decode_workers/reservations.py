@@ -31,15 +31,12 @@ class Reservations:
         vocab_size: int,
         block_size: int,
         turn_s: float,
-        preempts: bool,
         send: Callable[[bytes, Any], None],
     ) -> None:
-        """`preempts`: streams may be preempted to make room for newcomers."""
         self._me = me
         self._ledger = ledger
         self._scheduler = scheduler
         self._turn_s = turn_s
-        self._preempts = preempts
         self._vocab_size = vocab_size
         self._block_size = block_size
         self._send = send
@@ -84,7 +81,7 @@ class Reservations:
             spare=room.spare_beside(share, displaces=message.displaces),
         )
         if entry is None:
-            if self._preempts and message.displaces:
+            if message.displaces:
                 room.want(share, self._ledger.blocks_for_ticket(len(message.prompt_token_ids), message.max_tokens))
             kind = TenantFullError if room.holds_most(share) else OverloadedError
             raise kind(f"full: {room.reservable_blocks} KV blocks may be reserved", retry_after_s=1.0)

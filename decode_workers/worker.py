@@ -76,13 +76,11 @@ class DecodeWorker:
         self.ledger = Ledger(
             self._cache,
             pool.block_size,
-            config.answer_room,
             limits.lease_s,
             time.monotonic,
             on_committed=self._committed,
             on_failed=self._failed,
             on_settled=self._changed,
-            shares_prefixes=not config.deterministic,
         )
         self._scheduler = DecodeScheduler(
             self.ledger, config.decode.max_batch_size, config.decode.max_chunk_tokens, limits.turn_s, time.monotonic
@@ -96,7 +94,6 @@ class DecodeWorker:
             vocab_size=vocab_size,
             block_size=pool.block_size,
             turn_s=limits.turn_s,
-            preempts=not config.deterministic,
             send=self._endpoint.send,
         )
         self._attaches = Attaches(

@@ -75,12 +75,11 @@ class PlannedChunk:
 class PrefillScheduler:
     """Decides which parts of which prompts each step computes, in the order of their arrival."""
 
-    def __init__(self, cache: PrefixCache, block_size: int, config: PrefillConfig, *, shares_prefixes: bool) -> None:
+    def __init__(self, cache: PrefixCache, block_size: int, config: PrefillConfig) -> None:
         self._cache = cache
         self._block_size = block_size
         self._max_batch_tokens = config.max_batch_tokens
         self._shared_tokens = min(config.saturation_tokens, config.max_batch_tokens)
-        self._shares_prefixes = shares_prefixes
         self._line: list[Prompt] = []
         """Prompts that were not sent ahead, queued and computing, in their order."""
         self._ahead: list[Prompt] = []
@@ -115,8 +114,7 @@ class PrefillScheduler:
     def new_prompt(self, token_ids: Sequence[int], cache_salt: str, *, whole: bool = False) -> Prompt:
         """Make a prompt to `add`. It shares KV only with prompts of the same salt, and takes none from others if `whole`."""
         assert self.fits(len(token_ids)), "too long for this pool: refuse it on arrival"
-        keys = block_keys(token_ids, self._block_size, cache_salt) if self._shares_prefixes else ()
-        return Prompt(token_ids, keys, whole)
+        return Prompt(token_ids, block_keys(token_ids, self._block_size, cache_salt), whole)
 
     def add(self, prompt: Prompt, *, ahead: bool = False) -> None:
         """Queue a prompt behind all others, or `ahead` of those that were not sent ahead themselves."""

@@ -62,9 +62,7 @@ class PrefillWorker:
         self._engine = EngineThread(runner, gang, PREFILL_NICENESS)
         self._grammars = rank.grammars
         self._cache = PrefixCache(pool.num_blocks)
-        self._scheduler = PrefillScheduler(
-            self._cache, pool.block_size, config.prefill, shares_prefixes=not config.deterministic
-        )
+        self._scheduler = PrefillScheduler(self._cache, pool.block_size, config.prefill)
         self._progress = StepProgress(pool.data.device)
         first = LocalSendRank(pool.layers(), pool.block_size, transports, self._progress, self._limits.lease_s)
         others = [RemoteSendRank(gang.asker(number), first.transports) for number in range(1, gang.size)]

@@ -60,9 +60,8 @@ def check_transition(old: TicketState, new: TicketState) -> None:
     assert new in _NEXT[old], f"a ticket can't go from {old.name} to {new.name}"
 
 
-def reserved_tokens(num_prompt_tokens: int, max_tokens: int, answer_room: int) -> int:
-    """How many tokens a fresh ticket has slots for: the prompt and the beginning of the answer, `answer_room` tokens (a
-    block's worth, so that no stream wants a further block right when it starts). The last token of an answer is never fed
-    back, so needs no slot.
+def reserved_tokens(num_prompt_tokens: int, max_tokens: int, block_size: int) -> int:
+    """How many tokens a fresh ticket has slots for: the prompt and a block's worth of the answer, so that no stream wants a
+    further block right when it starts. The last token of an answer is never fed back, so needs no slot.
     """
-    return num_prompt_tokens + min(max_tokens, answer_room) - 1
+    return num_prompt_tokens + min(max_tokens, block_size) - 1

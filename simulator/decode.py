@@ -81,19 +81,16 @@ class DecodeWorker:
         self._ledger = Ledger(
             self._cache,
             config.block_size,
-            config.answer_room,
             config.limits.lease_s,
             lambda: clock.now,
             on_committed=self._join,
             on_failed=_nothing_fails,
             on_settled=self._changed,
-            shares_prefixes=not config.deterministic,
         )
         self._turn_s = config.limits.turn_s
         self._scheduler = DecodeScheduler(
             self._ledger, config.decode.max_batch_size, config.decode.max_chunk_tokens, self._turn_s, lambda: clock.now
         )
-        self._preempts = not config.deterministic
         self._tickets: dict[int, _Ticket] = {}
         self._run: StepRun | None = None
         self._steps = 0
@@ -128,9 +125,8 @@ class DecodeWorker:
             spare=room.spare_beside(NOBODYS, displaces=True),
         )
         if entry is None:
-            if self._preempts:
-                room.want(NOBODYS, self._ledger.blocks_for_ticket(len(request.token_ids), request.output_len))
-                self._look_again()
+            room.want(NOBODYS, self._ledger.blocks_for_ticket(len(request.token_ids), request.output_len))
+            self._look_again()
             return None
         room.granted(NOBODYS)
         self._tickets[entry.ticket_id] = _Ticket(request, on_finished)

@@ -49,12 +49,7 @@ class PrefillWorker:
         self._clock = clock
         self._busyness = busyness
         self._cache = PrefixCache(config.prefill.kv_cache_tokens // config.block_size)
-        self._scheduler = PrefillScheduler(
-            self._cache,
-            config.block_size,
-            config.prefill,
-            shares_prefixes=not config.deterministic,
-        )
+        self._scheduler = PrefillScheduler(self._cache, config.block_size, config.prefill)
         self._jobs: dict[Prompt, Job] = {}
         self._computing = False
         self._steps = 0

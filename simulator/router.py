@@ -140,7 +140,7 @@ class Router:
 
     def _enter(self, request: Request) -> None:
         now, queue_s = self._clock.now, self._config.limits.queue_s
-        cost = reserved_tokens(len(request.token_ids), request.output_len, self._config.answer_room)
+        cost = reserved_tokens(len(request.token_ids), request.output_len, self._config.block_size)
         try:
             entry, leaving = self._line.enter(ANYBODY, cost, queue_s, now)
         except OverloadedError as error:

@@ -108,7 +108,7 @@ class Admission:
 
     def _cost(self, journal: Journal) -> int:
         """Tokens for which a claim takes KV blocks at once: those to prefill, and the first room of the answer."""
-        return reserved_tokens(len(journal.token_ids), journal.remaining_tokens, self._config.answer_room)
+        return reserved_tokens(len(journal.token_ids), journal.remaining_tokens, self._config.block_size)
 
     async def _try(self, attempt_id: str, journal: Journal, avoid: Container[str], asked: list[WorkerLink]) -> Claim | None:
         """A claim if some pair has room now; decode workers are asked in turn, and added to `asked`."""

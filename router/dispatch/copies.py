@@ -48,8 +48,8 @@ class Copies:
     async def run(self) -> None:
         """Copy streams that are due, until cancelled; returns at once where the configuration wants no copies."""
         every = self._config.decode.copy_every_tokens
-        if not every or self._config.deterministic:
-            return  # nobody wants any, or nothing is cached
+        if not every:
+            return
         async with asyncio.TaskGroup() as tasks:
             while True:
                 if len(self._roster.ready(Role.DECODE)) > 1:
@@ -100,7 +100,7 @@ class Copies:
     async def _copy(self, running: Running) -> None:
         journal, block_size = running.journal, self._config.block_size
         token_ids = journal.token_ids[: (len(journal.token_ids) - 1) // block_size * block_size]
-        need_blocks = blocks_for(reserved_tokens(len(token_ids), 1, self._config.answer_room), block_size)
+        need_blocks = blocks_for(reserved_tokens(len(token_ids), 1, block_size), block_size)
         target = self.place(running) or self._other(running, need_blocks)
         outcome = "cancelled"
         try:

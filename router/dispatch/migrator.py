@@ -139,7 +139,7 @@ class Migrator:
 
     def _need_blocks(self, running: Running) -> int:
         journal = running.journal
-        tokens = reserved_tokens(len(journal.token_ids) - 1, journal.remaining_tokens + 1, self._config.answer_room)
+        tokens = reserved_tokens(len(journal.token_ids) - 1, journal.remaining_tokens + 1, self._config.block_size)
         return blocks_for(tokens, self._config.block_size)
 
     def _begin(self, running: Running, target: WorkerLink, need_blocks: int, reason: str) -> None:

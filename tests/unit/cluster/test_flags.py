@@ -85,7 +85,7 @@ def test_a_record_that_refuses_its_values_refuses_the_command() -> None:
         ),
         ("--colocated", {"disaggregation": "never"}),
         ("--colocated --disaggregation never", {"disaggregation": "never"}),
-        ("--deterministic --dtype float32", {"deterministic": True, "dtype": "float32"}),
+        ("--allow-anonymous --dtype float32", {"http.allow_anonymous": True, "dtype": "float32"}),
         ("--keys-file keys.json", {"http.keys_file": "keys.json"}),
     ],
 )

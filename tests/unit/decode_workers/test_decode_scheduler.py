@@ -88,13 +88,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.ledger = Ledger(
             self.cache,
             BLOCK_SIZE,
-            BLOCK_SIZE,
             LEASE_S,
             lambda: self.now,
             on_committed=lambda entry: None,
             on_failed=lambda entry: self.scheduler.remove(entry.ticket_id),
             on_settled=lambda: None,
-            shares_prefixes=True,
         )
         self.scheduler = DecodeScheduler(self.ledger, MAX_BATCH_SIZE, CUT, TURN_S, lambda: self.now)
         self.engine = Engine()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -37,13 +36,11 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger = Ledger(
             self.cache,
             BLOCK_SIZE,
-            BLOCK_SIZE,
             LEASE_S,
             lambda: self.now,
             on_committed=lambda entry: self.committed.append(entry.ticket_id),
             on_failed=lambda entry: self.failed.append(entry.ticket_id),
             on_settled=self._settled,
-            shares_prefixes=True,
         )
         self.entries: dict[int, TicketEntry] = {}
         self.pushes: list[tuple[TicketEntry, int]] = []
@@ -317,21 +314,17 @@ LedgerMachine.TestCase.settings = settings(max_examples=_NUM_SCHEDULES, stateful
 TestLedger = LedgerMachine.TestCase
 
 
-def book(
-    lease_s: float = LEASE_S, clock: Callable[[], float] = lambda: 0.0, answer_room: int = BLOCK_SIZE, shares: bool = True
-) -> tuple[Ledger, PrefixCache]:
+def book(lease_s: float = LEASE_S, clock: Callable[[], float] = lambda: 0.0) -> tuple[Ledger, PrefixCache]:
     cache = PrefixCache(NUM_BLOCKS)
     quiet: Callable[[TicketEntry], None] = lambda entry: None  # noqa: E731
     ledger = Ledger(
         cache,
         BLOCK_SIZE,
-        answer_room,
         lease_s,
         clock,
         on_committed=quiet,
         on_failed=quiet,
         on_settled=lambda: None,
-        shares_prefixes=shares,
     )
     return ledger, cache
 
@@ -423,13 +416,6 @@ def test_nothing_leads_out_of_a_final_state(final: TicketState) -> None:
             check_transition(final, state)
 
 
-def test_a_ticket_that_reserves_its_whole_answer_never_grows() -> None:
-    ledger, _ = book(answer_room=sys.maxsize)
-    entry = ledger.reserve(b"r", (1,), 4 * BLOCK_SIZE, "")
-    assert entry is not None
-    assert len(entry.block_table) == 4
-
-
 def test_what_is_held_is_shared_and_not_sent() -> None:
     ledger, cache = book()
     prompt = tuple(range(2 * BLOCK_SIZE + 1))
@@ -492,14 +478,3 @@ def test_an_answer_is_kept_for_the_next_turn() -> None:
     turn = ledger.reserve(b"r", (*prompt, *answer, 7), 1, "")
     assert turn is not None
     assert turn.held_tokens == 2 * BLOCK_SIZE
-
-
-def test_a_ledger_that_shares_nothing_holds_nothing() -> None:
-    ledger, cache = book(shares=False)
-    for _ in range(2):
-        entry = ledger.reserve(b"r", tuple(range(2 * BLOCK_SIZE)), 1, "")
-        assert entry is not None
-        assert entry.held_tokens == 0
-        assert receive(ledger, entry)
-        ledger.release(entry.ticket_id)
-    assert cache.num_owned == 0

@@ -42,13 +42,11 @@ class World:
         self.ledger = Ledger(
             self.cache,
             BLOCK,
-            BLOCK,
             1e9,
             lambda: self.now,
             on_committed=lambda entry: None,
             on_failed=lambda entry: None,
             on_settled=lambda: None,
-            shares_prefixes=True,
         )
         self.scheduler = DecodeScheduler(self.ledger, self.num_seats, CHUNK, TURN_S, lambda: self.now)
 

@@ -76,13 +76,11 @@ class Decode:
         self.ledger = Ledger(
             self.blocks,
             self.block_size,
-            self.block_size,
             60.0,
             time.monotonic,
             on_committed=lambda entry: self.committed.append(entry.ticket_id),
             on_failed=lambda entry: self.failed.append(entry.ticket_id),
             on_settled=lambda: None,
-            shares_prefixes=True,
         )
         self.stats = TransferStats()
         self.pairs: dict[bytes, ReceivingPair] = {}

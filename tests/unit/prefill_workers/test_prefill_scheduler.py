@@ -37,7 +37,7 @@ class Run:
         self.budget = budget
         self.saturation = saturation
         self.cache = PrefixCache(num_blocks)
-        self.scheduler = PrefillScheduler(self.cache, BLOCK_SIZE, steps_of(budget, saturation), shares_prefixes=True)
+        self.scheduler = PrefillScheduler(self.cache, BLOCK_SIZE, steps_of(budget, saturation))
         self.prompts: list[Prompt] = []
         """That have arrived."""
         self.line: dict[bool, list[Prompt]] = {False: [], True: []}
@@ -140,7 +140,7 @@ def test_every_prompt_is_computed_once_in_order(
 
 
 def test_short_prompts_share_a_step_and_long_ones_are_cut() -> None:
-    scheduler = PrefillScheduler(PrefixCache(100), BLOCK_SIZE, steps_of(16), shares_prefixes=True)
+    scheduler = PrefillScheduler(PrefixCache(100), BLOCK_SIZE, steps_of(16))
     _, _, long, _ = added(scheduler, range(5), range(100, 111), range(200, 230), range(300, 302))
     steps = [[(c.prompt is long, c.start, c.num_tokens, c.last) for c in step(scheduler)] for _ in range(4)]
     assert steps == [
@@ -152,13 +152,13 @@ def test_short_prompts_share_a_step_and_long_ones_are_cut() -> None:
 
 
 def test_prompts_share_a_step_up_to_its_saturation() -> None:
-    scheduler = PrefillScheduler(PrefixCache(100), BLOCK_SIZE, steps_of(16, 8), shares_prefixes=True)
+    scheduler = PrefillScheduler(PrefixCache(100), BLOCK_SIZE, steps_of(16, 8))
     added(scheduler, range(5), range(100, 103), range(200, 201), range(300, 312), range(400, 401))
     assert [[chunk.num_tokens for chunk in step(scheduler)] for _ in range(5)] == [[5, 3], [1], [12], [1], []]
 
 
 def test_a_long_prompt_is_not_starved_by_short_ones() -> None:
-    scheduler = PrefillScheduler(PrefixCache(4), BLOCK_SIZE, steps_of(16), shares_prefixes=True)
+    scheduler = PrefillScheduler(PrefixCache(4), BLOCK_SIZE, steps_of(16))
     first, long, _ = added(scheduler, range(4), range(100, 116), range(200, 204))
     assert [chunk.prompt for chunk in step(scheduler)] == [first]
     assert step(scheduler) == [], "the long prompt waits for all four blocks, and the short one behind it"
@@ -167,7 +167,7 @@ def test_a_long_prompt_is_not_starved_by_short_ones() -> None:
 
 
 def test_a_prompt_goes_before_one_that_is_being_computed_and_the_others_get_a_step_between_two() -> None:
-    scheduler = PrefillScheduler(PrefixCache(100), BLOCK_SIZE, steps_of(16), shares_prefixes=True)
+    scheduler = PrefillScheduler(PrefixCache(100), BLOCK_SIZE, steps_of(16))
     long, queued = added(scheduler, range(40), range(100, 116))
     assert [chunk.prompt for chunk in step(scheduler)] == [long]
     first, second, third = (scheduler.new_prompt(range(start, start + 20), "") for start in (200, 300, 400))
@@ -179,7 +179,7 @@ def test_a_prompt_goes_before_one_that_is_being_computed_and_the_others_get_a_st
 
 
 def test_a_started_prompt_goes_on_while_one_ahead_of_it_finds_no_blocks() -> None:
-    scheduler = PrefillScheduler(PrefixCache(6), BLOCK_SIZE, steps_of(8), shares_prefixes=True)
+    scheduler = PrefillScheduler(PrefixCache(6), BLOCK_SIZE, steps_of(8))
     [long] = added(scheduler, range(16))
     step(scheduler)
     ahead = scheduler.new_prompt(range(100, 112), "")
@@ -191,7 +191,7 @@ def test_a_started_prompt_goes_on_while_one_ahead_of_it_finds_no_blocks() -> Non
 
 
 def test_a_prompt_starts_behind_what_is_cached_and_hands_it_over() -> None:
-    scheduler = PrefillScheduler(PrefixCache(100), BLOCK_SIZE, steps_of(16), shares_prefixes=True)
+    scheduler = PrefillScheduler(PrefixCache(100), BLOCK_SIZE, steps_of(16))
     added(scheduler, range(24))
     step(scheduler)
     assert [(c.start, c.end, c.handoff_start) for c in step(scheduler)] == [(16, 24, 16)]
@@ -202,7 +202,7 @@ def test_a_prompt_starts_behind_what_is_cached_and_hands_it_over() -> None:
 
 
 def test_the_last_token_is_computed_into_a_block_of_its_own() -> None:
-    scheduler = PrefillScheduler(PrefixCache(100), BLOCK_SIZE, steps_of(16), shares_prefixes=True)
+    scheduler = PrefillScheduler(PrefixCache(100), BLOCK_SIZE, steps_of(16))
     [donor] = added(scheduler, range(8))
     step(scheduler)
     [again, longer] = added(scheduler, range(8), range(9))
@@ -213,7 +213,7 @@ def test_the_last_token_is_computed_into_a_block_of_its_own() -> None:
 
 
 def test_nothing_is_shared_before_it_is_computed_or_across_salts() -> None:
-    scheduler = PrefillScheduler(PrefixCache(100), BLOCK_SIZE, steps_of(16), shares_prefixes=True)
+    scheduler = PrefillScheduler(PrefixCache(100), BLOCK_SIZE, steps_of(16))
     added(scheduler, range(8), range(8))
     first, second = scheduler.plan()
     assert (first.start, second.start) == (0, 0), "of two in one step, none waits for the other"
@@ -224,14 +224,3 @@ def test_nothing_is_shared_before_it_is_computed_or_across_salts() -> None:
     added(scheduler, range(9), salt="other")
     added(scheduler, range(9))
     assert [chunk.start for chunk in step(scheduler)] == [0, 8], "cached although its owner was cancelled; salts share nothing"
-
-
-def test_prompts_that_may_not_share_compute_everything_themselves() -> None:
-    scheduler = PrefillScheduler(PrefixCache(100), BLOCK_SIZE, steps_of(16), shares_prefixes=False)
-    for _ in range(2):
-        prompt = scheduler.new_prompt(list(range(12)), "")
-        scheduler.add(prompt)
-        plan = scheduler.plan()
-        assert [(chunk.start, chunk.num_tokens) for chunk in plan] == [(0, 12)]
-        scheduler.step_done(plan)
-        scheduler.release(prompt)
