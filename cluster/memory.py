@@ -1,7 +1,7 @@
 """How much of a node's memory a worker takes when its pool is full. Pure estimates, of what is largest.
 
     KV pool      kv_cache_tokens x layers x 2 x KV heads x head size x bytes of a number
-    weights      every parameter in the type that is computed in, and again as it is held for few rows
+    weights      the embedding in the type that is computed in, all matrices as they are multiplied
     process      Python, torch, buffers for transfers and steps, once for each rank
 
 A pool's memory is touched only when tokens need it, and then stays: what is enough at the start may not be a day later. On GPUs
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from configs.facts import ModelFacts, WeightFormat
-from configs.machine import multiplies_bfloat16
+from configs.machine import processor_features
 from configs.schema import ClusterConfig, PoolConfig
 from protocol.messages import Role
 
@@ -22,8 +22,14 @@ PROCESS_BYTES = 300_000_000
 """Of one rank without weights and pool: 220 MB after the start (float32, AMD EPYC, 2026-11-24), and room for steps' buffers."""
 CLUSTER_BYTES = 1_000_000_000
 """Of all that a node of a cluster has besides workers: Ray, Serve, HAProxy, routers, the controller, a spare process."""
-_FEW_ROWS_BYTES = {"none": 0.0, "int8": 1.07, "int4": 0.57, "auto": 0.57}
-"""Bytes of one weight as it is held for few rows, beside the type that is computed in; `auto` is of a GGUF file."""
+_QUANTIZED_BYTES = {"int8": 1.125, "int4": 0.625, "auto": 1.125}
+"""Bytes of one weight with its share of a scale and a minimum; `auto` is of a GGUF file, at most."""
+_STORED_QUANTIZED = 1.5
+"""Bytes per parameter below which a file's weights are quantized."""
+_NATIVE_OPERATORS = frozenset(("avx2", "fma", "f16c"))
+"""Features of processors that have native operators. These compute in bfloat16, and multiply quantized weights."""
+_NATIVE_BFLOAT16 = frozenset(("avx512_bf16", "amx_bf16", "bf16"))
+"""Features of processors that multiply bfloat16 without emulation."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +57,7 @@ def worker_memory(config: ClusterConfig, pool: PoolConfig, facts: ModelFacts) ->
         return WorkerMemory(kv_pool=0, weights=0, process=process)
     dtype_bytes = 2 if _computes_bfloat16(config) else 4
     kv_token = facts.num_layers * 2 * facts.num_kv_heads * facts.head_dim * dtype_bytes
-    few_rows = _FEW_ROWS_BYTES[config.quantization] if dtype_bytes == 2 else 0.0
-    if config.quantization == "auto" and facts.weight_format is not WeightFormat.GGUF:
-        few_rows = 0.0
-    weights = int(_num_parameters(facts) * (dtype_bytes + few_rows))
+    weights = int(_num_embedded(facts) * dtype_bytes + _num_multiplied(facts) * _weight_bytes(config, facts, dtype_bytes))
     return WorkerMemory(kv_pool=kv_token * pool.kv_cache_tokens, weights=weights, process=process)
 
 
@@ -95,11 +98,29 @@ def in_gb(size: float) -> str:
 
 
 def _computes_bfloat16(config: ClusterConfig) -> bool:
-    return config.dtype == "bfloat16" or (config.dtype == "auto" and multiplies_bfloat16())
+    if config.dtype != "auto":
+        return config.dtype == "bfloat16"
+    features = processor_features()
+    return features >= _NATIVE_OPERATORS or not features.isdisjoint(_NATIVE_BFLOAT16)
 
 
-def _num_parameters(facts: ModelFacts) -> int:
-    """Of the whole model. The embedding counts twice: the head is held in a layout of its own, also where the two are one."""
+def _weight_bytes(config: ClusterConfig, facts: ModelFacts, dtype_bytes: int) -> float:
+    """Of a weight of a matrix."""
+    if config.quantization == "none" or not processor_features() >= _NATIVE_OPERATORS:
+        return dtype_bytes
+    if config.quantization == "auto":
+        stored = sum(file.stat().st_size for file in facts.weight_files)
+        if facts.weight_format is not WeightFormat.GGUF or stored > _STORED_QUANTIZED * _num_multiplied(facts):
+            return dtype_bytes
+    return _QUANTIZED_BYTES[config.quantization]
+
+
+def _num_embedded(facts: ModelFacts) -> int:
+    return facts.vocab_size * facts.hidden_size
+
+
+def _num_multiplied(facts: ModelFacts) -> int:
+    """Of the layers and of the head, which is held in a layout of its own, also where it is the embedding."""
     attention = facts.hidden_size * facts.head_dim * 2 * (facts.num_heads + facts.num_kv_heads)
     layer = attention + 3 * facts.hidden_size * facts.intermediate_size
-    return 2 * facts.vocab_size * facts.hidden_size + facts.num_layers * layer
+    return facts.vocab_size * facts.hidden_size + facts.num_layers * layer

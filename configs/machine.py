@@ -1,4 +1,4 @@
-"""What this machine has, for processes that don't load torch: its memory, and what it multiplies natively."""
+"""What this machine has, for processes that don't load torch: its memory, and its processor's features."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from pathlib import Path
 
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 _CPU_INFO = Path("/proc/cpuinfo")
-_NATIVE_BFLOAT16 = frozenset(("avx512_bf16", "amx_bf16", "bf16"))
-"""Processor features, as Linux names them, that multiply bfloat16 without emulation."""
 
 
 def memory_bytes() -> int:
@@ -27,12 +25,12 @@ def memory_bytes() -> int:
 
 
 @cache
-def multiplies_bfloat16() -> bool:
-    """Return whether the processor multiplies bfloat16 natively, as far as Linux says so."""
+def processor_features() -> frozenset[str]:
+    """Return the processor's features, as Linux names them; none on another system."""
     if platform.system() != "Linux":
-        return False
+        return frozenset()
     for line in _CPU_INFO.read_text().splitlines():
         name, _, features = line.partition(":")
         if name.strip() in ("flags", "Features"):
-            return not _NATIVE_BFLOAT16.isdisjoint(features.split())
-    return False
+            return frozenset(features.split())
+    return frozenset()

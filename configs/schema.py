@@ -195,8 +195,8 @@ class ClusterConfig(_Section):
     quantization: Literal["auto", "none", "int8", "int4"] = "auto"
     """How weights are held.
 
-    auto: quantized weights of a GGUF file are used as they are for few rows. int8, int4: weights are rounded when they are
-    loaded. none: only `dtype`.
+    auto: quantized weights of a GGUF file are used as they are. int8, int4: weights are rounded when they are loaded. none:
+    only `dtype`.
     """
     max_model_len: Positive | None = None
     """Most tokens of prompt and answer together; None takes the model's own context."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
+import cluster.memory
 from cluster.memory import CLUSTER_BYTES, WorkerMemory, role_memory, with_fitting_pools
 from cluster.ray import placement
 from cluster.ray.placement import Room
@@ -35,13 +36,31 @@ def room(monkeypatch: pytest.MonkeyPatch, memory: int, **settings: object) -> Ro
     return Room(config(**settings), BOTH, [LAPTOP], may_grow=False)
 
 
-def test_a_worker_takes_its_pool_its_weights_and_its_processes(facts: ModelFacts) -> None:
-    memory = role_memory(config(prefill={"tensor_parallel_size": 3}), facts)
-    assert memory[Role.DECODE].kv_pool == 65_536 * 30 * 2 * 3 * 64 * 4
-    assert 134_000_000 * 4 < memory[Role.DECODE].weights < 170_000_000 * 4
-    assert memory[Role.PREFILL].process == 3 * memory[Role.DECODE].process
-    small = role_memory(config(dtype="bfloat16", quantization="none"), facts)[Role.DECODE]
-    assert (small.kv_pool * 2, small.weights * 2) == (memory[Role.DECODE].kv_pool, memory[Role.DECODE].weights)
+@pytest.mark.parametrize(
+    ("features", "quantization", "dtype_bytes", "matrix_bytes"),
+    [
+        ({"avx2", "fma", "f16c"}, "auto", 2, 1.125),
+        ({"avx2", "fma", "f16c"}, "int4", 2, 0.625),
+        ({"avx2", "fma", "f16c"}, "none", 2, 2),
+        ({"bf16", "asimd"}, "int4", 2, 2),
+        (set(), "auto", 4, 4),
+    ],
+)
+def test_a_worker_takes_its_pool_its_weights_and_its_processes(
+    facts: ModelFacts,
+    monkeypatch: pytest.MonkeyPatch,
+    features: set[str],
+    quantization: str,
+    dtype_bytes: int,
+    matrix_bytes: float,
+) -> None:
+    """134.5 million parameters, of which 28.3 million are embedded and multiplied."""
+    monkeypatch.setattr(cluster.memory, "processor_features", lambda: frozenset(features))
+    settings = config(dtype="auto", quantization=quantization, prefill={"tensor_parallel_size": 3})
+    taken = role_memory(settings, facts)
+    assert taken[Role.DECODE].kv_pool == 65_536 * 30 * 2 * 3 * 64 * dtype_bytes
+    assert taken[Role.DECODE].weights == pytest.approx(28.3e6 * dtype_bytes + 134.5e6 * matrix_bytes, rel=0.01)
+    assert taken[Role.PREFILL].process == 3 * taken[Role.DECODE].process
     on_gpu = role_memory(config(dtype="bfloat16", decode={"resources": {"GPU": 1.0}}), facts)[Role.DECODE]
     assert (on_gpu.kv_pool, on_gpu.weights) == (0, 0)
 
