@@ -27,10 +27,21 @@ def memory_bytes() -> int:
 @cache
 def processor_features() -> frozenset[str]:
     """Return the processor's features, as Linux names them; none on another system."""
+    return frozenset(_of_processor("flags", "Features").split())
+
+
+def processor_maker() -> str:
+    """Return `intel` or `amd`, or what else Linux calls the maker of an x86 processor; nothing where it says none."""
+    vendor = _of_processor("vendor_id")
+    return {"GenuineIntel": "intel", "AuthenticAMD": "amd"}.get(vendor, vendor)
+
+
+def _of_processor(*names: str) -> str:
+    """What Linux says of the first processor under one of these names."""
     if platform.system() != "Linux":
-        return frozenset()
+        return ""
     for line in _CPU_INFO.read_text().splitlines():
-        name, _, features = line.partition(":")
-        if name.strip() in ("flags", "Features"):
-            return frozenset(features.split())
-    return frozenset()
+        name, _, value = line.partition(":")
+        if name.strip() in names:
+            return value.strip()
+    return ""

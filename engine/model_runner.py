@@ -106,7 +106,7 @@ class ModelRunner:
             variation = what_varies(own, weights, begin_step, torch_dtype, block_size)
         if variation is not None:
             log.info("answers may depend on what runs beside them: %s", variation)
-        operators = "torch" if library is None else library.name
+        operators = "torch" if library is None else library.arithmetic
         arithmetic = arithmetic_name(operators, dtype_name, quantization, ranks.size, varies=variation is not None)
         decoder = Decoder(own, weights, begin_step, ranks)
         return cls(facts, lambda batch, on_layer: decoder.forward(batch, pool, on_layer), sample, pool, dtype_name, arithmetic)

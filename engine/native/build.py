@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 
 from configs.cache import cache_dir, exclusive
+from configs.machine import processor_maker
 from engine.native.instruction_sets import COMPILED, HERE, INSTRUCTION_SETS, InstructionSet, find_compiler
 from protocol.errors import ConfigError
 
@@ -41,6 +42,12 @@ class Built:
 
     instruction_set: InstructionSet
     functions: ctypes.CDLL
+
+    @property
+    def arithmetic(self) -> str:
+        """The set's name, such as `avx2`, with the processor's maker where it decides about bits: `avx512-amd`."""
+        maker = processor_maker() if self.instruction_set.rounds_by_maker else ""
+        return f"{self.instruction_set.name}-{maker}" if maker else self.instruction_set.name
 
 
 def is_here(instruction_set: InstructionSet) -> bool:

@@ -38,6 +38,8 @@ class InstructionSet:
     """Folders of the sources that this set's folder has no files of the same name for."""
     tiles: bool = False
     """Whether it uses AMX's tiles, which a process must ask the system for."""
+    rounds_by_maker: bool = False
+    """Whether makers of processors are not known to round these instructions alike."""
 
     @property
     def file_name(self) -> str:
@@ -69,6 +71,7 @@ _AVX512 = InstructionSet(
         *("-mbmi", "-mbmi2", "-mlzcnt", "-mprefer-vector-width=512"),
     ),
     dtypes=("bfloat16",),
+    rounds_by_maker=True,
 )
 INSTRUCTION_SETS = (
     InstructionSet(

@@ -48,8 +48,8 @@ class NativeLibrary:
     def __init__(self, built: Built, threads: int, dtype: torch.dtype) -> None:
         self.dtype = dtype
         """bfloat16 or float32."""
-        self.name = built.instruction_set.name
-        """Name of the instruction set that the operators are for."""
+        self.arithmetic = built.arithmetic
+        """The operators' part of an arithmetic's name: `engine.native.build.Built`."""
         self._functions = built.functions
         self._suffix = "_float32" if dtype == torch.float32 else ""
         self._threads = threads

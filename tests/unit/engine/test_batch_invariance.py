@@ -23,12 +23,12 @@ from engine.batch_invariance import (
 from engine.kernels.linear import Linear
 from engine.model_runner import ModelRunner
 from engine.models.weights import WeightFormat, load_weights
-from engine.native.build import chosen_instruction_set
+from engine.native.build import load_library
 from engine.native.matrix import NativeLinear
 from engine.operators.torch_step import TorchStep
 from tests.unit.engine.processors import products_are_known_to_keep_bits
 
-OPERATORS = "torch" if (set_ := chosen_instruction_set(torch.float32)) is None else set_.name
+OPERATORS = "torch" if (built := load_library(torch.float32)) is None else built.arithmetic
 """Those for float32 on this machine."""
 DTYPES = [torch.float32, torch.bfloat16]
 

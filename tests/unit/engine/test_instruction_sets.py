@@ -5,6 +5,7 @@ Each keeps one arithmetic: what a token becomes depends on the tokens before it 
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -178,7 +179,7 @@ def test_an_answer_is_the_same_however_it_was_computed(forced: Variant, smollm2_
     """In company or alone, with a prompt in one chunk or in many, and as a prompt that holds the answer's first part."""
     dtype: DtypeName = "float32" if forced.dtype == torch.float32 else "bfloat16"
     runner = ModelRunner.load(smollm2_facts, dtype=dtype, block_size=16, num_kv_tokens=4096)
-    assert runner.arithmetic == f"{forced.instruction_set.name} {dtype} auto", "its self-test passed"
+    assert runner.arithmetic == f"{forced.library(1).arithmetic} {dtype} auto", "its self-test passed"
     sampling = SamplingParams(seed=3, max_tokens=6, temperature=0.8, num_logprobs=5)
     prompts = [[(31 * i * (k + 1) + k) % 49_000 + 17 for i in range(5 + 37 * k)] for k in range(3)]
     together = generate(runner, prompts, [sampling] * len(prompts))
@@ -190,6 +191,13 @@ def test_an_answer_is_the_same_however_it_was_computed(forced: Variant, smollm2_
         said = generate(runner, [prompt], [greedy])[0]
         resumed = generate(runner, [prompt + [token.token_id for token in said[:3]]], [greedy])[0]
         assert resumed[:3] == said[3:]
+
+
+def test_a_maker_is_named_where_it_decides_about_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for maker in ("amd", "intel", ""):
+        monkeypatch.setattr(build, "processor_maker", lambda maker=maker: maker)
+        names = [build.Built(each, ctypes.CDLL(None)).arithmetic for each in INSTRUCTION_SETS]
+        assert names == ["amx", f"avx512-{maker}" if maker else "avx512", "avx2"]
 
 
 def test_a_set_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
