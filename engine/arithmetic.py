@@ -14,9 +14,9 @@ from protocol.messages import VARIES
 def arithmetic_name(operators: str, dtype: str, weights: str, num_ranks: int, *, varies: bool) -> str:
     """Return the name of an arithmetic, such as `avx2 bfloat16 auto` or `avx512-amd bfloat16 int8 tp2`.
 
-    `operators` is the instruction set of the native operators (`engine.native.build.Built`), `torch` or `triton`. `weights` is the option `quantization`:
-    auto is as the file stores them. `num_ranks` is the tensor-parallel size, which decides how sums are cut. `varies`: a
-    row's bits are known, or were found, to depend on the rows beside it.
+    `operators` is the instruction set of the native operators (`engine.native.build.Built`), `torch` or `triton`. `weights` is
+    the option `quantization`: auto is as the file stores them. `num_ranks` is the tensor-parallel size, which decides how sums
+    are cut. `varies`: a row's bits are known, or were found, to depend on the rows beside it.
     """
     ranks = f" tp{num_ranks}" if num_ranks > 1 else ""
     return f"{operators} {dtype} {weights}{ranks}{VARIES if varies else ''}"

@@ -68,7 +68,7 @@ _AVX512 = InstructionSet(
     features=("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_bf16", "avx2", "fma3", "f16c"),
     options=(
         *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx2", "-mfma", "-mf16c"),
-        *("-mbmi", "-mbmi2", "-mlzcnt", "-mprefer-vector-width=512"),
+        *("-mbmi", "-mbmi2", "-mlzcnt", "-mprefer-vector-width=512", "-ffp-contract=off"),
     ),
     dtypes=("bfloat16",),
     rounds_by_maker=True,

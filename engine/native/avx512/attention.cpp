@@ -75,8 +75,8 @@ inline void transpose(__m512i v[16]) {
 
 // Up to 64 tokens of one head from `begin` on: keys as [H / 2][64][2], values as [32][64][2] for each 64 of H, `stride` apart;
 // tokens from `length` on are zero. Has the tokens at `next` brought near, if there are any: blocks lie anywhere, so the
-// processor can't guess where, and it takes only so many requests at a time.
-void pack_block(const Context& context, i64 size, i64 begin, i64 length, bf16* keys, bf16* values, i64 stride, const i64* next = nullptr) {
+// processor can't guess where, and it takes only so many requests at a time. Returns whether all values are numbers.
+bool pack_block(const Context& context, i64 size, i64 begin, i64 length, bf16* keys, bf16* values, i64 stride, const i64* next = nullptr) {
   i64 offsets[kColumns];
   context.locate(begin, length, kColumns, offsets);
   for (i64 t = 0; t < kColumns; t += kVector)
@@ -95,11 +95,15 @@ void pack_block(const Context& context, i64 size, i64 begin, i64 length, bf16* k
     if (next && h % 32 == 0) _mm_prefetch(reinterpret_cast<const char*>(context.values + next[t] + h), _MM_HINT_T1);
     return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(context.values + offsets[t] + h)));
   };
+  const __m512i exponent = _mm512_set1_epi16(0x7f80);
+  __mmask32 no_numbers = 0;
   for (i64 t = 0; t < kColumns; t += 2)
     for (i64 h = 0; h < size; h += kVector) {
       const __m512i pairs = _mm512_or_si512(widened(t, h), _mm512_slli_epi32(widened(t + 1, h), 16));
+      no_numbers |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(pairs, exponent), exponent);
       _mm512_storeu_si512(values + h / kColumns * stride + (t / 2 * kColumns + h % kColumns) * 2, pairs);
     }
+  return !no_numbers;
 }
 
 // Scores of one row over a chunk become weights in bfloat16, relative to the largest score so far. Where kMasked, only the
@@ -238,10 +242,19 @@ void prefill_attention(const bf16* qkv, const bf16* keys, const bf16* values, co
   static thread_local std::vector<bf16> buffer;
   buffer.resize(2 * num_kv_heads * padded * size);
   bf16 *packed_keys = buffer.data(), *packed_values = packed_keys + num_kv_heads * padded * size;
-#pragma omp parallel for num_threads(threads) if (threads > 1)
+  bool numbers = true;
+#pragma omp parallel for num_threads(threads) reduction(&& : numbers) if (threads > 1)
   for (i64 unit = 0; unit < num_kv_heads * blocks; ++unit) {
     const i64 head = unit / blocks, at = head * padded * size, begin = unit % blocks * kColumns;
-    pack_block(context.of_head(head, size), size, begin, length, packed_keys + at + begin * size, packed_values + at + begin * kColumns, padded * kColumns);
+    const bool whole = pack_block(context.of_head(head, size), size, begin, length, packed_keys + at + begin * size,
+                                  packed_values + at + begin * kColumns, padded * kColumns);
+    numbers = numbers && whole;
+  }
+  // A tile multiplies values that a row must not see by zero, and zero times infinity is no number.
+  if (!numbers) {
+    for (i64 t = 0; t < tokens; ++t)
+      decode_sequence(qkv + t * heads.row(), context, start + t + 1, heads, 0, num_kv_heads, scale * kLog2E, out + t * num_heads * size);
+    return;
   }
   const i64 tiles = (tokens + kTileTokens - 1) / kTileTokens;
 #pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1)

@@ -175,6 +175,21 @@ def test_a_token_attends_alike_in_a_prompt_and_alone(forced: Variant, heads: int
 
 
 @pytest.mark.parametrize("forced", HERE, indirect=True, ids=named)
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_token_does_not_see_what_comes_after_it(forced: Variant, bad: float) -> None:
+    """Not even values that are no numbers: the earlier tokens' KV may be cached for others."""
+    torch.manual_seed(5)
+    pool_2SKH = torch.randn(2, 512, 3, 64).to(forced.dtype)
+    table, qkv_TA = torch.randperm(32)[:13], torch.randn(200, 15 * 64).to(forced.dtype)
+    whole, again = (torch.empty(200, 9, 64, dtype=forced.dtype) for _ in range(2))
+    forced.library(2).prefill_attention(qkv_TA, pool_2SKH, table, 0, 16, whole)
+    pool_2SKH[:, int(table[100 // 16]) * 16 + 100 % 16] = bad
+    forced.library(2).prefill_attention(qkv_TA, pool_2SKH, table, 0, 16, again)
+    assert torch.equal(again[:100], whole[:100])
+    assert again[100:].isnan().any()
+
+
+@pytest.mark.parametrize("forced", HERE, indirect=True, ids=named)
 def test_an_answer_is_the_same_however_it_was_computed(forced: Variant, smollm2_facts: ModelFacts, generate: Any) -> None:
     """In company or alone, with a prompt in one chunk or in many, and as a prompt that holds the answer's first part."""
     dtype: DtypeName = "float32" if forced.dtype == torch.float32 else "bfloat16"
