@@ -26,7 +26,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.lib.engine_report import Run, report
-from benchmarks.lib.environment import RESULTS, ROOT, write_result
+from benchmarks.lib.environment import RESULTS, ROOT, operators, write_result
 from benchmarks.lib.measured_process import MeasuredProcess
 from benchmarks.peers.setup import LLAMA_CPP, PeerEnv
 from configs.models import resolve
@@ -64,8 +64,9 @@ def main() -> None:
     command = f"python -m benchmarks.engine --threads {options.threads} --rounds {options.rounds}"
     command += f" --peers {options.peers} --peer-env DIR" if peers else ""
     command += " --baseline CHECKOUT" if baseline else ""
-    table = report(run, resolve("smollm2").facts, command, RESULTS / "engine.png")
-    write_result("engine", run.as_json(), table)
+    name = f"engine_{operators()}"
+    table = report(run, resolve("smollm2").facts, command, RESULTS / f"{name}.png")
+    write_result(name, run.as_json(), table)
 
 
 def measure(

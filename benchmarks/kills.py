@@ -23,12 +23,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-import torch
 
-from benchmarks.lib.environment import write_result
+from benchmarks.lib.environment import operators, write_result
 from benchmarks.lib.servers import HOST, cluster
 from benchmarks.lib.streams import Answered, Request
-from engine.native.build import chosen_instruction_set
 
 STREAMS = 16
 DIFFERENT = 32
@@ -67,8 +65,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="share of the kills")
     options = parser.parse_args()
     rows = asyncio.run(measure(options.port, options.scale))
-    operators = chosen_instruction_set(torch.bfloat16)
-    write_result(f"kills_{'torch' if operators is None else operators.name}", {"streams": STREAMS, "runs": rows}, table(rows))
+    write_result(f"kills_{operators()}", {"streams": STREAMS, "runs": rows}, table(rows))
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

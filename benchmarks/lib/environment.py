@@ -10,6 +10,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from engine.native.build import chosen_instruction_set
+
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 _FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
@@ -31,6 +35,14 @@ def environment() -> dict[str, Any]:
         "ray": _version("ray"),
         "commit": _commit(),
     }
+
+
+def operators() -> str:
+    """Return the set of native operators that bfloat16 is computed with here, or `torch`: part of the names of results that
+    depend on it.
+    """
+    chosen = chosen_instruction_set(torch.bfloat16)
+    return "torch" if chosen is None else chosen.name
 
 
 def write_result(name: str, result: dict[str, Any], table: str) -> None:
