@@ -93,12 +93,13 @@ def report(run: Run, facts: ModelFacts, command: str, plot_file: Path) -> str:
 def share_of_limit(facts: ModelFacts, case: str, tokens_per_s: float, limits: dict[str, float]) -> float:
     """Return the share of the machine's limit that a case reaches.
 
-    The limit is bfloat16 GFLOP/s for a prefill, and bandwidth for decoding.
+    The limit is arithmetic for a prefill, in bfloat16 or float32, whichever is faster here, and bandwidth for decoding.
     """
     kind, numbers = case.split(" ", 1)
     if kind == "prefill":
         flop = arithmetic.prefill_flop(facts, int(numbers))
-        return tokens_per_s / int(numbers) * flop / (limits["bfloat16 GFLOP/s"] * 1e9)
+        fastest = max(value for name, value in limits.items() if name.endswith("GFLOP/s"))
+        return tokens_per_s / int(numbers) * flop / (fastest * 1e9)
     sequences, context = (int(number) for number in numbers.split(" x "))
     steps_per_s = tokens_per_s / sequences
     return steps_per_s * arithmetic.decode_bytes(facts, sequences, context) / (limits["read GB/s"] * 1e9)
@@ -125,7 +126,7 @@ def _table(run: Run, facts: ModelFacts, threads: int) -> list[str]:
     return [
         *lines,
         "",
-        f"The machine, {_threads(threads)}: {limits}. The limit of a prefill is bfloat16 arithmetic, that of decoding reading.",
+        f"The machine, {_threads(threads)}: {limits}. The limit of a prefill is the faster arithmetic, that of decoding reading.",
     ]
 
 

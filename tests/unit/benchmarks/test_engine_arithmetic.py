@@ -34,8 +34,10 @@ def test_decode_reads_each_weight_once() -> None:
 
 
 def test_a_step_at_the_limit_is_a_share_of_one() -> None:
-    limits = {"bfloat16 GFLOP/s": 500.0, "read GB/s": 40.0}
+    limits = {"bfloat16 GFLOP/s": 500.0, "float32 GFLOP/s": 250.0, "read GB/s": 40.0}
     prompt_s = arithmetic.prefill_flop(FACTS, 512) / 500e9
     step_s = arithmetic.decode_bytes(FACTS, 16, 1024) / 40e9
     assert share_of_limit(FACTS, "prefill 512", 512 / prompt_s, limits) == pytest.approx(1)
+    del limits["bfloat16 GFLOP/s"]
+    assert share_of_limit(FACTS, "prefill 512", 512 / prompt_s, limits) == pytest.approx(2)
     assert share_of_limit(FACTS, "decode 16 x 1024", 16 / step_s, limits) == pytest.approx(1)
