@@ -126,7 +126,7 @@ def _table(run: Run, facts: ModelFacts, threads: int) -> list[str]:
     return [
         *lines,
         "",
-        f"The machine, {_threads(threads)}: {limits}. The limit of a prefill is the faster arithmetic, that of decoding reading.",
+        f"The machine, {_threads(threads)}: {limits}. The limit of a prefill is the faster arithmetic, of decoding reading.",
     ]
 
 
