@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from engine.native.build import chosen_instruction_set
+from engine.native.build import load_library
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -41,8 +41,8 @@ def operators() -> str:
     """Return the set of native operators that bfloat16 is computed with here, or `torch`: part of the names of results that
     depend on it.
     """
-    chosen = chosen_instruction_set(torch.bfloat16)
-    return "torch" if chosen is None else chosen.name
+    built = load_library(torch.bfloat16)
+    return "torch" if built is None else built.instruction_set.name
 
 
 def write_result(name: str, result: dict[str, Any], table: str) -> None:

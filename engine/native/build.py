@@ -68,10 +68,10 @@ def _may_use_tiles() -> bool:
     return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
 
 
-def chosen_instruction_set(dtype: torch.dtype) -> InstructionSet | None:
-    """Return the set that computes in `dtype` on this machine; None if none does.
+def instruction_sets(dtype: torch.dtype) -> list[InstructionSet]:
+    """Return the sets that compute in `dtype` on this machine, the best first; only the one that TANDEM_NATIVE names, if any.
 
-    Raises ConfigError if TANDEM_NATIVE names a set that this processor does not have.
+    Raises ConfigError if that is a set that this processor does not have.
     """
     here = [each for each in INSTRUCTION_SETS if is_here(each)]
     forced = os.environ.get(FORCED)
@@ -79,23 +79,27 @@ def chosen_instruction_set(dtype: torch.dtype) -> InstructionSet | None:
         names = ", ".join(each.name for each in here) or "none"
         raise ConfigError(f"{FORCED}={forced} names no instruction set of this processor, which has: {names}", param=FORCED)
     name = str(dtype).removeprefix("torch.")
-    return next((each for each in here if name in each.dtypes and forced in (None, "", each.name)), None)
+    return [each for each in here if name in each.dtypes and forced in (None, "", each.name)]
 
 
 @cache
 def load_library(dtype: torch.dtype) -> Built | None:
-    """Return the library that computes in `dtype`, built if need be; None where there is none, or where it can't be used, with
-    a line in the log if that is a pity.
+    """Return the best library that computes in `dtype`, built if need be; None where there is none.
+
+    One that can't be used has a line in the log. An old compiler may know only some of a processor's instructions.
     """
-    instruction_set = chosen_instruction_set(dtype)
-    if instruction_set is None:
-        return None
-    try:
-        path = _compiled(instruction_set)
-        return None if path is None else Built(instruction_set, ctypes.CDLL(str(path)))
-    except (OSError, subprocess.SubprocessError, ConfigError) as error:
-        log.warning("the native operators can't be used, decoding will be slower: %s", _first_line(error))
-        return None
+    for instruction_set in instruction_sets(dtype):
+        try:
+            path = _compiled(instruction_set)
+            if path is not None:
+                return Built(instruction_set, ctypes.CDLL(str(path)))
+        except (OSError, subprocess.SubprocessError, ConfigError) as error:
+            log.warning(
+                "the native operators for %s can't be used, the engine will be slower: %s",
+                instruction_set.name,
+                _first_line(error),
+            )
+    return None
 
 
 def _compiled(instruction_set: InstructionSet) -> Path | None:
@@ -105,7 +109,7 @@ def _compiled(instruction_set: InstructionSet) -> Path | None:
         return carried
     compiler = find_compiler()
     if compiler is None:
-        log.warning("no C++ compiler was found: decoding will be slower than it could be")
+        log.warning("no C++ compiler was found: the engine will be slower than it could be")
         return None
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=_VERSION_S).stdout
     folder = cache_dir() / "native"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -218,8 +218,21 @@ def test_a_maker_is_named_where_it_decides_about_bits(monkeypatch: pytest.Monkey
 def test_a_set_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(build.FORCED, "mmx")
     with pytest.raises(ConfigError, match="mmx names no instruction set of this processor") as refused:
-        build.chosen_instruction_set(torch.bfloat16)
+        build.instruction_sets(torch.bfloat16)
     assert refused.value.param == build.FORCED
     monkeypatch.setattr(build, "INSTRUCTION_SETS", ())
     monkeypatch.setenv(build.FORCED, "")
-    assert build.chosen_instruction_set(torch.bfloat16) is None
+    assert build.instruction_sets(torch.bfloat16) == []
+
+
+@pytest.mark.skipif(not HERE, reason="needs a set of native operators, and a C++ compiler")
+def test_a_set_that_the_compiler_does_not_know_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    newest = replace(INSTRUCTION_SETS[0], features=(), tiles=False, options=("-mnobody-knows",))
+    monkeypatch.setattr(build, "INSTRUCTION_SETS", (newest, HERE[-1].instruction_set))
+    monkeypatch.setenv(build.FORCED, "")
+    built = build.load_library.__wrapped__(torch.bfloat16)
+    assert built is not None
+    assert built.instruction_set == HERE[-1].instruction_set
+    assert f"the native operators for {newest.name} can't be used" in caplog.text

@@ -40,8 +40,8 @@ def library(threads: int = 1) -> NativeLibrary:
 
 def rounds_weights() -> bool:
     """Whether the products are with the weights in bfloat16 that quantized ones stand for, as AMX's tiles are."""
-    chosen = build.chosen_instruction_set(torch.bfloat16)
-    return chosen is not None and chosen.tiles
+    built = build.load_library(torch.bfloat16)
+    return built is not None and built.instruction_set.tiles
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
