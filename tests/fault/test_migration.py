@@ -279,12 +279,10 @@ def test_a_cancel_in_each_phase_frees_both_workers(small_model: ModelFacts) -> N
     run(scenario())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "faults",
-    [
-        Faults(flip_bit_at=0),
-        *slow([Faults(die_at=0), Faults(truncate_at=0), Faults(swap_blocks_at=0, block_bytes=8 * 2 * 8 * 4)]),
-    ],
+    [Faults(flip_bit_at=0), Faults(die_at=0), Faults(truncate_at=0), Faults(swap_blocks_at=0, block_bytes=8 * 2 * 8 * 4)],
     ids=["flip", "die", "truncate", "swap"],
 )
 def test_damage_leaves_the_stream_where_it_was(small_model: ModelFacts, faults: Faults) -> None:

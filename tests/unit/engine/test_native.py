@@ -212,6 +212,7 @@ def test_a_compiler_that_fails_is_told_and_survived(
     assert list((tmp_path / "cache" / "native").glob("*.so")) == []
 
 
+@pytest.mark.slow
 @NATIVE
 def test_the_library_is_built_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))

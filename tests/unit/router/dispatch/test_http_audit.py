@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 Run = Callable[..., None]
 
 
@@ -81,6 +83,7 @@ def test_what_is_gone_at_the_second_look_is_no_leak(run_cluster: Run) -> None:
     run_cluster(test)
 
 
+@pytest.mark.slow
 def test_a_worker_that_does_not_answer_is_named(run_cluster: Run) -> None:
     async def test(cluster: Any) -> None:
         cluster.decode[0].mute = True
