@@ -1,10 +1,9 @@
 """Finds the native operators for this machine, or compiles them once and keeps the library in the cache folder.
 
-There is a set for each of several instruction sets, in a folder of its own. The first that the processor has and that computes
-in the wanted type is used, if it came compiled with a wheel, or if a C++ compiler is at hand ($CXX, g++ or c++); everywhere
-else the engine computes with torch's operators. So float32 is computed by the set for AVX2 on all of these processors, with the
-same bits. A library is known by its sources, the compiler and its options, so that a cache shared by different machines holds
-one for each.
+There is a set for each of several instruction sets. The first that the processor has, that is the best choice there and that
+computes in the wanted type is used, if it came compiled with a wheel, or if a C++ compiler is at hand ($CXX, g++ or c++);
+everywhere else the engine computes with torch's operators. A library is known by its sources, the compiler and its options, so
+that a cache shared by different machines holds one for each.
 
     TANDEM_NATIVE=avx2    # use this set, though the processor may have a better one
 """
@@ -45,9 +44,10 @@ class Built:
 
     @property
     def arithmetic(self) -> str:
-        """The set's name, such as `avx2`, with the processor's maker where it decides about bits: `avx512-amd`."""
+        """The set's own, such as `amx`, or that of several, `fma`; with the processor's maker where it decides about bits."""
+        name = self.instruction_set.arithmetic or self.instruction_set.name
         maker = processor_maker() if self.instruction_set.rounds_by_maker else ""
-        return f"{self.instruction_set.name}-{maker}" if maker else self.instruction_set.name
+        return f"{name}-{maker}" if maker else name
 
 
 def is_here(instruction_set: InstructionSet) -> bool:
@@ -78,8 +78,11 @@ def instruction_sets(dtype: torch.dtype) -> list[InstructionSet]:
     if forced and forced not in [each.name for each in here]:
         names = ", ".join(each.name for each in here) or "none"
         raise ConfigError(f"{FORCED}={forced} names no instruction set of this processor, which has: {names}", param=FORCED)
-    name = str(dtype).removeprefix("torch.")
-    return [each for each in here if name in each.dtypes and forced in (None, "", each.name)]
+    if forced:
+        here = [each for each in here if each.name == forced]
+    else:
+        here = [each for each in here if processor_maker() in each.makers or not each.makers]
+    return [each for each in here if str(dtype).removeprefix("torch.") in each.dtypes]
 
 
 @cache

@@ -36,6 +36,10 @@ class InstructionSet:
     """Types that it computes in, by their names in torch."""
     builds_on: tuple[str, ...] = ()
     """Folders of the sources that this set's folder has no files of the same name for."""
+    arithmetic: str = ""
+    """Name of its arithmetic where several sets have the same; else it is the set's own name."""
+    makers: tuple[str, ...] = ()
+    """Makers on whose processors it is the best choice, if not on all: `configs.machine.processor_maker`."""
     tiles: bool = False
     """Whether it uses AMX's tiles, which a process must ask the system for."""
     rounds_by_maker: bool = False
@@ -63,31 +67,41 @@ class InstructionSet:
         return [HERE / folder for folder in (self.name, *self.builds_on)]
 
 
+_FMA, _FMA_OPTIONS = ("avx2", "fma3", "f16c"), ("-mavx2", "-mfma", "-mf16c", "-ffp-contract=off")
 _AVX512 = InstructionSet(
     name="avx512",
-    features=("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_bf16", "avx2", "fma3", "f16c"),
-    options=(
-        *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx2", "-mfma", "-mf16c"),
-        *("-mbmi", "-mbmi2", "-mlzcnt", "-mprefer-vector-width=512", "-ffp-contract=off"),
-    ),
+    features=("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", *_FMA),
+    options=("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512", *_FMA_OPTIONS),
+    dtypes=("bfloat16", "float32"),
+    builds_on=("fma",),
+    arithmetic="fma",
+)
+_AVX512_BF16 = InstructionSet(
+    name="avx512_bf16",
+    features=(*_AVX512.features, "avx512_bf16"),
+    options=(*_AVX512.options, "-mavx512bf16", "-mbmi", "-mbmi2", "-mlzcnt"),
     dtypes=("bfloat16",),
+    makers=("amd",),  # Intel's need four times as long for one of these products as for one in float32, of half as many values
     rounds_by_maker=True,
 )
 INSTRUCTION_SETS = (
     InstructionSet(
         name="amx",
-        features=(*_AVX512.features, "amx_tile", "amx_bf16"),
-        options=(*_AVX512.options, "-mamx-tile", "-mamx-bf16"),
+        features=(*_AVX512_BF16.features, "amx_tile", "amx_bf16"),
+        options=(*_AVX512_BF16.options, "-mamx-tile", "-mamx-bf16"),
         dtypes=("bfloat16",),
-        builds_on=("avx512",),
+        builds_on=("avx512_bf16",),
         tiles=True,
     ),
+    _AVX512_BF16,
     _AVX512,
     InstructionSet(
         name="avx2",
-        features=("avx2", "fma3", "f16c"),
-        options=("-mavx2", "-mfma", "-mf16c", "-ffp-contract=off"),
+        features=_FMA,
+        options=_FMA_OPTIONS,
         dtypes=("bfloat16", "float32"),
+        builds_on=("fma",),
+        arithmetic="fma",
     ),
 )
 """The best first."""

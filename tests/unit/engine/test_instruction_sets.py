@@ -189,6 +189,39 @@ def test_a_token_does_not_see_what_comes_after_it(forced: Variant, bad: float) -
     assert again[100:].isnan().any()
 
 
+def one_of_each(variant: Variant) -> Iterator[Tensor]:
+    """What each operator of a library makes of the same tensors."""
+    for one, _, inputs in products(variant):
+        for rows in (1, 2, 3, 5, 12, 30, 100):
+            yield one(torch.randn(rows, inputs).to(variant.dtype))
+    library, dtype = variant.library(1), variant.dtype
+    normed, gated = torch.empty(9, 64, dtype=dtype), torch.empty(9, 32, dtype=dtype)
+    library.add_rms_norm(x := torch.randn(9, 64), torch.randn(9, 64).to(dtype), torch.randn(64).to(dtype), 1e-5, normed)
+    library.swiglu((8 * torch.randn(9, 64)).to(dtype), gated)
+    yield from (x, normed, gated)
+    for heads, kv_heads, size in ((9, 3, 64), (5, 1, 128)):
+        pool, out = torch.randn(2, 512, kv_heads, size).to(dtype), torch.empty(150, heads, size, dtype=dtype)
+        qkv, slots = torch.randn(150, (heads + 2 * kv_heads) * size).to(dtype), torch.arange(150) + 200
+        library.rotate_and_store(qkv, torch.randn(150, size // 2), torch.randn(150, size // 2), slots, pool, heads)
+        library.prefill_attention(qkv, pool, torch.randperm(32)[:25], 230, 16, out)
+        yield from (qkv, pool, out)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sets_of_one_arithmetic_have_the_same_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So an answer may go on by another kind of processor."""
+    computed: dict[str, list[list[Tensor]]] = {}
+    for variant in HERE:
+        if variant.dtype == dtype:
+            monkeypatch.setenv(build.FORCED, variant.instruction_set.name)
+            build.load_library.cache_clear()
+            computed.setdefault(variant.library(1).arithmetic, []).append(list(one_of_each(variant)))
+    build.load_library.cache_clear()
+    for first, *others in computed.values():
+        for other in others:
+            assert all(torch.equal(one, same) for one, same in zip(first, other, strict=True))
+
+
 @pytest.mark.parametrize("forced", HERE, indirect=True, ids=named)
 def test_an_answer_is_the_same_however_it_was_computed(forced: Variant, smollm2_facts: ModelFacts, generate: Any) -> None:
     """In company or alone, with a prompt in one chunk or in many, and as a prompt that holds the answer's first part."""
@@ -212,7 +245,19 @@ def test_a_maker_is_named_where_it_decides_about_bits(monkeypatch: pytest.Monkey
     for maker in ("amd", "intel", ""):
         monkeypatch.setattr(build, "processor_maker", lambda maker=maker: maker)
         names = [build.Built(each, ctypes.CDLL(None)).arithmetic for each in INSTRUCTION_SETS]
-        assert names == ["amx", f"avx512-{maker}" if maker else "avx512", "avx2"]
+        assert names == ["amx", f"avx512_bf16-{maker}" if maker else "avx512_bf16", "fma", "fma"]
+
+
+def test_a_set_is_taken_where_it_is_the_best_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A set that some makers' processors are slow with is left alone there, unless it is forced."""
+    monkeypatch.setattr(build, "is_here", lambda each: not each.tiles)
+    monkeypatch.setenv(build.FORCED, "")
+    for maker, expected in (("amd", ["avx512_bf16", "avx512", "avx2"]), ("intel", ["avx512", "avx2"])):
+        monkeypatch.setattr(build, "processor_maker", lambda maker=maker: maker)
+        assert [each.name for each in build.instruction_sets(torch.bfloat16)] == expected
+        assert [each.name for each in build.instruction_sets(torch.float32)] == ["avx512", "avx2"]
+    monkeypatch.setenv(build.FORCED, "avx512_bf16")
+    assert [each.name for each in build.instruction_sets(torch.bfloat16)] == ["avx512_bf16"]
 
 
 def test_a_set_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

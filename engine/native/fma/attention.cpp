@@ -14,14 +14,16 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 namespace {
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 constexpr i64 kChunk = 64;       // tokens of context that are held as float32
-constexpr i64 kTileTokens = 32;   // tokens of a prompt that go through the context together
-constexpr i64 kAtOnce = 8;        // registers of a row's sum of values
+constexpr i64 kTileTokens = 32;  // tokens of a prompt that go through the context together
+constexpr i64 kRows = 3;         // rows that look at a chunk together
+constexpr i64 kAtOnce = 4;       // registers of each row's sums
 
 struct Heads {
   i64 query, key_value, size;
@@ -34,9 +36,16 @@ struct Context {
   const T *keys, *values;
   const i64* table;
   i64 block_size, stride;  // stride between tokens, K * H
+
+  i64 offset(i64 token) const { return (table[token / block_size] * block_size + token % block_size) * stride; }
 };
 
-// Rows of queries in float32 that look at one key/value head, and what they have found so far.
+// A chunk of one head's context: keys as [H][kChunk], values as [kChunk][H].
+struct Chunk {
+  const float *keys, *values;
+};
+
+// Rows of queries that look at one key/value head, and what they have found so far.
 struct Rows {
   std::vector<float> queries, sums, largest, totals, keys, values;
 
@@ -50,50 +59,72 @@ struct Rows {
   }
 };
 
-// Tokens [begin, begin + count) of one head as float32, and zeros up to a whole register of scores.
-template <typename T>
-void widen(const Context<T>& context, i64 head, i64 size, i64 begin, i64 count, float* keys, float* values) {
-  for (i64 t = 0; t < count; ++t) {
-    const i64 token = begin + t, slot = context.table[token / context.block_size] * context.block_size + token % context.block_size;
-    const i64 at = slot * context.stride + head * size;
-    for (i64 h = 0; h < size; h += kVector) {
-      _mm256_storeu_ps(keys + t * size + h, load(context.keys + at + h));
-      _mm256_storeu_ps(values + t * size + h, load(context.values + at + h));
-    }
+// Words of kVector tokens become columns of `to`: a float32 each, or the two bfloat16 of a pair.
+inline void put_columns(Words words[kVector], const float*, float* to) {
+  for (i64 i = 0; i < kVector; ++i) store(to + i * kChunk, as_floats(words[i]));
+}
+inline void put_columns(Words words[kVector], const bf16*, float* to) {
+  for (i64 i = 0; i < kVector; ++i) {
+    store(to + 2 * i * kChunk, halves(words[i], false));
+    store(to + (2 * i + 1) * kChunk, halves(words[i], true));
   }
-  const i64 padded = (count + kVector - 1) / kVector * kVector;
-  std::fill(keys + count * size, keys + padded * size, 0.0f);
 }
 
-// The sums of eight registers, in order.
-inline __m256 sums_of(const __m256 v[8]) {
-  const __m256 ab = _mm256_hadd_ps(v[0], v[1]), cd = _mm256_hadd_ps(v[2], v[3]), ef = _mm256_hadd_ps(v[4], v[5]), gh = _mm256_hadd_ps(v[6], v[7]);
-  const __m256 low = _mm256_hadd_ps(ab, cd), high = _mm256_hadd_ps(ef, gh);
-  return _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
-}
-
-// Weights of one row for the first `count` tokens of a chunk, relative to its largest score so far. Returns what its sums
-// so far are to be multiplied by.
-float weigh(const float* query, const float* keys, i64 size, i64 count, float scale, float* weights, float& largest, float& total) {
-  __m256 top = _mm256_set1_ps(kMinusInfinity);
-  for (i64 t = 0; t < count; t += kVector) {
-    __m256 products[8];
-    for (int i = 0; i < 8; ++i) products[i] = _mm256_setzero_ps();
-    for (i64 h = 0; h < size; h += kVector) {
-      const __m256 q = _mm256_loadu_ps(query + h);
-      for (int i = 0; i < 8; ++i) products[i] = _mm256_fmadd_ps(q, _mm256_loadu_ps(keys + (t + i) * size + h), products[i]);
+// Tokens [begin, begin + count) of one head become float32; keys beyond them are zero up to a whole register. Has the chunk
+// behind it brought near, as far as `length`: blocks lie anywhere, so the processor can't guess where.
+template <typename T>
+void widen(const Context<T>& context, i64 head, i64 size, i64 begin, i64 count, i64 length, float* keys, float* values) {
+  constexpr i64 kPerWord = sizeof(float) / sizeof(T), kLine = 64 / sizeof(T);
+  i64 offsets[kChunk];
+  for (i64 t = 0; t < count; ++t) offsets[t] = context.offset(begin + t) + head * size;
+  for (i64 t = begin + kChunk, end = std::min(length, t + kChunk); t < end; ++t)
+    for (i64 h = 0, at = context.offset(t) + head * size; h < size; h += kLine) {
+      _mm_prefetch(reinterpret_cast<const char*>(context.keys + at + h), _MM_HINT_T1);
+      _mm_prefetch(reinterpret_cast<const char*>(context.values + at + h), _MM_HINT_T1);
     }
-    const __m256 scores = _mm256_mul_ps(sums_of(products), _mm256_set1_ps(scale));
-    const __m256 seen = _mm256_blendv_ps(_mm256_set1_ps(kMinusInfinity), scores, first_lanes(count - t));
-    _mm256_storeu_ps(weights + t, seen);
-    top = _mm256_max_ps(top, seen);
+  for (i64 t = 0; t < count; t += kVector)
+    for (i64 h = 0; h < size; h += kVector * kPerWord) {
+      Words words[kVector];
+      for (i64 i = 0; i < kVector; ++i) words[i] = t + i < count ? load_words(context.keys + offsets[t + i] + h) : Words();
+      transpose(words);
+      put_columns(words, context.keys, keys + h * kChunk + t);
+    }
+  for (i64 t = 0; t < count; ++t)
+    for (i64 h = 0; h < size; h += kVector) store(values + t * size + h, load(context.values + offsets[t] + h));
+}
+
+// C[R, columns] += A[R, depth] B[depth, columns], one after the other over the depth. Columns: a multiple of kAtOnce registers.
+template <int R>
+void multiply(const float* a, i64 lda, i64 depth, const float* b, i64 ldb, i64 columns, float* c, i64 ldc) {
+  for (i64 j = 0; j < columns; j += kAtOnce * kVector, b += kAtOnce * kVector, c += kAtOnce * kVector) {
+    Vector acc[R][kAtOnce];
+    for (int r = 0; r < R; ++r)
+      for (int z = 0; z < kAtOnce; ++z) acc[r][z] = load(c + r * ldc + z * kVector);
+    for (i64 k = 0; k < depth; ++k)
+      for (int z = 0; z < kAtOnce; ++z) {
+        const Vector column = load(b + k * ldb + z * kVector);
+        for (int r = 0; r < R; ++r) acc[r][z] = multiply_add(column, all(a[r * lda + k]), acc[r][z]);
+      }
+    for (int r = 0; r < R; ++r)
+      for (int z = 0; z < kAtOnce; ++z) store(c + r * ldc + z * kVector, acc[r][z]);
+  }
+}
+
+// Of one row: scores of the first `count` tokens become weights, relative to its largest score so far. Returns what its sums
+// so far are to be multiplied by.
+inline float weigh(float* scores, i64 count, float scale, float& largest, float& total) {
+  Vector top = all(kMinusInfinity);
+  for (i64 t = 0; t < count; t += kVector) {
+    const Vector seen = first_lanes(load(scores + t) * all(scale), count - t, kMinusInfinity);
+    store(scores + t, seen);
+    top = larger(top, seen);
   }
   const float now = std::max(largest, greatest(top));
   __m256 lanes = _mm256_setzero_ps();
   for (i64 t = 0; t < count; t += kVector) {
-    const __m256 weight = power_of_two(_mm256_sub_ps(_mm256_loadu_ps(weights + t), _mm256_set1_ps(now)));
-    _mm256_storeu_ps(weights + t, weight);
-    lanes = _mm256_add_ps(lanes, weight);
+    const Vector weight = power_of_two(load(scores + t) - all(now));
+    store(scores + t, weight);
+    add_to(lanes, weight);
   }
   const float shrink = now == largest ? 1.0f : std::exp2(largest - now);
   total = total * shrink + sum(lanes);
@@ -101,17 +132,19 @@ float weigh(const float* query, const float* keys, i64 size, i64 count, float sc
   return shrink;
 }
 
-// sums = sums * shrink + weights times values, token after token.
-void add_values(const float* weights, const float* values, i64 size, i64 count, float shrink, float* sums) {
-  for (i64 h = 0; h < size; h += kAtOnce * kVector) {
-    __m256 acc[kAtOnce];
-    for (int z = 0; z < kAtOnce; ++z) acc[z] = _mm256_mul_ps(_mm256_loadu_ps(sums + h + z * kVector), _mm256_set1_ps(shrink));
-    for (i64 t = 0; t < count; ++t) {
-      const __m256 weight = _mm256_broadcast_ss(weights + t);
-      for (int z = 0; z < kAtOnce; ++z) acc[z] = _mm256_fmadd_ps(_mm256_loadu_ps(values + t * size + h + z * kVector), weight, acc[z]);
-    }
-    for (int z = 0; z < kAtOnce; ++z) _mm256_storeu_ps(sums + h + z * kVector, acc[z]);
+// Let R rows look at the first `count` tokens of a chunk.
+template <int R>
+void look(Rows& rows, i64 first, i64 size, i64 count, const Chunk& chunk, float scale) {
+  alignas(64) float scores[R * kChunk] = {};
+  float* sums = &rows.sums[first * size];
+  const i64 columns = (count + kAtOnce * kVector - 1) / (kAtOnce * kVector) * kAtOnce * kVector;
+  multiply<R>(&rows.queries[first * size], size, size, chunk.keys, kChunk, columns, scores, kChunk);
+  for (int r = 0; r < R; ++r) {
+    const float shrink = weigh(scores + r * kChunk, count, scale, rows.largest[first + r], rows.totals[first + r]);
+    if (shrink != 1.0f)
+      for (i64 h = 0; h < size; h += kVector) store(sums + r * size + h, load(sums + r * size + h) * all(shrink));
   }
+  multiply<R>(scores, kChunk, count, chunk.values, size, size, sums, size);
 }
 
 // Let the query heads of one key/value head of tokens [0, tokens) attend, of which token t sees `first_visible` + t tokens.
@@ -122,26 +155,29 @@ void attend(const T* qkv, const Context<T>& context, i64 tokens, i64 first_visib
   rows.begin(count, size);
   for (i64 r = 0; r < count; ++r) {
     const T* query = qkv + r / group * heads.row() + (head * group + r % group) * size;
-    for (i64 h = 0; h < size; h += kVector) _mm256_storeu_ps(&rows.queries[r * size + h], load(query + h));
+    for (i64 h = 0; h < size; h += kVector) store(&rows.queries[r * size + h], load(query + h));
   }
-  alignas(32) float weights[kChunk];
+  const Chunk chunk{rows.keys.data(), rows.values.data()};
   const i64 length = first_visible + tokens - 1;
   for (i64 begin = 0; begin < length; begin += kChunk) {
-    widen(context, head, size, begin, std::min(kChunk, length - begin), rows.keys.data(), rows.values.data());
-    for (i64 r = 0; r < count; ++r) {
-      const i64 seen = std::min(kChunk, first_visible + r / group - begin);
-      if (seen <= 0) continue;
-      const float shrink = weigh(&rows.queries[r * size], rows.keys.data(), size, seen, scale, weights, rows.largest[r], rows.totals[r]);
-      add_values(weights, rows.values.data(), size, seen, shrink, &rows.sums[r * size]);
+    widen(context, head, size, begin, std::min(kChunk, length - begin), length, rows.keys.data(), rows.values.data());
+    for (i64 t = std::max<i64>(0, begin + 1 - first_visible); t < tokens; ++t) {
+      const i64 seen = std::min(kChunk, first_visible + t - begin);
+      for (i64 r = 0; r < group; r += kRows) {
+        const i64 first = t * group + r;
+        switch (std::min(kRows, group - r)) {
+          case 1: look<1>(rows, first, size, seen, chunk, scale); break;
+          case 2: look<2>(rows, first, size, seen, chunk, scale); break;
+          default: look<kRows>(rows, first, size, seen, chunk, scale); break;
+        }
+      }
     }
   }
   for (i64 r = 0; r < count; ++r) {
     T* to = out + r / group * heads.query * size + (head * group + r % group) * size;
-    const __m256 total = _mm256_set1_ps(rows.totals[r]);
-    for (i64 h = 0; h < size; h += kVector) store(to + h, _mm256_div_ps(_mm256_loadu_ps(&rows.sums[r * size + h]), total));
+    for (i64 h = 0; h < size; h += kVector) store(to + h, load(&rows.sums[r * size + h]) / all(rows.totals[r]));
   }
 }
-
 // Row b of qkv attends to the first lengths[b] tokens of its sequence, whose blocks are tables[b, :]. out: [B, N, H].
 template <typename T>
 void decode(const T* qkv, const T* keys, const T* values, const i64* tables, i64 table_width, const i64* lengths, T* out, i64 sequences,

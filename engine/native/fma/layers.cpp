@@ -14,16 +14,12 @@ void norm(float* x, const T* delta, const T* weight, T* out, i64 rows, i64 width
     float* row = x + r * width;
     __m256 squares = _mm256_setzero_ps();
     for (i64 i = 0; i < width; i += kVector) {
-      __m256 v = _mm256_loadu_ps(row + i);
-      if (delta) {
-        v = _mm256_add_ps(v, load(delta + r * width + i));
-        _mm256_storeu_ps(row + i, v);
-      }
-      squares = _mm256_fmadd_ps(v, v, squares);
+      Vector v = load(row + i);
+      if (delta) store(row + i, v = v + load(delta + r * width + i));
+      add_to(squares, v * v);
     }
-    const __m256 scale = _mm256_set1_ps(1.0f / std::sqrt(sum(squares) / width + eps));
-    for (i64 i = 0; i < width; i += kVector)
-      store(out + r * width + i, _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(row + i), scale), load(weight + i)));
+    const Vector scale = all(1.0f / std::sqrt(sum(squares) / width + eps));
+    for (i64 i = 0; i < width; i += kVector) store(out + r * width + i, load(row + i) * scale * load(weight + i));
   }
 }
 
@@ -40,10 +36,10 @@ void rotate(T* qkv, const float* cosines, const float* sines, const i64* slots, 
       const T* from = row + head * size;
       T* to = head < num_heads ? row + head * size : keys + slot + (head - num_heads) * size;
       for (i64 i = 0; i < half; i += kVector) {
-        const __m256 cosine = _mm256_loadu_ps(cosines + t * half + i), sine = _mm256_loadu_ps(sines + t * half + i);
-        const __m256 a = load(from + i), b = load(from + half + i);
-        store(to + i, _mm256_fmsub_ps(a, cosine, _mm256_mul_ps(b, sine)));
-        store(to + half + i, _mm256_fmadd_ps(b, cosine, _mm256_mul_ps(a, sine)));
+        const Vector cosine = load(cosines + t * half + i), sine = load(sines + t * half + i);
+        const Vector a = load(from + i), b = load(from + half + i);
+        store(to + i, multiply_subtract(a, cosine, b * sine));
+        store(to + half + i, multiply_add(b, cosine, a * sine));
       }
     }
     std::memcpy(values + slot, row + (num_heads + num_kv_heads) * size, num_kv_heads * size * sizeof(T));
@@ -53,15 +49,15 @@ void rotate(T* qkv, const float* cosines, const float* sines, const i64* slots, 
 // silu(gate) * up, where the first half of a row is the gate: [T, 2 I] to [T, I]. I is a multiple of 16.
 template <typename T>
 void gated(const T* gate_up, T* out, i64 rows, i64 width, i64 threads) {
-  const __m256 one = _mm256_set1_ps(1.0f), sign = _mm256_set1_ps(-0.0f);
+  const Vector one = all(1.0f);
 #pragma omp parallel for num_threads(threads) if (threads > 1 && rows * width > (1 << 14))
   for (i64 r = 0; r < rows; ++r) {
     const T *gate = gate_up + 2 * r * width, *up = gate + width;
     for (i64 i = 0; i < width; i += kVector) {
-      const __m256 g = load(gate + i), size = _mm256_andnot_ps(sign, g), e = power_of_two(_mm256_mul_ps(size, _mm256_set1_ps(-kLog2E)));
-      // sigmoid from e^-|g|, which can't overflow; a lane of g with its sign set takes e
-      const __m256 sigmoid = _mm256_div_ps(_mm256_blendv_ps(one, e, g), _mm256_add_ps(e, one));
-      store(out + r * width + i, _mm256_mul_ps(_mm256_mul_ps(g, sigmoid), load(up + i)));
+      const Vector g = load(gate + i), e = power_of_two(magnitude(g) * all(-kLog2E));
+      // sigmoid from e^-|g|, which can't overflow
+      const Vector sigmoid = by_sign(g, e, one) / (e + one);
+      store(out + r * width + i, g * sigmoid * load(up + i));
     }
   }
 }
