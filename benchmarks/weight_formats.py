@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmarks.lib.environment import write_result
+from benchmarks.lib.environment import operators, write_result
 from configs.models import resolve
 from engine.kernels.linear import Linear
 from engine.kernels.quantized import quantize
@@ -55,7 +55,9 @@ def main() -> None:
     ]
     lines += [f"| {rows} | " + " | ".join(f"{taken[rows][name]:.1f}" for name in products) + " |" for rows in ROWS]
     result = {"milliseconds": {str(rows): times for rows, times in taken.items()}}
-    write_result("weight_formats", result, "\n".join([*lines, "", "Command: `python -m benchmarks.weight_formats`"]))
+    write_result(
+        f"weight_formats_{operators()}", result, "\n".join([*lines, "", "Command: `python -m benchmarks.weight_formats`"])
+    )
 
 
 def times_ms(products: dict[str, list[tuple[int, Product]]], rows: int) -> dict[str, float]:

@@ -264,7 +264,7 @@ inline Dense stored_weights(const bf16* packed, i64 column, i64 inputs) {
 // Bytes of inputs in float32 that stay in a core's second cache while all weights pass by.
 i64 part_bytes() {
   static const i64 cache = sysconf(_SC_LEVEL2_CACHE_SIZE);
-  return std::max<i64>(cache, 1 << 19) / 2;
+  return std::max<i64>(cache, 1 << 19) / 4 * 3;
 }
 
 // Call `multiply` with a part of the rows, their results, and the first of each 16 outputs.

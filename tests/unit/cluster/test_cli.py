@@ -298,10 +298,10 @@ def test_an_audit_prints_a_line_for_each_leak(
 
 
 def test_status_lists_the_workers_of_each_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
-    names = {"prefill-0": "avx2 bfloat16 auto", "decode-0": "avx2 bfloat16 auto (varies)", "decode-1": "avx2 bfloat16 auto"}
+    names = {"prefill-0": "fma bfloat16 auto", "decode-0": "fma bfloat16 auto (varies)", "decode-1": "fma bfloat16 auto"}
     rows = [{"worker_id": worker_id, "arithmetic": name} for worker_id, name in names.items()]
     print_status({"workers": [*rows, {"worker_id": "decode-2", "arithmetic": None}]})
     assert capsys.readouterr().out.splitlines()[-2:] == [
-        "avx2 bfloat16 auto: prefill-0, decode-1",
-        "avx2 bfloat16 auto (varies): decode-0",
+        "fma bfloat16 auto: prefill-0, decode-1",
+        "fma bfloat16 auto (varies): decode-0",
     ]

@@ -9,8 +9,8 @@ from protocol.messages import VARIES
 
 
 def test_a_name_says_all_that_decides_about_bits() -> None:
-    assert arithmetic_name("avx2", "bfloat16", "auto", 1, varies=False) == "avx2 bfloat16 auto"
-    assert arithmetic_name("avx512", "bfloat16", "int8", 2, varies=False) == "avx512 bfloat16 int8 tp2"
+    assert arithmetic_name("fma", "bfloat16", "auto", 1, varies=False) == "fma bfloat16 auto"
+    assert arithmetic_name("avx512_bf16-amd", "bfloat16", "int8", 2, varies=False) == "avx512_bf16-amd bfloat16 int8 tp2"
     assert arithmetic_name("torch", "float32", "none", 1, varies=True) == "torch float32 none (varies)"
     assert arithmetic_name("triton", "bfloat16", "auto", 4, varies=True).endswith(VARIES)
 
@@ -18,13 +18,13 @@ def test_a_name_says_all_that_decides_about_bits() -> None:
 @pytest.mark.parametrize(
     ("ranks", "whole"),
     [
-        (["avx2 bfloat16 auto"], "avx2 bfloat16 auto"),
-        (["avx2 bfloat16 auto tp2"] * 2, "avx2 bfloat16 auto tp2"),
-        (["avx2 bfloat16 auto tp2", "avx2 bfloat16 auto tp2 (varies)"], "avx2 bfloat16 auto tp2 (varies)"),
-        (["avx2 bfloat16 auto tp2", "torch bfloat16 auto tp2"], "avx2 bfloat16 auto tp2 + torch bfloat16 auto tp2"),
+        (["fma bfloat16 auto"], "fma bfloat16 auto"),
+        (["fma bfloat16 auto tp2"] * 2, "fma bfloat16 auto tp2"),
+        (["fma bfloat16 auto tp2", "fma bfloat16 auto tp2 (varies)"], "fma bfloat16 auto tp2 (varies)"),
+        (["fma bfloat16 auto tp2", "torch bfloat16 auto tp2"], "fma bfloat16 auto tp2 + torch bfloat16 auto tp2"),
         (
-            ["avx512 bfloat16 auto tp2 (varies)", "avx2 bfloat16 auto tp2"],
-            "avx512 bfloat16 auto tp2 + avx2 bfloat16 auto tp2 (varies)",
+            ["avx512_bf16-amd bfloat16 auto tp2 (varies)", "fma bfloat16 auto tp2"],
+            "avx512_bf16-amd bfloat16 auto tp2 + fma bfloat16 auto tp2 (varies)",
         ),
     ],
 )

@@ -117,7 +117,7 @@ class Cluster:
         epoch: int = 1,
         worker_id: str | None = None,
         total_blocks: int = 4096,
-        arithmetic: str = "avx2 bfloat16 auto",
+        arithmetic: str = "fma bfloat16 auto",
     ) -> Any:
         workers: list[Any] = self.prefill if role is Role.PREFILL else self.decode
         kind = ScriptedPrefill if role is Role.PREFILL else ScriptedDecode

@@ -108,7 +108,7 @@ def test_status_of_reported_and_unreported_workers(run_cluster: Run) -> None:
         assert (live["running"], live["waiting"], live["kv_usage"], live["free_blocks"]) == (0, 0, 0.0, 4096)
         while "decode-1" not in rows:
             rows = {row["worker_id"]: row for row in (await cluster.http.get("/admin/status")).json()["workers"]}
-        assert [row["arithmetic"] for row in rows.values()] == [*["avx2 bfloat16 auto"] * 2, "torch float32 auto (varies)"]
+        assert [row["arithmetic"] for row in rows.values()] == [*["fma bfloat16 auto"] * 2, "torch float32 auto (varies)"]
         assert (rows["decode-1"]["restarts"], rows["decode-1"]["running"], rows["decode-1"]["linked"]) == (2, None, False)
 
     run_cluster(test)

@@ -12,8 +12,8 @@ from protocol.messages import Role
 
 Run = Callable[..., None]
 TEXT = "one two three four five six seven eight nine ten"
-ONE, OTHER = "avx2 bfloat16 auto", "avx512 bfloat16 auto"
-VARYING = "avx2 bfloat16 auto (varies)"
+ONE, OTHER = "fma bfloat16 auto", "avx512_bf16-amd bfloat16 auto"
+VARYING = "fma bfloat16 auto (varies)"
 
 
 async def counted(cluster: Any) -> dict[str, float]:

@@ -8,8 +8,8 @@ from protocol.sampling import SamplingParams
 from router.dispatch.journal import Journal
 from router.rules.exactness import Reason, Way, why_inexact
 
-ONE, OTHER = "avx2 bfloat16 auto", "avx512 bfloat16 auto"
-VARYING = "avx2 bfloat16 auto (varies)"
+ONE, OTHER = "fma bfloat16 auto", "avx512_bf16-amd bfloat16 auto"
+VARYING = "fma bfloat16 auto (varies)"
 
 
 @pytest.mark.parametrize(
