@@ -48,7 +48,7 @@ def main() -> None:
     lines = [
         "# Time of a step's matrix products, by format",
         "",
-        f"{facts.name}, one thread, milliseconds, operators for {library.arithmetic}.",
+        f"{facts.name}, one thread, milliseconds, arithmetic {library.arithmetic}.",
         "",
         "| rows | " + " | ".join(products) + " |",
         "|---|" + "---|" * len(products),
