@@ -9,9 +9,10 @@
 //
 // Rows go in parts that stay in a core's cache while all weights pass by, and each part in tiles that share a weight once it is
 // loaded. A part of up to kUnpacked rows reads the weights as they are stored. With more rows, those of 16 outputs become float32
-// once for all of them, panel after panel. All do the same operations on the same values in the same order, so a row's bits do not tell which it was.
+// once for all of them, panel after panel. All do the same operations on the same values in the same order, so a row's bits do
+// not tell which it was.
 
-#include "common.h"
+#include "rows.h"
 
 #include <unistd.h>
 
@@ -21,10 +22,12 @@
 
 namespace {
 
-constexpr i64 kGroup = 32, kOutputs = 16, kUnpacked = 2 * kTile, kColumns = 64;
+constexpr i64 kUnpacked = 2 * kTile, kColumns = 64;
 constexpr int kParts = kOutputs / kVector;  // registers for 16 outputs
+constexpr int kFew = kTile / (3 * kParts);  // rows for which 64 outputs' sums fit into registers
 constexpr i64 kPanelGroups = 12;            // of a panel: 24 KiB, which stay in the nearest cache
-constexpr i64 kAhead = 4096;  // bytes that are asked for ahead: the processor by itself stops at every page
+// What is asked for ahead, in bytes of records and in groups of bfloat16: the processor by itself stops at every page.
+constexpr i64 kAhead = 4096, kGroupsAhead = 2;
 
 template <int kBits>
 constexpr i64 kRecordBytes = 4 * kOutputs + kOutputs * kGroup * kBits / 8;
@@ -62,12 +65,16 @@ struct Dense {
   Vector value(int input, int part) const {
     return halves(load_words(pairs + input / 2 * 2 * kColumns + 2 * kVector * part), input % 2);
   }
-  void next() { pairs += kGroup * kColumns; }
+  void next() {
+    pairs += kGroup * kColumns;
+    for (i64 pair = 0; pair < kGroup / 2; ++pair)
+      _mm_prefetch(reinterpret_cast<const char*>(pairs + kGroupsAhead * kGroup * kColumns + pair * 2 * kColumns), _MM_HINT_T0);
+  }
 };
 
-// What 32 inputs of T rows, [32][T], add to sums, for each of G groups.
+// What 32 inputs of T rows, [32][T], add to sums, for each of G weights. `stride`: inputs between those of one and of the next.
 template <int T, int G, typename Weights>
-inline void multiply_groups(const float* x, const Weights (&weights)[G], Vector (&sums)[G][T][kParts]) {
+inline void multiply_groups(const float* x, i64 stride, const Weights (&weights)[G], Vector (&sums)[G][T][kParts]) {
 #pragma GCC unroll 32
   for (int i = 0; i < kGroup; ++i)
 #pragma GCC unroll 4
@@ -76,7 +83,7 @@ inline void multiply_groups(const float* x, const Weights (&weights)[G], Vector 
       for (int part = 0; part < kParts; ++part) value[part] = weights[g].value(i, part);
 #pragma GCC unroll 16
       for (int t = 0; t < T; ++t) {
-        const Vector input = all(x[(g * kGroup + i) * T + t]);
+        const Vector input = all(x[(g * stride + i) * T + t]);
         for (int part = 0; part < kParts; ++part) sums[g][t][part] = multiply_add(value[part], input, sums[g][t][part]);
       }
     }
@@ -99,7 +106,7 @@ inline void add_groups(const float* x, const float* sums, Weights& weights, cons
   Weights each[G];
   for (int g = 0; g < G; ++g, weights.next()) each[g] = weights;
   Vector dot[G][T][kParts] = {};
-  multiply_groups<T, G>(x, each, dot);
+  multiply_groups<T, G>(x, kGroup, each, dot);
   for (int g = 0; g < G; ++g, record += kRecordBytes<kBits>)
     for (int part = 0; part < kParts; ++part) {
       const Vector scale = from_float16(record + 2 * kVector * part), minimum = from_float16(record + 2 * (kOutputs + kVector * part));
@@ -128,94 +135,10 @@ void multiply_dense(const float* x, i64 groups, Weights weights, float* y) {
   go_on<T>(y, [&](Vector (&total)[T][kParts]) __attribute__((always_inline)) {
     for (i64 g = 0; g < groups; ++g, weights.next()) {
       const Weights each[1] = {weights};
-      multiply_groups<T, 1>(x + g * kGroup * T, each, reinterpret_cast<Vector (&)[1][T][kParts]>(total));
+      multiply_groups<T, 1>(x + g * kGroup * T, 0, each, reinterpret_cast<Vector (&)[1][T][kParts]>(total));
     }
   });
 }
-
-// Call `use` with a constant number of rows, 1 to T, that is `rows`.
-template <int T, typename Use>
-void with_constant(i64 rows, const Use& use) {
-  if constexpr (T > 1)
-    if (rows < T) return with_constant<T - 1>(rows, use);
-  use(std::integral_constant<int, T>());
-}
-
-// Sums of rows and 16 outputs, until they are whole.
-struct Results {
-  float* values;
-
-  explicit Results(i64 rows) {
-    static thread_local std::vector<float> own;
-    own.assign(rows * kOutputs, 0.0f);
-    values = own.data();
-  }
-
-  template <typename Out>
-  void write(i64 rows, Out* y, i64 outputs) const {
-    for (i64 r = 0; r < rows; ++r)
-      for (i64 i = 0; i < kOutputs; i += kVector) store(y + r * outputs + i, load(values + r * kOutputs + i));
-  }
-};
-
-// Some rows in float32, in tiles of up to kTile: the inputs of a tile's rows as [inputs][rows of the tile], and the sums of
-// their groups as [groups][rows of the tile].
-class Inputs {
- public:
-  template <typename In>
-  void read(const In* x, i64 rows, i64 inputs, i64 threads) {
-    rows_ = rows;
-    inputs_ = inputs;
-    tiles_ = (rows + kTile - 1) / kTile;
-    values_.resize(tiles_ * value_stride());
-    sums_.resize(tiles_ * sum_stride());
-#pragma omp parallel for num_threads(threads) if (threads > 1 && tiles_ > 1)
-    for (i64 i = 0; i < tiles_; ++i) read_tile(x + first(i) * inputs, i);
-  }
-
-  // Call `multiply` with each tile's number of rows, a constant, and with its inputs and sums from group `group` on, and its
-  // results in `y`, [rows][16].
-  template <typename Multiply>
-  void for_tiles(i64 group, float* y, const Multiply& multiply) const {
-    for (i64 i = 0; i < tiles_; ++i) {
-      const float *values = &values_[i * value_stride() + group * kGroup * count(i)], *sums = &sums_[i * sum_stride() + group * count(i)];
-      with_constant<kTile>(count(i), [&](auto rows) { multiply(rows, values, sums, y + first(i) * kOutputs); });
-    }
-  }
-
-  i64 rows() const { return rows_; }
-  i64 inputs() const { return inputs_; }
-  i64 groups() const { return inputs_ / kGroup; }
-
- private:
-  // About equal, since small tiles use the processor badly.
-  i64 first(i64 tile) const { return tile * (rows_ / tiles_) + std::min(tile, rows_ % tiles_); }
-  i64 count(i64 tile) const { return first(tile + 1) - first(tile); }
-  i64 value_stride() const { return inputs_ * kTile + kVector; }
-  i64 sum_stride() const { return inputs_ / kGroup * kTile; }
-
-  template <typename In>
-  void read_tile(const In* x, i64 tile) {
-    const i64 rows = count(tile);
-    float *to = &values_[tile * value_stride()], *sums = &sums_[tile * sum_stride()];
-    for (i64 g = 0; g < inputs_; g += kGroup)
-      for (i64 t = 0; t < rows; ++t) {
-        __m256 lanes = _mm256_setzero_ps();
-        for (i64 i = 0; i < kGroup; i += kVector) add_to(lanes, load(x + t * inputs_ + g + i));
-        *sums++ = sum(lanes);
-      }
-    // A register of columns is longer than a tile's rows: what is too much is written over by the next one.
-    for (i64 i = 0; i < inputs_; i += kVector) {
-      Words words[kVector] = {};
-      for (i64 t = 0; t < rows; ++t) words[t] = as_words(load(x + t * inputs_ + i));
-      transpose(words);
-      for (i64 j = 0; j < kVector; ++j, to += rows) store(to, as_floats(words[j]));
-    }
-  }
-
-  i64 rows_ = 0, inputs_ = 0, tiles_ = 0;
-  std::vector<float> values_, sums_;
-};
 
 // Call `multiply` with what gives 16 outputs' weights of some groups, the first of these, and how many they are, until all are
 // done: all at once as they are stored, or panel after panel.
@@ -261,22 +184,40 @@ inline Dense stored_weights(const bf16* packed, i64 column, i64 inputs) {
   return {packed + column / kColumns * inputs * kColumns + column % kColumns * 2};
 }
 
+// y = up to kFew rows times 64 outputs, all at once: the sums of 16 alone would wait for each product.
+template <typename In, typename Out>
+void dense_few(const Inputs& x, const In* packed, i64 column, Out* y, i64 outputs) {
+  with_constant<kFew>(x.rows(), [&](auto rows) {
+    constexpr int T = rows, kBlocks = kColumns / kOutputs;
+    decltype(stored_weights(packed, 0, 0)) weights[kBlocks];
+    for (int b = 0; b < kBlocks; ++b) weights[b] = stored_weights(packed, column + b * kOutputs, x.inputs());
+    Vector total[kBlocks][T][kParts] = {};
+    for (i64 g = 0; g < x.groups(); ++g) {
+      multiply_groups<T, kBlocks>(x.values() + g * kGroup * T, 0, weights, total);
+      for (auto& each : weights) each.next();
+    }
+    for (int b = 0; b < kBlocks; ++b)
+      for (int t = 0; t < T; ++t)
+        for (int part = 0; part < kParts; ++part) store(y + t * outputs + b * kOutputs + part * kVector, total[b][t][part]);
+  });
+}
+
 // Bytes of inputs in float32 that stay in a core's second cache while all weights pass by.
 i64 part_bytes() {
   static const i64 cache = sysconf(_SC_LEVEL2_CACHE_SIZE);
   return std::max<i64>(cache, 1 << 19) / 4 * 3;
 }
 
-// Call `multiply` with a part of the rows, their results, and the first of each 16 outputs.
+// Call `multiply` with a part of the rows, their results, and the first of each `step` outputs.
 template <typename In, typename Out, typename Multiply>
-void multiply_all(const In* x, Out* y, i64 rows, i64 inputs, i64 outputs, i64 threads, const Multiply& multiply) {
+void multiply_all(const In* x, Out* y, i64 rows, i64 inputs, i64 outputs, i64 step, i64 threads, const Multiply& multiply) {
   static thread_local Inputs own;
   Inputs& part = own;
   const i64 tiles = std::max<i64>(1, part_bytes() / (kTile * inputs * static_cast<i64>(sizeof(float))));
   for (i64 first = 0; first < rows; first += tiles * kTile) {
     part.read(x + first * inputs, std::min(tiles * kTile, rows - first), inputs, threads);
 #pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (i64 column = 0; column < outputs; column += kOutputs) multiply(part, y + first * outputs + column, column);
+    for (i64 column = 0; column < outputs; column += step) multiply(part, y + first * outputs + column, column);
   }
 }
 
@@ -284,13 +225,17 @@ template <typename In, typename Out>
 void quantized(const In* x, const uint8_t* records, Out* y, i64 rows, i64 inputs, i64 outputs, i64 bits, i64 threads) {
   const i64 bytes = inputs / kGroup * (bits == 8 ? kRecordBytes<8> : kRecordBytes<4>);
   const auto multiply = bits == 8 ? quantized_block<8, Out> : quantized_block<4, Out>;
-  multiply_all(x, y, rows, inputs, outputs, threads,
+  multiply_all(x, y, rows, inputs, outputs, kOutputs, threads,
                [&](const Inputs& part, Out* to, i64 column) { multiply(part, records + column / kOutputs * bytes, to, outputs); });
 }
 
 template <typename In, typename Out>
 void dense(const In* x, const In* packed, Out* y, i64 rows, i64 inputs, i64 outputs, i64 threads) {
-  multiply_all(x, y, rows, inputs, outputs, threads,
+  if (rows <= kFew) {
+    const auto few = [&](const Inputs& part, Out* to, i64 column) { dense_few(part, packed, column, to, outputs); };
+    return multiply_all(x, y, rows, inputs, outputs, kColumns, threads, few);
+  }
+  multiply_all(x, y, rows, inputs, outputs, kOutputs, threads,
                [&](const Inputs& part, Out* to, i64 column) { dense_block(part, stored_weights(packed, column, inputs), to, outputs); });
 }
 
