@@ -178,6 +178,7 @@ void attend(const T* qkv, const Context<T>& context, i64 tokens, i64 first_visib
     for (i64 h = 0; h < size; h += kVector) store(to + h, load(&rows.sums[r * size + h]) / all(rows.totals[r]));
   }
 }
+
 // Row b of qkv attends to the first lengths[b] tokens of its sequence, whose blocks are tables[b, :]. out: [B, N, H].
 template <typename T>
 void decode(const T* qkv, const T* keys, const T* values, const i64* tables, i64 table_width, const i64* lengths, T* out, i64 sequences,
