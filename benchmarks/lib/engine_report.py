@@ -17,15 +17,6 @@ from configs.facts import ModelFacts
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-GOALS: dict[tuple[str, str], float] = {
-    **{(f"prefill {tokens}", "vllm"): 1.0 for tokens in (256, 1024)},
-    **{(f"decode {size} x 256", "vllm"): 1.2 for size in (1, 8, 16, 32, 64)},
-    ("decode 16 x 1024", "vllm"): 1.2,
-    ("decode 1 x 4096", "vllm"): 1.2,
-    ("decode 1 x 256", "llama.cpp"): 1.2,
-    **{(f"prefill {tokens}", "llama.cpp"): 1.0 if operators() == "amx" else 4.0 for tokens in (256, 1024)},
-}
-"""What our tokens per second divided by the peer's should reach at least."""
 OVERHEAD_GOAL, START_GOAL_S = 0.10, 6.0
 COLOURS = {"tandem": "#1b6ca8", "baseline": "#9ec5e3", "vllm": "#e08e2b", "llama.cpp": "#5b8c5a", "transformers": "#8a6fa8"}
 
@@ -56,6 +47,19 @@ class Run:
         ]
         own = {"step_overhead": self.step_overhead, "worker_start": self.worker_start}
         return {"versions": self.versions, "measured": measured, **own}
+
+
+def goals() -> dict[tuple[str, str], float]:
+    """Return what our tokens per second divided by the peer's should reach at least on this machine, by case and peer."""
+    prefill = 1.0 if operators() == "amx" else 4.0
+    return {
+        **{(f"prefill {tokens}", "vllm"): 1.0 for tokens in (256, 1024)},
+        **{(f"decode {size} x 256", "vllm"): 1.2 for size in (1, 8, 16, 32, 64)},
+        ("decode 16 x 1024", "vllm"): 1.2,
+        ("decode 1 x 4096", "vllm"): 1.2,
+        ("decode 1 x 256", "llama.cpp"): 1.2,
+        **{(f"prefill {tokens}", "llama.cpp"): prefill for tokens in (256, 1024)},
+    }
 
 
 def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
@@ -105,7 +109,8 @@ def share_of_limit(facts: ModelFacts, case: str, tokens_per_s: float, limits: di
 
 def _table(run: Run, facts: ModelFacts, threads: int) -> list[str]:
     ours, others = run.systems[0], run.systems[1:]
-    with_goals = {peer for _, peer in GOALS}
+    wanted = goals()
+    with_goals = {peer for _, peer in wanted}
     by_system = {system: run.medians(system, threads) for system in run.systems}
     columns = ["", ours, "share of the limit"]
     for other in others:
@@ -115,7 +120,7 @@ def _table(run: Run, facts: ModelFacts, threads: int) -> list[str]:
         own = by_system[ours][case]
         row = [case, f"{own:.0f}", f"{share_of_limit(facts, case, own, by_system[ours]):.0%}"]
         for other in others:
-            theirs, goal = by_system[other].get(case), GOALS.get((case, other))
+            theirs, goal = by_system[other].get(case), wanted.get((case, other))
             row += [f"{theirs:.0f}", f"{own / theirs:.2f}"] if theirs else ["", ""]
             if other in with_goals:
                 row.append(f"≥ {goal:.1f}" if goal else "")

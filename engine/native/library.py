@@ -165,6 +165,9 @@ class NativeLibrary:
     def quantized_product(self, x_TI: Tensor, records: Tensor, outputs: int, bits: int, dtype: torch.dtype) -> Tensor:
         """[T, I] to [T, O] in the library's type or float32; `records` as `pack_quantized` makes them."""
         rows, inputs = x_TI.shape
+        assert bits in (4, 8)
+        assert inputs > 0
+        assert inputs % GROUP == outputs % OUTPUT_MULTIPLE == 0
         assert records.numel() == outputs * inputs // GROUP * (4 + GROUP * bits // 8)
         _check(self.dtype, x_TI)
         y_TO = torch.empty((rows, outputs), dtype=dtype)
@@ -175,6 +178,8 @@ class NativeLibrary:
     def dense_product(self, x_TI: Tensor, packed: Tensor, outputs: int, dtype: torch.dtype) -> Tensor:
         """[T, I] to [T, O], in the library's type or in float32; `packed` as `pack_dense` makes it."""
         rows, inputs = x_TI.shape
+        assert inputs > 0
+        assert inputs % GROUP == outputs % COLUMNS == 0
         assert packed.numel() == outputs * inputs
         _check(self.dtype, x_TI, packed)
         y_TO = torch.empty((rows, outputs), dtype=dtype)
@@ -188,7 +193,7 @@ class NativeLibrary:
 
 
 def pack_dense(weight_OI: Tensor) -> Tensor:
-    """A matrix as products.cpp reads it: bfloat16 as [O / 64, I / 2, 64, 2], float32 as [O / 16, I, 16]."""
+    """A matrix as products.cpp reads it: bfloat16 as [O / 64, I / 2, 64, 2], float32 as [O / 16, I, 16]. O divides by 64."""
     outputs, inputs = weight_OI.shape
     if weight_OI.dtype == torch.float32:
         return weight_OI.view(outputs // OUTPUT_MULTIPLE, OUTPUT_MULTIPLE, inputs).transpose(1, 2).contiguous()

@@ -23,8 +23,9 @@ class NativeStep:
         self._batch = batch
         self._pool = pool
         self._library = library
-        angles_TF = angles(frequencies, torch.from_numpy(batch.positions_T))
-        self._cos_TF, self._sin_TF = angles_TF.cos(), angles_TF.sin()
+        # In float64, since libraries round differently on different processors: what is then rounded to float32 is the same.
+        angles_TF = angles(frequencies, torch.from_numpy(batch.positions_T)).double()
+        self._cos_TF, self._sin_TF = angles_TF.cos().float(), angles_TF.sin().float()
         self._slots_T = torch.from_numpy(batch.slots_T)
         self._tables_CW = torch.from_numpy(batch.tables_CW)
         self._single_tables_BW = self._tables_CW[batch.num_longer :]

@@ -5,7 +5,7 @@
 // read as zeros.
 #pragma once
 
-#include "../avx512/common.h"
+#include "common.h"
 
 #include <algorithm>
 

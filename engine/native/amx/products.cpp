@@ -7,7 +7,7 @@
 // 4 z + n, and in eight bits nibbles 2 n and 2 n + 1 to pair 2 z + n. A record becomes a tile: 16 rows, each a pair of
 // inputs of 16 outputs.
 
-#include "../avx512/common.h"
+#include "common.h"
 #include <multiply.h>
 
 #include <vector>

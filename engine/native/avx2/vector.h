@@ -21,6 +21,7 @@ inline Vector as_floats(Words v) { return _mm256_castsi256_ps(v); }
 inline Words as_words(Vector v) { return _mm256_castps_si256(v); }
 inline Vector multiply_add(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b, c); }
 inline Vector multiply_subtract(Vector a, Vector b, Vector c) { return _mm256_fmsub_ps(a, b, c); }
+// The second where one is no number.
 inline Vector larger(Vector a, Vector b) { return _mm256_max_ps(a, b); }
 inline Vector rounded(Vector v) { return _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline Vector magnitude(Vector v) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), v); }
@@ -38,6 +39,8 @@ inline Vector first_lanes(Vector v, int64_t n, float other) {
   const __m256i places = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), count = _mm256_set1_epi32(static_cast<int>(n > kVector ? kVector : n));
   return _mm256_blendv_ps(all(other), v, as_floats(_mm256_cmpgt_epi32(count, places)));
 }
+
+inline float first(Vector v) { return _mm256_cvtss_f32(v); }
 
 inline float greatest(Vector v) {
   __m128 four = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));

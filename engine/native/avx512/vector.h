@@ -21,6 +21,7 @@ inline Vector as_floats(Words v) { return _mm512_castsi512_ps(v); }
 inline Words as_words(Vector v) { return _mm512_castps_si512(v); }
 inline Vector multiply_add(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
 inline Vector multiply_subtract(Vector a, Vector b, Vector c) { return _mm512_fmsub_ps(a, b, c); }
+// The second where one is no number.
 inline Vector larger(Vector a, Vector b) { return _mm512_max_ps(a, b); }
 inline Vector rounded(Vector v) { return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT); }
 inline Vector magnitude(Vector v) { return _mm512_abs_ps(v); }
@@ -37,6 +38,8 @@ inline Vector power_of_whole(Vector n) {
 inline Vector first_lanes(Vector v, int64_t n, float other) {
   return n >= kVector ? v : _mm512_mask_blend_ps(static_cast<__mmask16>((1u << n) - 1), all(other), v);
 }
+
+inline float first(Vector v) { return _mm512_cvtss_f32(v); }
 
 inline float greatest(Vector v) { return _mm512_reduce_max_ps(v); }
 

@@ -12,7 +12,6 @@
 #include "common.h"
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
 #include <type_traits>
 #include <vector>
@@ -24,6 +23,7 @@ constexpr i64 kChunk = 64;       // tokens of context that are held as float32
 constexpr i64 kTileTokens = 32;  // tokens of a prompt that go through the context together
 constexpr i64 kRows = 3;         // rows that look at a chunk together
 constexpr i64 kAtOnce = 4;       // registers of each row's sums
+static_assert(kChunk % (kAtOnce * kVector) == 0);
 
 struct Heads {
   i64 query, key_value, size;
@@ -70,8 +70,8 @@ inline void put_columns(Words words[kVector], const bf16*, float* to) {
   }
 }
 
-// Tokens [begin, begin + count) of one head become float32; keys beyond them are zero up to a whole register. Has the chunk
-// behind it brought near, as far as `length`: blocks lie anywhere, so the processor can't guess where.
+// Tokens [begin, begin + count) of one head become float32. Beyond them lie zeros and what was there before: nobody looks at
+// it. Has the chunk behind it brought near, as far as `length`: blocks lie anywhere, so the processor can't guess where.
 template <typename T>
 void widen(const Context<T>& context, i64 head, i64 size, i64 begin, i64 count, i64 length, float* keys, float* values) {
   constexpr i64 kPerWord = sizeof(float) / sizeof(T), kLine = 64 / sizeof(T);
@@ -117,7 +117,7 @@ inline float weigh(float* scores, i64 count, float scale, float& largest, float&
   for (i64 t = 0; t < count; t += kVector) {
     const Vector seen = first_lanes(load(scores + t) * all(scale), count - t, kMinusInfinity);
     store(scores + t, seen);
-    top = larger(top, seen);
+    top = larger(seen, top);
   }
   const float now = std::max(largest, greatest(top));
   __m256 lanes = _mm256_setzero_ps();
@@ -126,7 +126,7 @@ inline float weigh(float* scores, i64 count, float scale, float& largest, float&
     store(scores + t, weight);
     add_to(lanes, weight);
   }
-  const float shrink = now == largest ? 1.0f : std::exp2(largest - now);
+  const float shrink = now == largest ? 1.0f : first(power_of_two(all(largest - now)));
   total = total * shrink + sum(lanes);
   largest = now;
   return shrink;

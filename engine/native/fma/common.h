@@ -29,7 +29,7 @@ constexpr float kLog2E = 1.44269504f;
 
 // 2^x for x <= 0, minus infinity included, to a relative error of 2e-7; 0 below 2^-126. 2^n times a minimax polynomial.
 inline Vector power_of_two(Vector x) {
-  x = larger(x, all(-127.0f));
+  x = larger(all(-127.0f), x);
   const Vector n = rounded(x), r = x - n;
   Vector p = all(1.327647141e-3f);
   for (const float c : {9.675541571e-3f, 5.550713277e-2f, 2.402211972e-1f, 6.931469671e-1f, 1.0f}) p = multiply_add(p, r, all(c));

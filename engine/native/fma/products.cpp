@@ -202,10 +202,12 @@ void dense_few(const Inputs& x, const In* packed, i64 column, Out* y, i64 output
   });
 }
 
-// Bytes of inputs in float32 that stay in a core's second cache while all weights pass by.
-i64 part_bytes() {
-  static const i64 cache = sysconf(_SC_LEVEL2_CACHE_SIZE);
-  return std::max<i64>(cache, 1 << 19) / 4 * 3;
+// Into how many parts rows are divided: so many that a part's inputs in float32 stay in a core's second cache while all weights
+// pass by, but not so many that weights would be read for a few rows.
+i64 number_of_parts(i64 rows, i64 inputs) {
+  static const i64 cache = std::max<i64>(sysconf(_SC_LEVEL2_CACHE_SIZE), 1 << 19);
+  const i64 most = std::max<i64>(cache / 4 * 3 / (inputs * static_cast<i64>(sizeof(float))), 8 * kTile);
+  return (rows + most - 1) / most;
 }
 
 // Call `multiply` with a part of the rows, their results, and the first of each `step` outputs.
@@ -213,9 +215,10 @@ template <typename In, typename Out, typename Multiply>
 void multiply_all(const In* x, Out* y, i64 rows, i64 inputs, i64 outputs, i64 step, i64 threads, const Multiply& multiply) {
   static thread_local Inputs own;
   Inputs& part = own;
-  const i64 tiles = std::max<i64>(1, part_bytes() / (kTile * inputs * static_cast<i64>(sizeof(float))));
-  for (i64 first = 0; first < rows; first += tiles * kTile) {
-    part.read(x + first * inputs, std::min(tiles * kTile, rows - first), inputs, threads);
+  const i64 parts = number_of_parts(rows, inputs);
+  for (i64 i = 0; i < parts; ++i) {
+    const i64 first = i * rows / parts;
+    part.read(x + first * inputs, (i + 1) * rows / parts - first, inputs, threads);
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (i64 column = 0; column < outputs; column += step) multiply(part, y + first * outputs + column, column);
   }

@@ -11,6 +11,7 @@ namespace {
 
 constexpr i64 kGroup = 32;    // inputs
 constexpr i64 kOutputs = 16;  // that are computed together
+static_assert(kTile <= kVector && kGroup % kVector == 0);
 
 // Call `use` with a constant number of rows, 1 to T, that is `rows`.
 template <int T, typename Use>

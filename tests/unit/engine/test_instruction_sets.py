@@ -9,6 +9,7 @@ import ctypes
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +22,8 @@ from engine.kernels.norm import rms_norm
 from engine.kernels.quantized import quantize
 from engine.model_runner import DtypeName, ModelRunner
 from engine.native import build
-from engine.native.instruction_sets import INSTRUCTION_SETS, InstructionSet
-from engine.native.library import NativeLibrary
+from engine.native.instruction_sets import INSTRUCTION_SETS, InstructionSet, find_compiler
+from engine.native.library import SIGNATURES, NativeLibrary
 from engine.native.matrix import DenseMatrix, QuantizedMatrix
 from protocol.errors import ConfigError
 from protocol.sampling import SamplingParams
@@ -203,8 +204,13 @@ def one_of_each(variant: Variant) -> Iterator[Tensor]:
         pool, out = torch.randn(2, 512, kv_heads, size).to(dtype), torch.empty(150, heads, size, dtype=dtype)
         qkv, slots = torch.randn(150, (heads + 2 * kv_heads) * size).to(dtype), torch.arange(150) + 200
         library.rotate_and_store(qkv, torch.randn(150, size // 2), torch.randn(150, size // 2), slots, pool, heads)
-        library.prefill_attention(qkv, pool, torch.randperm(32)[:25], 230, 16, out)
-        yield from (qkv, pool, out)
+        table, beside_nan = torch.randperm(32)[:25], torch.empty_like(out)
+        library.prefill_attention(qkv, pool, table, 230, 16, out)
+        pool[0, int(table[300 // 16]) * 16 + 300 % 16] = math.nan
+        library.prefill_attention(qkv, pool, table, 230, 16, beside_nan)
+        assert torch.equal(beside_nan[: 300 - 230], out[: 300 - 230])
+        assert beside_nan[300 - 230 :].isnan().all(), "a key that is no number"
+        yield from (qkv, pool, out, beside_nan)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -219,7 +225,8 @@ def test_sets_of_one_arithmetic_have_the_same_bits(dtype: torch.dtype, monkeypat
     build.load_library.cache_clear()
     for first, *others in computed.values():
         for other in others:
-            assert all(torch.equal(one, same) for one, same in zip(first, other, strict=True))
+            for one, same in zip(first, other, strict=True):
+                assert torch.equal(one.view(torch.uint8), same.view(torch.uint8))
 
 
 @pytest.mark.parametrize("forced", HERE, indirect=True, ids=named)
@@ -258,6 +265,17 @@ def test_a_set_is_taken_where_it_is_the_best_choice(monkeypatch: pytest.MonkeyPa
         assert [each.name for each in build.instruction_sets(torch.float32)] == ["avx512", "avx2"]
     monkeypatch.setenv(build.FORCED, "avx512_bf16")
     assert [each.name for each in build.instruction_sets(torch.bfloat16)] == ["avx512_bf16"]
+
+
+@pytest.mark.skipif(not HERE, reason="needs a C++ compiler")
+@pytest.mark.parametrize("missing", [each for each in INSTRUCTION_SETS if not build.is_here(each)], ids=lambda each: each.name)
+def test_a_set_for_other_processors_is_compiled(missing: InstructionSet, tmp_path: Path) -> None:
+    compiler = find_compiler()
+    if compiler is None:
+        pytest.skip("the operators came with a wheel")
+    missing.compile(compiler, tmp_path / missing.file_name)
+    compiled = ctypes.CDLL(str(tmp_path / missing.file_name))
+    assert all(hasattr(compiled, name) for name in SIGNATURES)
 
 
 def test_a_set_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
