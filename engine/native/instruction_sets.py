@@ -81,6 +81,7 @@ _AVX512_BF16 = InstructionSet(
     features=(*_AVX512.features, "avx512_bf16"),
     options=(*_AVX512.options, "-mavx512bf16", "-mbmi", "-mbmi2", "-mlzcnt"),
     dtypes=("bfloat16",),
+    builds_on=("avx512",),
     makers=("amd",),  # Intel's need four times as long for one of these products as for one in float32, of half as many values
     rounds_by_maker=True,
 )
@@ -90,7 +91,7 @@ INSTRUCTION_SETS = (
         features=(*_AVX512_BF16.features, "amx_tile", "amx_bf16"),
         options=(*_AVX512_BF16.options, "-mamx-tile", "-mamx-bf16"),
         dtypes=("bfloat16",),
-        builds_on=("avx512_bf16",),
+        builds_on=("avx512_bf16", "avx512"),
         tiles=True,
     ),
     _AVX512_BF16,

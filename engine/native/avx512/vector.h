@@ -2,6 +2,7 @@
 #pragma once
 
 #include <immintrin.h>
+#include <transpose.h>
 
 #include <cstdint>
 
@@ -75,26 +76,4 @@ inline Vector bytes(Words v, int place) { return from_words(_mm512_srai_epi32(_m
 // The lower or the upper half of each word, a bfloat16.
 inline Vector halves(Words v, bool upper) {
   return as_floats(upper ? _mm512_and_si512(v, _mm512_set1_epi32(0xffff0000)) : _mm512_slli_epi32(v, 16));
-}
-
-// Rows of words become columns.
-inline void transpose(Words v[16]) {
-  Words lanes[16];  // [4 q + j]: in each quarter, word j of it of the rows 4 q to 4 q + 3
-  for (int i = 0; i < 16; i += 4) {
-    const Words a = _mm512_unpacklo_epi32(v[i], v[i + 1]), b = _mm512_unpackhi_epi32(v[i], v[i + 1]);
-    const Words c = _mm512_unpacklo_epi32(v[i + 2], v[i + 3]), d = _mm512_unpackhi_epi32(v[i + 2], v[i + 3]);
-    lanes[i] = _mm512_unpacklo_epi64(a, c);
-    lanes[i + 1] = _mm512_unpackhi_epi64(a, c);
-    lanes[i + 2] = _mm512_unpacklo_epi64(b, d);
-    lanes[i + 3] = _mm512_unpackhi_epi64(b, d);
-  }
-  for (int j = 0; j < 4; ++j) {
-    const Words a = _mm512_shuffle_i32x4(lanes[j], lanes[4 + j], 0x88), b = _mm512_shuffle_i32x4(lanes[j], lanes[4 + j], 0xdd);
-    const Words c = _mm512_shuffle_i32x4(lanes[8 + j], lanes[12 + j], 0x88);
-    const Words d = _mm512_shuffle_i32x4(lanes[8 + j], lanes[12 + j], 0xdd);
-    v[j] = _mm512_shuffle_i32x4(a, c, 0x88);
-    v[4 + j] = _mm512_shuffle_i32x4(b, d, 0x88);
-    v[8 + j] = _mm512_shuffle_i32x4(a, c, 0xdd);
-    v[12 + j] = _mm512_shuffle_i32x4(b, d, 0xdd);
-  }
 }
