@@ -20,7 +20,8 @@ from configs.models import resolve
 from engine.batch import Chunk, ForwardBatch
 from engine.memory.kv_pool import KVPool
 from engine.models.decoder import Decoder
-from engine.models.weights import Quantization, WeightFormat, load_weights
+from engine.models.packing import Quantization, WeightFormat
+from engine.models.weights import load_weights
 from engine.native.library import NativeLibrary
 from engine.operators import step_factory
 from engine.ranks.tensor_parallel import ALONE

@@ -37,12 +37,12 @@ def main() -> None:
         for outputs, inputs in shapes:
             weight = torch.randn(outputs, inputs)
             for bits in (4, 8):
-                products[f"int{bits}"].append((inputs, QuantizedMatrix(quantize(weight, bits), library)))
-            products["bfloat16"].append((inputs, DenseMatrix(weight.bfloat16(), library)))
+                products[f"int{bits}"].append((inputs, QuantizedMatrix.of(quantize(weight, bits), library)))
+            products["bfloat16"].append((inputs, DenseMatrix.of(weight.bfloat16(), library)))
             products["oneDNN"].append((inputs, Linear(weight.bfloat16(), same_bits=False)))
     weight_VD = torch.randn(facts.vocab_size, facts.hidden_size)
-    products["head int8"] = [(facts.hidden_size, QuantizedMatrix(quantize(weight_VD, 8), library).logits)]
-    products["head bfloat16"] = [(facts.hidden_size, DenseMatrix(weight_VD.bfloat16(), library).logits)]
+    products["head int8"] = [(facts.hidden_size, QuantizedMatrix.of(quantize(weight_VD, 8), library).logits)]
+    products["head bfloat16"] = [(facts.hidden_size, DenseMatrix.of(weight_VD.bfloat16(), library).logits)]
     with torch.inference_mode():
         taken = {rows: times_ms(products, rows) for rows in ROWS}
     lines = [

@@ -22,7 +22,8 @@ from engine.batch_invariance import what_varies
 from engine.memory.kv_pool import LAYOUT_VERSION, KVPool, token_bytes
 from engine.memory.populator import Populator
 from engine.models.decoder import Decoder, DecoderWeights
-from engine.models.weights import Quantization, WeightFormat, load_weights
+from engine.models.packing import Quantization, WeightFormat
+from engine.models.weights import load_weights
 from engine.native.build import load_library
 from engine.native.library import NativeLibrary
 from engine.operators import step_factory
@@ -68,6 +69,7 @@ class ModelRunner:
         block_size: int,
         num_kv_tokens: int,
         shared_kv: bool = False,
+        shared_weights: bool = False,
         quantization: Quantization = "auto",
         ranks: TensorParallel = ALONE,
         device: DeviceName = "cpu",
@@ -75,9 +77,9 @@ class ModelRunner:
     ) -> ModelRunner:
         """Read the weights and set aside the pool, for as many threads as torch has. Raises ConfigError for what can't work.
 
-        A pool of `shared_kv` lies in memory that other processes can read. `quantization` as in
-        `engine.models.weights.WeightFormat`. With several `ranks` this one reads its share of the weights, and its pool has as
-        many tokens, of its own KV heads.
+        A pool of `shared_kv` lies in memory that other processes can read, and `shared_weights` in a file that all processes of
+        this machine map (`engine.models.weight_file`). `quantization` as in `engine.models.packing.WeightFormat`. With several
+        `ranks` this one reads its share of the weights, and its pool has as many tokens, of its own KV heads.
 
         On `cuda`, the current GPU, weights and pool lie in its memory, of which the two take `gpu_memory_utilization`: the pool
         has at least `num_kv_tokens`, and as many more as that allows. `auto` is cuda where there is a GPU.
@@ -93,9 +95,8 @@ class ModelRunner:
         torch_dtype, torch_device = _DTYPES[dtype_name], torch.device(device)
         library = NativeLibrary.load(torch.get_num_threads(), torch_dtype) if device == "cpu" else None
         with torch.inference_mode():
-            weights = load_weights(
-                facts, WeightFormat(torch_dtype, quantization, library, torch_device), ranks.rank, ranks.size
-            )
+            format_ = WeightFormat(torch_dtype, quantization, library, torch_device)
+            weights = load_weights(facts, format_, ranks.rank, ranks.size, shared=shared_weights)
         if device == "cuda":
             num_kv_tokens = max(num_kv_tokens, _tokens_that_fit(facts, torch_dtype, gpu_memory_utilization))
         pool = KVPool.for_model(own, num_kv_tokens, block_size, torch_dtype, shared=shared_kv, device=torch_device)

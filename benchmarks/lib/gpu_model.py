@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from configs.facts import Architecture, ModelFacts, WeightFormat
@@ -80,7 +81,13 @@ def decoder_weights(model: Any, facts: ModelFacts) -> DecoderWeights:
     head = linear(model.lm_head)
     frequencies = inverse_frequencies(facts.head_dim, facts.rope_theta).to(embedding_VD.device)
     layers = tuple(layer(block) for block in model.model.layers)
-    return DecoderWeights(embedding_VD, layers, model.model.norm.weight.detach(), lambda x_SD: head(x_SD).float(), frequencies)
+    return DecoderWeights(
+        embed=lambda ids_T: F.embedding(ids_T, embedding_VD),
+        layers=layers,
+        final_norm=model.model.norm.weight.detach(),
+        head=lambda x_SD: head(x_SD).float(),
+        rope_frequencies=frequencies,
+    )
 
 
 def matrix_parameters(facts: ModelFacts) -> int:

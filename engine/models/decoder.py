@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from configs.facts import ModelFacts
@@ -44,8 +43,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class DecoderWeights:
-    embedding_VD: Tensor
-    """Of this rank's tokens."""
+    embed: Callable[[Tensor], Tensor]
+    """Token ids [T], counted from this rank's first, to their embeddings [T, D]."""
     layers: tuple[Layer, ...]
     final_norm: Tensor
     head: Callable[[Tensor], Tensor]
@@ -100,10 +99,10 @@ class Decoder:
     def _embed(self, token_ids_T: Tensor) -> Tensor:
         """[T, D] in float32. Each token is known to one rank, so the sum over the ranks is exact."""
         if self._ranks.size == 1:
-            return F.embedding(token_ids_T, self._weights.embedding_VD).float()
+            return self._weights.embed(token_ids_T).float()
         own = self._vocabulary[self._ranks.rank]
         others_T = (token_ids_T < own.start) | (token_ids_T >= own.stop)
-        rows_TD = F.embedding((token_ids_T - own.start).masked_fill_(others_T, 0), self._weights.embedding_VD)
+        rows_TD = self._weights.embed((token_ids_T - own.start).masked_fill_(others_T, 0))
         return self._ranks.sum(rows_TD.masked_fill_(others_T[:, None], 0.0)).to(torch.float32, copy=True)
 
     def _norm_heads(self, layer: Layer, qkv_TA: Tensor) -> None:

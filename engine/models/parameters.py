@@ -82,6 +82,16 @@ class Parameter:
         """Of the whole."""
         return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
 
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it multiplies; all others are vectors."""
+        return len(self.shape) == 2
+
+    def shard_shape(self, rank: int, size: int) -> tuple[int, ...]:
+        """Of what one of `size` ranks holds."""
+        shards = self.shards(rank, size)
+        return (sum(len(shard.rows) for shard in shards), *shards[0].shape[1:])
+
     def shards(self, rank: int, size: int) -> tuple[Shard, ...]:
         return tuple(part.shard(rank, size) for part in self.parts)
 

@@ -73,7 +73,7 @@ _AVX512 = InstructionSet(
     features=("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", *_FMA),
     options=("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512", *_FMA_OPTIONS),
     dtypes=("bfloat16", "float32"),
-    builds_on=("fma",),
+    builds_on=("fma", "scalar"),
     arithmetic="fma",
 )
 _AVX512_BF16 = InstructionSet(
@@ -81,7 +81,7 @@ _AVX512_BF16 = InstructionSet(
     features=(*_AVX512.features, "avx512_bf16"),
     options=(*_AVX512.options, "-mavx512bf16", "-mbmi", "-mbmi2", "-mlzcnt"),
     dtypes=("bfloat16",),
-    builds_on=("avx512",),
+    builds_on=("avx512", "scalar"),
     makers=("amd",),  # Intel's need four times as long for one of these products as for one in float32, of half as many values
     rounds_by_maker=True,
 )
@@ -91,7 +91,7 @@ INSTRUCTION_SETS = (
         features=(*_AVX512_BF16.features, "amx_tile", "amx_bf16"),
         options=(*_AVX512_BF16.options, "-mamx-tile", "-mamx-bf16"),
         dtypes=("bfloat16",),
-        builds_on=("avx512_bf16", "avx512"),
+        builds_on=("avx512_bf16", "avx512", "scalar"),
         tiles=True,
     ),
     _AVX512_BF16,
@@ -101,7 +101,7 @@ INSTRUCTION_SETS = (
         features=_FMA,
         options=_FMA_OPTIONS,
         dtypes=("bfloat16", "float32"),
-        builds_on=("fma",),
+        builds_on=("fma", "scalar"),
         arithmetic="fma",
     ),
 )

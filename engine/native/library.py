@@ -32,6 +32,8 @@ SIGNATURES = {
     "dense_linear": (*[_POINTER] * 3, *[_INT] * 4),
 }
 """Functions for every type. Those for float32 have `_float32` behind their names."""
+LOOKUP_SIGNATURES = {"quantized_embedding": (*[_POINTER] * 3, *[_INT] * 5), "dense_embedding": (*[_POINTER] * 3, *[_INT] * 4)}
+"""Functions for every type, too, that return whether they could look up what was asked for."""
 LOGITS_SIGNATURES = {"quantized_logits": (*[_POINTER] * 3, *[_INT] * 5), "dense_logits": (*[_POINTER] * 3, *[_INT] * 4)}
 """Further functions for bfloat16: products with results in float32."""
 
@@ -57,6 +59,9 @@ class NativeLibrary:
         for name, arguments in (SIGNATURES | further).items():
             function = getattr(built.functions, name + self._suffix)
             function.argtypes, function.restype = arguments, None
+        for name, arguments in LOOKUP_SIGNATURES.items():
+            function = getattr(built.functions, name + self._suffix)
+            function.argtypes, function.restype = arguments, ctypes.c_bool
 
     def add_rms_norm(self, x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float, out_TD: Tensor) -> None:
         """Add `delta_TD` to the float32 `x_TD` in place; write the sum, over its root mean square, times the weight."""
@@ -165,10 +170,7 @@ class NativeLibrary:
     def quantized_product(self, x_TI: Tensor, records: Tensor, outputs: int, bits: int, dtype: torch.dtype) -> Tensor:
         """[T, I] to [T, O] in the library's type or float32; `records` as `pack_quantized` makes them."""
         rows, inputs = x_TI.shape
-        assert bits in (4, 8)
-        assert inputs > 0
-        assert inputs % GROUP == outputs % OUTPUT_MULTIPLE == 0
-        assert records.numel() == outputs * inputs // GROUP * (4 + GROUP * bits // 8)
+        _check_records(records, outputs, inputs, bits)
         _check(self.dtype, x_TI)
         y_TO = torch.empty((rows, outputs), dtype=dtype)
         multiply = self._function("quantized_linear" if dtype == self.dtype else "quantized_logits")
@@ -178,14 +180,32 @@ class NativeLibrary:
     def dense_product(self, x_TI: Tensor, packed: Tensor, outputs: int, dtype: torch.dtype) -> Tensor:
         """[T, I] to [T, O], in the library's type or in float32; `packed` as `pack_dense` makes it."""
         rows, inputs = x_TI.shape
-        assert inputs > 0
-        assert inputs % GROUP == outputs % COLUMNS == 0
-        assert packed.numel() == outputs * inputs
+        _check_packed(packed, outputs, inputs)
         _check(self.dtype, x_TI, packed)
         y_TO = torch.empty((rows, outputs), dtype=dtype)
         multiply = self._function("dense_linear" if dtype == self.dtype else "dense_logits")
         multiply(x_TI.data_ptr(), packed.data_ptr(), y_TO.data_ptr(), rows, inputs, outputs, self._threads)
         return y_TO
+
+    def quantized_embedding(self, ids_T: Tensor, records: Tensor, outputs: int, inputs: int, bits: int) -> Tensor:
+        """The rows `ids_T` (int64) of a quantized matrix, in the library's type: [T, I]. Raises IndexError."""
+        _check_records(records, outputs, inputs, bits)
+        return self._embedding("quantized_embedding", ids_T, records, inputs, outputs, bits)
+
+    def dense_embedding(self, ids_T: Tensor, packed: Tensor, outputs: int, inputs: int) -> Tensor:
+        """The same of a dense matrix of `outputs` rows, which packing may have filled up."""
+        _check_packed(packed, outputs + -outputs % COLUMNS, inputs)
+        _check(self.dtype, packed)
+        return self._embedding("dense_embedding", ids_T, packed, inputs, outputs)
+
+    def _embedding(self, function: str, ids_T: Tensor, matrix: Tensor, inputs: int, outputs: int, *bits: int) -> Tensor:
+        _check(torch.int64, ids_T)
+        rows_TI = torch.empty((len(ids_T), inputs), dtype=self.dtype)
+        look_up: Callable[..., bool] = getattr(self._functions, function + self._suffix)
+        sizes = (len(ids_T), inputs, outputs, *bits, self._threads)
+        if not look_up(matrix.data_ptr(), ids_T.data_ptr(), rows_TI.data_ptr(), *sizes):
+            raise IndexError(f"a token is none of the {outputs} that have an embedding")
+        return rows_TI
 
     def _function(self, name: str) -> Callable[..., None]:
         function: Callable[..., None] = getattr(self._functions, name + self._suffix)
@@ -207,7 +227,7 @@ def can_pack(values_OI: Tensor) -> bool:
 
 
 def pack_quantized(values_OI: Tensor, scales_OG: Tensor, minimums_OG: Tensor, bits: int) -> Tensor:
-    """The records that products.cpp reads, as bytes. Values: 0 to 15, or int8; scales and minimums: float16."""
+    """The records that products.cpp reads, [O / 16, I / 32, bytes]. Values: 0 to 15, or int8; scales and minimums: float16."""
     outputs, inputs = values_OI.shape
     blocks, groups, pairs = outputs // OUTPUT_MULTIPLE, inputs // GROUP, GROUP // 2
     values = values_OI.to(torch.int16).view(blocks, OUTPUT_MULTIPLE, groups, pairs, 2).permute(0, 2, 3, 1, 4)
@@ -219,7 +239,21 @@ def pack_quantized(values_OI: Tensor, scales_OG: Tensor, minimums_OG: Tensor, bi
         each.view(blocks, OUTPUT_MULTIPLE, groups).transpose(1, 2).contiguous().view(torch.int16)
         for each in (scales_OG, minimums_OG)
     )
-    return torch.cat((scales, minimums, words.reshape(blocks, groups, -1)), dim=-1).view(torch.uint8).view(-1)
+    return torch.cat((scales, minimums, words.reshape(blocks, groups, -1)), dim=-1).view(torch.uint8)
+
+
+def _check_records(records: Tensor, outputs: int, inputs: int, bits: int) -> None:
+    assert bits in (4, 8)
+    assert inputs > 0
+    assert inputs % GROUP == outputs % OUTPUT_MULTIPLE == 0
+    assert records.numel() == outputs * inputs // GROUP * (4 + GROUP * bits // 8)
+    _check(torch.uint8, records)
+
+
+def _check_packed(packed: Tensor, outputs: int, inputs: int) -> None:
+    assert inputs > 0
+    assert inputs % GROUP == outputs % COLUMNS == 0
+    assert packed.numel() == outputs * inputs
 
 
 def _halves(kv_2SKH: Tensor) -> tuple[int, int]:

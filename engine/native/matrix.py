@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.quantized import GROUP, QuantizedWeight
-from engine.native.library import COLUMNS, NativeLibrary, can_pack, pack_dense, pack_quantized
+from engine.native.library import COLUMNS, OUTPUT_MULTIPLE, NativeLibrary, can_pack, pack_dense, pack_quantized
 
 
 class Matrix(Protocol):
@@ -23,16 +23,33 @@ class Matrix(Protocol):
         """The same product with a result in float32."""
         ...
 
+    def embedding(self, ids_T: Tensor) -> Tensor:
+        """The weight's rows of these numbers, int64 [T] to [T, I], in the library's type. Raises IndexError for others."""
+        ...
+
 
 class QuantizedMatrix:
     """A `Matrix` of a weight of four or eight bits, by its values, scales and minimums."""
 
-    def __init__(self, weight: QuantizedWeight, library: NativeLibrary) -> None:
-        assert can_pack(weight.values_OI), f"{list(weight.values_OI.shape)} does not divide into records"
+    def __init__(self, records: Tensor, library: NativeLibrary) -> None:
+        """`records` are what `pack` makes; they tell the matrix's shape and its bits."""
+        blocks, groups, record_bytes = records.shape
         self._library = library
-        self._outputs = len(weight.values_OI)
-        self._bits = weight.bits
-        self._records = pack_quantized(weight.values_OI, weight.scales_OG, weight.minimums_OG, weight.bits)
+        self._records = records
+        self._outputs = blocks * OUTPUT_MULTIPLE
+        self._inputs = groups * GROUP
+        self._bits = 8 * (record_bytes // OUTPUT_MULTIPLE - 4) // GROUP
+
+    @staticmethod
+    def pack(weight: QuantizedWeight) -> Tensor:
+        """The weight as one tensor of bytes, [O / 16, I / 32, bytes]."""
+        assert can_pack(weight.values_OI), f"{list(weight.values_OI.shape)} does not divide into records"
+        return pack_quantized(weight.values_OI, weight.scales_OG, weight.minimums_OG, weight.bits)
+
+    @classmethod
+    def of(cls, weight: QuantizedWeight, library: NativeLibrary) -> QuantizedMatrix:
+        """Pack a weight and multiply by it."""
+        return cls(cls.pack(weight), library)
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         return self._library.quantized_product(x_TI, self._records, self._outputs, self._bits, self._library.dtype)
@@ -40,21 +57,41 @@ class QuantizedMatrix:
     def logits(self, x_TI: Tensor) -> Tensor:
         return self._library.quantized_product(x_TI, self._records, self._outputs, self._bits, torch.float32)
 
+    def embedding(self, ids_T: Tensor) -> Tensor:
+        return self._library.quantized_embedding(ids_T, self._records, self._outputs, self._inputs, self._bits)
+
 
 class DenseMatrix:
     """A `Matrix` of a weight of the library's type. Shapes that don't divide into its parts are filled up with zeros."""
 
-    def __init__(self, weight_OI: Tensor, library: NativeLibrary) -> None:
+    def __init__(self, packed: Tensor, outputs: int, inputs: int, library: NativeLibrary) -> None:
+        """`packed` is what `pack` makes of a weight [outputs, inputs]."""
         self._library = library
-        self._outputs, inputs = weight_OI.shape
-        self._more_outputs, self._more_inputs = -self._outputs % COLUMNS, -inputs % GROUP
-        self._packed = pack_dense(F.pad(weight_OI, (0, self._more_inputs, 0, self._more_outputs)))
+        self._packed = packed
+        self._outputs, self._inputs = outputs, inputs
+        self._more_outputs, self._more_inputs = _missing(outputs, inputs)
+
+    @staticmethod
+    def pack(weight_OI: Tensor) -> Tensor:
+        """The weight as one tensor of its own type."""
+        more_outputs, more_inputs = _missing(*weight_OI.shape)
+        return pack_dense(F.pad(weight_OI, (0, more_inputs, 0, more_outputs)))
+
+    @classmethod
+    def of(cls, weight_OI: Tensor, library: NativeLibrary) -> DenseMatrix:
+        """Pack a weight and multiply by it."""
+        outputs, inputs = weight_OI.shape
+        return cls(cls.pack(weight_OI), outputs, inputs, library)
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         return self._product(x_TI, self._library.dtype)
 
     def logits(self, x_TI: Tensor) -> Tensor:
         return self._product(x_TI, torch.float32)
+
+    def embedding(self, ids_T: Tensor) -> Tensor:
+        rows_TI = self._library.dense_embedding(ids_T, self._packed, self._outputs, self._inputs + self._more_inputs)
+        return rows_TI[:, : self._inputs].contiguous()
 
     def _product(self, x_TI: Tensor, dtype: torch.dtype) -> Tensor:
         if self._more_inputs:
@@ -74,3 +111,8 @@ class NativeLinear:
         """[T, I] to [T, O]."""
         product_TO = self._matrix(x_TI)
         return product_TO if self._bias_O is None else product_TO.add_(self._bias_O)
+
+
+def _missing(outputs: int, inputs: int) -> tuple[int, int]:
+    """Outputs and inputs that fill a dense matrix up to whole parts."""
+    return -outputs % COLUMNS, -inputs % GROUP

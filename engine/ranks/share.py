@@ -29,6 +29,7 @@ def load_share(config: ClusterConfig, pool: PoolConfig, ranks: TensorParallel) -
         block_size=config.block_size,
         num_kv_tokens=pool.kv_cache_tokens,
         shared_kv=config.transport != "gloo",
+        shared_weights=True,
         ranks=ranks,
     )
 

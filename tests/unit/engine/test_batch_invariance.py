@@ -22,7 +22,8 @@ from engine.batch_invariance import (
 )
 from engine.kernels.linear import Linear
 from engine.model_runner import ModelRunner
-from engine.models.weights import WeightFormat, load_weights
+from engine.models.packing import WeightFormat
+from engine.models.weights import load_weights
 from engine.native.build import load_library
 from engine.native.matrix import NativeLinear
 from engine.operators.torch_step import TorchStep

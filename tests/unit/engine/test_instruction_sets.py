@@ -85,11 +85,11 @@ def products(variant: Variant) -> Iterator[tuple[Product, Product, int]]:
     for outputs, inputs in ((80, 160), (192, 1536)):
         for bits in (4, 8):
             weight = quantize(torch.randn(outputs, inputs), bits)
-            yield QuantizedMatrix(weight, one), QuantizedMatrix(weight, two), inputs
-            yield QuantizedMatrix(weight, one).logits, QuantizedMatrix(weight, two).logits, inputs
+            yield QuantizedMatrix.of(weight, one), QuantizedMatrix.of(weight, two), inputs
+            yield QuantizedMatrix.of(weight, one).logits, QuantizedMatrix.of(weight, two).logits, inputs
         dense = torch.randn(outputs + 3, inputs + 2).to(variant.dtype)
-        yield DenseMatrix(dense, one), DenseMatrix(dense, two), inputs + 2
-        yield DenseMatrix(dense, one).logits, DenseMatrix(dense, two).logits, inputs + 2
+        yield DenseMatrix.of(dense, one), DenseMatrix.of(dense, two), inputs + 2
+        yield DenseMatrix.of(dense, one).logits, DenseMatrix.of(dense, two).logits, inputs + 2
 
 
 @pytest.mark.parametrize("forced", HERE, indirect=True, ids=named)
@@ -109,7 +109,7 @@ def test_a_row_s_bits_are_its_own(forced: Variant) -> None:
 @pytest.mark.parametrize("forced", HERE, indirect=True, ids=named)
 def test_dense_matrices_are_multiplied_without_loss(forced: Variant) -> None:
     torch.manual_seed(1)
-    matrix = DenseMatrix(weight := torch.randn(211, 62).to(forced.dtype), forced.library(1))
+    matrix = DenseMatrix.of(weight := torch.randn(211, 62).to(forced.dtype), forced.library(1))
     x = torch.randn(19, 62).to(forced.dtype)
     exact = x.double() @ weight.double().T
     torch.testing.assert_close(matrix.logits(x).double(), exact, rtol=1e-5, atol=1e-5)
@@ -122,8 +122,8 @@ def test_tiles_multiply_the_bfloat16_of_quantized_weights(forced: Variant) -> No
     torch.manual_seed(4)
     for bits in (4, 8):
         weight, x = quantize(torch.randn(80, 320), bits), torch.randn(37, 320).to(forced.dtype)
-        dense = DenseMatrix(weight.dequantize(torch.bfloat16), forced.library(1))
-        assert torch.equal(QuantizedMatrix(weight, forced.library(1)).logits(x), dense.logits(x))
+        dense = DenseMatrix.of(weight.dequantize(torch.bfloat16), forced.library(1))
+        assert torch.equal(QuantizedMatrix.of(weight, forced.library(1)).logits(x), dense.logits(x))
 
 
 @pytest.mark.parametrize("forced", [each for each in HERE if each.dtype == torch.float32], indirect=True, ids=named)
@@ -134,7 +134,7 @@ def test_float32_operators_agree_with_torch_s(forced: Variant) -> None:
     for bits in (4, 8):
         weight, x_TI = quantize(torch.randn(80, 320), bits), torch.randn(70, 320)
         exact = (x_TI.double() @ weight.dequantize(torch.float32).double().T).float()
-        torch.testing.assert_close(QuantizedMatrix(weight, library)(x_TI), exact, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(QuantizedMatrix.of(weight, library)(x_TI), exact, rtol=2e-5, atol=2e-5)
     x_TD, delta_TD, weight_D, normed_TD = torch.randn(9, 64), torch.randn(9, 64), torch.randn(64), torch.empty(9, 64)
     expected = rms_norm(x_TD + delta_TD, weight_D, 1e-5)
     library.add_rms_norm(x_TD, delta_TD, weight_D, 1e-5, normed_TD)

@@ -17,7 +17,7 @@ from engine.batch import Chunk, ForwardBatch
 from engine.kernels.quantized import quantize
 from engine.kernels.rope import inverse_frequencies
 from engine.memory.kv_pool import KVPool
-from engine.models.weights import LoadedMatrix, WeightFormat
+from engine.models.packing import LoadedMatrix, WeightFormat
 from engine.native import build
 from engine.native.library import NativeLibrary
 from engine.native.matrix import DenseMatrix, QuantizedMatrix
@@ -142,10 +142,10 @@ def test_quantized_products_lose_nothing_but_the_result_s_rounding(outputs: int,
     torch.manual_seed(4)
     weight = quantize(torch.randn(outputs, inputs), bits)
     x = torch.randn(19, inputs).bfloat16()
-    y, expected = QuantizedMatrix(weight, library())(x), x.double() @ weight.dequantize(torch.float64).T
+    y, expected = QuantizedMatrix.of(weight, library())(x), x.double() @ weight.dequantize(torch.float64).T
     assert relative_error(y, expected) < (3e-3 if rounds_weights() else 2e-3)
     for rows in range(1, 19):
-        assert torch.equal(QuantizedMatrix(weight, library(2))(x[:rows]), y[:rows])
+        assert torch.equal(QuantizedMatrix.of(weight, library(2))(x[:rows]), y[:rows])
 
 
 @NATIVE
@@ -153,10 +153,12 @@ def test_logits_are_not_rounded() -> None:
     torch.manual_seed(6)
     dense = torch.randn(192, 160).bfloat16()
     x = torch.randn(13, 160).bfloat16()
-    logits = DenseMatrix(dense, library()).logits(x)
+    logits = DenseMatrix.of(dense, library()).logits(x)
     assert relative_error(logits, x.double() @ dense.double().T) < 1e-6
     quantized = quantize(dense, 8)
-    error = relative_error(QuantizedMatrix(quantized, library()).logits(x), x.double() @ quantized.dequantize(torch.float64).T)
+    error = relative_error(
+        QuantizedMatrix.of(quantized, library()).logits(x), x.double() @ quantized.dequantize(torch.float64).T
+    )
     assert error < (2e-3 if rounds_weights() else 1e-6)
 
 
@@ -212,6 +214,38 @@ def test_a_compiler_that_fails_is_told_and_survived(
     assert list((tmp_path / "cache" / "native").glob("*.so")) == []
 
 
+@NATIVE
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_quantized_matrix_gives_its_rows_back(bits: int, dtype: torch.dtype) -> None:
+    weight = quantize(torch.randn(48, 96), bits)
+    loaded = NativeLibrary.load(2, dtype)
+    assert loaded is not None
+    matrix = QuantizedMatrix.of(weight, loaded)
+    ids = torch.randint(0, 48, (40,))
+    for few in (ids[:1], ids):
+        assert torch.equal(matrix.embedding(few), weight.dequantize(dtype)[few])
+    for wrong in (-1, 48):
+        with pytest.raises(IndexError, match="none of the 48"):
+            matrix.embedding(torch.tensor([0, wrong]))
+
+
+@NATIVE
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_dense_matrix_gives_its_rows_back(dtype: torch.dtype) -> None:
+    """Also where neither its outputs nor its inputs make whole parts."""
+    loaded = NativeLibrary.load(2, dtype)
+    assert loaded is not None
+    weight = torch.randn(211, 48).to(dtype)
+    matrix = DenseMatrix.of(weight, loaded)
+    ids = torch.randint(0, 211, (40,))
+    for few in (ids[:1], ids):
+        assert torch.equal(matrix.embedding(few), weight[few])
+    for wrong in (-1, 211):
+        with pytest.raises(IndexError, match="none of the 211"):
+            matrix.embedding(torch.tensor([wrong, 0]))
+
+
 @pytest.mark.slow
 @NATIVE
 def test_the_library_is_built_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -228,5 +262,6 @@ def test_a_matrix_that_makes_no_records_stays_bfloat16() -> None:
     """A vocabulary of 211 is no multiple of 16 outputs."""
     weights = WeightFormat(torch.bfloat16, "int8", library=library())
     dense, x = torch.randn(211, 64), torch.randn(2, 64).bfloat16()
-    y = weights.linear(LoadedMatrix(lambda: dense, quantize(dense, 8)), None)(x)
+    packed = weights.pack(LoadedMatrix(lambda: dense, quantize(dense, 8)))
+    y = DenseMatrix(packed, 211, 64, library())(x)
     assert relative_error(y, x.double() @ dense.double().T) < 1e-2

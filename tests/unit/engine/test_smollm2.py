@@ -12,7 +12,7 @@ from benchmarks.lib.load import PROSE
 from configs.facts import ModelFacts
 from configs.models import resolve
 from engine.model_runner import ModelRunner
-from engine.models.weights import Quantization
+from engine.models.packing import Quantization
 from protocol.sampling import SamplingParams
 from router.text.tokenizer import Tokenizer
 

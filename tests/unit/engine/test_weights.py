@@ -17,8 +17,8 @@ from configs.facts import ModelFacts, WeightFormat
 from engine.batch import Chunk
 from engine.model_runner import ModelRunner
 from engine.models.gguf_weights import GgufWeights
+from engine.models.packing import WeightFormat as LoadFormat
 from engine.models.parameters import Part
-from engine.models.weights import WeightFormat as LoadFormat
 from engine.models.weights import load_weights
 from protocol.errors import ConfigError
 from protocol.sampling import SamplingParams

@@ -16,7 +16,8 @@ from engine.device_sampler import sample_on_device
 from engine.memory.kv_pool import KVPool
 from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
-from engine.models.weights import WeightFormat, load_weights
+from engine.models.packing import WeightFormat
+from engine.models.weights import load_weights
 from engine.operators import step_factory
 from engine.ranks.tensor_parallel import ALONE
 from engine.sampler import SampleRequest, sample

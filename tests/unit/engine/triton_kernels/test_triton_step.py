@@ -16,7 +16,8 @@ from engine.batch import Chunk, ForwardBatch
 from engine.kernels.rope import inverse_frequencies
 from engine.memory.kv_pool import KVPool
 from engine.models.decoder import Decoder
-from engine.models.weights import WeightFormat, load_weights
+from engine.models.packing import WeightFormat
+from engine.models.weights import load_weights
 from engine.operators import StepFactory
 from engine.operators.device_batch import BatchShape, DeviceBatch
 from engine.operators.torch_step import TorchStep

@@ -1,0 +1,129 @@
+"""Packed weights in a file of the cache folder: made once, then mapped by every process of the machine that computes with them.
+
+    <cache>/weights/<digest>.pt     the tensors of one rank, as `torch.save` writes them
+
+    first process ── lock ──► pack ──► write beside its place, sync, rename ──┐
+    every other one, and every later start ───────────────────────────────────┴──► map
+
+The digest is of what the tensors depend on: the model's own hash, type, quantization, rank, number of ranks, and the code that
+packs. A file never changes, so what lies in memory is one copy for all, and the system may drop pages that nobody reads. A file
+that was not mapped for `_UNUSED_DAYS` goes when the next one is written. Where the folder can't be written, or the disk would
+be more than half full of what is left, each process holds its own copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import mmap
+import os
+import pickle
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from configs.cache import cache_dir, exclusive
+from protocol.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+_UNUSED_DAYS = 30
+_NEW = ".new-"
+_PACKERS = (
+    "kernels/quantized.py",
+    "models/gguf_weights.py",
+    "models/packing.py",
+    "models/parameters.py",
+    "models/safetensors_weights.py",
+    "native/library.py",
+    "native/matrix.py",
+)
+"""Modules of the engine that decide what is in a file."""
+_MADV_POPULATE_READ = 22
+"""Since Linux 5.14. Before, the first steps read what they need."""
+_libc = ctypes.CDLL(None)
+_libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+
+
+def mapped_tensors(
+    name: str, identity: tuple[object, ...], pack: Callable[[], Iterable[tuple[str, Tensor]]]
+) -> Mapping[str, Tensor]:
+    """Return the tensors that `pack` makes, from the file of their `identity`, which is written if there is none.
+
+    `name` is the model's, for messages. The tensors must not be written to. Raises what `pack` raises.
+    """
+    folder = cache_dir() / "weights"
+    path = folder / f"{_digest(identity)}.pt"
+    tensors = _map(path)
+    if tensors is not None:
+        return tensors
+    with ExitStack() as held:
+        try:
+            held.enter_context(exclusive(folder))
+        except ConfigError as error:
+            log.warning("the weights of %s are not shared: %s", name, error.message)
+            return dict(pack())
+        tensors = _map(path)
+        if tensors is None:
+            log.info("packing the weights of %s", name)
+            tensors = dict(pack())
+            problem = _write(path, tensors)
+            if problem is not None:
+                log.warning("the weights of %s are not shared: %s", name, problem)
+                return tensors
+            tensors = _map(path) or tensors
+    return tensors
+
+
+def _digest(identity: tuple[object, ...]) -> str:
+    digest = hashlib.sha256(repr(identity).encode())
+    engine = Path(__file__).parent.parent
+    for packer in _PACKERS:
+        digest.update((engine / packer).read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def _map(path: Path) -> Mapping[str, Tensor] | None:
+    """The tensors of a file that is there and whole."""
+    try:
+        tensors: dict[str, Tensor] = torch.load(path, mmap=True, weights_only=True)
+    except FileNotFoundError:
+        return None
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        log.warning("%s is damaged and will be written anew: %s", path, str(error).partition("\n")[0])
+        return None
+    with suppress(OSError):  # somebody else's file, or one that can't be written to
+        os.utime(path)
+    begin = min(tensor.data_ptr() for tensor in tensors.values()) // mmap.PAGESIZE * mmap.PAGESIZE
+    end = max(tensor.data_ptr() + tensor.nbytes for tensor in tensors.values())
+    _libc.madvise(begin, end - begin, _MADV_POPULATE_READ)
+    return tensors
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor]) -> str | None:
+    """Write the file under the folder's lock, and remove what nobody needs any more; what went wrong, if something did."""
+    try:
+        for file in path.parent.glob("*.pt"):
+            if time.time() - file.stat().st_mtime > _UNUSED_DAYS * 86_400:
+                file.unlink()
+        for file in path.parent.glob(f"{_NEW}*"):  # of a process that died
+            file.unlink()
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        free = shutil.disk_usage(path.parent).free
+        if 2 * size > free:
+            return f"they take {size / 1e9:.1f} GB, and {path.parent} has {free / 1e9:.1f} GB left"
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=_NEW, delete=False) as new:
+            torch.save(tensors, new)
+            new.flush()
+            os.fsync(new.fileno())
+        Path(new.name).replace(path)
+    except OSError as error:
+        return f"{path.parent}: {error.strerror}"
+    return None

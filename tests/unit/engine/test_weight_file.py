@@ -1,0 +1,149 @@
+"""Packed weights that processes share: written once, mapped by all, and what happens where that can't be."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.lib.processes import pss_bytes
+from engine.models.weight_file import mapped_tensors
+
+IDENTITY = ("hash", "torch.bfloat16", "auto", 0, 1)
+LARGE_BYTES = 64 << 20
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def packer(made: list[int], values: int = 3) -> Callable[[], Iterator[tuple[str, Tensor]]]:
+    def pack() -> Iterator[tuple[str, Tensor]]:
+        made.append(1)
+        yield "norm", torch.arange(values).bfloat16()
+        yield "0.qkv", torch.arange(7, dtype=torch.uint8)
+
+    return pack
+
+
+def load(made: list[int], identity: tuple[object, ...] = IDENTITY) -> dict[str, list[float]]:
+    return {name: tensor.tolist() for name, tensor in mapped_tensors("tiny", identity, packer(made)).items()}
+
+
+def only_file(cache: Path) -> Path:
+    (file,) = (cache / "weights").glob("*.pt")
+    return file
+
+
+EXPECTED = {"norm": [0, 1, 2], "0.qkv": [0, 1, 2, 3, 4, 5, 6]}
+
+
+def test_a_file_is_written_once_for_each_identity(cache: Path) -> None:
+    made: list[int] = []
+    assert load(made) == load(made) == EXPECTED
+    assert len(made) == 1
+    assert only_file(cache).stat().st_mode & 0o777 == 0o600
+    load(made, (*IDENTITY[:-1], 2))
+    assert len(made) == 2
+    assert len(list((cache / "weights").glob("*.pt"))) == 2
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-100], lambda data: b"", lambda data: b"x" * len(data)])
+def test_a_damaged_file_is_written_anew(
+    damage: Callable[[bytes], bytes], cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made: list[int] = []
+    load(made)
+    file = only_file(cache)
+    file.write_bytes(damage(file.read_bytes()))
+    assert load(made) == load(made) == EXPECTED
+    assert len(made) == 2
+    assert "is damaged" in caplog.text
+
+
+def test_what_a_dead_writer_left_and_what_nobody_used_goes(cache: Path) -> None:
+    made: list[int] = []
+    load(made, ("unused",))
+    unused = only_file(cache)
+    month = time.time() - 31 * 86_400
+    os.utime(unused, (month, month))
+    (cache / "weights" / ".new-dead").write_bytes(b"half")
+    load(made)
+    assert only_file(cache) != unused
+    assert not (cache / "weights" / ".new-dead").exists()
+
+
+def test_mapping_keeps_a_file(cache: Path) -> None:
+    made: list[int] = []
+    load(made, ("used",))
+    used = only_file(cache)
+    month = time.time() - 31 * 86_400
+    os.utime(used, (month, month))
+    load(made, ("used",))
+    load(made)
+    assert used.exists()
+
+
+class _Usage:
+    free = 10
+
+
+def test_without_room_each_process_holds_its_own(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: _Usage())
+    made: list[int] = []
+    assert load(made) == load(made) == EXPECTED
+    assert len(made) == 2
+    assert not list((cache / "weights").glob("*.pt"))
+    assert "are not shared: they take 0.0 GB" in caplog.text
+
+
+def test_a_cache_that_cannot_be_made(cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    (cache / "file").write_text("")
+    monkeypatch.setenv("TANDEM_CACHE", str(cache / "file" / "below"))
+    made: list[int] = []
+    with caplog.at_level(logging.WARNING):
+        assert load(made) == EXPECTED
+    assert "the weights of tiny are not shared" in caplog.text
+
+
+def large() -> Iterator[tuple[str, Tensor]]:
+    yield "large", torch.ones(LARGE_BYTES, dtype=torch.uint8)
+
+
+def hold_large(ready: Any, end: Any) -> None:
+    before = pss_bytes(os.getpid())
+    tensors = mapped_tensors("large", ("large",), large)
+    assert int(tensors["large"].sum(dtype=torch.int64)) == LARGE_BYTES
+    ready.put(before)
+    end.wait(60)
+
+
+def test_processes_that_start_together_have_one_copy() -> None:
+    """Packed by one of them, and each has its share of the memory."""
+    context = multiprocessing.get_context("spawn")
+    ready, end = context.Queue(), context.Event()
+    processes = [context.Process(target=hold_large, args=(ready, end)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    try:
+        before = [ready.get(timeout=60) for _ in processes]
+        more = sum(pss_bytes(process.pid) for process in processes if process.pid) - sum(before)
+    finally:
+        end.set()
+        for process in processes:
+            process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert more + (8 << 20) >= LARGE_BYTES
+    assert more < 2 * LARGE_BYTES
