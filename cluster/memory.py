@@ -1,7 +1,7 @@
 """How much of a node's memory a worker takes when its pool is full. Pure estimates, of what is largest.
 
     KV pool      kv_cache_tokens x layers x 2 x KV heads x head size x bytes of a number
-    weights      the embedding in the type that is computed in, all matrices as they are multiplied
+    weights      all matrices as they are multiplied; workers of one node share them, and each is counted
     process      Python, torch, buffers for transfers and steps, once for each rank
 
 A pool's memory is touched only when tokens need it, and then stays: what is enough at the start may not be a day later. On GPUs
@@ -57,7 +57,7 @@ def worker_memory(config: ClusterConfig, pool: PoolConfig, facts: ModelFacts) ->
         return WorkerMemory(kv_pool=0, weights=0, process=process)
     dtype_bytes = 2 if _computes_bfloat16(config) else 4
     kv_token = facts.num_layers * 2 * facts.num_kv_heads * facts.head_dim * dtype_bytes
-    weights = int(_num_embedded(facts) * dtype_bytes + _num_multiplied(facts) * _weight_bytes(config, facts, dtype_bytes))
+    weights = int(_num_weights(facts) * _weight_bytes(config, facts, dtype_bytes))
     return WorkerMemory(kv_pool=kv_token * pool.kv_cache_tokens, weights=weights, process=process)
 
 
@@ -110,17 +110,13 @@ def _weight_bytes(config: ClusterConfig, facts: ModelFacts, dtype_bytes: int) ->
         return dtype_bytes
     if config.quantization == "auto":
         stored = sum(file.stat().st_size for file in facts.weight_files)
-        if facts.weight_format is not WeightFormat.GGUF or stored > _STORED_QUANTIZED * _num_multiplied(facts):
+        if facts.weight_format is not WeightFormat.GGUF or stored > _STORED_QUANTIZED * _num_weights(facts):
             return dtype_bytes
     return _QUANTIZED_BYTES[config.quantization]
 
 
-def _num_embedded(facts: ModelFacts) -> int:
-    return facts.vocab_size * facts.hidden_size
-
-
-def _num_multiplied(facts: ModelFacts) -> int:
-    """Of the layers and of the head, which is held in a layout of its own, also where it is the embedding."""
+def _num_weights(facts: ModelFacts) -> int:
+    """Of the layers, the head and the embedding, which is the head's where they are tied."""
     attention = facts.hidden_size * facts.head_dim * 2 * (facts.num_heads + facts.num_kv_heads)
     layer = attention + 3 * facts.hidden_size * facts.intermediate_size
-    return facts.vocab_size * facts.hidden_size + facts.num_layers * layer
+    return facts.vocab_size * facts.hidden_size * (1 if facts.tie_word_embeddings else 2) + facts.num_layers * layer

@@ -2,6 +2,8 @@
 
     models/<distribution>-<version>/   files fetched by name (`configs.packaged`)
     sha256/<id of a path>.json         checksum of a model file, valid while its size and times stay the same
+    native/<set>-<digest>.so           operators compiled here (`engine.native.build`)
+    weights/<digest>.gguf             packed weights that workers map (`engine.models.weight_file`)
 
 Files appear whole or not at all: they are written beside their place and renamed. Deleting the folder costs time only.
 """

@@ -69,7 +69,7 @@ class DecodeWorker:
         self._gang = gang
         self._grammars = rank.grammars
         self._engine = EngineThread(runner, gang)
-        self._cache = PrefixCache(pool.num_blocks)
+        self._cache = PrefixCache(pool.num_blocks, pool.num_kept)
         self._tasks = asyncio.TaskGroup()
         self._idle = asyncio.Event()
         self._endpoint = Endpoint(rank.server, lease_s=limits.lease_s, heartbeat_s=limits.heartbeat_s)

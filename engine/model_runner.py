@@ -68,6 +68,7 @@ class ModelRunner:
         dtype: DtypeName,
         block_size: int,
         num_kv_tokens: int,
+        kept_kv_tokens: int | None = None,
         shared_kv: bool = False,
         shared_weights: bool = False,
         quantization: Quantization = "auto",
@@ -79,7 +80,8 @@ class ModelRunner:
 
         A pool of `shared_kv` lies in memory that other processes can read, and `shared_weights` in a file that all processes of
         this machine map (`engine.models.weight_file`). `quantization` as in `engine.models.packing.WeightFormat`. With several
-        `ranks` this one reads its share of the weights, and its pool has as many tokens, of its own KV heads.
+        `ranks` this one reads its share of the weights, and its pool has as many tokens, of its own KV heads. `kept_kv_tokens`
+        as in `KVPool.for_model`.
 
         On `cuda`, the current GPU, weights and pool lie in its memory, of which the two take `gpu_memory_utilization`: the pool
         has at least `num_kv_tokens`, and as many more as that allows. `auto` is cuda where there is a GPU.
@@ -99,7 +101,15 @@ class ModelRunner:
             weights = load_weights(facts, format_, ranks.rank, ranks.size, shared=shared_weights)
         if device == "cuda":
             num_kv_tokens = max(num_kv_tokens, _tokens_that_fit(facts, torch_dtype, gpu_memory_utilization))
-        pool = KVPool.for_model(own, num_kv_tokens, block_size, torch_dtype, shared=shared_kv, device=torch_device)
+        pool = KVPool.for_model(
+            own,
+            num_kv_tokens,
+            block_size,
+            torch_dtype,
+            kept_tokens=kept_kv_tokens,
+            shared=shared_kv,
+            device=torch_device,
+        )
         if device == "cuda":
             return cls.on_gpu(facts, weights, pool, dtype_name, quantization)
         begin_step = step_factory(own, library)
@@ -154,8 +164,7 @@ class ModelRunner:
         for chunk in chunks:
             if chunk.constraint is not None:
                 chunk.constraint.begin()
-        furthest = max(chunk.block_table[-1] for chunk in chunks)
-        mapped_ahead = nullcontext() if self.populator is None else self.populator.step(furthest)
+        mapped_ahead = nullcontext() if self.populator is None else self.populator.step(*_blocks_of(chunks))
         with mapped_ahead, torch.inference_mode():
             batch = ForwardBatch.build(chunks, self.pool.block_size)
             logits_SV = self._forward(batch, on_layer)
@@ -185,6 +194,12 @@ def resolve_dtype(name: DtypeName, device: DeviceName = "cpu") -> str:
     if name not in supported:
         raise ConfigError(f"{name} is not supported; choose one of auto, {', '.join(supported)}", param="dtype")
     return name
+
+
+def _blocks_of(chunks: Sequence[Chunk]) -> tuple[int, int]:
+    """The highest block of a step, and how many blocks its sequences have."""
+    tables = [chunk.block_table for chunk in chunks]
+    return max(table[-1] for table in tables), sum(map(len, tables))
 
 
 def _score(logits_SV: Tensor, batch: ForwardBatch, chunks: Sequence[Chunk]) -> tuple[Tensor, Sequence[int]]:

@@ -61,7 +61,7 @@ class PrefillWorker:
         self._gang = gang
         self._engine = EngineThread(runner, gang, PREFILL_NICENESS)
         self._grammars = rank.grammars
-        self._cache = PrefixCache(pool.num_blocks)
+        self._cache = PrefixCache(pool.num_blocks, pool.num_kept)
         self._scheduler = PrefillScheduler(self._cache, pool.block_size, config.prefill)
         self._progress = StepProgress(pool.data.device)
         first = LocalSendRank(pool.layers(), pool.block_size, transports, self._progress, self._limits.lease_s)

@@ -11,6 +11,7 @@ import weakref
 import torch
 from torch import Tensor
 
+from configs.arithmetic import ceil_div
 from configs.facts import ModelFacts
 from configs.machine import memory_bytes
 from protocol.errors import ConfigError
@@ -18,6 +19,9 @@ from protocol.errors import ConfigError
 LAYOUT_VERSION = 1
 """Grows whenever the meaning of the bytes changes: two workers with different versions refuse each other."""
 
+KEPT_SHARE = 1 / 256
+"""Part of a machine's memory for the tokens of earlier prompts that one worker keeps, if nobody chose their number. With 24 GiB
+and the default model in bfloat16 they are 4,400."""
 _CPU = torch.device("cpu")
 
 
@@ -43,10 +47,13 @@ class KVPool:
         num_kv_heads: int,
         head_dim: int,
         dtype: torch.dtype,
+        num_kept: int | None = None,
         shared: bool = False,
         device: torch.device = _CPU,
     ) -> None:
         self.num_blocks = num_blocks
+        self.num_kept = num_blocks if num_kept is None else min(num_kept, num_blocks)
+        """Blocks whose memory may be used for what no request needs just now."""
         self.block_size = block_size
         self.dtype = dtype
         shape = torch.Size((num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim))
@@ -67,10 +74,12 @@ class KVPool:
         block_size: int,
         dtype: torch.dtype,
         *,
+        kept_tokens: int | None = None,
         shared: bool = False,
         device: torch.device = _CPU,
     ) -> KVPool:
-        """Make a pool of `num_tokens` tokens, rounded down to whole blocks.
+        """Make a pool of `num_tokens` tokens, rounded down to whole blocks. `kept_tokens` become `num_kept`; None is as many as
+        fit into `KEPT_SHARE` of the machine's memory, and the whole pool on a GPU.
 
         Raises ConfigError if that is not one block, or more than the memory of the machine or GPU.
         """
@@ -84,6 +93,8 @@ class KVPool:
                 f"{memory / 2**30:.1f} GiB: at most {memory // size} tokens can be had",
                 param="kv_cache_tokens",
             )
+        if kept_tokens is None:
+            kept_tokens = int(KEPT_SHARE * memory) // size if device.type == "cpu" else num_tokens
         return cls(
             num_layers=facts.num_layers,
             num_blocks=num_tokens // block_size,
@@ -91,6 +102,7 @@ class KVPool:
             num_kv_heads=facts.num_kv_heads,
             head_dim=facts.head_dim,
             dtype=dtype,
+            num_kept=ceil_div(kept_tokens, block_size),
             shared=shared,
             device=device,
         )

@@ -1,9 +1,10 @@
 """Maps a pool's memory before it is written: the first write to a page costs 2 to 15 µs.
 
 For 1,024 tokens of the default model that is up to 100 ms, in the step that computes them and again where they arrive. So a
-thread of low priority has the kernel map blocks ahead of the furthest used one; `BlockManager` hands out new ones in order:
+thread of low priority has the kernel map blocks before they are used; `BlockManager` hands out new ones in order:
 
-    used ── AHEAD_TOKENS: mapped whatever is computed ── IDLE_AHEAD_TOKENS: mapped while nothing is ── never touched
+    what a step needed at most ── AHEAD_TOKENS ──┐ mapped whatever is computed
+    what the pool may keep ──────────────────────┴ mapped while nothing is ── the rest: never touched
 
 Under load the thread takes from the prompts that it works for, so what can be mapped before is, unless half of the machine's
 memory was taken when the pool was made. A pool that is never filled never takes all its memory.
@@ -22,10 +23,8 @@ from threading import Thread
 from engine.memory.kv_pool import KVPool
 from engine.niceness import PREFILL_NICENESS, be_nice
 
-AHEAD_TOKENS = 8192
+AHEAD_TOKENS = 2048
 """Tokens mapped ahead at any time: as many as may arrive between two steps."""
-IDLE_AHEAD_TOKENS = 32768
-"""Tokens mapped ahead while nothing is computed: 0.8 GB with the default model in bfloat16."""
 TOGETHER_TOKENS = 256
 """Tokens mapped without a pause. They take 25 ms at most with the default model, and a request may arrive meanwhile."""
 _IDLE_S = 0.1
@@ -42,28 +41,29 @@ class Populator:
 
     def __init__(self, pool: KVPool) -> None:
         self._num_blocks = pool.num_blocks
-        idle_ahead = AHEAD_TOKENS if memory_is_short() else IDLE_AHEAD_TOKENS
-        self._ahead, self._idle_ahead, self._together = (
-            tokens // pool.block_size for tokens in (AHEAD_TOKENS, idle_ahead, TOGETHER_TOKENS)
-        )
+        self._num_kept = pool.num_kept
+        self._idle_blocks = 0 if memory_is_short() else pool.num_kept
+        """Blocks to map while nothing is computed."""
+        self._ahead, self._together = AHEAD_TOKENS // pool.block_size, TOGETHER_TOKENS // pool.block_size
         self._halves = [half for layer in pool.data for half in layer]
         """K and V of each layer, [blocks, block size, KV heads, head size]."""
-        self._used = 0
-        """Blocks before it were."""
+        self._needed = 0
+        """Most blocks that steps needed."""
         self._end = 0
         """Blocks before it are mapped. Only the thread moves it."""
-        self._idle_since: float | None = 0.0
+        self._idle_since: float | None = time.monotonic()
         """None during a step."""
         self._thread = self._started()
 
     @contextmanager
-    def step(self, block: int) -> Iterator[None]:
-        """Tell that a step is computed inside this context, and that `block` is the highest block it uses. One thread has
+    def step(self, block: int, num_blocks: int) -> Iterator[None]:
+        """Tell that a step of `num_blocks` blocks is computed inside this context, and which is the highest. One thread has
         steps.
         """
         self._idle_since = None
-        self._used = max(self._used, block + 1)
-        if self._end < self._until(self._idle_ahead) and not self._thread.is_alive():
+        # Only what is needed leads to a block behind those that may be kept.
+        self._needed = max(self._needed, num_blocks if block < self._num_kept else block + 1)
+        if self._end < self._until_idle and not self._thread.is_alive():
             self._thread = self._started()
         try:
             yield
@@ -79,17 +79,23 @@ class Populator:
         thread.start()
         return thread
 
-    def _until(self, ahead: int) -> int:
-        return min(self._num_blocks, self._used + ahead)
+    @property
+    def _until(self) -> int:
+        """Blocks before it are mapped at any time."""
+        return min(self._num_blocks, self._needed + self._ahead)
+
+    @property
+    def _until_idle(self) -> int:
+        return max(self._until, self._idle_blocks)
 
     def _populate(self) -> None:
         """Where the kernel can't (before Linux 5.14), the first writes pay."""
         be_nice(PREFILL_NICENESS)
-        while self._end < self._until(self._idle_ahead):
-            if self._end >= self._until(self._ahead) and not self._is_idle():
+        while self._end < self._until_idle:
+            if self._end >= self._until and not self._is_idle():
                 time.sleep(_IDLE_S)
                 continue
-            end = min(self._num_blocks, self._end + self._together)
+            end = min(self._until_idle, self._end + self._together)
             for half in self._halves:
                 blocks = half[self._end : end]
                 page = blocks.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE

@@ -2,7 +2,7 @@
 
     free ──allocate──► owned (references ≥ 1) ──release──► free                 a block that was never inserted
                         │ ▲                                  ▲
-                      insert, once its KV is computed        │ evicted, when an allocation finds too few free ones
+                      insert, once its KV is computed        │ evicted by an allocation
                         ▼ │                                  │
                     cached and owned ──last release──► cached and idle ──allocate by key──► cached and owned
 
@@ -10,8 +10,9 @@ A full block is known by a chained hash: of the salt, all tokens before it, and 
 a collision of BLAKE2b-256 can't be found; so a hit needs no comparison of tokens, and a block is right whatever became of the
 blocks before it. A cached block is never written again: its owners only write behind it.
 
-Idle blocks are evicted least recently used first, and of one prefix its end first: what is left can still be matched. The
-scheme is vLLM's (automatic prefix caching, v1), with whole keys instead of Python hashes.
+Idle blocks are evicted when too few are free. They are also evicted before memory is used for the first time, unless so much is
+owned at once, or no more than `num_kept` blocks are in use. They go least recently used first, and of one prefix its end first:
+what is left can still be matched. The scheme is vLLM's (automatic prefix caching, v1), with whole keys, not Python's hashes.
 """
 
 from __future__ import annotations
@@ -49,8 +50,11 @@ class PrefixCache:
     it.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, num_kept: int | None = None) -> None:
+        """Keeps `num_kept` blocks, idle ones included, or as many as were owned at one time if these are more. None: all."""
         self.num_blocks = num_blocks
+        self._num_touched = num_blocks if num_kept is None else min(num_kept, num_blocks)
+        """Blocks whose memory is used, or may be."""
         self._blocks = BlockManager(num_blocks)
         self._references = [0] * num_blocks
         self._block_of: dict[bytes, int] = {}
@@ -99,9 +103,11 @@ class PrefixCache:
         num_fresh = num_blocks - len(shared)
         for block in shared:
             self._idle.pop(block, None)
-        self._evict(num_fresh - self._blocks.num_free)
+        num_used = self.num_blocks - self._blocks.num_free
+        self._evict(min(num_used + num_fresh - self._num_touched, len(self._idle)))
         fresh = self._blocks.allocate(num_fresh)
         assert fresh is not None, "evicted enough"
+        self._num_touched = max(self._num_touched, self.num_blocks - self._blocks.num_free)
         table = shared + fresh
         for block in table:
             self._references[block] += 1

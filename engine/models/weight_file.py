@@ -1,6 +1,6 @@
 """Packed weights in a file of the cache folder: made once, then mapped by every process of the machine that computes with them.
 
-    <cache>/weights/<digest>.pt     the tensors of one rank, as `torch.save` writes them
+    <cache>/weights/<digest>.gguf     the tensors of one rank; packed matrices are bytes to whoever else reads the file
 
     first process ── lock ──► pack ──► write beside its place, sync, rename ──┐
     every other one, and every later start ───────────────────────────────────┴──► map
@@ -16,9 +16,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
-import mmap
 import os
-import pickle
 import shutil
 import tempfile
 import time
@@ -26,10 +24,12 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from configs.cache import cache_dir, exclusive
+from configs.model_files.gguf_file import read_gguf_index
 from protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -46,6 +46,10 @@ _PACKERS = (
     "native/matrix.py",
 )
 """Modules of the engine that decide what is in a file."""
+_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "I8": torch.uint8}
+"""How GGUF calls what is in a file. It has no name for unsigned bytes."""
+_ALIGNMENT = 64
+"""Bytes that a processor reads at once."""
 _MADV_POPULATE_READ = 22
 """Since Linux 5.14. Before, the first steps read what they need."""
 _libc = ctypes.CDLL(None)
@@ -60,7 +64,7 @@ def mapped_tensors(
     `name` is the model's, for messages. The tensors must not be written to. Raises what `pack` raises.
     """
     folder = cache_dir() / "weights"
-    path = folder / f"{_digest(identity)}.pt"
+    path = folder / f"{_digest(identity)}.gguf"
     tensors = _map(path)
     if tensors is not None:
         return tensors
@@ -92,25 +96,29 @@ def _digest(identity: tuple[object, ...]) -> str:
 
 def _map(path: Path) -> Mapping[str, Tensor] | None:
     """The tensors of a file that is there and whole."""
+    if not path.exists():
+        return None
     try:
-        tensors: dict[str, Tensor] = torch.load(path, mmap=True, weights_only=True)
-    except FileNotFoundError:
+        index = read_gguf_index(path)
+        # Copy-on-write, because torch takes no read-only arrays; nothing writes to it.
+        data = torch.from_numpy(np.memmap(path, dtype=np.uint8, mode="c"))
+        tensors = {
+            name: data[each.offset : each.offset + each.num_bytes].view(_DTYPES[each.type_name]).view(each.shape)
+            for name, each in index.tensors.items()
+        }
+    except (ConfigError, OSError, ValueError, KeyError) as error:
+        log.warning("%s will be written anew: %s", path.name, error)
         return None
-    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-        log.warning("%s is damaged and will be written anew: %s", path, str(error).partition("\n")[0])
-        return None
-    with suppress(OSError):  # somebody else's file, or one that can't be written to
+    with suppress(OSError):  # of another user, or in a folder that can't be written to
         os.utime(path)
-    begin = min(tensor.data_ptr() for tensor in tensors.values()) // mmap.PAGESIZE * mmap.PAGESIZE
-    end = max(tensor.data_ptr() + tensor.nbytes for tensor in tensors.values())
-    _libc.madvise(begin, end - begin, _MADV_POPULATE_READ)
+    _libc.madvise(data.data_ptr(), data.nbytes, _MADV_POPULATE_READ)
     return tensors
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor]) -> str | None:
     """Write the file under the folder's lock, and remove what nobody needs any more; what went wrong, if something did."""
     try:
-        for file in path.parent.glob("*.pt"):
+        for file in path.parent.glob("*.gguf"):
             if time.time() - file.stat().st_mtime > _UNUSED_DAYS * 86_400:
                 file.unlink()
         for file in path.parent.glob(f"{_NEW}*"):  # of a process that died
@@ -120,10 +128,25 @@ def _write(path: Path, tensors: Mapping[str, Tensor]) -> str | None:
         if 2 * size > free:
             return f"they take {size / 1e9:.1f} GB, and {path.parent} has {free / 1e9:.1f} GB left"
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=_NEW, delete=False) as new:
-            torch.save(tensors, new)
-            new.flush()
+            _write_gguf(Path(new.name), tensors)
             os.fsync(new.fileno())
         Path(new.name).replace(path)
     except OSError as error:
         return f"{path.parent}: {error.strerror}"
     return None
+
+
+def _write_gguf(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    from gguf import GGMLQuantizationType, GGUFWriter  # most processes only read
+
+    logging.getLogger("gguf").setLevel(logging.WARNING)
+    types = {dtype: GGMLQuantizationType[name] for name, dtype in _DTYPES.items()}
+    writer = GGUFWriter(path, arch="tandem-packed")
+    writer.add_custom_alignment(_ALIGNMENT)
+    for name, tensor in tensors.items():
+        raw = tensor.view(torch.uint8).numpy()
+        writer.add_tensor(name, raw, raw_dtype=types[tensor.dtype])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

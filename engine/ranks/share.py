@@ -28,6 +28,7 @@ def load_share(config: ClusterConfig, pool: PoolConfig, ranks: TensorParallel) -
         quantization=config.quantization,
         block_size=config.block_size,
         num_kv_tokens=pool.kv_cache_tokens,
+        kept_kv_tokens=pool.prefix_cache_tokens,
         shared_kv=config.transport != "gloo",
         shared_weights=True,
         ranks=ranks,

@@ -14,11 +14,13 @@ import torch
 from engine.batch import Chunk
 from engine.memory import populator as populator_module
 from engine.memory.kv_pool import KVPool
-from engine.memory.populator import AHEAD_TOKENS, IDLE_AHEAD_TOKENS, TOGETHER_TOKENS, Populator, memory_is_short
+from engine.memory.populator import AHEAD_TOKENS, TOGETHER_TOKENS, Populator, memory_is_short
 from engine.model_runner import ModelRunner
 
 BLOCK_SIZE = 8
-AHEAD, IDLE_AHEAD, TOGETHER = (tokens // BLOCK_SIZE for tokens in (AHEAD_TOKENS, IDLE_AHEAD_TOKENS, TOGETHER_TOKENS))
+AHEAD, TOGETHER = AHEAD_TOKENS // BLOCK_SIZE, TOGETHER_TOKENS // BLOCK_SIZE
+KEPT = AHEAD + 3 * TOGETHER + 1
+"""Blocks that a pool may keep."""
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +32,7 @@ def enough_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return meminfo
 
 
-def pool_of(num_blocks: int, shared: bool) -> KVPool:
+def pool_of(num_blocks: int, shared: bool, num_kept: int = KEPT) -> KVPool:
     """Rows of 60 bytes and blocks of 480: nothing begins on a page."""
     return KVPool(
         num_layers=3,
@@ -39,6 +41,7 @@ def pool_of(num_blocks: int, shared: bool) -> KVPool:
         num_kv_heads=3,
         head_dim=10,
         dtype=torch.bfloat16,
+        num_kept=num_kept,
         shared=shared,
     )
 
@@ -57,64 +60,92 @@ def are_mapped(pool: KVPool, begin: int, end: int) -> bool:
     return all(mapped == pages for mapped, pages in map(mapped_pages, halves))
 
 
+def no_further(pool: KVPool, end: int) -> bool:
+    """Whether behind this block nothing is mapped but for readahead, and for what is mapped together."""
+    return mapped_pages(pool.data[1, 0, end + 1 + TOGETHER :])[0] <= 16
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_blocks_are_mapped_ahead_of_their_use_and_keep_what_they_hold(shared: bool) -> None:
-    pool = pool_of(3 * IDLE_AHEAD, shared)
+    pool = pool_of(4 * AHEAD, shared)
     pool.layer_slots(1)[1, 777] = 7.0
     populator = Populator(pool)
     populator.wait()
-    for block in (0, TOGETHER, TOGETHER + 1, IDLE_AHEAD):
-        with populator.step(block):
+    assert are_mapped(pool, 0, KEPT)
+    for block in (KEPT, KEPT + TOGETHER, KEPT + AHEAD):
+        with populator.step(block, 1):
             pass
         populator.wait()
-        assert are_mapped(pool, 0, block + 1 + IDLE_AHEAD)
+        assert are_mapped(pool, 0, block + 1 + AHEAD)
         if shared:  # other memory may have been used before
-            rest = pool.data[1, 0, block + 2 + IDLE_AHEAD + TOGETHER :]
-            assert mapped_pages(rest)[0] <= 16, "no further, but for readahead"
+            assert no_further(pool, block + 1 + AHEAD)
     assert (pool.layer_slots(1)[1, 777] == 7.0).all()
-    with populator.step(3 * IDLE_AHEAD - 1):
+    with populator.step(4 * AHEAD - 1, 1):
         pass
     populator.wait()
-    assert are_mapped(pool, 0, 3 * IDLE_AHEAD)
+    assert are_mapped(pool, 0, 4 * AHEAD)
 
 
-def test_what_can_wait_is_not_mapped_during_a_step() -> None:
-    pool = pool_of(3 * IDLE_AHEAD, shared=True)
+def test_what_is_kept_leads_to_no_more_memory() -> None:
+    """Steps of few blocks that lie anywhere among those that may be kept; then steps of many."""
+    pool = pool_of(4 * AHEAD, shared=True)
     populator = Populator(pool)
+    with populator.step(KEPT - 1, 3):
+        pass
     populator.wait()
-    with populator.step(2 * IDLE_AHEAD):
+    assert are_mapped(pool, 0, KEPT)
+    assert no_further(pool, KEPT)
+    with populator.step(KEPT - 1, KEPT):
+        pass
+    populator.wait()
+    assert are_mapped(pool, 0, KEPT + AHEAD)
+    assert no_further(pool, KEPT + AHEAD)
+
+
+def test_what_can_wait_is_not_mapped_during_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(populator_module, "_IDLE_S", 1.0)
+    pool = pool_of(4 * AHEAD, shared=True, num_kept=3 * AHEAD)
+    populator = Populator(pool)
+    with populator.step(0, 1):
+        monkeypatch.setattr(populator_module, "_IDLE_S", 0.01)
         deadline = time.monotonic() + 30
-        while not are_mapped(pool, 0, 2 * IDLE_AHEAD + 1 + AHEAD):
+        while not are_mapped(pool, 0, 1 + AHEAD):
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        time.sleep(0.3)  # in which the rest could be mapped several times
-        assert mapped_pages(pool.data[1, 0, 2 * IDLE_AHEAD + 2 + AHEAD + TOGETHER :])[0] <= 16
+        time.sleep(1.3)  # in which the rest could be mapped several times
+        assert no_further(pool, 1 + AHEAD)
     populator.wait()
-    assert are_mapped(pool, 0, 3 * IDLE_AHEAD)
+    assert are_mapped(pool, 0, 3 * AHEAD)
 
 
 def test_a_machine_that_is_short_of_memory_is_not_asked_for_more_than_soon_is_used(enough_memory: Path) -> None:
     assert not memory_is_short()
     enough_memory.write_text(enough_memory.read_text().replace("12342012", "12342011"))
     assert memory_is_short()
-    pool = pool_of(3 * IDLE_AHEAD, shared=True)
+    pool = pool_of(4 * AHEAD, shared=True, num_kept=3 * AHEAD)
     populator = Populator(pool)
-    with populator.step(0):
+    with populator.step(0, 1):
         pass
     populator.wait()
     assert are_mapped(pool, 0, 1 + AHEAD)
-    assert mapped_pages(pool.data[1, 0, 2 + AHEAD + TOGETHER :])[0] <= 16
+    assert no_further(pool, 1 + AHEAD)
 
 
 def test_a_runner_s_pool_is_mapped_ahead_of_its_steps(small_model: Any) -> None:
     facts = small_model("llama").facts
-    tokens = 3 * IDLE_AHEAD_TOKENS
-    runner = ModelRunner.load(facts, dtype="float32", block_size=BLOCK_SIZE, num_kv_tokens=tokens, shared_kv=True)
+    runner = ModelRunner.load(
+        facts,
+        dtype="float32",
+        block_size=BLOCK_SIZE,
+        num_kv_tokens=4 * AHEAD_TOKENS,
+        kept_kv_tokens=AHEAD_TOKENS,
+        shared_kv=True,
+    )
     assert runner.populator is not None
     runner.populator.wait()
-    assert are_mapped(runner.pool, 0, IDLE_AHEAD)
+    assert are_mapped(runner.pool, 0, AHEAD)
     for block in (AHEAD, 1):
         runner.execute([Chunk((5,), 0, [block], None, 0)])
         runner.populator.wait()
-        assert are_mapped(runner.pool, 0, AHEAD + 1 + IDLE_AHEAD)
-    assert mapped_pages(runner.pool.data[1, 0, AHEAD + 2 + IDLE_AHEAD + TOGETHER :])[0] <= 16
+        assert are_mapped(runner.pool, 0, AHEAD + 1 + AHEAD)
+    assert no_further(runner.pool, AHEAD + 1 + AHEAD)

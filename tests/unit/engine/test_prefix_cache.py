@@ -37,9 +37,12 @@ class Owner:
 class Cache(RuleBasedStateMachine):
     """Blocks are written to as a worker would, and every hit must find what was written for just this prefix."""
 
+    num_kept: int | None = None
+
     def __init__(self) -> None:
         super().__init__()
-        self.cache = PrefixCache(NUM_BLOCKS)
+        self.cache = PrefixCache(NUM_BLOCKS, self.num_kept)
+        self.most_owned = 0
         self.owners: list[Owner] = []
         self.content: dict[int, tuple[str, Tokens] | None] = {}
 
@@ -66,6 +69,13 @@ class Cache(RuleBasedStateMachine):
                 assert block not in owned, "a fresh block belongs to somebody"
                 self.content[block] = None
         self.owners.append(owner)
+        self.note_owned(self.owned())
+
+    def owned(self) -> set[int]:
+        return {block for owner in self.owners for block in owner.table}
+
+    def note_owned(self, blocks: set[int]) -> None:
+        self.most_owned = max(self.most_owned, len(blocks))
 
     @precondition(lambda self: self.owners)
     @rule(data=st.data())
@@ -96,6 +106,7 @@ class Cache(RuleBasedStateMachine):
         if table is not None:
             for block in table:
                 self.content[block] = None
+            self.note_owned(self.owned() | set(table))
             self.cache.release((), table)
 
     @invariant()
@@ -103,6 +114,11 @@ class Cache(RuleBasedStateMachine):
         self.cache.check_integrity([owner.table for owner in self.owners])
         owned = {block for owner in self.owners for block in owner.table}
         assert self.cache.num_free == NUM_BLOCKS - len(owned), "what is only cached is free"
+
+    @invariant()
+    def memory_is_used_for_what_is_owned_or_may_be_kept(self) -> None:
+        bound = NUM_BLOCKS if self.num_kept is None else max(self.num_kept, self.most_owned)
+        assert max(self.content, default=-1) < bound
 
     @invariant()
     def the_end_of_a_prefix_goes_first(self) -> None:
@@ -114,8 +130,15 @@ class Cache(RuleBasedStateMachine):
             assert ages.get(parent, NUM_BLOCKS) > age, "a prefix would lose its beginning before its end"
 
 
+class FewKept(Cache):
+    """Of a pool whose memory is not to be used up by what nobody needs."""
+
+    num_kept = NUM_BLOCKS // 3
+
+
 TestCache = Cache.TestCase
-TestCache.settings = settings(max_examples=100, stateful_step_count=40)
+TestFewKept = FewKept.TestCase
+TestCache.settings = TestFewKept.settings = settings(max_examples=100, stateful_step_count=40)
 
 
 def computed(cache: PrefixCache, tokens: range | list[int], salt: str = "") -> tuple[list[bytes], list[int]]:
@@ -139,6 +162,21 @@ def test_least_recently_used_prefix_goes_first_and_from_its_end() -> None:
     assert pressure is not None
     assert (cache.match(old[0]), cache.match(new[0])) == (4, 1)
     cache.release((), pressure)
+
+
+def test_what_is_kept_takes_no_memory_that_was_never_needed() -> None:
+    cache = PrefixCache(12, num_kept=4)
+    first, second = computed(cache, range(0, 6)), computed(cache, range(100, 102))
+    cache.release(*first)
+    cache.release(*second)
+    third = computed(cache, range(200, 204))
+    assert max(third[1]) < 4, "idle blocks went, although others were free"
+    assert (cache.match(first[0]), cache.match(second[0])) == (1, 1)
+    cache.release(*third)
+    large = computed(cache, range(300, 312))
+    assert sorted(large[1]) == list(range(6)), "as much as is needed"
+    cache.release(*large)
+    assert max(computed(cache, range(0, 6))[1]) < 6, "and what was used once is used again"
 
 
 def test_shared_blocks_stay_until_the_last_owner_has_gone() -> None:

@@ -41,7 +41,7 @@ def load(made: list[int], identity: tuple[object, ...] = IDENTITY) -> dict[str, 
 
 
 def only_file(cache: Path) -> Path:
-    (file,) = (cache / "weights").glob("*.pt")
+    (file,) = (cache / "weights").glob("*.gguf")
     return file
 
 
@@ -55,7 +55,7 @@ def test_a_file_is_written_once_for_each_identity(cache: Path) -> None:
     assert only_file(cache).stat().st_mode & 0o777 == 0o600
     load(made, (*IDENTITY[:-1], 2))
     assert len(made) == 2
-    assert len(list((cache / "weights").glob("*.pt"))) == 2
+    assert len(list((cache / "weights").glob("*.gguf"))) == 2
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-100], lambda data: b"", lambda data: b"x" * len(data)])
@@ -68,7 +68,7 @@ def test_a_damaged_file_is_written_anew(
     file.write_bytes(damage(file.read_bytes()))
     assert load(made) == load(made) == EXPECTED
     assert len(made) == 2
-    assert "is damaged" in caplog.text
+    assert "will be written anew" in caplog.text
 
 
 def test_what_a_dead_writer_left_and_what_nobody_used_goes(cache: Path) -> None:
@@ -105,7 +105,7 @@ def test_without_room_each_process_holds_its_own(
     made: list[int] = []
     assert load(made) == load(made) == EXPECTED
     assert len(made) == 2
-    assert not list((cache / "weights").glob("*.pt"))
+    assert not list((cache / "weights").glob("*.gguf"))
     assert "are not shared: they take 0.0 GB" in caplog.text
 
 
