@@ -207,7 +207,7 @@ class ClusterConfig(_Section):
     """Most tokens of prompt and answer together; None takes the model's own context."""
     block_size: Literal[8, 16, 32, 64] = 16
     """Tokens per KV block."""
-    disaggregation: Literal["always", "auto", "never"] = "always"
+    disaggregation: Literal["always", "auto", "never"] = "auto"
     """Whether prompts are computed by prefill workers. always: but for streams that have to go on elsewhere while these are
     busy. auto: each where it gets its first token sooner, by what is measured.
     never: decode workers compute all of them, and there are no others (colocated)."""

@@ -183,7 +183,7 @@ async def eventually(condition: Callable[[], bool], what: str = "it did not happ
 async def serving(
     model: Model, tokenizer: Tokenizer, store: RateStore | None = None, **overrides: Any
 ) -> AsyncIterator[Cluster]:
-    config = ClusterConfig.model_validate({"limits": {"heartbeat_s": 0.05}} | overrides)
+    config = ClusterConfig.model_validate({"disaggregation": "always", "limits": {"heartbeat_s": 0.05}} | overrides)
     secret = os.urandom(32)
     controller = ScriptedController()
     router = Router(config, model, secret, controller)

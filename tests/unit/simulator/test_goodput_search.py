@@ -20,7 +20,7 @@ from simulator.workload import random_workload, trace_workload
 
 
 def test_goodput_grows_with_the_pool_that_was_short_and_with_looser_limits() -> None:
-    profile, config = Profile.load(LAPTOP), load_config(None, {})
+    profile, config = Profile.load(LAPTOP), load_config(None, {"disaggregation": "always"})
     workload = random_workload(50, Lengths(400, 4, 0.2, 0), 0)
     tight, loose = Targets({"ttft": 800, "tpot": 100}), Targets({"ttft": 1600, "tpot": 100})
     one = goodput(workload, Shape(1, 1), config, profile, tight)

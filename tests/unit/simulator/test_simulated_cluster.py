@@ -40,8 +40,9 @@ def profile(overheads: Overheads = OVERHEADS) -> Profile:
 
 
 def config(**overrides: int | str) -> ClusterConfig:
-    small = {"prefill.kv_cache_tokens": 1024, "decode.kv_cache_tokens": 1024, "prefill.max_batch_tokens": 128}
-    return load_config(None, small | {"decode.max_batch_size": 4} | {k.replace("__", "."): v for k, v in overrides.items()})
+    small: dict[str, int | str] = {"disaggregation": "always", "prefill.max_batch_tokens": 128, "decode.max_batch_size": 4}
+    small |= {"prefill.kv_cache_tokens": 1024, "decode.kv_cache_tokens": 1024}
+    return load_config(None, small | {k.replace("__", "."): v for k, v in overrides.items()})
 
 
 @st.composite
