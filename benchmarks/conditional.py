@@ -20,7 +20,7 @@ import httpx
 import numpy as np
 import yaml
 
-from benchmarks.lib.environment import ROOT, write_result
+from benchmarks.lib.environment import ROOT, operators, write_result
 from benchmarks.lib.load import RandomPrompts, bench_options, put_load, warm_up
 from benchmarks.lib.servers import TANDEM, System, serving, turns
 
@@ -53,7 +53,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         systems = [one_core_each(mode, Path(folder)) for mode in MODES]
         result = asyncio.run(measure(systems, options.port, options.rounds, options.seconds))
-    write_result("conditional", result, table(result["cells"]))
+    write_result(f"conditional_{operators()}", result, table(result["cells"]))
 
 
 async def measure(systems: Sequence[System], port: int, rounds: int, seconds: float) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 
 from benchmarks.lib.environment import ROOT, write_result
+from benchmarks.lib.journal import add_state, journal_of
 from benchmarks.lib.load import RandomPrompts, bench_options, put_load, warm_up
 from benchmarks.lib.rounds import Round, compare, median, spread
 from benchmarks.lib.servers import TANDEM, System, serving
@@ -32,10 +33,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=4 * STREAMS, help="in each round")
     parser.add_argument("--port", type=int, default=8127)
+    add_state(parser)
     options = parser.parse_args()
+    journal = journal_of(parser, options)
     with tempfile.TemporaryDirectory() as folder:
         systems = [with_copies(Path(folder), every) for every in (EVERY, 0)]
-        found = compare(systems, options.rounds, lambda system, seed: measure(system, options.port, options.requests, seed))
+        found = compare(
+            systems, options.rounds, journal, lambda system, seed: measure(system, options.port, options.requests, seed)
+        )
     result = {"streams": STREAMS, "requests": options.requests, **found}
     write_result("copies", result, table(result))
 

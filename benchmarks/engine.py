@@ -23,10 +23,12 @@ import os
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from benchmarks.lib.engine_report import Run, report
 from benchmarks.lib.environment import RESULTS, ROOT, operators, write_result
+from benchmarks.lib.journal import Journal, add_state, journal_of
 from benchmarks.lib.measured_process import MeasuredProcess
 from benchmarks.peers.setup import LLAMA_CPP, PeerEnv
 from configs.models import resolve
@@ -47,6 +49,7 @@ def main() -> None:
     parser.add_argument("--baseline", type=Path, help="another checkout of this repository")
     parser.add_argument("--threads", default="1,2", help="a comma between two")
     parser.add_argument("--rounds", type=int, default=5)
+    add_state(parser)
     options = parser.parse_args()
     peers = [name for name in options.peers.split(",") if name]
     if unknown := set(peers) - set(PEERS):
@@ -59,8 +62,9 @@ def main() -> None:
         parser.error(f"--threads: this process has {len(cores)} cores")
     env = PeerEnv(options.peer_env.resolve()) if peers else None
     baseline = options.baseline.resolve() if options.baseline else None
+    journal = journal_of(parser, options)
     systems = [OURS, *(["baseline"] if baseline else []), *peers]
-    run = measure(systems, env, baseline, threads, cores, options.rounds)
+    run = measure(systems, env, baseline, threads, cores, options.rounds, journal)
     command = f"python -m benchmarks.engine --threads {options.threads} --rounds {options.rounds}"
     command += f" --peers {options.peers} --peer-env DIR" if peers else ""
     command += " --baseline CHECKOUT" if baseline else ""
@@ -70,7 +74,13 @@ def main() -> None:
 
 
 def measure(
-    systems: list[str], env: PeerEnv | None, baseline: Path | None, threads: list[int], cores: list[int], rounds: int
+    systems: list[str],
+    env: PeerEnv | None,
+    baseline: Path | None,
+    threads: list[int],
+    cores: list[int],
+    rounds: int,
+    journal: Journal,
 ) -> Run:
     with contextlib.ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -86,14 +96,15 @@ def measure(
         for number in range(rounds):
             for (system, count), process in processes.items():
                 decodes = TRANSFORMERS_DECODES if system == "transformers" else DECODES
-                measured = process.measure({"prefill": PREFILLS, "decode": decodes})
+                work = partial(process.measure, {"prefill": PREFILLS, "decode": decodes})
+                measured = journal.once(f"round {number + 1}: {system}, {count} threads", work)
                 run.rounds[system, count].append(measured)
                 shown = ", ".join(f"{name} {value:.0f}" for name, value in measured.items())
                 print(f"round {number + 1}: {system}, {count} threads: {shown}", flush=True)
     # The processes are gone: these two have the machine to themselves.
-    for _ in range(rounds):
-        run.step_overhead.append(own_json("benchmarks.step_overhead"))
-        run.worker_start.append(own_json("benchmarks.worker_start"))
+    for number in range(rounds):
+        for module, found in (("step_overhead", run.step_overhead), ("worker_start", run.worker_start)):
+            found.append(journal.once(f"round {number + 1}: {module}", partial(own_json, f"benchmarks.{module}")))
     return run
 
 

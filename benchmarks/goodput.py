@@ -23,20 +23,20 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib import goodput_report
-from benchmarks.lib.environment import RESULTS, environment, save_result
+from benchmarks.lib.environment import RESULTS, environment, operators, save_result
 from benchmarks.lib.goodput_report import Entry
 from benchmarks.lib.load import Prompts, bench_options, put_load, warm_up
 from benchmarks.lib.servers import System, add_options, chosen, serving, turns
-from benchmarks.lib.slo import LOWEST_STEP, SLOS, bracket, count_met, next_step, rate_of
+from benchmarks.lib.slo import COARSE, LOWEST_STEP, SLOS, STEPS_PER_DOUBLING, bracket, count_met, next_step, rate_of
 from benchmarks.lib.workloads import TRACES, WORKLOADS, described, prompts_of
 from loadtest.bench import Finished
 
-NAME = "goodput"
+NAME = f"goodput_{operators()}"
 TIMEOUT_S = 32.0
 """An answer that takes longer has missed all limits: none of these workloads has more than 240 tokens in one, and the loosest
 limits are 2 s and 120 ms a token."""
 LEAST_REQUESTS = 20
-FIRST_STEP = 8
+FIRST_STEP = STEPS_PER_DOUBLING
 """Two requests per second; a system's later seeds begin where its first one ended."""
 
 
@@ -91,10 +91,10 @@ def load() -> list[Entry]:
 def save(entries: list[Entry]) -> str:
     """All of it: the file, the pictures, and the table, which is returned."""
     settings = {entry["system"]: entry["settings"] for entry in entries}
-    table = goodput_report.table(entries, settings)
+    table = goodput_report.table(NAME, entries, settings)
     save_result(NAME, {"entries": entries}, table)
     for workload, systems in goodput_report.by_workload(entries).items():
-        goodput_report.draw(workload, systems, RESULTS)
+        goodput_report.draw(RESULTS / goodput_report.picture_name(NAME, workload), workload, systems)
     return table
 
 
@@ -104,8 +104,8 @@ def requests_at(rate: float, seconds: float) -> int:
 
 
 def seed_of(seed: int, step: int) -> int:
-    """Of the prompts and arrivals of a run: others for each rate, but the same for all systems."""
-    return 1000 * seed + step - LOWEST_STEP
+    """Of the prompts and arrivals of a run: the same for all systems, others for each three rates."""
+    return 1000 * seed + (step - LOWEST_STEP) // COARSE
 
 
 def first_step(known: list[Entry], workload: str, system: str) -> int:

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.lib.environment import write_result
+from benchmarks.lib.environment import operators, write_result
+from benchmarks.lib.journal import add_state, journal_of
 from benchmarks.lib.load import RandomPrompts, TextPrompts, bench_options, warm_up
 from benchmarks.lib.rounds import Round, compare, median, origin, spread
 from benchmarks.lib.servers import System, add_options, chosen, serving
@@ -41,14 +42,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=30.0, help="in which long prompts arrive, or would")
     add_options(parser)
+    add_state(parser)
     options = parser.parse_args()
-    systems = chosen(parser, options)
+    systems, journal = chosen(parser, options), journal_of(parser, options)
     result = {
         "streams": STREAMS,
         "seconds": options.seconds,
-        **compare(systems, options.rounds, lambda system, seed: measure(system, options.port, options.seconds, seed)),
+        **compare(systems, options.rounds, journal, lambda system, seed: measure(system, options.port, options.seconds, seed)),
     }
-    write_result("interference", result, table(result))
+    write_result(f"interference_{operators()}", result, table(result))
 
 
 async def measure(system: System, port: int, seconds: float, seed: int) -> Round:

@@ -20,11 +20,13 @@ import tempfile
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import httpx
 
 from benchmarks.lib.environment import operators, write_result
+from benchmarks.lib.journal import Journal, add_state, journal_of
 from benchmarks.lib.servers import HOST, cluster
 from benchmarks.lib.streams import Answered, Request
 
@@ -63,8 +65,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, default=8124)
     parser.add_argument("--scale", type=float, default=1.0, help="share of the kills")
+    add_state(parser)
     options = parser.parse_args()
-    rows = asyncio.run(measure(options.port, options.scale))
+    rows = asyncio.run(measure(options.port, options.scale, journal_of(parser, options)))
     write_result(f"kills_{operators()}", {"streams": STREAMS, "runs": rows}, table(rows))
 
 
@@ -96,7 +99,7 @@ def quantile(values: Sequence[float], share: float = 0.99) -> float:
     return ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))]
 
 
-async def measure(port: int, scale: float) -> list[dict[str, Any]]:
+async def measure(port: int, scale: float, journal: Journal) -> list[dict[str, Any]]:
     """One row for each run, each dtype on a cluster of its own at `port`. `scale` multiplies the numbers of kills."""
     rows = []
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as config:
@@ -104,18 +107,19 @@ async def measure(port: int, scale: float) -> list[dict[str, Any]]:
         config.flush()
         for dtype, runs in RUNS.items():
             with cluster(port, "--config", config.name, "--dtype", dtype):
-                rows += await measure_runs(port, runs, scale)
+                rows += await measure_runs(port, runs, scale, journal)
     return rows
 
 
-async def measure_runs(port: int, runs: Iterable[Run], scale: float) -> list[dict[str, Any]]:
+async def measure_runs(port: int, runs: Iterable[Run], scale: float, journal: Journal) -> list[dict[str, Any]]:
     """One row for each run on the cluster at `port`, printed as soon as it is known."""
     rows = []
     limits = httpx.Limits(max_connections=4 * STREAMS)
     async with httpx.AsyncClient(base_url=f"http://{HOST}:{port}", timeout=300, limits=limits) as client:
         await until_up(client)
         for run in runs:
-            rows.append(await one_run(client, run, max(1, round(run.kills * scale))))
+            kills = max(1, round(run.kills * scale))
+            rows.append(await journal.once_awaited(run.name, partial(one_run, client, run, kills)))
             print(table(rows[-1:]), flush=True)
     return rows
 

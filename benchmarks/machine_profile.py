@@ -25,7 +25,7 @@ from typing import NoReturn
 
 import torch
 
-from benchmarks.lib.environment import RESULTS, ROOT, environment
+from benchmarks.lib.environment import RESULTS, ROOT, environment, operators
 from benchmarks.lib.loaded_steps import slowdowns
 from configs.arithmetic import ceil_div
 from configs.models import resolve
@@ -178,7 +178,7 @@ def companion(role: str, core: int) -> Iterator[None]:
 
 def overheads() -> Overheads:
     """From what other benchmarks measured on this machine."""
-    overhead = json.loads((RESULTS / "overhead.json").read_text())
+    overhead = json.loads((RESULTS / f"overhead_{operators()}.json").read_text())
     handoff = json.loads((RESULTS / "handoff.json").read_text())
     request_s = overhead["first_token"]["extra_ms"] / 1000 - MESSAGES_BEFORE_FIRST * MESSAGE_S
     per_token = [run["us_per_token_by_process"]["decode worker"] for run in overhead["cpu_per_token"]]

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.lib.environment import write_result
+from benchmarks.lib.environment import operators, write_result
 from benchmarks.lib.request_cost import during, first_token_s, worker_pids
 from benchmarks.lib.servers import HOST, cluster
 from configs.models import resolve
@@ -47,7 +47,7 @@ def main() -> None:
         first_token = measure_first_token(options.port, options.requests)
         cpu = [measure_cpu(options.port, serve_pid) for _ in range(options.rounds)]
     result = {"first_token": first_token, "cpu_per_token": cpu}
-    write_result("overhead", result, table(first_token, cpu))
+    write_result(f"overhead_{operators()}", result, table(first_token, cpu))
 
 
 def measure_first_token(port: int, requests: int) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, required=True)
     parser.add_argument("--profile", type=Path, default=LAPTOP)
     options = parser.parse_args()
-    config, profile = load_config(None, {}), Profile.load(options.profile)
+    config, profile = load_config(None, {"disaggregation": "always"}), Profile.load(options.profile)
     rows = []
     for workload, systems in by_workload(load()).items():
         measured = systems.get(OURS, [])

@@ -10,7 +10,8 @@ import argparse
 import statistics
 from typing import Any
 
-from benchmarks.lib.environment import write_result
+from benchmarks.lib.environment import operators, write_result
+from benchmarks.lib.journal import add_state, journal_of
 from benchmarks.lib.load import RandomPrompts, bench_options, put_load, warm_up
 from benchmarks.lib.rounds import Round, compare, median, origin, spread
 from benchmarks.lib.servers import System, add_options, chosen, serving
@@ -24,14 +25,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=8 * STREAMS, help="in each round")
     add_options(parser)
+    add_state(parser)
     options = parser.parse_args()
-    systems = chosen(parser, options)
+    systems, journal = chosen(parser, options), journal_of(parser, options)
     result = {
         "streams": STREAMS,
         "requests": options.requests,
-        **compare(systems, options.rounds, lambda system, seed: measure(system, options.port, options.requests, seed)),
+        **compare(systems, options.rounds, journal, lambda system, seed: measure(system, options.port, options.requests, seed)),
     }
-    write_result("throughput", result, table(result))
+    write_result(f"throughput_{operators()}", result, table(result))
 
 
 async def measure(system: System, port: int, requests: int, seed: int) -> Round:

@@ -35,7 +35,7 @@ class Group:
 
 def read_groups() -> tuple[Group, Group]:
     """The AMD machine's medians over rounds, and the Intel machine's two figures."""
-    epyc, xeon = (_read(name) for name in ("throughput.json", "throughput_xeon.json"))
+    epyc, xeon = (_read(name) for name in ("throughput_avx512_bf16.json", "throughput_xeon.json"))
     named = {
         "tandem:256": "Tandem",
         "tandem-colocated:128": "Tandem, --colocated",

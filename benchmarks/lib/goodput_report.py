@@ -50,20 +50,20 @@ def by_workload(entries: Iterable[Entry]) -> dict[str, dict[str, list[Entry]]]:
     return found
 
 
-def table(entries: Sequence[Entry], settings: Mapping[str, str]) -> str:
-    """Return the table in Markdown. `settings` describes the systems."""
+def table(result: str, entries: Sequence[Entry], settings: Mapping[str, str]) -> str:
+    """Return the table of this result in Markdown. `settings` describes the systems."""
     lines = [
         "# Goodput",
         "",
         f"The highest rate, in requests per second, at which {ATTAINMENT:.0%} of the requests meet their limits: medians of",
         "the seeds, lowest to highest in brackets. Failures, refusals and drops have missed them. Rates are on a grid with",
-        "steps of 9 %; `below` is the next rate that was tried, and was bad. Raw: the most that any run reached, whatever",
+        "steps of 3 %; `below` is the next rate that was tried, and was bad. Raw: the most that any run reached, whatever",
         "the latencies.",
     ]
     for workload, systems in by_workload(entries).items():
         first = next(iter(systems.values()))[0]
         lines += ["", f"## {workload}", "", f"{first['prompts']}; {first['seconds']:g} s of load for each rate.", ""]
-        lines += [*_limits_table(systems), "", f"![SLO curve]({picture_name(workload)})", "", *_scale_table(systems)]
+        lines += [*_limits_table(systems), "", f"![SLO curve]({picture_name(result, workload)})", "", *_scale_table(systems)]
     lines += ["", "## Systems", ""]
     lines += [f"- {name}: {about}" for name, about in sorted(settings.items())]
     return "\n".join([*lines, "", "Command: `python -m benchmarks.goodput --traces DIR --peer-env DIR`"])
@@ -111,12 +111,12 @@ def _scale_table(systems: Mapping[str, Sequence[Entry]]) -> list[str]:
     return lines
 
 
-def picture_name(workload: str) -> str:
+def picture_name(result: str, workload: str) -> str:
     """Return the file name of a workload's picture."""
-    return f"goodput_{workload}.png"
+    return f"{result}_{workload}.png"
 
 
-def draw(workload: str, systems: Mapping[str, Sequence[Entry]], folder: Path) -> None:
+def draw(file: Path, workload: str, systems: Mapping[str, Sequence[Entry]]) -> None:
     """Draw goodput against the scale of the limits, one line for each system, with the range of the seeds around it."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -139,4 +139,4 @@ def draw(workload: str, systems: Mapping[str, Sequence[Entry]], folder: Path) ->
     panels[0].set_ylabel("goodput, requests/s")
     panels[0].set_ylim(bottom=0)  # of all, once all have drawn: it ends their scaling
     panels[0].legend()
-    figure.savefig(folder / picture_name(workload), dpi=110)
+    figure.savefig(file, dpi=110)

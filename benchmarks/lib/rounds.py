@@ -6,8 +6,10 @@ import asyncio
 import os
 import statistics
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
+from benchmarks.lib.journal import Journal
 from benchmarks.lib.servers import System, turns
 
 Round = dict[str, float]
@@ -15,21 +17,25 @@ Round = dict[str, float]
 
 
 def compare(
-    systems: Sequence[System], count: int, measure: Callable[[System, int], Coroutine[Any, Any, Round]]
+    systems: Sequence[System], count: int, journal: Journal, measure: Callable[[System, int], Coroutine[Any, Any, Round]]
 ) -> dict[str, Any]:
-    """Call `measure(system, round)` for all systems in every round.
+    """Call `measure(system, round)` for all systems in every round, but for those that the journal has.
 
     Returns the figures, the systems' settings and the load of the machine before.
     """
     load_average = os.getloadavg()[0]
     rounds: dict[str, list[Round]] = {system.name: [] for system in systems}
     for number, system in turns(systems, range(count)):
-        found = asyncio.run(measure(system, number))
+        found = journal.once(f"{system.name}, round {number}", partial(_run, measure, system, number))
         rounds[system.name].append(found)
         shown = ", ".join(f"{name} {value:.1f}" for name, value in found.items())
         print(f"round {number + 1}: {system.name}: {shown}", flush=True)
     settings = {system.name: system.settings for system in systems}
     return {"load_average_before": load_average, "settings": settings, "rounds": rounds}
+
+
+def _run(measure: Callable[[System, int], Coroutine[Any, Any, Round]], system: System, number: int) -> Round:
+    return asyncio.run(measure(system, number))
 
 
 def median(rounds: Sequence[Round], figure: str) -> float:

@@ -2,9 +2,9 @@
 
     start ──► loading ──► /health is 200, at rest ──► measured by the caller ──► SIGINT ──► ended; killed if it takes too long
 
-Whoever starts one here ends it here. Only one should run while figures are compared: an idle Tandem cluster takes a seventh of
-a core (results/overhead.md), which a peer beside it would lack. So systems take turns, each with a fresh server, and every
-round begins with another one.
+Whoever starts one here ends it here. Only one should run while figures are compared: an idle Tandem cluster takes a
+seventh of a core (results/overhead_avx512_bf16.md), which a peer beside it would lack. So systems take turns, each with a fresh
+server, and every round begins with another one.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ HOST = "127.0.0.1"
 TANDEM = str(Path(sys.executable).with_name("tandem"))
 START_S, END_S = 300.0, 60.0
 """Seconds that a server may take to start and to end. vLLM compiles at its first start."""
-SYSTEMS = ("tandem", "tandem-colocated:128", "vllm:128", "llama.cpp")
+SYSTEMS = ("tandem", "tandem-auto", "tandem-colocated:128", "vllm:128", "llama.cpp")
 """Those that are compared if nothing else is said. 128 tokens a step: of those that compute prompts beside running streams, it
 stalls them less than larger steps do."""
 _OURS: dict[str, tuple[Sequence[str], str]] = {
-    "tandem": ((), "1 prefill worker, 1 decode worker"),
+    "tandem": (("--disaggregation", "always"), "1 prefill worker, 1 decode worker"),
     "tandem-auto": (
         ("--disaggregation", "auto"),
         "1 prefill worker, 1 decode worker; each prompt where it is sooner",

@@ -1,8 +1,10 @@
 """Goodput from runs at some rates, and at which rate to look next: the pure part of `benchmarks.goodput`.
 
 Goodput is DistServe's (Zhong et al., OSDI 2024): the highest rate at which 90 % of the requests meet their limits. Rates are on
-one grid for all systems, each 9 % above the one before. A run has a time to the first token and a time per token of every
-request, so it says for all limits at once whether its rate was good; the search for one limit profits from the runs for others.
+one grid for all systems, each 3 % above the one before. The edge of what is good is looked for on all of it for the limits
+themselves, and on every third rate for tighter and looser ones. A run has a time to the first token and a time per token of
+every request, so it says for all limits at once whether its rate was good; the search for one limit profits from the runs for
+others.
 
 Runs are noisy, and more load never helps: so what counts is the falling line through the shares of requests that met the limits
 that fits them best (isotonic regression, by pooling adjacent violators). One unlucky run among good ones changes little then.
@@ -20,9 +22,11 @@ ATTAINMENT = 0.9
 PAIRS = ((500, 30), (500, 40), (1000, 60))
 """Limits of TTFT and TPOT at scale 1, in ms."""
 SCALES = (0.5, 0.7, 1.0, 1.4, 2.0)
-STEPS_PER_DOUBLING = 8
-LOWEST_STEP, HIGHEST_STEP = -16, 48
+STEPS_PER_DOUBLING = 24
+LOWEST_STEP, HIGHEST_STEP = -48, 144
 """The ends of the grid: a request in four seconds, and 64 in one."""
+COARSE = 3
+"""Steps between two rates for other limits than those at scale 1."""
 _JUMP = STEPS_PER_DOUBLING
 """Steps to go up or down while no good rate, or no bad one, is known."""
 
@@ -101,7 +105,7 @@ def next_step(runs: Sequence[Run], first: int) -> int | None:
             return min(good + _JUMP, HIGHEST_STEP)
         if good is None and bad is not None and bad > LOWEST_STEP:
             return max(bad - _JUMP, LOWEST_STEP)
-        if good is not None and bad is not None and bad - good > 1:
+        if good is not None and bad is not None and bad - good > (1 if slo.scale == 1.0 else COARSE):
             return (good + bad) // 2
     return None
 

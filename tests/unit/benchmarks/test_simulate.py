@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.goodput import seed_of
-from benchmarks.lib.slo import LOWEST_STEP, SLOS, rate_of
+from benchmarks.lib.slo import COARSE, HIGHEST_STEP, LOWEST_STEP, SLOS, rate_of
 from benchmarks.simulate import compared, like, table, workload_of
 from configs.loader import load_config
 from simulator.profile import LAPTOP, Profile
@@ -25,14 +25,14 @@ def entry(*steps: int, last_good: int) -> dict[str, Any]:
 
 
 def test_every_run_is_simulated_and_judged_like_the_real_one() -> None:
-    real = entry(-8, 24, last_good=0)
+    real = entry(-24, 72, last_good=0)
     made_up = like(real, NONE, load_config(None, {}), Profile.load(LAPTOP))
-    assert [(run["step"], run["sent"]) for run in made_up["runs"]] == [(-8, 20), (24, 20)]
+    assert [(run["step"], run["sent"]) for run in made_up["runs"]] == [(-24, 20), (72, 20)]
     quiet, flooded = made_up["runs"]
     assert quiet["met"]["1000/60 x 2"] == 20
     assert flooded["met"]["500/30 x 0.5"] < 18
     [row, *_] = compared("200-in-200-out", [real], [made_up])
-    assert row["measured"] == rate_of(-8)
+    assert row["measured"] == rate_of(-24)
     assert row["ratio"] == row["simulated"] / row["measured"]
     assert "| 200-in-200-out | 1P1D | 500 / 30 ms | 1 | 0.50 |" in table([row])
 
@@ -44,8 +44,8 @@ def test_a_rate_that_was_nowhere_good_has_no_ratio() -> None:
 
 
 def test_each_rate_and_seed_has_its_own_prompts() -> None:
-    seeds = {seed_of(seed, step) for seed in range(3) for step in range(LOWEST_STEP, 49)}
-    assert len(seeds) == 3 * (49 - LOWEST_STEP)
+    seeds = {seed_of(seed, step) for seed in range(3) for step in range(LOWEST_STEP, HIGHEST_STEP, COARSE)}
+    assert len(seeds) == 3 * (HIGHEST_STEP - LOWEST_STEP) // COARSE
     first, again, other = (workload_of("200-in-200-out", NONE, 5, seed).at_rate(2.0) for seed in (1, 1, 2))
     assert [request.arrival for request in first] == [request.arrival for request in again]
     assert first[0].token_ids == again[0].token_ids != other[0].token_ids
