@@ -24,6 +24,7 @@ SOAK = SECONDS >= 600
 GAP_S = 20.0 if SOAK else 5.0
 LEASE_S = 3.0
 CONFIG = f"""
+disaggregation: always
 limits: {{lease_s: {LEASE_S}, heartbeat_s: 0.5}}
 prefill: {{workers: 2, kv_cache_tokens: 16384}}
 decode: {{workers: 2, kv_cache_tokens: 16384}}

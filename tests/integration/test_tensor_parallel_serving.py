@@ -84,7 +84,7 @@ def test_a_small_model_shared_out_says_the_same(
     serve: Callable[..., Any], small_qwen3: Path, expected: list[list[int]], prefill: int, decode: int
 ) -> None:
     served = serve(
-        *("--model", str(small_qwen3), "--dtype", "float32"),
+        *("--model", str(small_qwen3), "--dtype", "float32", "--disaggregation", "always"),
         *("--prefill-tensor-parallel-size", str(prefill), "--decode-tensor-parallel-size", str(decode)),
     )
     served.wait_ready()
@@ -97,7 +97,7 @@ def test_a_small_model_shared_out_says_the_same(
 
 def test_the_default_model_on_three_ranks_and_a_killed_one(shared_cluster: Any, serve: Callable[..., Any]) -> None:
     alone = [greedy(shared_cluster.url, "smollm2", prompt) for prompt in PROMPTS]
-    served = serve("--dtype", "float32", "--decode-tensor-parallel-size", "3")
+    served = serve("--dtype", "float32", "--disaggregation", "always", "--decode-tensor-parallel-size", "3")
     served.wait_ready()
     assert [greedy(served.url, "smollm2", prompt) for prompt in PROMPTS] == alone
     for rank in (2, 0):

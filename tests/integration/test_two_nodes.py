@@ -21,6 +21,7 @@ pytestmark = pytest.mark.slow
 
 CONFIGURATION = """
 dtype: float32
+disaggregation: always
 prefill: {resources: {tandem_prefill: 1}}
 decode: {resources: {tandem_decode: 1}}
 """
