@@ -29,10 +29,11 @@ from benchmarks.lib.environment import RESULTS, ROOT, environment, operators
 from benchmarks.lib.loaded_steps import slowdowns
 from configs.arithmetic import ceil_div
 from configs.models import resolve
+from configs.profiles import DecodeTime, PrefillTime
 from engine.batch import Chunk
 from engine.model_runner import ModelRunner
 from protocol.sampling import SamplingParams
-from simulator.profile import LAPTOP, DecodePoint, Overheads, PrefillPoint, Profile
+from simulator.profile import LAPTOP, Overheads, Profile
 
 PREFILLS = [(16, 0), (32, 0), (64, 0), (128, 0), (256, 0), (512, 0), (512, 512), (512, 1536), (128, 512), (128, 2048)]
 """Tokens of a chunk, tokens before it."""
@@ -73,8 +74,8 @@ def main() -> None:
     measured = measure(options.rounds)
     medians = {key: statistics.median(values) for key, values in measured.items()}
     alone = Profile(
-        prefill=tuple(PrefillPoint(tokens=n, start=start, seconds=medians["prefill", n, start]) for n, start in PREFILLS),
-        decode=tuple(DecodePoint(batch=b, context=c, seconds=medians["decode", b, c]) for b, c in DECODES),
+        prefill=tuple(PrefillTime(tokens=n, start=start, seconds=medians["prefill", n, start]) for n, start in PREFILLS),
+        decode=tuple(DecodeTime(batch=b, context=c, seconds=medians["decode", b, c]) for b, c in DECODES),
         overheads=overheads(),
         machine=environment(),
     )

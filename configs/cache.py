@@ -2,8 +2,9 @@
 
     models/<distribution>-<version>/   files fetched by name (`configs.packaged`)
     sha256/<id of a path>.json         checksum of a model file, valid while its size and times stay the same
-    native/<set>-<digest>.so           operators compiled here (`engine.native.build`)
-    weights/<digest>.gguf             packed weights that workers map (`engine.models.weight_file`)
+    native/<compiler>-<set>-<id>.so    the native operators, compiled here (`engine.native.build`)
+    weights/<digest>.gguf              packed weights that workers map (`engine.models.weight_file`)
+    profiles/<id of a key>.json        what was measured on this kind of processor (`configs.profiles`)
 
 Files appear whole or not at all: they are written beside their place and renamed. Deleting the folder costs time only.
 """
@@ -59,6 +60,19 @@ def exclusive(folder: Path) -> Iterator[None]:
         yield
 
 
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file that appears whole or not at all, and its folder if need be. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
 def file_sha256(path: Path) -> str:
     """Return the file's sha256 in hex, from the cache if the file has not changed since.
 
@@ -75,7 +89,7 @@ def file_sha256(path: Path) -> str:
             digest = _hash(path, status.st_size)
             # A cache that can't be written costs time at the next start and nothing else.
             with suppress(OSError):
-                _write_whole(entry, json.dumps({"identity": identity, "sha256": digest}).encode())
+                write_whole(entry, json.dumps({"identity": identity, "sha256": digest}).encode())
     except OSError as error:
         raise model_error(f"{path}: can't be read: {error.strerror}") from None
     return digest
@@ -99,15 +113,3 @@ def _hash(path: Path, num_bytes: int) -> str:
             digest.update(chunk)
             progress.advance(task, len(chunk))
     return digest.hexdigest()
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

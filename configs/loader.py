@@ -21,12 +21,6 @@ from configs.schema import DEFAULT_TIER, ClusterConfig, PoolConfig
 from configs.sharding import check_tensor_parallel_size
 from protocol.errors import ConfigError
 
-_COLOCATED_DEFAULTS = {"prefill": {"workers": 0}, "decode": {"max_chunk_tokens": 128}}
-"""Defaults of a cluster that never disaggregates, by section.
-
-It has no prefill workers, and to want some is an error. Its steps are larger, as its workers have all the cores.
-"""
-
 
 def load_config(path: Path | None, overrides: Mapping[str, Any]) -> ClusterConfig:
     """Return the configuration in a file (None: all defaults) with `overrides` on top, such as {"decode.workers": 3}.
@@ -120,11 +114,9 @@ def _override(values: dict[str, Any], key: str, value: Any) -> None:
 
 def _derive(values: dict[str, Any]) -> None:
     """Defaults that follow from other values."""
-    if values.get("disaggregation") != "never":
-        return
-    for section, defaults in _COLOCATED_DEFAULTS.items():
-        if isinstance(values.get(section) or {}, dict):
-            values[section] = defaults | (values.get(section) or {})
+    section = values.get("prefill") or {}
+    if values.get("disaggregation") == "never" and isinstance(section, dict):
+        values["prefill"] = {"workers": 0} | section  # to want some is an error
 
 
 def _pools(config: ClusterConfig) -> list[tuple[str, PoolConfig]]:

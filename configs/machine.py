@@ -1,12 +1,17 @@
-"""What this machine has, for processes that don't load torch: its memory, and its processor's features."""
+"""What this machine has, for processes that don't load torch: its memory, its cores, and its processor's features.
+
+Functions that read Linux's files take the folder that they lie in, `/` on a real machine.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Collection, Iterator
 from functools import cache
 from pathlib import Path
 
+_ROOT = Path("/")
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 _CPU_INFO = Path("/proc/cpuinfo")
 
@@ -24,6 +29,38 @@ def memory_bytes() -> int:
     return memory
 
 
+def usable_cores() -> int:
+    """Return the number of cores that this process can keep busy at a time, at least 1.
+
+    Hyperthreads of one core count once: two threads that multiply share its arithmetic. A quota of the control group counts
+    rounded down, since a thread that is stopped in the middle of an operator holds up all others.
+    """
+    if platform.system() != "Linux":
+        return os.cpu_count() or 1
+    quota = cpu_quota()
+    cores = num_cores(os.sched_getaffinity(0))
+    return cores if quota is None else max(1, min(cores, int(quota)))
+
+
+def num_cores(cpus: Collection[int], root: Path = _ROOT) -> int:
+    """Return the number of cores that these logical processors of Linux belong to. One without known siblings is a core."""
+    cores = set()
+    for cpu in cpus:
+        siblings = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        cores.add(_text(siblings) or str(cpu))
+    return len(cores)
+
+
+def cpu_quota(root: Path = _ROOT) -> float | None:
+    """Return how many processors' time this process may use, by its control groups and those around them; None is no limit.
+
+    Both versions of control groups are read. In a container the path that Linux gives for a process may lie outside of what is
+    visible; then the groups above it are found.
+    """
+    limits = [limit for group in _own_groups(root) if (limit := _limit_of(group)) is not None]
+    return min(limits, default=None)
+
+
 @cache
 def processor_features() -> frozenset[str]:
     """Return the processor's features, as Linux names them; none on another system."""
@@ -36,6 +73,12 @@ def processor_maker() -> str:
     return {"GenuineIntel": "intel", "AuthenticAMD": "amd"}.get(vendor, vendor)
 
 
+def processor_name() -> str:
+    """Return the processor's model with what tells models of one name apart: family, model number and stepping."""
+    numbers = (_of_processor(name) for name in ("cpu family", "model", "stepping"))
+    return " ".join(filter(None, (_of_processor("model name") or platform.processor() or platform.machine(), *numbers)))
+
+
 def _of_processor(*names: str) -> str:
     """What Linux says of the first processor under one of these names."""
     if platform.system() != "Linux":
@@ -45,3 +88,32 @@ def _of_processor(*names: str) -> str:
         if name.strip() in names:
             return value.strip()
     return ""
+
+
+def _own_groups(root: Path) -> Iterator[Path]:
+    """The folders of this process's control groups that may limit its processors, from its own to the outermost."""
+    for line in (_text(root / "proc/self/cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        group = mount / path.lstrip("/")
+        yield group
+        yield from (parent for parent in group.parents if parent == mount or mount in parent.parents)
+
+
+def _limit_of(group: Path) -> float | None:
+    """Processors' time that a control group may use; None is no limit, or no such group."""
+    together = (_text(group / "cpu.max") or "").split()
+    quota, period = together or (_text(group / "cpu.cfs_quota_us"), _text(group / "cpu.cfs_period_us"))
+    if not quota or not period or not quota.isdigit() or not period.isdigit():
+        return None  # "max" in version 2 and -1 in version 1 are no limit
+    return int(quota) / int(period)
+
+
+def _text(path: Path) -> str | None:
+    """The file's text without the white space around it; None if it can't be read."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None

@@ -72,6 +72,13 @@ def resolve_for(config: ClusterConfig) -> Model:
     return resolve(config.model, config.served_model_name)
 
 
+def is_here(name: str) -> bool:
+    """Return whether `resolve` would find a model of this name without fetching anything."""
+    if name in _PACKAGED:
+        return _PACKAGED[name].path.exists()
+    return Path(name).expanduser().exists() or any(snapshot.repo_id == name for snapshot in local_snapshots())
+
+
 def list_models() -> list[ListedModel]:
     """List the models that Tandem knows by name, then those in the Hugging Face cache that it can serve."""
     found = []

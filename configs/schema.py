@@ -112,11 +112,25 @@ class PrefillConfig(PoolConfig):
 
     workers: Annotated[int, Field(ge=0, le=1024)] = 1
     """Number of workers. It is 0 where decode workers compute all prompts (`disaggregation: never`), and only there."""
-    max_batch_tokens: Positive = 256
-    """Most tokens of one prompt in a step. A cancel takes effect after one step at the latest."""
-    saturation_tokens: Positive = 64
-    """Number of tokens from which on a larger step computes no more tokens per second. Prompts share a step only up to it."""
+    max_batch_tokens: Positive | None = None
+    """Most tokens of one prompt in a step. A cancel takes effect after one step at the latest. None: `batch_tokens`."""
+    saturation_tokens: Positive | None = None
+    """Number of tokens from which on a larger step computes no more tokens per second. Prompts share a step only up to it.
+    None: `shared_tokens`."""
     max_queued_requests: Positive = 1024
+
+    @property
+    def batch_tokens(self) -> int:
+        """Most tokens of one prompt in a step: what is configured, else 256.
+
+        `tandem serve` configures what was measured on the machine, where nobody has chosen (`cluster.measured`).
+        """
+        return self.max_batch_tokens or 256
+
+    @property
+    def shared_tokens(self) -> int:
+        """Most tokens of a step that several prompts share: what is configured, else 64, and at most `batch_tokens`."""
+        return min(self.saturation_tokens or 64, self.batch_tokens)
 
 
 class DecodeConfig(PoolConfig):
@@ -124,10 +138,10 @@ class DecodeConfig(PoolConfig):
 
     max_batch_size: Positive = 64
     """Most sequences in a step."""
-    max_chunk_tokens: Positive = 64
+    max_chunk_tokens: Positive | None = None
     """Most prompt tokens in a step beside running streams, which wait for them, where decode workers compute prompts.
 
-    The default is 128 in a colocated cluster.
+    None: `ClusterConfig.chunk_tokens`.
     """
     copy_every_tokens: Annotated[int, Field(ge=0)] = 32
     """Tokens after which the new KV of a running stream is copied to another decode worker; 0 copies never.
@@ -224,3 +238,12 @@ class ClusterConfig(_Section):
     telemetry: TelemetryConfig = TelemetryConfig()
     tiers: dict[Text, TierConfig] = {DEFAULT_TIER: TierConfig()}
     """Every key is of one of these."""
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Most prompt tokens in a step of a decode worker: what is configured, else 64, or 128 in a colocated cluster.
+
+        Workers of a colocated cluster have all the cores. `tandem serve` configures what was measured on the machine, where
+        nobody has chosen (`cluster.measured`).
+        """
+        return self.decode.max_chunk_tokens or (128 if self.disaggregation == "never" else 64)

@@ -83,7 +83,7 @@ class DecodeWorker:
             on_settled=self._changed,
         )
         self._scheduler = DecodeScheduler(
-            self.ledger, config.decode.max_batch_size, config.decode.max_chunk_tokens, limits.turn_s, time.monotonic
+            self.ledger, config.decode.max_batch_size, config.chunk_tokens, limits.turn_s, time.monotonic
         )
         self._outbox = Outbox(self._endpoint.send)
         self._loop = StepLoop(self._engine, self.ledger, self._scheduler, self._outbox, self._endpoint.load_changed)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from configs.facts import ModelFacts
+from configs.profiles import read_profile
 from configs.sharding import check_tensor_parallel_size, rank_facts
 from engine.arithmetic import arithmetic_name
 from engine.batch import Chunk, ForwardBatch, SampledToken
@@ -27,6 +28,7 @@ from engine.models.weights import load_weights
 from engine.native.build import load_library
 from engine.native.library import NativeLibrary
 from engine.operators import step_factory
+from engine.profiling.key import profile_key
 from engine.ranks.tensor_parallel import ALONE, TensorParallel
 from engine.sampler import SampleRequest, sample
 from protocol.errors import ConfigError
@@ -40,7 +42,7 @@ Forward = Callable[[ForwardBatch, Callable[[int], None] | None], Tensor | None]
 """A batch, and what to call after each layer, to logits: `Decoder.forward` with its pool."""
 Sample = Callable[[Tensor, Sequence[SampleRequest]], list[SampledToken]]
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NATIVE_BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16")
 """Processor features, as `torch.cpu.get_capabilities` names them, that multiply bfloat16 without emulation."""
 
@@ -94,8 +96,8 @@ class ModelRunner:
         check_tensor_parallel_size(facts, ranks.size, quantization, param="tensor_parallel_size")
         own = rank_facts(facts, ranks.size)
         dtype_name = resolve_dtype(dtype, device)
-        torch_dtype, torch_device = _DTYPES[dtype_name], torch.device(device)
-        library = NativeLibrary.load(torch.get_num_threads(), torch_dtype) if device == "cpu" else None
+        torch_dtype, torch_device = DTYPES[dtype_name], torch.device(device)
+        library = _native_library(facts, dtype, quantization, ranks.size) if device == "cpu" else None
         with torch.inference_mode():
             format_ = WeightFormat(torch_dtype, quantization, library, torch_device)
             weights = load_weights(facts, format_, ranks.rank, ranks.size, shared=shared_weights)
@@ -190,7 +192,7 @@ def resolve_dtype(name: DtypeName, device: DeviceName = "cpu") -> str:
         capabilities = torch.cpu.get_capabilities()
         multiplies = any(capabilities.get(feature) for feature in _NATIVE_BFLOAT16)
         return "bfloat16" if multiplies or load_library(torch.bfloat16) is not None else "float32"
-    supported = [known for known in _DTYPES if known != "float16" or device == "cuda"]
+    supported = [known for known in DTYPES if known != "float16" or device == "cuda"]
     if name not in supported:
         raise ConfigError(f"{name} is not supported; choose one of auto, {', '.join(supported)}", param="dtype")
     return name
@@ -200,6 +202,14 @@ def _blocks_of(chunks: Sequence[Chunk]) -> tuple[int, int]:
     """The highest block of a step, and how many blocks its sequences have."""
     tables = [chunk.block_table for chunk in chunks]
     return max(table[-1] for table in tables), sum(map(len, tables))
+
+
+def _native_library(facts: ModelFacts, dtype: DtypeName, quantization: Quantization, num_ranks: int) -> NativeLibrary | None:
+    """The operators for as many threads as torch has. Products are computed as was measured here, if anything was."""
+    threads = torch.get_num_threads()
+    key = profile_key(facts, dtype=dtype, quantization=quantization, ranks=num_ranks, threads=threads)
+    profile = read_profile(key)
+    return NativeLibrary.load(threads, DTYPES[resolve_dtype(dtype)], () if profile is None else profile.products)
 
 
 def _score(logits_SV: Tensor, batch: ForwardBatch, chunks: Sequence[Chunk]) -> tuple[Tensor, Sequence[int]]:

@@ -78,8 +78,8 @@ class PrefillScheduler:
     def __init__(self, cache: PrefixCache, block_size: int, config: PrefillConfig) -> None:
         self._cache = cache
         self._block_size = block_size
-        self._max_batch_tokens = config.max_batch_tokens
-        self._shared_tokens = min(config.saturation_tokens, config.max_batch_tokens)
+        self._max_batch_tokens = config.batch_tokens
+        self._shared_tokens = config.shared_tokens
         self._line: list[Prompt] = []
         """Prompts that were not sent ahead, queued and computing, in their order."""
         self._ahead: list[Prompt] = []

@@ -89,7 +89,7 @@ class DecodeWorker:
         )
         self._turn_s = config.limits.turn_s
         self._scheduler = DecodeScheduler(
-            self._ledger, config.decode.max_batch_size, config.decode.max_chunk_tokens, self._turn_s, lambda: clock.now
+            self._ledger, config.decode.max_batch_size, config.chunk_tokens, self._turn_s, lambda: clock.now
         )
         self._tickets: dict[int, _Ticket] = {}
         self._run: StepRun | None = None

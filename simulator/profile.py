@@ -3,7 +3,8 @@
 A prefill step of chunks (start, n) takes base(sum of n) + pair_s * sum of n * (start + n / 2): products with weights, then the
 pairs of tokens that attention looks at. A decode step of B streams takes base(B) + token_s(B) * tokens in all their contexts.
 base and token_s are linear between measured points, and go on as they end. Both steps take longer the more the other role's
-workers compute, where they share cores (`Slowdown`). `benchmarks/machine_profile.py` measures all of it.
+workers compute, where they share cores (`Slowdown`). `benchmarks/machine_profile.py` measures all of it; `tandem profile`
+measures the steps alone, on the machine at hand.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from configs.profiles import DecodeTime, MachineProfile, PrefillTime
 from protocol.errors import InvalidRequestError
 
 LAPTOP = Path(__file__).with_name("laptop.json")
@@ -47,23 +49,6 @@ class Line:
 
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class PrefillPoint(_Part):
-    """Measured time of one chunk."""
-
-    tokens: int = Field(gt=0)
-    start: int = Field(ge=0)
-    """Tokens of the prompt before the chunk."""
-    seconds: float = Field(gt=0)
-
-
-class DecodePoint(_Part):
-    """Measured time of one step of `batch` streams with `context` tokens each."""
-
-    batch: int = Field(gt=0)
-    context: int = Field(gt=0)
-    seconds: float = Field(gt=0)
 
 
 class Overheads(_Part):
@@ -106,8 +91,8 @@ class Slowdowns(_Part):
 class Profile(_Part):
     """Step times of one worker of each role, and what passes outside of them."""
 
-    prefill: tuple[PrefillPoint, ...]
-    decode: tuple[DecodePoint, ...]
+    prefill: tuple[PrefillTime, ...]
+    decode: tuple[DecodeTime, ...]
     overheads: Overheads
     slowdown: Slowdowns = Slowdowns()
     machine: dict[str, Any] = {}
@@ -125,6 +110,17 @@ class Profile(_Part):
         if not any(point.start == 0 for point in profile.prefill) or not profile.decode:
             raise InvalidRequestError(f"{path}: no chunk at a prompt's beginning, or no decode step", param="profile")
         return profile
+
+    @classmethod
+    def of_machine(cls, prefill: MachineProfile, decode: MachineProfile) -> Profile | None:
+        """Return a profile of the step times that were measured for the two roles; None if there are none.
+
+        What passes outside of the engines, and how workers slow each other down, is taken from `LAPTOP`.
+        """
+        if not prefill.prefill or not decode.decode:
+            return None
+        measured = {"prefill": prefill.prefill, "decode": decode.decode, "machine": {"processor": prefill.key.processor}}
+        return cls.load(LAPTOP).model_copy(update=measured)
 
     def prefill_step_s(self, chunks: Sequence[tuple[int, int]], decode_busy: float = 0.0) -> float:
         """Seconds of a step of chunks (start, number of tokens), while this share of the decode workers computes."""

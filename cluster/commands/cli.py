@@ -22,6 +22,7 @@ COMMANDS = (
     "bench",
     "keep-gcs",
     "plan",
+    "profile",
     "serve",
     "stop",
     "status",

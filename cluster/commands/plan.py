@@ -15,7 +15,9 @@ from cluster.commands.lib.flag_groups import expand_flags
 from protocol.errors import InvalidRequestError
 
 if TYPE_CHECKING:
+    from configs.schema import ClusterConfig
     from simulator.goodput import Planned
+    from simulator.profile import Profile
     from simulator.workload import Workload
 
 
@@ -34,7 +36,7 @@ class PlanOptions:
     num_prompts: Annotated[int, Option(help="Requests of each simulation.")] = 500
     rate: Annotated[float | None, Option(help="Requests per second to plan for; a trace's own by default.")] = None
     max_workers: Annotated[int, Option(help="Of both roles together.")] = 6
-    profile: Annotated[Path | None, Option(help="From benchmarks/machine_profile.py; by default a laptop's.")] = None
+    profile: Annotated[Path | None, Option(help="Step times; by default this machine's, else a laptop's.")] = None
     config: Annotated[Path | None, Option(help="YAML file of the cluster: pools, chunk, limits.")] = None
     seed: Annotated[int, Option(help="Of prompts and arrivals.")] = 0
     plot: Annotated[Path | None, Option(help="Draw goodput by ratio into this PNG file.")] = None
@@ -54,27 +56,29 @@ def plan(options: PlanOptions) -> None:
 
     if options.plot is not None:
         check_plot(options.plot)
-    workload, planned = _planned(options)
+    workload, planned, step_times = _planned(options)
     rate = workload.own_rate if options.rate is None else options.rate
     title = f"{workload.name}, {options.slo} ms"
     _print(planned, rate, title, options)
+    Console(soft_wrap=True).print(step_times, markup=False, highlight=False)
     if options.plot is not None:
         plots.plot(planned, rate, title, options.plot)
 
 
-def _planned(options: PlanOptions) -> tuple[Workload, Sequence[Planned]]:
-    """What is sent, and the goodput of every cluster; shows progress. Raises InvalidRequestError or ConfigError."""
+def _planned(options: PlanOptions) -> tuple[Workload, Sequence[Planned], str]:
+    """What is sent, the goodput of every cluster, and whose step times these are; shows progress.
+
+    Raises InvalidRequestError or ConfigError.
+    """
     from rich.progress import Progress
 
     from configs.loader import load_config
     from loadtest.metrics import parse_goodput
     from simulator import goodput
-    from simulator.profile import LAPTOP, Profile
 
     targets = goodput.Targets(parse_goodput(options.slo.split(",")))
     workload = _workload(options)
-    profile = Profile.load(LAPTOP if options.profile is None else options.profile)
-    cluster = load_config(options.config, {})
+    profile, cluster, step_times = _step_times(load_config(options.config, {}), options.profile)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         colocated = cluster.disaggregation == "never"
         task = progress.add_task("simulating", total=len(goodput.shapes(options.max_workers, colocated=colocated)))
@@ -86,7 +90,33 @@ def _planned(options: PlanOptions) -> tuple[Workload, Sequence[Planned]]:
             max_workers=options.max_workers,
             on_planned=lambda _: progress.advance(task),
         )
-    return workload, planned
+    return workload, planned, step_times
+
+
+def _step_times(config: ClusterConfig, path: Path | None) -> tuple[Profile, ClusterConfig, str]:
+    """Step times, the configuration with the sizes of steps that such a cluster has, and a sentence on whose times they are.
+
+    They are those in the file at `path`. Without one, this machine's for this model, if they were measured, else the laptop's.
+    Raises InvalidRequestError if the file can't be used, ConfigError if the model can't.
+    """
+    from cluster.measured import known_profiles, with_measured_sizes
+    from configs.models import is_here, resolve_for
+    from protocol.messages import Role
+    from simulator.profile import LAPTOP, Profile
+
+    if path is not None:
+        return Profile.load(path), config, f"step times: {path}"
+    if is_here(config.model):
+        known = known_profiles(config, resolve_for(config).facts)
+        decode = known.get(Role.DECODE)
+        prefill = known.get(Role.PREFILL) if config.prefill.workers else decode
+        if prefill is not None and decode is not None and (profile := Profile.of_machine(prefill, decode)) is not None:
+            whose = f"step times: {config.model} on this machine, as `tandem profile` shows them"
+            return profile, with_measured_sizes(config, known), whose
+    profile = Profile.load(LAPTOP)
+    laptop = f"{profile.machine['processor']}, {profile.machine['cores']} cores"
+    whose = f"step times: smollm2 on a laptop ({laptop}); `tandem profile` measures {config.model} on this machine"
+    return profile, config, whose
 
 
 def _workload(options: PlanOptions) -> Workload:

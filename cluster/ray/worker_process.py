@@ -16,6 +16,10 @@ from typing import Any, Protocol
 import ray
 
 from cluster.launcher import Started
+from cluster.measured import computes_on_processor, measure
+from cluster.ray.placement import pool_of
+from configs.machine import usable_cores
+from configs.models import resolve_for
 from configs.schema import ClusterConfig
 from protocol.actor import WorkerActor
 from protocol.messages import Role
@@ -56,6 +60,7 @@ class WorkerProcess:
         """Become this rank, which is not the first, and listen. The first rank makes it load the model."""
         module = await asyncio.to_thread(_module, role, "rank")
         setup_logging(f"{worker_id}-rank-{rank}")
+        threads = await asyncio.to_thread(_measured_threads, role, config, threads)
         make = module.prefill_follower if role is Role.PREFILL else module.decode_follower
         follower = make(config, secret, _node_address(), rank, threads)
         self._running = follower
@@ -73,6 +78,7 @@ class WorkerProcess:
     ) -> Started:
         """Become this worker, whose other ranks are listening: load the model and listen. Raises TandemError."""
         module = await asyncio.to_thread(_module, role, "actor")
+        threads = await asyncio.to_thread(_measured_threads, role, config, threads)
         address = _node_address()
         actor_class: Any = module.PrefillActor if role is Role.PREFILL else module.DecodeActor
         addresses = [other.address for other in others]
@@ -103,6 +109,19 @@ class WorkerProcess:
 def _module(role: Role, name: str) -> Any:
     # Imported where they run: the controller names this module's class and must not load torch for it.
     return importlib.import_module(f"{role.value}_workers.{name}")
+
+
+def _measured_threads(role: Role, config: ClusterConfig, threads: int) -> int:
+    """The number of threads, no more than this node has cores if nobody chose it. What is fastest with them was measured.
+
+    Ray counts hyperthreads as processors where it was started by hand.
+    """
+    pool = pool_of(config, role)
+    if pool.threads is None:
+        threads = max(1, min(threads, usable_cores() // pool.tensor_parallel_size))
+    if computes_on_processor(config, role):
+        measure(config, resolve_for(config).facts, role, threads)
+    return threads
 
 
 def _node_address() -> str:

@@ -2,8 +2,8 @@
 
 There is a set for each of several instruction sets. The first that the processor has, that is the best choice there and that
 computes in the wanted type is used, if it came compiled with a wheel, or if a C++ compiler is at hand ($CXX, g++ or c++);
-everywhere else the engine computes with torch's operators. A library is known by its sources, the compiler and its options, so
-that a cache shared by different machines holds one for each.
+everywhere else the engine computes with torch's operators. Other sets of the same arithmetic may take over single products,
+where they were measured to be faster (`engine.profiling`).
 
     TANDEM_NATIVE=avx2    # use this set, though the processor may have a better one
 """
@@ -11,7 +11,6 @@ that a cache shared by different machines holds one for each.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
 import os
 import subprocess
@@ -19,20 +18,17 @@ import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from configs.cache import cache_dir, exclusive
+from configs.cache import exclusive
 from configs.machine import processor_maker
-from engine.native.instruction_sets import COMPILED, HERE, INSTRUCTION_SETS, InstructionSet, find_compiler
+from engine.native.files import FORCED, libraries_at_hand, library_path
+from engine.native.instruction_sets import INSTRUCTION_SETS, InstructionSet, find_compiler
 from protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
-
-_VERSION_S = 20.0
-"""Deadline for the compiler to say its version."""
-FORCED = "TANDEM_NATIVE"
-"""Environment variable that names the set to use."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +36,13 @@ class Built:
     """A loaded library."""
 
     instruction_set: InstructionSet
-    functions: ctypes.CDLL
+    functions: Any
+    """Its functions as attributes, as `ctypes.CDLL` has them."""
 
     @property
     def arithmetic(self) -> str:
-        """The set's own, such as `amx`, or that of several, `fma`; with the processor's maker where it decides about bits."""
-        name = self.instruction_set.arithmetic or self.instruction_set.name
-        maker = processor_maker() if self.instruction_set.rounds_by_maker else ""
-        return f"{name}-{maker}" if maker else name
+        """Name of its arithmetic: `arithmetic_of`."""
+        return arithmetic_of(self.instruction_set)
 
 
 def is_here(instruction_set: InstructionSet) -> bool:
@@ -91,38 +86,61 @@ def load_library(dtype: torch.dtype) -> Built | None:
 
     One that can't be used has a line in the log. An old compiler may know only some of a processor's instructions.
     """
-    for instruction_set in instruction_sets(dtype):
-        try:
-            path = _compiled(instruction_set)
-            if path is not None:
-                return Built(instruction_set, ctypes.CDLL(str(path)))
-        except (OSError, subprocess.SubprocessError, ConfigError) as error:
-            log.warning(
-                "the native operators for %s can't be used, the engine will be slower: %s",
-                instruction_set.name,
-                _first_line(error),
-            )
-    return None
+    return next((built for each in instruction_sets(dtype) if (built := _load(each)) is not None), None)
+
+
+def load_alike(dtype: torch.dtype, *, compile_missing: bool = False) -> list[Built]:
+    """Return all libraries that give the bits of `load_library`'s, that one first; none where there is none.
+
+    Those that would have to be compiled are left out, unless `compile_missing`: that takes half a minute.
+    """
+    first = load_library(dtype)
+    if first is None:
+        return []
+    at_hand = libraries_at_hand()
+    others = [
+        _load(each)
+        for each in instruction_sets(dtype)
+        if each != first.instruction_set
+        and arithmetic_of(each) == first.arithmetic
+        and (compile_missing or any(name.endswith(each.file_name) for name in at_hand))
+    ]
+    return [first, *(built for built in others if built is not None)]
+
+
+def arithmetic_of(instruction_set: InstructionSet) -> str:
+    """Return the set's own name, such as `amx`, or that of several, `fma`; with the processor's maker where it decides bits."""
+    name = instruction_set.arithmetic or instruction_set.name
+    maker = processor_maker() if instruction_set.rounds_by_maker else ""
+    return f"{name}-{maker}" if maker else name
+
+
+def _load(instruction_set: InstructionSet) -> Built | None:
+    """The set's library, compiled if need be. None, and a line in the log, if it can't be had."""
+    try:
+        path = _compiled(instruction_set)
+        return None if path is None else Built(instruction_set, ctypes.CDLL(str(path)))
+    except (OSError, subprocess.SubprocessError, ConfigError) as error:
+        log.warning(
+            "the native operators for %s can't be used, the engine will be slower: %s", instruction_set.name, _first_line(error)
+        )
+        return None
 
 
 def _compiled(instruction_set: InstructionSet) -> Path | None:
     """The file of a wheel, or one that is compiled here; None without a compiler."""
-    carried = HERE / COMPILED / instruction_set.file_name
-    if carried.exists():
-        return carried
-    compiler = find_compiler()
-    if compiler is None:
+    path = library_path(instruction_set)
+    if path is None:
         log.warning("no C++ compiler was found: the engine will be slower than it could be")
         return None
-    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=_VERSION_S).stdout
-    folder = cache_dir() / "native"
-    path = folder / f"{hashlib.sha256(version).hexdigest()[:8]}-{instruction_set.file_name}"
     if path.exists():
         return path
-    with exclusive(folder):
+    compiler = find_compiler()
+    assert compiler is not None, "a path in the cache folder is named after it"
+    with exclusive(path.parent):
         if not path.exists():
             log.info("compiling the native operators for %s", instruction_set.name)
-            with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
                 built = Path(scratch) / path.name
                 instruction_set.compile(compiler, built)
                 built.replace(path)

@@ -7,13 +7,16 @@ suffixes as in `engine.kernels`; A is the width of a row that holds q, k and v: 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from configs.profiles import MeasuredProduct
 from engine.kernels.quantized import GROUP
-from engine.native.build import Built, load_library
+from engine.native.build import Built, load_alike, load_library
 
 HEAD_DIMS = (64, 128)
 COLUMNS = 64
@@ -39,13 +42,24 @@ LOGITS_SIGNATURES = {"quantized_logits": (*[_POINTER] * 3, *[_INT] * 5), "dense_
 
 
 class NativeLibrary:
-    """The operators of one instruction set for one type. Made by `load`."""
+    """The operators of one instruction set for one type. Made by `load`.
+
+    Products may be those of other sets of the same arithmetic, which give the same bits: `prefer`.
+    """
 
     @classmethod
-    def load(cls, threads: int, dtype: torch.dtype) -> NativeLibrary | None:
-        """The operators for `dtype`, each of which may use `threads` cores; None where `engine.native.build` has none."""
+    def load(cls, threads: int, dtype: torch.dtype, measured: Sequence[MeasuredProduct] = ()) -> NativeLibrary | None:
+        """The operators for `dtype`, each of which may use `threads` cores; None where `engine.native.build` has none.
+
+        Products are computed as was `measured` to be fastest here.
+        """
         built = load_library(dtype)
-        return None if built is None else cls(built, threads, dtype)
+        if built is None:
+            return None
+        library = cls(built, threads, dtype)
+        if any(choice.library != built.instruction_set.name for product in measured for choice in product.choices):
+            library.prefer(measured, load_alike(dtype))
+        return library
 
     def __init__(self, built: Built, threads: int, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -55,12 +69,31 @@ class NativeLibrary:
         self._functions = built.functions
         self._suffix = "_float32" if dtype == torch.float32 else ""
         self._threads = threads
-        further = {} if dtype == torch.float32 else LOGITS_SIGNATURES
+        self._preferred: dict[tuple[int, int, int], tuple[Sequence[int], Sequence[Any]]] = {}
+        """By bits, inputs and outputs of a product: numbers of rows, rising, and whose functions multiply from each on."""
+        self._declare(built.functions)
+
+    def prefer(self, measured: Sequence[MeasuredProduct], alike: Sequence[Built]) -> None:
+        """Compute these products by the libraries that were chosen for them, of those given, which have one arithmetic.
+
+        A library that is not among them leaves its products to this one's own.
+        """
+        assert all(built.arithmetic == self.arithmetic for built in alike)
+        for built in alike:
+            self._declare(built.functions)
+        by_name = {built.instruction_set.name: built.functions for built in alike}
+        for product in measured:
+            functions = [by_name.get(choice.library, self._functions) for choice in product.choices]
+            rows = [choice.rows for choice in product.choices]
+            self._preferred[product.bits, product.inputs, product.outputs] = rows, functions
+
+    def _declare(self, functions: Any) -> None:
+        further = {} if self.dtype == torch.float32 else LOGITS_SIGNATURES
         for name, arguments in (SIGNATURES | further).items():
-            function = getattr(built.functions, name + self._suffix)
+            function = getattr(functions, name + self._suffix)
             function.argtypes, function.restype = arguments, None
         for name, arguments in LOOKUP_SIGNATURES.items():
-            function = getattr(built.functions, name + self._suffix)
+            function = getattr(functions, name + self._suffix)
             function.argtypes, function.restype = arguments, ctypes.c_bool
 
     def add_rms_norm(self, x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float, out_TD: Tensor) -> None:
@@ -173,7 +206,8 @@ class NativeLibrary:
         _check_records(records, outputs, inputs, bits)
         _check(self.dtype, x_TI)
         y_TO = torch.empty((rows, outputs), dtype=dtype)
-        multiply = self._function("quantized_linear" if dtype == self.dtype else "quantized_logits")
+        name = "quantized_linear" if dtype == self.dtype else "quantized_logits"
+        multiply = self._product(name, bits, inputs, outputs, rows)
         multiply(x_TI.data_ptr(), records.data_ptr(), y_TO.data_ptr(), rows, inputs, outputs, bits, self._threads)
         return y_TO
 
@@ -183,7 +217,8 @@ class NativeLibrary:
         _check_packed(packed, outputs, inputs)
         _check(self.dtype, x_TI, packed)
         y_TO = torch.empty((rows, outputs), dtype=dtype)
-        multiply = self._function("dense_linear" if dtype == self.dtype else "dense_logits")
+        name = "dense_linear" if dtype == self.dtype else "dense_logits"
+        multiply = self._product(name, 8 * self.dtype.itemsize, inputs, outputs, rows)
         multiply(x_TI.data_ptr(), packed.data_ptr(), y_TO.data_ptr(), rows, inputs, outputs, self._threads)
         return y_TO
 
@@ -209,6 +244,15 @@ class NativeLibrary:
 
     def _function(self, name: str) -> Callable[..., None]:
         function: Callable[..., None] = getattr(self._functions, name + self._suffix)
+        return function
+
+    def _product(self, name: str, bits: int, inputs: int, outputs: int, rows: int) -> Callable[..., None]:
+        """The function of the library that this product with so many rows is left to."""
+        preferred = self._preferred.get((bits, inputs, outputs))
+        if preferred is None:
+            return self._function(name)
+        starts, functions = preferred
+        function: Callable[..., None] = getattr(functions[max(0, bisect_right(starts, rows) - 1)], name + self._suffix)
         return function
 
 

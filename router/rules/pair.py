@@ -39,7 +39,7 @@ class PairTerms:
     @classmethod
     def of(cls, config: ClusterConfig) -> PairTerms:
         """The terms of this configuration."""
-        return cls(config.disaggregation, prefill_window(config), config.decode.max_chunk_tokens)
+        return cls(config.disaggregation, prefill_window(config), config.chunk_tokens)
 
 
 @dataclass(frozen=True)

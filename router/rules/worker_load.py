@@ -24,7 +24,7 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
 
 def prefill_window(config: ClusterConfig) -> int:
     """Prompt tokens that one router keeps at a prefill worker: the step that is being computed, and the next one."""
-    return 2 * config.prefill.max_batch_tokens
+    return 2 * config.prefill.batch_tokens
 
 
 def _tell_nobody() -> None:

@@ -63,9 +63,10 @@ def test_its_operators_need_no_compiler(unpacked: Path, tmp_path: Path) -> None:
     code = """
 import os, torch
 from engine.native import build
+from engine.native.files import FORCED
 from engine.native.library import NativeLibrary
 for each in filter(build.is_here, build.INSTRUCTION_SETS):
-    os.environ[build.FORCED] = each.name
+    os.environ[FORCED] = each.name
     build.load_library.cache_clear()
     for name in each.dtypes:
         assert NativeLibrary.load(1, getattr(torch, name)) is not None, (each, name)

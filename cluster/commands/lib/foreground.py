@@ -12,6 +12,7 @@ from rich.console import Console
 
 from cluster.commands.lib.interrupts import Interrupts, Phase
 from cluster.launch import RunningCluster, check_keys, check_model, check_telemetry, running_cluster
+from cluster.measured import measured_profiles, with_measured_sizes
 from cluster.memory import with_fitting_pools
 from configs.facts import ModelFacts
 from configs.machine import memory_bytes
@@ -36,6 +37,9 @@ def serve_until_interrupted(config: ClusterConfig, address: str | None) -> None:
         check_telemetry(config)
         facts = check_model(config)
         config = _with_fitting_pools(config, facts, address, console)
+        if address is None:
+            with console.status("measuring what is fastest on this machine"):
+                config = with_measured_sizes(config, measured_profiles(config, facts))
         with (
             open(os.devnull, "w") as nowhere,
             console.status("starting") as progress,

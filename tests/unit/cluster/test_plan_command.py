@@ -10,6 +10,12 @@ import pytest
 from cluster.commands import cli
 
 
+@pytest.fixture(autouse=True)
+def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing was measured on this machine."""
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
+
+
 def tandem(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     monkeypatch.setattr(sys, "argv", ["tandem", "plan", *words])
     with pytest.raises(SystemExit) as ended:
@@ -26,6 +32,7 @@ def test_a_plan_for_a_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cap
     out = capsys.readouterr().out
     assert "1P1D" in out
     assert "enough for 1.03 requests/s" in out
+    assert "step times: smollm2 on a laptop" in out
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

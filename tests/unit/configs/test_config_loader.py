@@ -57,8 +57,8 @@ def test_cluster_yaml_gives_each_role_its_nodes() -> None:
 def test_a_colocated_cluster_has_no_prefill_workers() -> None:
     config = load_config(None, {"disaggregation": "never", "prefill.max_batch_tokens": 128})
     assert (config.prefill.workers, config.prefill.max_batch_tokens, config.decode.workers) == (0, 128, 1)
-    assert (config.decode.max_chunk_tokens, load_config(None, {}).decode.max_chunk_tokens) == (128, 64)
-    assert load_config(None, {"disaggregation": "never", "decode.max_chunk_tokens": 96}).decode.max_chunk_tokens == 96
+    assert (config.chunk_tokens, load_config(None, {}).chunk_tokens) == (128, 64)
+    assert load_config(None, {"disaggregation": "never", "decode.max_chunk_tokens": 96}).chunk_tokens == 96
     load_config(None, {"disaggregation": "never", "max_model_len": 4096, "prefill.kv_cache_tokens": 16})  # nobody has that pool
 
 

@@ -23,6 +23,7 @@ from engine.kernels.norm import rms_norm
 from engine.kernels.quantized import quantize
 from engine.model_runner import DtypeName, ModelRunner
 from engine.native import build
+from engine.native.files import FORCED
 from engine.native.instruction_sets import INSTRUCTION_SETS, InstructionSet, find_compiler
 from engine.native.library import SIGNATURES, NativeLibrary
 from engine.native.matrix import DenseMatrix, QuantizedMatrix
@@ -60,7 +61,7 @@ def named(variant: Variant) -> str:
 def forcing(variant: Variant) -> Iterator[Variant]:
     """The variant's set is used for all that is loaded meanwhile."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv(build.FORCED, variant.instruction_set.name)
+        monkeypatch.setenv(FORCED, variant.instruction_set.name)
         build.load_library.cache_clear()
         try:
             yield variant
@@ -154,7 +155,7 @@ def test_float32_logits_are_those_of_torch_s_operators(
     ours = ModelRunner.load(smollm2_facts, dtype="float32", block_size=16, num_kv_tokens=256)
     [said] = generate(ours, [prompt], [sampling])
     monkeypatch.setattr(build, "INSTRUCTION_SETS", ())
-    monkeypatch.setenv(build.FORCED, "")
+    monkeypatch.setenv(FORCED, "")
     build.load_library.cache_clear()
     [expected] = generate(
         ModelRunner.load(smollm2_facts, dtype="float32", block_size=16, num_kv_tokens=256), [prompt], [sampling]
@@ -267,12 +268,12 @@ def test_a_maker_is_named_where_it_decides_about_bits(monkeypatch: pytest.Monkey
 def test_a_set_is_taken_where_it_is_the_best_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """A set that some makers' processors are slow with is left alone there, unless it is forced."""
     monkeypatch.setattr(build, "is_here", lambda each: not each.tiles)
-    monkeypatch.setenv(build.FORCED, "")
+    monkeypatch.setenv(FORCED, "")
     for maker, expected in (("amd", ["avx512_bf16", "avx512", "avx2"]), ("intel", ["avx512", "avx2"])):
         monkeypatch.setattr(build, "processor_maker", lambda maker=maker: maker)
         assert [each.name for each in build.instruction_sets(torch.bfloat16)] == expected
         assert [each.name for each in build.instruction_sets(torch.float32)] == ["avx512", "avx2"]
-    monkeypatch.setenv(build.FORCED, "avx512_bf16")
+    monkeypatch.setenv(FORCED, "avx512_bf16")
     assert [each.name for each in build.instruction_sets(torch.bfloat16)] == ["avx512_bf16"]
 
 
@@ -287,12 +288,12 @@ def test_a_set_for_other_processors_is_compiled(missing: InstructionSet, tmp_pat
 
 
 def test_a_set_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(build.FORCED, "mmx")
+    monkeypatch.setenv(FORCED, "mmx")
     with pytest.raises(ConfigError, match="mmx names no instruction set of this processor") as refused:
         build.instruction_sets(torch.bfloat16)
-    assert refused.value.param == build.FORCED
+    assert refused.value.param == FORCED
     monkeypatch.setattr(build, "INSTRUCTION_SETS", ())
-    monkeypatch.setenv(build.FORCED, "")
+    monkeypatch.setenv(FORCED, "")
     assert build.instruction_sets(torch.bfloat16) == []
 
 
@@ -302,7 +303,7 @@ def test_a_set_that_the_compiler_does_not_know_is_passed_over(
 ) -> None:
     newest = replace(INSTRUCTION_SETS[0], features=(), tiles=False, options=("-mnobody-knows",))
     monkeypatch.setattr(build, "INSTRUCTION_SETS", (newest, HERE[-1].instruction_set))
-    monkeypatch.setenv(build.FORCED, "")
+    monkeypatch.setenv(FORCED, "")
     built = build.load_library.__wrapped__(torch.bfloat16)
     assert built is not None
     assert built.instruction_set == HERE[-1].instruction_set

@@ -11,11 +11,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from configs.loader import load_config
+from configs.profiles import DecodeTime, PrefillTime
 from configs.schema import ClusterConfig
 from simulator.busyness import Busyness
 from simulator.clock import Clock
 from simulator.cluster import Cluster, Shape, simulate
-from simulator.profile import DecodePoint, Overheads, PrefillPoint, Profile, Slowdown, Slowdowns
+from simulator.profile import Overheads, Profile, Slowdown, Slowdowns
 from simulator.request import Request
 
 PREFILL_TOKEN_S, STEP_S = 2.0**-10, 2.0**-7
@@ -29,9 +30,9 @@ OVERHEADS = Overheads(
 def profile(overheads: Overheads = OVERHEADS) -> Profile:
     """Prefill is proportional to tokens; a decode step takes a fixed time, and a bit for each stream and token of context."""
     return Profile(
-        prefill=(PrefillPoint(tokens=512, start=0, seconds=512 * PREFILL_TOKEN_S),),
+        prefill=(PrefillTime(tokens=512, start=0, seconds=512 * PREFILL_TOKEN_S),),
         decode=tuple(
-            DecodePoint(batch=batch, context=context, seconds=STEP_S + CONTEXT_TOKEN_S * batch * context)
+            DecodeTime(batch=batch, context=context, seconds=STEP_S + CONTEXT_TOKEN_S * batch * context)
             for batch in (1, 64)
             for context in (256, 1024)
         ),

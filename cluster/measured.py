@@ -1,0 +1,116 @@
+"""What is measured on this machine before workers start on it, and the sizes of steps that follow for a cluster.
+
+A worker on a processor reads its profile (`configs.profiles`) when it loads its model. Where no earlier start has measured it,
+that is done before, in a process of its own: by `tandem serve` for the workers of its own machine, before any of them runs, and
+on other nodes by the first worker.
+
+Sizes of steps have to be the same for routers and workers. So they are decided once, in the configuration that all of them get,
+and only where all workers run on this machine. On several machines, and on GPUs, the shipped ones hold where nobody chose.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+
+from cluster.ray.placement import pool_of, threads_per_rank
+from configs.facts import ModelFacts
+from configs.machine import usable_cores
+from configs.profiles import MachineProfile, ProfileKey, read_profile
+from configs.schema import ClusterConfig
+from engine.profiling.key import profile_key
+from protocol.messages import Role
+
+log = logging.getLogger(__name__)
+
+_COMMAND = (sys.executable, "-P", "-m", "engine.profiling.measure")
+_MEASURE_S = 240.0
+"""Deadline for measuring. It takes seconds, unless native operators are to be compiled, which takes half a minute each."""
+
+Profiles = Mapping[Role, MachineProfile]
+
+
+def known_profiles(config: ClusterConfig, facts: ModelFacts) -> Profiles:
+    """Return what was measured on this machine, for each role that has workers on processors and was measured."""
+    found = {role: read_profile(key_here(config, facts, role)) for role in measured_roles(config)}
+    return {role: profile for role, profile in found.items() if profile is not None}
+
+
+def measured_profiles(config: ClusterConfig, facts: ModelFacts, *, anew: bool = False) -> Profiles:
+    """Return the same after measuring what is missing, or everything `anew`. A role whose measuring fails is left out."""
+    by_key = {key_here(config, facts, role).model_dump_json(): role for role in measured_roles(config)}
+    for role in by_key.values():
+        measure(config, facts, role, threads_here(config, role), anew=anew)
+    return known_profiles(config, facts)
+
+
+def measure(config: ClusterConfig, facts: ModelFacts, role: Role, threads: int, *, anew: bool = False) -> None:
+    """See to it that there is a profile for workers of a role on this machine that compute with so many threads each rank.
+
+    Measures in another process, unless that was done before. A failure costs speed only, and is a line in the log.
+    """
+    if not anew and read_profile(_key(config, facts, role, threads)) is not None:
+        return
+    options = {
+        "--threads": threads,
+        "--dtype": config.dtype,
+        "--quantization": config.quantization,
+        "--ranks": pool_of(config, role).tensor_parallel_size,
+    }
+    words = [str(word) for option in options.items() for word in option] + (["--anew"] if anew else [])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    try:
+        subprocess.run(
+            [*_COMMAND, config.model, *words],
+            check=True,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=_MEASURE_S,
+        )
+    except subprocess.CalledProcessError as error:
+        log.warning("measuring failed, and what Tandem ships holds: %s", (error.stderr.strip().splitlines() or ["?"])[-1])
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning("measuring failed, and what Tandem ships holds: %s", error)
+
+
+def with_measured_sizes(config: ClusterConfig, profiles: Profiles) -> ClusterConfig:
+    """Return the configuration with steps of the measured sizes, as far as they were measured and nobody chose others."""
+    sizes = {role: None if (profile := profiles.get(role)) is None else profile.sizes for role in Role}
+    prefill, decode = config.prefill, config.decode
+    if (measured := sizes[Role.PREFILL]) is not None:
+        batch = prefill.max_batch_tokens or measured.max_batch_tokens
+        shared = prefill.saturation_tokens or measured.saturation_tokens
+        prefill = prefill.model_copy(update={"max_batch_tokens": batch, "saturation_tokens": shared})
+    if (measured := sizes[Role.DECODE]) is not None:
+        decode = decode.model_copy(update={"max_chunk_tokens": decode.max_chunk_tokens or measured.max_chunk_tokens})
+    return config.model_copy(update={"prefill": prefill, "decode": decode})
+
+
+def threads_here(config: ClusterConfig, role: Role) -> int:
+    """Return the number of cores that one rank of a role computes with in a cluster of this machine alone."""
+    return threads_per_rank(config, role, [{"CPU": float(usable_cores())}])
+
+
+def computes_on_processor(config: ClusterConfig, role: Role) -> bool:
+    """Tell whether workers of this role compute on processors. `auto` is a GPU where a worker reserves one."""
+    return config.device == "cpu" or (config.device == "auto" and not pool_of(config, role).resources.get("GPU"))
+
+
+def measured_roles(config: ClusterConfig) -> list[Role]:
+    """Return the roles that have workers, and these on processors."""
+    return [role for role in Role if pool_of(config, role).workers and computes_on_processor(config, role)]
+
+
+def key_here(config: ClusterConfig, facts: ModelFacts, role: Role) -> ProfileKey:
+    """Return the key for a role's workers in a cluster of this machine alone."""
+    return _key(config, facts, role, threads_here(config, role))
+
+
+def _key(config: ClusterConfig, facts: ModelFacts, role: Role, threads: int) -> ProfileKey:
+    ranks = pool_of(config, role).tensor_parallel_size
+    return profile_key(facts, dtype=config.dtype, quantization=config.quantization, ranks=ranks, threads=threads)
