@@ -33,7 +33,8 @@ def profile(
 ) -> None:
     """Measure anew what is fastest on this machine for a model, and show it.
 
-    Workers read the result when they start, and so does `tandem plan`. It takes some seconds; let nothing else compute meanwhile.
+    Workers read the result when they start, and so does `tandem plan`. It takes some seconds, in which nothing else should
+    compute.
     """
     from cluster.commands.lib.profile_tables import print_profile
     from cluster.launch import check_model

@@ -29,16 +29,17 @@ CHUNK_TOKENS = (16, 32, 64, 128, 256, 512)
 
 
 def spread(rounds: Sequence[float]) -> float:
-    """Return the distance of the quartiles, relative to the median; 0 for fewer than two rounds."""
-    if len(rounds) < 2:
-        return 0.0
-    low, middle, high = statistics.quantiles(rounds, n=4, method="inclusive")
+    """Return the distance of the quartiles, relative to the median; 0 for a single round."""
+    low, middle, high = _quartiles(rounds)
     return (high - low) / middle
 
 
 def noisy(rounds: Mapping[str, Sequence[float]]) -> bool:
-    """Tell whether the rounds of one of the libraries vary too much to choose by."""
-    return any(spread(each) > MOST_SPREAD for each in rounds.values())
+    """Tell whether the rounds vary too much to choose by: those of some library do, and they overlap those of the fastest."""
+    quartiles = {name: _quartiles(each) for name, each in rounds.items()}
+    fastest = min(quartiles, key=lambda name: quartiles[name][1])
+    overlap = any(low <= quartiles[fastest][2] for name, (low, _, _) in quartiles.items() if name != fastest)
+    return overlap and any(spread(each) > MOST_SPREAD for each in rounds.values())
 
 
 def choose(rows: int, rounds: Mapping[str, Sequence[float]]) -> RowsChoice:
@@ -46,7 +47,7 @@ def choose(rows: int, rounds: Mapping[str, Sequence[float]]) -> RowsChoice:
 
     It is the first that is as good as the fastest, and the very first where the rounds are noisy.
     """
-    seconds = {name: statistics.median(each) for name, each in rounds.items()}
+    seconds = {name: _quartiles(each)[1] for name, each in rounds.items()}
     unclear = noisy(rounds)
     limit = math.inf if unclear else TIE * min(seconds.values())
     chosen = next(name for name, median in seconds.items() if median <= limit)
@@ -63,6 +64,13 @@ def step_sizes(prefill_s: Mapping[int, float]) -> StepSizes:
         saturation_tokens=min(saturated, batch),
         max_chunk_tokens=_nearest(prefill_s, CHUNK_TOKENS, CHUNK_STEP_S),
     )
+
+
+def _quartiles(rounds: Sequence[float]) -> tuple[float, float, float]:
+    if len(rounds) == 1:
+        return rounds[0], rounds[0], rounds[0]
+    low, middle, high = statistics.quantiles(rounds, n=4, method="inclusive")
+    return low, middle, high
 
 
 def _nearest(prefill_s: Mapping[int, float], allowed: Sequence[int], wanted_s: float) -> int:

@@ -36,7 +36,7 @@ ROWS = (1, 4, 16, 64, 256)
 HEAD_ROWS = (1, 4, 16)
 """The same for the head, which is the largest product, and computed for sampled rows alone."""
 _ROUNDS = 5
-_TRIES = 3
+_TRIES = 2
 """Times that noisy rounds are made again, the first ones included."""
 _SAMPLE_S, _MOST_CALLS = 0.0005, 20
 """Seconds that the calls of one round take together, and how many they are at most."""
@@ -109,11 +109,11 @@ def measure_product(product: Product, dtype: torch.dtype, threads: int, alike: S
 
     def choice(rows: int) -> RowsChoice:
         x_TI = torch.ones(rows, product.inputs, dtype=dtype)
-        warm_s = min([seconds(library, x_TI, 1) for library in libraries.values()])
-        calls = max(1, min(_MOST_CALLS, int(_SAMPLE_S / warm_s)))
+        warm_s = {name: seconds(library, x_TI, 1) for name, library in libraries.items()}
+        calls = {name: max(1, min(_MOST_CALLS, int(_SAMPLE_S / warm_s[name]))) for name in libraries}
         rounds: dict[str, list[float]] = {}
         for _ in range(_TRIES):
-            made = [{name: seconds(library, x_TI, calls) for name, library in libraries.items()} for _ in range(_ROUNDS)]
+            made = [{name: seconds(library, x_TI, calls[name]) for name, library in libraries.items()} for _ in range(_ROUNDS)]
             rounds = {name: [each[name] for each in made] for name in libraries}
             if not noisy(rounds):
                 break

@@ -46,8 +46,8 @@ _ROWS_IN_ALL = 256
 _WEIGHT_BYTES = 64_000_000
 """Most bytes of the weights of all layers together, unless a single layer has more. Layers beyond it use them again."""
 _BLOCK_SIZE = 16
-_ROUNDS, _TRIES = 4, 3
-_MOST_S = 10.0
+_ROUNDS, _TRIES = 4, 2
+_MOST_S = 6.0
 """Seconds after which no further round begins."""
 _GREEDY = SamplingParams(seed=0, max_tokens=2, temperature=0.0)
 

@@ -13,7 +13,8 @@ def print_profile(profile: MachineProfile) -> None:
     console = Console(soft_wrap=True, highlight=False)
     key = profile.key
     of = f"{profile.model}, {key.dtype} {key.quantization}" + (f", {key.ranks} ranks" if key.ranks > 1 else "")
-    console.print(f"{of}: {key.threads} threads on {key.processor}, measured {profile.measured_at}", markup=False)
+    threads = "1 thread" if key.threads == 1 else f"{key.threads} threads"
+    console.print(f"{of}: {threads} on {key.processor}, measured {profile.measured_at}", markup=False)
     if profile.products:
         console.print(_products(profile.products))
     else:

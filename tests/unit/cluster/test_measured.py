@@ -1,0 +1,154 @@
+"""What a cluster takes from the measurements of its machine, and what `tandem profile` and `tandem plan` do with them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.commands import cli
+from cluster.measured import Profiles, key_here, known_profiles, measured_profiles, threads_here, with_measured_sizes
+from configs.cache import cache_dir
+from configs.facts import ModelFacts
+from configs.loader import load_config
+from configs.machine import usable_cores
+from configs.models import resolve
+from configs.profiles import DecodeTime, MachineProfile, PrefillTime, StepSizes, read_or_measure
+from configs.schema import ClusterConfig
+from protocol.messages import Role
+from tests.tiny_models import tiny_facts
+
+FACTS = tiny_facts("measured")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder in which nothing was measured, with the models and libraries of the real one."""
+    real = cache_dir()
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "cache").mkdir()
+    for name in ("models", "native"):
+        if (real / name).exists():
+            (tmp_path / "cache" / name).symlink_to(real / name)
+    return tmp_path / "cache"
+
+
+def keep(config: ClusterConfig, facts: ModelFacts, role: Role, sizes: StepSizes | None) -> MachineProfile:
+    """A profile as if it had been measured: steps of 1 ms a prompt token, and of 10 ms for answers."""
+    key = key_here(config, facts, role)
+    profile = MachineProfile(
+        key=key,
+        model=facts.name,
+        measured_at="today",
+        prefill=(PrefillTime(tokens=100, start=0, seconds=0.1),),
+        decode=(DecodeTime(batch=1, context=128, seconds=0.01),),
+        sizes=sizes,
+    )
+    return read_or_measure(key, lambda: profile, anew=True)[0]
+
+
+def sizes(batch: int, chunk: int) -> StepSizes:
+    return StepSizes(max_batch_tokens=batch, saturation_tokens=32, max_chunk_tokens=chunk)
+
+
+def kept(config: ClusterConfig) -> Profiles:
+    return known_profiles(config, FACTS)
+
+
+def test_each_role_has_the_sizes_of_its_own_threads() -> None:
+    config = load_config(None, {"prefill.threads": 1, "decode.threads": 2})
+    keep(config, FACTS, Role.PREFILL, sizes(512, 16))
+    keep(config, FACTS, Role.DECODE, sizes(1024, 128))
+    found = with_measured_sizes(config, kept(config))
+    assert (found.prefill.batch_tokens, found.prefill.shared_tokens, found.chunk_tokens) == (512, 32, 128)
+
+
+def test_numbers_that_somebody_chose_win() -> None:
+    chosen = {"prefill.max_batch_tokens": 100, "prefill.saturation_tokens": 90, "decode.max_chunk_tokens": 80}
+    config = load_config(None, chosen)
+    for role in Role:
+        keep(config, FACTS, role, sizes(512, 16))
+    found = with_measured_sizes(config, kept(config))
+    assert (found.prefill.batch_tokens, found.prefill.shared_tokens, found.chunk_tokens) == (100, 90, 80)
+
+
+@pytest.mark.parametrize(("mode", "chunk"), [("always", 64), ("auto", 64), ("never", 128)])
+@pytest.mark.parametrize("noisy", [False, True])
+def test_without_measurements_the_shipped_sizes_hold(mode: str, chunk: int, noisy: bool) -> None:
+    config = load_config(None, {"disaggregation": mode})
+    if noisy:
+        for role in Role:
+            keep(config, FACTS, role, None)
+    found = with_measured_sizes(config, kept(config))
+    assert (found.prefill.batch_tokens, found.prefill.shared_tokens, found.chunk_tokens) == (256, 64, chunk)
+
+
+def test_nothing_is_measured_for_gpus() -> None:
+    on_gpus = {"resources": {"GPU": 1.0}}
+    config = load_config(None, {"prefill": on_gpus, "decode": on_gpus})
+    assert measured_profiles(config, FACTS) == {}
+    assert measured_profiles(load_config(None, {"device": "cuda"}), FACTS) == {}
+
+
+def test_a_model_that_can_not_be_measured_costs_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    config = load_config(None, {"model": "no-such-model", "disaggregation": "never"})
+    assert measured_profiles(config, FACTS) == {}
+    assert "measuring failed" in caplog.text
+    assert "no-such-model" in caplog.text
+
+
+def test_workers_share_the_cores_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.measured.usable_cores", lambda: 8)
+    assert threads_here(load_config(None, {}), Role.DECODE) == 4
+    assert threads_here(load_config(None, {"disaggregation": "never"}), Role.DECODE) == 8
+    assert threads_here(load_config(None, {"decode.threads": 3}), Role.DECODE) == 3
+    assert usable_cores() >= 1
+
+
+def tandem(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["tandem", *words])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)
+
+
+PLAN = ("plan", "--dataset", "random", "--random-input-len", "100", "--random-output-len", "4", "--num-prompts", "10")
+
+
+def test_a_plan_takes_the_step_times_of_this_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Those of its own model alone."""
+    config, facts = load_config(None, {}), resolve("smollm2").facts
+    for role in Role:
+        keep(config, facts, role, sizes(128, 16))
+    plan = (*PLAN, "--max-workers", "2", "--slo", "ttft:5000,tpot:500")
+    assert tandem(monkeypatch, *plan) == 0
+    assert "step times: smollm2 on this machine" in capsys.readouterr().out
+    other = tmp_path / "other.yaml"
+    other.write_text("model: Qwen/Qwen3-0.6B\n")
+    assert tandem(monkeypatch, *plan, "--config", str(other)) == 0
+    assert "step times: smollm2 on a laptop" in capsys.readouterr().out
+
+
+def test_the_command_measures_and_shows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the real operators, for the default model."""
+    flags = ("profile", "--threads", "1", "--colocated")
+    assert tandem(monkeypatch, *flags, "--show") == 2
+    assert "nothing was measured yet" in capsys.readouterr().err
+    assert tandem(monkeypatch, *flags) == 0
+    shown = capsys.readouterr().out
+    assert "smollm2, auto auto: 1 thread on" in shown
+    assert tandem(monkeypatch, *flags, "--show") == 0
+    assert capsys.readouterr().out == shown
+    assert tandem(monkeypatch, *flags, "--show", "--json") == 0
+    (profile,) = json.loads(capsys.readouterr().out)
+    assert profile["key"]["threads"] == 1
+    assert all(f" {row['seconds'] * 1e3:.1f} " in shown for row in steps(profile))
+
+
+def steps(profile: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*profile["prefill"], *profile["decode"]]

@@ -1,0 +1,67 @@
+"""Cores and quotas, read from made-up trees of Linux's files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from configs.machine import cpu_quota, num_cores, usable_cores
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    return root
+
+
+def siblings(*groups: str) -> dict[str, str]:
+    """Topology of logical processors 0, 1, 2 and so on, each with the list that it is in."""
+    return {f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": group for cpu, group in enumerate(groups)}
+
+
+def test_hyperthreads_of_one_core_count_once(tmp_path: Path) -> None:
+    root = write(tmp_path, siblings("0,4", "1,5", "2,6", "3,7", "0,4", "1,5", "2,6", "3,7"))
+    assert num_cores(range(8), root) == 4
+    assert num_cores({0, 4}, root) == 1, "a process that may use these two alone"
+    assert num_cores({0, 1, 5}, root) == 2
+
+
+def test_a_processor_without_topology_is_a_core(tmp_path: Path) -> None:
+    assert num_cores(range(3), tmp_path) == 3
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({}, None),
+        ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "max 100000"}, None),
+        ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "250000 100000"}, 2.5),
+        (
+            {"proc/self/cgroup": "0::/a/b", "sys/fs/cgroup/a/cpu.max": "300000 100000", "sys/fs/cgroup/a/b/cpu.max": "max 1"},
+            3.0,
+        ),
+        ({"proc/self/cgroup": "0::/a/b", "sys/fs/cgroup/a/cpu.max": "300000 100000", "sys/fs/cgroup/cpu.max": "2 1"}, 2.0),
+        ({"proc/self/cgroup": "0::/not/seen/in/here", "sys/fs/cgroup/cpu.max": "400000 100000"}, 4.0),
+        ({"proc/self/cgroup": "0::/../outside", "sys/fs/cgroup/cpu.max": "400000 100000"}, 4.0),
+        (
+            {
+                "proc/self/cgroup": "3:cpuset:/\n2:cpu,cpuacct:/box\n1:memory:/box",
+                "sys/fs/cgroup/cpu/box/cpu.cfs_quota_us": "150000",
+                "sys/fs/cgroup/cpu/box/cpu.cfs_period_us": "100000",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+            },
+            1.5,
+        ),
+    ],
+)
+def test_the_tightest_quota_counts(tmp_path: Path, files: dict[str, str], quota: float | None) -> None:
+    assert cpu_quota(write(tmp_path, files)) == quota
+
+
+def test_this_machine_has_a_core() -> None:
+    assert 1 <= usable_cores() <= (os.cpu_count() or 1)
