@@ -40,6 +40,10 @@ _TRIES = 2
 """Times that noisy rounds are made again, the first ones included."""
 _SAMPLE_S, _MOST_CALLS = 0.0005, 20
 """Seconds that the calls of one round take together, and how many they are at most."""
+_TOO_LONG_S = 0.1
+"""Numbers of rows with which one product takes longer are not tried: the choice for fewer rows holds there."""
+_REPEATED_S = 0.02
+"""Products that take longer are not tried again where they were noisy."""
 _WEIGHT_BYTES = 32_000_000
 """Bytes of the weights that a product goes through in turn, so that they come from where a model's would come from."""
 
@@ -107,19 +111,25 @@ def measure_product(product: Product, dtype: torch.dtype, threads: int, alike: S
             product.multiply(library, x_TI, next(next_weight))
         return (time.perf_counter() - began) / calls
 
-    def choice(rows: int) -> RowsChoice:
+    def choice(rows: int) -> RowsChoice | None:
         x_TI = torch.ones(rows, product.inputs, dtype=dtype)
         warm_s = {name: seconds(library, x_TI, 1) for name, library in libraries.items()}
+        if rows > 1 and max(warm_s.values()) > _TOO_LONG_S:
+            return None
         calls = {name: max(1, min(_MOST_CALLS, int(_SAMPLE_S / warm_s[name]))) for name in libraries}
         rounds: dict[str, list[float]] = {}
-        for _ in range(_TRIES):
+        for _ in range(_TRIES if max(warm_s.values()) < _REPEATED_S else 1):
             made = [{name: seconds(library, x_TI, calls[name]) for name, library in libraries.items()} for _ in range(_ROUNDS)]
             rounds = {name: [each[name] for each in made] for name in libraries}
             if not noisy(rounds):
                 break
         return choose(rows, rounds)
 
-    choices = [choice(rows) for rows in (HEAD_ROWS if product.name == HEAD else ROWS)]
+    choices: list[RowsChoice] = []
+    for rows in HEAD_ROWS if product.name == HEAD else ROWS:
+        if (chosen := choice(rows)) is None:
+            break
+        choices.append(chosen)
     return MeasuredProduct(
         name=product.name, bits=product.bits, inputs=product.inputs, outputs=product.outputs, choices=tuple(choices)
     )

@@ -39,7 +39,7 @@ PREFILL_TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 LATER_CHUNK = (128, 512)
 """Tokens, and tokens before them, of a chunk in the middle of a prompt. It tells what attention to a context takes."""
 DECODES = ((1, 128), (1, 1024), (4, 128), (16, 128), (16, 512), (64, 128))
-"""Streams, and tokens of context of each."""
+"""Streams, and tokens of context of each; those of large models that would take too long to time are left out."""
 _TOO_LONG_S = 1.5 * PREFILL_STEP_S
 _ROWS_IN_ALL = 256
 """Rows times layers that are computed, about."""
@@ -47,8 +47,10 @@ _WEIGHT_BYTES = 64_000_000
 """Most bytes of the weights of all layers together, unless a single layer has more. Layers beyond it use them again."""
 _BLOCK_SIZE = 16
 _ROUNDS, _TRIES = 4, 2
+_MOST_ONCE_S = 1.0
+"""Seconds that timing a decode step once may take."""
 _MOST_S = 6.0
-"""Seconds after which no further round begins."""
+"""Seconds after which no further round begins, but for the second one, and no further try."""
 _GREEDY = SamplingParams(seed=0, max_tokens=2, temperature=0.0)
 
 
@@ -62,6 +64,10 @@ class _Timed:
     depth: int
     num_layers: int
     rounds: list[float] = field(default_factory=list)
+
+    def wall_s(self) -> float:
+        """Seconds that timing the step once takes."""
+        return sum(_seconds_of(runner, self.chunks) for runner in (self.one, self.several))
 
     def once(self) -> float:
         """Compute the step with one and with several layers; the seconds with all layers."""
@@ -86,7 +92,12 @@ def time_steps(
             break
     if (LATER_CHUNK[0], 0) in prefill:
         prefill[LATER_CHUNK] = model.prefill(*LATER_CHUNK)
-    decode = {(batch, context): model.decode(batch, context) for batch, context in DECODES}
+    decode: dict[tuple[int, int], _Timed] = {}
+    for batch, context in DECODES:
+        step = model.decode(batch, context)
+        if decode and step.wall_s() > _MOST_ONCE_S:
+            break
+        decode[batch, context] = step
     every = [*prefill.values(), *decode.values()]
     for step in every:
         step.once()
@@ -102,6 +113,8 @@ def time_steps(
                 [PrefillTime(tokens=n, start=start, seconds=_median(step)) for (n, start), step in prefill.items()],
                 [DecodeTime(batch=n, context=context, seconds=_median(step)) for (n, context), step in decode.items()],
             )
+        if time.perf_counter() - began > _MOST_S:
+            break
     return None
 
 

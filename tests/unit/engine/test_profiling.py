@@ -164,7 +164,7 @@ def test_rows_go_to_the_library_that_was_chosen_for_them() -> None:
 
 
 @NATIVE
-@pytest.mark.parametrize("quantization", ["auto", "none", "int8", "int4"])
+@pytest.mark.parametrize("quantization", ["auto", "int8"])
 def test_the_products_are_those_that_a_model_multiplies(
     smollm2_facts: ModelFacts, monkeypatch: pytest.MonkeyPatch, quantization: Quantization
 ) -> None:
@@ -173,7 +173,7 @@ def test_the_products_are_those_that_a_model_multiplies(
 
 @NATIVE
 @pytest.mark.parametrize("kind", ["llama-wide", "qwen3", "llama"])
-@pytest.mark.parametrize("quantization", ["auto", "int4"])
+@pytest.mark.parametrize("quantization", ["auto", "int4", "none"])
 def test_the_products_of_small_models(
     small_model: Callable[[str], SmallModel], monkeypatch: pytest.MonkeyPatch, kind: str, quantization: Quantization
 ) -> None:
