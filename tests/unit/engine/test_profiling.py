@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ Rounds = dict[str, list[float]]
 
 
 class Delayed:
-    """The functions of a library, each of which takes a millisecond more."""
+    """The functions of a library, each of which takes four milliseconds more."""
 
     def __init__(self, functions: Any) -> None:
         self._functions = functions
@@ -53,7 +53,7 @@ class Delayed:
         real = getattr(self._functions, name)
 
         def slow(*arguments: Any) -> None:
-            time.sleep(0.001)
+            time.sleep(0.004)
             real(*arguments)
 
         self.__dict__[name] = slow
@@ -78,6 +78,15 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     if native.exists():
         (tmp_path / "native").symlink_to(native)
     return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Several threads that wait for each other are held up for milliseconds where something else computes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @NATIVE
