@@ -96,6 +96,16 @@ def threads_here(config: ClusterConfig, role: Role) -> int:
     return threads_per_rank(config, role, [{"CPU": float(usable_cores())}])
 
 
+def threads_on_node(config: ClusterConfig, role: Role, share: int) -> int:
+    """Return the number of cores that a rank on this node computes with, by its share of all nodes' cores.
+
+    Where nobody chose it, it is no more than the node has for the ranks of one worker: Ray counts hyperthreads where it was
+    started by hand.
+    """
+    pool = pool_of(config, role)
+    return share if pool.threads else max(1, min(share, usable_cores() // pool.tensor_parallel_size))
+
+
 def computes_on_processor(config: ClusterConfig, role: Role) -> bool:
     """Tell whether workers of this role compute on processors. `auto` is a GPU where a worker reserves one."""
     return config.device == "cpu" or (config.device == "auto" and not pool_of(config, role).resources.get("GPU"))

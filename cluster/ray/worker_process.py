@@ -16,9 +16,7 @@ from typing import Any, Protocol
 import ray
 
 from cluster.launcher import Started
-from cluster.measured import computes_on_processor, measure
-from cluster.ray.placement import pool_of
-from configs.machine import usable_cores
+from cluster.measured import computes_on_processor, measure, threads_on_node
 from configs.models import resolve_for
 from configs.schema import ClusterConfig
 from protocol.actor import WorkerActor
@@ -111,14 +109,9 @@ def _module(role: Role, name: str) -> Any:
     return importlib.import_module(f"{role.value}_workers.{name}")
 
 
-def _measured_threads(role: Role, config: ClusterConfig, threads: int) -> int:
-    """The number of threads, no more than this node has cores if nobody chose it. What is fastest with them was measured.
-
-    Ray counts hyperthreads as processors where it was started by hand.
-    """
-    pool = pool_of(config, role)
-    if pool.threads is None:
-        threads = max(1, min(threads, usable_cores() // pool.tensor_parallel_size))
+def _measured_threads(role: Role, config: ClusterConfig, share: int) -> int:
+    """The number of threads of a rank that gets this share of the cores; what is fastest with them is measured."""
+    threads = threads_on_node(config, role, share)
     if computes_on_processor(config, role):
         measure(config, resolve_for(config).facts, role, threads)
     return threads

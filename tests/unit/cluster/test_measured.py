@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 
 from cluster.commands import cli
-from cluster.measured import Profiles, key_here, known_profiles, measured_profiles, threads_here, with_measured_sizes
+from cluster.measured import (
+    Profiles,
+    key_here,
+    known_profiles,
+    measured_profiles,
+    threads_here,
+    threads_on_node,
+    with_measured_sizes,
+)
 from configs.cache import cache_dir
 from configs.facts import ModelFacts
 from configs.loader import load_config
@@ -106,6 +114,24 @@ def test_workers_share_the_cores_that_this_process_may_use(monkeypatch: pytest.M
     assert threads_here(load_config(None, {"disaggregation": "never"}), Role.DECODE) == 8
     assert threads_here(load_config(None, {"decode.threads": 3}), Role.DECODE) == 3
     assert usable_cores() >= 1
+
+
+@pytest.mark.parametrize(
+    ("chosen", "share", "threads"),
+    [
+        ({}, 16, 8),
+        ({}, 4, 4),
+        ({"decode.tensor_parallel_size": 2}, 16, 4),
+        ({"decode.tensor_parallel_size": 16}, 1, 1),
+        ({"decode.threads": 16}, 16, 16),
+    ],
+)
+def test_a_worker_takes_no_more_than_its_node_has(
+    monkeypatch: pytest.MonkeyPatch, chosen: dict[str, int], share: int, threads: int
+) -> None:
+    """Of 16 processors that Ray counts, and that are 8 cores."""
+    monkeypatch.setattr("cluster.measured.usable_cores", lambda: 8)
+    assert threads_on_node(load_config(None, chosen), Role.DECODE, share) == threads
 
 
 def tandem(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:

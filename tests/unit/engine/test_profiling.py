@@ -23,7 +23,7 @@ from configs.profiles import MeasuredProduct, RowsChoice, read_profile
 from configs.sharding import rank_facts
 from engine.batch import Chunk
 from engine.model_runner import ModelRunner
-from engine.models.weights import Quantization
+from engine.models.packing import Quantization
 from engine.native.build import Built, load_alike, load_library
 from engine.native.library import NativeLibrary
 from engine.profiling import measure as measuring
