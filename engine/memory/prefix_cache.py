@@ -10,9 +10,11 @@ A full block is known by a chained hash: of the salt, all tokens before it, and 
 a collision of BLAKE2b-256 can't be found; so a hit needs no comparison of tokens, and a block is right whatever became of the
 blocks before it. A cached block is never written again: its owners only write behind it.
 
-Idle blocks are evicted when too few are free. They are also evicted before memory is used for the first time, unless so much is
-owned at once, or no more than `num_kept` blocks are in use. They go least recently used first, and of one prefix its end first:
-what is left can still be matched. The scheme is vLLM's (automatic prefix caching, v1), with whole keys, not Python's hashes.
+Idle blocks are evicted when too few are free. They are also evicted before memory is used for the first time, unless so many
+blocks are owned at once, or no more than `num_kept` are in use besides those that were asked for again. So what nobody asks for
+again takes little memory, and chats that go on keep all of theirs. Blocks go least recently used first, and of one prefix its
+end first: what is left can still be matched. The scheme is vLLM's (automatic prefix caching, v1), with whole keys, not Python's
+hashes.
 """
 
 from __future__ import annotations
@@ -51,10 +53,13 @@ class PrefixCache:
     """
 
     def __init__(self, num_blocks: int, num_kept: int | None = None) -> None:
-        """Keeps `num_kept` blocks, idle ones included, or as many as were owned at one time if these are more. None: all."""
+        """None of `num_kept` is all of them."""
         self.num_blocks = num_blocks
-        self._num_touched = num_blocks if num_kept is None else min(num_kept, num_blocks)
-        """Blocks whose memory is used, or may be."""
+        self._num_kept = num_blocks if num_kept is None else min(num_kept, num_blocks)
+        self._num_touched = 0
+        """Blocks whose memory is used. It never becomes less."""
+        self._asked_again: set[int] = set()
+        """Cached blocks that somebody has found by their key."""
         self._blocks = BlockManager(num_blocks)
         self._references = [0] * num_blocks
         self._block_of: dict[bytes, int] = {}
@@ -103,8 +108,10 @@ class PrefixCache:
         num_fresh = num_blocks - len(shared)
         for block in shared:
             self._idle.pop(block, None)
+        self._asked_again.update(shared)
         num_used = self.num_blocks - self._blocks.num_free
-        self._evict(min(num_used + num_fresh - self._num_touched, len(self._idle)))
+        may_use = min(self.num_blocks, max(self._num_touched, self._num_kept + len(self._asked_again)))
+        self._evict(min(num_used + num_fresh - may_use, len(self._idle)))
         fresh = self._blocks.allocate(num_fresh)
         assert fresh is not None, "evicted enough"
         self._num_touched = max(self._num_touched, self.num_blocks - self._blocks.num_free)
@@ -148,6 +155,7 @@ class PrefixCache:
         owned = Counter(block for table in tables for block in table)
         assert {block: n for block, n in enumerate(self._references) if n} == owned, "references differ from the tables"
         assert {key: block for block, key in self._key_of.items()} == self._block_of, "keys and blocks differ"
+        assert self._asked_again <= set(self._key_of), "what was asked for again is cached"
         assert set(self._idle) == set(self._key_of) - set(owned), "cached blocks without an owner are idle, no others"
         assert self._blocks.num_free + len(owned) + len(self._idle) == self.num_blocks, "a block has leaked"
 
@@ -156,4 +164,5 @@ class PrefixCache:
             block = next(iter(self._idle))
             del self._idle[block]
             del self._block_of[self._key_of.pop(block)]
+            self._asked_again.discard(block)
             self._blocks.free((block,))

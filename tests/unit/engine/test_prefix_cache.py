@@ -42,7 +42,7 @@ class Cache(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.cache = PrefixCache(NUM_BLOCKS, self.num_kept)
-        self.most_owned = 0
+        self.bound = 0
         self.owners: list[Owner] = []
         self.content: dict[int, tuple[str, Tokens] | None] = {}
 
@@ -75,7 +75,9 @@ class Cache(RuleBasedStateMachine):
         return {block for owner in self.owners for block in owner.table}
 
     def note_owned(self, blocks: set[int]) -> None:
-        self.most_owned = max(self.most_owned, len(blocks))
+        """So much memory may be used from now on."""
+        kept = NUM_BLOCKS if self.num_kept is None else self.num_kept + len(self.cache._asked_again)
+        self.bound = max(self.bound, kept, len(blocks))
 
     @precondition(lambda self: self.owners)
     @rule(data=st.data())
@@ -117,8 +119,7 @@ class Cache(RuleBasedStateMachine):
 
     @invariant()
     def memory_is_used_for_what_is_owned_or_may_be_kept(self) -> None:
-        bound = NUM_BLOCKS if self.num_kept is None else max(self.num_kept, self.most_owned)
-        assert max(self.content, default=-1) < bound
+        assert max(self.content, default=-1) < min(NUM_BLOCKS, self.bound) or not self.content
 
     @invariant()
     def the_end_of_a_prefix_goes_first(self) -> None:
@@ -177,6 +178,19 @@ def test_what_is_kept_takes_no_memory_that_was_never_needed() -> None:
     assert sorted(large[1]) == list(range(6)), "as much as is needed"
     cache.release(*large)
     assert max(computed(cache, range(0, 6))[1]) < 6, "and what was used once is used again"
+
+
+def test_memory_is_used_for_what_is_asked_for_again() -> None:
+    """Two chats take turns, and each turn is longer than the one before: neither loses what it has."""
+    cache = PrefixCache(40, num_kept=6)
+    for length in range(2, 26, 2):
+        for chat in (range(length), range(100, 100 + length)):
+            found = cache.match(block_keys(chat, BLOCK_SIZE, ""))
+            assert found == length // BLOCK_SIZE - 1
+            cache.release(*computed(cache, chat))
+    for stranger in range(200, 400, 10):
+        cache.release(*computed(cache, range(stranger, stranger + 6)))
+    assert cache._num_touched <= 6 + 2 * 12, "strangers take no more"
 
 
 def test_shared_blocks_stay_until_the_last_owner_has_gone() -> None:
