@@ -116,7 +116,8 @@ def _weight_bytes(config: ClusterConfig, facts: ModelFacts, dtype_bytes: int) ->
 
 
 def _num_weights(facts: ModelFacts) -> int:
-    """Of the layers, the head and the embedding, which is the head's where they are tied."""
+    """Of the layers, the head and the embedding, which is the head's where they are tied and there are native operators."""
     attention = facts.hidden_size * facts.head_dim * 2 * (facts.num_heads + facts.num_kv_heads)
     layer = attention + 3 * facts.hidden_size * facts.intermediate_size
-    return facts.vocab_size * facts.hidden_size * (1 if facts.tie_word_embeddings else 2) + facts.num_layers * layer
+    shared = facts.tie_word_embeddings and processor_features() >= _NATIVE_OPERATORS
+    return facts.vocab_size * facts.hidden_size * (1 if shared else 2) + facts.num_layers * layer

@@ -3,7 +3,7 @@
     models/<distribution>-<version>/   files fetched by name (`configs.packaged`)
     sha256/<id of a path>.json         checksum of a model file, valid while its size and times stay the same
     native/<compiler>-<set>-<id>.so    the native operators, compiled here (`engine.native.build`)
-    weights/<digest>.gguf              packed weights that workers map (`engine.models.weight_file`)
+    weights/<digest>/packed.gguf       packed weights that workers map (`engine.models.weight_file`)
     profiles/<id of a key>.json        what was measured on this kind of processor (`configs.profiles`)
 
 Files appear whole or not at all: they are written beside their place and renamed. Deleting the folder costs time only.

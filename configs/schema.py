@@ -99,10 +99,10 @@ class PoolConfig(_Section):
     kv_cache_tokens: Positive = 65_536
     """Size of one worker's KV pool, in tokens. Memory is touched only when used. On a GPU, the least that must fit."""
     prefix_cache_tokens: Positive | None = None
-    """Tokens of earlier prompts and answers that a pool keeps before anybody has asked for them again.
+    """Tokens of earlier prompts and answers for which a pool uses memory at first.
 
-    What was asked for again, and memory that running requests have needed, comes on top. None is 1/256 of the machine's memory;
-    on a GPU, whose pool is allocated as a whole, it is all of the pool.
+    It grows by what was evicted and is computed again, and by what running requests need. None is 1/256 of the machine's
+    memory; on a GPU, whose pool is allocated as a whole, it is all of the pool.
     """
     resources: dict[str, Annotated[float, Field(gt=0)]] = {}
     """What Ray sets aside for one worker, such as {GPU: 1, tandem_decode: 1}."""

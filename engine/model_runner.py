@@ -166,7 +166,7 @@ class ModelRunner:
         for chunk in chunks:
             if chunk.constraint is not None:
                 chunk.constraint.begin()
-        mapped_ahead = nullcontext() if self.populator is None else self.populator.step(*_blocks_of(chunks))
+        mapped_ahead = nullcontext() if self.populator is None else self.populator.step([chunk.block_table for chunk in chunks])
         with mapped_ahead, torch.inference_mode():
             batch = ForwardBatch.build(chunks, self.pool.block_size)
             logits_SV = self._forward(batch, on_layer)
@@ -196,12 +196,6 @@ def resolve_dtype(name: DtypeName, device: DeviceName = "cpu") -> str:
     if name not in supported:
         raise ConfigError(f"{name} is not supported; choose one of auto, {', '.join(supported)}", param="dtype")
     return name
-
-
-def _blocks_of(chunks: Sequence[Chunk]) -> tuple[int, int]:
-    """The highest block of a step, and how many blocks its sequences have."""
-    tables = [chunk.block_table for chunk in chunks]
-    return max(table[-1] for table in tables), sum(map(len, tables))
 
 
 def _native_library(facts: ModelFacts, dtype: DtypeName, quantization: Quantization, num_ranks: int) -> NativeLibrary | None:

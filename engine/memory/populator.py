@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
@@ -56,13 +56,14 @@ class Populator:
         self._thread = self._started()
 
     @contextmanager
-    def step(self, block: int, num_blocks: int) -> Iterator[None]:
-        """Tell that a step of `num_blocks` blocks is computed inside this context, and which is the highest. One thread has
-        steps.
-        """
+    def step(self, tables: Sequence[Sequence[int]]) -> Iterator[None]:
+        """Tell that a step of these block tables is computed inside this context. One thread has steps."""
         self._idle_since = None
-        # Only what is needed leads to a block behind those that may be kept.
-        self._needed = max(self._needed, num_blocks if block < self._num_kept else block + 1)
+        highest = max(table[-1] for table in tables)
+        if highest >= self._num_kept:
+            self._needed = max(self._needed, highest + 1)
+        elif sum(map(len, tables)) > self._needed:
+            self._needed = max(self._needed, len(set().union(*tables)))
         if self._end < self._until_idle and not self._thread.is_alive():
             self._thread = self._started()
         try:

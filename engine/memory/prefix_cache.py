@@ -10,11 +10,11 @@ A full block is known by a chained hash: of the salt, all tokens before it, and 
 a collision of BLAKE2b-256 can't be found; so a hit needs no comparison of tokens, and a block is right whatever became of the
 blocks before it. A cached block is never written again: its owners only write behind it.
 
-Idle blocks are evicted when too few are free. They are also evicted before memory is used for the first time, unless so many
-blocks are owned at once, or no more than `num_kept` are in use besides those that were asked for again. So what nobody asks for
-again takes little memory, and chats that go on keep all of theirs. Blocks go least recently used first, and of one prefix its
-end first: what is left can still be matched. The scheme is vLLM's (automatic prefix caching, v1), with whole keys, not Python's
-hashes.
+Idle blocks are evicted when too few are free. They are also evicted before memory is used for the first time, if that would
+make the blocks in use more than `num_kept`, unless so many are owned at once. What was evicted and is computed again has been
+asked for again: it makes `num_kept` one more. So prompts that come once take little memory, and chats that go on keep theirs
+after a turn. Blocks go least recently used first, and of one prefix its end first: what is left can still be matched. The
+scheme is vLLM's (automatic prefix caching, v1), with whole keys, not Python's hashes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from hashlib import blake2b
 from engine.memory.block_manager import BlockManager
 
 _KEY_BYTES = 32
+_NOT_THERE = object()
 
 
 def block_keys(token_ids: Sequence[int], block_size: int, salt: str) -> list[bytes]:
@@ -58,8 +59,8 @@ class PrefixCache:
         self._num_kept = num_blocks if num_kept is None else min(num_kept, num_blocks)
         self._num_touched = 0
         """Blocks whose memory is used. It never becomes less."""
-        self._asked_again: set[int] = set()
-        """Cached blocks that somebody has found by their key."""
+        self._evicted: dict[bytes, None] = {}
+        """Keys of blocks that were evicted while `num_kept` was less than all, as many as the pool has blocks, oldest first."""
         self._blocks = BlockManager(num_blocks)
         self._references = [0] * num_blocks
         self._block_of: dict[bytes, int] = {}
@@ -108,10 +109,8 @@ class PrefixCache:
         num_fresh = num_blocks - len(shared)
         for block in shared:
             self._idle.pop(block, None)
-        self._asked_again.update(shared)
         num_used = self.num_blocks - self._blocks.num_free
-        may_use = min(self.num_blocks, max(self._num_touched, self._num_kept + len(self._asked_again)))
-        self._evict(min(num_used + num_fresh - may_use, len(self._idle)))
+        self._evict(min(num_used + num_fresh - max(self._num_touched, self._num_kept), len(self._idle)))
         fresh = self._blocks.allocate(num_fresh)
         assert fresh is not None, "evicted enough"
         self._num_touched = max(self._num_touched, self.num_blocks - self._blocks.num_free)
@@ -132,6 +131,8 @@ class PrefixCache:
                 assert block not in self._key_of, f"block {block} holds something else"
                 self._block_of[key] = block
                 self._key_of[block] = key
+                if self._evicted.pop(key, _NOT_THERE) is None:
+                    self._num_kept = min(self._num_kept + 1, self.num_blocks)
 
     def release(self, keys: Sequence[bytes], table: Sequence[int]) -> None:
         """Give up an owned table; `keys` are those of its full blocks. The caller must no longer read or write the blocks."""
@@ -155,7 +156,8 @@ class PrefixCache:
         owned = Counter(block for table in tables for block in table)
         assert {block: n for block, n in enumerate(self._references) if n} == owned, "references differ from the tables"
         assert {key: block for block, key in self._key_of.items()} == self._block_of, "keys and blocks differ"
-        assert self._asked_again <= set(self._key_of), "what was asked for again is cached"
+        assert not set(self._evicted) & set(self._block_of), "what is cached was evicted"
+        assert len(self._evicted) <= self.num_blocks, "more keys are remembered than the pool has blocks"
         assert set(self._idle) == set(self._key_of) - set(owned), "cached blocks without an owner are idle, no others"
         assert self._blocks.num_free + len(owned) + len(self._idle) == self.num_blocks, "a block has leaked"
 
@@ -163,6 +165,10 @@ class PrefixCache:
         for _ in range(num_blocks):
             block = next(iter(self._idle))
             del self._idle[block]
-            del self._block_of[self._key_of.pop(block)]
-            self._asked_again.discard(block)
+            key = self._key_of.pop(block)
+            del self._block_of[key]
+            if self._num_kept < self.num_blocks:
+                self._evicted[key] = None
+                if len(self._evicted) > self.num_blocks:
+                    del self._evicted[next(iter(self._evicted))]
             self._blocks.free((block,))

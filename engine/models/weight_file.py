@@ -1,6 +1,6 @@
 """Packed weights in a file of the cache folder: made once, then mapped by every process of the machine that computes with them.
 
-    <cache>/weights/<digest>.gguf     the tensors of one rank; packed matrices are bytes to whoever else reads the file
+    <cache>/weights/<digest>/packed.gguf     the tensors of one rank; packed matrices are bytes to whoever else reads the file
 
     first process ── lock ──► pack ──► write beside its place, sync, rename ──┐
     every other one, and every later start ───────────────────────────────────┴──► map
@@ -18,7 +18,6 @@ import hashlib
 import logging
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
@@ -28,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from configs import sharding
 from configs.cache import cache_dir, exclusive
 from configs.model_files.gguf_file import read_gguf_index
 from protocol.errors import ConfigError
@@ -35,17 +35,19 @@ from protocol.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _UNUSED_DAYS = 30
-_NEW = ".new-"
+_FILE, _NEW = "packed.gguf", ".new-"
 _PACKERS = (
     "kernels/quantized.py",
     "models/gguf_weights.py",
     "models/packing.py",
     "models/parameters.py",
     "models/safetensors_weights.py",
+    "models/weight_file.py",
+    "models/weight_source.py",
     "native/library.py",
     "native/matrix.py",
 )
-"""Modules of the engine that decide what is in a file."""
+"""Modules of the engine that decide what is in a file, beside `configs.sharding`."""
 _DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "I8": torch.uint8}
 """How GGUF calls what is in a file. It has no name for unsigned bytes."""
 _ALIGNMENT = 64
@@ -58,13 +60,13 @@ _libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
 def mapped_tensors(
     name: str, identity: tuple[object, ...], pack: Callable[[], Iterable[tuple[str, Tensor]]]
-) -> Mapping[str, Tensor]:
+) -> dict[str, Tensor]:
     """Return the tensors that `pack` makes, from the file of their `identity`, which is written if there is none.
 
     `name` is the model's, for messages. The tensors must not be written to. Raises what `pack` raises.
     """
-    folder = cache_dir() / "weights"
-    path = folder / f"{_digest(identity)}.gguf"
+    folder = cache_dir() / "weights" / _digest(identity)
+    path = folder / _FILE
     tensors = _map(path)
     if tensors is not None:
         return tensors
@@ -89,16 +91,16 @@ def mapped_tensors(
 def _digest(identity: tuple[object, ...]) -> str:
     digest = hashlib.sha256(repr(identity).encode())
     engine = Path(__file__).parent.parent
-    for packer in _PACKERS:
-        digest.update((engine / packer).read_bytes())
+    for module in (*(engine / packer for packer in _PACKERS), Path(sharding.__file__)):
+        digest.update(module.read_bytes())
     return digest.hexdigest()[:32]
 
 
-def _map(path: Path) -> Mapping[str, Tensor] | None:
+def _map(path: Path) -> dict[str, Tensor] | None:
     """The tensors of a file that is there and whole."""
-    if not path.exists():
-        return None
     try:
+        if not path.exists():
+            return None
         index = read_gguf_index(path)
         # Copy-on-write, because torch takes no read-only arrays; nothing writes to it.
         data = torch.from_numpy(np.memmap(path, dtype=np.uint8, mode="c"))
@@ -116,22 +118,23 @@ def _map(path: Path) -> Mapping[str, Tensor] | None:
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor]) -> str | None:
-    """Write the file under the folder's lock, and remove what nobody needs any more; what went wrong, if something did."""
+    """Write the file under its folder's lock, and remove others that nobody needs any more; what went wrong, if anything did."""
+    new = path.with_name(_NEW + path.name)  # one that a dead process has left is overwritten
     try:
-        for file in path.parent.glob("*.gguf"):
+        for file in path.parent.parent.glob(f"*/{_FILE}"):
             if time.time() - file.stat().st_mtime > _UNUSED_DAYS * 86_400:
                 file.unlink()
-        for file in path.parent.glob(f"{_NEW}*"):  # of a process that died
-            file.unlink()
         size = sum(tensor.nbytes for tensor in tensors.values())
         free = shutil.disk_usage(path.parent).free
         if 2 * size > free:
             return f"they take {size / 1e9:.1f} GB, and {path.parent} has {free / 1e9:.1f} GB left"
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=_NEW, delete=False) as new:
-            _write_gguf(Path(new.name), tensors)
-            os.fsync(new.fileno())
-        Path(new.name).replace(path)
+        _write_gguf(new, tensors)
+        with new.open("rb") as written:
+            os.fsync(written.fileno())
+        new.replace(path)
     except OSError as error:
+        with suppress(OSError):
+            new.unlink(missing_ok=True)
         return f"{path.parent}: {error.strerror}"
     return None
 

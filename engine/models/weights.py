@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -41,7 +40,7 @@ class _Assembly:
     """Makes one rank's operators from its tensors."""
 
     facts: ModelFacts
-    tensors: Mapping[str, Tensor]
+    tensors: dict[str, Tensor]
     format_: WeightFormat
     rank: int
     size: int
@@ -56,9 +55,9 @@ class _Assembly:
             embed = self._matrix("embedding", embedding, self.format_.library).embedding
             logits = self._matrix(head.name, head, self.format_.library).logits
             return DecoderWeights(embed, layers, self.tensors["final_norm"], logits, frequencies)
-        linear = self._linear(head.name, head, None)
+        linear, embedding_VD = self._linear(head.name, head, None), self.tensors["embedding"]
         return DecoderWeights(
-            embed=lambda ids_T: F.embedding(ids_T, self.tensors["embedding"]),
+            embed=lambda ids_T: F.embedding(ids_T, embedding_VD),
             layers=layers,
             final_norm=self.tensors["final_norm"],
             head=lambda x_SD: linear(x_SD).float(),
@@ -91,7 +90,9 @@ class _Assembly:
     def _linear(self, name: str, parameter: Parameter, bias_O: Tensor | None) -> Product:
         if self.format_.library is not None:
             return NativeLinear(self._matrix(name, parameter, self.format_.library), bias_O)
-        return Linear(self.tensors[name], bias_O, same_bits=self.format_.dtype == torch.float32)
+        # Which holds a copy. The lookup needs the head's own, if they are tied.
+        weight_OI = self.tensors[name] if name == "embedding" else self.tensors.pop(name)
+        return Linear(weight_OI, bias_O, same_bits=self.format_.dtype == torch.float32)
 
     def _matrix(self, name: str, parameter: Parameter, library: NativeLibrary) -> Matrix:
         packed = self.tensors[name]

@@ -73,14 +73,14 @@ def test_blocks_are_mapped_ahead_of_their_use_and_keep_what_they_hold(shared: bo
     populator.wait()
     assert are_mapped(pool, 0, KEPT)
     for block in (KEPT, KEPT + TOGETHER, KEPT + AHEAD):
-        with populator.step(block, 1):
+        with populator.step([[block]]):
             pass
         populator.wait()
         assert are_mapped(pool, 0, block + 1 + AHEAD)
         if shared:  # other memory may have been used before
             assert no_further(pool, block + 1 + AHEAD)
     assert (pool.layer_slots(1)[1, 777] == 7.0).all()
-    with populator.step(4 * AHEAD - 1, 1):
+    with populator.step([[4 * AHEAD - 1]]):
         pass
     populator.wait()
     assert are_mapped(pool, 0, 4 * AHEAD)
@@ -90,12 +90,12 @@ def test_what_is_kept_leads_to_no_more_memory() -> None:
     """Steps of few blocks that lie anywhere among those that may be kept; then steps of many."""
     pool = pool_of(4 * AHEAD, shared=True)
     populator = Populator(pool)
-    with populator.step(KEPT - 1, 3):
+    with populator.step([[1, KEPT - 1], [1, 2, KEPT - 1]]):
         pass
     populator.wait()
     assert are_mapped(pool, 0, KEPT)
     assert no_further(pool, KEPT)
-    with populator.step(KEPT - 1, KEPT):
+    with populator.step([range(KEPT)]):
         pass
     populator.wait()
     assert are_mapped(pool, 0, KEPT + AHEAD)
@@ -106,7 +106,7 @@ def test_what_can_wait_is_not_mapped_during_a_step(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(populator_module, "_IDLE_S", 1.0)
     pool = pool_of(4 * AHEAD, shared=True, num_kept=3 * AHEAD)
     populator = Populator(pool)
-    with populator.step(0, 1):
+    with populator.step([[0]]):
         monkeypatch.setattr(populator_module, "_IDLE_S", 0.01)
         deadline = time.monotonic() + 30
         while not are_mapped(pool, 0, 1 + AHEAD):
@@ -124,7 +124,7 @@ def test_a_machine_that_is_short_of_memory_is_not_asked_for_more_than_soon_is_us
     assert memory_is_short()
     pool = pool_of(4 * AHEAD, shared=True, num_kept=3 * AHEAD)
     populator = Populator(pool)
-    with populator.step(0, 1):
+    with populator.step([[0]]):
         pass
     populator.wait()
     assert are_mapped(pool, 0, 1 + AHEAD)

