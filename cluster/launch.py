@@ -112,6 +112,12 @@ def check_telemetry(config: ClusterConfig) -> None:
         check_installed()
 
 
+def check_own_http(config: ClusterConfig) -> None:
+    """Raise ConfigError if a cluster of this machine could not listen, or not with its certificate."""
+    check_port_free(config.http.host, config.http.port)
+    check_certificate(config.http)
+
+
 @contextmanager
 def running_cluster(config: ClusterConfig, facts: ModelFacts, address: str | None, report: Report) -> Iterator[RunningCluster]:
     """Start everything, yield once every worker is ready and HTTP answers, then take it down.
@@ -122,8 +128,6 @@ def running_cluster(config: ClusterConfig, facts: ModelFacts, address: str | Non
     can mend, UnavailableError when the cluster does not get ready in time.
     """
     if address is None:
-        check_port_free(config.http.host, config.http.port)
-        check_certificate(config.http)
         report("Ray")
         with local_ray(), _pools_and_http(config, facts, _LOCAL, report) as cluster:
             yield cluster

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from cluster.ray.placement import pool_of, threads_per_rank
 from configs.facts import ModelFacts
 from configs.machine import usable_cores
-from configs.profiles import MachineProfile, ProfileKey, read_profile
+from configs.profiles import MachineProfile, ProfileKey, can_be_kept, read_or_measure, read_profile
 from configs.schema import ClusterConfig
 from engine.profiling.key import profile_key
 from protocol.messages import Role
@@ -42,18 +42,25 @@ def known_profiles(config: ClusterConfig, facts: ModelFacts) -> Profiles:
 def measured_profiles(config: ClusterConfig, facts: ModelFacts, *, anew: bool = False) -> Profiles:
     """Return the same after measuring what is missing, or everything `anew`. A role whose measuring fails is left out."""
     by_key = {key_here(config, facts, role).model_dump_json(): role for role in measured_roles(config)}
-    for role in by_key.values():
-        measure(config, facts, role, threads_here(config, role), anew=anew)
-    return known_profiles(config, facts)
+    measured = {
+        key for key, role in by_key.items() if measure(config, facts, role, threads_here(config, role), _MEASURE_S, anew=anew)
+    }
+    return {role: each for role, each in known_profiles(config, facts).items() if each.key.model_dump_json() in measured}
 
 
-def measure(config: ClusterConfig, facts: ModelFacts, role: Role, threads: int, *, anew: bool = False) -> None:
+def measure(
+    config: ClusterConfig, facts: ModelFacts, role: Role, threads: int, deadline_s: float, *, anew: bool = False
+) -> bool:
     """See to it that there is a profile for workers of a role on this machine that compute with so many threads each rank.
 
-    Measures in another process, unless that was done before. A failure costs speed only, and is a line in the log.
+    Measures in another process, unless that was done before, and returns whether there is one. A failure costs speed only. It
+    is a line in the log, and an empty profile, so that later starts do not try again.
     """
-    if not anew and read_profile(_key(config, facts, role, threads)) is not None:
-        return
+    key = _key(config, facts, role, threads)
+    if not anew and read_profile(key) is not None:
+        return True
+    if not can_be_kept():
+        return False
     options = {
         "--threads": threads,
         "--dtype": config.dtype,
@@ -70,12 +77,14 @@ def measure(config: ClusterConfig, facts: ModelFacts, role: Role, threads: int, 
             capture_output=True,
             text=True,
             env=environment,
-            timeout=_MEASURE_S,
+            timeout=deadline_s,
         )
-    except subprocess.CalledProcessError as error:
-        log.warning("measuring failed, and what Tandem ships holds: %s", (error.stderr.strip().splitlines() or ["?"])[-1])
     except (OSError, subprocess.SubprocessError) as error:
-        log.warning("measuring failed, and what Tandem ships holds: %s", error)
+        said = (error.stderr or "").strip().splitlines() if isinstance(error, subprocess.CalledProcessError) else []
+        log.warning("measuring failed, and what Tandem ships holds: %s", said[-1] if said else error)
+        read_or_measure(key, lambda: MachineProfile(key=key, model=facts.name, measured_at="never: it failed"))
+        return False
+    return True
 
 
 def with_measured_sizes(config: ClusterConfig, profiles: Profiles) -> ClusterConfig:

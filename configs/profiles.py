@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -51,7 +52,7 @@ class ProfileKey(_Record):
     ranks: int = Field(ge=1)
     """Tensor-parallel size."""
     libraries: tuple[str, ...]
-    """File names of the native operators at hand, the best by rule first. Their digests are in them."""
+    """File names of the native operators that may be used, the best by rule first. The digests of their sources are in them."""
 
 
 class RowsChoice(_Record):
@@ -75,7 +76,7 @@ class MeasuredProduct(_Record):
     """4 or 8 where the weight is quantized, else those of the dtype."""
     inputs: int = Field(ge=1)
     outputs: int = Field(ge=1)
-    choices: tuple[RowsChoice, ...]
+    choices: tuple[RowsChoice, ...] = Field(min_length=1)
     """By rising number of rows."""
 
 
@@ -157,6 +158,15 @@ def read_or_measure(
         write_whole(profile_path(key), profile.model_dump_json(indent=1).encode())
         _remove_oldest()
     return profile, True
+
+
+def can_be_kept() -> bool:
+    """Return whether this process may write profiles."""
+    try:
+        _folder().mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(_folder(), os.W_OK)
 
 
 def _remove_oldest() -> None:

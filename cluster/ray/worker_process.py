@@ -58,7 +58,7 @@ class WorkerProcess:
         """Become this rank, which is not the first, and listen. The first rank makes it load the model."""
         module = await asyncio.to_thread(_module, role, "rank")
         setup_logging(f"{worker_id}-rank-{rank}")
-        threads = await asyncio.to_thread(_measured_threads, role, config, threads)
+        threads = threads_on_node(config, role, threads)
         make = module.prefill_follower if role is Role.PREFILL else module.decode_follower
         follower = make(config, secret, _node_address(), rank, threads)
         self._running = follower
@@ -76,7 +76,11 @@ class WorkerProcess:
     ) -> Started:
         """Become this worker, whose other ranks are listening: load the model and listen. Raises TandemError."""
         module = await asyncio.to_thread(_module, role, "actor")
-        threads = await asyncio.to_thread(_measured_threads, role, config, threads)
+        threads = threads_on_node(config, role, threads)
+        if computes_on_processor(config, role):
+            facts = await asyncio.to_thread(lambda: resolve_for(config).facts)
+            # The other half is for loading the model. Where `tandem serve` has measured, this only looks.
+            await asyncio.to_thread(measure, config, facts, role, threads, config.limits.worker_start_s / 2)
         address = _node_address()
         actor_class: Any = module.PrefillActor if role is Role.PREFILL else module.DecodeActor
         addresses = [other.address for other in others]
@@ -107,14 +111,6 @@ class WorkerProcess:
 def _module(role: Role, name: str) -> Any:
     # Imported where they run: the controller names this module's class and must not load torch for it.
     return importlib.import_module(f"{role.value}_workers.{name}")
-
-
-def _measured_threads(role: Role, config: ClusterConfig, share: int) -> int:
-    """The number of threads of a rank that gets this share of the cores; what is fastest with them is measured."""
-    threads = threads_on_node(config, role, share)
-    if computes_on_processor(config, role):
-        measure(config, resolve_for(config).facts, role, threads)
-    return threads
 
 
 def _node_address() -> str:

@@ -118,7 +118,7 @@ def _map(path: Path) -> dict[str, Tensor] | None:
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor]) -> str | None:
-    """Write the file under its folder's lock, and remove others that nobody needs any more; what went wrong, if anything did."""
+    """Write the file under its folder's lock, and remove others that nobody needs any more; what went wrong, if it did."""
     new = path.with_name(_NEW + path.name)  # one that a dead process has left is overwritten
     try:
         for file in path.parent.parent.glob(f"*/{_FILE}"):

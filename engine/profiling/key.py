@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 from configs.facts import ModelFacts
 from configs.machine import cpu_quota, processor_features, processor_maker, processor_name
 from configs.profiles import ProfileKey
-from engine.native.files import libraries_at_hand
+from engine.native.files import FORCED
+from engine.native.instruction_sets import INSTRUCTION_SETS
 
 _FAMILIES = ("avx", "fma", "f16c", "amx")
 """Beginnings of the names of features that the native operators use."""
@@ -14,8 +17,9 @@ _FAMILIES = ("avx", "fma", "f16c", "amx")
 def profile_key(facts: ModelFacts, *, dtype: str, quantization: str, ranks: int, threads: int) -> ProfileKey:
     """Return the key on this machine. `dtype` and `quantization` are as configured; `threads` are those of one rank.
 
-    It changes when further native operators are compiled, since there is more to choose from.
+    Which libraries have been compiled does not matter: what was measured holds until somebody measures anew.
     """
+    forced = os.environ.get(FORCED) or None
     return ProfileKey(
         processor=processor_name(),
         maker=processor_maker(),
@@ -26,5 +30,5 @@ def profile_key(facts: ModelFacts, *, dtype: str, quantization: str, ranks: int,
         dtype=dtype,
         quantization=quantization,
         ranks=ranks,
-        libraries=libraries_at_hand(),
+        libraries=tuple(each.file_name for each in INSTRUCTION_SETS if forced in (None, each.name)),
     )

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from configs.arithmetic import ceil_div
@@ -129,6 +130,13 @@ class _MadeUpModel:
         self._facts = facts
         self._products = {product.name: product for product in products}
         self._library = library
+        self._widths = {
+            "qkv": (facts.num_heads + 2 * facts.num_kv_heads) * facts.head_dim,
+            "output": facts.hidden_size,
+            "gate_up": 2 * facts.intermediate_size,
+            "down": facts.hidden_size,
+            HEAD: facts.vocab_size,
+        }
 
     def prefill(self, tokens: int, start: int) -> _Timed:
         """A step of one chunk."""
@@ -189,7 +197,14 @@ class _MadeUpModel:
 
     def _product(self, name: str) -> Callable[[Tensor], Tensor]:
         product, weight = self._products[name], self._products[name].weight(self._library.dtype)
-        return lambda x_TI: product.multiply(self._library, x_TI, weight)
+
+        def multiply(x_TI: Tensor) -> Tensor:
+            if x_TI.shape[1] != product.inputs:  # packed matrices are filled up to whole parts
+                x_TI = F.pad(x_TI, (0, product.inputs - x_TI.shape[1]))
+            y_TO = product.multiply(self._library, x_TI, weight)
+            return y_TO if product.outputs == self._widths[name] else y_TO[:, : self._widths[name]].contiguous()
+
+        return multiply
 
 
 def _seconds_of(runner: ModelRunner, chunks: Sequence[Chunk]) -> float:

@@ -11,7 +11,7 @@ from contextlib import redirect_stdout, suppress
 from rich.console import Console
 
 from cluster.commands.lib.interrupts import Interrupts, Phase
-from cluster.launch import RunningCluster, check_keys, check_model, check_telemetry, running_cluster
+from cluster.launch import RunningCluster, check_keys, check_model, check_own_http, check_telemetry, running_cluster
 from cluster.measured import measured_profiles, with_measured_sizes
 from cluster.memory import with_fitting_pools
 from configs.facts import ModelFacts
@@ -38,6 +38,7 @@ def serve_until_interrupted(config: ClusterConfig, address: str | None) -> None:
         facts = check_model(config)
         config = _with_fitting_pools(config, facts, address, console)
         if address is None:
+            check_own_http(config)
             with console.status("measuring what is fastest on this machine"):
                 config = with_measured_sizes(config, measured_profiles(config, facts))
         with (

@@ -106,6 +106,9 @@ def test_a_model_that_can_not_be_measured_costs_a_line(caplog: pytest.LogCapture
     assert measured_profiles(config, FACTS) == {}
     assert "measuring failed" in caplog.text
     assert "no-such-model" in caplog.text
+    caplog.clear()
+    (again,) = measured_profiles(config, FACTS).values()
+    assert (again.sizes, again.products, caplog.text) == (None, (), ""), "it is not tried again"
 
 
 def test_workers_share_the_cores_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:

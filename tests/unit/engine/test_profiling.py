@@ -272,6 +272,16 @@ def test_noise_leaves_the_sizes_of_steps_as_they_are(monkeypatch: pytest.MonkeyP
     assert timing.time_steps(SMALL, products, library) is None
 
 
+@NATIVE
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_steps_of_a_model_whose_widths_fill_no_parts_are_timed(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    monkeypatch.setattr(timing, "MOST_SPREAD", math.inf)
+    odd = replace(SMALL, hidden_size=SMALL.hidden_size + 16, intermediate_size=SMALL.intermediate_size + 16)
+    products = products_of(odd, dtype, "none", 1)
+    assert any(product.inputs not in (odd.hidden_size, odd.intermediate_size) for product in products)
+    assert timing.time_steps(odd, products, NativeLibrary(load_alike(dtype)[0], 1, dtype)) is not None
+
+
 @pytest.mark.usefixtures("own_cache")
 def test_without_native_operators_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """And that is kept, so that no later start tries."""
