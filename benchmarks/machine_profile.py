@@ -59,7 +59,7 @@ HANDOFF_TOKENS, HANDOFF_LAST_CHUNK = 1024, 512
 STEPS = 8
 """Decode steps timed together."""
 MESSAGE_S = 0.0005
-"""Half a round trip through ZeroMQ and two busy asyncio loops; what `benchmarks.overhead` measures of requests contains six of them."""
+"""Half a round trip through ZeroMQ and two busy asyncio loops; what `benchmarks.overhead` measures contains six of them."""
 MESSAGES_BEFORE_FIRST = 4
 
 

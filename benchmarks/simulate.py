@@ -1,7 +1,7 @@
 """The simulator beside the cluster: `python -m benchmarks.simulate --traces DIR`, after `benchmarks.goodput`.
 
-Every run that the results of goodput have of `tandem` is simulated: the same prompts, arriving at the same moments. From both follows a
-goodput in the same way, so they differ by what the simulator says of the cluster, and by the noise of one run each.
+Every run that the results of goodput have of `tandem` is simulated: the same prompts, arriving at the same moments. From both
+follows a goodput in the same way, so they differ by what the simulator says of the cluster, and by the noise of one run each.
 DIR is that of `benchmarks.goodput`.
 """
 
