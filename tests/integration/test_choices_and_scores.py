@@ -21,7 +21,9 @@ def prefilled(cluster: Any) -> float:
 
 def test_four_choices_share_one_prefill(cluster: Any) -> None:
     with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        first = prefilled(cluster)
         alone = client.completions.create(model="smollm2", prompt=TEXT, max_tokens=12, temperature=0.9, seed=7)
+        cluster.until(lambda: prefilled(cluster) > first, 5)  # workers report once a second
         before = prefilled(cluster), cluster.worker("decode-0")["prefix_cache_hits"]
         answer = client.completions.create(
             model="smollm2", prompt=TEXT + "Now.", max_tokens=12, temperature=0.9, seed=7, n=4, extra_body={"cache_salt": "n"}
