@@ -37,6 +37,7 @@ from tests.fault.two_workers import SECRET, first_rank, leaks_of
 
 CONFIG = ClusterConfig(
     dtype="float32",
+    disaggregation="always",
     block_size=8,
     prefill=PrefillConfig(kv_cache_tokens=4096, max_batch_tokens=64),
     decode=DecodeConfig(kv_cache_tokens=4096, max_batch_size=16, copy_every_tokens=0),

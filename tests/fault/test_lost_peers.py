@@ -32,6 +32,7 @@ SLACK_S = 3.0
 CONFIG = ClusterConfig.model_validate(
     {
         "dtype": "float32",
+        "disaggregation": "always",
         "block_size": 8,
         "prefill": {"kv_cache_tokens": 2048, "max_batch_tokens": 8},
         "decode": {"kv_cache_tokens": 2048},

@@ -49,6 +49,7 @@ from tests.fault.letters import with_letters
 SECRET = b"f" * 32
 CONFIG = ClusterConfig(
     dtype="float32",
+    disaggregation="always",
     block_size=8,
     prefill=PrefillConfig(kv_cache_tokens=1024, max_batch_tokens=32),
     decode=DecodeConfig(kv_cache_tokens=1024, max_batch_size=8),

@@ -94,7 +94,8 @@ def assert_closed_to_others(served: Any) -> None:
 def test_when_the_command_is_killed_its_workers_and_haproxy_end_too(serve: Callable[..., Any]) -> None:
     served = serve("--dtype", "float32")
     served.wait_ready()
-    [haproxy] = [command for command in served.processes().values() if "haproxy.cfg" in command]
+    # There are two while it takes up a change of its configuration.
+    haproxy = next(command for command in served.processes().values() if "haproxy.cfg" in command)
     folder = next(Path(word).parents[1] for word in haproxy.split() if word.endswith("haproxy.cfg"))
     assert folder not in remove_leftovers(), "it lives"
     served.process.kill()
