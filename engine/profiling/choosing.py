@@ -24,8 +24,8 @@ SATURATED = 0.9
 """Share of the best tokens per second from which on a larger step is not worth the wait of those who share it."""
 BATCH_TOKENS = (128, 256, 512, 1024, 2048)
 """Numbers of tokens that may become `prefill.max_batch_tokens`."""
-CHUNK_TOKENS = (16, 32, 64, 128, 256, 512)
-"""Numbers of tokens that may become `decode.max_chunk_tokens`."""
+CHUNK_TOKENS = (32, 64, 128, 256, 512)
+"""Numbers of tokens that may become `decode.max_chunk_tokens`. Fewer take nearly as long: the weights have to be read."""
 
 
 def spread(rounds: Sequence[float]) -> float:

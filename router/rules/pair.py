@@ -27,6 +27,10 @@ from router.rules.disaggregation import Case, Costs, prefill_here
 from router.rules.ranking import DecodeRanking, PrefillRanking
 from router.rules.worker_load import Outstanding, WorkerLoad, prefill_window
 
+LEAST_DECODE_WINDOW = 64
+"""Prompt tokens that one router keeps at a decode worker at least, however few a step has: the ends of several prompts whose
+beginnings it holds, such as the choices of one request."""
+
 
 @dataclass(frozen=True)
 class PairTerms:
@@ -39,7 +43,7 @@ class PairTerms:
     @classmethod
     def of(cls, config: ClusterConfig) -> PairTerms:
         """The terms of this configuration."""
-        return cls(config.disaggregation, prefill_window(config), config.chunk_tokens)
+        return cls(config.disaggregation, prefill_window(config), max(config.chunk_tokens, LEAST_DECODE_WINDOW))
 
 
 @dataclass(frozen=True)

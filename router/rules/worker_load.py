@@ -71,6 +71,8 @@ class Outstanding:
             del self.tenants[tenant]
             if self.overtaker == tenant:
                 self.overtaker = None
+        # What was given since the latest report, and is not in flight any more, is not queued either.
+        self.unreported_size = min(self.unreported_size, self.in_flight_size - num_tokens)
         self.done(num_tokens)
 
     def takes_prompt(self, num_tokens: int, window_tokens: int) -> bool:

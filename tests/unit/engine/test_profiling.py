@@ -345,7 +345,7 @@ def test_sizes_of_steps_are_those_that_were_measured(token_s: float, base_s: flo
     assert sizes.max_chunk_tokens in CHUNK_TOKENS
     assert sizes.saturation_tokens <= sizes.max_batch_tokens
     assert sizes.max_batch_tokens in prefill_s or sizes.max_batch_tokens == min(BATCH_TOKENS)
-    assert sizes.max_chunk_tokens in prefill_s
+    assert sizes.max_chunk_tokens in prefill_s or sizes.max_chunk_tokens == min(CHUNK_TOKENS)
 
 
 def test_the_shipped_sizes_are_those_of_the_machine_they_were_tuned_on() -> None:

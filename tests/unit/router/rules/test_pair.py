@@ -300,3 +300,15 @@ def test_whatever_is_known_the_mode_is_kept(
         assert not prefills[int(chosen.removeprefix("prefill-"))].refused
     elif chosen == HERE and not more_than_the_prompt:
         assert not here.refused
+
+
+def test_a_prompt_that_is_done_is_not_queued_although_no_report_has_come_since() -> None:
+    prompts = Outstanding()
+    load = WorkerLoad("decode-0", None, Outstanding(), prompts)
+    prompts.give_prompt(182, "a", ahead=False)
+    prompts.give_prompt(20, "b", ahead=False)
+    assert load.queued_tokens == 202
+    prompts.prompt_done(182, "a")
+    assert load.queued_tokens == 20
+    prompts.prompt_done(20, "b")
+    assert load.queued_tokens == 0
