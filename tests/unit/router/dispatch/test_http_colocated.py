@@ -92,7 +92,7 @@ def test_prompts_wait_in_the_router_for_their_turn(run_cluster: Run) -> None:
     """A decode worker has one step's worth of prompts of a router, as a prefill worker has."""
 
     async def test(cluster: Any) -> None:
-        cluster.script.prompt_token_s = 0.01
+        cluster.script.prompt_token_s = 0.001
         most = 0
 
         async def watch() -> None:
@@ -102,12 +102,12 @@ def test_prompts_wait_in_the_router_for_their_turn(run_cluster: Run) -> None:
                 await asyncio.sleep(0.001)
 
         watching = asyncio.create_task(watch())
-        answers = await asyncio.gather(*(cluster.complete(prompt=[1, 2, 3, 4], max_tokens=2) for _ in range(12)))
+        answers = await asyncio.gather(*(cluster.complete(prompt=list(range(1, 33)), max_tokens=2) for _ in range(12)))
         watching.cancel()
         assert [answer.status_code for answer in answers] == [200] * 12
         assert most == 3
 
-    run_cluster(test, prefill=0, disaggregation="never", max_batch_tokens=12, limits=FAST)
+    run_cluster(test, prefill=0, disaggregation="never", max_batch_tokens=96, limits=FAST)
 
 
 def test_auto_does_without_prefill_workers_when_there_are_none(run_cluster: Run) -> None:
