@@ -19,11 +19,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
-import httpx
-
 from benchmarks.lib.environment import ROOT, write_result
 from benchmarks.lib.load import RandomPrompts, bench_options, put_load
 from benchmarks.lib.processes import pss_bytes, tree
+from benchmarks.lib.request_cost import worker_pids
 from benchmarks.lib.servers import HOST, cluster
 from engine.models.packing import Quantization
 
@@ -114,12 +113,6 @@ def hold(quantization: Quantization) -> None:
     print("loaded", flush=True)
     sys.stdin.read()
     del weights
-
-
-def worker_pids(port: int) -> dict[int, str]:
-    """The workers' roles by pid."""
-    workers = httpx.get(f"http://{HOST}:{port}/admin/status", timeout=30).json()["workers"]
-    return {pid: f"{worker['role']} worker" for worker in workers for pid in worker["rank_pids"]}
 
 
 def memory(root: int, workers: Mapping[int, str]) -> dict[str, int]:

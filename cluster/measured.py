@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
+from cluster.memory import computes_on_processor
 from cluster.ray.placement import pool_of, threads_per_rank
 from configs.facts import ModelFacts
 from configs.machine import usable_cores
@@ -115,14 +116,10 @@ def threads_on_node(config: ClusterConfig, role: Role, share: int) -> int:
     return share if pool.threads else max(1, min(share, usable_cores() // pool.tensor_parallel_size))
 
 
-def computes_on_processor(config: ClusterConfig, role: Role) -> bool:
-    """Tell whether workers of this role compute on processors. `auto` is a GPU where a worker reserves one."""
-    return config.device == "cpu" or (config.device == "auto" and not pool_of(config, role).resources.get("GPU"))
-
-
 def measured_roles(config: ClusterConfig) -> list[Role]:
     """Return the roles that have workers, and these on processors."""
-    return [role for role in Role if pool_of(config, role).workers and computes_on_processor(config, role)]
+    pools = {role: pool_of(config, role) for role in Role}
+    return [role for role, pool in pools.items() if pool.workers and computes_on_processor(config, pool)]
 
 
 def key_here(config: ClusterConfig, facts: ModelFacts, role: Role) -> ProfileKey:

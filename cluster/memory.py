@@ -50,10 +50,15 @@ class WorkerMemory:
         return f"{in_gb(self.total)} ({', '.join(f'{name} {in_gb(size)}' for name, size in parts.items() if size)})"
 
 
+def computes_on_processor(config: ClusterConfig, pool: PoolConfig) -> bool:
+    """Tell whether workers of this pool compute on processors. `auto` is a GPU where a worker reserves one."""
+    return config.device == "cpu" or (config.device == "auto" and not pool.resources.get("GPU"))
+
+
 def worker_memory(config: ClusterConfig, pool: PoolConfig, facts: ModelFacts) -> WorkerMemory:
     """Return what a worker of this pool takes of its node's memory."""
     process = PROCESS_BYTES * pool.tensor_parallel_size
-    if config.device == "cuda" or (config.device == "auto" and pool.resources.get("GPU")):
+    if not computes_on_processor(config, pool):
         return WorkerMemory(kv_pool=0, weights=0, process=process)
     dtype_bytes = 2 if _computes_bfloat16(config) else 4
     kv_token = facts.num_layers * 2 * facts.num_kv_heads * facts.head_dim * dtype_bytes

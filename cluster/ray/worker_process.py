@@ -16,7 +16,9 @@ from typing import Any, Protocol
 import ray
 
 from cluster.launcher import Started
-from cluster.measured import computes_on_processor, measure, threads_on_node
+from cluster.measured import measure, threads_on_node
+from cluster.memory import computes_on_processor
+from cluster.ray.placement import pool_of
 from configs.models import resolve_for
 from configs.schema import ClusterConfig
 from protocol.actor import WorkerActor
@@ -77,7 +79,7 @@ class WorkerProcess:
         """Become this worker, whose other ranks are listening: load the model and listen. Raises TandemError."""
         module = await asyncio.to_thread(_module, role, "actor")
         threads = threads_on_node(config, role, threads)
-        if computes_on_processor(config, role):
+        if computes_on_processor(config, pool_of(config, role)):
             facts = await asyncio.to_thread(lambda: resolve_for(config).facts)
             # The other half is for loading the model. Where `tandem serve` has measured, this only looks.
             await asyncio.to_thread(measure, config, facts, role, threads, config.limits.worker_start_s / 2)

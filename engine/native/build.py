@@ -24,7 +24,7 @@ import torch
 
 from configs.cache import exclusive
 from configs.machine import processor_maker
-from engine.native.files import FORCED, libraries_at_hand, library_path
+from engine.native.files import FORCED, is_at_hand, library_path
 from engine.native.instruction_sets import INSTRUCTION_SETS, InstructionSet, find_compiler
 from protocol.errors import ConfigError
 
@@ -97,13 +97,10 @@ def load_alike(dtype: torch.dtype, *, compile_missing: bool = False) -> list[Bui
     first = load_library(dtype)
     if first is None:
         return []
-    at_hand = libraries_at_hand()
     others = [
         _load(each)
         for each in instruction_sets(dtype)
-        if each != first.instruction_set
-        and arithmetic_of(each) == first.arithmetic
-        and (compile_missing or any(name.endswith(each.file_name) for name in at_hand))
+        if each != first.instruction_set and arithmetic_of(each) == first.arithmetic and (compile_missing or is_at_hand(each))
     ]
     return [first, *(built for built in others if built is not None)]
 

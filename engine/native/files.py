@@ -7,13 +7,12 @@ each.
 from __future__ import annotations
 
 import hashlib
-import os
 import subprocess
 from functools import cache
 from pathlib import Path
 
 from configs.cache import cache_dir
-from engine.native.instruction_sets import COMPILED, HERE, INSTRUCTION_SETS, InstructionSet, find_compiler
+from engine.native.instruction_sets import COMPILED, HERE, InstructionSet, find_compiler
 
 FORCED = "TANDEM_NATIVE"
 """Environment variable that names the set to use."""
@@ -35,23 +34,13 @@ def library_path(instruction_set: InstructionSet) -> Path | None:
     return cache_dir() / "native" / f"{_version_digest(compiler)}-{instruction_set.file_name}"
 
 
-def libraries_at_hand() -> tuple[str, ...]:
-    """Return the file names of all sets that need not be compiled any more, the best by rule first.
-
-    Where TANDEM_NATIVE names a set, the others do not count. What the processor has is not asked.
-    """
-    forced = os.environ.get(FORCED)
-    found = []
-    for instruction_set in INSTRUCTION_SETS:
-        if forced and instruction_set.name != forced:
-            continue
-        try:
-            path = library_path(instruction_set)
-        except (OSError, subprocess.SubprocessError):
-            continue  # a compiler that does not work has made nothing
-        if path is not None and path.exists():
-            found.append(path.name)
-    return tuple(found)
+def is_at_hand(instruction_set: InstructionSet) -> bool:
+    """Return whether a set need not be compiled any more. Whether the processor has it is not asked."""
+    try:
+        path = library_path(instruction_set)
+    except (OSError, subprocess.SubprocessError):
+        return False  # a compiler that does not work has made nothing
+    return path is not None and path.exists()
 
 
 @cache
