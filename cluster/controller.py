@@ -17,8 +17,10 @@ from ray.exceptions import RayTaskError
 
 from cluster.memory import WorkerMemory
 from cluster.open_requests import OpenRequests
+from cluster.ray.actors import NAME_PREFIX, NAMESPACE
 from cluster.ray.errors import original
-from cluster.ray.launcher import NAME_PREFIX, NAMESPACE, RayLauncher
+from cluster.ray.launcher import RayLauncher
+from cluster.ray.paced.launcher import PacedLauncher
 from cluster.records import GcsRecords
 from cluster.supervisor import Supervisor
 from configs.schema import ClusterConfig
@@ -37,7 +39,7 @@ class Controller:
         self, config: ClusterConfig, secret: bytes, memory: Mapping[Role, WorkerMemory], may_grow: bool
     ) -> None:
         setup_logging("controller")
-        self._launcher = RayLauncher(config, secret, memory, may_grow=may_grow)
+        self._launcher = _launcher(config, secret, memory, may_grow=may_grow)
         self._supervisor = Supervisor(config, self._launcher, GcsRecords())
         self._open_requests = OpenRequests(config.http.router_replicas)
         await self._supervisor.start()
@@ -105,6 +107,14 @@ def start_controller(
         return _actor_class().options(**options).remote(config, secret, memory, may_grow)
     except ValueError:
         raise ConfigError("a Tandem cluster runs on this Ray cluster already; `tandem stop` ends it", param="address") from None
+
+
+def _launcher(
+    config: ClusterConfig, secret: bytes, memory: Mapping[Role, WorkerMemory], *, may_grow: bool
+) -> RayLauncher | PacedLauncher:
+    if config.engine == "paced":
+        return PacedLauncher(config, secret, memory)
+    return RayLauncher(config, secret, memory, may_grow=may_grow)
 
 
 def _actor_class() -> Any:

@@ -140,8 +140,8 @@ def running_cluster(config: ClusterConfig, facts: ModelFacts, address: str | Non
 @contextmanager
 def _pools_and_http(config: ClusterConfig, facts: ModelFacts, place: _Place, report: Report) -> Iterator[RunningCluster]:
     from cluster.controller import find_controller, start_controller
+    from cluster.ray.actors import node_resources
     from cluster.ray.audit_keeper import start_audit_keeper
-    from cluster.ray.launcher import node_resources
     from cluster.ray.rates import start_rate_keeper
     from cluster.ray.serve_app import RouterArguments, deploy_router, start_http
     from cluster.ray.stream_keeper import start_stream_keeper

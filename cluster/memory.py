@@ -15,11 +15,16 @@ from dataclasses import dataclass
 
 from configs.facts import ModelFacts, WeightFormat
 from configs.machine import processor_features
+from configs.paced.profile import TOKEN_BYTES
 from configs.schema import ClusterConfig, PoolConfig
 from protocol.messages import Role
 
+WORKERS_PER_HOST = 8
+"""Paced workers that share a process."""
 PROCESS_BYTES = 300_000_000
 """Of one rank without weights and pool: 220 MB after the start (float32, AMD EPYC, 2026-11-24), and room for steps' buffers."""
+PACED_BYTES = PROCESS_BYTES // WORKERS_PER_HOST + 20_000_000
+"""Of a paced worker: its share of a process, sockets, threads of transfers."""
 CLUSTER_BYTES = 1_000_000_000
 """Of all that a node of a cluster has besides workers: Ray, Serve, HAProxy, routers, the controller, a spare process."""
 _QUANTIZED_BYTES = {"int8": 1.125, "int4": 0.625, "auto": 1.125}
@@ -51,12 +56,19 @@ class WorkerMemory:
 
 
 def computes_on_processor(config: ClusterConfig, pool: PoolConfig) -> bool:
-    """Tell whether workers of this pool compute on processors. `auto` is a GPU where a worker reserves one."""
+    """Tell whether workers of this pool compute on processors.
+
+    Paced ones do not compute. `auto` is a GPU where a worker reserves one.
+    """
+    if config.engine == "paced":
+        return False
     return config.device == "cpu" or (config.device == "auto" and not pool.resources.get("GPU"))
 
 
 def worker_memory(config: ClusterConfig, pool: PoolConfig, facts: ModelFacts) -> WorkerMemory:
     """Return what a worker of this pool takes of its node's memory."""
+    if config.engine == "paced":
+        return WorkerMemory(kv_pool=pool.kv_cache_tokens * TOKEN_BYTES, weights=0, process=PACED_BYTES)
     process = PROCESS_BYTES * pool.tensor_parallel_size
     if not computes_on_processor(config, pool):
         return WorkerMemory(kv_pool=0, weights=0, process=process)

@@ -16,8 +16,8 @@ from ray.util.placement_group import get_placement_group, placement_group_table,
 
 from cluster.controller import CONTROLLER, find_controller
 from cluster.open_requests import RETIRE_ANSWER_S
+from cluster.ray.actors import NAME_PREFIX, NAMESPACE
 from cluster.ray.front import HEAD_RESOURCES, at_head, withdraw
-from cluster.ray.launcher import NAME_PREFIX, NAMESPACE
 from cluster.ray.serve_app import APPLICATION
 from cluster.records import delete_record
 from protocol.errors import UnavailableError

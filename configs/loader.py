@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 
 from configs.addresses import is_loopback
 from configs.facts import ModelFacts
+from configs.paced.profile import DEFAULT_PROFILE, default_sizes, load_paced_profile
 from configs.schema import DEFAULT_TIER, ClusterConfig, PoolConfig
 from configs.sharding import check_tensor_parallel_size
 from protocol.errors import ConfigError
@@ -113,7 +114,14 @@ def _override(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _derive(values: dict[str, Any]) -> None:
-    """Defaults that follow from other values."""
+    """Defaults that follow from other values. Raises ConfigError if the profile of paced workers can't be used."""
+    if values.get("engine") == "paced" and isinstance(name := values.get("paced_profile", DEFAULT_PROFILE), str):
+        for role, sizes in default_sizes(load_paced_profile(name)).items():
+            given = values.get(role) or {}
+            if isinstance(given, dict):
+                # Nothing is computed on what a model's workers would reserve.
+                chosen = {key: value for key, value in given.items() if value is not None or key not in sizes}
+                values[role] = sizes | chosen | {"resources": {}}
     section = values.get("prefill") or {}
     if values.get("disaggregation") == "never" and isinstance(section, dict):
         values["prefill"] = {"workers": 0} | section  # to want some is an error
@@ -172,8 +180,14 @@ def _contradictions(config: ClusterConfig) -> list[tuple[str, str]]:
         problem = f"0 can't be with disaggregation: {config.disaggregation}; at least 1, or let decode do it all (never)"
         found.append(("prefill.workers", problem))
     for role, pool in _pools(config):
+        if config.engine == "paced" and pool.tensor_parallel_size != 1:
+            found.append((f"{role}.tensor_parallel_size", "paced workers have one rank: how fast it is says their profile"))
         if pool.workers > pool.max_workers:
             found.append((f"{role}.workers", f"{pool.workers} is more than {role}.max_workers ({pool.max_workers})"))
+    if config.engine != "paced" and config.paced_profile != DEFAULT_PROFILE:
+        found.append(("paced_profile", "a profile is for paced workers: it needs engine: paced"))
+    if config.engine == "paced" and config.device == "cuda":
+        found.append(("device", "cuda computes, and paced workers do not: leave it out"))
     if DEFAULT_TIER not in config.tiers:
         found.append(("tiers", f"there must be a tier {DEFAULT_TIER}; keys that name none are of it"))
     limits = config.limits

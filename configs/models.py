@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from configs.facts import Model
@@ -16,6 +16,7 @@ from configs.fields import model_error, read_json
 from configs.model_files.gguf_model import model_from_gguf
 from configs.model_files.hf_directory import CONFIG, model_from_directory, supported_architecture
 from configs.model_files.hf_hub import fetch_snapshot, local_snapshots
+from configs.paced.profile import load_paced_profile
 from configs.packaged import SMOLLM2, fetch
 from configs.schema import ClusterConfig
 from protocol.errors import ConfigError
@@ -68,8 +69,15 @@ def resolve(name: str, served_model_name: str | None = None) -> Model:
 
 
 def resolve_for(config: ClusterConfig) -> Model:
-    """Return the model that a cluster serves, under its configured name. Raises ConfigError if it can't be served."""
-    return resolve(config.model, config.served_model_name)
+    """Return the model that a cluster serves, under its configured name. Raises ConfigError if it can't be served.
+
+    Paced workers need its tokenizer alone; how long a context is says their profile.
+    """
+    model = resolve(config.model, config.served_model_name)
+    if config.engine == "paced":
+        context_tokens = load_paced_profile(config.paced_profile).context_tokens
+        return replace(model, facts=replace(model.facts, max_model_len=context_tokens))
+    return model
 
 
 def is_here(name: str) -> bool:

@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from configs.paced.profile import DEFAULT_PROFILE, profile_name
+
 Positive = Annotated[int, Field(gt=0)]
 Text = Annotated[str, Field(min_length=1)]
 LocalPath = Annotated[Text, AfterValidator(lambda path: os.path.abspath(os.path.expanduser(path)))]
@@ -22,6 +24,9 @@ TransportName = Literal["auto", "shared_memory", "gloo", "cuda_ipc", "nccl"]
 Priority = Annotated[int, Field(ge=-20, le=20)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
+
+ProfileName = Annotated[Text, AfterValidator(profile_name)]
+"""A profile that comes with Tandem, by its name, or the path of a file."""
 
 DEFAULT_TIER = "standard"
 """The tier of keys that name none, and of requests without a key."""
@@ -203,6 +208,10 @@ class ClusterConfig(_Section):
     model: Text = "smollm2"
     """The model: `smollm2`, a GGUF file, a Hugging Face directory or a hub id."""
     served_model_name: Text | None = None
+    engine: Literal["model", "paced"] = "model"
+    """What workers compute with. paced: nothing; they take the time of `paced_profile`, and their tokens are made up."""
+    paced_profile: ProfileName = DEFAULT_PROFILE
+    """The profile of paced workers (`configs.paced.profile`): `h200-8b`, or a file, which has to be there on every node."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What workers compute on. auto: a GPU where Ray has given the worker one, else the processor."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
@@ -226,6 +235,8 @@ class ClusterConfig(_Section):
     """Whether prompts are computed by prefill workers. always: but for streams that have to go on elsewhere while these are
     busy. auto: each where it gets its first token sooner, by what is measured.
     never: decode workers compute all of them, and there are no others (colocated)."""
+    routing: Literal["cache", "load"] = "cache"
+    """By what workers are chosen. cache: by what they have cached of the prompt, too. load: by what they have to do alone."""
     transport: TransportName = "auto"
     """How KV goes from prefill to decode. auto: shared memory within a host, gloo between hosts; on GPUs CUDA IPC and NCCL."""
     encrypt_kv: bool = False

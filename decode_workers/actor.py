@@ -5,7 +5,7 @@ from __future__ import annotations
 from configs.schema import PoolConfig
 from decode_workers.worker import DecodeWorker
 from engine.ranks.first_rank import FirstRank, FirstRankActor
-from kv_transfer.choice import receiving_transports, sending_transports
+from kv_transfer.choice import at_configured_pace, receiving_transports, sending_transports
 from protocol.messages import Role
 
 
@@ -24,4 +24,4 @@ class DecodeActor(FirstRankActor):
         pool, wanted, encrypt = rank.runner.pool, self._config.transport, self._config.encrypt_kv
         receiving = receiving_transports(wanted, self._host, pool.data.device, encrypt=encrypt)
         sending = sending_transports(wanted, self._host, pool.data, pool.memory_fd, encrypt=encrypt)
-        return DecodeWorker(rank, receiving, sending)
+        return DecodeWorker(rank, receiving, at_configured_pace(self._config, sending))

@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Sequence
 
 from configs.schema import ClusterConfig
-from engine.model_runner import ModelRunner
 from engine.ranks.follower import Follower, Share
 from engine.ranks.share import follower
+from engine.runner import Runner
 from kv_transfer.choice import receiving_transports, sending_transports
 from kv_transfer.lanes import LocalReceiveRank, LocalSendRank
 from kv_transfer.progress import StepProgress
@@ -20,7 +20,7 @@ from protocol.gang import LaneClose, LaneClosed
 def decode_follower(config: ClusterConfig, secret: bytes, host: str, rank: int, threads: int) -> Follower:
     """A rank of a decode worker that is not the first. It listens on `host` and computes with `threads` cores."""
 
-    def share(runner: ModelRunner) -> Share:
+    def share(runner: Runner) -> Share:
         pool = runner.pool
         receiving = receiving_transports(config.transport, host, pool.data.device, encrypt=config.encrypt_kv)
         sending = sending_transports(config.transport, host, pool.data, pool.memory_fd, encrypt=config.encrypt_kv)
@@ -29,9 +29,7 @@ def decode_follower(config: ClusterConfig, secret: bytes, host: str, rank: int, 
     return follower(config, config.decode, share, secret=secret, host=host, rank=rank, threads=threads)
 
 
-def share_of(
-    runner: ModelRunner, receiving: Sequence[ReceiveTransport], sending: Sequence[SendTransport], lease_s: float
-) -> Share:
+def share_of(runner: Runner, receiving: Sequence[ReceiveTransport], sending: Sequence[SendTransport], lease_s: float) -> Share:
     """What a rank of a decode worker serves: lanes that receive beside any step, and lanes that send what is computed already.
 
     No step's progress is followed: what leaves was computed by an earlier one.

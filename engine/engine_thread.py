@@ -11,15 +11,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from engine.batch import Chunk, SampledToken
-from engine.model_runner import ModelRunner
 from engine.niceness import be_nice
 from engine.ranks.gang import Gang
+from engine.runner import Runner
 
 
 class EngineThread:
     """Runs one step at a time, on all ranks of the gang, and keeps account of it. `niceness` is added to the process's."""
 
-    def __init__(self, runner: ModelRunner, gang: Gang, niceness: int = 0) -> None:
+    def __init__(self, runner: Runner, gang: Gang, niceness: int = 0) -> None:
         self._runner = runner
         self._gang = gang
         self._thread = ThreadPoolExecutor(1, "engine", be_nice, (niceness,))

@@ -9,7 +9,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from configs.schema import TransportName
+from configs.paced.profile import load_paced_profile
+from configs.schema import ClusterConfig, TransportName
 from kv_transfer.transport import ReceiveTransport, SendTransport
 from kv_transfer.transports.cuda_ipc import CudaIpcReceiver, CudaIpcSender, share_storage
 from kv_transfer.transports.gloo import GlooTransport, SealedGlooTransport
@@ -59,6 +60,15 @@ def receiving_transports(
     if device.type == "cuda":
         return _chosen(wanted, device, encrypt, [CudaIpcReceiver(), *_nccl(encrypt, find_nccl)])
     return _chosen(wanted, device, encrypt, [SharedMemoryReceiver(), _gloo(encrypt, host)])
+
+
+def at_configured_pace(config: ClusterConfig, transports: Sequence[SendTransport]) -> Sequence[SendTransport]:
+    """The same ways of sending; those of a paced worker take the time that its profile says."""
+    if config.engine != "paced":
+        return transports
+    from kv_transfer.transports.paced import at_pace
+
+    return at_pace(transports, load_paced_profile(config.paced_profile))
 
 
 def _gloo(encrypt: bool, host: str) -> GlooTransport:

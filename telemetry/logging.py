@@ -9,11 +9,13 @@ import logging
 import sys
 import time
 from collections.abc import Mapping
+from contextvars import ContextVar
 
 from protocol.errors import ConfigError
 
 LEVELS = ("debug", "info", "warning", "error")
 _FIELDS = "fields"
+_component: ContextVar[str | None] = ContextVar("component", default=None)
 
 
 def setup_logging(component: str, level: str = "info") -> None:
@@ -31,6 +33,11 @@ def setup_logging(component: str, level: str = "info") -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
+def name_component(component: str) -> None:
+    """Name the component in the logs of this task or thread, and of the tasks that it makes, where a process has several."""
+    _component.set(component)
+
+
 def fields(**values: object) -> Mapping[str, object]:
     """Keys and values for a line: `log.info("done", extra=fields(tokens=3))`."""
     return {_FIELDS: values}
@@ -46,7 +53,8 @@ class LineFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """The record as one line of text."""
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        parts = [f"{stamp}.{int(record.msecs):03d}Z {record.levelname} {self._component} {record.name}: {record.getMessage()}"]
+        component = _component.get() or self._component
+        parts = [f"{stamp}.{int(record.msecs):03d}Z {record.levelname} {component} {record.name}: {record.getMessage()}"]
         extra: Mapping[str, object] = getattr(record, _FIELDS, {})
         parts += [f"{key}={_value(value)}" for key, value in extra.items()]
         if record.exc_info:

@@ -103,7 +103,7 @@ def decode_ratio(profile: Profile, first: dict[str, Work], before: dict[str, Wor
     """Return the ratio of measured decode time to the profile's, for streams as long as the steps since `first`."""
     done = after["decode"].since(before["decode"])
     context = STREAMS.input_len + before["decode"].since(first["decode"]).steps + done.steps / 2
-    return done.busy_s / done.steps / profile.engine_decode_s(done.tokens / done.steps, context)
+    return done.busy_s / done.steps / profile.decode_s(done.tokens / done.steps, context)
 
 
 async def work(url: str) -> dict[str, Work]:

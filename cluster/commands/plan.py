@@ -101,9 +101,13 @@ def _step_times(config: ClusterConfig, path: Path | None) -> tuple[Profile, Clus
     """
     from cluster.measured import known_profiles, with_measured_sizes
     from configs.models import is_here, resolve_for
+    from configs.paced.profile import load_paced_profile
     from protocol.messages import Role
     from simulator.profile import LAPTOP, Profile
 
+    if config.engine == "paced":
+        paced = load_paced_profile(config.paced_profile)
+        return Profile.of_paced(paced), config, f"step times: {paced.name}"
     if path is not None:
         return Profile.load(path), config, f"step times: {path}"
     if is_here(config.model):

@@ -29,6 +29,7 @@ def profile(
     config: Annotated[Path | None, typer.Option(help="YAML file of the cluster; flags go before what it says.")] = None,
     overrides: Annotated[dict[str, Any], ConfigFlags(_FLAGS)],
     show: Annotated[bool, typer.Option("--show", help="Show what was measured before, and measure nothing.")] = False,
+    save: Annotated[Path | None, typer.Option(help="Write a profile for `tandem serve --engine paced`.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one profile for each number of threads.")] = False,
 ) -> None:
     """Measure anew what is fastest on this machine for a model, and show it.
@@ -39,6 +40,7 @@ def profile(
     from cluster.commands.lib.profile_tables import print_profile
     from cluster.launch import check_model
     from cluster.measured import known_profiles, measured_profiles
+    from cluster.paced import machine_profile, save_profile
     from configs.loader import load_config
     from protocol.errors import UnavailableError
 
@@ -52,6 +54,8 @@ def profile(
     if not found:
         hint = "nothing was measured yet; leave out --show" if show else "measuring failed"
         raise UnavailableError(f"no profile of {facts.name} on this machine: {hint}")
+    if save is not None:
+        save_profile(machine_profile(cluster, facts, found), save)
     different = list({each.key.model_dump_json(): each for each in found.values()}.values())
     if as_json:
         typer.echo(f"[{','.join(each.model_dump_json() for each in different)}]")

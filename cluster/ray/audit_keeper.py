@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from cluster.ray.launcher import NAME_PREFIX, NAMESPACE
+from cluster.ray.actors import NAME_PREFIX, NAMESPACE
 from configs.schema import ClusterConfig
 from telemetry.audit_file import AuditFile, Line
 

@@ -15,27 +15,24 @@ begins that, `close` ends it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
-from collections.abc import Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, cast
 
 import ray
 from ray.util.placement_group import (
     PlacementGroup,
-    get_placement_group,
     placement_group,
-    placement_group_table,
     remove_placement_group,
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.launcher import Process, Started
 from cluster.memory import WorkerMemory
+from cluster.ray.actors import NAME_PREFIX, PROCESS_PREFIX, NamedActor, find_actors, new_actor, node_resources, take_up_actors
 from cluster.ray.errors import answer
-from cluster.ray.placement import Resources, Room, bundle_of, missing, pool_of, threads_per_rank
+from cluster.ray.placement import Room, bundle_of, missing, pool_of, threads_per_rank
 from cluster.ray.worker_process import WorkerProcess
 from configs.schema import ClusterConfig
 from protocol.errors import TandemError, WorkerLostError
@@ -43,26 +40,8 @@ from protocol.messages import Role, WorkerLife
 
 log = logging.getLogger(__name__)
 
-NAMESPACE = "tandem"
-NAME_PREFIX = "tandem-"
-"""Prefix of the name of every actor and placement group that belongs to a cluster."""
-_PROCESS_PREFIX = NAME_PREFIX + "process-"
-"""Prefix of the names of the actors that a launcher makes."""
 _QUIET_S = 5.0
 """Seconds without workers that come or go, before the next spare process is made."""
-
-
-@dataclass(frozen=True)
-class _Actor:
-    """One rank's process."""
-
-    name: str
-    handle: Any
-
-
-def node_resources() -> list[Resources]:
-    """Return the total resources of each node that is up."""
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 class RayLauncher:
@@ -76,7 +55,7 @@ class RayLauncher:
         self._may_grow = may_grow
         self._groups: dict[str, PlacementGroup] = {}
         self._keeps_spare = False
-        self._spare: asyncio.Task[_Actor] | None = None
+        self._spare: asyncio.Task[NamedActor] | None = None
         self._next_spare: asyncio.TimerHandle | None = None
 
     def process(self, role: Role, worker_id: str, epoch: int) -> Process:
@@ -86,10 +65,10 @@ class RayLauncher:
     async def take_up(self, lives: Mapping[WorkerLife, Sequence[str]], worker_ids: Sequence[str]) -> None:
         """Take over from a former launcher: keep these lives and the resources of these workers, and remove all else."""
         kept = {name for names in lives.values() for name in names}
-        self._groups = await asyncio.to_thread(_take_up, kept, worker_ids)
+        self._groups = await asyncio.to_thread(take_up_actors, kept, worker_ids)
         await self.keep_spare()
 
-    async def create(self, role: Role, worker_id: str, epoch: int) -> list[_Actor]:
+    async def create(self, role: Role, worker_id: str, epoch: int) -> list[NamedActor]:
         """Return an actor for each rank of this life.
 
         The first rank takes the spare process if there is one. All others are new, and perhaps not placed yet.
@@ -147,7 +126,7 @@ class RayLauncher:
             if self._spare.exception() is None:
                 await asyncio.to_thread(ray.kill, self._spare.result().handle)
 
-    def _create_in_group(self, role: Role, worker_id: str, epoch: int, first: int) -> list[_Actor]:
+    def _create_in_group(self, role: Role, worker_id: str, epoch: int, first: int) -> list[NamedActor]:
         """The ranks from `first` on."""
         pool = pool_of(self._config, role)
         bundle = bundle_of(pool)
@@ -158,8 +137,8 @@ class RayLauncher:
         actors = []
         for rank in range(first, pool.tensor_parallel_size):
             group = PlacementGroupSchedulingStrategy(self._groups[worker_id], placement_group_bundle_index=rank)
-            name = f"{_PROCESS_PREFIX}{worker_id}-{epoch}" + (f"-rank-{rank}" if rank else "")
-            actors.append(_new_actor(name, bundle, scheduling_strategy=group))
+            name = f"{PROCESS_PREFIX}{worker_id}-{epoch}" + (f"-rank-{rank}" if rank else "")
+            actors.append(new_actor(WorkerProcess, name, bundle, scheduling_strategy=group))
         return actors
 
     def _begin_spare(self) -> None:
@@ -170,9 +149,9 @@ class RayLauncher:
         if self._next_spare is not None:
             self._next_spare.cancel()
 
-    async def _make_spare(self) -> _Actor:
+    async def _make_spare(self) -> NamedActor:
         # By chance, for one that another controller has made may be a worker now.
-        actor = await asyncio.to_thread(_new_actor, f"{_PROCESS_PREFIX}spare-{secrets.token_hex(4)}", {})
+        actor = await asyncio.to_thread(new_actor, WorkerProcess, f"{PROCESS_PREFIX}spare-{secrets.token_hex(4)}", {})
         try:
             await answer(actor.handle.warm_up.remote())
         except TandemError as failure:
@@ -190,7 +169,7 @@ class RayProcess:
         self._role = role
         self._worker_id = worker_id
         self._epoch = epoch
-        self._creation: asyncio.Task[list[_Actor]] | None = None
+        self._creation: asyncio.Task[list[NamedActor]] | None = None
         self._following: list[asyncio.Future[Any]] = []
         """The calls of `run` on the ranks other than the first."""
 
@@ -219,7 +198,7 @@ class RayProcess:
 
     async def resume(self, names: Sequence[str]) -> None:
         """Take up the actors that a former supervisor has created under these names. Takes the place of `start`."""
-        self._creation = asyncio.get_running_loop().create_task(asyncio.to_thread(_find_actors, names))
+        self._creation = asyncio.get_running_loop().create_task(asyncio.to_thread(find_actors, names))
         if len(await asyncio.shield(self._creation)) < len(names):
             raise WorkerLostError("it ended while the controller was away")
 
@@ -261,44 +240,9 @@ class RayProcess:
         finally:
             first.cancel()
 
-    def _actors(self) -> list[_Actor]:
+    def _actors(self) -> list[NamedActor]:
         assert self._creation is not None, "nothing is asked of a process before its start"
         return self._creation.result()
 
     def _handles(self) -> list[Any]:
         return [actor.handle for actor in self._actors()]
-
-
-def _take_up(kept: Collection[str], worker_ids: Collection[str]) -> dict[str, PlacementGroup]:
-    """The groups of these workers. Ends every other one, and every process but those that are kept."""
-    named = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE]
-    for stray in _find_actors([name for name in named if name.startswith(_PROCESS_PREFIX) and name not in kept]):
-        ray.kill(stray.handle)
-    groups = {}
-    for entry in placement_group_table().values():
-        if entry["name"].startswith(NAME_PREFIX) and entry["state"] != "REMOVED":
-            group, worker_id = get_placement_group(entry["name"]), entry["name"].removeprefix(NAME_PREFIX)
-            if worker_id in worker_ids:
-                groups[worker_id] = group
-            else:
-                remove_placement_group(group)
-    return groups
-
-
-def _find_actors(names: Sequence[str]) -> list[_Actor]:
-    """Those of them that there are. Blocks for calls to Ray."""
-    actors = []
-    for name in names:
-        with contextlib.suppress(ValueError):  # it has ended
-            actors.append(_Actor(name, ray.get_actor(name, namespace=NAMESPACE)))
-    return actors
-
-
-def _new_actor(name: str, bundle: Resources, **placement: Any) -> _Actor:
-    """A new actor that reserves the bundle. Blocks for a call to Ray, not until the actor is placed."""
-    named = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
-    options: dict[str, Any] = {"num_cpus": 0}
-    options |= {named[resource]: amount for resource, amount in bundle.items() if resource in named}
-    options["resources"] = {resource: amount for resource, amount in bundle.items() if resource not in named}
-    actor_class = ray.remote(WorkerProcess).options(name=name, namespace=NAMESPACE, lifetime="detached", **options, **placement)
-    return _Actor(name, actor_class.remote())

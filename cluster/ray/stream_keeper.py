@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import ray
 
-from cluster.ray.launcher import NAME_PREFIX, NAMESPACE
+from cluster.ray.actors import NAME_PREFIX, NAMESPACE
 from configs.schema import ClusterConfig, ResumableConfig
 from router.resume.stream_records import Entry, StreamKey, StreamRecords, WriteOutcome
 

@@ -77,6 +77,20 @@ class WorkerProcess:
         others: Sequence[Following],
     ) -> Started:
         """Become this worker, whose other ranks are listening: load the model and listen. Raises TandemError."""
+        setup_logging(worker_id)
+        return await self.become(role, worker_id, epoch, config, secret, threads, others)
+
+    async def become(
+        self,
+        role: Role,
+        worker_id: str,
+        epoch: int,
+        config: ClusterConfig,
+        secret: bytes,
+        threads: int,
+        others: Sequence[Following],
+    ) -> Started:
+        """Do what `start` does in a process whose logs are set up."""
         module = await asyncio.to_thread(_module, role, "actor")
         threads = threads_on_node(config, role, threads)
         if computes_on_processor(config, pool_of(config, role)):

@@ -15,13 +15,12 @@ import torch
 from configs.models import resolve_for
 from configs.schema import ClusterConfig, PoolConfig
 from engine.grammar import Grammars
-from engine.model_runner import ModelRunner
 from engine.ranks.gang import Gang
 from engine.ranks.share import load_share
+from engine.runner import Runner
 from protocol.actor import Worker, WorkerActor
 from protocol.messages import Role, WorkerRef
 from protocol.wire import WireServer
-from telemetry.logging import setup_logging
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +33,7 @@ class FirstRank:
     """Shared by all processes of the cluster: peers prove with it who they are."""
     server: WireServer
     """The worker's socket. It listens already."""
-    runner: ModelRunner
+    runner: Runner
     grammars: Grammars
     gang: Gang
     """The worker's other ranks."""
@@ -82,7 +81,6 @@ class FirstRankActor(WorkerActor):
 
         Raises ConfigError when the model can't be loaded, and WorkerLostError when another rank is lost.
         """
-        setup_logging(self._worker_id)
         torch.set_num_threads(self._threads)
         limits = self._config.limits
         gang = await Gang.connect(
@@ -95,17 +93,21 @@ class FirstRankActor(WorkerActor):
         ranks = await gang.form(self._host, limits.worker_start_s)
         runner = await asyncio.to_thread(load_share, self._config, self.pool_config, ranks)
         arithmetic = await gang.joined(runner.pool.num_blocks, runner.arithmetic)
+        model = await asyncio.to_thread(resolve_for, self._config)
         server = WireServer(self._secret, self._host)
         me = WorkerRef(self._worker_id, self._epoch, self.role, server.address, gang.size, arithmetic)
-        model = await asyncio.to_thread(resolve_for, self._config)
-        return self.worker(
-            FirstRank(
-                me=me,
-                config=self._config,
-                secret=self._secret,
-                server=server,
-                runner=runner,
-                grammars=Grammars(model),
-                gang=gang,
+        try:
+            return self.worker(
+                FirstRank(
+                    me=me,
+                    config=self._config,
+                    secret=self._secret,
+                    server=server,
+                    runner=runner,
+                    grammars=Grammars(model),
+                    gang=gang,
+                )
             )
-        )
+        except BaseException:
+            server.close()
+            raise

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from engine.batch import Chunk
-from engine.model_runner import ModelRunner
 from engine.ranks.gang import STEP_LEASES
 from engine.ranks.store import RelayStore
 from engine.ranks.tensor_parallel import TensorParallel, connect
+from engine.runner import Runner
 from engine.scoring import PromptScores
 from protocol.errors import TandemError, WorkerLostError
 from protocol.gang import GangJoin, GangJoined, RunStep, StepChunk, StepDone, StoreValue
@@ -42,7 +42,7 @@ _SCORED = PromptScores((), 0)
 class Share:
     """A rank's loaded model, with callbacks that follow its steps and handlers for the questions of its KV lanes."""
 
-    runner: ModelRunner
+    runner: Runner
     handlers: Mapping[type[Any], Callable[[Any], Awaitable[Any]]]
     """For each type of question, the function that answers it or raises a TandemError."""
     begin_step: Callable[[], int]

@@ -7,21 +7,35 @@ from collections.abc import Callable
 import torch
 
 from configs.models import resolve_for
+from configs.paced.profile import load_paced_profile
 from configs.schema import ClusterConfig, PoolConfig
 from engine.model_runner import ModelRunner
 from engine.ranks.follower import Follower, Share
 from engine.ranks.tensor_parallel import TensorParallel
+from engine.runner import Runner
 from protocol.wire import WireServer
 
 
-def load_share(config: ClusterConfig, pool: PoolConfig, ranks: TensorParallel) -> ModelRunner:
+def load_share(config: ClusterConfig, pool: PoolConfig, ranks: TensorParallel) -> Runner:
     """Load this rank's part of the weights, with a KV pool of the size that `pool` says, which is the role's section of the
     configuration.
 
     Takes seconds. Raises ConfigError when the model can't be loaded, or not in the way that is configured.
     """
+    facts, shared_kv = resolve_for(config).facts, config.transport != "gloo"
+    if config.engine == "paced":
+        from engine.paced.runner import PacedRunner
+
+        return PacedRunner(
+            facts,
+            load_paced_profile(config.paced_profile),
+            block_size=config.block_size,
+            num_kv_tokens=pool.kv_cache_tokens,
+            kept_kv_tokens=pool.prefix_cache_tokens,
+            shared_kv=shared_kv,
+        )
     return ModelRunner.load(
-        resolve_for(config).facts,
+        facts,
         device=config.device,
         gpu_memory_utilization=config.gpu_memory_utilization,
         dtype=config.dtype,
@@ -29,7 +43,7 @@ def load_share(config: ClusterConfig, pool: PoolConfig, ranks: TensorParallel) -
         block_size=config.block_size,
         num_kv_tokens=pool.kv_cache_tokens,
         kept_kv_tokens=pool.prefix_cache_tokens,
-        shared_kv=config.transport != "gloo",
+        shared_kv=shared_kv,
         shared_weights=True,
         ranks=ranks,
     )
@@ -38,7 +52,7 @@ def load_share(config: ClusterConfig, pool: PoolConfig, ranks: TensorParallel) -
 def follower(
     config: ClusterConfig,
     pool: PoolConfig,
-    share_of: Callable[[ModelRunner], Share],
+    share_of: Callable[[Runner], Share],
     *,
     secret: bytes,
     host: str,

@@ -11,12 +11,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from configs.facts import ModelFacts
+from configs.paced.profile import load_paced_profile
 from configs.schema import ClusterConfig, DecodeConfig, LimitsConfig, PrefillConfig
 from decode_workers.rank import share_of
 from decode_workers.worker import DecodeWorker
 from engine.batch import Chunk, SampledToken
 from engine.model_runner import ModelRunner
+from engine.paced.runner import PacedRunner
 from engine.ranks.tensor_parallel import ALONE, TensorParallel
+from engine.runner import Runner
 from kv_transfer.transports.loopback import LoopbackNetwork, LoopbackTransport
 from prefill_workers.worker import PrefillWorker
 from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState
@@ -28,6 +31,7 @@ from router.dispatch.journal import Journal
 from router.dispatch.migrator import Migrator
 from router.dispatch.roster import Roster
 from router.request.pipeline import Pipeline
+from router.rules.caches import Caches
 from router.rules.fair_queue import ANYBODY, SchedulingClass
 from router.rules.leaks import Leak
 from telemetry.metrics import Metrics
@@ -104,7 +108,8 @@ class ManyDecodes:
         workers: list[PrefillWorker | DecodeWorker] = [prefill, *decodes]
         self.tasks = {worker.me.worker_id: asyncio.create_task(worker.run()) for worker in workers}
         self.controller = ScriptedController([worker.me for worker in workers])
-        self.roster = Roster(self.controller, SECRET, config.limits, self.metrics.workers_lost.inc)
+        caches = Caches() if config.routing == "cache" else None
+        self.roster = Roster(self.controller, SECRET, config.limits, self.metrics.workers_lost.inc, caches)
         self.migrator = Migrator(config, self.roster, self.metrics)
         self._pipeline = Pipeline(Admission(config, self.roster, self.metrics), self.migrator, config.limits, self.metrics)
         self.roster.start()
@@ -201,11 +206,14 @@ async def run_many_decodes(
     transports = [LoopbackTransport(network)]
     lease_s = config.limits.lease_s
 
-    def runner(num_kv_tokens: int, shares: TensorParallel = ALONE) -> ModelRunner:
+    def runner(num_kv_tokens: int, shares: TensorParallel = ALONE) -> Runner:
         block_size = config.block_size
+        if config.engine == "paced":
+            profile = load_paced_profile(config.paced_profile)
+            return PacedRunner(facts, profile, block_size=block_size, num_kv_tokens=num_kv_tokens)
         return ModelRunner.load(facts, dtype="float32", block_size=block_size, num_kv_tokens=num_kv_tokens, ranks=shares)
 
-    def load_decode(shares: TensorParallel) -> ModelRunner:
+    def load_decode(shares: TensorParallel) -> Runner:
         return runner(config.decode.kv_cache_tokens, shares)
 
     servers = [WireServer(SECRET, "127.0.0.1") for _ in range(num_decodes + 1)]

@@ -15,6 +15,7 @@ from engine.model_runner import ModelRunner
 from engine.ranks.follower import Follower, Share
 from engine.ranks.gang import Gang
 from engine.ranks.tensor_parallel import TensorParallel
+from engine.runner import Runner
 from kv_transfer.transports.loopback import LoopbackNetwork, LoopbackTransport
 from prefill_workers.worker import PrefillWorker
 from protocol.messages import Role, WorkerRef
@@ -40,7 +41,7 @@ async def run_gangs(
     network = LoopbackNetwork()
     transports = [LoopbackTransport(network)]
 
-    def load(tokens: int) -> Callable[[TensorParallel], ModelRunner]:
+    def load(tokens: int) -> Callable[[TensorParallel], Runner]:
         return lambda ranks: ModelRunner.load(
             facts, dtype="float32", block_size=CONFIG.block_size, num_kv_tokens=tokens, ranks=ranks
         )
@@ -68,8 +69,8 @@ async def run_gangs(
 
 
 async def load_gang(
-    size: int, load: Callable[[TensorParallel], ModelRunner], share: Callable[[ModelRunner], Share]
-) -> tuple[Ranks, Gang, ModelRunner, str]:
+    size: int, load: Callable[[TensorParallel], Runner], share: Callable[[Runner], Share]
+) -> tuple[Ranks, Gang, Runner, str]:
     followers = [
         Follower(WireServer(SECRET, HOST), rank, size, HOST, lambda ranks: share(load(ranks)), LEASE_S)
         for rank in range(1, size)

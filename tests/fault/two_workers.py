@@ -17,6 +17,7 @@ from engine.grammar import Grammars
 from engine.model_runner import ModelRunner
 from engine.ranks.first_rank import FirstRank
 from engine.ranks.gang import Gang
+from engine.runner import Runner
 from kv_transfer.transports.loopback import LoopbackNetwork, LoopbackTransport
 from prefill_workers.worker import PrefillWorker
 from protocol.audit import Audit
@@ -235,9 +236,7 @@ async def _ping(caller: CallClient) -> None:
             await asyncio.sleep(0.1)
 
 
-def first_rank(
-    me: WorkerRef, config: ClusterConfig, server: WireServer, runner: ModelRunner, gang: Gang | None = None
-) -> FirstRank:
+def first_rank(me: WorkerRef, config: ClusterConfig, server: WireServer, runner: Runner, gang: Gang | None = None) -> FirstRank:
     """With the tests' secret, and grammars over a vocabulary of letters; without a gang it is the only rank."""
     return FirstRank(
         me=me,

@@ -52,6 +52,7 @@ FLAGS = (
         "--colocated", "disaggregation", sets="never", help="Decode workers compute prompts too, and there are no others."
     ),
     ConfigFlag("--disaggregation", "disaggregation", help="always, auto (per request) or never (as --colocated)."),
+    ConfigFlag("--routing", "routing", help="By what workers are chosen: cache and load, or load alone."),
     ConfigFlag(
         "--tensor-parallel-size",
         *("prefill.tensor_parallel_size", "decode.tensor_parallel_size"),
@@ -59,6 +60,8 @@ FLAGS = (
     ),
     ConfigFlag("--prefill-tensor-parallel-size", "prefill.tensor_parallel_size", help="The same for prefill workers alone."),
     ConfigFlag("--decode-tensor-parallel-size", "decode.tensor_parallel_size", help="The same for decode workers alone."),
+    ConfigFlag("--engine", "engine", help="model, or paced: workers that compute nothing and keep a profile's time."),
+    ConfigFlag("--paced-profile", "paced_profile", help="The profile: h200-8b, or a file."),
     ConfigFlag("--device", "device", help="auto, cpu or cuda."),
     ConfigFlag("--gpu-memory-utilization", "gpu_memory_utilization", help="Of a GPU, for weights and KV."),
     ConfigFlag("--dtype", "dtype", help="auto, float32, bfloat16 or float16 (GPUs)."),

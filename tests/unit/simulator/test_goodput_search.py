@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.loader import load_config
+from configs.step_times import Line
 from loadtest.datasets import Lengths
 from protocol.errors import InvalidRequestError
 from simulator.cluster import Shape
 from simulator.goodput import Planned, Targets, best_ratio, goodput, shapes, smallest_for
-from simulator.profile import LAPTOP, Line, Profile, Slowdown, Slowdowns
+from simulator.profile import LAPTOP, Profile, Slowdown, Slowdowns
 from simulator.workload import random_workload, trace_workload
 
 
@@ -86,7 +87,7 @@ def test_a_slowdown_is_of_the_engines_alone() -> None:
         engine_s = shared.prefill_step_s([(64, 64)], busy) - step_s
         assert engine_s == pytest.approx(prefill_factor * (alone.prefill_step_s([(64, 64)]) - step_s))
         base, token = shared.decode_step(4, busy)
-        assert base + token * 400 - outside_s == pytest.approx(decode_factor * alone.engine_decode_s(4, 100))
+        assert base + token * 400 - outside_s == pytest.approx(decode_factor * alone.decode_s(4, 100))
 
 
 def test_a_bad_profile_says_where_it_is_bad(tmp_path: Path) -> None:

@@ -1,0 +1,56 @@
+"""The profile by which paced workers take the time of this machine's own (`tandem profile --save`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cluster.measured import Profiles, with_measured_sizes
+from cluster.memory import worker_memory
+from configs.cache import write_whole
+from configs.facts import ModelFacts
+from configs.paced.profile import Figure, PacedProfile
+from configs.profiles import StepSizes
+from configs.schema import ClusterConfig
+from protocol.errors import ConfigError, UnavailableError
+from protocol.messages import Role
+from simulator.profile import LAPTOP, Profile
+
+_LAPTOP_TOKEN_BYTES = 30 * 2 * 3 * 64 * 2
+"""Of one token's KV in what `LAPTOP` was measured with: SmolLM2-135M in bfloat16."""
+
+
+def machine_profile(config: ClusterConfig, facts: ModelFacts, profiles: Profiles) -> PacedProfile:
+    """Return a profile of the step times that were measured here for both roles. Raises UnavailableError if they were not."""
+    decode = profiles.get(Role.DECODE)
+    prefill = profiles.get(Role.PREFILL) if config.prefill.workers else decode
+    step_times = None if prefill is None or decode is None else Profile.of_machine(prefill, decode)
+    if decode is None or step_times is None:
+        raise UnavailableError(f"there are no step times of {facts.name} for both roles on this machine")
+    sized = with_measured_sizes(config, profiles)
+    token_bytes = worker_memory(config, config.decode, facts).kv_pool // config.decode.kv_cache_tokens
+    link = _LAPTOP_TOKEN_BYTES / Profile.load(LAPTOP).overheads.handoff_token_s
+    return PacedProfile(
+        name=f"{facts.name} on {decode.key.processor}, measured {decode.measured_at}",
+        context_tokens=facts.max_model_len,
+        layers=facts.num_layers,
+        kv_token_bytes=token_bytes,
+        link_bytes_per_s=link,
+        kv_cache_tokens=config.decode.kv_cache_tokens,
+        sizes=StepSizes(
+            max_batch_tokens=sized.prefill.batch_tokens,
+            saturation_tokens=sized.prefill.shared_tokens,
+            max_chunk_tokens=sized.chunk_tokens,
+        ),
+        max_batch_size=config.decode.max_batch_size,
+        figures={"link_bytes_per_s": Figure(value=link, unit="bytes/s", source="simulator/laptop.json: handoffs on 2 cores")},
+        prefill=step_times.prefill,
+        decode=step_times.decode,
+    )
+
+
+def save_profile(profile: PacedProfile, path: Path) -> None:
+    """Write a profile as a file, whole. Raises ConfigError if that can't be done."""
+    try:
+        write_whole(path, profile.model_dump_json(indent=1).encode())
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be written: {error.strerror}", param="save") from None

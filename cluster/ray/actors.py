@@ -1,0 +1,69 @@
+"""The processes of workers as Ray actors: detached, known by their names, and without a restart policy of Ray's."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group_table, remove_placement_group
+
+from cluster.ray.placement import Resources
+
+NAMESPACE = "tandem"
+NAME_PREFIX = "tandem-"
+"""Prefix of the name of every actor and placement group that belongs to a cluster."""
+PROCESS_PREFIX = NAME_PREFIX + "process-"
+"""Prefix of the names of the actors that a launcher makes."""
+
+
+@dataclass(frozen=True)
+class NamedActor:
+    """A process of workers."""
+
+    name: str
+    handle: Any
+
+
+def node_resources() -> list[Resources]:
+    """Return the total resources of each node that is up."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def take_up_actors(kept: Collection[str], worker_ids: Collection[str]) -> dict[str, PlacementGroup]:
+    """Return the groups of these workers. Ends every other one, and every process but those that are kept. Blocks."""
+    named = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE]
+    for stray in find_actors([name for name in named if name.startswith(PROCESS_PREFIX) and name not in kept]):
+        ray.kill(stray.handle)
+    groups = {}
+    for entry in placement_group_table().values():
+        if entry["name"].startswith(NAME_PREFIX) and entry["state"] != "REMOVED":
+            group, worker_id = get_placement_group(entry["name"]), entry["name"].removeprefix(NAME_PREFIX)
+            if worker_id in worker_ids:
+                groups[worker_id] = group
+            else:
+                remove_placement_group(group)
+    return groups
+
+
+def find_actors(names: Sequence[str]) -> list[NamedActor]:
+    """Return those of them that there are. Blocks for calls to Ray."""
+    actors = []
+    for name in names:
+        with contextlib.suppress(ValueError):  # it has ended
+            actors.append(NamedActor(name, ray.get_actor(name, namespace=NAMESPACE)))
+    return actors
+
+
+def new_actor(process_class: type, name: str, bundle: Resources, **placement: Any) -> NamedActor:
+    """Make an actor of this class that reserves the bundle. Blocks for a call to Ray, not until the actor is placed."""
+    named = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+    options: dict[str, Any] = {"num_cpus": 0}
+    options |= {named[resource]: amount for resource, amount in bundle.items() if resource in named}
+    options["resources"] = {resource: amount for resource, amount in bundle.items() if resource not in named}
+    actor_class: Any = ray.remote(process_class).options(
+        name=name, namespace=NAMESPACE, lifetime="detached", **options, **placement
+    )
+    return NamedActor(name, actor_class.remote())

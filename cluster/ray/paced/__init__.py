@@ -1,0 +1,1 @@
+"""Paced workers, several to a process: an actor that hosts them, and who starts them there."""

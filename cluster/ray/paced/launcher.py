@@ -1,0 +1,196 @@
+"""Paced workers as lives in shared processes: Ray actors that hold up to `WORKERS_PER_HOST` of them each.
+
+    start: a host with room, or a new one ──► the worker's life in it ──► its end ──► the last life gone: the host ends
+
+A host that dies takes its workers with it: to each its supervisor gives the next life, elsewhere. One that does not answer when
+a life is to end is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import ray
+
+from cluster.launcher import Process, Started
+from cluster.memory import WORKERS_PER_HOST, WorkerMemory
+from cluster.ray.actors import PROCESS_PREFIX, NamedActor, find_actors, new_actor, node_resources, take_up_actors
+from cluster.ray.errors import answer
+from cluster.ray.paced.host import PacedHost
+from cluster.ray.placement import Room
+from configs.arithmetic import ceil_div
+from configs.schema import ClusterConfig
+from protocol.errors import TandemError, WorkerLostError
+from protocol.messages import Role, WorkerLife
+
+_END_S = 15.0
+"""Seconds that a host has to end a life before it is killed. A worker that closes slowly takes five of them."""
+
+
+@dataclass
+class Host:
+    """A process of paced workers, as its launcher knows it."""
+
+    actor: asyncio.Future[NamedActor]
+    lives: dict[WorkerLife, Role]
+    """Those that live here, and those that begin."""
+
+
+class PacedLauncher:
+    """A `cluster.launcher.Launcher` of paced workers on the Ray cluster that this process belongs to."""
+
+    def __init__(self, config: ClusterConfig, secret: bytes, memory: Mapping[Role, WorkerMemory]) -> None:
+        """`memory` is what a worker of each role takes."""
+        self._config = config
+        self._secret = secret
+        self._memory = memory
+        self._hosts: dict[str, Host] = {}
+
+    def process(self, role: Role, worker_id: str, epoch: int) -> Process:
+        """Return a process that begins with its `start` or `resume`. The call itself starts nothing."""
+        return PacedProcess(self, role, WorkerLife(worker_id, epoch))
+
+    async def take_up(self, lives: Mapping[WorkerLife, Sequence[str]], worker_ids: Sequence[str]) -> None:
+        """Take over from a former launcher: keep the hosts of these lives, and remove all else."""
+        kept: dict[str, set[WorkerLife]] = {}
+        for life, (name, *_) in lives.items():
+            kept.setdefault(name, set()).add(life)
+        await asyncio.to_thread(take_up_actors, kept, ())
+        # Lives that began and were not recorded are nobody's.
+        await asyncio.gather(*(_keep(name, own) for name, own in kept.items()))
+
+    def host_for(self, role: Role, life: WorkerLife) -> Host:
+        """Return a host with room for one more life, made if need be. The room is taken from now on.
+
+        Lives are spread over as many hosts as the configured workers need, and those of a role first.
+        """
+        room = [host for host in self._hosts.values() if len(host.lives) < WORKERS_PER_HOST]
+        wanted = ceil_div(self._config.prefill.workers + self._config.decode.workers, WORKERS_PER_HOST)
+        if not room or len(self._hosts) < wanted:
+            name = f"{PROCESS_PREFIX}host-{secrets.token_hex(4)}"
+            host = self._hosts[name] = Host(asyncio.ensure_future(asyncio.to_thread(new_actor, PacedHost, name, {})), {})
+        else:
+            host = min(room, key=lambda host: (len(host.lives), list(host.lives.values()).count(role)))
+        host.lives[life] = role
+        return host
+
+    def host_of(self, role: Role, life: WorkerLife, name: str) -> Host:
+        """Return the host of this name, which a former launcher made, and where this life is."""
+        if name not in self._hosts:
+            self._hosts[name] = Host(asyncio.ensure_future(asyncio.to_thread(_find, name)), {})
+        self._hosts[name].lives[life] = role
+        return self._hosts[name]
+
+    async def start_in(self, host: Host, role: Role, life: WorkerLife) -> Started:
+        """Start a life in its host. Raises TandemError."""
+        actor = await asyncio.shield(host.actor)
+        return cast(Started, await answer(actor.handle.start.remote(role, life, self._config, self._secret)))
+
+    async def end_in(self, host: Host, life: WorkerLife) -> None:
+        """End a life in its host, and the host with its last one, or if it does not answer."""
+        await asyncio.wait([host.actor])
+        handle = None if host.actor.exception() else host.actor.result().handle
+        answers = handle is not None and await _ended(handle, life)
+        host.lives.pop(life, None)
+        if not answers or not host.lives:
+            self._hosts = {name: other for name, other in self._hosts.items() if other is not host}
+            if handle is not None:
+                await asyncio.to_thread(ray.kill, handle)
+
+    async def keep_spare(self) -> None:
+        """Do nothing: a host that is there is as quick as a spare process."""
+
+    async def release(self, worker_id: str) -> None:
+        """Do nothing: no resources belong to a paced worker beyond its life."""
+
+    async def room(self) -> Room:
+        """Return what the nodes have for workers now."""
+        return Room(self._config, self._memory, await asyncio.to_thread(node_resources), may_grow=False)
+
+    async def why_not_started(self, role: Role) -> str:
+        """Say in words for people what keeps a worker of this role from starting."""
+        return "this machine is too busy, or starting takes longer than limits.worker_start_s"
+
+    async def close(self) -> None:
+        """Do nothing: hosts have ended with their lives."""
+
+
+class PacedProcess:
+    """A `cluster.launcher.Process`: one life in a host."""
+
+    def __init__(self, launcher: PacedLauncher, role: Role, life: WorkerLife) -> None:
+        self._launcher = launcher
+        self._role = role
+        self._life = life
+        self._host: Host | None = None
+        self._ending: asyncio.Future[None] | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the name of the host, by which `resume` finds it."""
+        return (self._actor().name,)
+
+    async def start(self) -> Started:
+        """Start the worker in a host with room. Raises TandemError if it can't start."""
+        self._host = self._launcher.host_for(self._role, self._life)
+        return await self._launcher.start_in(self._host, self._role, self._life)
+
+    async def resume(self, names: Sequence[str]) -> None:
+        """Take up the life that a former supervisor has started in the host of this name. Takes the place of `start`."""
+        self._host = self._launcher.host_of(self._role, self._life, names[0])
+        await asyncio.shield(self._host.actor)
+
+    async def run(self) -> None:
+        """Return when the worker was stopped. Raises WorkerLostError when it died, or its host."""
+        await answer(self._actor().handle.run.remote(self._life))
+
+    async def drain(self) -> None:
+        """Let the worker finish what it has and take nothing new. Returns once nothing is left."""
+        await answer(self._actor().handle.drain.remote(self._life))
+
+    async def stop(self) -> None:
+        """Ask the worker to end. `run` returns when it has."""
+        await answer(self._actor().handle.stop.remote(self._life))
+
+    async def kill(self) -> None:
+        """End this life, by force if need be: then its host ends, and the others there. Idempotent."""
+        if self._host is not None:
+            self._ending = self._ending or asyncio.ensure_future(self._launcher.end_in(self._host, self._life))
+            await asyncio.shield(self._ending)
+
+    def _actor(self) -> NamedActor:
+        assert self._host is not None, "nothing is asked of a process before its start"
+        if not self._host.actor.done() or self._host.actor.exception():
+            raise WorkerLostError("its process has not come up")
+        return self._host.actor.result()
+
+
+async def _keep(name: str, lives: Collection[WorkerLife]) -> None:
+    """End what else lives in this host, or the host if it does not answer."""
+    for actor in await asyncio.to_thread(find_actors, [name]):
+        try:
+            async with asyncio.timeout(_END_S):
+                await answer(actor.handle.keep.remote(lives))
+        except (TandemError, TimeoutError):
+            await asyncio.to_thread(ray.kill, actor.handle)
+
+
+async def _ended(handle: Any, life: WorkerLife) -> bool:
+    """Whether this life was ended by its host, which may be dead or stuck."""
+    try:
+        async with asyncio.timeout(_END_S):
+            await answer(handle.end.remote(life))
+    except (TandemError, TimeoutError):
+        return False
+    return True
+
+
+def _find(name: str) -> NamedActor:
+    found = find_actors([name])
+    if not found:
+        raise WorkerLostError("it ended while the controller was away")
+    return found[0]

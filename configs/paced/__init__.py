@@ -1,0 +1,1 @@
+"""Profiles of paced workers, and those that come with Tandem."""
