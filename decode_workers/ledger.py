@@ -27,7 +27,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from configs.arithmetic import ceil_div
 from decode_workers.ticket_entry import TicketEntry
-from engine.memory.prefix_cache import PrefixCache, block_keys
+from engine.memory.prefix_cache import PrefixCache
+from protocol.cache.keys import block_keys
 from protocol.share import NOBODYS, Share
 from protocol.ticket import TicketState, check_transition, reserved_tokens
 

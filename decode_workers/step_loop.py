@@ -46,7 +46,8 @@ class StepLoop:
         self._wake = asyncio.Event()
         self._boundary: asyncio.Future[None] | None = None
         """Done when the step under way is."""
-        self._latest_step_s = 0.0
+        self.latest_step_s = 0.0
+        """How long the latest step took, in seconds; 0 before the first."""
         self.tokens = 0
         """Generated since the start."""
 
@@ -56,7 +57,7 @@ class StepLoop:
 
     def flush(self) -> None:
         """Send to the routers what the latest step has produced."""
-        self._outbox.flush(self._latest_step_s)
+        self._outbox.flush(self.latest_step_s)
 
     async def boundary(self) -> None:
         """Return once nothing is computed any more of what was planned before this call."""
@@ -92,8 +93,8 @@ class StepLoop:
         self._boundary = asyncio.get_running_loop().create_future()
         self.flush()
         outputs = await step
-        self._latest_step_s = time.monotonic() - began
-        self._scheduler.took(self._latest_step_s)
+        self.latest_step_s = time.monotonic() - began
+        self._scheduler.took(self.latest_step_s)
         for stream, chunk, output in zip(batch, chunks, outputs, strict=True):
             if stream.ticket_id in self._scheduler:
                 self._scheduler.computed(stream, chunk)

@@ -28,12 +28,14 @@ from decode_workers.scheduler import DecodeScheduler
 from decode_workers.step_loop import StepLoop
 from decode_workers.ticket_entry import TicketEntry
 from engine.engine_thread import EngineThread
+from engine.memory.cache_teller import CacheTeller
 from engine.memory.prefix_cache import PrefixCache
 from engine.ranks.first_rank import FirstRank
 from kv_transfer.peers import DecodePeers
 from kv_transfer.receiver import TransferStats
 from kv_transfer.transport import ReceiveTransport, SendTransport
 from protocol.audit import Audit
+from protocol.cache.news import CacheAsk
 from protocol.endpoint import Endpoint, Handler
 from protocol.errors import KvTransferError
 from protocol.messages import (
@@ -69,10 +71,12 @@ class DecodeWorker:
         self._gang = gang
         self._grammars = rank.grammars
         self._engine = EngineThread(runner, gang)
-        self._cache = PrefixCache(pool.num_blocks, pool.num_kept)
+        self._endpoint = Endpoint(rank.server, lease_s=limits.lease_s, heartbeat_s=limits.heartbeat_s)
+        self._teller = CacheTeller(me.life, self._endpoint.send)
+        self._cache = PrefixCache(pool.num_blocks, pool.num_kept, self._teller.note)
+        self._teller.tells_of(self._cache.keys)
         self._tasks = asyncio.TaskGroup()
         self._idle = asyncio.Event()
-        self._endpoint = Endpoint(rank.server, lease_s=limits.lease_s, heartbeat_s=limits.heartbeat_s)
         self.ledger = Ledger(
             self._cache,
             pool.block_size,
@@ -132,6 +136,7 @@ class DecodeWorker:
                 tasks.create_task(self._gang.run())
                 tasks.create_task(self._endpoint.run(self._handlers(), self.load, self._peer_lost))
                 tasks.create_task(self._loop.run())
+                tasks.create_task(self._teller.run())
                 tasks.create_task(self._expire_leases())
         finally:
             await self._peers.close()
@@ -153,6 +158,7 @@ class DecodeWorker:
             PushAnnounce: self._arrivals.announce,
             PushCommit: self._arrivals.commit,
             TransferAbort: self._arrivals.abort,
+            CacheAsk: self._teller.ask,
             Audit: self._audit,
         }
 
@@ -192,6 +198,7 @@ class DecodeWorker:
                 prefilled_tokens=self._scheduler.prefilled_tokens,
                 num_preemptions=self._scheduler.preemptions,
                 recomputed_tokens=self._scheduler.recomputed_tokens,
+                step_s=self._loop.latest_step_s,
             ),
         )
 
@@ -241,6 +248,7 @@ class DecodeWorker:
         self.ledger.renew(peer)
 
     def _peer_lost(self, peer: bytes) -> None:
+        self._teller.forget(peer)
         self._arrivals.leave(peer)
         self.ledger.peer_lost(peer)
 

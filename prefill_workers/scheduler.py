@@ -27,7 +27,8 @@ from dataclasses import dataclass, field
 
 from configs.arithmetic import ceil_div
 from configs.schema import PrefillConfig
-from engine.memory.prefix_cache import PrefixCache, block_keys
+from engine.memory.prefix_cache import PrefixCache
+from protocol.cache.keys import block_keys
 
 
 @dataclass(eq=False)
@@ -45,11 +46,13 @@ class Prompt:
     """Number of leading tokens whose KV was cached when the prompt started."""
     computed: int = 0
     """Number of leading tokens whose KV is in the pool, or will be after the current step."""
+    likely_cached: int = 0
+    """Number of leading tokens that were cached when the prompt was queued."""
 
     @property
     def remaining(self) -> int:
-        """Number of tokens that no step has computed or is computing."""
-        return len(self.token_ids) - self.computed
+        """Number of tokens that no step has computed or is computing, as far as is known while the prompt is queued."""
+        return len(self.token_ids) - (self.computed if self.block_table else self.likely_cached)
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ class PrefillScheduler:
 
     @property
     def queued_tokens(self) -> int:
-        """Number of prompt tokens not yet computed. What may be cached of queued prompts is not known yet."""
+        """Number of prompt tokens not yet computed, and not cached either when their prompt came."""
         return sum(prompt.remaining for prompt in self._ahead + self._line)
 
     @property
@@ -118,6 +121,7 @@ class PrefillScheduler:
 
     def add(self, prompt: Prompt, *, ahead: bool = False) -> None:
         """Queue a prompt behind all others, or `ahead` of those that were not sent ahead themselves."""
+        prompt.likely_cached = self._cache.match(self._usable_keys(prompt)) * self._block_size
         (self._ahead if ahead else self._line).append(prompt)
 
     def plan(self) -> list[PlannedChunk]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from engine.batch import SampledToken
 from engine.engine_thread import EngineThread
+from engine.memory.cache_teller import CacheTeller
 from engine.memory.prefix_cache import PrefixCache
 from engine.niceness import PREFILL_NICENESS
 from engine.ranks.first_rank import FirstRank
@@ -33,6 +34,7 @@ from prefill_workers.job import Job
 from prefill_workers.jobs import Jobs
 from prefill_workers.scheduler import PlannedChunk, PrefillScheduler
 from protocol.audit import Audit
+from protocol.cache.news import CacheAsk
 from protocol.endpoint import Endpoint, Handler
 from protocol.errors import (
     ContextLengthError,
@@ -61,7 +63,10 @@ class PrefillWorker:
         self._gang = gang
         self._engine = EngineThread(runner, gang, PREFILL_NICENESS)
         self._grammars = rank.grammars
-        self._cache = PrefixCache(pool.num_blocks, pool.num_kept)
+        self._endpoint = Endpoint(rank.server, lease_s=self._limits.lease_s, heartbeat_s=self._limits.heartbeat_s)
+        self._teller = CacheTeller(rank.me.life, self._endpoint.send)
+        self._cache = PrefixCache(pool.num_blocks, pool.num_kept, self._teller.note)
+        self._teller.tells_of(self._cache.keys)
         self._scheduler = PrefillScheduler(self._cache, pool.block_size, config.prefill)
         self._progress = StepProgress(pool.data.device)
         first = LocalSendRank(pool.layers(), pool.block_size, transports, self._progress, self._limits.lease_s)
@@ -72,16 +77,21 @@ class PrefillWorker:
         self._idle = asyncio.Event()
         self._draining = False
         self._tasks = asyncio.TaskGroup()
-        self._endpoint = Endpoint(rank.server, lease_s=self._limits.lease_s, heartbeat_s=self._limits.heartbeat_s)
         self._jobs = Jobs(self._scheduler, self._endpoint.send, self._tasks.create_task, self._changed)
 
     async def run(self) -> None:
         """Serve until cancelled. Raises WorkerLostError when another rank of this worker is lost."""
-        handlers: dict[type[Any], Handler] = {Prefill: self._prefill, Cancel: self._cancel, Audit: self._audit}
+        handlers: dict[type[Any], Handler] = {
+            Prefill: self._prefill,
+            Cancel: self._cancel,
+            CacheAsk: self._teller.ask,
+            Audit: self._audit,
+        }
         try:
             async with self._tasks as tasks:
                 tasks.create_task(self._gang.run())
-                tasks.create_task(self._endpoint.run(handlers, self.load, self._jobs.stop_router))
+                tasks.create_task(self._endpoint.run(handlers, self.load, self._peer_lost))
+                tasks.create_task(self._teller.run())
                 tasks.create_task(self._steps())
                 tasks.create_task(self._retire_broken_pairs())
         finally:
@@ -183,6 +193,10 @@ class PrefillWorker:
         if not job.stopped:
             self._scheduler.add(job.prompt, ahead=message.ahead)
             self._changed()
+
+    def _peer_lost(self, peer: bytes) -> None:
+        self._teller.forget(peer)
+        self._jobs.stop_router(peer)
 
     def _cancel(self, router: bytes, message: Cancel) -> None:
         self._jobs.stop_request(router, message.request_id)

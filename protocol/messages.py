@@ -149,6 +149,8 @@ class DecodeLoad:
     """Running sequences that had to give their blocks back, since start."""
     recomputed_tokens: int
     """Tokens that were computed again after a preemption, since start."""
+    step_s: float
+    """How long the latest step took, in seconds; 0 before the first."""
 
 
 @message(3)

@@ -34,6 +34,7 @@ from router.request.choices import EmittedChoice
 from router.request.generation import Generation, RequestIdentity
 from router.request.generator import Generator
 from router.request.pipeline import Pipeline
+from router.rules.caches import Caches
 from router.text.threads import TextThreads
 from router.text.tokenizer import Tokenizer
 from telemetry.metrics import Metrics, WorkerSample
@@ -53,7 +54,8 @@ class Router:
         self._model = model
         self._orders = ControllerOrders(controller)
         self.metrics = Metrics(model.facts.name, self._worker_samples)
-        self._roster = Roster(controller, secret, config.limits, self.metrics.workers_lost.inc)
+        caches = Caches() if config.routing == "cache" else None
+        self._roster = Roster(controller, secret, config.limits, self.metrics.workers_lost.inc, caches)
         self.shutdown = Shutdown(controller, self._roster)
         self._admission = Admission(config, self._roster, self.metrics)
         self._migrator = Migrator(config, self._roster, self.metrics)

@@ -352,6 +352,7 @@ class DecodeWorker:
                 generated_tokens=0,
                 prefilled_tokens=self._scheduler.prefilled_tokens,
                 num_preemptions=self._scheduler.preemptions,
+                step_s=0.0,
                 recomputed_tokens=self._scheduler.recomputed_tokens,
             ),
         )

@@ -19,33 +19,12 @@ scheme is vLLM's (automatic prefix caching, v1), with whole keys, not Python's h
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from hashlib import blake2b
+from collections.abc import Callable, Iterable, Sequence
 
 from engine.memory.block_manager import BlockManager
 
-_KEY_BYTES = 32
 _NOT_THERE = object()
-
-
-def block_keys(token_ids: Sequence[int], block_size: int, salt: str) -> list[bytes]:
-    """The key of each full block of these tokens, in order. Prompts with different salts share none.
-
-    Salts and blocks are hashed apart (`person`), so that no salt can pass for the hash of another prompt's beginning.
-    """
-    packed = array("I", token_ids)
-    width = block_size * packed.itemsize
-    data = memoryview(packed).cast("B")
-    key = blake2b(salt.encode(), digest_size=_KEY_BYTES, person=b"salt").digest()
-    keys: list[bytes] = []
-    for start in range(0, len(data) - width + 1, width):
-        block = blake2b(key, digest_size=_KEY_BYTES, person=b"block")
-        block.update(data[start : start + width])
-        key = block.digest()
-        keys.append(key)
-    return keys
 
 
 class PrefixCache:
@@ -53,8 +32,11 @@ class PrefixCache:
     it.
     """
 
-    def __init__(self, num_blocks: int, num_kept: int | None = None) -> None:
-        """None of `num_kept` is all of them."""
+    def __init__(
+        self, num_blocks: int, num_kept: int | None = None, on_change: Callable[[bytes, bool], None] | None = None
+    ) -> None:
+        """None of `num_kept` is all of them. `on_change` is told each key that is cached from now on, and each that is not."""
+        self._on_change = on_change
         self.num_blocks = num_blocks
         self._num_kept = num_blocks if num_kept is None else min(num_kept, num_blocks)
         self._num_touched = 0
@@ -82,6 +64,10 @@ class PrefixCache:
     def num_references(self) -> int:
         """Number of owners of all blocks together: a block that three prompts share counts three times."""
         return sum(self._references)
+
+    def keys(self) -> Iterable[bytes]:
+        """The keys of all cached blocks."""
+        return self._block_of.keys()
 
     def match(self, keys: Sequence[bytes]) -> int:
         """Number of leading keys whose blocks are all cached. Takes nothing."""
@@ -131,6 +117,8 @@ class PrefixCache:
                 assert block not in self._key_of, f"block {block} holds something else"
                 self._block_of[key] = block
                 self._key_of[block] = key
+                if self._on_change is not None:
+                    self._on_change(key, True)
                 if self._evicted.pop(key, _NOT_THERE) is None:
                     self._num_kept = min(self._num_kept + 1, self.num_blocks)
 
@@ -167,6 +155,8 @@ class PrefixCache:
             del self._idle[block]
             key = self._key_of.pop(block)
             del self._block_of[key]
+            if self._on_change is not None:
+                self._on_change(key, False)
             if self._num_kept < self.num_blocks:
                 self._evicted[key] = None
                 if len(self._evicted) > self.num_blocks:

@@ -16,9 +16,10 @@ lets requests wait.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Container
+from collections.abc import Container, Mapping, Sequence
 
 from configs.schema import ClusterConfig
+from protocol.cache.keys import block_keys
 from protocol.errors import InvalidRequestError, OverloadedError, TandemError, UnavailableError
 from protocol.messages import Role
 from protocol.ticket import reserved_tokens
@@ -29,6 +30,7 @@ from router.dispatch.links import WorkerLink
 from router.dispatch.reservation import Reservation, Room, reserve
 from router.dispatch.roster import Roster
 from router.dispatch.status import needed_roles
+from router.rules.caches import Caches
 from router.rules.disaggregation import PrefillCosts
 from router.rules.line_rules import LEVELS_PER_QUEUE_TIME
 from router.rules.pair import Moment, Pair, PairRequest, PairSearch, PairTerms
@@ -36,6 +38,8 @@ from router.rules.worker_load import blocks_for
 from telemetry.metrics import Metrics
 
 _RETRY_WHEN_DOWN_S = 5.0
+_LONG_TOKENS = 8192
+"""Prompts of more tokens are hashed in a thread: that takes about 0.1 us a token."""
 _IMPATIENCE = 0.25
 """Share of a lease that a decode worker gets to answer while there are others to ask."""
 
@@ -62,6 +66,7 @@ class Admission:
         a role was up until then.
         """
         self.check_possible(len(journal.token_ids), journal.remaining_tokens)
+        keys = await self._block_keys(journal)
         try:
             with self._line.place(journal.scheduling_class, self._cost(journal), deadline, ahead=retried) as place:
                 if place.outranks_front:
@@ -71,7 +76,7 @@ class Admission:
                     self._roster.check_open()
                     seen = self._roster.changes
                     asked: list[WorkerLink] = []
-                    claim = await self._try(attempt_id, journal, avoid, asked)
+                    claim = await self._try(attempt_id, journal, keys, avoid, asked)
                     if claim is not None:
                         place.served = True
                         return claim
@@ -110,9 +115,20 @@ class Admission:
         """Tokens for which a claim takes KV blocks at once: those to prefill, and the first room of the answer."""
         return reserved_tokens(len(journal.token_ids), journal.remaining_tokens, self._config.block_size)
 
-    async def _try(self, attempt_id: str, journal: Journal, avoid: Container[str], asked: list[WorkerLink]) -> Claim | None:
+    async def _block_keys(self, journal: Journal) -> list[bytes]:
+        """The keys by which workers know the prompt's blocks; none if they are not asked what they have cached."""
+        if self._roster.caches is None:
+            return []
+        arguments = journal.token_ids, self._config.block_size, journal.cache_salt
+        if len(journal.token_ids) > _LONG_TOKENS:
+            return await asyncio.to_thread(block_keys, *arguments)
+        return block_keys(*arguments)
+
+    async def _try(
+        self, attempt_id: str, journal: Journal, keys: Sequence[bytes], avoid: Container[str], asked: list[WorkerLink]
+    ) -> Claim | None:
         """A claim if some pair has room now; decode workers are asked in turn, and added to `asked`."""
-        request, lease_s = self._pair_request(journal, avoid), self._config.limits.lease_s
+        request, lease_s = self._pair_request(journal, keys, avoid), self._config.limits.lease_s
         search = PairSearch(request, self._roster.prefills, self._roster.decodes, self._terms)
         while (question := search.next_decode(self._moment())) is not None:
             decode = self._roster.ready_decode(question.worker_id)
@@ -137,7 +153,7 @@ class Admission:
             reservation.release()
         return None
 
-    def _pair_request(self, journal: Journal, avoid: Container[str]) -> PairRequest:
+    def _pair_request(self, journal: Journal, keys: Sequence[bytes], avoid: Container[str]) -> PairRequest:
         copied_to, copied_tokens = None, 0
         if journal.copy is not None:
             copied_to = journal.copy.life.worker_id
@@ -152,21 +168,25 @@ class Admission:
             copied_to=copied_to,
             copied_tokens=copied_tokens,
             avoid=avoid,
+            held={} if self._roster.caches is None else self._held(self._roster.caches, keys),
         )
 
+    def _held(self, caches: Caches, keys: Sequence[bytes]) -> Mapping[str, int]:
+        return {worker_id: count * self._config.block_size for worker_id, count in caches.held(keys).items()}
+
     def _moment(self) -> Moment:
-        auto = self._config.disaggregation == "auto"
-        costs = self._costs.lines(asyncio.get_running_loop().time()) if auto else None
-        return Moment(costs, len(self._line), self._line.num_of)
+        now, by_cache = asyncio.get_running_loop().time(), self._roster.caches is not None
+        costs = self._costs.lines(now) if by_cache or self._config.disaggregation == "auto" else None
+        pace = self._roster.pace.pace(now) if by_cache else None
+        return Moment(costs, pace, len(self._line), self._line.num_of)
 
     def _claim(self, attempt_id: str, journal: Journal, reservation: Reservation, pair: Pair) -> Claim:
         computes = reservation.decode if pair.here else self._roster.ready_prefill(pair.computes)
         assert computes is not None, "the search knows the workers that are ready"
         self._metrics.decided("here" if pair.here else "there")
-        num_missing = len(journal.token_ids) - (reservation.ticket.held_tokens if pair.here else 0)
         tenant = journal.scheduling_class.tenant
-        prompt = PromptWork(computes, num_missing, tenant, self._roster.note_change, ahead=pair.ahead)
-        return Claim(attempt_id, reservation, prompt, journal, self._costs)
+        prompt = PromptWork(computes, pair.num_missing, tenant, self._roster.note_change, ahead=pair.ahead)
+        return Claim(attempt_id, reservation, prompt, journal, self._costs, self._roster.pace)
 
     def _refusal(self, journal: Journal) -> TandemError:
         waited_s = self._config.limits.queue_s

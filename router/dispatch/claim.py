@@ -22,6 +22,7 @@ from router.dispatch.journal import Journal, KvCopy, Tokens
 from router.dispatch.links import WorkerLink
 from router.dispatch.reservation import Reservation, Room, reserve
 from router.rules.disaggregation import PrefillCosts
+from router.rules.pace import PaceMeter
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,15 @@ class Claim:
     """
 
     def __init__(
-        self, attempt_id: str, reservation: Reservation, prompt: PromptWork, journal: Journal, costs: PrefillCosts
+        self,
+        attempt_id: str,
+        reservation: Reservation,
+        prompt: PromptWork,
+        journal: Journal,
+        costs: PrefillCosts,
+        pace: PaceMeter,
     ) -> None:
-        """`costs` learns what it took to compute the prompt and to hand it over."""
+        """`costs` learns what it took to compute the prompt and to hand it over, and `pace` how long the answer was."""
         self.here = prompt.link is reservation.decode
         """The decode worker computes the prompt."""
         self._attempt_id = attempt_id
@@ -81,6 +88,7 @@ class Claim:
         self._prompt = prompt
         self._num_tokens = len(journal.token_ids)
         self._costs = costs
+        self._pace = pace
         self._attaching = False
         self._handed_over = False
         self._stream = reservation.decode.streams.open(reservation.ticket.ticket_id)
@@ -192,6 +200,10 @@ class Claim:
     def refused(self) -> None:
         """Note that the queue of the prefill worker is full."""
         self._prompt.refused()
+
+    def answered(self, num_tokens: int) -> None:
+        """Note that the answer has come to its end with so many tokens."""
+        self._pace.answered(num_tokens, time.monotonic())
 
     def finished(self) -> None:
         """Note that the first token was the last, so that prefill hands nothing over."""

@@ -17,11 +17,13 @@ from collections.abc import Callable
 from typing import Any
 
 from configs.schema import LimitsConfig
+from protocol.cache.news import CacheNews
 from protocol.messages import LoadReport, Ping, Role, TokenFrame, WorkerLife, WorkerRef
 from protocol.wire import WireClient
 from router.dispatch.connection import Connection
 from router.dispatch.streams import OpenStreams
 from router.dispatch.worker_calls import WorkerCalls
+from router.rules.caches import CacheFollower, Caches
 from router.rules.worker_load import Outstanding, WorkerLoad
 
 log = logging.getLogger(__name__)
@@ -40,9 +42,11 @@ class WorkerLink:
         limits: LimitsConfig,
         on_load: Callable[[], None],
         on_report: Callable[[], None],
+        caches: Caches | None = None,
     ) -> None:
         """`on_load` is called when anything that is known of the worker's load changes, and when the link is lost;
-        `on_report` when a report has arrived."""
+        `on_report` when a report has arrived. `caches` follow what the worker tells of its prefix cache, unless nobody wants to
+        know."""
         self.ref = ref
         self.connection = Connection(ref, client, self._on_message, on_load)
         self.streams = OpenStreams()
@@ -61,6 +65,8 @@ class WorkerLink:
         """The worker is no longer part of the cluster: the link ends with its last request."""
         self._limits = limits
         self._on_report = on_report
+        self._caches = caches
+        self._follower: CacheFollower | None = None
         self._heard_at = time.monotonic()
 
     async def run(self) -> str:
@@ -68,6 +74,8 @@ class WorkerLink:
         connection = self.connection
         reading = asyncio.create_task(connection.read())
         beating = asyncio.create_task(self._beat())
+        if self._caches is not None:
+            self._follower = self._caches.follow(self.life, connection.tell)
         try:
             ends: list[asyncio.Future[Any]] = [reading, beating, self.gone]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -76,6 +84,8 @@ class WorkerLink:
             connection.lose("the link was closed")
             # Before any wait: who cancels us may do so in the middle of this, and streams would wait for ever.
             self.streams.fail_all(connection.lost_error)
+            if self._follower is not None:
+                self._follower.leave()
             reading.cancel()
             beating.cancel()
             failures = await asyncio.gather(reading, beating, return_exceptions=True)
@@ -133,6 +143,8 @@ class WorkerLink:
             self.streams.put(message, now)
         elif isinstance(message, LoadReport):
             self._on_load_report(message, now)
+        elif isinstance(message, CacheNews) and self._follower is not None:
+            self._follower.hear(message)
         else:
             log.warning("%s sent an unexpected %s", self.ref.worker_id, type(message).__name__)
 

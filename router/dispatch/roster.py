@@ -24,6 +24,8 @@ from protocol.messages import Role, WorkerLife, WorkerRef
 from protocol.wire import WireClient
 from router.dispatch.controller_client import ControllerClient
 from router.dispatch.links import WorkerLink
+from router.rules.caches import Caches
+from router.rules.pace import PaceMeter
 from router.rules.ranking import DecodeRanking, PrefillRanking
 from telemetry.logging import fields
 
@@ -77,7 +79,15 @@ class _Ready:
 class Roster:
     """All links of one router. Call `start` and `close` in the router's loop; `on_lost` is told of every broken link."""
 
-    def __init__(self, controller: ControllerClient, secret: bytes, limits: LimitsConfig, on_lost: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        controller: ControllerClient,
+        secret: bytes,
+        limits: LimitsConfig,
+        on_lost: Callable[[], None],
+        caches: Caches | None = None,
+    ) -> None:
+        """`caches` follow what workers tell of their prefix caches; None if nobody wants to know."""
         self.view = ClusterView(-1, ())
         self.changes = 0
         """Number of events so far that may have made room: load reports, new links, new views, finished prefills."""
@@ -85,6 +95,9 @@ class Roster:
         self._secret = secret
         self._limits = limits
         self._on_lost = on_lost
+        self.caches = caches
+        self.pace = PaceMeter()
+        """What steps and answers take at decode workers, if there are `caches`."""
         self._entries: dict[WorkerLife, _Entry] = {}
         self.prefills, self.decodes = PrefillRanking(), DecodeRanking()
         """The workers that are ready, in the order in which they should be chosen."""
@@ -237,7 +250,12 @@ class Roster:
 
     async def _hold(self, entry: _Entry, client: WireClient) -> None:
         link = entry.link = WorkerLink(
-            entry.ref, client, self._limits, on_load=lambda: self._rank(entry), on_report=self.note_change
+            entry.ref,
+            client,
+            self._limits,
+            on_load=lambda: self._rank(entry),
+            on_report=lambda: self._reported(link),
+            caches=self.caches,
         )
         self._rank(entry)
         log.info("linked", extra=fields(worker=entry.ref.worker_id, epoch=entry.ref.epoch))
@@ -266,6 +284,11 @@ class Roster:
             pause_s = _FIRST_PAUSE_S
             if view.version != self.view.version:
                 self.update(view)
+
+    def _reported(self, link: WorkerLink) -> None:
+        if self.caches is not None and link.report is not None:
+            self.pace.reported(link.report, link.reported_at)
+        self.note_change()
 
     def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

@@ -92,6 +92,8 @@ class Attempt:
         for arrival in tokens.arrivals:
             self.times.stepped(*arrival)
         self.finished = tokens.finish_reason is not None
+        if self.finished:
+            self.claim.answered(self.journal.num_generated)
         return tokens
 
     def _note_arithmetic(self, link: WorkerLink, way: Way) -> None:

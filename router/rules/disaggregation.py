@@ -3,11 +3,11 @@
 Both ways are compared by an estimate of the time to the first token. It follows from what such prompts have taken lately, and
 from what is queued:
 
-    there   the queue of the best prefill worker + the whole prompt + the handoff, which holds up the second token
+    there   the queue of the best prefill worker + the part of the prompt that it does not hold + the handoff, which holds up
+            the second token
     here    the queue of the decode worker + the part of the prompt that it does not hold + what its running streams lose
 
-The ticket tells how much of a prompt the decode worker holds. What a prefill worker has cached is not known, and is taken as
-nothing.
+The ticket tells how much of a prompt the decode worker holds; what others hold they tell (`router.rules.cache_index`).
 """
 
 from __future__ import annotations
@@ -112,6 +112,8 @@ class Case:
     num_tokens: int
     held_tokens: int
     """Tokens at the prompt's beginning whose KV the decode worker has."""
+    held_there: int
+    """The same of the best prefill worker, as far as is known."""
     ahead_here: int
     """Tokens of other prompts that the decode worker computes before this one."""
     ahead_there: int
@@ -122,9 +124,17 @@ class Case:
 
 def prefill_here(case: Case, costs: Costs) -> bool:
     """Tell whether the first token comes sooner if the decode worker computes the prompt itself."""
-    missing = case.num_tokens - case.held_tokens
-    own_s = costs.here.seconds(missing)
+    return here_s(case, costs) < there_s(case, costs)
+
+
+def here_s(case: Case, costs: Costs) -> float:
+    """Seconds to the first token if the decode worker computes the prompt, with what its running streams lose."""
+    own_s = costs.here.seconds(case.num_tokens - case.held_tokens)
     stalls_s = case.running * own_s * _STREAM_WEIGHT if own_s > _NOTICED_S else 0.0
-    here_s = costs.here.seconds(case.ahead_here) + own_s + stalls_s
-    there_s = costs.there.seconds(case.ahead_there) + costs.there.seconds(case.num_tokens) + costs.handoff.seconds(missing)
-    return here_s < there_s
+    return costs.here.seconds(case.ahead_here) + own_s + stalls_s
+
+
+def there_s(case: Case, costs: Costs) -> float:
+    """Seconds to the first token, and for the handoff, if the best prefill worker computes the prompt."""
+    computing_s = costs.there.seconds(case.ahead_there) + costs.there.seconds(case.num_tokens - case.held_there)
+    return computing_s + costs.handoff.seconds(case.num_tokens - case.held_tokens)

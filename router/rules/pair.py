@@ -11,6 +11,11 @@ two rankings, and the request by `PairRequest`. The mode (`ClusterConfig.disaggr
     never    the decode worker does: those with the fewest prompt tokens ahead are asked first
     auto     whichever gives the first token sooner (`router.rules.disaggregation`)
 
+What workers have cached of the prompt (`PairRequest.held`) need not be computed, or not be handed over. So the prefill worker
+is the one with the fewest tokens to compute, those of the prompt among them. A decode worker is asked the earlier, the less
+time it takes from there on: to the first token, and for the answer at the pace of its steps (`router.rules.pace`). A prefix
+that many ask for spreads by itself: once the queue of those that have it is longer than the prefix, another one computes it.
+
 In every mode the decode worker computes what no prefill worker can have: a stream of which it holds more than the prompt. A
 stream that has to go on elsewhere is computed by the decode worker while all prefill workers are busy, because the streams of a
 lost worker all stand still at once.
@@ -18,15 +23,21 @@ lost worker all stand still at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from typing import Literal
 
 from configs.schema import ClusterConfig
-from router.rules.disaggregation import Case, Costs, prefill_here
-from router.rules.ranking import DecodeRanking, PrefillRanking
+from router.rules.disaggregation import Case, Costs, here_s, prefill_here, there_s
+from router.rules.pace import Pace
+from router.rules.ranking import MOST_HOLDERS, DecodeRanking, PrefillRanking
 from router.rules.worker_load import Outstanding, WorkerLoad, prefill_window
 
+_MOST_BY_LOAD = 8
+"""Decode workers with the most room that are looked at beside those that hold something."""
 LEAST_DECODE_WINDOW = 64
 """Prompt tokens that one router keeps at a decode worker at least, however few a step has: the ends of several prompts whose
 beginnings it holds, such as the choices of one request."""
@@ -64,6 +75,13 @@ class PairRequest:
     """Length of that copy."""
     avoid: Container[str] = ()
     """Ids of workers that are chosen only if no other is left."""
+    held: Mapping[str, int] = field(default_factory=dict)
+    """Tokens at the prompt's beginning whose KV workers have cached, by worker, as far as is known. Empty if nobody asks."""
+
+    def held_by(self, worker_id: str) -> int:
+        """Tokens at the prompt's beginning whose KV this worker probably has; the last token is always computed."""
+        copied = self.copied_tokens if worker_id == self.copied_to else 0
+        return max(copied, min(self.held.get(worker_id, 0), self.num_tokens - 1))
 
     @property
     def resumed(self) -> bool:
@@ -76,7 +94,9 @@ class Moment:
     """What else decides, and changes from one look to the next."""
 
     costs: Costs | None
-    """What computing and handing over took lately; None if nothing was measured, or nobody asks (`auto` alone does)."""
+    """What computing and handing over took lately; None if nothing was measured, or nobody asks."""
+    pace: Pace | None
+    """What the answers take at decode workers; None likewise."""
     num_waiting: int
     """Requests in the router's line, this one included."""
     waiting_of: Callable[[str], int]
@@ -114,7 +134,7 @@ class Pair:
 class PairSearch:
     """One look for a pair with room for one request.
 
-    The order in which decode workers are asked is that of the beginning; everything else is as known when it is asked.
+    The order in which decode workers are asked is that of the first question; everything else is as known when it is asked.
     """
 
     def __init__(self, request: PairRequest, prefills: PrefillRanking, decodes: DecodeRanking, terms: PairTerms) -> None:
@@ -122,23 +142,20 @@ class PairSearch:
         self._prefills = prefills
         self._decodes = decodes
         self._terms = terms
-        self._order = decodes.candidates(
-            request.need_blocks,
-            by_prompts=terms.disaggregation == "never",
-            first=request.copied_to,
-            avoid=request.avoid,
-        )
-        self._next = next(self._order, None)
+        self._order: Iterator[str] | None = None
+        self._next: str | None = None
 
     def next_decode(self, moment: Moment) -> DecodeQuestion | None:
         """The decode worker to ask next; None if there is none, or if nobody would compute the prompt."""
+        if self._order is None:
+            self._order = self._candidates(moment)
+            self._next = next(self._order, None)
         while self._next is not None:
             worker_id, self._next = self._next, next(self._order, None)
             load = self._decodes.find(worker_id)
             if load is None:
                 continue  # it has left since the search began
-            held_tokens = self._request.copied_tokens if worker_id == self._request.copied_to else 0
-            if self._computing(load, held_tokens, moment) is not None:
+            if self._computing(load, self._request.held_by(worker_id), moment) is not None:
                 return DecodeQuestion(worker_id, own_tokens(self._request, self._terms), last=self._next is None)
             if _needs_prefill(self._request, self._terms):
                 return None  # no prefill worker takes the prompt, whoever decodes it
@@ -151,10 +168,30 @@ class PairSearch:
         if computing is None:
             return None
         here = computing.worker_id == decode.worker_id
-        num_missing = self._request.num_tokens - (held_tokens if here else 0)
+        there_held = self._request.held_by(computing.worker_id)
+        num_missing = self._request.num_tokens - (held_tokens if here else there_held)
         overtaking = _overtaking(self._request.tenant, moment.waiting_of)
         ahead = not here and overtaking is not None and overtaking(computing.prompts)
         return Pair(decode.worker_id, computing.worker_id, num_missing, ahead)
+
+    def _candidates(self, moment: Moment) -> Iterator[str]:
+        request, never = self._request, self._terms.disaggregation == "never"
+        by_load = partial(
+            self._decodes.candidates, request.need_blocks, by_prompts=never, first=request.copied_to, avoid=request.avoid
+        )
+        costs, pace = moment.costs, moment.pace
+        if not request.held or costs is None or pace is None or request.copied_to is not None:
+            return by_load()
+        there = self._prefills.best(request.num_tokens, sys.maxsize, None, request.avoid, request.held)
+
+        def seconds(decode: WorkerLoad) -> float:
+            case = _case(request, request.held_by(decode.worker_id), decode, there, self._prefills)
+            ways = [] if self._terms.disaggregation == "always" else [here_s(case, costs)]
+            ways += [there_s(case, costs)] if self._prefills and not never else []
+            return min(ways, default=0.0) + pace.seconds(decode.held_blocks + request.need_blocks)
+
+        looked_at = [*islice(request.held, MOST_HOLDERS), *islice(by_load(), _MOST_BY_LOAD)]
+        return self._decodes.cheapest_first(looked_at, request.need_blocks, seconds, by_load, request.avoid)
 
     def _computing(self, decode: WorkerLoad, held_tokens: int, moment: Moment) -> WorkerLoad | None:
         return computing_worker(self._request, held_tokens, decode, self._prefills, moment, self._terms)
@@ -177,14 +214,14 @@ def computing_worker(
     mode, there = terms.disaggregation, None
     if mode != "never":
         overtaking = _overtaking(request.tenant, moment.waiting_of)
-        there = prefills.best(request.num_tokens, terms.prefill_window, overtaking, request.avoid)
+        there = prefills.best(request.num_tokens, terms.prefill_window, overtaking, request.avoid, request.held)
     if _needs_prefill(request, terms) or (mode == "always" and there is not None):
         return there
     takes = decode.prompts.takes_prompt(request.num_tokens - held_tokens, terms.decode_window)
     here = decode if takes and decode.prompts.refused_size is None else None
     if mode != "auto" or not prefills:
         return here
-    if _better_here(request, held_tokens, decode, prefills, moment.costs):
+    if _better_here(request, held_tokens, decode, there, prefills, moment.costs):
         return here or there
     # Waiting for the better place holds up the requests behind this one.
     return here if there is None and moment.num_waiting > 1 else there
@@ -210,17 +247,33 @@ def _overtaking(tenant: str, waiting_of: Callable[[str], int]) -> Callable[[Outs
 
 
 def _better_here(
-    request: PairRequest, held_tokens: int, decode: WorkerLoad, prefills: PrefillRanking, costs: Costs | None
+    request: PairRequest,
+    held_tokens: int,
+    decode: WorkerLoad,
+    there: WorkerLoad | None,
+    prefills: PrefillRanking,
+    costs: Costs | None,
 ) -> bool:
     """The decode worker had better compute the prompt itself: only it is not to be avoided, or it is sooner done."""
     all_avoided = prefills.all_in(request.avoid)
     if all_avoided != (decode.worker_id in request.avoid):
         return all_avoided
-    case = Case(
+    return costs is not None and prefill_here(_case(request, held_tokens, decode, there, prefills), costs)
+
+
+def _case(
+    request: PairRequest, held_tokens: int, decode: WorkerLoad, there: WorkerLoad | None, prefills: PrefillRanking
+) -> Case:
+    """What is compared. `there` is the prefill worker that takes the prompt, None if none does now. One that does not take it
+    may have less to do."""
+    held_there, ahead_there = 0, prefills.least_queued_tokens if prefills else 0
+    if there is not None and there.queued_tokens - (held := request.held_by(there.worker_id)) <= ahead_there:
+        held_there, ahead_there = held, there.queued_tokens
+    return Case(
         num_tokens=request.num_tokens,
         held_tokens=held_tokens,
+        held_there=held_there,
         ahead_here=decode.queued_tokens,
-        ahead_there=prefills.least_queued_tokens,
+        ahead_there=ahead_there,
         running=decode.report.running if decode.report else 0,
     )
-    return costs is not None and prefill_here(case, costs)

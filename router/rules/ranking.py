@@ -11,13 +11,17 @@ to the lowest id. So the same loads give the same order, and idle workers take t
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from math import inf
 from typing import Any, overload
 
 from router.rules.worker_load import Outstanding, WorkerLoad
 
 _Key = tuple[Any, ...]
+_NOTHING: Mapping[str, int] = {}
+MOST_HOLDERS = 64
+"""Workers that hold some of a prompt and are looked at for that."""
 
 
 class _Sorted:
@@ -36,6 +40,10 @@ class _Sorted:
             del self.keys[bisect_left(self.keys, former)]
         insort(self.keys, key)
         self._key_of[worker_id] = key
+
+    def key_of(self, worker_id: str) -> _Key | None:
+        """A worker's key; None if it has none."""
+        return self._key_of.get(worker_id)
 
     def discard(self, worker_id: str) -> None:
         """Remove a worker's key, if it has one."""
@@ -85,22 +93,42 @@ class PrefillRanking:
         window_tokens: int,
         may_overtake: Callable[[Outstanding], bool] | None = None,
         avoid: Container[str] = (),
+        held: Mapping[str, int] = _NOTHING,
     ) -> WorkerLoad | None:
         """The worker that should get a prompt of this length, or None if no worker takes it now.
 
-        A worker takes it behind the prompts that are there (`Outstanding.takes_prompt`) or, if `may_overtake` says so, in front
-        of them. A worker in `avoid` is chosen only if no other takes it.
+        It is the one with the fewest prompt tokens to compute, those of this prompt among them: `held` says of how many each
+        worker has the KV. A worker takes the prompt behind those that are there (`Outstanding.takes_prompt`) or, if
+        `may_overtake` says so, in front of them. A worker in `avoid` is chosen only if no other takes it.
         """
-        if not self._idle and num_tokens >= window_tokens and may_overtake is None:
+        least = num_tokens - max(held.values(), default=0)
+        if not self._idle and least >= window_tokens and may_overtake is None:
             return None
-        avoided = None
-        for _, _, _, worker_id, ahead, prompts in self._open.keys:
+        best: tuple[bool, int] | None = None
+        chosen = None
+        for key, in_order in self._looked_at(held):
+            queued, _, _, worker_id, ahead, prompts = key
+            if in_order and best is not None and (best[0], queued + least) >= best:
+                if not best[0]:
+                    break  # and so it is with all that follow
+                if worker_id in avoid:
+                    continue
+            missing = num_tokens - held.get(worker_id, 0)
             # The rule of `Outstanding.takes_prompt`, without a call for each of a thousand workers.
-            if not ahead or ahead + num_tokens <= window_tokens or (may_overtake is not None and may_overtake(prompts)):
-                if worker_id not in avoid:
-                    return self._loads[worker_id]
-                avoided = avoided or worker_id
-        return None if avoided is None else self._loads[avoided]
+            if not ahead or ahead + missing <= window_tokens or (may_overtake is not None and may_overtake(prompts)):
+                cost = (worker_id in avoid, queued + missing)
+                if best is None or cost < best:
+                    best, chosen = cost, worker_id
+        return None if chosen is None else self._loads[chosen]
+
+    def _looked_at(self, held: Mapping[str, int]) -> Iterator[tuple[_Key, bool]]:
+        """The open workers: some of those that hold something, then all in order. With each, whether it is in order."""
+        for worker_id in islice(held, MOST_HOLDERS):
+            key = self._open.key_of(worker_id)
+            if key is not None:
+                yield key, False
+        for key in self._open.keys:
+            yield key, True
 
     @property
     def least_queued_tokens(self) -> int:
@@ -172,6 +200,27 @@ class DecodeRanking:
         if load is None or (free is not None and free < need_blocks):
             first = None
         return _or_else(_preferred(ids, first, avoid), self._nearest_to_room)
+
+    def cheapest_first(
+        self,
+        looked_at: Iterable[str],
+        need_blocks: int,
+        cost: Callable[[WorkerLoad], float],
+        others: Callable[[], Iterator[str]],
+        avoid: Container[str] = (),
+    ) -> Iterator[str]:
+        """Ids of the workers that are `looked_at` and have room, the one of the least `cost` first, then those of `others`.
+
+        Those in `avoid`, and those of equal cost, keep their places among `others`.
+        """
+        costs: dict[str, float] = {}
+        for worker_id in looked_at:
+            load = self._loads.get(worker_id)
+            free = None if load is None else load.reservable_blocks
+            if load is not None and free is not None and free >= need_blocks and worker_id not in avoid:
+                costs.setdefault(worker_id, cost(load))
+        yield from sorted(costs, key=costs.__getitem__)
+        yield from (worker_id for worker_id in others() if worker_id not in costs)
 
     def _nearest_to_room(self) -> str | None:
         """The worker with the most room, though it may be too little; None if it has refused since its last load report."""

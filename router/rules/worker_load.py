@@ -145,6 +145,12 @@ class WorkerLoad:
         return max(reported + self.prompts.unreported_size, self.prompts.in_flight_size)
 
     @property
+    def held_blocks(self) -> int:
+        """KV blocks that tickets hold at a decode worker, as far as is known."""
+        reported = self.report.total_blocks - self.report.free_blocks if self.report else 0
+        return reported + self.outstanding.unreported_size
+
+    @property
     def reservable_blocks(self) -> int | None:
         """KV blocks that a new ticket may probably take at a decode worker; None if nothing is known."""
         free = None if self.report is None else self.report.reservable_blocks - self.outstanding.unreported_size

@@ -26,6 +26,7 @@ def decode_report(
         prefilled_tokens=0,
         num_preemptions=0,
         recomputed_tokens=0,
+        step_s=0.0,
     )
     return load_report(
         worker_id,

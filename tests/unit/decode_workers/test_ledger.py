@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from configs.arithmetic import ceil_div
 from decode_workers.ledger import Ledger
 from decode_workers.ticket_entry import TicketEntry
-from engine.memory.prefix_cache import PrefixCache, block_keys
+from engine.memory.prefix_cache import PrefixCache
+from protocol.cache.keys import block_keys
 from protocol.ticket import TicketState, check_transition
 
 BLOCK_SIZE = 4

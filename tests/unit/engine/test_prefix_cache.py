@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from configs.arithmetic import ceil_div
-from engine.memory.prefix_cache import PrefixCache, block_keys
+from engine.memory.prefix_cache import PrefixCache
+from protocol.cache.keys import block_keys
 
 BLOCK_SIZE = 2
 NUM_BLOCKS = 10

@@ -71,9 +71,9 @@ class Run:
             self.check(chunk)
         self.scheduler.step_done(plan)
         self.cache.check_integrity([prompt.block_table for prompt in self.prompts])
-        assert self.scheduler.queued_tokens == sum(
-            len(p.token_ids) - self.reached[p] for p in self.prompts if p not in self.dropped and p not in self.finished
-        )
+        waiting = [p for p in self.prompts if p not in self.dropped and p not in self.finished]
+        reached = (self.reached[p] if p.block_table else p.likely_cached for p in waiting)
+        assert self.scheduler.queued_tokens == sum(len(p.token_ids) for p in waiting) - sum(reached)
         return plan
 
     def check(self, chunk: PlannedChunk) -> None:

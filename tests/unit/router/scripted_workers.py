@@ -134,6 +134,7 @@ class ScriptedWorker:
             prefilled_tokens=0,
             num_preemptions=0,
             recomputed_tokens=0,
+            step_s=0.0,
         )
         prefill = PrefillLoad(computed_tokens=11)
         return LoadReport(

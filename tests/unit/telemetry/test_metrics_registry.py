@@ -29,6 +29,7 @@ REPORT = LoadReport(
         prefilled_tokens=3,
         num_preemptions=5,
         recomputed_tokens=900,
+        step_s=0.02,
     ),
 )
 

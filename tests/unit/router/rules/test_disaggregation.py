@@ -14,7 +14,7 @@ tokens = st.integers(0, 8192)
 seconds = st.floats(0, 1)
 lines = st.builds(Line, seconds, st.floats(1e-6, 1e-2))
 costs_of = st.builds(Costs, lines, lines, lines)
-cases = st.builds(Case, st.integers(1, 8192), st.just(0), tokens, tokens, st.integers(0, 64))
+cases = st.builds(Case, st.integers(1, 8192), st.just(0), st.just(0), tokens, tokens, st.integers(0, 64))
 
 
 @given(case=cases, costs=costs_of, more=st.integers(1, 4096))
@@ -43,10 +43,10 @@ def test_alike_and_idle_the_handoff_decides_and_under_way_the_queue(case: Case, 
 
 def test_a_short_stall_of_streams_weighs_nothing_and_a_longer_one_all_of_it() -> None:
     costs = Costs(Line(0, 0.001), Line(0, 0.001), handoff=Line(0.045, 0))
-    assert prefill_here(Case(75, 0, 0, 0, running=64), costs)
-    assert prefill_here(Case(80, 0, 0, 0, running=1), costs)
-    assert not prefill_here(Case(80, 0, 0, 0, running=2), costs)
-    assert not prefill_here(Case(100, 0, 0, 0, running=1), costs)
+    assert prefill_here(Case(75, 0, 0, 0, 0, running=64), costs)
+    assert prefill_here(Case(80, 0, 0, 0, 0, running=1), costs)
+    assert not prefill_here(Case(80, 0, 0, 0, 0, running=2), costs)
+    assert not prefill_here(Case(100, 0, 0, 0, 0, running=1), costs)
 
 
 @given(fixed=st.floats(0, 1), slope=st.floats(1e-5, 1e-2), sizes=st.lists(st.integers(1, 4000), min_size=2, max_size=30))

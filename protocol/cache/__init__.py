@@ -1,0 +1,1 @@
+"""What routers and workers tell each other of prefix caches."""

@@ -1,0 +1,38 @@
+"""The keys by which KV blocks are known, at workers and at routers alike.
+
+A full block's key is a chained hash: of the salt, all tokens before it, and its own. Equal keys are equal prefixes, because a
+collision of BLAKE2b-256 can't be found.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+_KEY_BYTES = 32
+SHORT_BYTES = 8
+"""Bytes of a key that routers know. Two keys that share them cost time only."""
+
+
+def block_keys(token_ids: Sequence[int], block_size: int, salt: str) -> list[bytes]:
+    """The key of each full block of these tokens, in order. Prompts with different salts share none.
+
+    Salts and blocks are hashed apart (`person`), so that no salt can pass for the hash of another prompt's beginning.
+    """
+    packed = array("I", token_ids)
+    width = block_size * packed.itemsize
+    data = memoryview(packed).cast("B")
+    key = blake2b(salt.encode(), digest_size=_KEY_BYTES, person=b"salt").digest()
+    keys: list[bytes] = []
+    for start in range(0, len(data) - width + 1, width):
+        block = blake2b(key, digest_size=_KEY_BYTES, person=b"block")
+        block.update(data[start : start + width])
+        key = block.digest()
+        keys.append(key)
+    return keys
+
+
+def shortened(keys: Iterable[bytes]) -> bytes:
+    """Return keys as routers know them, the first eight bytes of each."""
+    return b"".join(key[:SHORT_BYTES] for key in keys)

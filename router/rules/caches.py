@@ -1,0 +1,94 @@
+"""What this router knows of the workers' prefix caches: it asks each worker, and follows what it tells. Pure.
+
+link up ──CacheAsk──► all that is held ──► changes, number by number ──► link lost: nothing is known of the worker
+             ▲                                     │
+             └──────────────── a gap ──────────────┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from protocol.cache.keys import SHORT_BYTES
+from protocol.cache.news import CacheAsk, CacheNews
+from protocol.messages import WorkerLife
+from router.rules.cache_index import CacheIndex
+
+
+class Caches:
+    """The index of one router, and who fills it."""
+
+    def __init__(self) -> None:
+        self._index = CacheIndex()
+        self._followers: dict[str, CacheFollower] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that some worker holds."""
+        return self._index.num_blocks
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the index takes."""
+        return self._index.num_bytes
+
+    def held(self, keys: Sequence[bytes]) -> dict[str, int]:
+        """Return how many leading blocks of these keys each worker holds, as far as is known."""
+        return self._index.held(keys)
+
+    def follow(self, life: WorkerLife, tell: Callable[[CacheAsk], None]) -> CacheFollower:
+        """Follow this life of a worker, which `tell` sends messages to."""
+        self._index.drop(life.worker_id)
+        follower = self._followers[life.worker_id] = CacheFollower(life, self, tell)
+        tell(CacheAsk())
+        return follower
+
+    def changed(self, follower: CacheFollower, news: CacheNews) -> None:
+        """Take over what a worker tells, unless another life of it is followed by now."""
+        worker_id = follower.life.worker_id
+        if self._followers.get(worker_id) is not follower:
+            return
+        if news.begins:
+            self._index.drop(worker_id)
+        if news.gained:
+            self._index.gained(worker_id, news.gained)
+        if news.lost:
+            self._index.lost(worker_id, news.lost)
+
+    def leave(self, follower: CacheFollower) -> None:
+        """Forget what this life of a worker held."""
+        worker_id = follower.life.worker_id
+        if self._followers.get(worker_id) is follower:
+            del self._followers[worker_id]
+            self._index.drop(worker_id)
+
+
+class CacheFollower:
+    """The news of one life of one worker, in their order."""
+
+    def __init__(self, life: WorkerLife, caches: Caches, tell: Callable[[CacheAsk], None]) -> None:
+        self.life = life
+        self._caches = caches
+        self._tell = tell
+        self._number: int | None = None
+        """Of the latest news; None while all that is held was asked for."""
+        self._left = 0
+        """Parts of all that is held which are still to come."""
+
+    def hear(self, news: CacheNews) -> None:
+        """Take the next message. One that is malformed, or of another life, counts as if it had not come."""
+        if (news.worker_id, news.epoch) != self.life or len(news.gained) % SHORT_BYTES or len(news.lost) % SHORT_BYTES:
+            return
+        if self._number is None and not news.begins:
+            return  # from before the question
+        expected = (self._number, self._left - 1) if self._left else ((self._number or 0) + 1, 0)
+        if not news.begins and (news.number, news.left) != expected:
+            self._number = None
+            self._tell(CacheAsk())
+            return
+        self._number, self._left = news.number, news.left
+        self._caches.changed(self, news)
+
+    def leave(self) -> None:
+        """The link is lost."""
+        self._caches.leave(self)

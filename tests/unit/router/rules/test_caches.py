@@ -1,0 +1,154 @@
+"""From what a worker's cache does to what a router knows: the real cache, teller and follower, and changes that get lost."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from engine.memory import cache_teller
+from engine.memory.cache_teller import CacheTeller
+from engine.memory.prefix_cache import PrefixCache
+from protocol.cache.keys import block_keys
+from protocol.cache.news import MOST_KEYS, CacheAsk, CacheNews
+from protocol.messages import WorkerLife
+from router.rules.caches import Caches
+
+LIFE = WorkerLife("prefill-0", 3)
+BLOCK = 4
+
+
+class Worker:
+    """A worker's cache that tells a router of itself, over a line that may lose changes, but nothing that was asked for."""
+
+    def __init__(self, caches: Caches, num_blocks: int, loses: Callable[[], bool] = lambda: False) -> None:
+        self.sent: list[Any] = []
+        self.teller = CacheTeller(LIFE, lambda peer, message: self.sent.append(message))
+        self.cache = PrefixCache(num_blocks, on_change=self.teller.note)
+        self.teller.tells_of(self.cache.keys)
+        self._loses = loses
+        self._answers: list[Any] = []
+        self.asks = 0
+        self.follower = caches.follow(LIFE, self._asked)
+
+    def _asked(self, message: CacheAsk) -> None:
+        self.asks += 1
+        before = len(self.sent)
+        self.teller.ask(b"router", message)
+        self._answers += self.sent[before:]
+
+    def compute(self, tokens: list[int]) -> None:
+        """A prompt that is computed and handed over."""
+        keys = block_keys(tokens, BLOCK, "")
+        table = self.cache.allocate(len(keys) + 1, keys[: self.cache.match(keys)])
+        assert table is not None
+        self.cache.insert(keys, table)
+        self.cache.release(keys, table)
+
+    def deliver(self) -> None:
+        under_way, self.sent = self.sent, []
+        for message in under_way:
+            if message in self._answers or not self._loses():
+                self.follower.hear(message)
+
+
+async def told(worker: Worker) -> None:
+    """As the teller does once a while."""
+    running = asyncio.create_task(worker.teller.run())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+def known(caches: Caches, worker: Worker, prompts: list[list[int]]) -> bool:
+    """The router knows of each prompt what the worker has of it."""
+    for tokens in prompts:
+        keys = block_keys(tokens, BLOCK, "")
+        count = worker.cache.match(keys)
+        if caches.held(keys) != ({LIFE.worker_id: count} if count else {}):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("lost", [0.0, 0.3])
+@pytest.mark.parametrize("most", [MOST_KEYS, 3])
+def test_the_router_knows_what_the_worker_has(lost: float, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after evictions, with parts of a few keys, and once a gap was noticed where messages get lost."""
+    monkeypatch.setattr(cache_teller, "MOST_KEYS", most)
+
+    async def scene() -> None:
+        rng, caches = random.Random(5), Caches()
+        worker = Worker(caches, 40, lambda: rng.random() < lost)
+        shared = [rng.choices(range(100), k=30) for _ in range(3)]
+        prompts = [rng.choice(shared)[: rng.randrange(30)] + rng.choices(range(100), k=rng.randrange(1, 30)) for _ in range(60)]
+        for tokens in prompts:
+            worker.compute(tokens)
+            if rng.random() < 0.5:
+                await told(worker)
+                worker.deliver()
+        worker._loses = lambda: False
+        for number in range(10):  # who has missed the last news hears of it with the next ones
+            worker.compute([number] * 9)
+            await told(worker)
+            worker.deliver()
+        assert known(caches, worker, prompts)
+        assert caches.num_blocks == len(list(worker.cache.keys()))
+        assert (worker.asks > 1) == bool(lost)
+
+    asyncio.run(scene())
+
+
+def test_too_many_changes_are_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_teller, "_MOST_CHANGES", 10)
+
+    async def scene() -> None:
+        caches = Caches()
+        worker = Worker(caches, 400)
+        worker.deliver()
+        prompts = [[number] * 30 for number in range(20)]
+        for tokens in prompts:
+            worker.compute(tokens)
+        await told(worker)
+        worker.deliver()
+        worker.deliver()
+        assert worker.asks == 2
+        assert known(caches, worker, prompts)
+
+    asyncio.run(scene())
+
+
+def test_a_lost_link_and_a_former_life_leave_nothing() -> None:
+    caches, keys = Caches(), block_keys(range(8), BLOCK, "")
+    worker = Worker(caches, 10)
+    worker.deliver()
+    news = CacheNews("prefill-0", 3, 1, False, 0, b"".join(key[:8] for key in keys), b"")
+    worker.follower.hear(CacheNews("prefill-0", 2, 1, False, 0, news.gained, b""))
+    worker.follower.hear(CacheNews("prefill-0", 3, 1, False, 0, news.gained[:5], b""))
+    assert caches.held(keys) == {}
+    worker.follower.hear(news)
+    assert caches.held(keys) == {"prefill-0": 2}
+    later = caches.follow(WorkerLife("prefill-0", 4), lambda message: None)
+    assert caches.held(keys) == {}
+    later.hear(CacheNews("prefill-0", 4, 0, True, 0, news.gained, b""))
+    worker.follower.leave()
+    assert caches.held(keys) == {"prefill-0": 2}
+    later.leave()
+    assert caches.held(keys) == {}
+
+
+def test_without_a_router_nothing_is_kept() -> None:
+    teller = CacheTeller(LIFE, lambda peer, message: None)
+    teller.note(b"k" * 32, True)
+    assert not teller._changes
+    teller.ask(b"router", CacheAsk())
+    teller.note(b"k" * 32, True)
+    assert teller._changes
+    teller.note(b"k" * 32, False)
+    assert not teller._changes, "gained and lost again: nothing has changed for the router"
+    teller.note(b"k" * 32, True)
+    teller.forget(b"router")
+    assert not teller._changes
