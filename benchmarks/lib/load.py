@@ -77,8 +77,11 @@ def bench_options(
     max_concurrency: int | None = None,
     num_warmups: int = 0,
     timeout_s: float = 120.0,
+    time_scale: float | None = None,
 ) -> BenchOptions:
-    """Return the options of a load test with Poisson arrivals at this rate, or all at once. Raises InvalidRequestError."""
+    """Return the options of a load test with Poisson arrivals at this rate, or at a trace's own times if there is a
+    `time_scale`, or all at once. Raises InvalidRequestError.
+    """
     return BenchOptions(
         base_url=url,
         num_prompts=num_prompts,
@@ -89,6 +92,7 @@ def bench_options(
         seed=seed,
         percentile_metrics="ttft,tpot,itl",
         timeout_s=timeout_s,
+        time_scale=time_scale,
         **prompts.options(),
     )
 

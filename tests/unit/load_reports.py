@@ -19,6 +19,7 @@ def decode_report(
     reservable_blocks: int = 0,
     free_blocks: int = 0,
     total_blocks: int = 1000,
+    step_s: float = 0.0,
 ) -> LoadReport:
     decode = DecodeLoad(
         reservable_blocks=reservable_blocks,
@@ -26,7 +27,7 @@ def decode_report(
         prefilled_tokens=0,
         num_preemptions=0,
         recomputed_tokens=0,
-        step_s=0.0,
+        step_s=step_s,
     )
     return load_report(
         worker_id,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from router.rules.disaggregation import Costs, Line
+from router.rules.pace import Pace
 from router.rules.pair import Moment, PairRequest, PairSearch, PairTerms, computing_worker
 from router.rules.ranking import DecodeRanking, PrefillRanking
 from router.rules.worker_load import Outstanding, WorkerLoad
@@ -312,3 +313,71 @@ def test_a_prompt_that_is_done_is_not_queued_although_no_report_has_come_since()
     assert load.queued_tokens == 20
     prompts.prompt_done(20, "b")
     assert load.queued_tokens == 0
+
+
+PER_BLOCK = Pace(Line(0.001, 0.00001), answer_tokens=100)
+"""An answer takes 0.1 s, and 1 ms for each block that the worker's streams hold."""
+
+
+def held_order(held: dict[str, int], room: dict[str, int | None], costs: Costs | None = EVEN, **changes: Any) -> list[str]:
+    """Decode workers in the order in which they are asked; they have 1,000 blocks each, and hold those that are not free."""
+    moment = Moment(costs, changes.pop("pace", PER_BLOCK), 1, lambda tenant: 1)
+    mode: Literal["always", "auto", "never"] = changes.pop("mode", "always")
+    prefills, decodes = rankings({}, num_prefills=1)
+    for name, free in room.items():
+        report = None if free is None else decode_report(name, reservable_blocks=free, free_blocks=free)
+        decodes.put(WorkerLoad(name, report, Outstanding(), Outstanding()))
+    search = PairSearch(replace(FRESH, held=held, **changes), prefills, decodes, PairTerms(mode, PREFILL_WINDOW, DECODE_WINDOW))
+    found = []
+    while (question := search.next_decode(moment)) is not None:
+        found.append(question.worker_id)
+    return found
+
+
+def test_who_holds_the_prompt_is_asked_first_unless_its_steps_cost_more() -> None:
+    """64 of 80 tokens save 64 ms of the handoff; a block that is held costs 1 ms of the answer."""
+    assert held_order({}, {"a": 900, "b": 890}) == ["a", "b"]
+    assert held_order({"b": 64}, {"a": 900, "b": 890}) == ["b", "a"]
+    assert held_order({"b": 64}, {"a": 900, "b": 830}) == ["a", "b"]
+    assert held_order({"b": 64}, {"a": 900, "b": 5}) == ["a"], "no room"
+    assert held_order({"b": 64, "prefill-0": 64, "gone": 80}, {"a": 900, "b": 890, "c": None}) == ["b", "a", "c"]
+    assert held_order({"b": 64}, {"a": 900, "b": 890}, avoid={"b"}) == ["a", "b"]
+    assert held_order({"b": 64}, {"a": 900, "b": 890}, costs=None) == ["a", "b"], "nothing was measured yet"
+    assert held_order({"b": 64}, {"a": 900, "b": 890}, pace=None) == ["a", "b"]
+
+
+def test_a_copy_goes_before_what_is_held() -> None:
+    assert held_order({"b": 64}, {"a": 900, "b": 890}, copied_to="a", copied_tokens=48) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("held", "expected"),
+    [
+        ({}, "prefill-0"),
+        ({"prefill-1": 30}, "prefill-0"),
+        ({"prefill-1": 64}, "prefill-1"),
+        ({"prefill-0": 64, "prefill-1": 64}, "prefill-0"),
+    ],
+)
+def test_the_fewest_tokens_to_compute_say_who_computes(held: dict[str, int], expected: str) -> None:
+    """Another prompt of 50 tokens is at the second worker: so much has to be cached there to make up for it."""
+    row = Row("always", expected, request=replace(FRESH, held=held), prefills=(At(), At((("other", 50),))))
+    assert decide(row) == expected
+
+
+def test_what_prefill_has_speaks_for_there() -> None:
+    """Here 48 tokens are missing and there 80, or 16; the handoff of 48 costs as much as computing them."""
+    there = replace(EVEN, handoff=Line(0.0, 0.0))
+    assert decide(Row("auto", HERE, held=32, costs=there)) == HERE
+    assert decide(Row("auto", "prefill-0", held=32, costs=there, request=replace(FRESH, held={"prefill-0": 64}))) == "prefill-0"
+
+
+def test_the_pair_says_what_the_prefill_worker_has_to_compute() -> None:
+    prefills, decodes = rankings({"a": 10})
+    request = replace(FRESH, held={"prefill-0": 64, "a": 48})
+    search = PairSearch(request, prefills, decodes, PairTerms("always", PREFILL_WINDOW, DECODE_WINDOW))
+    load = decodes.find("a")
+    assert load is not None
+    pair = search.pair(load, 48, ALONE)
+    assert pair is not None
+    assert (pair.computes, pair.num_missing) == ("prefill-0", 16)

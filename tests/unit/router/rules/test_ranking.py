@@ -112,6 +112,39 @@ def test_choice_is_that_of_sorting_all_workers(workers: list[WorkerLoad], size: 
     assert decode_order(shuffled, size, avoid) == sorted_decodes(workers, size, avoid)
 
 
+@given(
+    loads(),
+    st.integers(1, 300),
+    st.sets(st.sampled_from("abcdefgh")),
+    st.dictionaries(st.sampled_from("abcdefghx"), st.integers(1, 300), max_size=5),
+    st.booleans(),
+)
+def test_the_fewest_tokens_to_compute_decide_where_workers_hold_some(
+    workers: list[WorkerLoad], size: int, avoid: set[str], held: dict[str, int], overtakes: bool
+) -> None:
+    """The prompt's own tokens count, less those that the worker has. Who is avoided comes last."""
+    held = {name: min(count, size - 1) for name, count in held.items() if size > 1}
+    ranking = PrefillRanking()
+    for load in workers:
+        ranking.put(load)
+    may_overtake = (lambda outstanding: outstanding.in_flight > 2) if overtakes else None
+
+    def cost(load: WorkerLoad) -> tuple[bool, int]:
+        return load.worker_id in avoid, load.queued_tokens + size - held.get(load.worker_id, 0)
+
+    def takes(load: WorkerLoad) -> bool:
+        overtaken = may_overtake is not None and may_overtake(load.prompts)
+        missing = size - held.get(load.worker_id, 0)
+        return load.prompts.refused_size is None and (load.prompts.takes_prompt(missing, WINDOW) or overtaken)
+
+    able = [load for load in workers if takes(load)]
+    found = ranking.best(size, WINDOW, may_overtake, avoid, held)
+    assert (found is None) == (not able)
+    if found is not None:
+        assert takes(found)
+        assert cost(found) == min(cost(load) for load in able)
+
+
 _MOVES = st.tuples(
     st.sampled_from("abcde"),
     st.sampled_from(["give", "done", "refuse", "report", "leave"]),
