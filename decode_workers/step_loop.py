@@ -46,8 +46,9 @@ class StepLoop:
         self._wake = asyncio.Event()
         self._boundary: asyncio.Future[None] | None = None
         """Done when the step under way is."""
-        self.latest_step_s = 0.0
-        """How long the latest step took, in seconds; 0 before the first."""
+        self._latest_step_s = 0.0
+        self.pace_s = 0.0
+        """How long the latest step took that computed nothing of a prompt, in seconds; 0 before the first."""
         self.tokens = 0
         """Generated since the start."""
 
@@ -57,7 +58,7 @@ class StepLoop:
 
     def flush(self) -> None:
         """Send to the routers what the latest step has produced."""
-        self._outbox.flush(self.latest_step_s)
+        self._outbox.flush(self._latest_step_s)
 
     async def boundary(self) -> None:
         """Return once nothing is computed any more of what was planned before this call."""
@@ -93,8 +94,10 @@ class StepLoop:
         self._boundary = asyncio.get_running_loop().create_future()
         self.flush()
         outputs = await step
-        self.latest_step_s = time.monotonic() - began
-        self._scheduler.took(self.latest_step_s)
+        self._latest_step_s = time.monotonic() - began
+        self._scheduler.took(self._latest_step_s)
+        if not prefilling:
+            self.pace_s = self._latest_step_s
         for stream, chunk, output in zip(batch, chunks, outputs, strict=True):
             if stream.ticket_id in self._scheduler:
                 self._scheduler.computed(stream, chunk)

@@ -198,7 +198,7 @@ class DecodeWorker:
                 prefilled_tokens=self._scheduler.prefilled_tokens,
                 num_preemptions=self._scheduler.preemptions,
                 recomputed_tokens=self._scheduler.recomputed_tokens,
-                step_s=self._loop.latest_step_s,
+                step_s=self._loop.pace_s,
             ),
         )
 

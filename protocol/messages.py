@@ -150,7 +150,7 @@ class DecodeLoad:
     recomputed_tokens: int
     """Tokens that were computed again after a preemption, since start."""
     step_s: float
-    """How long the latest step took, in seconds; 0 before the first."""
+    """How long the latest step took that computed nothing of a prompt, in seconds; 0 before the first."""
 
 
 @message(3)

@@ -166,7 +166,7 @@ class Router:
 
     def _moment(self) -> Moment:
         costs = self._costs.lines(self._clock.now) if self._measures else None
-        return Moment(costs, None, len(self._line), self._line.num_of)
+        return Moment(costs, None, None, len(self._line), self._line.num_of)
 
     def _ask(self, waiting: _Waiting, search: PairSearch, seen: int) -> None:
         """Ask the next decode worker for blocks, if there is one."""

@@ -29,6 +29,8 @@ class CacheTeller:
         self._held: Callable[[], Iterable[bytes]] = tuple
         self._peers: set[bytes] = set()
         self._changes: dict[bytes, bool] = {}
+        self._too_many = False
+        """Changes were dropped, and nobody was told yet."""
         self._number = 0
         self._changed = asyncio.Event()
 
@@ -45,11 +47,12 @@ class CacheTeller:
         self._changes[key] = cached
         if len(self._changes) > _MOST_CHANGES:
             self._changes.clear()
-            self._number += 1
+            self._too_many = True
         self._changed.set()
 
     def ask(self, peer: bytes, message: CacheAsk) -> None:
         """Tell a peer all that is held, and every change from now on."""
+        self._tell_changes()  # what comes after is a change for all of them
         self._peers.add(peer)
         held = list(self._held())
         parts = [held[start : start + MOST_KEYS] for start in range(0, len(held), MOST_KEYS)] or [[]]
@@ -68,10 +71,16 @@ class CacheTeller:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            while self._changes:
-                part = [(key, self._changes.pop(key)) for key in tuple(islice(self._changes, MOST_KEYS))]
-                self._tell(part)
+            self._tell_changes()
             await asyncio.sleep(NEWS_GAP_S)
+
+    def _tell_changes(self) -> None:
+        if self._too_many:
+            self._too_many = False
+            self._number += 1
+            self._tell(())
+        while self._changes:
+            self._tell([(key, self._changes.pop(key)) for key in tuple(islice(self._changes, MOST_KEYS))])
 
     def _tell(self, changes: Sequence[tuple[bytes, bool]]) -> None:
         self._number += 1

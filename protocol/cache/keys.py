@@ -7,7 +7,7 @@ collision of BLAKE2b-256 can't be found.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 
 _KEY_BYTES = 32
@@ -16,7 +16,12 @@ SHORT_BYTES = 8
 
 
 def block_keys(token_ids: Sequence[int], block_size: int, salt: str) -> list[bytes]:
-    """The key of each full block of these tokens, in order. Prompts with different salts share none.
+    """The key of each full block of these tokens, in order. Prompts with different salts share none."""
+    return list(keys_of(token_ids, block_size, salt))
+
+
+def keys_of(token_ids: Sequence[int], block_size: int, salt: str) -> Iterator[bytes]:
+    """The same one after the other, for who has other work in between: a key takes 1 us.
 
     Salts and blocks are hashed apart (`person`), so that no salt can pass for the hash of another prompt's beginning.
     """
@@ -24,13 +29,11 @@ def block_keys(token_ids: Sequence[int], block_size: int, salt: str) -> list[byt
     width = block_size * packed.itemsize
     data = memoryview(packed).cast("B")
     key = blake2b(salt.encode(), digest_size=_KEY_BYTES, person=b"salt").digest()
-    keys: list[bytes] = []
     for start in range(0, len(data) - width + 1, width):
         block = blake2b(key, digest_size=_KEY_BYTES, person=b"block")
         block.update(data[start : start + width])
         key = block.digest()
-        keys.append(key)
-    return keys
+        yield key
 
 
 def shortened(keys: Iterable[bytes]) -> bytes:

@@ -16,10 +16,10 @@ lets requests wait.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container
 
 from configs.schema import ClusterConfig
-from protocol.cache.keys import block_keys
+from protocol.cache.keys import block_keys, keys_of
 from protocol.errors import InvalidRequestError, OverloadedError, TandemError, UnavailableError
 from protocol.messages import Role
 from protocol.ticket import reserved_tokens
@@ -30,7 +30,7 @@ from router.dispatch.links import WorkerLink
 from router.dispatch.reservation import Reservation, Room, reserve
 from router.dispatch.roster import Roster
 from router.dispatch.status import needed_roles
-from router.rules.caches import Caches
+from router.rules.caches import CachedParts
 from router.rules.disaggregation import PrefillCosts
 from router.rules.line_rules import LEVELS_PER_QUEUE_TIME
 from router.rules.pair import Moment, Pair, PairRequest, PairSearch, PairTerms
@@ -38,8 +38,8 @@ from router.rules.worker_load import blocks_for
 from telemetry.metrics import Metrics
 
 _RETRY_WHEN_DOWN_S = 5.0
-_LONG_TOKENS = 8192
-"""Prompts of more tokens are hashed in a thread: that takes about 0.1 us a token."""
+_KEYS_AT_ONCE = 512
+"""Blocks of a prompt that are hashed without a look at the other requests. They take half a millisecond."""
 _IMPATIENCE = 0.25
 """Share of a lease that a decode worker gets to answer while there are others to ask."""
 
@@ -66,7 +66,7 @@ class Admission:
         a role was up until then.
         """
         self.check_possible(len(journal.token_ids), journal.remaining_tokens)
-        keys = await self._block_keys(journal)
+        cached = await self._cached_parts(journal)
         try:
             with self._line.place(journal.scheduling_class, self._cost(journal), deadline, ahead=retried) as place:
                 if place.outranks_front:
@@ -76,7 +76,7 @@ class Admission:
                     self._roster.check_open()
                     seen = self._roster.changes
                     asked: list[WorkerLink] = []
-                    claim = await self._try(attempt_id, journal, keys, avoid, asked)
+                    claim = await self._try(attempt_id, journal, cached, avoid, asked)
                     if claim is not None:
                         place.served = True
                         return claim
@@ -115,20 +115,30 @@ class Admission:
         """Tokens for which a claim takes KV blocks at once: those to prefill, and the first room of the answer."""
         return reserved_tokens(len(journal.token_ids), journal.remaining_tokens, self._config.block_size)
 
-    async def _block_keys(self, journal: Journal) -> list[bytes]:
-        """The keys by which workers know the prompt's blocks; none if they are not asked what they have cached."""
-        if self._roster.caches is None:
-            return []
-        arguments = journal.token_ids, self._config.block_size, journal.cache_salt
-        if len(journal.token_ids) > _LONG_TOKENS:
-            return await asyncio.to_thread(block_keys, *arguments)
-        return block_keys(*arguments)
+    async def _cached_parts(self, journal: Journal) -> CachedParts | None:
+        """What asks who has the beginning of the prompt; None if nobody has its first block, or nobody is asked."""
+        caches, size = self._roster.caches, self._config.block_size
+        if caches is None or not caches.num_blocks:
+            return None
+        if not caches.held(block_keys(journal.token_ids[:size], size, journal.cache_salt)):
+            return None
+        keys: list[bytes] = []
+        for key in keys_of(journal.token_ids, size, journal.cache_salt):
+            keys.append(key)
+            if len(keys) % _KEYS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        return CachedParts(caches, keys, size)
 
     async def _try(
-        self, attempt_id: str, journal: Journal, keys: Sequence[bytes], avoid: Container[str], asked: list[WorkerLink]
+        self,
+        attempt_id: str,
+        journal: Journal,
+        cached: CachedParts | None,
+        avoid: Container[str],
+        asked: list[WorkerLink],
     ) -> Claim | None:
         """A claim if some pair has room now; decode workers are asked in turn, and added to `asked`."""
-        request, lease_s = self._pair_request(journal, keys, avoid), self._config.limits.lease_s
+        request, lease_s = self._pair_request(journal, cached, avoid), self._config.limits.lease_s
         search = PairSearch(request, self._roster.prefills, self._roster.decodes, self._terms)
         while (question := search.next_decode(self._moment())) is not None:
             decode = self._roster.ready_decode(question.worker_id)
@@ -147,38 +157,41 @@ class Admission:
             reservation = await reserve(decode, attempt_id, journal, room, patience_s)
             if reservation is None:
                 continue
+            if cached is not None:
+                cached.told(question.worker_id, reservation.ticket.held_tokens)
             pair = search.pair(decode.load(), reservation.ticket.held_tokens, self._moment())
             if pair is not None:
                 return self._claim(attempt_id, journal, reservation, pair)
             reservation.release()
         return None
 
-    def _pair_request(self, journal: Journal, keys: Sequence[bytes], avoid: Container[str]) -> PairRequest:
+    def _pair_request(self, journal: Journal, cached: CachedParts | None, avoid: Container[str]) -> PairRequest:
         copied_to, copied_tokens = None, 0
         if journal.copy is not None:
             copied_to = journal.copy.life.worker_id
             link = self._roster.ready_decode(copied_to)
             copied_tokens = 0 if link is None else journal.copied_at(link.life)
+        scores_prompt = journal.sampling.num_prompt_logprobs is not None and not journal.num_generated
+        if cached is not None:
+            cached.look(asyncio.get_running_loop().time())
         return PairRequest(
             num_tokens=len(journal.token_ids),
             num_prompt_tokens=len(journal.prompt_token_ids),
             need_blocks=blocks_for(self._cost(journal), self._config.block_size),
             tenant=journal.scheduling_class.tenant,
-            scores_prompt=journal.sampling.num_prompt_logprobs is not None and not journal.num_generated,
+            scores_prompt=scores_prompt,
             copied_to=copied_to,
             copied_tokens=copied_tokens,
             avoid=avoid,
-            held={} if self._roster.caches is None else self._held(self._roster.caches, keys),
+            held={} if cached is None or scores_prompt else cached,  # who scores a prompt computes all of it
         )
-
-    def _held(self, caches: Caches, keys: Sequence[bytes]) -> Mapping[str, int]:
-        return {worker_id: count * self._config.block_size for worker_id, count in caches.held(keys).items()}
 
     def _moment(self) -> Moment:
         now, by_cache = asyncio.get_running_loop().time(), self._roster.caches is not None
         costs = self._costs.lines(now) if by_cache or self._config.disaggregation == "auto" else None
-        pace = self._roster.pace.pace(now) if by_cache else None
-        return Moment(costs, pace, len(self._line), self._line.num_of)
+        lasting = self._costs.lines(None) if by_cache else None
+        pace = self._roster.pace.pace() if by_cache else None
+        return Moment(costs, lasting, pace, len(self._line), self._line.num_of)
 
     def _claim(self, attempt_id: str, journal: Journal, reservation: Reservation, pair: Pair) -> Claim:
         computes = reservation.decode if pair.here else self._roster.ready_prefill(pair.computes)

@@ -67,6 +67,7 @@ class Attempt:
         if first.finish_reason is not None:
             self.finished = True
             self.claim.finished()
+            self.claim.answered(1)
             self._note_place()
         if self._prompt is not None and first.prefilled.prompt_logprobs is not None:
             self._prompt.logprobs = first.prefilled.prompt_logprobs

@@ -6,15 +6,15 @@ cost time only: the workers look for themselves.
 
     keys ──hash table──► id of a set of workers ──► its members
 
-Blocks that the same workers hold share a set, and there are few sets: a block takes an entry of 12 bytes in a table that is
-half full when it is made. When a worker is dropped, sets lose a member, and no entry is looked at. A table that is full, of
-blocks or of what is left of former ones, is followed by another one. The entries are moved there in portions, one with each
-update.
+Blocks that the same workers hold share a set, and there are few sets. A block takes an entry of 12 bytes in a table that is
+half full when it is made: 24 bytes, and 48 while one table follows another. When a worker is dropped, sets lose a member, and
+no entry is looked at. A table that is full, of blocks or of what is left of former ones, is followed by another one. The
+entries are moved there in portions, one with each update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,8 @@ _NOBODY = 0
 _LEAST_SIZE = 1 << 10
 _FULL, _FILLED = 0.75, 0.5
 """Part of a table that is used when the next one is made, and that then has blocks at most."""
-_MOVED_AT_ONCE = 1 << 16
+_LEAST_MOVED, _MOVED_PER_KEY = 256, 16
+"""Places of the former table that an update looks at: at least so many, and so many for each of its keys."""
 _MOST_RUNS = 64
 """Parts of a prompt that different workers hold; those behind so many are taken as not held."""
 
@@ -41,27 +42,27 @@ class _Table:
         self.keys: _Keys = np.zeros(size, dtype=np.uint64)
         self.ids: _Ids = np.zeros(size, dtype=np.uint32)
         self.used = 0
-        self._mask = size - 1
+        self._size = size
         self._key_at = self.keys.data
         self._id_at = self.ids.data
 
     def __len__(self) -> int:
-        return self._mask + 1
+        return self._size
 
     def find(self, key: int) -> int | None:
         """Id of the set of this key; None if the key is not here."""
-        at, mask, key_at = key & self._mask, self._mask, self._key_at
+        at, size, key_at = key % self._size, self._size, self._key_at
         while (here := key_at[at]) != key:
             if not here:
                 return None
-            at = (at + 1) & mask
+            at = at + 1 if at + 1 < size else 0
         return self._id_at[at]
 
     def places(self, keys: _Keys, *, add: bool) -> npt.NDArray[np.int64]:
         """Places of these different keys; -1 for one that is not there, unless it is to be added."""
         found = np.full(len(keys), -1, dtype=np.int64)
         pending = np.arange(len(keys))
-        at = (keys & np.uint64(self._mask)).astype(np.int64)
+        at = (keys % np.uint64(self._size)).astype(np.int64)
         while len(pending):
             here = self.keys[at]
             empty = here == 0
@@ -74,8 +75,42 @@ class _Table:
                 empty = ~there & empty
             found[pending[there]] = at[there]
             left = ~there if add else ~(there | empty)
-            pending, keys, at = pending[left], keys[left], (at[left] + 1) & self._mask
+            pending, keys, at = pending[left], keys[left], (at[left] + 1) % self._size
         return found
+
+
+class Held(Mapping[str, int]):
+    """How many leading blocks of one prompt workers hold, by worker, who holds the most first. Workers that hold none are not
+    in it.
+    """
+
+    def __init__(self, levels: Sequence[tuple[int, frozenset[str]]]) -> None:
+        """`levels` are numbers of blocks, rising, and the workers that hold at least so many."""
+        self._levels = levels[::-1]
+
+    def get(self, worker_id: str, default: int = 0) -> int:  # type: ignore[override]
+        """The number of blocks of a worker."""
+        for count, members in self._levels:
+            if worker_id in members:
+                return count
+        return default
+
+    def __getitem__(self, worker_id: str) -> int:
+        count = self.get(worker_id)
+        if not count:
+            raise KeyError(worker_id)
+        return count
+
+    def __iter__(self) -> Iterator[str]:
+        deeper: frozenset[str] = frozenset()
+        for _, members in self._levels:
+            for worker_id in members:
+                if worker_id not in deeper:
+                    yield worker_id
+            deeper = members
+
+    def __len__(self) -> int:
+        return len(self._levels[-1][1]) if self._levels else 0
 
 
 class CacheIndex:
@@ -101,20 +136,16 @@ class CacheIndex:
         """Bytes of the tables."""
         return sum(table.keys.nbytes + table.ids.nbytes for table in (self._table, self._old) if table is not None)
 
-    def held(self, keys: Sequence[bytes]) -> dict[str, int]:
-        """Return how many leading blocks of these keys each worker holds. Workers that hold none are left out."""
-        found: dict[str, int] = {}
-        alive: frozenset[str] | None = None
-        start = runs = 0
-        while start < len(keys) and runs < _MOST_RUNS and alive != frozenset():
-            end, members = self._run(keys, start)
-            for worker_id in (alive or frozenset()) - members:
-                found[worker_id] = start
-            alive = members if alive is None else alive & members
-            start, runs = end, runs + 1
-        for worker_id in alive or ():
-            found[worker_id] = start
-        return found
+    def held(self, keys: Sequence[bytes]) -> Held:
+        """Return how many leading blocks of these keys each worker holds."""
+        levels: list[tuple[int, frozenset[str]]] = []
+        start = 0
+        while start < len(keys) and len(levels) < _MOST_RUNS:
+            start, members = self._run(keys, start)
+            if not members:
+                break
+            levels.append((start, members))
+        return Held(levels)
 
     def gained(self, worker_id: str, keys: bytes) -> None:
         """Note that a worker holds these blocks, as `protocol.cache.keys.shortened` has them."""
@@ -176,12 +207,10 @@ class CacheIndex:
 
     def _make_room(self, num_keys: int) -> None:
         """Room in the table for so many keys more. Moves a part of what is still in the old one."""
-        self._move(_MOVED_AT_ONCE)
+        self._move(max(_LEAST_MOVED, _MOVED_PER_KEY * num_keys))
         if self._table.used + self._left + num_keys > _FULL * len(self._table):
             self._move(None)
-            size = _LEAST_SIZE
-            while self.num_blocks + num_keys > _FILLED * size:
-                size *= 2
+            size = max(_LEAST_SIZE, int((self.num_blocks + num_keys) / _FILLED))
             self._old, self._moved, self._left, self._table = self._table, 0, self.num_blocks, _Table(size)
 
     def _move(self, num_places: int | None) -> None:
@@ -213,11 +242,15 @@ class _Sets:
         self._counts = [0]
         self._ids: dict[frozenset[str], int] = {frozenset(): _NOBODY}
         self._free: list[int] = []
+        self._workers: set[str] = set()
+        """Those that may be in some set."""
 
     def changed(self, ids: _Ids, worker_id: str, *, holds: bool) -> _Ids:
         """The sets that these become when a worker holds their blocks, or does so no longer."""
         each, where, counts = np.unique(ids, return_inverse=True, return_counts=True)
         become = np.empty(len(each), dtype=np.uint32)
+        if holds:
+            self._workers.add(worker_id)
         for place, (set_id, count) in enumerate(zip(each.tolist(), counts.tolist(), strict=True)):
             members = self.members[set_id]
             become[place] = other = self._id_of(members | {worker_id} if holds else members - {worker_id})
@@ -240,6 +273,9 @@ class _Sets:
 
     def drop(self, worker_id: str) -> None:
         """Take a worker out of all sets."""
+        if worker_id not in self._workers:
+            return
+        self._workers.discard(worker_id)
         for set_id, members in enumerate(self.members):
             if worker_id in members:
                 self.members[set_id] = left = members - {worker_id}

@@ -7,19 +7,23 @@ link up ──CacheAsk──► all that is held ──► changes, number by nu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from protocol.cache.keys import SHORT_BYTES
-from protocol.cache.news import CacheAsk, CacheNews
+from protocol.cache.news import MOST_KEYS, CacheAsk, CacheNews
 from protocol.messages import WorkerLife
-from router.rules.cache_index import CacheIndex
+from router.rules.cache_index import CacheIndex, Held
+
+_FRESH_S = 0.1
+"""A request that waits looks at the index again after so many seconds."""
 
 
 class Caches:
     """The index of one router, and who fills it."""
 
-    def __init__(self) -> None:
-        self._index = CacheIndex()
+    def __init__(self, index: CacheIndex | None = None) -> None:
+        self._index = index or CacheIndex()
         self._followers: dict[str, CacheFollower] = {}
 
     @property
@@ -32,7 +36,7 @@ class Caches:
         """Bytes that the index takes."""
         return self._index.num_bytes
 
-    def held(self, keys: Sequence[bytes]) -> dict[str, int]:
+    def held(self, keys: Sequence[bytes]) -> Held:
         """Return how many leading blocks of these keys each worker holds, as far as is known."""
         return self._index.held(keys)
 
@@ -77,7 +81,10 @@ class CacheFollower:
 
     def hear(self, news: CacheNews) -> None:
         """Take the next message. One that is malformed, or of another life, counts as if it had not come."""
-        if (news.worker_id, news.epoch) != self.life or len(news.gained) % SHORT_BYTES or len(news.lost) % SHORT_BYTES:
+        size = len(news.gained) + len(news.lost)
+        if (news.worker_id, news.epoch) != self.life or size > MOST_KEYS * SHORT_BYTES:
+            return
+        if len(news.gained) % SHORT_BYTES or len(news.lost) % SHORT_BYTES:
             return
         if self._number is None and not news.begins:
             return  # from before the question
@@ -92,3 +99,41 @@ class CacheFollower:
     def leave(self) -> None:
         """The link is lost."""
         self._caches.leave(self)
+
+
+class CachedParts(Mapping[str, int]):
+    """How many tokens of one prompt workers hold, by worker, who holds the most first, while it looks for workers."""
+
+    def __init__(self, caches: Caches, keys: Sequence[bytes], block_size: int) -> None:
+        """`keys` are those of the prompt's blocks of `block_size` tokens."""
+        self._caches = caches
+        self._keys = keys
+        self._block_size = block_size
+        self._told: dict[str, int] = {}
+        self._held = Held(())
+        self._looked_at = -math.inf
+
+    def look(self, now: float) -> None:
+        """Ask the index, unless that was done `_FRESH_S` ago at most."""
+        if now - self._looked_at > _FRESH_S:
+            self._looked_at = now
+            self._held = self._caches.held(self._keys)
+
+    def told(self, worker_id: str, tokens: int) -> None:
+        """Note what a decode worker itself has said, as far as it is less than was known."""
+        if tokens < self.get(worker_id):
+            self._told[worker_id] = tokens
+
+    def get(self, worker_id: str, default: int = 0) -> int:  # type: ignore[override]
+        """The number of tokens that a worker holds."""
+        tokens = self._held.get(worker_id, default) * self._block_size
+        return min(tokens, self._told.get(worker_id, tokens)) if self._told else tokens
+
+    def __getitem__(self, worker_id: str) -> int:
+        return self._held[worker_id] * self._block_size
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)

@@ -56,9 +56,10 @@ class FadingLine:
         self._xx = self._xx * fading + x * x
         self._xy = self._xy * fading + x * seconds
 
-    def line(self, now: float) -> Line | None:
-        """The line; None if nothing was measured lately."""
-        if self._weight * math.exp((self._latest - now) / _MEMORY_S) < _EVIDENCE or not self._xx:
+    def line(self, now: float | None) -> Line | None:
+        """The line; None if nothing was measured lately or, without `now`, if nothing ever was."""
+        fading = 1.0 if now is None else math.exp((self._latest - now) / _MEMORY_S)
+        if self._weight * fading < _EVIDENCE or not self._xx:
             return None
         spread = self._weight * self._xx - self._x * self._x
         if spread > 1e-6 * self._weight * self._xx:
@@ -96,8 +97,10 @@ class PrefillCosts:
         """Note that the KV of this many tokens arrived this long after the first token."""
         self._handoff.add(num_tokens, seconds, now)
 
-    def lines(self, now: float) -> Costs | None:
-        """What is known of both ways. An unknown way is assumed to cost what the other one does. None if neither is known."""
+    def lines(self, now: float | None) -> Costs | None:
+        """What is known of both ways lately or, without `now`, at all. An unknown way is assumed to cost what the other one
+        does. None if neither is known.
+        """
         here, there = self._here.line(now), self._there.line(now)
         either = here or there
         if either is None:
@@ -124,17 +127,18 @@ class Case:
 
 def prefill_here(case: Case, costs: Costs) -> bool:
     """Tell whether the first token comes sooner if the decode worker computes the prompt itself."""
-    return here_s(case, costs) < there_s(case, costs)
+    missing = case.num_tokens - case.held_tokens
+    there = there_s(case.ahead_there, case.num_tokens - case.held_there, costs) + costs.handoff.seconds(missing)
+    return here_s(case.ahead_here, missing, case.running, costs) < there
 
 
-def here_s(case: Case, costs: Costs) -> float:
-    """Seconds to the first token if the decode worker computes the prompt, with what its running streams lose."""
-    own_s = costs.here.seconds(case.num_tokens - case.held_tokens)
-    stalls_s = case.running * own_s * _STREAM_WEIGHT if own_s > _NOTICED_S else 0.0
-    return costs.here.seconds(case.ahead_here) + own_s + stalls_s
+def here_s(ahead: int, missing: int, running: int, costs: Costs) -> float:
+    """Seconds to the first token if a decode worker computes a prompt's `missing` tokens, and what its streams lose by it."""
+    own_s = costs.here.seconds(missing)
+    stalls_s = running * own_s * _STREAM_WEIGHT if own_s > _NOTICED_S else 0.0
+    return costs.here.seconds(ahead) + own_s + stalls_s
 
 
-def there_s(case: Case, costs: Costs) -> float:
-    """Seconds to the first token, and for the handoff, if the best prefill worker computes the prompt."""
-    computing_s = costs.there.seconds(case.ahead_there) + costs.there.seconds(case.num_tokens - case.held_there)
-    return computing_s + costs.handoff.seconds(case.num_tokens - case.held_tokens)
+def there_s(ahead: int, missing: int, costs: Costs) -> float:
+    """Seconds to the first token if a prefill worker computes a prompt's `missing` tokens. The handoff comes on top."""
+    return costs.there.seconds(ahead) + costs.there.seconds(missing)

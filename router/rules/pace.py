@@ -51,7 +51,10 @@ class PaceMeter:
         self._weight = self._weight * fading + 1.0
         self._tokens = self._tokens * fading + num_tokens
 
-    def pace(self, now: float) -> Pace | None:
-        """What is known; None if there were no steps or no answers lately."""
-        step = self._step.line(now)
+    def pace(self) -> Pace | None:
+        """What is known, however long ago it was. None if there were no steps or no answers yet.
+
+        Where steps do not take the longer the more their streams hold, one worker's pace is as good as another's.
+        """
+        step = self._step.line(None)
         return None if step is None or not self._weight else Pace(step, self._tokens / self._weight)

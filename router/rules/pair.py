@@ -23,6 +23,7 @@ lost worker all stand still at once.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -33,11 +34,11 @@ from typing import Literal
 from configs.schema import ClusterConfig
 from router.rules.disaggregation import Case, Costs, here_s, prefill_here, there_s
 from router.rules.pace import Pace
-from router.rules.ranking import MOST_HOLDERS, DecodeRanking, PrefillRanking
+from router.rules.ranking import DecodeRanking, PrefillRanking
 from router.rules.worker_load import Outstanding, WorkerLoad, prefill_window
 
-_MOST_BY_LOAD = 8
-"""Decode workers with the most room that are looked at beside those that hold something."""
+_MOST_DECODE_HOLDERS, _MOST_BY_LOAD = 6, 4
+"""Decode workers whose costs are compared: those that hold the most of a prompt, and those with the most room."""
 LEAST_DECODE_WINDOW = 64
 """Prompt tokens that one router keeps at a decode worker at least, however few a step has: the ends of several prompts whose
 beginnings it holds, such as the choices of one request."""
@@ -95,6 +96,8 @@ class Moment:
 
     costs: Costs | None
     """What computing and handing over took lately; None if nothing was measured, or nobody asks."""
+    lasting_costs: Costs | None
+    """The same, however long ago it was."""
     pace: Pace | None
     """What the answers take at decode workers; None likewise."""
     num_waiting: int
@@ -179,18 +182,26 @@ class PairSearch:
         by_load = partial(
             self._decodes.candidates, request.need_blocks, by_prompts=never, first=request.copied_to, avoid=request.avoid
         )
-        costs, pace = moment.costs, moment.pace
-        if not request.held or costs is None or pace is None or request.copied_to is not None:
+        costs, pace = moment.lasting_costs, moment.pace
+        if not request.held or costs is None or pace is None or request.copied_tokens:
             return by_load()
-        there = self._prefills.best(request.num_tokens, sys.maxsize, None, request.avoid, request.held)
+        by_prefill_s = math.inf
+        if self._prefills and not never:
+            there = self._prefills.best(request.num_tokens, sys.maxsize, None, request.avoid, request.held)
+            held_there, ahead_there = _there(request, there, self._prefills)
+            by_prefill_s = there_s(ahead_there, request.num_tokens - held_there, costs)
+        may_here = never or self._terms.disaggregation == "auto"
 
         def seconds(decode: WorkerLoad) -> float:
-            case = _case(request, request.held_by(decode.worker_id), decode, there, self._prefills)
-            ways = [] if self._terms.disaggregation == "always" else [here_s(case, costs)]
-            ways += [there_s(case, costs)] if self._prefills and not never else []
-            return min(ways, default=0.0) + pace.seconds(decode.held_blocks + request.need_blocks)
+            missing = request.num_tokens - request.held_by(decode.worker_id)
+            first_s = by_prefill_s + costs.handoff.seconds(missing)
+            if may_here:
+                running = decode.report.running if decode.report else 0
+                first_s = min(first_s, here_s(decode.queued_tokens, missing, running, costs))
+            return first_s + pace.seconds(decode.held_blocks + request.need_blocks)
 
-        looked_at = [*islice(request.held, MOST_HOLDERS), *islice(by_load(), _MOST_BY_LOAD)]
+        holders = islice(self._decodes.holders(request.held), _MOST_DECODE_HOLDERS)
+        looked_at = [*holders, *islice(by_load(), _MOST_BY_LOAD)]
         return self._decodes.cheapest_first(looked_at, request.need_blocks, seconds, by_load, request.avoid)
 
     def _computing(self, decode: WorkerLoad, held_tokens: int, moment: Moment) -> WorkerLoad | None:
@@ -217,7 +228,7 @@ def computing_worker(
         there = prefills.best(request.num_tokens, terms.prefill_window, overtaking, request.avoid, request.held)
     if _needs_prefill(request, terms) or (mode == "always" and there is not None):
         return there
-    takes = decode.prompts.takes_prompt(request.num_tokens - held_tokens, terms.decode_window)
+    takes = decode.prompts.takes_prompt(request.num_tokens - held_tokens, terms.decode_window + held_tokens)
     here = decode if takes and decode.prompts.refused_size is None else None
     if mode != "auto" or not prefills:
         return here
@@ -258,18 +269,10 @@ def _better_here(
     all_avoided = prefills.all_in(request.avoid)
     if all_avoided != (decode.worker_id in request.avoid):
         return all_avoided
-    return costs is not None and prefill_here(_case(request, held_tokens, decode, there, prefills), costs)
-
-
-def _case(
-    request: PairRequest, held_tokens: int, decode: WorkerLoad, there: WorkerLoad | None, prefills: PrefillRanking
-) -> Case:
-    """What is compared. `there` is the prefill worker that takes the prompt, None if none does now. One that does not take it
-    may have less to do."""
-    held_there, ahead_there = 0, prefills.least_queued_tokens if prefills else 0
-    if there is not None and there.queued_tokens - (held := request.held_by(there.worker_id)) <= ahead_there:
-        held_there, ahead_there = held, there.queued_tokens
-    return Case(
+    if costs is None:
+        return False
+    held_there, ahead_there = _there(request, there, prefills)
+    case = Case(
         num_tokens=request.num_tokens,
         held_tokens=held_tokens,
         held_there=held_there,
@@ -277,3 +280,15 @@ def _case(
         ahead_there=ahead_there,
         running=decode.report.running if decode.report else 0,
     )
+    return prefill_here(case, costs)
+
+
+def _there(request: PairRequest, there: WorkerLoad | None, prefills: PrefillRanking) -> tuple[int, int]:
+    """Tokens of the prompt that the best prefill worker holds, and those ahead of it.
+
+    `there` is the one that takes the prompt, None if none does now. One that does not take it may have less to do.
+    """
+    least = prefills.least_queued_tokens
+    if there is not None and there.queued_tokens - (held := request.held_by(there.worker_id)) <= least:
+        return held, there.queued_tokens
+    return 0, least

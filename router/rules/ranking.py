@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from math import inf
 from typing import Any, overload
 
@@ -20,7 +20,7 @@ from router.rules.worker_load import Outstanding, WorkerLoad
 
 _Key = tuple[Any, ...]
 _NOTHING: Mapping[str, int] = {}
-MOST_HOLDERS = 64
+_MOST_HOLDERS = 8
 """Workers that hold some of a prompt and are looked at for that."""
 
 
@@ -98,37 +98,29 @@ class PrefillRanking:
         """The worker that should get a prompt of this length, or None if no worker takes it now.
 
         It is the one with the fewest prompt tokens to compute, those of this prompt among them: `held` says of how many each
-        worker has the KV. A worker takes the prompt behind those that are there (`Outstanding.takes_prompt`) or, if
-        `may_overtake` says so, in front of them. A worker in `avoid` is chosen only if no other takes it.
+        worker has the KV, who has the most first. A worker takes the prompt behind those that are there
+        (`Outstanding.takes_prompt`) or, if `may_overtake` says so, in front of them. One that holds some of the prompt takes
+        that many tokens more: so long is it sooner done there than anywhere else. A worker in `avoid` is chosen only if no
+        other takes it.
         """
-        least = num_tokens - max(held.values(), default=0)
-        if not self._idle and least >= window_tokens and may_overtake is None:
+        holders = list(islice((key for name in held if (key := self._open.key_of(name)) is not None), _MOST_HOLDERS))
+        if not holders and not self._idle and num_tokens >= window_tokens and may_overtake is None:
             return None
-        best: tuple[bool, int] | None = None
-        chosen = None
-        for key, in_order in self._looked_at(held):
-            queued, _, _, worker_id, ahead, prompts = key
-            if in_order and best is not None and (best[0], queued + least) >= best:
-                if not best[0]:
-                    break  # and so it is with all that follow
-                if worker_id in avoid:
-                    continue
-            missing = num_tokens - held.get(worker_id, 0)
+        best: tuple[Any, ...] | None = None
+        # Those that are not looked at first hold no more than the last one that is.
+        rest = 0 if len(holders) < _MOST_HOLDERS else held[holders[-1][3]]
+        for place, key in enumerate(chain(holders, self._open.keys)):
+            queued, in_flight, given, worker_id, ahead, prompts = key
+            if place >= len(holders) and best is not None and not best[0] and queued + num_tokens - rest >= best[1]:
+                break  # and so it is with all that follow
+            own = held.get(worker_id, 0)
             # The rule of `Outstanding.takes_prompt`, without a call for each of a thousand workers.
-            if not ahead or ahead + missing <= window_tokens or (may_overtake is not None and may_overtake(prompts)):
-                cost = (worker_id in avoid, queued + missing)
+            room = not ahead or ahead + num_tokens <= window_tokens + 2 * own
+            if room or (may_overtake is not None and may_overtake(prompts)):
+                cost = (worker_id in avoid, queued + num_tokens - own, in_flight, given, worker_id)
                 if best is None or cost < best:
-                    best, chosen = cost, worker_id
-        return None if chosen is None else self._loads[chosen]
-
-    def _looked_at(self, held: Mapping[str, int]) -> Iterator[tuple[_Key, bool]]:
-        """The open workers: some of those that hold something, then all in order. With each, whether it is in order."""
-        for worker_id in islice(held, MOST_HOLDERS):
-            key = self._open.key_of(worker_id)
-            if key is not None:
-                yield key, False
-        for key in self._open.keys:
-            yield key, True
+                    best = cost
+        return None if best is None else self._loads[best[-1]]
 
     @property
     def least_queued_tokens(self) -> int:
@@ -172,6 +164,10 @@ class DecodeRanking:
         """What is known of this worker; None if it takes no requests."""
         return self._loads.get(worker_id)
 
+    def holders(self, held: Mapping[str, int]) -> Iterator[str]:
+        """Those workers that hold something, in the order of `held`."""
+        return (worker_id for worker_id in held if worker_id in self._loads)
+
     def order(self, need_blocks: int, avoid: Container[str] = ()) -> Sequence[str]:
         """Ids of all workers that may have `need_blocks` KV blocks to give, as known now; those in `avoid` come last."""
         keys = self._by_room.keys
@@ -211,14 +207,14 @@ class DecodeRanking:
     ) -> Iterator[str]:
         """Ids of the workers that are `looked_at` and have room, the one of the least `cost` first, then those of `others`.
 
-        Those in `avoid`, and those of equal cost, keep their places among `others`.
+        Those in `avoid` keep their places among `others`. Of equal costs, the one with the most room comes first.
         """
-        costs: dict[str, float] = {}
-        for worker_id in looked_at:
+        costs: dict[str, tuple[float, _Key | None]] = {}
+        for worker_id in dict.fromkeys(looked_at):
             load = self._loads.get(worker_id)
             free = None if load is None else load.reservable_blocks
             if load is not None and free is not None and free >= need_blocks and worker_id not in avoid:
-                costs.setdefault(worker_id, cost(load))
+                costs[worker_id] = cost(load), self._by_room.key_of(worker_id)
         yield from sorted(costs, key=costs.__getitem__)
         yield from (worker_id for worker_id in others() if worker_id not in costs)
 

@@ -9,6 +9,7 @@ import pytest
 
 from configs.loader import load_config
 from engine.paced.fingerprints import next_token
+from protocol.cache.news import NEWS_GAP_S
 from protocol.sampling import SamplingParams
 from tests.fault.many_decodes import ManyDecodes, Said, run_many_decodes
 from tests.tiny_models import tiny_facts
@@ -64,3 +65,47 @@ def test_every_token_is_right_whatever_dies(seed: int, disaggregation: str) -> N
             assert sum(said.resumes for said in answers) > 0
 
     asyncio.run(scene())
+
+
+TURNS, CHATS = 4, 8
+
+
+async def chat(many: ManyDecodes, prompt: list[int], rng: random.Random) -> int:
+    """Some turns, each with all that was said before. Returns how many of its tokens could have been cached."""
+    could = 0
+    for turn in range(TURNS):
+        if turn:
+            could += (len(prompt) - 1) // CONFIG.block_size * CONFIG.block_size
+        prompt = prompt + rng.choices(range(FACTS.vocab_size), k=40)
+        said = Said()
+        await stream(many, prompt, 30, said)
+        assert said.token_ids == expected(prompt, 30)
+        prompt = prompt + said.token_ids[:-1]  # of the last token no KV was computed
+        await asyncio.sleep((1 + 2 * rng.random()) * NEWS_GAP_S)
+    return could
+
+
+def test_chats_go_where_they_are_cached() -> None:
+    """By cache most of what could be cached is; by load alone it is a matter of chance."""
+
+    async def share(routing: str) -> float:
+        rng = random.Random(4)
+        systems = [rng.choices(range(FACTS.vocab_size), k=320) for _ in range(2)]
+        config = CONFIG.model_copy(update={"disaggregation": "never", "routing": routing})
+        async with run_many_decodes(FACTS, 3, config) as many:
+            for system in systems:  # so that steps and answers are known
+                await stream(many, system, 30, Said())
+            await asyncio.sleep(2 * NEWS_GAP_S)
+            before = hits(many)
+            begun = [rng.choice(systems) for _ in range(CHATS)]
+            could = sum(await asyncio.gather(*(chat(many, system, rng) for system in begun)))
+            assert (many.roster.caches is None) == (routing == "load")
+            return (hits(many) - before) / (could + CHATS * 320)
+
+    by_cache, by_load = asyncio.run(share("cache")), asyncio.run(share("load"))
+    assert by_cache > 0.85
+    assert by_load < by_cache - 0.05
+
+
+def hits(many: ManyDecodes) -> int:
+    return sum(worker.load().prefix_cache_hits for worker in many.decodes.values())

@@ -69,7 +69,7 @@ def known(caches: Caches, worker: Worker, prompts: list[list[int]]) -> bool:
     for tokens in prompts:
         keys = block_keys(tokens, BLOCK, "")
         count = worker.cache.match(keys)
-        if caches.held(keys) != ({LIFE.worker_id: count} if count else {}):
+        if dict(caches.held(keys)) != ({LIFE.worker_id: count} if count else {}):
             return False
     return True
 
@@ -121,6 +121,31 @@ def test_too_many_changes_are_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(scene())
 
 
+def test_who_asks_beside_changes_that_wait_hears_of_what_becomes_of_them() -> None:
+    """A block that came before the question and goes after it, and the other way round, of which others hear nothing."""
+
+    async def scene() -> None:
+        first, second = Caches(), Caches()
+        worker = Worker(first, 8)
+        worker.deliver()
+        worker.compute([1] * 9)
+        await told(worker)
+        worker.deliver()
+        worker.compute([2] * 9)  # waits to be told
+        follower = second.follow(LIFE, lambda message: worker.teller.ask(b"second", message))
+        worker.compute([3] * 30)  # evicts the others
+        worker.compute([1] * 9)
+        await told(worker)
+        for message in worker.sent:
+            worker.follower.hear(message)
+            follower.hear(message)
+        for caches in (first, second):
+            assert known(caches, worker, [[1] * 9, [2] * 9, [3] * 30])
+            assert caches.num_blocks == len(list(worker.cache.keys()))
+
+    asyncio.run(scene())
+
+
 def test_a_lost_link_and_a_former_life_leave_nothing() -> None:
     caches, keys = Caches(), block_keys(range(8), BLOCK, "")
     worker = Worker(caches, 10)
@@ -128,16 +153,16 @@ def test_a_lost_link_and_a_former_life_leave_nothing() -> None:
     news = CacheNews("prefill-0", 3, 1, False, 0, b"".join(key[:8] for key in keys), b"")
     worker.follower.hear(CacheNews("prefill-0", 2, 1, False, 0, news.gained, b""))
     worker.follower.hear(CacheNews("prefill-0", 3, 1, False, 0, news.gained[:5], b""))
-    assert caches.held(keys) == {}
+    assert dict(caches.held(keys)) == {}
     worker.follower.hear(news)
-    assert caches.held(keys) == {"prefill-0": 2}
+    assert dict(caches.held(keys)) == {"prefill-0": 2}
     later = caches.follow(WorkerLife("prefill-0", 4), lambda message: None)
-    assert caches.held(keys) == {}
+    assert dict(caches.held(keys)) == {}
     later.hear(CacheNews("prefill-0", 4, 0, True, 0, news.gained, b""))
     worker.follower.leave()
-    assert caches.held(keys) == {"prefill-0": 2}
+    assert dict(caches.held(keys)) == {"prefill-0": 2}
     later.leave()
-    assert caches.held(keys) == {}
+    assert dict(caches.held(keys)) == {}
 
 
 def test_without_a_router_nothing_is_kept() -> None:

@@ -73,7 +73,7 @@ def decide(row: Row) -> str | None:
         prefills.put(WorkerLoad(name, prefill_report(name, queued_tokens=at.queued), prompts, prompts))
     report = decode_report(HERE, queued_tokens=row.here.queued, running=row.here.running, reservable_blocks=50)
     decode = WorkerLoad(HERE, report, Outstanding(), row.here.outstanding())
-    moment = Moment(row.costs, None, row.num_waiting, lambda tenant: row.waiting.get(tenant, 0))
+    moment = Moment(row.costs, None, None, row.num_waiting, lambda tenant: row.waiting.get(tenant, 0))
     terms = PairTerms(row.mode, PREFILL_WINDOW, DECODE_WINDOW)
     chosen = computing_worker(row.request, row.held, decode, prefills, moment, terms)
     return None if chosen is None else chosen.worker_id
@@ -174,7 +174,7 @@ def rankings(
     return prefills, decodes
 
 
-ALONE = Moment(None, None, 1, lambda tenant: 1)
+ALONE = Moment(None, None, None, 1, lambda tenant: 1)
 
 
 def asked(search: PairSearch) -> list[str]:
@@ -257,10 +257,10 @@ def test_the_pair_says_what_is_missing_and_what_is_overtaken() -> None:
     for size in (1, 198):  # there is room behind it, and then there is none
         computing.prompts.give_prompt(size, "other", ahead=False)
         prefills.put(computing)
-        pair = search.pair(load, 48, Moment(None, None, 2, lambda tenant: 1))
+        pair = search.pair(load, 48, Moment(None, None, None, 2, lambda tenant: 1))
         assert pair is not None
         assert pair.ahead
-    pair = search.pair(load, 1, Moment(None, None, 2, lambda tenant: 0 if tenant == "other" else 1))
+    pair = search.pair(load, 1, Moment(None, None, None, 2, lambda tenant: 0 if tenant == "other" else 1))
     assert pair is None, "the other tenant has nothing more in line, and there is no room"
     colocated = PairSearch(FRESH, prefills, decodes, PairTerms("never", PREFILL_WINDOW, DECODE_WINDOW)).pair(load, 48, ALONE)
     assert colocated is not None
@@ -321,7 +321,7 @@ PER_BLOCK = Pace(Line(0.001, 0.00001), answer_tokens=100)
 
 def held_order(held: dict[str, int], room: dict[str, int | None], costs: Costs | None = EVEN, **changes: Any) -> list[str]:
     """Decode workers in the order in which they are asked; they have 1,000 blocks each, and hold those that are not free."""
-    moment = Moment(costs, changes.pop("pace", PER_BLOCK), 1, lambda tenant: 1)
+    moment = Moment(costs, costs, changes.pop("pace", PER_BLOCK), 1, lambda tenant: 1)
     mode: Literal["always", "auto", "never"] = changes.pop("mode", "always")
     prefills, decodes = rankings({}, num_prefills=1)
     for name, free in room.items():

@@ -123,7 +123,7 @@ def test_the_fewest_tokens_to_compute_decide_where_workers_hold_some(
     workers: list[WorkerLoad], size: int, avoid: set[str], held: dict[str, int], overtakes: bool
 ) -> None:
     """The prompt's own tokens count, less those that the worker has. Who is avoided comes last."""
-    held = {name: min(count, size - 1) for name, count in held.items() if size > 1}
+    held = dict(sorted(((name, min(count, size - 1)) for name, count in held.items()), key=lambda item: -item[1]))
     ranking = PrefillRanking()
     for load in workers:
         ranking.put(load)
@@ -134,8 +134,8 @@ def test_the_fewest_tokens_to_compute_decide_where_workers_hold_some(
 
     def takes(load: WorkerLoad) -> bool:
         overtaken = may_overtake is not None and may_overtake(load.prompts)
-        missing = size - held.get(load.worker_id, 0)
-        return load.prompts.refused_size is None and (load.prompts.takes_prompt(missing, WINDOW) or overtaken)
+        own = held.get(load.worker_id, 0)
+        return load.prompts.refused_size is None and (load.prompts.takes_prompt(size - own, WINDOW + own) or overtaken)
 
     able = [load for load in workers if takes(load)]
     found = ranking.best(size, WINDOW, may_overtake, avoid, held)
@@ -143,6 +143,34 @@ def test_the_fewest_tokens_to_compute_decide_where_workers_hold_some(
     if found is not None:
         assert takes(found)
         assert cost(found) == min(cost(load) for load in able)
+
+
+def test_the_holder_of_most_is_found_among_many_and_ties_take_turns() -> None:
+    """A hundred workers hold the beginning, and one, which has prompts waiting, nearly all of it."""
+    ranking, outstandings = PrefillRanking(), {f"w{number:03}": Outstanding() for number in range(101)}
+
+    def put(name: str) -> None:
+        ranking.put(load_of(name, report(name, 0, 0), outstandings[name]))
+
+    for name in outstandings:
+        put(name)
+    held = {"w100": 900} | dict.fromkeys(outstandings, 100) | {"w100": 900}
+    outstandings["w100"].give_prompt(500, TENANT, ahead=False)
+    put("w100")
+    found = ranking.best(1000, 512, None, (), held)
+    assert found is not None
+    assert found.worker_id == "w100"
+    outstandings["w100"].give_prompt(500, TENANT, ahead=False)
+    put("w100")
+    chosen = []
+    for _ in range(3):
+        found = ranking.best(1000, 512, None, (), held)
+        assert found is not None
+        chosen.append(found.worker_id)
+        outstandings[found.worker_id].give_prompt(10, TENANT, ahead=False)
+        outstandings[found.worker_id].prompt_done(10, TENANT)
+        put(found.worker_id)
+    assert chosen == ["w000", "w001", "w002"], "sooner elsewhere than behind 1,000 tokens"
 
 
 _MOVES = st.tuples(
