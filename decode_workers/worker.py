@@ -190,6 +190,7 @@ class DecodeWorker:
             steps=self._engine.steps,
             busy_s=self._engine.busy_s,
             step_age_s=self._engine.step_age_s,
+            cached_blocks=self._cache.num_cached,
             prefix_cache_queries=self.ledger.cache_queries,
             prefix_cache_hits=self.ledger.cache_hits,
             decode=DecodeLoad(

@@ -125,6 +125,7 @@ class PrefillWorker:
             steps=self._engine.steps,
             busy_s=self._engine.busy_s,
             step_age_s=self._engine.step_age_s,
+            cached_blocks=self._cache.num_cached,
             prefix_cache_queries=self._scheduler.cache_queries,
             prefix_cache_hits=self._scheduler.cache_hits,
             prefill=PrefillLoad(computed_tokens=self._tokens),

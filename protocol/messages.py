@@ -181,6 +181,8 @@ class LoadReport:
     """Time spent in the engine since start."""
     step_age_s: float
     """How long the current step has been running; 0 when idle."""
+    cached_blocks: int
+    """KV blocks that can be found in the worker's prefix cache, whoever owns them."""
     prefix_cache_queries: int
     """Tokens of the prompts that were looked up in the worker's prefix cache since start."""
     prefix_cache_hits: int

@@ -56,6 +56,9 @@ class Router:
         self.metrics = Metrics(model.facts.name, self._worker_samples)
         caches = Caches() if config.routing == "cache" else None
         self._roster = Roster(controller, secret, config.limits, self.metrics.workers_lost.inc, caches)
+        if caches is not None:
+            self.metrics.cache_index_blocks.set_function(lambda: caches.num_blocks)
+            self.metrics.cache_index_bytes.set_function(lambda: caches.num_bytes)
         self.shutdown = Shutdown(controller, self._roster)
         self._admission = Admission(config, self._roster, self.metrics)
         self._migrator = Migrator(config, self._roster, self.metrics)
@@ -137,7 +140,7 @@ class Router:
         """Return what `/admin/status` shows: one row for each worker, and how many there should be of each role."""
         view = self._roster.view
         return {
-            "workers": [worker_status(info, self._roster.find(info)) for info in view.workers],
+            "workers": [worker_status(info, self._roster.find(info), self.config.block_size) for info in view.workers],
             "wanted": {role.value: number for role, number in view.wanted.items()},
         }
 

@@ -345,6 +345,7 @@ class DecodeWorker:
             steps=self._steps,
             busy_s=self.busy_s,
             step_age_s=0.0,
+            cached_blocks=self._cache.num_cached,
             prefix_cache_queries=self._ledger.cache_queries,
             prefix_cache_hits=self._ledger.cache_hits,
             decode=DecodeLoad(

@@ -137,6 +137,7 @@ class PrefillWorker:
             steps=self._steps,
             busy_s=self.busy_s,
             step_age_s=0.0,
+            cached_blocks=self._cache.num_cached,
             prefix_cache_queries=self._scheduler.cache_queries,
             prefix_cache_hits=self._scheduler.cache_hits,
             prefill=PrefillLoad(computed_tokens=0),

@@ -98,6 +98,10 @@ class Metrics:
             registry=self.registry,
         )
         self.waiting_requests = self._gauge("router_requests_waiting", "Requests held back for room.")
+        self.cache_index_blocks = self._gauge(
+            "cache_index_blocks", "KV blocks of which the router knows that a worker has them."
+        )
+        self.cache_index_bytes = self._gauge("cache_index_bytes", "Memory of what the router knows of them.")
         self.skipped_api_keys = self._gauge("api_keys_skipped", "Entries of the file of API keys that are wrong, and refused.")
         self.outdated_api_keys = self._gauge(
             "api_keys_outdated", "1 while the file of API keys can't be read and the keys that it had before count."
@@ -187,6 +191,7 @@ _WORKER_GAUGES: tuple[tuple[str, str, Callable[[LoadReport], float]], ...] = (
     ("num_requests_running", "Sequences in the current batch.", lambda report: report.running),
     ("num_requests_waiting", "Requests that wait at the worker.", lambda report: report.waiting),
     ("kv_cache_usage_perc", "Share of KV blocks taken; 1 means all.", kv_usage),
+    ("prefix_cache_blocks", "KV blocks in the prefix cache.", lambda report: report.cached_blocks),
     ("queued_prompt_tokens", "Prompt tokens not yet computed.", lambda report: report.queued_tokens),
     ("tickets", "Tickets not in a final state.", lambda report: report.tickets),
     ("kv_transfers_in_flight", "KV transfers under way.", lambda report: report.transfers),

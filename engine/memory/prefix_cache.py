@@ -65,6 +65,11 @@ class PrefixCache:
         """Number of owners of all blocks together: a block that three prompts share counts three times."""
         return sum(self._references)
 
+    @property
+    def num_cached(self) -> int:
+        """Blocks that can be found by their key."""
+        return len(self._block_of)
+
     def keys(self) -> Iterable[bytes]:
         """The keys of all cached blocks."""
         return self._block_of.keys()

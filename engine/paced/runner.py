@@ -92,9 +92,11 @@ class PacedRunner:
             self._fingerprints.write(chunk.token_ids, chunk.start, chunk.block_table)
         results = self._tokens(chunks)
         step_s = self._profile.step_s(*_work(chunks))
-        for layer in range(PACED_LAYERS):
-            time.sleep(max(0.0, began + step_s * (layer + 1) / PACED_LAYERS - time.monotonic()))
-            if on_layer is not None:
+        if on_layer is None:
+            _sleep_until(began + step_s)
+        else:
+            for layer in range(PACED_LAYERS):
+                _sleep_until(began + step_s * (layer + 1) / PACED_LAYERS)
                 on_layer(layer)
         self._pace.note(time.monotonic() - began, step_s)
         return results
@@ -137,6 +139,11 @@ class PacedRunner:
         logits_SV = torch.zeros(len(token_ids), self.facts.vocab_size)
         logits_SV[range(len(token_ids)), token_ids] = _PREFERRED
         return logits_SV
+
+
+def _sleep_until(moment: float) -> None:
+    if (wait_s := moment - time.monotonic()) > 0:
+        time.sleep(wait_s)
 
 
 def _work(chunks: Sequence[Chunk]) -> tuple[list[tuple[int, int]], list[int]]:

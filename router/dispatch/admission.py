@@ -188,7 +188,7 @@ class Admission:
 
     def _moment(self) -> Moment:
         now, by_cache = asyncio.get_running_loop().time(), self._roster.caches is not None
-        costs = self._costs.lines(now) if by_cache or self._config.disaggregation == "auto" else None
+        costs = self._costs.lines(now) if self._config.disaggregation == "auto" else None
         lasting = self._costs.lines(None) if by_cache else None
         pace = self._roster.pace.pace() if by_cache else None
         return Moment(costs, lasting, pace, len(self._line), self._line.num_of)

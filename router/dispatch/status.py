@@ -32,7 +32,7 @@ _REPORTED = (
 )
 
 
-def worker_status(info: WorkerInfo, link: WorkerLink | None) -> dict[str, Any]:
+def worker_status(info: WorkerInfo, link: WorkerLink | None, block_size: int) -> dict[str, Any]:
     """One worker's row of `/admin/status`. Figures of its load report are null until it has sent one."""
     report = link.report if link is not None else None
     row: dict[str, Any] = {
@@ -50,6 +50,7 @@ def worker_status(info: WorkerInfo, link: WorkerLink | None) -> dict[str, Any]:
         "start_delay_s": info.start_delay_s,
         "linked": link is not None,
         "kv_usage": None if report is None else kv_usage(report),
+        "cached_tokens": None if report is None else report.cached_blocks * block_size,
     }
     return row | {name: None if report is None else getattr(report, name) for name in _REPORTED}
 

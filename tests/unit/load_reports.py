@@ -64,6 +64,7 @@ def load_report(
         steps=0,
         busy_s=0.0,
         step_age_s=0.0,
+        cached_blocks=0,
         prefix_cache_queries=0,
         prefix_cache_hits=0,
         prefill=prefill,

@@ -21,6 +21,7 @@ _COLUMNS = {
     "wait": "waiting",
     "queued": "queued_tokens",
     "kv": "kv_usage",
+    "cached": "cached_tokens",
     "restarts": "restarts",
 }
 """Headings short enough for 80 columns, and the fields of /admin/status below them."""

@@ -82,6 +82,7 @@ class WorkerRow(TypedDict):
     start_delay_s: Annotated[float, Field(ge=0)]
     linked: bool
     kv_usage: Annotated[float, Field(ge=0, le=1)] | None
+    cached_tokens: Count | None
     running: Count | None
     waiting: Count | None
     queued_tokens: Count | None

@@ -146,6 +146,7 @@ class ScriptedWorker:
             steps=7,
             busy_s=0.5,
             step_age_s=self.step_age_s,
+            cached_blocks=0,
             prefix_cache_queries=0,
             prefix_cache_hits=0,
             prefill=prefill if self.ref.role is Role.PREFILL else None,

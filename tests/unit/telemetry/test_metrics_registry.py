@@ -21,6 +21,7 @@ REPORT = LoadReport(
     steps=9,
     busy_s=1.5,
     step_age_s=0.1,
+    cached_blocks=7,
     prefix_cache_queries=640,
     prefix_cache_hits=480,
     decode=DecodeLoad(
