@@ -19,10 +19,13 @@ from typing import Any
 
 from benchmarks.lib.environment import write_result
 from benchmarks.lib.servers import HOST, cluster
+from protocol.cache.news import NEWS_GAP_S
 
 CHATS, TURNS = 8, 6
 SYSTEM, MORE, ANSWER = 320, 40, 24
 BLOCK_SIZE = 16
+KNOWN_S, LEAST_THINK_S = 4 * NEWS_GAP_S, 1.2 * NEWS_GAP_S
+"""Before the chats, and between two turns (up to a second is added): meanwhile routers hear of what was cached."""
 ROUTINGS = ("cache", "load")
 
 
@@ -45,7 +48,7 @@ def measure(port: int, seed: int) -> float:
     systems = [tokens(rng, SYSTEM) for _ in range(2)]
     for system in systems:
         ask(port, system)
-    time.sleep(1.0)
+    time.sleep(KNOWN_S)
     with ThreadPoolExecutor(CHATS) as threads:
         chats = [threads.submit(chat, port, systems[number % 2], seed * CHATS + number) for number in range(CHATS)]
         found = [each.result() for each in chats]
@@ -63,7 +66,7 @@ def chat(port: int, prompt: list[int], seed: int) -> tuple[int, int]:
         cached += hit
         prompt = prompt + answer
         known = len(prompt) - 1  # of the last token no KV was computed
-        time.sleep(0.3 + rng.random())
+        time.sleep(LEAST_THINK_S + rng.random())
     return cached, could
 
 

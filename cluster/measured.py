@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from cluster.memory import computes_on_processor
 from cluster.ray.placement import pool_of, threads_per_rank
@@ -24,6 +25,9 @@ from configs.profiles import MachineProfile, ProfileKey, can_be_kept, read_or_me
 from configs.schema import ClusterConfig
 from engine.profiling.key import profile_key
 from protocol.messages import Role
+
+if TYPE_CHECKING:
+    from simulator.profile import Profile
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +103,18 @@ def with_measured_sizes(config: ClusterConfig, profiles: Profiles) -> ClusterCon
     if (measured := sizes[Role.DECODE]) is not None:
         decode = decode.model_copy(update={"max_chunk_tokens": decode.max_chunk_tokens or measured.max_chunk_tokens})
     return config.model_copy(update={"prefill": prefill, "decode": decode})
+
+
+def measured_step_times(config: ClusterConfig, profiles: Profiles) -> Profile | None:
+    """Return the step times of both roles as they were measured; None if they were not.
+
+    Without prefill workers, decode workers compute prompts, and their times are those of both.
+    """
+    from simulator.profile import Profile  # workers import this module, and simulate nothing
+
+    decode = profiles.get(Role.DECODE)
+    prefill = profiles.get(Role.PREFILL) if config.prefill.workers else decode
+    return None if prefill is None or decode is None else Profile.of_machine(prefill, decode)
 
 
 def threads_here(config: ClusterConfig, role: Role) -> int:

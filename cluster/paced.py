@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cluster.measured import Profiles, with_measured_sizes
+from cluster.measured import Profiles, measured_step_times, with_measured_sizes
 from cluster.memory import worker_memory
 from configs.cache import write_whole
 from configs.facts import ModelFacts
@@ -21,16 +21,14 @@ _LAPTOP_TOKEN_BYTES = 30 * 2 * 3 * 64 * 2
 
 def machine_profile(config: ClusterConfig, facts: ModelFacts, profiles: Profiles) -> PacedProfile:
     """Return a profile of the step times that were measured here for both roles. Raises UnavailableError if they were not."""
-    decode = profiles.get(Role.DECODE)
-    prefill = profiles.get(Role.PREFILL) if config.prefill.workers else decode
-    step_times = None if prefill is None or decode is None else Profile.of_machine(prefill, decode)
-    if decode is None or step_times is None:
+    step_times = measured_step_times(config, profiles)
+    if step_times is None:
         raise UnavailableError(f"there are no step times of {facts.name} for both roles on this machine")
     sized = with_measured_sizes(config, profiles)
     token_bytes = worker_memory(config, config.decode, facts).kv_pool // config.decode.kv_cache_tokens
     link = _LAPTOP_TOKEN_BYTES / Profile.load(LAPTOP).overheads.handoff_token_s
     return PacedProfile(
-        name=f"{facts.name} on {decode.key.processor}, measured {decode.measured_at}",
+        name=f"{facts.name} on {step_times.machine['processor']}, measured {profiles[Role.DECODE].measured_at}",
         context_tokens=facts.max_model_len,
         layers=facts.num_layers,
         kv_token_bytes=token_bytes,

@@ -99,10 +99,9 @@ def _step_times(config: ClusterConfig, path: Path | None) -> tuple[Profile, Clus
     They are those in the file at `path`. Without one, this machine's for this model, if they were measured, else the laptop's.
     Raises InvalidRequestError if the file can't be used, ConfigError if the model can't.
     """
-    from cluster.measured import known_profiles, with_measured_sizes
+    from cluster.measured import known_profiles, measured_step_times, with_measured_sizes
     from configs.models import is_here, resolve_for
     from configs.paced.profile import load_paced_profile
-    from protocol.messages import Role
     from simulator.profile import LAPTOP, Profile
 
     if config.engine == "paced":
@@ -112,9 +111,7 @@ def _step_times(config: ClusterConfig, path: Path | None) -> tuple[Profile, Clus
         return Profile.load(path), config, f"step times: {path}"
     if is_here(config.model):
         known = known_profiles(config, resolve_for(config).facts)
-        decode = known.get(Role.DECODE)
-        prefill = known.get(Role.PREFILL) if config.prefill.workers else decode
-        if prefill is not None and decode is not None and (profile := Profile.of_machine(prefill, decode)) is not None:
+        if (profile := measured_step_times(config, known)) is not None:
             whose = f"step times: {config.model} on this machine, as `tandem profile` shows them"
             return profile, with_measured_sizes(config, known), whose
     profile = Profile.load(LAPTOP)

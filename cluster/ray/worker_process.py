@@ -75,22 +75,15 @@ class WorkerProcess:
         secret: bytes,
         threads: int,
         others: Sequence[Following],
+        *,
+        own_logs: bool = True,
     ) -> Started:
-        """Become this worker, whose other ranks are listening: load the model and listen. Raises TandemError."""
-        setup_logging(worker_id)
-        return await self.become(role, worker_id, epoch, config, secret, threads, others)
+        """Become this worker, whose other ranks are listening: load the model and listen. Raises TandemError.
 
-    async def become(
-        self,
-        role: Role,
-        worker_id: str,
-        epoch: int,
-        config: ClusterConfig,
-        secret: bytes,
-        threads: int,
-        others: Sequence[Following],
-    ) -> Started:
-        """Do what `start` does in a process whose logs are set up."""
+        Without `own_logs` the process's logs are set up already, for several workers.
+        """
+        if own_logs:
+            setup_logging(worker_id)
         module = await asyncio.to_thread(_module, role, "actor")
         threads = threads_on_node(config, role, threads)
         if computes_on_processor(config, pool_of(config, role)):

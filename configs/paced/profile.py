@@ -18,7 +18,7 @@ from configs.profiles import DecodeTime, PrefillTime, StepSizes
 from configs.step_times import StepTimes
 from protocol.errors import ConfigError
 
-PARAM = "paced_profile"
+_PARAM = "paced_profile"
 """The key of the configuration, for errors."""
 DEFAULT_PROFILE = "h200-8b"
 BUILT_IN = (DEFAULT_PROFILE,)
@@ -97,15 +97,15 @@ def load_paced_profile(name: str) -> PacedProfile:
         profile = PacedProfile.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         known = ", ".join(BUILT_IN)
-        raise ConfigError(f"{name}: can't be read: {error.strerror}; give {known}, or a file", param=PARAM) from None
+        raise ConfigError(f"{name}: can't be read: {error.strerror}; give {known}, or a file", param=_PARAM) from None
     except (ValueError, ValidationError) as error:
-        raise ConfigError(f"{name}: this is no profile: {' '.join(str(error).split())}", param=PARAM) from None
+        raise ConfigError(f"{name}: this is no profile: {' '.join(str(error).split())}", param=_PARAM) from None
     chunks = [(point.tokens, point.start) for point in profile.prefill]
     streams = [(point.batch, point.context) for point in profile.decode]
     if len(set(chunks)) < len(chunks) or len(set(streams)) < len(streams):
-        raise ConfigError(f"{name}: a step stands there twice", param=PARAM)
+        raise ConfigError(f"{name}: a step stands there twice", param=_PARAM)
     if not any(start == 0 for _, start in chunks) or not streams:
-        raise ConfigError(f"{name}: no chunk at a prompt's beginning, or no decode step", param=PARAM)
+        raise ConfigError(f"{name}: no chunk at a prompt's beginning, or no decode step", param=_PARAM)
     return profile
 
 

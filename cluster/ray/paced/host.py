@@ -49,7 +49,7 @@ class PacedHost:
             raise WorkerLostError(f"{life.worker_id} was ended before it began")
         name_component(life.worker_id)
         process = WorkerProcess()
-        starting = asyncio.ensure_future(process.become(role, *life, config, secret, 1, ()))
+        starting = asyncio.ensure_future(process.start(role, *life, config, secret, 1, (), own_logs=False))
         self._lives[life] = _Living(process, starting)
         return await asyncio.shield(starting)
 
