@@ -22,11 +22,12 @@ import numpy as np
 from benchmarks.lib.environment import write_result
 from protocol.cache.keys import SHORT_BYTES
 from protocol.cache.news import MOST_KEYS
-from router.rules.cache_index import CacheIndex
-from router.rules.caches import CachedParts, Caches
+from router.rules.caching.cache_index import CacheIndex
+from router.rules.caching.caches import CachedParts, Caches
 from router.rules.disaggregation import Costs, Line
 from router.rules.pace import Pace
-from router.rules.pair import Moment, PairRequest, PairSearch, PairTerms
+from router.rules.pair import PairSearch
+from router.rules.pair_request import Moment, PairRequest, PairTerms
 from router.rules.ranking import DecodeRanking, PrefillRanking
 from router.rules.worker_load import Outstanding, WorkerLoad
 from tests.unit.load_reports import decode_report, prefill_report

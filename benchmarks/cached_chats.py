@@ -1,31 +1,29 @@
 """How much of what could be cached is, with the real model: `python -m benchmarks.cached_chats [--rounds N]`.
 
-Two prefill and two decode workers of the default model. Eight chats at a time with six turns each begin with one of two system
-prompts of 320 tokens; each turn sends all that was said before and 40 tokens more. Once workers are chosen by what they have
-cached, once by load alone (`--routing`); a fresh cluster for every round. What could be cached is, of each prompt, the full
-blocks that were computed before: of the system prompt in a first turn, of the chat so far in later ones.
+Two prefill and two decode workers of the default model. Eight chats of six turns begin one after the other, with one of two
+system prompts of 320 tokens. Each turn sends all that was said before and 40 tokens more, some time after the answer: meanwhile
+routers hear of what was cached. Once workers are chosen by what they have cached, once by load alone (`--routing`); a fresh
+cluster for every round. What could be cached is what `tandem bench` calls reusable, in whole blocks, without the last token
+of an answer, of which no KV was computed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import random
+import asyncio
 import statistics
-import time
-import urllib.request
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from benchmarks.lib.environment import write_result
+from benchmarks.lib.load import put_load
 from benchmarks.lib.servers import HOST, cluster
+from loadtest.options import BenchOptions
+from loadtest.records import TurnRecord
 from protocol.cache.news import NEWS_GAP_S
 
 CHATS, TURNS = 8, 6
-SYSTEM, MORE, ANSWER = 320, 40, 24
+SYSTEMS, SYSTEM, MORE, ANSWER = 2, 320, 40, 24
 BLOCK_SIZE = 16
-KNOWN_S, LEAST_THINK_S = 4 * NEWS_GAP_S, 1.2 * NEWS_GAP_S
-"""Before the chats, and between two turns (up to a second is added): meanwhile routers hear of what was cached."""
+BEGIN_PER_S, THINK_S = 1.0, 3 * NEWS_GAP_S
 ROUTINGS = ("cache", "load")
 
 
@@ -43,61 +41,43 @@ def main() -> None:
 
 
 def measure(port: int, seed: int) -> float:
-    """The share of what could be cached that was, over all chats."""
-    rng = random.Random(seed)
-    systems = [tokens(rng, SYSTEM) for _ in range(2)]
-    for system in systems:
-        ask(port, system)
-    time.sleep(KNOWN_S)
-    with ThreadPoolExecutor(CHATS) as threads:
-        chats = [threads.submit(chat, port, systems[number % 2], seed * CHATS + number) for number in range(CHATS)]
-        found = [each.result() for each in chats]
-    return sum(cached for cached, _ in found) / sum(could for _, could in found)
-
-
-def chat(port: int, prompt: list[int], seed: int) -> tuple[int, int]:
-    """Tokens that were cached, and that could have been."""
-    rng, cached, could = random.Random(seed), 0, 0
-    known = len(prompt)
-    for _ in range(TURNS):
-        prompt = prompt + tokens(rng, MORE)
-        could += known // BLOCK_SIZE * BLOCK_SIZE
-        answer, hit = ask(port, prompt)
-        cached += hit
-        prompt = prompt + answer
-        known = len(prompt) - 1  # of the last token no KV was computed
-        time.sleep(LEAST_THINK_S + rng.random())
-    return cached, could
-
-
-def ask(port: int, prompt: list[int]) -> tuple[list[int], int]:
-    """The tokens of an answer, and how many of the prompt's were cached."""
-    body = {
-        "model": "smollm2",
-        "prompt": prompt,
-        "max_tokens": ANSWER,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
-    request = urllib.request.Request(
-        f"http://{HOST}:{port}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    """The share of what could be cached that was, over all chats. Raises RuntimeError if a request failed."""
+    options = BenchOptions(
+        base_url=f"http://{HOST}:{port}",
+        backend="chat",
+        multi_turn=True,
+        multi_turn_num_turns=TURNS,
+        multi_turn_delay_ms=1000 * THINK_S,
+        num_system_prompts=SYSTEMS,
+        system_prompt_len=SYSTEM,
+        random_input_len=MORE,
+        random_output_len=ANSWER,
+        num_prompts=CHATS,
+        request_rate=BEGIN_PER_S,
+        ignore_eos=True,
+        seed=seed,
+        timeout_s=120.0,
     )
-    with urllib.request.urlopen(request, timeout=120) as response:
-        answer: dict[str, Any] = json.load(response)
-    return answer["choices"][0]["token_ids"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    turns = [record for record in asyncio.run(put_load(options)).records if isinstance(record, TurnRecord)]
+    for turn in turns:
+        if turn.error is not None:
+            raise RuntimeError(f"turn {turn.turn_index + 1} of chat {turn.conversation_id + 1}: {turn.error}")
+    could = [reusable(turn) for turn in turns]
+    return sum(min(turn.cached_tokens or 0, most) for turn, most in zip(turns, could, strict=True)) / sum(could)
 
 
-def tokens(rng: random.Random, count: int) -> list[int]:
-    return [rng.randrange(100, 40_000) for _ in range(count)]
+def reusable(turn: TurnRecord) -> int:
+    """Tokens of the prompt that could be cached, in whole blocks."""
+    tokens = (turn.reusable_tokens or 0) - (1 if turn.turn_index else 0)
+    return tokens // BLOCK_SIZE * BLOCK_SIZE
 
 
 def table(shares: dict[str, list[float]]) -> str:
     lines = [
         "# What is cached of chats",
         "",
-        f"{CHATS} chats at a time of {TURNS} turns over 2 system prompts of {SYSTEM} tokens; 2 prefill and 2 decode workers of "
-        "smollm2, `--disaggregation auto`.",
+        f"{CHATS} chats of {TURNS} turns over {SYSTEMS} system prompts of {SYSTEM} tokens; one begins every "
+        f"{1 / BEGIN_PER_S:g} s on average. 2 prefill and 2 decode workers of smollm2, `--disaggregation auto`.",
         "",
         "| workers chosen by | of what could be cached, median | rounds |",
         "|---|---|---|",

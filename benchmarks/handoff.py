@@ -36,7 +36,7 @@ from engine.model_runner import ModelRunner
 from engine.ranks.first_rank import FirstRank
 from engine.ranks.gang import Gang
 from kv_transfer.choice import receiving_transports, sending_transports
-from kv_transfer.fingerprint import push_fingerprints
+from kv_transfer.fingerprints.pushes import push_fingerprints
 from kv_transfer.plan import Piece, cut, layer_groups, slot_runs
 from kv_transfer.pool_view import Slots, view_of
 from kv_transfer.transport import ReceiveChannel
@@ -191,14 +191,10 @@ async def _run(role: Role, transport: str, told: Connection) -> None:
         grammars=Grammars(model),
         gang=Gang.alone(),
     )
-    worker: PrefillWorker | DecodeWorker
     wanted, encrypt = TRANSPORTS[transport]
     sending = sending_transports(wanted, HOST, runner.pool.data, runner.pool.memory_fd, encrypt=encrypt)
-    if role is Role.PREFILL:
-        worker = PrefillWorker(first, sending)
-    else:
-        receiving = receiving_transports(wanted, HOST, runner.pool.data.device, encrypt=encrypt)
-        worker = DecodeWorker(first, receiving, sending)
+    receiving = receiving_transports(wanted, HOST, runner.pool.data.device, encrypt=encrypt)
+    worker = (PrefillWorker if role is Role.PREFILL else DecodeWorker)(first, receiving, sending)
     told.send(server.address)
     await worker.run()
 

@@ -122,7 +122,7 @@ async def _workers() -> AsyncIterator[tuple[CallClient, CallClient, DecodeWorker
         )
         for ref, server, runner in zip(refs, servers, runners, strict=True)
     ]
-    prefill, decode = PrefillWorker(ranks[0], transports), DecodeWorker(ranks[1], transports, transports)
+    prefill, decode = PrefillWorker(ranks[0], transports, transports), DecodeWorker(ranks[1], transports, transports)
     tasks = [asyncio.create_task(prefill.run()), asyncio.create_task(decode.run())]
     callers = [CallClient(await WireClient.connect(ref.address, SECRET, 5), lambda message: None) for ref in refs]
     for caller in callers:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from decode_workers.ledger import Ledger
 from decode_workers.scheduler import DecodeScheduler
 from engine.memory.prefix_cache import PrefixCache
-from protocol.audit import DecodeBooks, Owner, SendRow, TicketRow
+from protocol.audit import DecodeBooks, Owner, PinRow, SendRow, TicketRow
 from protocol.ticket import TicketState
 
 
@@ -56,6 +56,7 @@ def decode_books(
         references=cache.num_references,
         tickets=tickets,
         sends=sends,
+        pins=tuple(PinRow(pin.purpose, len(pin.table), now - pin.deadline) for pin in cache.pins),
         problems=tuple(_problems(ledger, scheduler, waiting_attaches)),
     )
 

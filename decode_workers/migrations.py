@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,14 +25,8 @@ from decode_workers.ledger import Ledger
 from decode_workers.scheduler import DecodeScheduler
 from decode_workers.step_loop import StepLoop
 from decode_workers.stream import Stream
-from engine.memory.kv_pool import KVPool
-from engine.ranks.gang import Gang
-from kv_transfer.lanes import LocalSendRank, SendRank
 from kv_transfer.peers import DecodePeers
-from kv_transfer.progress import StepProgress
-from kv_transfer.remote_lanes import RemoteSendRank
 from kv_transfer.sender import OutgoingTransfer, PushPart, SendingPair
-from kv_transfer.transport import SendTransport
 from protocol.audit import SendRow
 from protocol.errors import InvalidRequestError, KvTransferError, TandemError
 from protocol.messages import Copied, Copy, Failed, Migrate, Migrated
@@ -217,12 +211,3 @@ class Migrations:
             stream.pinned = stream.paused = False
             self._ledger.end_send(stream.ticket_id)
             self._on_change()
-
-
-def send_ranks(pool: KVPool, transports: Sequence[SendTransport], gang: Gang, lease_s: float) -> list[SendRank]:
-    """The sending ranks of one worker for streams that run: its first rank, whose pool this is, and those of its gang.
-
-    Only what earlier steps have computed is sent, so no step's progress is followed.
-    """
-    first = LocalSendRank(pool.layers(), pool.block_size, transports, StepProgress(pool.data.device), lease_s)
-    return [first, *(RemoteSendRank(gang.asker(rank), first.transports) for rank in range(1, gang.size))]

@@ -12,9 +12,8 @@ from engine.runner import Runner
 from kv_transfer.choice import receiving_transports, sending_transports
 from kv_transfer.lanes import LocalReceiveRank, LocalSendRank
 from kv_transfer.progress import StepProgress
-from kv_transfer.remote_lanes import ReceiveHost, SendHost
+from kv_transfer.remote_lanes import LaneHost
 from kv_transfer.transport import ReceiveTransport, SendTransport
-from protocol.gang import LaneClose, LaneClosed
 
 
 def decode_follower(config: ClusterConfig, secret: bytes, host: str, rank: int, threads: int) -> Follower:
@@ -36,26 +35,16 @@ def share_of(runner: Runner, receiving: Sequence[ReceiveTransport], sending: Seq
     """
     layers, block_size = runner.pool.layers(), runner.pool.block_size
     progress = StepProgress(runner.pool.data.device)
-    arriving = ReceiveHost(LocalReceiveRank(layers, block_size, receiving, lease_s))
-    leaving = SendHost(LocalSendRank(layers, block_size, sending, progress, lease_s))
-
-    async def close_lane(message: LaneClose) -> LaneClosed:
-        """Lanes of both kinds are numbered together; what one host does not know it has closed."""
-        for host in (arriving, leaving):
-            await host.handlers[LaneClose](message)
-        return LaneClosed(message.call_id)
-
-    async def close() -> None:
-        await arriving.close()
-        await leaving.close()
-
+    lanes = LaneHost(
+        LocalSendRank(layers, block_size, sending, progress, lease_s),
+        LocalReceiveRank(layers, block_size, receiving, lease_s),
+    )
     steps = itertools.count(1)
-    handlers = {**arriving.handlers, **leaving.handlers, LaneClose: close_lane}
     return Share(
         runner=runner,
-        handlers=handlers,
+        handlers=lanes.handlers,
         begin_step=lambda: next(steps),
         layer_done=lambda layer: None,
         finish_step=lambda: None,
-        close=close,
+        close=lanes.close,
     )

@@ -17,11 +17,10 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from decode_workers.arrivals import Arrivals, receive_ranks
 from decode_workers.attaches import Attaches
 from decode_workers.books import decode_books
 from decode_workers.ledger import Ledger
-from decode_workers.migrations import Migrations, send_ranks
+from decode_workers.migrations import Migrations
 from decode_workers.outbox import Outbox
 from decode_workers.reservations import Reservations
 from decode_workers.scheduler import DecodeScheduler
@@ -31,10 +30,14 @@ from engine.engine_thread import EngineThread
 from engine.memory.cache_teller import CacheTeller
 from engine.memory.prefix_cache import PrefixCache
 from engine.ranks.first_rank import FirstRank
+from kv_transfer.arrivals import Arrivals
+from kv_transfer.fetching.lender import Lender
 from kv_transfer.peers import DecodePeers
 from kv_transfer.receiver import TransferStats
+from kv_transfer.remote_lanes import receive_ranks, send_ranks
 from kv_transfer.transport import ReceiveTransport, SendTransport
 from protocol.audit import Audit
+from protocol.cache.fetch import Fetch
 from protocol.cache.news import CacheAsk
 from protocol.endpoint import Endpoint, Handler
 from protocol.errors import KvTransferError
@@ -115,10 +118,12 @@ class DecodeWorker:
             layout,
             vocab_size,
             pool.block_size,
-            receive_ranks(pool, receiving, gang, limits.lease_s),
+            receive_ranks(pool.layers(), pool.block_size, receiving, gang.askers(), limits.lease_s),
             self._endpoint.send,
         )
-        self._peers = DecodePeers(me, rank.secret, layout, send_ranks(pool, sending, gang, limits.lease_s), limits)
+        senders = send_ranks(pool.layers(), pool.block_size, sending, gang.askers(), limits.lease_s)
+        self._peers = DecodePeers(me, rank.secret, layout, senders, limits)
+        self._lender = Lender(self._cache, pool.block_size, self._peers, self._endpoint.send, self._spawn, limits.lease_s)
         self._migrations = Migrations(
             self._peers,
             self.ledger,
@@ -159,6 +164,7 @@ class DecodeWorker:
             PushCommit: self._arrivals.commit,
             TransferAbort: self._arrivals.abort,
             CacheAsk: self._teller.ask,
+            Fetch: self._lender.ask,
             Audit: self._audit,
         }
 
@@ -193,6 +199,8 @@ class DecodeWorker:
             cached_blocks=self._cache.num_cached,
             prefix_cache_queries=self.ledger.cache_queries,
             prefix_cache_hits=self.ledger.cache_hits,
+            prefix_cache_evictions=self._cache.evictions,
+            lent_tokens=self._lender.lent_tokens,
             decode=DecodeLoad(
                 reservable_blocks=self._scheduler.room.reservable_blocks,
                 generated_tokens=self._loop.tokens,

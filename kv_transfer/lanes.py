@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from kv_transfer.fingerprint import push_fingerprints
+from kv_transfer.fingerprints.pushes import push_fingerprints
 from kv_transfer.plan import Piece, cut, layer_groups, slot_runs
 from kv_transfer.pool_view import PoolView, Slots, view_of
 from kv_transfer.progress import StepProgress

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kv_transfer.fingerprint import first_difference
+from kv_transfer.fingerprints.pushes import first_difference
 from kv_transfer.lanes import ReceiveLane, ReceiveRank
 from kv_transfer.rendezvous import check, check_transport
 from kv_transfer.transport import TransportError

@@ -1,7 +1,8 @@
 """Lanes that end in another process of the same worker: the first rank asks, the rank with the pool does it.
 
 `RemoteSendRank` and `RemoteReceiveRank` are the first rank's view of another rank; `SendHost` and `ReceiveHost` answer there,
-by a `LocalSendRank` or `LocalReceiveRank` of theirs. An error of the other rank, and its loss, is a broken lane here.
+by a `LocalSendRank` or `LocalReceiveRank` of theirs, and `LaneHost` by both. An error of the other rank, and its loss, is a
+broken lane here.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Generic, TypeVar
 
-from kv_transfer.lanes import Exchange, LocalReceiveRank, LocalSendRank, ReceiveLane, SendLane
-from kv_transfer.transport import TransportError
+from torch import Tensor
+
+from kv_transfer.lanes import Exchange, LocalReceiveRank, LocalSendRank, ReceiveLane, ReceiveRank, SendLane, SendRank
+from kv_transfer.progress import StepProgress
+from kv_transfer.transport import ReceiveTransport, SendTransport, TransportError
 from protocol.errors import KvTransferError, TandemError, TransportUnavailableError
 from protocol.gang import (
     HeadMove,
@@ -218,6 +222,50 @@ class ReceiveHost(_Host[ReceiveLane]):
     async def _receive(self, message: LaneReceive) -> LaneDone:
         lane = await self._connected(message.lane)
         return LaneDone(message.call_id, tuple(await _moved(lane.receive(message.spans))))
+
+
+class LaneHost:
+    """Serves both kinds of lanes of this process to the worker's first rank. `handlers` answer questions, by type."""
+
+    def __init__(self, sending: LocalSendRank, receiving: LocalReceiveRank) -> None:
+        self._hosts = SendHost(sending), ReceiveHost(receiving)
+        leaving, arriving = self._hosts
+        self.handlers: dict[type[Any], Handler] = {**arriving.handlers, **leaving.handlers, LaneClose: self._close_lane}
+
+    async def close(self) -> None:
+        """End all lanes."""
+        for host in self._hosts:
+            await host.close()
+
+    async def _close_lane(self, message: LaneClose) -> LaneClosed:
+        """Lanes of both kinds are numbered together; what one host does not know it has closed."""
+        for host in self._hosts:
+            await host.handlers[LaneClose](message)
+        return LaneClosed(message.call_id)
+
+
+def send_ranks(
+    layers: Sequence[Tensor],
+    block_size: int,
+    transports: Sequence[SendTransport],
+    others: Sequence[Ask],
+    deadline_s: float,
+    progress: StepProgress | None = None,
+) -> list[SendRank]:
+    """The sending ranks of one worker: the first rank, whose pool `layers` are, and those of its gang, whom `others` ask.
+
+    Without the `progress` of steps, only what earlier steps have computed can be sent.
+    """
+    first = LocalSendRank(layers, block_size, transports, progress or StepProgress(layers[0].device), deadline_s)
+    return [first, *(RemoteSendRank(ask, first.transports) for ask in others)]
+
+
+def receive_ranks(
+    layers: Sequence[Tensor], block_size: int, transports: Sequence[ReceiveTransport], others: Sequence[Ask], deadline_s: float
+) -> list[ReceiveRank]:
+    """The receiving ranks of one worker: the first rank, whose pool `layers` are, and those of its gang, whom `others` ask."""
+    first = LocalReceiveRank(layers, block_size, transports, deadline_s)
+    return [first, *(RemoteReceiveRank(ask, first.transports) for ask in others)]
 
 
 async def _moved(moving: Awaitable[_Answer]) -> _Answer:

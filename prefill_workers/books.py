@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterator, Mapping
 
 from engine.memory.prefix_cache import PrefixCache
 from kv_transfer.peers import DecodePeers
 from prefill_workers.scheduler import PrefillScheduler, Prompt
-from protocol.audit import PrefillBooks, PromptRow
+from protocol.audit import PinRow, PrefillBooks, PromptRow
 
 
 def prefill_books(
@@ -22,6 +23,7 @@ def prefill_books(
         references=cache.num_references,
         prompts=tuple(prompts.values()),
         pairs=peers.books(),
+        pins=tuple(PinRow(pin.purpose, len(pin.table), time.monotonic() - pin.deadline) for pin in cache.pins),
         problems=tuple(_problems(cache, scheduler, prompts)),
     )
 

@@ -11,7 +11,7 @@ from engine.scoring import PromptScores
 from kv_transfer.sender import OutgoingTransfer, SendingPair
 from prefill_workers.scheduler import PlannedChunk, Prompt
 from protocol.audit import PromptRow
-from protocol.messages import Prefill
+from protocol.messages import Prefill, Prefilled
 
 
 @dataclass(eq=False)
@@ -50,6 +50,11 @@ class Job:
             in_step=self.in_step,
             stopped=self.stopped,
         )
+
+    def prefilled(self, prefill_s: float) -> Prefilled:
+        """What its router is told of the prompt, which took this long from its first chunk to the token."""
+        prompt_logprobs = None if self.scores is None else self.scores.packed()
+        return Prefilled(prefill_s, self.prompt.cached, prompt_logprobs, self.prompt.brought)
 
     def chunk(self, planned: PlannedChunk) -> Chunk:
         """What the engine computes of the prompt in the next step."""

@@ -1,4 +1,4 @@
-"""One rank of a prefill worker: its share of the model, and the lanes by which its KV leaves."""
+"""One rank of a prefill worker: its share of the model, and the lanes by which its KV leaves, and comes when it is fetched."""
 
 from __future__ import annotations
 
@@ -8,29 +8,35 @@ from configs.schema import ClusterConfig
 from engine.ranks.follower import Follower, Share
 from engine.ranks.share import follower
 from engine.runner import Runner
-from kv_transfer.choice import sending_transports
-from kv_transfer.lanes import LocalSendRank
+from kv_transfer.choice import receiving_transports, sending_transports
+from kv_transfer.lanes import LocalReceiveRank, LocalSendRank
 from kv_transfer.progress import StepProgress
-from kv_transfer.remote_lanes import SendHost
-from kv_transfer.transport import SendTransport
+from kv_transfer.remote_lanes import LaneHost
+from kv_transfer.transport import ReceiveTransport, SendTransport
 
 
 def prefill_follower(config: ClusterConfig, secret: bytes, host: str, rank: int, threads: int) -> Follower:
     """A rank of a prefill worker that is not the first. It listens on `host` and computes with `threads` cores."""
 
     def share(runner: Runner) -> Share:
-        transports = sending_transports(
-            config.transport, host, runner.pool.data, runner.pool.memory_fd, encrypt=config.encrypt_kv
-        )
-        return share_of(runner, transports, config.limits.lease_s)
+        pool = runner.pool
+        receiving = receiving_transports(config.transport, host, pool.data.device, encrypt=config.encrypt_kv)
+        sending = sending_transports(config.transport, host, pool.data, pool.memory_fd, encrypt=config.encrypt_kv)
+        return share_of(runner, receiving, sending, config.limits.lease_s)
 
     return follower(config, config.prefill, share, secret=secret, host=host, rank=rank, threads=threads)
 
 
-def share_of(runner: Runner, transports: Sequence[SendTransport], lease_s: float) -> Share:
-    """What a rank of a prefill worker serves: lanes that send a step's layers as they are computed."""
+def share_of(runner: Runner, receiving: Sequence[ReceiveTransport], sending: Sequence[SendTransport], lease_s: float) -> Share:
+    """What a rank of a prefill worker serves: lanes that send a step's layers as they are computed, and lanes that receive what
+    the worker fetches.
+    """
+    layers, block_size = runner.pool.layers(), runner.pool.block_size
     progress = StepProgress(runner.pool.data.device)
-    lanes = SendHost(LocalSendRank(runner.pool.layers(), runner.pool.block_size, transports, progress, lease_s))
+    lanes = LaneHost(
+        LocalSendRank(layers, block_size, sending, progress, lease_s),
+        LocalReceiveRank(layers, block_size, receiving, lease_s),
+    )
     return Share(
         runner=runner,
         handlers=lanes.handlers,

@@ -29,6 +29,7 @@ from configs.arithmetic import ceil_div
 from configs.schema import PrefillConfig
 from engine.memory.prefix_cache import PrefixCache
 from protocol.cache.keys import block_keys
+from protocol.messages import NOTHING_BROUGHT, Brought
 
 
 @dataclass(eq=False)
@@ -46,8 +47,14 @@ class Prompt:
     """Number of leading tokens whose KV was cached when the prompt started."""
     computed: int = 0
     """Number of leading tokens whose KV is in the pool, or will be after the current step."""
+    brought: Brought = NOTHING_BROUGHT
+    """What came into the pool for it before it was queued."""
     likely_cached: int = 0
     """Number of leading tokens that were cached when the prompt was queued."""
+
+    def usable_keys(self, block_size: int) -> Sequence[bytes]:
+        """Keys of the blocks that need not be computed if they are cached: the last token always is, for its logits."""
+        return () if self.whole else self.keys[: (len(self.token_ids) - 1) // block_size]
 
     @property
     def remaining(self) -> int:
@@ -94,6 +101,8 @@ class PrefillScheduler:
         """Tokens of the prompts that were started."""
         self.cache_hits = 0
         """Those of them that were cached."""
+        self.brought = NOTHING_BROUGHT
+        """Those of these that came from elsewhere."""
 
     @property
     def queued_tokens(self) -> int:
@@ -121,7 +130,7 @@ class PrefillScheduler:
 
     def add(self, prompt: Prompt, *, ahead: bool = False) -> None:
         """Queue a prompt behind all others, or `ahead` of those that were not sent ahead themselves."""
-        prompt.likely_cached = self._cache.match(self._usable_keys(prompt)) * self._block_size
+        prompt.likely_cached = self._cache.match(prompt.usable_keys(self._block_size)) * self._block_size
         (self._ahead if ahead else self._line).append(prompt)
 
     def plan(self) -> list[PlannedChunk]:
@@ -136,7 +145,7 @@ class PrefillScheduler:
         for prompt in self._line + self._ahead if self._line_is_next else self._ahead + self._line:
             if blocks_lack and not prompt.block_table:
                 continue
-            hit = 0 if prompt.block_table else self._cache.match(self._usable_keys(prompt))
+            hit = 0 if prompt.block_table else self._cache.match(prompt.usable_keys(self._block_size))
             start = prompt.computed or hit * self._block_size
             num_tokens = min(self._max_batch_tokens - start % self._max_batch_tokens, len(prompt.token_ids) - start)
             if num_tokens > room:
@@ -179,9 +188,6 @@ class PrefillScheduler:
         self._line = [prompt for prompt in self._line if prompt.remaining]
         self._ahead = [prompt for prompt in self._ahead if prompt.remaining]
 
-    def _usable_keys(self, prompt: Prompt) -> Sequence[bytes]:
-        return () if prompt.whole else prompt.keys[: (len(prompt.token_ids) - 1) // self._block_size]
-
     def _start(self, prompt: Prompt, hit: int) -> bool:
         """Give the prompt its blocks, of which the first `hit` are cached; False if there are too few."""
         block_table = self._cache.allocate(self._blocks_for(len(prompt.token_ids)), prompt.keys[:hit])
@@ -192,6 +198,8 @@ class PrefillScheduler:
         self._held += 1
         self.cache_queries += len(prompt.token_ids)
         self.cache_hits += prompt.cached
+        if prompt.cached >= prompt.brought.num_tokens:
+            self.brought += prompt.brought
         return True
 
     def _blocks_for(self, num_tokens: int) -> int:

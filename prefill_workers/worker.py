@@ -23,13 +23,13 @@ from engine.niceness import PREFILL_NICENESS
 from engine.ranks.first_rank import FirstRank
 from engine.sampler import finish_reason
 from engine.scoring import PromptScores
-from kv_transfer.lanes import LocalSendRank
 from kv_transfer.peers import DecodePeers
 from kv_transfer.progress import StepProgress
-from kv_transfer.remote_lanes import RemoteSendRank
+from kv_transfer.remote_lanes import send_ranks
 from kv_transfer.sender import OutgoingTransfer, PushPart, SendingPair
-from kv_transfer.transport import SendTransport
+from kv_transfer.transport import ReceiveTransport, SendTransport
 from prefill_workers.books import prefill_books
+from prefill_workers.fetching import Fetching
 from prefill_workers.job import Job
 from prefill_workers.jobs import Jobs
 from prefill_workers.scheduler import PlannedChunk, PrefillScheduler
@@ -43,7 +43,7 @@ from protocol.errors import (
     TandemError,
     WorkerLostError,
 )
-from protocol.messages import Cancel, Failed, FirstToken, LoadReport, Prefill, Prefilled, PrefillLoad
+from protocol.messages import Cancel, Failed, FirstToken, LoadReport, Prefill, PrefillLoad
 from protocol.sampling import MAX_PROMPT_LOGPROBS
 from telemetry.logging import fields
 
@@ -53,8 +53,8 @@ log = logging.getLogger(__name__)
 class PrefillWorker:
     """One prefill worker, without Ray. Made on a running event loop; `run` serves until it is cancelled."""
 
-    def __init__(self, rank: FirstRank, transports: Sequence[SendTransport]) -> None:
-        """`transports` are the ways that KV can leave, the best first."""
+    def __init__(self, rank: FirstRank, receiving: Sequence[ReceiveTransport], sending: Sequence[SendTransport]) -> None:
+        """`receiving` and `sending` are the ways that KV can come and leave, the best first."""
         config, runner, gang, pool = rank.config, rank.runner, rank.gang, rank.runner.pool
         self.me = rank.me
         self._limits = config.limits
@@ -69,15 +69,16 @@ class PrefillWorker:
         self._teller.tells_of(self._cache.keys)
         self._scheduler = PrefillScheduler(self._cache, pool.block_size, config.prefill)
         self._progress = StepProgress(pool.data.device)
-        first = LocalSendRank(pool.layers(), pool.block_size, transports, self._progress, self._limits.lease_s)
-        others = [RemoteSendRank(gang.asker(number), first.transports) for number in range(1, gang.size)]
-        self._peers = DecodePeers(rank.me, rank.secret, runner.layout(), [first, *others], config.limits)
+        lease_s = config.limits.lease_s
+        senders = send_ranks(pool.layers(), pool.block_size, sending, gang.askers(), lease_s, self._progress)
+        self._peers = DecodePeers(rank.me, rank.secret, runner.layout(), senders, config.limits)
         self._tokens = 0
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._draining = False
         self._tasks = asyncio.TaskGroup()
         self._jobs = Jobs(self._scheduler, self._endpoint.send, self._tasks.create_task, self._changed)
+        self._fetching = Fetching(rank, self._cache, receiving, self._peers, self._endpoint.send, self._tasks.create_task)
 
     async def run(self) -> None:
         """Serve until cancelled. Raises WorkerLostError when another rank of this worker is lost."""
@@ -86,6 +87,7 @@ class PrefillWorker:
             Cancel: self._cancel,
             CacheAsk: self._teller.ask,
             Audit: self._audit,
+            **self._fetching.handlers,
         }
         try:
             async with self._tasks as tasks:
@@ -96,6 +98,7 @@ class PrefillWorker:
                 tasks.create_task(self._retire_broken_pairs())
         finally:
             await self._peers.close()
+            await self._fetching.close()
             await self._gang.close()
             self._engine.close()
             self._grammars.close()
@@ -128,7 +131,9 @@ class PrefillWorker:
             cached_blocks=self._cache.num_cached,
             prefix_cache_queries=self._scheduler.cache_queries,
             prefix_cache_hits=self._scheduler.cache_hits,
-            prefill=PrefillLoad(computed_tokens=self._tokens),
+            prefix_cache_evictions=self._cache.evictions,
+            lent_tokens=self._fetching.lender.lent_tokens,
+            prefill=PrefillLoad(self._tokens, self._scheduler.brought, self._fetching.failed),
         )
 
     def _audit(self, router: bytes, message: Audit) -> None:
@@ -191,12 +196,15 @@ class PrefillWorker:
         except TandemError as error:
             self._jobs.fail(job, error)
             return
+        if message.fetch is not None and not job.stopped:
+            await self._fetching.bring(job.prompt, message.fetch)
         if not job.stopped:
             self._scheduler.add(job.prompt, ahead=message.ahead)
             self._changed()
 
     def _peer_lost(self, peer: bytes) -> None:
         self._teller.forget(peer)
+        self._fetching.peer_lost(peer)
         self._jobs.stop_router(peer)
 
     def _cancel(self, router: bytes, message: Cancel) -> None:
@@ -263,7 +271,7 @@ class PrefillWorker:
                 token_id=output.token_id,
                 logprobs=output.logprobs,
                 finish_reason=finish,
-                prefilled=Prefilled(prefill_s, job.prompt.cached, None if job.scores is None else job.scores.packed()),
+                prefilled=job.prefilled(prefill_s),
             ),
         )
         tokens = {"tokens": len(message.token_ids), "cached": job.prompt.cached}
@@ -292,6 +300,7 @@ class PrefillWorker:
             await asyncio.sleep(self._limits.heartbeat_s)
             self._jobs.fail_broken()
             self._peers.retire_broken()
+            self._fetching.retire_lost()
 
     def _changed(self) -> None:
         self._endpoint.load_changed()

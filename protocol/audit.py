@@ -72,8 +72,18 @@ class SendRow:
 
 
 @dataclass(frozen=True)
+class PinRow:
+    """Blocks that a worker owns for no prompt or ticket: they are read for another worker or a tier, or filled from there."""
+
+    purpose: str
+    num_blocks: int
+    overdue_s: float
+    """How long ago its lease ended; negative while it has time."""
+
+
+@dataclass(frozen=True)
 class PairRow:
-    """One channel of a prefill worker."""
+    """One channel by which a prefill worker sends: to a decode worker, or to one that fetches blocks."""
 
     decode_id: str
     decode_epoch: int
@@ -96,9 +106,10 @@ class DecodeBooks:
     owned_blocks: int
     """Those to which there is at least one reference."""
     references: int
-    """A block that n tickets share has n."""
+    """A block that n tickets and pins share has n."""
     tickets: tuple[TicketRow, ...]
     sends: tuple[SendRow, ...]
+    pins: tuple[PinRow, ...]
     problems: tuple[str, ...]
 
 
@@ -112,7 +123,8 @@ class PrefillBooks:
     owned_blocks: int
     """Those to which there is at least one reference."""
     references: int
-    """A block that n prompts share has n."""
+    """A block that n prompts and pins share has n."""
     prompts: tuple[PromptRow, ...]
     pairs: tuple[PairRow, ...]
+    pins: tuple[PinRow, ...]
     problems: tuple[str, ...]

@@ -128,11 +128,48 @@ class Ping:
 
 
 @dataclass(frozen=True)
+class Brought:
+    """Tokens at a prompt's beginning whose KV came from elsewhere, beyond what the worker's own pool held, and how long each
+    source took.
+    """
+
+    peer_tokens: int = 0
+    """Out of other workers' pools."""
+    peer_s: float = 0.0
+    memory_tokens: int = 0
+    """Out of the node's memory tier."""
+    memory_s: float = 0.0
+    disk_tokens: int = 0
+    """Out of the node's disk tier."""
+    disk_s: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all sources together."""
+        return self.peer_tokens + self.memory_tokens + self.disk_tokens
+
+    @property
+    def seconds(self) -> float:
+        """Of all sources together."""
+        return self.peer_s + self.memory_s + self.disk_s
+
+    def __add__(self, other: Brought) -> Brought:
+        return Brought(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+
+
+NOTHING_BROUGHT = Brought()
+
+
+@dataclass(frozen=True)
 class PrefillLoad:
     """The part of a load report that a worker has as a prefill worker."""
 
     computed_tokens: int
     """Prompt tokens computed since start."""
+    brought: Brought = NOTHING_BROUGHT
+    """What came into the pool from elsewhere since start."""
+    failed_fetches: int = 0
+    """Fetches from other workers that brought nothing, since start."""
 
 
 @dataclass(frozen=True)
@@ -187,6 +224,10 @@ class LoadReport:
     """Tokens of the prompts that were looked up in the worker's prefix cache since start."""
     prefix_cache_hits: int
     """Those of them whose KV was there: not computed again (prefill), not sent again (decode)."""
+    prefix_cache_evictions: int = 0
+    """Cached blocks that were given to something else, since start."""
+    lent_tokens: int = 0
+    """Tokens whose KV other workers fetched from the pool, since start."""
     prefill: PrefillLoad | None = None
     decode: DecodeLoad | None = None
 
@@ -209,6 +250,16 @@ class LoadReport:
     def reservable_blocks(self) -> int:
         """Free KV blocks that a new ticket may take; 0 at a worker that gives no tickets."""
         return self.decode.reservable_blocks if self.decode else 0
+
+    @property
+    def brought(self) -> Brought:
+        """What came into the pool from elsewhere since start."""
+        return self.prefill.brought if self.prefill else NOTHING_BROUGHT
+
+    @property
+    def failed_fetches(self) -> int:
+        """Fetches from other workers that brought nothing, since start."""
+        return self.prefill.failed_fetches if self.prefill else 0
 
     @property
     def num_preemptions(self) -> int:
@@ -286,9 +337,11 @@ class Prefilled:
     prefill_s: float
     """From the first chunk to the token."""
     cached_tokens: int
-    """Tokens at the prompt's beginning whose KV was cached, and so not computed."""
+    """Tokens at the prompt's beginning whose KV was cached or fetched, and so not computed."""
     prompt_logprobs: PromptLogprobs | None
     """Set if asked for, unless some of the answer was emitted before."""
+    brought: Brought = NOTHING_BROUGHT
+    """What was brought of it from elsewhere before it was computed."""
 
 
 @dataclass(frozen=True)
@@ -365,6 +418,15 @@ class Copied:
 # -- router and prefill ----------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class FetchFrom:
+    """Another worker that probably holds more of a prompt's beginning than the one that computes it, and can give it."""
+
+    worker: WorkerRef
+    num_tokens: int
+    """At the prompt's beginning, in whole blocks."""
+
+
 @message(20)
 @dataclass(frozen=True)
 class Prefill:
@@ -381,6 +443,8 @@ class Prefill:
     trace: TraceContext
     ahead: bool
     """It goes before the prompts that are there. Between two that do, the others get a step."""
+    fetch: FetchFrom | None = None
+    """Blocks to fetch before it is computed. What can't be had is computed."""
 
 
 @message(21)
@@ -473,7 +537,7 @@ class PushCommit:
     num_layers: int
     layout: KvLayout
     fingerprints: tuple[bytes, ...]
-    """For each lane 64 bits of each block, in order (`kv_transfer.fingerprint`)."""
+    """For each lane 64 bits of each block, in order (`kv_transfer.fingerprints.pushes`)."""
 
 
 @message(35)

@@ -34,7 +34,7 @@ from router.request.choices import EmittedChoice
 from router.request.generation import Generation, RequestIdentity
 from router.request.generator import Generator
 from router.request.pipeline import Pipeline
-from router.rules.caches import Caches
+from router.rules.caching.caches import Caches
 from router.text.threads import TextThreads
 from router.text.tokenizer import Tokenizer
 from telemetry.metrics import Metrics, WorkerSample

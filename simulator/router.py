@@ -21,7 +21,8 @@ from protocol.ticket import reserved_tokens
 from router.rules.disaggregation import PrefillCosts
 from router.rules.fair_queue import ANYBODY, Entry
 from router.rules.line_rules import LEVELS_PER_QUEUE_TIME, LineRules
-from router.rules.pair import DecodeQuestion, Moment, Pair, PairRequest, PairSearch, PairTerms
+from router.rules.pair import DecodeQuestion, Pair, PairSearch
+from router.rules.pair_request import Moment, PairRequest, PairTerms
 from router.rules.ranking import DecodeRanking, PrefillRanking
 from router.rules.worker_load import Outstanding, WorkerLoad, blocks_for
 from simulator.clock import Clock

@@ -6,7 +6,7 @@ load reports when Prometheus asks; nothing is done per report.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -176,15 +176,34 @@ class _WorkerCollector(Collector):
                 if sample.report is not None:
                     counter.add_metric((self._model_name, sample.worker_id, sample.role.value), count(sample.report))
             yield counter
+        yield self._hits(samples)
         restarts = CounterMetricFamily("tandem:worker_restarts", "Times the worker was started anew.", labels=labels)
         for sample in samples:
             restarts.add_metric((self._model_name, sample.worker_id, sample.role.value), sample.restarts)
         yield restarts
 
+    def _hits(self, samples: Sequence[WorkerSample]) -> Metric:
+        labels = ("model_name", "worker", "role", "source")
+        hits = CounterMetricFamily(
+            "tandem:prefix_cache_hits", "Prompt tokens that were not computed, by where their KV was.", labels=labels
+        )
+        for sample in samples:
+            if sample.report is not None:
+                for source, tokens in hits_by_source(sample.report).items():
+                    hits.add_metric((self._model_name, sample.worker_id, sample.role.value, source), tokens)
+        return hits
+
 
 def kv_usage(report: LoadReport) -> float:
     """Share of the worker's KV blocks that are taken, from 0 to 1."""
     return 1.0 - report.free_blocks / report.total_blocks if report.total_blocks else 0.0
+
+
+def hits_by_source(report: LoadReport) -> dict[str, int]:
+    """Prompt tokens that the worker found in its own pool, and those that came from elsewhere."""
+    brought = report.brought
+    elsewhere = {"peer": brought.peer_tokens, "memory": brought.memory_tokens, "disk": brought.disk_tokens}
+    return {"pool": report.prefix_cache_hits - brought.num_tokens} | elsewhere
 
 
 _WORKER_GAUGES: tuple[tuple[str, str, Callable[[LoadReport], float]], ...] = (
@@ -203,7 +222,9 @@ _WORKER_GAUGES: tuple[tuple[str, str, Callable[[LoadReport], float]], ...] = (
 
 _WORKER_COUNTERS: tuple[tuple[str, str, Callable[[LoadReport], int]], ...] = (
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda report: report.prefix_cache_queries),
-    ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda report: report.prefix_cache_hits),
+    ("prefix_cache_evictions", "Cached KV blocks given to something else.", lambda report: report.prefix_cache_evictions),
+    ("lent_tokens", "Tokens whose KV other workers fetched from here.", lambda report: report.lent_tokens),
+    ("failed_fetches", "Fetches from other workers that brought nothing.", lambda report: report.failed_fetches),
     ("num_preemptions", "Sequences that gave up their KV blocks to others.", lambda report: report.num_preemptions),
     ("recomputed_tokens", "Tokens computed again after a preemption.", lambda report: report.recomputed_tokens),
     ("prefilled_tokens", "Prompt tokens computed, at workers of either role.", lambda report: report.prefilled_tokens),

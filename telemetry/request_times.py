@@ -1,7 +1,7 @@
 """Where the time of one answer went: the line from its request's arrival to now, cut into stages without a hole.
 
     arrival ─PREPARE─ QUEUE ─► pair chosen, blocks held
-            ─PREFILL_QUEUE─ PREFILL ─► first token
+            ─PREFILL_QUEUE─ FETCHED ─ PREFILL ─► first token
             ─HANDOFF_WAIT─ TRANSFER ─► attached
             ─DECODE_QUEUE─ DECODE_STEP ─DECODE_GAP─ DECODE_STEP ... ─► last token
             ─SEND─ now                     an attempt that failed: all since its latest mark is LOST, and QUEUE begins again
@@ -30,7 +30,9 @@ class Stage(Enum):
     QUEUE = "queue"
     """Waiting for room and reserving blocks. A resumed answer does so again."""
     PREFILL_QUEUE = "prefill_queue"
-    """From the choice of a pair to the prompt's first chunk."""
+    """From the choice of a pair to the prompt's first chunk, but for FETCHED."""
+    FETCHED = "fetched"
+    """Getting KV of the prompt's beginning out of other pools or tiers."""
     PREFILL = "prefill"
     """From the first chunk to the first token."""
     HANDOFF_WAIT = "handoff_wait"
@@ -66,6 +68,8 @@ class RequestTimes:
         self.first_token: float | None = None
         self.finish: float | None = None
         """The answer has come to its end, as its text has shown."""
+        self.placed_by: str | None = None
+        """Why the latest attempt's prompt is computed where it is (`router.rules.pair.Reason`)."""
         self.resumes = 0
         self.token_gaps: list[float] = []
         """Seconds from each output of the workers to the next; the first is from the first token to the second."""
@@ -86,18 +90,23 @@ class RequestTimes:
         """Note that the request is checked and tokenized."""
         self._reach(time.monotonic(), Stage.PREPARE)
 
-    def admitted(self) -> None:
-        """Note that a pair of workers has room."""
+    def admitted(self, reason: str) -> None:
+        """Note that a pair of workers has room, and why it was chosen."""
+        self.placed_by = reason
         self._reach(time.monotonic(), Stage.QUEUE)
 
-    def prefilled(self, prefill_s: float) -> None:
-        """Note the first token, or on a resumed stream the next one, and for how many seconds the worker computed."""
+    def prefilled(self, prefill_s: float, fetch_s: float = 0.0) -> None:
+        """Note the first token, or on a resumed stream the next one, and for how many seconds the worker computed, and fetched
+        before that.
+        """
         now = time.monotonic()
         if self.first_token is None:
             self.first_token = now
         else:
             self.token_gaps.append(now - self._latest_output)
         self._latest_output = now
+        if fetch_s:
+            self._reach(now - prefill_s, Stage.PREFILL_QUEUE, Stage.FETCHED, fetch_s)
         self._reach(now, Stage.PREFILL_QUEUE, Stage.PREFILL, prefill_s)
 
     def attached(self, transfer_s: float) -> None:
@@ -126,18 +135,21 @@ class RequestTimes:
         last = Stretch(Stage.LOST if self.finish is None else Stage.SEND, self._mark, max(now, self._mark))
         return [stretch for stretch in (*self.stretches, last) if stretch.end > stretch.start]
 
-    def summary(self, now: float) -> dict[str, float]:
-        """Seconds by stage, time to first token, longest gap and total, for the log line of the request."""
-        known = {f"{stage}_s": seconds for stage, seconds in self.stages(now).items()}
+    def summary(self, now: float) -> dict[str, Any]:
+        """Seconds by stage, time to first token, longest gap and total, and why its workers were chosen, for the log line of
+        the request.
+        """
+        known: dict[str, Any] = {f"{stage}_s": seconds for stage, seconds in self.stages(now).items()}
         if self.first_token is not None:
             known["ttft_s"] = self.first_token - self.arrival
         if self.token_gaps:
             known["longest_gap_s"] = max(self.token_gaps)
-        return known | {"total_s": now - self.arrival, "resumes": self.resumes}
+        placed = {} if self.placed_by is None else {"placed_by": self.placed_by}
+        return known | {"total_s": now - self.arrival, "resumes": self.resumes} | placed
 
     def report(self, now: float) -> dict[str, Any]:
-        """Seconds by stage, total, time to first token, every gap between tokens and the number of resumes, for the client who
-        asked.
+        """Seconds by stage, total, time to first token, every gap between tokens, the number of resumes, and why the prompt was
+        computed where it was, for the client who asked.
         """
         return {
             "stages": {stage: round(seconds, 6) for stage, seconds in self.stages(now).items()},
@@ -145,6 +157,7 @@ class RequestTimes:
             "ttft": None if self.first_token is None else round(self.first_token - self.arrival, 6),
             "token_gaps": [round(gap, 6) for gap in self.token_gaps],
             "resumes": self.resumes,
+            "placed_by": self.placed_by,
         }
 
     def _reach(self, moment: float, before: Stage, stage: Stage | None = None, seconds: float = 0.0) -> None:

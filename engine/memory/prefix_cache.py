@@ -15,16 +15,33 @@ make the blocks in use more than `num_kept`, unless so many are owned at once. W
 asked for again: it makes `num_kept` one more. So prompts that come once take little memory, and chats that go on keep theirs
 after a turn. Blocks go least recently used first, and of one prefix its end first: what is left can still be matched. The
 scheme is vLLM's (automatic prefix caching, v1), with whole keys, not Python's hashes.
+
+Blocks can be pinned: owned for a while without being part of a prompt, because they are read for another worker or a tier, or
+filled from there. A pin has a deadline, by which an audit finds one that nobody gives back.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
 
 from engine.memory.block_manager import BlockManager
 
 _NOT_THERE = object()
+
+
+@dataclass(eq=False)
+class Pin:
+    """Blocks that are owned for a while."""
+
+    purpose: str
+    """What for, in a word, such as lent."""
+    table: list[int]
+    """The blocks, in the order of their keys."""
+    deadline: float
+    """Time on the clock of whoever pinned them by which they should be given back."""
 
 
 class PrefixCache:
@@ -49,6 +66,14 @@ class PrefixCache:
         self._key_of: dict[int, bytes] = {}
         self._idle: dict[int, None] = {}
         """Cached blocks without references, the least recently used first."""
+        self._pins: dict[Pin, None] = {}
+        self.evictions = 0
+        """Cached blocks that were given to somebody else, since start."""
+
+    @property
+    def pins(self) -> Iterable[Pin]:
+        """Everything that is pinned."""
+        return self._pins.keys()
 
     @property
     def num_free(self) -> int:
@@ -143,10 +168,24 @@ class PrefixCache:
                 self._idle.pop(cached, None)
                 self._idle[cached] = None
 
+    def pin(self, purpose: str, num_blocks: int, keys: Sequence[bytes], deadline: float) -> Pin | None:
+        """Own blocks until `unpin`: first the cached ones of `keys`, shared, then fresh ones. None if there are too few."""
+        table = self.allocate(num_blocks, keys)
+        if table is None:
+            return None
+        pin = Pin(purpose, table, deadline)
+        self._pins[pin] = None
+        return pin
+
+    def unpin(self, pin: Pin, keys: Sequence[bytes] = ()) -> None:
+        """Give pinned blocks up, as `release` does; `keys` are those of its full blocks."""
+        del self._pins[pin]
+        self.release(keys, pin.table)
+
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Assert that the books agree with each other and with the tables of all owners: no block is lost or freed early."""
         self._blocks.check_integrity()
-        owned = Counter(block for table in tables for block in table)
+        owned = Counter(block for table in chain(tables, (pin.table for pin in self._pins)) for block in table)
         assert {block: n for block, n in enumerate(self._references) if n} == owned, "references differ from the tables"
         assert {key: block for block, key in self._key_of.items()} == self._block_of, "keys and blocks differ"
         assert not set(self._evicted) & set(self._block_of), "what is cached was evicted"
@@ -160,6 +199,7 @@ class PrefixCache:
             del self._idle[block]
             key = self._key_of.pop(block)
             del self._block_of[key]
+            self.evictions += 1
             if self._on_change is not None:
                 self._on_change(key, False)
             if self._num_kept < self.num_blocks:

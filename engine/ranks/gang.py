@@ -127,9 +127,10 @@ class Gang:
         """
         return expect(await self._callers[rank - 1].ask(build, deadline_s), kind)
 
-    def asker(self, rank: int) -> Callable[[Callable[[int], Any], type[Any]], Awaitable[Any]]:
-        """A function that asks this rank a question, for the KV lanes that end there. Its deadline is that of a step."""
-        return lambda build, kind: self.ask(rank, build, kind, self._step_s)
+    def askers(self) -> list[Callable[[Callable[[int], Any], type[Any]], Awaitable[Any]]]:
+        """For each rank but the first a function that asks it a question, for the KV lanes that end there. The deadline is that
+        of a step."""
+        return [self._asker(rank) for rank in range(1, self.size)]
 
     async def run(self) -> None:
         """Keep the other ranks' leases until cancelled. Raises WorkerLostError when a rank is lost."""
@@ -154,6 +155,9 @@ class Gang:
             if lost:
                 rank = 1 + self._reading.index(lost.pop())
                 raise WorkerLostError(f"rank {rank} of {self.size} is lost")
+
+    def _asker(self, rank: int) -> Callable[[Callable[[int], Any], type[Any]], Awaitable[Any]]:
+        return lambda build, kind: self.ask(rank, build, kind, self._step_s)
 
     def _told(self, rank: int) -> Callable[[Any], None]:
         def on_message(message: Any) -> None:

@@ -16,24 +16,27 @@ lets requests wait.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Container
 
 from configs.schema import ClusterConfig
 from protocol.cache.keys import block_keys, keys_of
 from protocol.errors import InvalidRequestError, OverloadedError, TandemError, UnavailableError
-from protocol.messages import Role
+from protocol.messages import FetchFrom, Role
 from protocol.ticket import reserved_tokens
-from router.dispatch.claim import Claim, PromptWork
+from router.dispatch.claim import Claim, Placed, PromptWork
 from router.dispatch.journal import Journal
 from router.dispatch.line import WaitingLine
 from router.dispatch.links import WorkerLink
 from router.dispatch.reservation import Reservation, Room, reserve
 from router.dispatch.roster import Roster
 from router.dispatch.status import needed_roles
-from router.rules.caches import CachedParts
+from router.rules.caching.caches import CachedParts
+from router.rules.caching.reach import NotLending
 from router.rules.disaggregation import PrefillCosts
 from router.rules.line_rules import LEVELS_PER_QUEUE_TIME
-from router.rules.pair import Moment, Pair, PairRequest, PairSearch, PairTerms
+from router.rules.pair import Pair, PairSearch
+from router.rules.pair_request import Moment, PairRequest, PairTerms
 from router.rules.worker_load import blocks_for
 from telemetry.metrics import Metrics
 
@@ -53,6 +56,7 @@ class Admission:
         self._metrics = metrics
         self._costs = PrefillCosts()
         self._terms = PairTerms.of(config)
+        self._not_lending = NotLending(time.monotonic)
         self._line = WaitingLine(config.limits.max_waiting_requests, config.limits.queue_s / LEVELS_PER_QUEUE_TIME)
         metrics.waiting_requests.set_function(lambda: len(self._line))
 
@@ -184,6 +188,7 @@ class Admission:
             copied_tokens=copied_tokens,
             avoid=avoid,
             held={} if cached is None or scores_prompt else cached,  # who scores a prompt computes all of it
+            not_lending=self._not_lending,
         )
 
     def _moment(self) -> Moment:
@@ -199,7 +204,10 @@ class Admission:
         self._metrics.decided("here" if pair.here else "there")
         tenant = journal.scheduling_class.tenant
         prompt = PromptWork(computes, pair.num_missing, tenant, self._roster.note_change, ahead=pair.ahead)
-        return Claim(attempt_id, reservation, prompt, journal, self._costs, self._roster.pace)
+        lender = None if pair.fetch_from is None else self._roster.ready_worker(pair.fetch_from)
+        fetch = None if lender is None else FetchFrom(lender.ref, pair.fetch_tokens)
+        placed = Placed(pair.reason, fetch, self._not_lending)
+        return Claim(attempt_id, reservation, prompt, journal, self._costs, self._roster.pace, placed)
 
     def _refusal(self, journal: Journal) -> TandemError:
         waited_s = self._config.limits.queue_s

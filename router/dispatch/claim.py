@@ -16,13 +16,15 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from protocol.errors import OverloadedError, ProtocolError, TandemError
-from protocol.messages import FirstToken, Prefill, Prefilled, WorkerLife
+from protocol.messages import Brought, FetchFrom, FirstToken, Prefill, Prefilled, WorkerLife
 from protocol.sampling import FinishReason, SamplingParams, TokenLogprobs
 from router.dispatch.journal import Journal, KvCopy, Tokens
 from router.dispatch.links import WorkerLink
 from router.dispatch.reservation import Reservation, Room, reserve
+from router.rules.caching.reach import NotLending
 from router.rules.disaggregation import PrefillCosts
 from router.rules.pace import PaceMeter
+from router.rules.pair import Reason
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,17 @@ class First:
     logprobs: TokenLogprobs | None
     finish_reason: FinishReason | None
     prefilled: Prefilled
+
+
+@dataclass(frozen=True)
+class Placed:
+    """How a prompt came to the worker that computes it."""
+
+    reason: Reason
+    fetch: FetchFrom | None
+    """What that worker fetches first."""
+    not_lending: NotLending
+    """Notes a worker from which nothing came."""
 
 
 class PromptWork:
@@ -79,8 +92,10 @@ class Claim:
         journal: Journal,
         costs: PrefillCosts,
         pace: PaceMeter,
+        placed: Placed,
     ) -> None:
-        """`costs` learns what it took to compute the prompt and to hand it over, and `pace` how long the answer was."""
+        """`costs` learns what it took to compute, fetch and hand over the prompt, and `pace` how long the answer was."""
+        self.placed = placed
         self.here = prompt.link is reservation.decode
         """The decode worker computes the prompt."""
         self._attempt_id = attempt_id
@@ -151,9 +166,16 @@ class Claim:
         began = time.monotonic()
         first = await (self._first_here(journal) if self.here else self._first_there(journal))
         now, prefilled = time.monotonic(), first.prefilled
-        took_s = prefilled.prefill_s if self._prompt.waits else now - began
+        took_s = prefilled.prefill_s if self._prompt.waits else now - began - prefilled.brought.seconds
+        self._note_fetched(prefilled.brought, now)
         self._costs.prefilled(self.here, self._num_tokens - prefilled.cached_tokens, took_s, now)
         return first
+
+    def _note_fetched(self, brought: Brought, now: float) -> None:
+        if brought.peer_tokens:
+            self._costs.fetched(brought.peer_tokens, brought.peer_s, now)
+        elif self.placed.fetch is not None:
+            self.placed.not_lending.note(self.placed.fetch.worker.worker_id, now)
 
     async def _first_here(self, journal: Journal) -> First:
         await self.decode.calls.attach(self._reservation.ticket.ticket_id, None, journal.sampling, journal.num_generated)
@@ -182,6 +204,7 @@ class Claim:
                     cache_salt=journal.cache_salt,
                     trace=journal.trace,
                     ahead=self._prompt.ahead,
+                    fetch=self.placed.fetch,
                 )
             )
         )

@@ -23,7 +23,7 @@ from protocol.wire import WireClient
 from router.dispatch.connection import Connection
 from router.dispatch.streams import OpenStreams
 from router.dispatch.worker_calls import WorkerCalls
-from router.rules.caches import CacheFollower, Caches
+from router.rules.caching.caches import CacheFollower, Caches
 from router.rules.worker_load import Outstanding, WorkerLoad
 
 log = logging.getLogger(__name__)

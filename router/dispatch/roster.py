@@ -24,7 +24,7 @@ from protocol.messages import Role, WorkerLife, WorkerRef
 from protocol.wire import WireClient
 from router.dispatch.controller_client import ControllerClient
 from router.dispatch.links import WorkerLink
-from router.rules.caches import Caches
+from router.rules.caching.caches import Caches
 from router.rules.pace import PaceMeter
 from router.rules.ranking import DecodeRanking, PrefillRanking
 from telemetry.logging import fields
@@ -147,6 +147,10 @@ class Roster:
     def ready_decode(self, worker_id: str) -> WorkerLink | None:
         """The link to this decode worker, if it is still ready."""
         return self._ready[Role.DECODE].links.get(worker_id)
+
+    def ready_worker(self, worker_id: str) -> WorkerLink | None:
+        """The link to this worker of any role, if it is still ready."""
+        return self.ready_prefill(worker_id) or self.ready_decode(worker_id)
 
     def largest_pool(self, role: Role) -> int | None:
         """Size in blocks of the largest KV pool of the ready workers of this role; None if none of them has reported."""

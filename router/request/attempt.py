@@ -62,7 +62,7 @@ class Attempt:
         Raises OverloadedError if the queue of the prefill worker is full, UnavailableError if the attempt has failed.
         """
         first = await self.claim.first_token(self.journal)
-        self.times.prefilled(first.prefilled.prefill_s)
+        self.times.prefilled(first.prefilled.prefill_s, first.prefilled.brought.seconds)
         self._note_arithmetic(self.claim.computes, "resumption" if self.journal.num_generated else "prefill")
         if first.finish_reason is not None:
             self.finished = True

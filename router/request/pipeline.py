@@ -118,7 +118,7 @@ class Pipeline:
                 metrics=self._metrics,
                 cleared=cleared,
             ) as attempt:
-                times.admitted()
+                times.admitted(claim.placed.reason)
                 yield attempt
 
     def _note_failure(self, error: UnavailableError, attempt: Attempt, attempts: _Attempts) -> None:

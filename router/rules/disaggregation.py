@@ -7,7 +7,7 @@ from what is queued:
             the second token
     here    the queue of the decode worker + the part of the prompt that it does not hold + what its running streams lose
 
-The ticket tells how much of a prompt the decode worker holds; what others hold they tell (`router.rules.cache_index`).
+The ticket tells how much of a prompt the decode worker holds; what others hold they tell (`router.rules.caching.cache_index`).
 """
 
 from __future__ import annotations
@@ -74,11 +74,13 @@ class FadingLine:
 
 @dataclass(frozen=True)
 class Costs:
-    """What computing a prompt takes at either place, and handing it over, as lines over tokens."""
+    """What computing a prompt takes at either place, handing it over and fetching, as lines over tokens."""
 
     here: Line
     there: Line
     handoff: Line
+    fetch: Line = Line(0.0, 0.0)
+    """Getting blocks from another worker's pool, while the computing worker waits for them."""
 
 
 class PrefillCosts:
@@ -88,6 +90,7 @@ class PrefillCosts:
         self._here = FadingLine()
         self._there = FadingLine()
         self._handoff = FadingLine()
+        self._fetch = FadingLine()
 
     def prefilled(self, here: bool, num_tokens: int, seconds: float, now: float) -> None:
         """Note how long computing this many tokens took: from the order to the first token, but for the wait for others."""
@@ -97,6 +100,10 @@ class PrefillCosts:
         """Note that the KV of this many tokens arrived this long after the first token."""
         self._handoff.add(num_tokens, seconds, now)
 
+    def fetched(self, num_tokens: int, seconds: float, now: float) -> None:
+        """Note how long a prefill worker took to fetch the KV of this many tokens."""
+        self._fetch.add(num_tokens, seconds, now)
+
     def lines(self, now: float | None) -> Costs | None:
         """What is known of both ways lately or, without `now`, at all. An unknown way is assumed to cost what the other one
         does. None if neither is known.
@@ -105,7 +112,8 @@ class PrefillCosts:
         either = here or there
         if either is None:
             return None
-        return Costs(here or either, there or either, self._handoff.line(now) or Line(0.0, 0.0))
+        free = Line(0.0, 0.0)
+        return Costs(here or either, there or either, self._handoff.line(now) or free, self._fetch.line(now) or free)
 
 
 @dataclass(frozen=True)
@@ -115,8 +123,8 @@ class Case:
     num_tokens: int
     held_tokens: int
     """Tokens at the prompt's beginning whose KV the decode worker has."""
-    held_there: int
-    """The same of the best prefill worker, as far as is known."""
+    saved_there: int
+    """Tokens that the best prefill worker need not compute, since it holds or fetches them, as far as is known."""
     ahead_here: int
     """Tokens of other prompts that the decode worker computes before this one."""
     ahead_there: int
@@ -128,7 +136,7 @@ class Case:
 def prefill_here(case: Case, costs: Costs) -> bool:
     """Tell whether the first token comes sooner if the decode worker computes the prompt itself."""
     missing = case.num_tokens - case.held_tokens
-    there = there_s(case.ahead_there, case.num_tokens - case.held_there, costs) + costs.handoff.seconds(missing)
+    there = there_s(case.ahead_there, case.num_tokens - case.saved_there, costs) + costs.handoff.seconds(missing)
     return here_s(case.ahead_here, missing, case.running, costs) < there
 
 

@@ -1,8 +1,8 @@
 """What is held in the cluster though nobody needs it, found by comparing the books of all workers. Pure.
 
-A block belongs to a ticket or a prompt; a prompt works for a ticket; a ticket waits for its prompt, or for a stream that
-migrates, or is attached, and belongs to a router that still wants it. `find_leaks` names every place where this chain is
-broken, each once.
+A block belongs to a ticket, a prompt, or a pin under a lease; a prompt works for a ticket; a ticket waits for its prompt, or
+for a stream that migrates, or is attached, and belongs to a router that still wants it. `find_leaks` names every place where
+this chain is broken, each once.
 
 The books of different workers are not taken at one instant, and messages are under way between them. So one comparison may find
 a request that is on the move; `router.dispatch.audit` counts only what several in a row find (`Leak.key` says what is equal).
@@ -69,6 +69,7 @@ def _leaks_of(worker: Audited, workers: Sequence[Audited], lease_s: float, patie
         yield _leak("silent", worker, f"did not answer within {patience_s:g} s")
         return
     found = _block_leaks(worker, books)
+    yield from _pin_leaks(worker, books, lease_s)
     if isinstance(books, DecodeBooks):
         yield from _ticket_leaks(worker, books, _expected_transfers(workers), lease_s)
         yield from _send_leaks(worker, books, workers)
@@ -88,11 +89,21 @@ def _block_leaks(worker: Audited, books: DecodeBooks | PrefillBooks) -> list[Lea
         sums = f"{books.free_blocks} free and {books.owned_blocks} owned of {books.total_blocks}"
         found.append(_leak("blocks", worker, f"has {sums}: {count}", num_blocks=max(0, missing)))
     rows, holders = (books.tickets, "tickets") if isinstance(books, DecodeBooks) else (books.prompts, "prompts")
-    held = sum(row.num_blocks for row in rows)
+    held = sum(row.num_blocks for row in rows) + sum(pin.num_blocks for pin in books.pins)
     if books.references != held:
-        sentence = f"counts {books.references} references to blocks, but its {holders} hold {held}"
+        sentence = f"counts {books.references} references to blocks, but its {holders} and pins hold {held}"
         found.append(_leak("references", worker, sentence))
     return found
+
+
+def _pin_leaks(worker: Audited, books: DecodeBooks | PrefillBooks, lease_s: float) -> Iterator[Leak]:
+    """Pins that nobody gives back, at most one for each purpose."""
+    for purpose in sorted({pin.purpose for pin in books.pins}):
+        overdue = [pin for pin in books.pins if pin.purpose == purpose and pin.overdue_s > lease_s]
+        if overdue:
+            blocks, longest = sum(pin.num_blocks for pin in overdue), max(pin.overdue_s for pin in overdue)
+            sentence = f"pins {blocks} blocks ({purpose}) that should have been given back {longest:.0f} s ago"
+            yield _leak("pin", worker, sentence, f"pins ({purpose})", blocks)
 
 
 def _ticket_leaks(
@@ -167,8 +178,9 @@ def _prompt_leaks(worker: Audited, books: PrefillBooks, workers: Sequence[Audite
             if known is not None and (row.ticket_id, row.transfer_id) not in known:
                 yield _prompt_leak("ticket", worker, row, f"which is unknown there with transfer {row.transfer_id}")
     wanted = {WorkerLife(row.decode_id, row.decode_epoch) for row in books.prompts}
+    lends = any(pin.purpose == "lent" for pin in books.pins)
     for (decode_id, epoch), count in pushes.items():
-        if count and (decode_id, epoch) not in wanted:
+        if count and (decode_id, epoch) not in wanted and not lends:
             subject = f"pushes to {decode_id} (epoch {epoch})"
             yield _leak("pushes", worker, f"has {count} {subject} under way, but no prompt for it", subject)
 

@@ -12,7 +12,8 @@ two rankings, and the request by `PairRequest`. The mode (`ClusterConfig.disaggr
     auto     whichever gives the first token sooner (`router.rules.disaggregation`)
 
 What workers have cached of the prompt (`PairRequest.held`) need not be computed, or not be handed over. So the prefill worker
-is the one with the fewest tokens to compute, those of the prompt among them. A decode worker is asked the earlier, the less
+is the one with the fewest tokens to compute, those of the prompt among them, but for what it had better fetch from another
+worker (`router.rules.caching.reach`). A decode worker is asked the earlier, the less
 time it takes from there on: to the first token, and for the answer at the pace of its steps (`router.rules.pace`). A prefix
 that many ask for spreads by itself: once the queue of those that have it is longer than the prefix, another one computes it.
 
@@ -25,85 +26,22 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Literal
 
-from configs.schema import ClusterConfig
+from router.rules.caching.reach import NO_REACH, Reach
 from router.rules.disaggregation import Case, Costs, here_s, prefill_here, there_s
-from router.rules.pace import Pace
+from router.rules.pair_request import Moment, PairRequest, PairTerms
 from router.rules.ranking import DecodeRanking, PrefillRanking
-from router.rules.worker_load import Outstanding, WorkerLoad, prefill_window
+from router.rules.worker_load import Outstanding, WorkerLoad
 
 _MOST_DECODE_HOLDERS, _MOST_BY_LOAD = 6, 4
 """Decode workers whose costs are compared: those that hold the most of a prompt, and those with the most room."""
-LEAST_DECODE_WINDOW = 64
-"""Prompt tokens that one router keeps at a decode worker at least, however few a step has: the ends of several prompts whose
-beginnings it holds, such as the choices of one request."""
-
-
-@dataclass(frozen=True)
-class PairTerms:
-    """What the configuration says about the choice. Windows are the prompt tokens that one router keeps at a worker."""
-
-    disaggregation: Literal["always", "auto", "never"]
-    prefill_window: int
-    decode_window: int
-
-    @classmethod
-    def of(cls, config: ClusterConfig) -> PairTerms:
-        """The terms of this configuration."""
-        return cls(config.disaggregation, prefill_window(config), max(config.chunk_tokens, LEAST_DECODE_WINDOW))
-
-
-@dataclass(frozen=True)
-class PairRequest:
-    """What is known of the request. Lengths are in tokens."""
-
-    num_tokens: int
-    """Prompt, and the answer so far of a resumed stream: all of it is to be computed."""
-    num_prompt_tokens: int
-    need_blocks: int
-    """KV blocks for these tokens and the beginning of the answer."""
-    tenant: str
-    scores_prompt: bool = False
-    """Logprobs of the prompt are wanted and were not given yet."""
-    copied_to: str | None = None
-    """Id of the decode worker that has a copy of the stream's KV; it is asked first."""
-    copied_tokens: int = 0
-    """Length of that copy."""
-    avoid: Container[str] = ()
-    """Ids of workers that are chosen only if no other is left."""
-    held: Mapping[str, int] = field(default_factory=dict)
-    """Tokens at the prompt's beginning whose KV workers have cached, by worker, as far as is known. Empty if nobody asks."""
-
-    def held_by(self, worker_id: str) -> int:
-        """Tokens at the prompt's beginning whose KV this worker probably has; the last token is always computed."""
-        copied = self.copied_tokens if worker_id == self.copied_to else 0
-        return max(copied, min(self.held.get(worker_id, 0), self.num_tokens - 1))
-
-    @property
-    def resumed(self) -> bool:
-        """Some of the answer was emitted before."""
-        return self.num_tokens > self.num_prompt_tokens
-
-
-@dataclass(frozen=True)
-class Moment:
-    """What else decides, and changes from one look to the next."""
-
-    costs: Costs | None
-    """What computing and handing over took lately; None if nothing was measured, or nobody asks."""
-    lasting_costs: Costs | None
-    """The same, however long ago it was."""
-    pace: Pace | None
-    """What the answers take at decode workers; None likewise."""
-    num_waiting: int
-    """Requests in the router's line, this one included."""
-    waiting_of: Callable[[str], int]
-    """Number of requests that a tenant has in line."""
+Reason = Literal["decode_holds_it", "sooner_at_decode", "fetched", "prefill_holds_it", "least_queued"]
+"""Why a prompt is computed where it is: what is known to be held there, or the least work ahead of it."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +65,11 @@ class Pair:
     """Tokens that are to be computed, as far as is known."""
     ahead: bool
     """The prompt goes before those that are at the computing worker."""
+    fetch_from: str | None
+    """A worker whose blocks of the prompt the prefill worker fetches before it computes the rest."""
+    fetch_tokens: int
+    """Tokens at the prompt's beginning that are then in its pool."""
+    reason: Reason
 
     @property
     def here(self) -> bool:
@@ -171,11 +114,21 @@ class PairSearch:
         if computing is None:
             return None
         here = computing.worker_id == decode.worker_id
-        there_held = self._request.held_by(computing.worker_id)
-        num_missing = self._request.num_tokens - (held_tokens if here else there_held)
+        held = held_tokens if here else self._request.held_by(computing.worker_id)
+        reach = NO_REACH if here else self._request.reach(moment.lasting_costs)
+        fetches = reach.fetches(held)
+        num_missing = self._request.num_tokens - (reach.tokens if fetches else held)
         overtaking = _overtaking(self._request.tenant, moment.waiting_of)
         ahead = not here and overtaking is not None and overtaking(computing.prompts)
-        return Pair(decode.worker_id, computing.worker_id, num_missing, ahead)
+        return Pair(
+            decode=decode.worker_id,
+            computes=computing.worker_id,
+            num_missing=num_missing,
+            ahead=ahead,
+            fetch_from=reach.source if fetches else None,
+            fetch_tokens=reach.tokens if fetches else 0,
+            reason=_reason(here, held, fetches),
+        )
 
     def _candidates(self, moment: Moment) -> Iterator[str]:
         request, never = self._request, self._terms.disaggregation == "never"
@@ -187,9 +140,10 @@ class PairSearch:
             return by_load()
         by_prefill_s = math.inf
         if self._prefills and not never:
-            there = self._prefills.best(request.num_tokens, sys.maxsize, None, request.avoid, request.held)
-            held_there, ahead_there = _there(request, there, self._prefills)
-            by_prefill_s = there_s(ahead_there, request.num_tokens - held_there, costs)
+            reach = request.reach(costs)
+            there = self._prefills.best(request.num_tokens, sys.maxsize, None, request.avoid, request.held, reach)
+            saved_there, ahead_there = _there(request, there, self._prefills, reach)
+            by_prefill_s = there_s(ahead_there, request.num_tokens - saved_there, costs)
         may_here = never or self._terms.disaggregation == "auto"
 
         def seconds(decode: WorkerLoad) -> float:
@@ -222,17 +176,18 @@ def computing_worker(
     """
     if held_tokens > request.num_prompt_tokens:
         return decode  # no prefill worker has any of the answer
-    mode, there = terms.disaggregation, None
+    mode, there, reach = terms.disaggregation, None, NO_REACH
     if mode != "never":
         overtaking = _overtaking(request.tenant, moment.waiting_of)
-        there = prefills.best(request.num_tokens, terms.prefill_window, overtaking, request.avoid, request.held)
+        reach = request.reach(moment.lasting_costs)
+        there = prefills.best(request.num_tokens, terms.prefill_window, overtaking, request.avoid, request.held, reach)
     if _needs_prefill(request, terms) or (mode == "always" and there is not None):
         return there
     takes = decode.prompts.takes_prompt(request.num_tokens - held_tokens, terms.decode_window + held_tokens)
     here = decode if takes and decode.prompts.refused_size is None else None
     if mode != "auto" or not prefills:
         return here
-    if _better_here(request, held_tokens, decode, there, prefills, moment.costs):
+    if _better_here(request, held_tokens, decode, there, prefills, moment.costs, reach):
         return here or there
     # Waiting for the better place holds up the requests behind this one.
     return here if there is None and moment.num_waiting > 1 else there
@@ -264,6 +219,7 @@ def _better_here(
     there: WorkerLoad | None,
     prefills: PrefillRanking,
     costs: Costs | None,
+    reach: Reach,
 ) -> bool:
     """The decode worker had better compute the prompt itself: only it is not to be avoided, or it is sooner done."""
     all_avoided = prefills.all_in(request.avoid)
@@ -271,11 +227,11 @@ def _better_here(
         return all_avoided
     if costs is None:
         return False
-    held_there, ahead_there = _there(request, there, prefills)
+    saved_there, ahead_there = _there(request, there, prefills, reach)
     case = Case(
         num_tokens=request.num_tokens,
         held_tokens=held_tokens,
-        held_there=held_there,
+        saved_there=saved_there,
         ahead_here=decode.queued_tokens,
         ahead_there=ahead_there,
         running=decode.report.running if decode.report else 0,
@@ -283,12 +239,22 @@ def _better_here(
     return prefill_here(case, costs)
 
 
-def _there(request: PairRequest, there: WorkerLoad | None, prefills: PrefillRanking) -> tuple[int, int]:
-    """Tokens of the prompt that the best prefill worker holds, and those ahead of it.
+def _there(request: PairRequest, there: WorkerLoad | None, prefills: PrefillRanking, reach: Reach) -> tuple[int, int]:
+    """Tokens of the prompt that the best prefill worker saves, and those ahead of it.
 
     `there` is the one that takes the prompt, None if none does now. One that does not take it may have less to do.
     """
     least = prefills.least_queued_tokens
-    if there is not None and there.queued_tokens - (held := request.held_by(there.worker_id)) <= least:
-        return held, there.queued_tokens
-    return 0, least
+    if there is not None:
+        saved = reach.saved(request.held_by(there.worker_id))
+        if there.queued_tokens - saved <= least - reach.saved(0):
+            return saved, there.queued_tokens
+    return reach.saved(0), least
+
+
+def _reason(here: bool, held: int, fetches: bool) -> Reason:
+    if here:
+        return "decode_holds_it" if held else "sooner_at_decode"
+    if fetches:
+        return "fetched"
+    return "prefill_holds_it" if held else "least_queued"

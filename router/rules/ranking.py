@@ -16,6 +16,7 @@ from itertools import chain, islice
 from math import inf
 from typing import Any, overload
 
+from router.rules.caching.reach import NO_REACH, Reach
 from router.rules.worker_load import Outstanding, WorkerLoad
 
 _Key = tuple[Any, ...]
@@ -94,30 +95,32 @@ class PrefillRanking:
         may_overtake: Callable[[Outstanding], bool] | None = None,
         avoid: Container[str] = (),
         held: Mapping[str, int] = _NOTHING,
+        reach: Reach = NO_REACH,
     ) -> WorkerLoad | None:
         """The worker that should get a prompt of this length, or None if no worker takes it now.
 
         It is the one with the fewest prompt tokens to compute, those of this prompt among them: `held` says of how many each
-        worker has the KV, who has the most first. A worker takes the prompt behind those that are there
-        (`Outstanding.takes_prompt`) or, if `may_overtake` says so, in front of them. One that holds some of the prompt takes
-        that many tokens more: so long is it sooner done there than anywhere else. A worker in `avoid` is chosen only if no
-        other takes it.
+        worker has the KV, who has the most first, and `reach` what it saves by fetching. A worker takes the prompt behind those
+        that are there (`Outstanding.takes_prompt`) or, if `may_overtake` says so, in front of them. One that saves some of the
+        prompt takes that many tokens more: so long is it sooner done there than anywhere else. A worker in `avoid` is chosen
+        only if no other takes it.
         """
         holders = list(islice((key for name in held if (key := self._open.key_of(name)) is not None), _MOST_HOLDERS))
-        if not holders and not self._idle and num_tokens >= window_tokens and may_overtake is None:
+        least_saved = reach.saved(0)
+        if not holders and not self._idle and num_tokens >= window_tokens + 2 * least_saved and may_overtake is None:
             return None
         best: tuple[Any, ...] | None = None
         # Those that are not looked at first hold no more than the last one that is.
-        rest = 0 if len(holders) < _MOST_HOLDERS else held[holders[-1][3]]
+        rest = least_saved if len(holders) < _MOST_HOLDERS else reach.saved(held[holders[-1][3]])
         for place, key in enumerate(chain(holders, self._open.keys)):
             queued, in_flight, given, worker_id, ahead, prompts = key
             if place >= len(holders) and best is not None and not best[0] and queued + num_tokens - rest >= best[1]:
                 break  # and so it is with all that follow
-            own = held.get(worker_id, 0)
+            saved = reach.saved(held.get(worker_id, 0))
             # The rule of `Outstanding.takes_prompt`, without a call for each of a thousand workers.
-            room = not ahead or ahead + num_tokens <= window_tokens + 2 * own
+            room = not ahead or ahead + num_tokens <= window_tokens + 2 * saved
             if room or (may_overtake is not None and may_overtake(prompts)):
-                cost = (worker_id in avoid, queued + num_tokens - own, in_flight, given, worker_id)
+                cost = (worker_id in avoid, queued + num_tokens - saved, in_flight, given, worker_id)
                 if best is None or cost < best:
                     best = cost
         return None if best is None else self._loads[best[-1]]

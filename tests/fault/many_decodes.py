@@ -31,7 +31,7 @@ from router.dispatch.journal import Journal
 from router.dispatch.migrator import Migrator
 from router.dispatch.roster import Roster
 from router.request.pipeline import Pipeline
-from router.rules.caches import Caches
+from router.rules.caching.caches import Caches
 from router.rules.fair_queue import ANYBODY, SchedulingClass
 from router.rules.leaks import Leak
 from telemetry.metrics import Metrics
@@ -219,7 +219,7 @@ async def run_many_decodes(
     servers = [WireServer(SECRET, "127.0.0.1") for _ in range(num_decodes + 1)]
     prefill_runner = runner(config.prefill.kv_cache_tokens)
     me = WorkerRef("prefill-0", 1, Role.PREFILL, servers[0].address, arithmetic=prefill_runner.arithmetic)
-    prefill = PrefillWorker(first_rank(me, config, servers[0], prefill_runner), transports)
+    prefill = PrefillWorker(first_rank(me, config, servers[0], prefill_runner), transports, transports)
     decodes, following = [], []
     for number, server in enumerate(servers[1:]):
         size = ranks[number] if ranks else 1

@@ -27,6 +27,7 @@ from protocol.messages import (
     Attach,
     Attached,
     Cancel,
+    FetchFrom,
     FirstToken,
     LoadReport,
     Ping,
@@ -106,11 +107,12 @@ class ScriptedRouter:
         request_id: str = "r",
         cache_salt: str = "",
         emitted: int = 0,
+        fetch: FetchFrom | None = None,
     ) -> FirstToken:
         """`emitted`: how many tokens at the prompt's end are of the answer already."""
         first: FirstToken = await self.prefill.ask(
             lambda call_id: Prefill(
-                call_id, request_id, ticket, tuple(prompt), emitted, sampling, cache_salt, new_trace(), False
+                call_id, request_id, ticket, tuple(prompt), emitted, sampling, cache_salt, new_trace(), False, fetch
             ),
             20,
         )
@@ -266,7 +268,7 @@ async def run_two_workers(
         for role, server in zip((Role.PREFILL, Role.DECODE), servers, strict=True)
     ]
     prefill_runner = runner(config.prefill.kv_cache_tokens, prefill_block_size)
-    prefill = PrefillWorker(first_rank(refs[0], config, servers[0], prefill_runner), [transport])
+    prefill = PrefillWorker(first_rank(refs[0], config, servers[0], prefill_runner), [transport], [transport])
     decode_runner = runner(config.decode.kv_cache_tokens)
     decode = DecodeWorker(first_rank(refs[1], config, servers[1], decode_runner), [transport], [transport])
     async with served(prefill, decode, network) as workers:

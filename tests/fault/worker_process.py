@@ -53,10 +53,9 @@ def make_worker(
     me = WorkerRef(worker_id, 1, role, server.address)
     first = first_rank(me, config, server, runner)
     sending = sending_transports(transport, HOST, runner.pool.data, runner.pool.memory_fd)
-    if role is Role.PREFILL:
-        return PrefillWorker(first, sending)
     receiving = receiving_transports(transport, HOST, runner.pool.data.device)
-    return DecodeWorker(first, receiving, sending)
+    worker = PrefillWorker if role is Role.PREFILL else DecodeWorker
+    return worker(first, receiving, sending)
 
 
 @contextmanager

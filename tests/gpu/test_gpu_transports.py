@@ -21,8 +21,8 @@ from torch import Tensor
 
 from configs.schema import TransportName
 from kv_transfer.choice import receiving_transports, sending_transports
-from kv_transfer.device_fingerprint import MultilinearFingerprints
-from kv_transfer.fingerprint import DIGEST_BYTES
+from kv_transfer.fingerprints.device import MultilinearFingerprints
+from kv_transfer.fingerprints.pushes import DIGEST_BYTES
 from kv_transfer.lanes import LocalReceiveRank, LocalSendRank, SendLane
 from kv_transfer.plan import cut
 from kv_transfer.pool_view import PoolView, view_of

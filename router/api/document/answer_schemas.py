@@ -36,6 +36,7 @@ class Times(TypedDict):
     ttft: Seconds | None
     token_gaps: list[Seconds]
     resumes: Count
+    placed_by: str | None
 
 
 @exact

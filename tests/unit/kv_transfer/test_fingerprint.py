@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from configs.arithmetic import ceil_div
-from kv_transfer.fingerprint import DIGEST_BYTES, first_difference, push_fingerprints
+from kv_transfer.fingerprints.pushes import DIGEST_BYTES, first_difference, push_fingerprints
 from kv_transfer.plan import cut
 from kv_transfer.pool_view import CpuPoolView, PoolView
 

@@ -217,7 +217,7 @@ class ScriptedPrefill(ScriptedWorker):
             PromptRow(ticket.ticket_id, ticket.transfer_id, ticket.worker.worker_id, ticket.worker.epoch, 0, False, False)
             for ticket in tickets
         )
-        self.send(router, PrefillBooks(message.call_id, self.total_blocks, self.total_blocks, 0, 0, prompts, (), ()))
+        self.send(router, PrefillBooks(message.call_id, self.total_blocks, self.total_blocks, 0, 0, prompts, (), (), ()))
 
     def _cancel(self, router: bytes, message: Cancel) -> None:
         self.cancelled.append(message.request_id)
@@ -342,4 +342,4 @@ class ScriptedDecode(ScriptedWorker):
             for ticket_id, num_blocks in self.tickets.items()
         )
         owned = sum(self.tickets.values())
-        self.send(router, DecodeBooks(message.call_id, self.total_blocks, self.free_blocks, owned, owned, rows, (), ()))
+        self.send(router, DecodeBooks(message.call_id, self.total_blocks, self.free_blocks, owned, owned, rows, (), (), ()))

@@ -55,7 +55,8 @@ def test_workers_are_read_at_scrape_time() -> None:
     assert after["tandem:num_requests_waiting", ("decode", "d0")] == 4
     assert after["tandem:kv_cache_usage_perc", ("decode", "d0")] == 0.75
     assert after["tandem:prefix_cache_queries_total", ("decode", "d0")] == 640
-    assert after["tandem:prefix_cache_hits_total", ("decode", "d0")] == 480
+    assert after["tandem:prefix_cache_hits_total", ("decode", "pool", "d0")] == 480
+    assert after["tandem:prefix_cache_hits_total", ("decode", "peer", "d0")] == 0
     assert after["tandem:num_preemptions_total", ("decode", "d0")] == 5
     assert after["tandem:recomputed_tokens_total", ("decode", "d0")] == 900
     samples.clear()

@@ -15,7 +15,9 @@ seconds = st.floats(0, 5)
 Event = tuple[str, float, float]
 """What happens, after how long, and the duration that a worker tells of."""
 events = st.lists(
-    st.tuples(st.sampled_from(["prepared", "admitted", "prefilled", "attached", "stepped", "lost"]), seconds, seconds),
+    st.tuples(
+        st.sampled_from(["prepared", "admitted", "prefilled", "fetched", "attached", "stepped", "lost"]), seconds, seconds
+    ),
     max_size=30,
 )
 
@@ -28,9 +30,15 @@ class Clock:
 
 def happen(times: RequestTimes, clock: Clock, name: str, after: float, told: float) -> None:
     clock.now += after
-    without: dict[str, Callable[[], None]] = {"prepared": times.prepared, "admitted": times.admitted, "lost": times.lost}
+    without: dict[str, Callable[[], None]] = {
+        "prepared": times.prepared,
+        "admitted": lambda: times.admitted("least_queued"),
+        "lost": times.lost,
+    }
     if name in without:
         without[name]()
+    elif name == "fetched":
+        times.prefilled(told, told / 2)
     elif name == "stepped":
         times.stepped(clock.now, told)
     else:

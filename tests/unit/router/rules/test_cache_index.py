@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from protocol.cache.keys import shortened
-from router.rules import cache_index
-from router.rules.cache_index import CacheIndex
+from router.rules.caching import cache_index
+from router.rules.caching.cache_index import CacheIndex
 
 WORKERS = [f"prefill-{n}" for n in range(4)] + [f"decode-{n}" for n in range(3)]
 

@@ -15,7 +15,7 @@ from engine.memory.prefix_cache import PrefixCache
 from protocol.cache.keys import block_keys
 from protocol.cache.news import MOST_KEYS, CacheAsk, CacheNews
 from protocol.messages import WorkerLife
-from router.rules.caches import Caches
+from router.rules.caching.caches import Caches
 
 LIFE = WorkerLife("prefill-0", 3)
 BLOCK = 4

@@ -56,7 +56,7 @@ def decode_workers(draw: st.DrawFn, number: int) -> tuple[Audited, list[TicketRo
     free, references = draw(st.integers(0, 50)), sum(row.num_blocks for row in rows)
     owned = references - draw(st.integers(0, references // 2))
     ref = WorkerRef(f"decode-{number}", draw(st.integers(1, 3)), Role.DECODE, "tcp://127.0.0.1:1")
-    books = DecodeBooks(1, free + owned, free, owned, references, tuple(rows), (), ())
+    books = DecodeBooks(1, free + owned, free, owned, references, tuple(rows), (), (), ())
     return Audited(ref, books, claims), [row for row in rows if row.state in WAITING]
 
 
@@ -81,7 +81,7 @@ def prefill_workers(draw: st.DrawFn, number: int, rows: list[PromptRow]) -> Audi
     owned = references - draw(st.integers(0, references // 2))
     free = draw(st.integers(0, 50))
     ref = WorkerRef(f"prefill-{number}", draw(st.integers(1, 3)), Role.PREFILL, "tcp://127.0.0.1:1")
-    return Audited(ref, PrefillBooks(1, free + owned, free, owned, references, tuple(rows), tuple(pairs), ()))
+    return Audited(ref, PrefillBooks(1, free + owned, free, owned, references, tuple(rows), tuple(pairs), (), ()))
 
 
 def leaks(workers: list[Audited]) -> Any:
@@ -237,8 +237,8 @@ def test_a_single_corruption_is_found_and_nothing_else(
 def test_a_prompt_that_vanished_is_missed_by_its_ticket() -> None:
     """Seen from the other side: the worker that should have it says nothing wrong."""
     ticket = TicketRow(7, 1007, Owner.ASKER, TicketState.RECEIVING, 3, 0, False, False, -1.0)
-    decode = Audited(WorkerRef("decode-0", 2, Role.DECODE, ""), DecodeBooks(1, 10, 7, 3, 3, (ticket,), (), ()), {7: False})
-    prefill = Audited(WorkerRef("prefill-0", 1, Role.PREFILL, ""), PrefillBooks(1, 10, 10, 0, 0, (), (), ()))
+    decode = Audited(WorkerRef("decode-0", 2, Role.DECODE, ""), DecodeBooks(1, 10, 7, 3, 3, (ticket,), (), (), ()), {7: False})
+    prefill = Audited(WorkerRef("prefill-0", 1, Role.PREFILL, ""), PrefillBooks(1, 10, 10, 0, 0, (), (), (), ()))
     [leak] = leaks([decode, prefill])
     assert (leak.kind, leak.num_blocks) == ("transfer", 3)
     sentence = "ticket 7 (3 blocks, receiving) waits for KV that no worker has a prompt or a stream for"

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from router.rules.disaggregation import Costs, Line
 from router.rules.pace import Pace
-from router.rules.pair import Moment, PairRequest, PairSearch, PairTerms, computing_worker
+from router.rules.pair import PairSearch, computing_worker
+from router.rules.pair_request import Moment, PairRequest, PairTerms
 from router.rules.ranking import DecodeRanking, PrefillRanking
 from router.rules.worker_load import Outstanding, WorkerLoad
 from tests.unit.load_reports import decode_report, prefill_report

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.messages import LoadReport
+from router.rules.caching.reach import NO_REACH, Reach
 from router.rules.ranking import DecodeRanking, PrefillRanking
 from router.rules.worker_load import Outstanding, WorkerLoad, blocks_for
 from tests.unit.load_reports import decode_report
@@ -118,27 +119,34 @@ def test_choice_is_that_of_sorting_all_workers(workers: list[WorkerLoad], size: 
     st.sets(st.sampled_from("abcdefgh")),
     st.dictionaries(st.sampled_from("abcdefghx"), st.integers(1, 300), max_size=5),
     st.booleans(),
+    st.none() | st.tuples(st.floats(0, 50), st.floats(0, 1.5)),
 )
 def test_the_fewest_tokens_to_compute_decide_where_workers_hold_some(
-    workers: list[WorkerLoad], size: int, avoid: set[str], held: dict[str, int], overtakes: bool
+    workers: list[WorkerLoad],
+    size: int,
+    avoid: set[str],
+    held: dict[str, int],
+    overtakes: bool,
+    fetching: tuple[float, float] | None,
 ) -> None:
-    """The prompt's own tokens count, less those that the worker has. Who is avoided comes last."""
+    """The prompt's own tokens count, less those that the worker has or fetches. Who is avoided comes last."""
     held = dict(sorted(((name, min(count, size - 1)) for name, count in held.items()), key=lambda item: -item[1]))
     ranking = PrefillRanking()
     for load in workers:
         ranking.put(load)
     may_overtake = (lambda outstanding: outstanding.in_flight > 2) if overtakes else None
+    reach = Reach(next(iter(held)), max(held.values()), *fetching) if held and fetching else NO_REACH
 
     def cost(load: WorkerLoad) -> tuple[bool, int]:
-        return load.worker_id in avoid, load.queued_tokens + size - held.get(load.worker_id, 0)
+        return load.worker_id in avoid, load.queued_tokens + size - reach.saved(held.get(load.worker_id, 0))
 
     def takes(load: WorkerLoad) -> bool:
         overtaken = may_overtake is not None and may_overtake(load.prompts)
-        own = held.get(load.worker_id, 0)
-        return load.prompts.refused_size is None and (load.prompts.takes_prompt(size - own, WINDOW + own) or overtaken)
+        saved = reach.saved(held.get(load.worker_id, 0))
+        return load.prompts.refused_size is None and (load.prompts.takes_prompt(size - saved, WINDOW + saved) or overtaken)
 
     able = [load for load in workers if takes(load)]
-    found = ranking.best(size, WINDOW, may_overtake, avoid, held)
+    found = ranking.best(size, WINDOW, may_overtake, avoid, held, reach)
     assert (found is None) == (not able)
     if found is not None:
         assert takes(found)

@@ -5,7 +5,7 @@ decode's; where prefill's are of another size, it cuts its tokens as decode does
 pushed: layer by layer, K before V, token by token, on each lane the heads of that lane. A block that two pushes share has a
 hash of each.
 
-Pools in the processor's memory are hashed by xxh3_64, those of GPUs where they lie (`device_fingerprint`). The two never meet:
+Pools in the processor's memory are hashed by xxh3_64, those of GPUs where they lie (`device`). The two never meet:
 `KvLayout.memory` has to be equal on both sides.
 """
 
@@ -17,7 +17,7 @@ from typing import Protocol
 
 import xxhash
 
-from kv_transfer.device_fingerprint import MultilinearFingerprints
+from kv_transfer.fingerprints.device import MultilinearFingerprints
 from kv_transfer.plan import Piece
 from kv_transfer.pool_view import CpuPoolView, PoolView
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from protocol.cache.keys import SHORT_BYTES
 from protocol.cache.news import MOST_KEYS, CacheAsk, CacheNews
 from protocol.messages import WorkerLife
-from router.rules.cache_index import CacheIndex, Held
+from router.rules.caching.cache_index import CacheIndex, Held
 
 _FRESH_S = 0.1
 """A request that waits looks at the index again after so many seconds."""

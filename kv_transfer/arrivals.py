@@ -1,6 +1,7 @@
 """The workers that send KV here: one ReceivingPair each, from its first PairOpen until its sender is lost.
 
-Owns the pairs. Who sends is a prefill worker, or a decode worker whose streams migrate; here that is all the same.
+Owns the pairs. Who sends is a prefill worker, a decode worker whose streams migrate, or whoever has the blocks that this worker
+fetches; here that is all the same. What arrives where is for the worker's books to say.
 """
 
 from __future__ import annotations
@@ -9,13 +10,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from decode_workers.ledger import Ledger
-from engine.memory.kv_pool import KVPool
-from engine.ranks.gang import Gang
-from kv_transfer.lanes import LocalReceiveRank, ReceiveRank
-from kv_transfer.receiver import ReceivingPair, TransferStats
-from kv_transfer.remote_lanes import RemoteReceiveRank
-from kv_transfer.transport import ReceiveTransport
+from kv_transfer.lanes import ReceiveRank
+from kv_transfer.receiver import ReceivingPair, TransferBooks, TransferStats
 from protocol.errors import InvalidRequestError, KvTransferError, TandemError
 from protocol.messages import Failed, KvLayout, PairOpen, PushAnnounce, PushCommit, TransferAbort, WorkerRef
 
@@ -26,7 +22,7 @@ class Arrivals:
     def __init__(
         self,
         me: WorkerRef,
-        ledger: Ledger,
+        books: TransferBooks,
         layout: KvLayout,
         vocab_size: int,
         block_size: int,
@@ -34,7 +30,7 @@ class Arrivals:
         send: Callable[[bytes, Any], None],
     ) -> None:
         self._me = me
-        self._ledger = ledger
+        self._books = books
         self._layout = layout
         self._vocab_size = vocab_size
         self._block_size = block_size
@@ -52,7 +48,7 @@ class Arrivals:
             pair = self._pairs[sender] = ReceivingPair(
                 sender,
                 self._me,
-                self._ledger,
+                self._books,
                 self._layout,
                 self._block_size,
                 self._ranks,
@@ -84,7 +80,7 @@ class Arrivals:
 
     def abort(self, sender: bytes, message: TransferAbort) -> None:
         """Give up a transfer because its sender has."""
-        self._ledger.abort_transfer(message.ticket_id, message.transfer_id)
+        self._books.abort_transfer(message.ticket_id, message.transfer_id)
 
     def leave(self, sender: bytes) -> None:
         """Close the pair of a sender that is gone or begins anew. Idempotent."""
@@ -105,9 +101,3 @@ class Arrivals:
         if pair is None:
             raise KvTransferError("there is no KV channel to send on")
         return pair
-
-
-def receive_ranks(pool: KVPool, transports: Sequence[ReceiveTransport], gang: Gang, lease_s: float) -> list[ReceiveRank]:
-    """The receiving ranks of one worker: the first rank, whose pool this is, and those of its gang behind it."""
-    first = LocalReceiveRank(pool.layers(), pool.block_size, transports, lease_s)
-    return [first, *(RemoteReceiveRank(gang.asker(rank), first.transports) for rank in range(1, gang.size))]

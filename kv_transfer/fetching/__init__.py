@@ -1,0 +1,1 @@
+"""Cached blocks that one worker fetches from the pool of another."""

@@ -1,0 +1,130 @@
+"""The lender's side of a fetch: cached blocks leave for another worker, pinned while they are read.
+
+    Fetch ──► match ──► pinned under a lease ──► pushed in pieces ──► commit ──► Fetched
+                 └── too little, too many at once: Failed     └── the borrower is lost, or gave up: Failed
+
+A lease is renewed by each piece that has arrived. Who frees: `_lend`, when no push reads the blocks any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol
+
+from kv_transfer.peers import DecodePeers
+from kv_transfer.sender import OutgoingTransfer, PushPart
+from protocol.cache.fetch import Fetch, Fetched
+from protocol.errors import InvalidRequestError, KvTransferError, OverloadedError, TandemError
+from protocol.messages import Failed
+
+log = logging.getLogger(__name__)
+
+PIECE_TOKENS = 2048
+"""Tokens of one push, at most: by them go the buffers of both sides, and how soon a lender hears that nobody waits any more."""
+MOST_LOANS = 16
+"""Fetches that one worker serves at once."""
+_STEP_OVER = 0
+"""Number of the step that a lane waits for (`kv_transfer.progress`): none, since what is sent was computed before."""
+
+
+class Pinned(Protocol):
+    """Blocks of a pool that stay as they are."""
+
+    table: list[int]
+    deadline: float
+
+
+class PinningCache(Protocol):
+    """A prefix cache, as far as lending uses it (`engine.memory.prefix_cache`)."""
+
+    def match(self, keys: Sequence[bytes]) -> int:
+        """Number of leading keys whose blocks are all cached."""
+
+    def pin(self, purpose: str, num_blocks: int, keys: Sequence[bytes], deadline: float) -> Pinned | None:
+        """Own blocks for a while: those cached of `keys`, and fresh ones up to `num_blocks`."""
+
+    def unpin(self, pinned: Any, keys: Sequence[bytes] = ()) -> None:
+        """Give them up; `keys` are those of its full blocks."""
+
+
+class Lender:
+    """Serves the fetches of one worker's cached blocks. `send` takes a peer's wire identity and a message; `spawn` runs a task
+    for as long as the worker.
+    """
+
+    def __init__(
+        self,
+        cache: PinningCache,
+        block_size: int,
+        peers: DecodePeers,
+        send: Callable[[bytes, Any], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
+        lease_s: float,
+    ) -> None:
+        self._cache = cache
+        self._block_size = block_size
+        self._peers = peers
+        self._send = send
+        self._spawn = spawn
+        self._lease_s = lease_s
+        self._loans = 0
+        self.lent_tokens = 0
+        """Tokens whose KV was sent and committed, since start."""
+
+    def ask(self, peer: bytes, message: Fetch) -> None:
+        """Take a Fetch. It is answered at once if it is refused, and otherwise when the KV is there."""
+        try:
+            num_blocks = self._checked(message)
+            pinned = self._cache.pin("lent", num_blocks, message.keys[:num_blocks], self._deadline())
+            assert pinned is not None, "cached blocks can always be shared"
+        except TandemError as error:
+            self._send(peer, Failed.from_error(message.call_id, error))
+            return
+        self._loans += 1
+        self._spawn(self._lend(peer, message, pinned))
+
+    def _checked(self, message: Fetch) -> int:
+        """The number of leading blocks that can be sent. Raises TandemError if there is nothing to send."""
+        ticket = message.ticket
+        if ticket.block_size != self._block_size or not 0 <= ticket.held_tokens < ticket.num_prompt_tokens:
+            raise InvalidRequestError("the ticket was not made for blocks like these")
+        if len(message.keys) * self._block_size != ticket.num_prompt_tokens or ticket.held_tokens % self._block_size:
+            raise InvalidRequestError("the ticket was made for other blocks")
+        if self._loans >= MOST_LOANS:
+            raise OverloadedError(f"{self._loans} workers fetch blocks here already", retry_after_s=1.0)
+        num_blocks = self._cache.match(message.keys)
+        if num_blocks * self._block_size <= ticket.held_tokens:
+            raise KvTransferError("the blocks are not cached here any more")
+        return num_blocks
+
+    async def _lend(self, peer: bytes, message: Fetch, pinned: Pinned) -> None:
+        answer: Fetched | Failed
+        num_tokens, held = len(pinned.table) * self._block_size, message.ticket.held_tokens
+        try:
+            await self._send_kv(message, pinned, num_tokens)
+            self.lent_tokens += num_tokens - held
+            answer = Fetched(message.call_id, num_tokens)
+        except TandemError as error:
+            log.info("blocks were not lent: %s", error.message)
+            answer = Failed.from_error(message.call_id, error)
+        finally:
+            self._loans -= 1
+            self._cache.unpin(pinned, message.keys[: len(pinned.table)])
+        self._send(peer, answer)
+
+    async def _send_kv(self, message: Fetch, pinned: Pinned, num_tokens: int) -> None:
+        """Returns when the borrower has committed it, or raises TandemError; either way nothing reads the blocks any more."""
+        transfer = OutgoingTransfer(message.ticket)
+        pair = await self._peers.pair(message.ticket.worker)
+        while (start := transfer.sent_tokens) < num_tokens:
+            size = min(PIECE_TOKENS, num_tokens - start)
+            await pair.push(_STEP_OVER, [PushPart(transfer, pinned.table, start, size)])
+            if transfer.refused:
+                raise KvTransferError(f"{pair.peer.worker_id} no longer waits for the blocks")
+            pinned.deadline = self._deadline()
+        await pair.commit(transfer)
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self._lease_s

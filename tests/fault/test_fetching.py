@@ -1,0 +1,260 @@
+"""Blocks out of another worker's pool: what was fetched says what would have been computed, and what goes wrong costs time."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any
+
+import pytest
+
+from configs.schema import ClusterConfig
+from kv_transfer.transports.loopback import Faults
+from protocol.cache.fetch import Fetch
+from protocol.errors import InvalidRequestError, KvTransferError
+from protocol.messages import FetchFrom, FirstToken, Prefilled, Release, Role, Ticket
+from tests.fault.scenarios import Factory, Reference, greedy, prompt_of, run, seeds
+
+BLOCK_SIZE = 8
+CONFIG = ClusterConfig.model_validate(
+    {
+        "dtype": "float32",
+        "block_size": BLOCK_SIZE,
+        "prefill": {"kv_cache_tokens": 256, "max_batch_tokens": 32},
+        "decode": {"kv_cache_tokens": 2048},
+        "limits": {"lease_s": 1.0, "heartbeat_s": 0.1, "connect_s": 5.0},
+    }
+)
+LENGTH = 100
+HELD = 96
+"""Of a prompt of that length, in whole blocks."""
+
+
+async def ask(workers: Any, router: Any, prompt: list[int], fetch: FetchFrom | None, salt: str = "") -> tuple[Any, list[int]]:
+    """A request of eight tokens; what was told of its prompt, and all tokens. Nothing of it is held by its ticket."""
+    sampling = greedy(8)
+    ticket = await router.reserve(prompt, 8, salt, own_tokens=len(prompt))
+    try:
+        first: FirstToken = await router.compute(ticket, prompt, sampling, cache_salt=salt, fetch=fetch)
+        await router.attach(ticket, first, sampling)
+        return first.prefilled, [first.token_id, *await router.rest(ticket)]
+    finally:
+        router.decode.send(Release(ticket.ticket_id))
+        await workers.until(workers.all_free)
+
+
+async def only_decode_holds(workers: Any, router: Any, prompt: list[int], salt: str = "") -> FetchFrom:
+    """Have the decode worker hold the prompt, and the prefill worker forget it."""
+    await ask(workers, router, prompt, None, salt)
+    for seed in range(1, 4):
+        await router.generate(prompt_of(120, seed), greedy(1))
+    await workers.until(workers.all_free)
+    return FetchFrom(workers.decode.me, HELD)
+
+
+@pytest.mark.parametrize("longer", [0, 1, 37])
+def test_what_another_pool_holds_is_not_computed(two_workers: Factory, reference: Reference, longer: int) -> None:
+    async def scenario() -> None:
+        async with two_workers(CONFIG) as workers:
+            router = await workers.router()
+            fetch = await only_decode_holds(workers, router, prompt_of(LENGTH))
+            prompt = prompt_of(LENGTH) + prompt_of(longer, 5)
+            computed = workers.prefill.load().tokens
+            prefilled, tokens = await ask(workers, router, prompt, fetch)
+            assert tokens == reference(prompt, 8)
+            assert prefilled.brought.peer_tokens == prefilled.cached_tokens == HELD
+            assert 0 < prefilled.brought.peer_s < 1
+            assert workers.prefill.load().tokens == computed + len(prompt) - HELD
+            again, tokens_again = await ask(workers, router, prompt, fetch)
+            assert tokens_again == tokens
+            assert again.brought.num_tokens == 0, "it lies here now"
+            assert again.cached_tokens >= HELD
+
+    run(scenario())
+
+
+def test_a_part_that_is_there_is_not_fetched(two_workers: Factory, reference: Reference) -> None:
+    async def scenario() -> None:
+        async with two_workers(CONFIG) as workers:
+            router = await workers.router()
+            prompt = prompt_of(LENGTH)
+            fetch = await only_decode_holds(workers, router, prompt)
+            await router.generate(prompt[:41], greedy(1))
+            prefilled, tokens = await ask(workers, router, prompt, fetch)
+            assert tokens == reference(prompt, 8)
+            assert (prefilled.brought.peer_tokens, prefilled.cached_tokens) == (HELD - 40, HELD)
+
+    run(scenario())
+
+
+def test_what_the_other_no_longer_holds_is_computed(two_workers: Factory, reference: Reference) -> None:
+    async def scenario() -> None:
+        async with two_workers(CONFIG) as workers:
+            router = await workers.router()
+            prompt = prompt_of(LENGTH)
+            prefilled, tokens = await ask(workers, router, prompt, FetchFrom(workers.decode.me, HELD))
+            assert tokens == reference(prompt, 8)
+            assert (prefilled.brought.num_tokens, prefilled.cached_tokens) == (0, 0)
+
+    run(scenario())
+
+
+def test_the_lender_may_hold_less_than_was_thought(two_workers: Factory, reference: Reference) -> None:
+    async def scenario() -> None:
+        async with two_workers(CONFIG) as workers:
+            router = await workers.router()
+            await only_decode_holds(workers, router, prompt_of(LENGTH))
+            prompt = prompt_of(LENGTH) + prompt_of(60, 5)
+            prefilled, tokens = await ask(workers, router, prompt, FetchFrom(workers.decode.me, 152))
+            assert tokens == reference(prompt, 8)
+            assert prefilled.brought.peer_tokens == HELD
+
+    run(scenario())
+
+
+def test_tenants_fetch_nothing_of_each_other(two_workers: Factory, reference: Reference) -> None:
+    async def scenario() -> None:
+        async with two_workers(CONFIG) as workers:
+            router = await workers.router()
+            prompt = prompt_of(LENGTH)
+            fetch = await only_decode_holds(workers, router, prompt, salt="acme/")
+            prefilled, tokens = await ask(workers, router, prompt, fetch, salt="other/")
+            assert tokens == reference(prompt, 8)
+            assert (prefilled.brought.num_tokens, prefilled.cached_tokens) == (0, 0)
+            prefilled, _ = await ask(workers, router, prompt, fetch, salt="acme/")
+            assert prefilled.brought.peer_tokens == HELD
+
+    run(scenario())
+
+
+def test_workers_of_another_arithmetic_are_not_asked(two_workers: Factory, reference: Reference) -> None:
+    async def scenario() -> None:
+        async with two_workers(CONFIG) as workers:
+            router = await workers.router()
+            prompt = prompt_of(LENGTH)
+            fetch = await only_decode_holds(workers, router, prompt)
+            other = dataclasses.replace(fetch, worker=dataclasses.replace(fetch.worker, arithmetic="another"))
+            prefilled, tokens = await ask(workers, router, prompt, other)
+            assert tokens == reference(prompt, 8)
+            assert prefilled.brought.num_tokens == 0
+
+    run(scenario())
+
+
+async def fetch_damaged(workers: Any, router: Any, faults: dict[str, int]) -> tuple[Prefilled, list[int]]:
+    """The first payload after `faults` are set is the fetch's."""
+    fetch = await only_decode_holds(workers, router, prompt_of(LENGTH))
+    first = workers.network.payloads_sent
+    at = {name: first if value < 0 else value for name, value in faults.items()}
+    workers.network.faults = Faults(**at)
+    result: tuple[Prefilled, list[int]] = await ask(workers, router, prompt_of(LENGTH), fetch)
+    return result
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        {"flip_bit_at": -1},
+        {"truncate_at": -1},
+        {"swap_halves_at": -1},
+        {"swap_blocks_at": -1, "block_bytes": 1024},
+        {"lose_at": -1},
+        {"die_at": -1},
+    ],
+    ids=lambda faults: next(iter(faults)),
+)
+def test_damage_is_found_and_computed_anew(two_workers: Factory, reference: Reference, faults: dict[str, int]) -> None:
+    async def scenario() -> None:
+        async with two_workers(CONFIG) as workers:
+            router = await workers.router()
+            prefilled, tokens = await fetch_damaged(workers, router, faults)
+            assert tokens == reference(prompt_of(LENGTH), 8)
+            assert (prefilled.brought.num_tokens, prefilled.cached_tokens) == (0, 0)
+            workers.network.faults = Faults()
+            fetch = await only_decode_holds(workers, router, prompt_of(LENGTH))
+            prefilled, tokens = await ask(workers, router, prompt_of(LENGTH), fetch)
+            assert tokens == reference(prompt_of(LENGTH), 8)
+            assert prefilled.brought.peer_tokens == HELD, "the next fetch has a new channel"
+
+    run(scenario())
+
+
+def test_a_lender_that_dies_in_the_middle_costs_time_only(two_workers: Factory, reference: Reference) -> None:
+    """The prompt's answer is one token long, so the decode worker is needed for nothing else."""
+
+    async def scenario() -> None:
+        async with two_workers(CONFIG) as workers:
+            router = await workers.router()
+            prompt = prompt_of(LENGTH)
+            fetch = await only_decode_holds(workers, router, prompt)
+            ticket = await router.reserve(prompt, 1)
+            sent = workers.network.payloads_sent
+            workers.network.faults = Faults(delay_s=0.3)
+            computing = asyncio.create_task(router.compute(ticket, prompt, greedy(1), fetch=fetch))
+            await workers.until(lambda: workers.network.payloads_sent > sent)
+            workers.tasks[Role.DECODE.value].cancel()
+            await asyncio.wait([workers.tasks[Role.DECODE.value]])
+            first = await computing
+            assert first.token_id == reference(prompt, 1)[0]
+            assert first.prefilled.brought.num_tokens == 0
+            await workers.bury(Role.DECODE)
+            load = workers.prefill.load
+            await workers.until(lambda: load().free_blocks == load().total_blocks)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("seed", seeds(4, 30))
+def test_random_fetches_and_cancels_leak_nothing(two_workers: Factory, reference: Reference, seed: int) -> None:
+    async def scenario() -> None:
+        async with two_workers(CONFIG) as workers:
+            router = await workers.router()
+            fetch = await only_decode_holds(workers, router, prompt_of(LENGTH))
+            first = workers.network.payloads_sent
+            workers.network.faults = Faults(delay_s=0.005 * (seed % 3), flip_bit_at=first + 3 * seed)
+            prompts = [prompt_of(LENGTH) + prompt_of(1 + 9 * n, seed) for n in range(4)]
+            tickets = [await router.reserve(prompt, 1) for prompt in prompts]
+            asked = [
+                asyncio.create_task(router.compute(ticket, prompt, greedy(1), request_id=f"r-{n}", fetch=fetch))
+                for n, (ticket, prompt) in enumerate(zip(tickets, prompts, strict=True))
+            ]
+            await asyncio.sleep(0.002 * seed)
+            router.cancel(f"r-{seed % 4}")
+            for n, (task, prompt) in enumerate(zip(asked, prompts, strict=True)):
+                if n == seed % 4:
+                    task.cancel()
+                else:
+                    answer = await task
+                    assert answer.token_id == reference(prompt, 1)[0]
+                workers.check()
+            for ticket in tickets:
+                router.decode.send(Release(ticket.ticket_id))
+            await workers.until(workers.all_free)
+
+    run(scenario())
+
+
+def test_questions_that_make_no_sense_are_refused(two_workers: Factory) -> None:
+    async def scenario() -> None:
+        async with two_workers(CONFIG) as workers:
+            router = await workers.router()
+            me = workers.prefill.me
+            keys = (b"k" * 32,) * 4
+
+            async def fetch(ticket: Ticket) -> None:
+                await router.decode.ask(lambda call_id: Fetch(call_id, ticket, keys), 5)
+
+            good = Ticket(1, 2, me, BLOCK_SIZE, (), 4 * BLOCK_SIZE, 0)
+            for wrong in (
+                dataclasses.replace(good, block_size=16),
+                dataclasses.replace(good, num_prompt_tokens=3 * BLOCK_SIZE),
+                dataclasses.replace(good, held_tokens=4 * BLOCK_SIZE),
+                dataclasses.replace(good, held_tokens=-8),
+                dataclasses.replace(good, held_tokens=3),
+            ):
+                with pytest.raises(InvalidRequestError):
+                    await fetch(wrong)
+            with pytest.raises(KvTransferError, match="not cached here"):
+                await fetch(good)
+
+    run(scenario())
