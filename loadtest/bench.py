@@ -1,6 +1,6 @@
 """A load test from beginning to end: look at the server, make the prompts, warm up, run, sum up.
 
-look ──► prompts ──► warm-up requests, not measured ──► run, open loop ──► figures
+look ──► prompts or conversations ──► warm-up requests, not measured ──► run, open loop ──► figures
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ import numpy as np
 
 from loadtest import datasets
 from loadtest.arrivals import Times, planned_times, trace_times
-from loadtest.datasets import Lengths, Sample
-from loadtest.fillers import COMMON_WORDS, Filler, token_filler, word_filler
+from loadtest.cache_shares import cache_figures, conversation_figures
+from loadtest.conversations import Conversation, SystemPrompt, plan_conversations, system_texts
+from loadtest.datasets import Sample
+from loadtest.fillers import COMMON_WORDS, Draw, Filler, token_filler, word_filler
 from loadtest.http_client import HttpClient
 from loadtest.metrics import stage_shares, summarize
 from loadtest.options import BenchOptions
-from loadtest.records import RequestRecord
-from loadtest.runner import ClientHealth, RunResult, run_load
-from loadtest.server import Target, find_model, tokenize
+from loadtest.records import RequestRecord, TurnRecord
+from loadtest.runner import ClientHealth, RunResult, run_conversations, run_load
+from loadtest.server import Target, count_tokens, find_model, tokenize
 from protocol.errors import InvalidRequestError, UnavailableError
 
 _WARM_UP_AT_ONCE = 8
@@ -35,7 +37,14 @@ Report = Callable[[str], None]
 class Finished:
     """A load test that is over: its options, its requests and its figures."""
 
-    def __init__(self, options: BenchOptions, target: Target, unit: str, run: RunResult) -> None:
+    def __init__(
+        self,
+        options: BenchOptions,
+        target: Target,
+        unit: str,
+        run: RunResult,
+        conversations: Sequence[Conversation] | None = None,
+    ) -> None:
         self.options = options
         self.model = target.model
         self.unit = unit
@@ -43,6 +52,10 @@ class Finished:
         self.records: Sequence[RequestRecord] = run.records
         self.client: ClientHealth = run.client
         self.figures = summarize(run.records, run.duration_s, options.shown_metrics, options.percentiles, options.limits_ms)
+        self.figures |= cache_figures(run.records)
+        if conversations is not None:
+            turns = [record for record in run.records if isinstance(record, TurnRecord)]
+            self.figures |= conversation_figures(turns, conversations)
         self.stages = stage_shares(run.records)
 
     def as_json(self) -> dict[str, Any]:
@@ -66,11 +79,11 @@ class Finished:
 
 
 async def run_bench(
-    options: BenchOptions, report: Report, on_start: Callable[[Times], None], on_done: Callable[[RequestRecord], None]
+    options: BenchOptions, report: Report, on_start: Callable[[int], None], on_done: Callable[[RequestRecord], None]
 ) -> Finished:
     """Run a load test from beginning to end.
 
-    `report` is told what is being done, `on_start` the planned times of sending, `on_done` every request that has ended.
+    `report` is told what is being done, `on_start` the number of planned requests, `on_done` every request that has ended.
     Raises InvalidRequestError for data and flags that don't fit, UnavailableError if the server answers nothing.
     """
     client = HttpClient(options.url, options.api_key)
@@ -86,15 +99,25 @@ async def run_bench(
             timeout_s=options.timeout_s,
         )
         report("making prompts")
-        samples, unit = await make_samples(client, options, model)
-        warm_ups, samples = samples[: options.num_warmups], samples[options.num_warmups :]
+        conversations: list[Conversation] | None = None
+        if options.multi_turn:
+            conversations, warm_ups, unit = await make_conversations(client, options, model)
+        else:
+            samples, unit = await make_samples(client, options, model)
+            warm_ups, samples = samples[: options.num_warmups], samples[options.num_warmups :]
         if warm_ups:
             report("warming up")
             await _warm_up(client, target, warm_ups)
-        planned = send_times(options, samples)
-        on_start(planned)
-        run = await run_load(client, target, samples, planned, options.max_concurrency, on_done)
-        return Finished(options, target, unit, run)
+        if conversations is None:
+            planned = send_times(options, samples)
+            on_start(len(samples))
+            run = await run_load(client, target, samples, planned, options.max_concurrency, on_done)
+        else:
+            planned = begin_times(options, len(conversations))
+            on_start(sum(len(each.turns) for each in conversations))
+            limits = options.multi_turn_concurrency, options.max_concurrency
+            run = await run_conversations(client, target, conversations, planned, *limits, on_done)
+        return Finished(options, target, unit, run, conversations)
     finally:
         await client.close()
 
@@ -103,9 +126,34 @@ def send_times(options: BenchOptions, samples: Sequence[Sample]) -> Times:
     """Return when each of the samples is to be sent, in seconds from the start of the run."""
     if options.time_scale is not None:
         return trace_times([sample.arrival_s or 0.0 for sample in samples], options.time_scale)
+    return begin_times(options, len(samples))
+
+
+def begin_times(options: BenchOptions, num: int) -> Times:
+    """Return when each of so many requests, or conversations, is to begin, in seconds from the start of the run."""
     # Of its own generator, so that the same seed gives the same arrivals whatever the prompts are.
     rng = np.random.default_rng((options.seed, 1))
-    return planned_times(len(samples), options.request_rate, options.burstiness, rng)
+    return planned_times(num, options.request_rate, options.burstiness, rng)
+
+
+async def make_conversations(
+    client: HttpClient, options: BenchOptions, model: str
+) -> tuple[list[Conversation], list[Sample], str]:
+    """Return the conversations of the run, the samples of its warm-up, and the unit of their lengths.
+
+    The warm-up has first questions of further conversations, without system prompts: nothing of the run is cached then.
+    """
+    draw: Draw = word_filler().draw
+    if options.dataset_name == "text":
+        assert options.dataset_path is not None, "checked by BenchOptions"
+        draw = datasets.passages(datasets.read_text(options.dataset_path).split())
+    texts = system_texts(options.num_system_prompts, options.system_prompt_len, draw, options.seed)
+    systems = [SystemPrompt(number, text, await count_tokens(client, model, text)) for number, text in enumerate(texts)]
+    num = options.num_prompts + options.num_warmups
+    planned = plan_conversations(num, options.conversation_shape, systems, draw, options.seed)
+    firsts = (conversation.turns[0] for conversation in planned[options.num_prompts :])
+    warm_ups = [Sample(turn.question, turn.question_len, turn.output_len) for turn in firsts]
+    return planned[: options.num_prompts], warm_ups, word_filler().kind
 
 
 async def make_samples(client: HttpClient, options: BenchOptions, model: str) -> tuple[list[Sample], str]:
@@ -116,12 +164,6 @@ async def make_samples(client: HttpClient, options: BenchOptions, model: str) ->
     if options.dataset_name == "sharegpt":
         assert path is not None, "checked by BenchOptions"
         return await _sharegpt(client, options, model, datasets.conversations(path), num, rng)
-    lengths = Lengths(
-        input_len=options.random_input_len,
-        output_len=options.random_output_len,
-        range_ratio=options.random_range_ratio,
-        prefix_len=options.random_prefix_len,
-    )
     # Chats are text: the template would make something else of token ids.
     speaks_ids = options.backend == "completions"
     if options.dataset_name == "text":
@@ -129,11 +171,11 @@ async def make_samples(client: HttpClient, options: BenchOptions, model: str) ->
         text = datasets.read_text(path)
         ids = await tokenize(client, model, text) if speaks_ids else None
         filler = word_filler() if ids is None else Filler(ids, "tokens")
-        return datasets.text_samples(num, lengths, filler, text.split() if ids is None else ids, rng), filler.kind
+        return datasets.text_samples(num, options.lengths, filler, text.split() if ids is None else ids, rng), filler.kind
     ids = await tokenize(client, model, " ".join(COMMON_WORDS)) if speaks_ids else None
     filler = word_filler() if ids is None else token_filler(ids)
     if options.dataset_name == "random":
-        return datasets.random_samples(num, lengths, filler, rng), filler.kind
+        return datasets.random_samples(num, options.lengths, filler, rng), filler.kind
     assert path is not None, "checked by BenchOptions"
     read = datasets.azure_rows if options.dataset_name == "azure" else datasets.mooncake_rows
     return datasets.trace_samples(num, read(path), options.length_scale, filler, options.seed), filler.kind

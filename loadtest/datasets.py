@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from loadtest.fillers import Filler, Prompt, Unit
+from loadtest.fillers import Draw, Filler, Prompt, Unit
 from protocol.errors import InvalidRequestError
 
 TRACES = ("azure", "mooncake")
@@ -74,27 +74,36 @@ class Lengths:
         if not 0 <= self.range_ratio < 1:
             raise InvalidRequestError("random-range-ratio must be at least 0 and under 1", param="random_range_ratio")
 
+    def draw(self, num: int, rng: np.random.Generator) -> list[tuple[int, int]]:
+        """Draw the lengths of this many prompts, without the prefix, each with the length of its answer."""
+        inputs = _drawn(self.input_len, self.range_ratio, num, rng, 0 if self.prefix_len else 1)
+        return list(zip(inputs, _drawn(self.output_len, self.range_ratio, num, rng, 1), strict=True))
+
 
 def random_samples(num: int, lengths: Lengths, filler: Filler, rng: np.random.Generator) -> list[Sample]:
     """Make prompts of random units, all with the same prefix."""
     prefix = filler.draw(rng, lengths.prefix_len)
-    inputs = _drawn(lengths.input_len, lengths.range_ratio, num, rng, 0 if prefix else 1)
-    outputs = _drawn(lengths.output_len, lengths.range_ratio, num, rng, 1)
-    return [_sample(filler, [*prefix, *filler.draw(rng, inp)], out) for inp, out in zip(inputs, outputs, strict=True)]
+    return [_sample(filler, [*prefix, *filler.draw(rng, inp)], out) for inp, out in lengths.draw(num, rng)]
 
 
 def text_samples(num: int, lengths: Lengths, filler: Filler, units: Sequence[Unit], rng: np.random.Generator) -> list[Sample]:
     """Take pieces of one text as prompts, from random places in it. The text's end is followed by its beginning."""
     if not units:
-        raise InvalidRequestError("the text file is empty", param="dataset_path")
-    prefix = [units[i % len(units)] for i in range(lengths.prefix_len)]
-    inputs = _drawn(lengths.input_len, lengths.range_ratio, num, rng, 0 if prefix else 1)
-    outputs = _drawn(lengths.output_len, lengths.range_ratio, num, rng, 1)
+        raise _empty_text()
+    prefix = _passage(units, 0, lengths.prefix_len)
+    drawn = lengths.draw(num, rng)
     starts = rng.integers(0, len(units), num)
     return [
-        _sample(filler, [*prefix, *(units[(start + i) % len(units)] for i in range(inp))], out)
-        for start, inp, out in zip(starts, inputs, outputs, strict=True)
+        _sample(filler, [*prefix, *_passage(units, int(start), inp)], out)
+        for start, (inp, out) in zip(starts, drawn, strict=True)
     ]
+
+
+def passages(units: Sequence[Unit]) -> Draw:
+    """Return what draws pieces of a text, from random places in it. Raises InvalidRequestError if there is no text."""
+    if not units:
+        raise _empty_text()
+    return lambda rng, num: _passage(units, int(rng.integers(0, len(units))), num)
 
 
 def trace_samples(num: int, rows: Sequence[TraceRow], length_scale: float, filler: Filler, seed: int) -> list[Sample]:
@@ -190,6 +199,14 @@ def _first_turns(entry: Mapping[str, Any]) -> tuple[str, str] | None:
         return None
     question, answer = str(turns[0]["value"]), str(turns[1]["value"])
     return (question, answer) if question.strip() and answer.strip() else None
+
+
+def _passage(units: Sequence[Unit], start: int, num: int) -> list[Unit]:
+    return [units[(start + i) % len(units)] for i in range(num)]
+
+
+def _empty_text() -> InvalidRequestError:
+    return InvalidRequestError("the text file is empty", param="dataset_path")
 
 
 def _blocks(row: TraceRow, length: int, length_scale: float, filler: Filler, seed: int) -> list[Unit]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,8 @@ from protocol.errors import InvalidRequestError
 Prompt = str | tuple[int, ...]
 Unit = str | int
 """A word or a token id."""
+Draw = Callable[[np.random.Generator, int], list[Unit]]
+"""What draws this many units at random."""
 
 _WORDS = """
 the of and to in is that for it as was with be by on not he his but at are this have from or had an they which one you were

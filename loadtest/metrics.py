@@ -122,7 +122,7 @@ def summarize(
     """
     done = [record for record in records if record.ok]
     num_output = sum(record.completion_tokens for record in done)
-    num_input = sum(record.prompt_len if record.prompt_tokens is None else record.prompt_tokens for record in done)
+    num_input = sum(record.input_tokens for record in done)
     result: dict[str, Any] = {
         "duration": duration_s,
         "completed": len(done),
@@ -139,7 +139,7 @@ def summarize(
         result["goodput_attainment"] = _ratio(num_good, len(records))
     for metric in metrics:
         values = [value * 1000 for value in values_of(records, metric)]
-        result |= {f"{name}_{metric}_ms": value for name, value in _spread(values, percentiles).items()}
+        result |= {f"{name}_{metric}_ms": value for name, value in spread(values, percentiles).items()}
     return result
 
 
@@ -164,8 +164,11 @@ def stage_shares(records: Sequence[RequestRecord]) -> dict[str, dict[str, float]
     }
 
 
-def _spread(values: Sequence[float], percentiles: Sequence[float]) -> dict[str, float | None]:
-    """Nothing is known of no values: null in JSON, and no zero that looks like a fine latency."""
+def spread(values: Sequence[float], percentiles: Sequence[float]) -> dict[str, float | None]:
+    """Return mean, median, standard deviation and percentiles by their names.
+
+    Nothing is known of no values: null in JSON, and no zero that looks like a fine latency.
+    """
     if not values:
         return dict.fromkeys(("mean", "median", "std", *map(percentile_name, percentiles)))
     known: dict[str, float | None] = {

@@ -6,18 +6,22 @@ A new flag is one line here: a field with its type, its help and its default. Th
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from typer import Argument, Option
 
 from loadtest import metrics
-from loadtest.datasets import NAMES, TRACES
+from loadtest.conversations import ConversationShape, Distribution
+from loadtest.datasets import NAMES, TRACES, Lengths
 from loadtest.server import ENDPOINTS, Backend
 from protocol.errors import InvalidRequestError
 
 Dataset = Literal["random", "sharegpt", "azure", "mooncake", "text"]
+
+_OF_CONVERSATIONS = ("per_turn_input_len", "num_system_prompts", "system_prompt_len")
+"""Flags for conversations alone, beside those whose names begin with `multi_turn_`."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +51,21 @@ class BenchOptions:
     time_scale: Annotated[
         float | None, Option(help="Send at a trace's own times, multiplied by this (10: ten times slower).")
     ] = None
-    num_prompts: Annotated[int, Option(help="Requests.")] = 1000
+    multi_turn: Annotated[bool, Option("--multi-turn", help="Hold conversations (random, text; with --backend chat).")] = False
+    multi_turn_num_turns: Annotated[int, Option(help="Questions in a conversation.")] = 3
+    multi_turn_concurrency: Annotated[int | None, Option(help="Conversations at a time; others wait here.")] = None
+    multi_turn_delay_ms: Annotated[float, Option(help="Think time from an answer to the next question, on average.")] = 0.0
+    multi_turn_delay_kind: Annotated[Distribution, Option(help="How think times vary.")] = "fixed"
+    per_turn_input_len: Annotated[
+        int | None, Option(help="Tokens of each further question; as many as the first has if not given.")
+    ] = None
+    num_system_prompts: Annotated[int, Option(help="Different system prompts that conversations share.")] = 1
+    system_prompt_len: Annotated[int, Option(help="Tokens of each system prompt; 0: there is none.")] = 0
+    num_prompts: Annotated[int, Option(help="Requests, or conversations.")] = 1000
     num_warmups: Annotated[int, Option(help="Requests before the run, not measured.")] = 0
-    request_rate: Annotated[float, Option(help="Requests per second on average; inf sends all at once.")] = math.inf
+    request_rate: Annotated[
+        float, Option(help="Requests, or conversations, that begin per second on average; inf sends all at once.")
+    ] = math.inf
     burstiness: Annotated[float, Option(help="1: Poisson. Less: in bursts. More: evenly.")] = 1.0
     max_concurrency: Annotated[int | None, Option(help="Requests at the server at a time; others wait here.")] = None
     ignore_eos: Annotated[bool, Option("--ignore-eos", help="Answers have their full length (not in OpenAI's API).")] = False
@@ -83,6 +99,48 @@ class BenchOptions:
         self._check(self.seed >= 0, "seed must be at least 0", "seed")
         self._check(self.timeout_s > 0, "timeout must be over 0", "timeout")
         self._check(self.path.startswith("/"), "endpoint is a path, such as /v1/completions", "endpoint")
+        if self.multi_turn:
+            self._check_conversations()
+        else:
+            self._check_no_conversations()
+
+    def _check_conversations(self) -> None:
+        shape = self.conversation_shape  # which raises for lengths and times that can't work
+        self._check(self.backend == "chat", "--multi-turn sends messages: it needs --backend chat", "backend")
+        self._check(
+            self.dataset_name in ("random", "text"), "--multi-turn is for --dataset-name random and text", "dataset_name"
+        )
+        self._check(
+            self.random_prefix_len == 0, "conversations share --system-prompt-len, not --random-prefix-len", "random_prefix_len"
+        )
+        room = self.multi_turn_concurrency
+        self._check(room is None or room >= 1, "multi-turn-concurrency must be at least 1", "multi_turn_concurrency")
+        one_turn = "needs at least two turns: --multi-turn-num-turns 2"
+        has_more = self.multi_turn_num_turns > 1
+        self._check(has_more or self.per_turn_input_len is None, f"--per-turn-input-len {one_turn}", "per_turn_input_len")
+        self._check(has_more or shape.think_s == 0, f"--multi-turn-delay-ms {one_turn}", "multi_turn_delay_ms")
+        self._check(
+            shape.distribution == "fixed" or shape.think_s > 0,
+            "--multi-turn-delay-kind needs a --multi-turn-delay-ms over 0",
+            "multi_turn_delay_kind",
+        )
+        self._check(self.system_prompt_len >= 0, "system-prompt-len must be at least 0", "system_prompt_len")
+        num = self.num_system_prompts
+        self._check(
+            1 <= num <= self.num_prompts,
+            "num-system-prompts must be from 1 to num-prompts",
+            "num_system_prompts",
+        )
+        self._check(
+            num == 1 or self.system_prompt_len > 0, "--num-system-prompts needs --system-prompt-len", "system_prompt_len"
+        )
+
+    def _check_no_conversations(self) -> None:
+        for each in fields(self):
+            is_theirs = each.name.startswith("multi_turn_") or each.name in _OF_CONVERSATIONS
+            if is_theirs and getattr(self, each.name) != each.default:
+                flag = each.name.replace("_", "-")
+                raise InvalidRequestError(f"--{flag} is for conversations: --multi-turn", param=each.name)
 
     @staticmethod
     def _check(right: bool, sentence: str, param: str) -> None:
@@ -115,9 +173,32 @@ class BenchOptions:
         return metrics.parse_goodput([*(self.goodput or ()), *(self.more_goodput or ())])
 
     @property
+    def lengths(self) -> Lengths:
+        """Lengths of prompts that are made up, and of their answers. Raises InvalidRequestError for those that can't work."""
+        return Lengths(
+            input_len=self.random_input_len,
+            output_len=self.random_output_len,
+            range_ratio=self.random_range_ratio,
+            prefix_len=self.random_prefix_len,
+        )
+
+    @property
+    def conversation_shape(self) -> ConversationShape:
+        """What all conversations have in common. Raises InvalidRequestError for what can't work."""
+        later = self.random_input_len if self.per_turn_input_len is None else self.per_turn_input_len
+        self._check(later >= 1, "per-turn-input-len must be at least 1", "per_turn_input_len")
+        return ConversationShape(
+            num_turns=self.multi_turn_num_turns,
+            first=self.lengths,
+            later=replace(self.lengths, input_len=later),
+            think_s=self.multi_turn_delay_ms / 1000,
+            distribution=self.multi_turn_delay_kind,
+        )
+
+    @property
     def shown_metrics(self) -> tuple[str, ...]:
         """The wanted metrics and, behind a limit on concurrency, the same ones counted from the planned time of sending."""
-        if self.max_concurrency is None:
+        if self.max_concurrency is None and self.multi_turn_concurrency is None:
             return self.wanted_metrics
         planned = (f"planned_{name}" for name in self.wanted_metrics)
         return tuple(dict.fromkeys((*self.wanted_metrics, *(name for name in planned if name in metrics.METRICS))))

@@ -29,11 +29,17 @@ class RequestRecord:
     prompt_tokens: int | None = None
     completion_tokens: int = 0
     cached_tokens: int | None = None
+    """Tokens of the prompt that the server did not compute again; None if its usage does not tell."""
     finish_reason: str | None = None
     error: str | None = None
     """Why the request failed; None if it did not."""
     server_times: Mapping[str, float] | None = None
     """Where the time went, in seconds by stage, if the server told."""
+
+    @property
+    def input_tokens(self) -> int:
+        """Length of the prompt as the server counted it, or as the dataset wanted it if the server did not tell."""
+        return self.prompt_len if self.prompt_tokens is None else self.prompt_tokens
 
     @property
     def ok(self) -> bool:
@@ -61,3 +67,15 @@ class RequestRecord:
     def ttst(self) -> float | None:
         """Seconds from `at_sent` to the second piece of the answer."""
         return self.ttft + self.itl[0] if self.ttft is not None and self.itl else None
+
+
+@dataclass
+class TurnRecord(RequestRecord):
+    """One question of a conversation. The first is planned before the run, each other one when the last answer is there."""
+
+    conversation_id: int = 0
+    """Which of the planned conversations, from 0."""
+    turn_index: int = 0
+    """Which of its questions, from 0."""
+    reusable_tokens: int | None = None
+    """Tokens of the prompt that an earlier request of the run began with, as far as can be told; known after the run."""

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from loadtest.arrivals import Times
 from loadtest.bench import Finished
+from loadtest.cache_shares import TURN_PERCENTILES
 from loadtest.metrics import METRICS, percentile_name
 from loadtest.records import RequestRecord
 from protocol.errors import InvalidRequestError
@@ -39,9 +40,9 @@ class Display:
         self._progress.update(self._task, description=text)
         self._progress.refresh()
 
-    def started(self, planned: Times) -> None:
+    def started(self, num_requests: int) -> None:
         """Show a bar for this many requests."""
-        self._progress.reset(self._task, total=len(planned), description="running")
+        self._progress.reset(self._task, total=num_requests, description="running")
         self._progress.refresh()
 
     def done(self, record: RequestRecord) -> None:
@@ -76,6 +77,8 @@ def print_report(finished: Finished, console: Console) -> None:
         cells = (figures[f"{column}_{metric}_ms"] for column in columns)
         latencies.add_row(METRICS[metric], *("-" if cell is None else f"{cell:.2f}" for cell in cells))
     console.print(latencies)
+    if options.multi_turn:
+        console.print(_turns(finished))
     if finished.stages:
         stages = Table(title="Where the time went, as the server tells", title_justify="left")
         for column in ("stage", "mean ms", "p99 ms", "share"):
@@ -117,6 +120,7 @@ def _totals(finished: Finished) -> Table:
         "Requests that failed": f"{figures['failed']}",
         "Duration (s)": f"{figures['duration']:.2f}",
         "Prompt tokens": f"{figures['total_input_tokens']}",
+        **_cached_rows(figures),
         "Generated tokens": f"{figures['total_output_tokens']}",
         "Request throughput (1/s)": f"{figures['request_throughput']:.3f}",
         "Output throughput (tokens/s)": f"{figures['output_throughput']:.1f}",
@@ -126,12 +130,17 @@ def _totals(finished: Finished) -> Table:
         limits = ", ".join(f"{metric} {limit:g} ms" for metric, limit in options.limits_ms.items())
         rows[f"Goodput (1/s) within {limits}"] = f"{figures['request_goodput']:.3f}"
         rows["Requests within it, of all that were sent"] = f"{figures['goodput_attainment']:.1%}"
+    if options.multi_turn:
+        rows["Conversations that came to their end"] = f"{figures['conversations_completed']}"
+        rows["Conversations that a failure ended"] = f"{figures['conversations_failed']}"
+        rows["Questions that were therefore not sent"] = f"{figures['turns_not_sent']}"
     if options.length_scale != 1.0:
         rows["Trace lengths divided by"] = f"{options.length_scale:g}"
     if options.time_scale is not None:
         rows["Trace times multiplied by"] = f"{options.time_scale:g}"
-    if options.max_concurrency is not None:
-        rows["Longest wait for max-concurrency (ms)"] = f"{1000 * _longest_wait(finished):.1f}"
+    rooms = {"max-concurrency": options.max_concurrency, "multi-turn-concurrency": options.multi_turn_concurrency}
+    if waits := [name for name, limit in rooms.items() if limit is not None]:
+        rows[f"Longest wait for {' and '.join(waits)} (ms)"] = f"{1000 * _longest_wait(finished):.1f}"
     client = finished.client
     rows["Client: late (p99 ms), loop held up (p99 ms), CPU"] = (
         f"{client.p99_lateness * 1000:.2f}, {client.p99_loop_lag * 1000:.2f}, {client.cpu_share:.0%}"
@@ -139,6 +148,41 @@ def _totals(finished: Finished) -> Table:
     for name, value in rows.items():
         table.add_row(name, value)
     return table
+
+
+def _cached_rows(figures: Mapping[str, Any]) -> dict[str, str]:
+    """What was cached, if the server tells, of all prompt tokens and, in conversations, of the reusable ones."""
+    if figures["cached_share"] is None:
+        return {}
+    rows = {"Prompt tokens that were cached": f"{figures['total_cached_tokens']} ({figures['cached_share']:.1%})"}
+    if "cached_of_reusable" in figures:
+        rows["Cached, of reusable prompt tokens"] = _percent(figures["cached_of_reusable"])
+    return rows
+
+
+def _turns(finished: Finished) -> Table:
+    table = Table(title="Turn by turn; first tokens in ms", title_justify="left")
+    percentiles = [percentile_name(each) for each in TURN_PERCENTILES]
+    shares = ("cached", "of reusable")
+    for column in ("turn", "answered", "failed", "prompt tokens", *shares, *(f"ttft {name}" for name in percentiles)):
+        table.add_column(column, justify="right")
+    for turn in finished.figures["per_turn_metrics"]:
+        done = turn["completed"]
+        times = (turn[f"{name}_ttft_ms"] for name in percentiles)
+        table.add_row(
+            str(turn["turn_index"] + 1),
+            str(done),
+            str(turn["failed"]),
+            f"{turn['total_input_tokens'] / done:.0f}" if done else "-",
+            _percent(turn["cached_share"]),
+            _percent(turn["cached_of_reusable"]),
+            *("-" if each is None else f"{each:.2f}" for each in times),
+        )
+    return table
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
 
 
 def _longest_wait(finished: Finished) -> float:

@@ -4,6 +4,11 @@ A server that gets slow must not make its own load lighter, or the worst moments
 omission). So send times are fixed beforehand, and nothing waits for an answer unless `max_concurrency` says so; then the wait
 is in the record. What the client itself is late is measured, and so is how long its loop was held up, for then its stamps are
 late as well.
+
+Of conversations the beginnings are fixed beforehand, in the same way. Within one, nobody asks before the answer is there:
+
+    begin ──► wait for room (multi-turn-concurrency) ──► question ──► answer ──► think ──► question ──► ... ──► end
+                                                             └── failed ──► end: no further question is sent
 """
 
 from __future__ import annotations
@@ -11,16 +16,20 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from loadtest.arrivals import Times
+from loadtest.cache_shares import note_reusable
+from loadtest.conversations import Conversation
 from loadtest.datasets import Sample
 from loadtest.http_client import HttpClient
-from loadtest.records import RequestRecord
-from loadtest.server import Target, ask
+from loadtest.records import RequestRecord, TurnRecord
+from loadtest.server import Message, Target, ask
 
 LATE_S = 0.01
 """Seconds of lateness at the 99th percentile above which the client takes part in what it measures."""
@@ -77,46 +86,147 @@ async def run_load(
         RequestRecord(index=index, prompt_len=sample.prompt_len, output_len=sample.output_len, at_planned=float(at))
         for index, (sample, at) in enumerate(zip(samples, planned, strict=True))
     ]
-    room = None if max_concurrency is None else asyncio.Semaphore(max_concurrency)
-    lags: list[float] = []
-    # Prompts are many small objects; a full collection would go through all of them, again and again.
-    gc.collect()
-    gc.freeze()
-    watching = asyncio.create_task(_watch_loop(lags))
-    cpu, start = time.process_time(), time.monotonic()
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            for record in sorted(records, key=lambda each: each.at_planned):
-                wait_s = start + record.at_planned - time.monotonic()
-                await asyncio.sleep(max(0.0, wait_s))
-                record.at_dispatched = time.monotonic() - start
-                tasks.create_task(_request(client, target, bodies[record.index], record, room, start, on_done))
-    finally:
-        duration_s, cpu_s = time.monotonic() - start, time.process_time() - cpu
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
-        gc.unfreeze()
-    health = ClientHealth(_p99([record.lateness for record in records]), _p99(lags), cpu_s / duration_s if duration_s else 0.0)
-    return RunResult(records, duration_s, health)
+    load = _Load(client, target, max_concurrency, on_done)
+
+    def begin(index: int) -> Coroutine[Any, Any, object]:
+        records[index].at_dispatched = load.now
+        return load.send(bodies[index], records[index])
+
+    await load.run(planned, begin)
+    return load.result(records)
 
 
-async def _request(
+async def run_conversations(
     client: HttpClient,
     target: Target,
-    body: bytes,
-    record: RequestRecord,
-    room: asyncio.Semaphore | None,
-    start: float,
+    conversations: Sequence[Conversation],
+    planned: Times,
+    max_conversations: int | None,
+    max_concurrency: int | None,
     on_done: Callable[[RequestRecord], None],
-) -> None:
-    if room is None:
-        record.at_sent = time.monotonic() - start
-        await ask(client, target, body, record)
-    else:
+) -> RunResult:
+    """Begin `conversations[i]` at `planned[i]` seconds from now, or later where `max_conversations` are under way.
+
+    The records are TurnRecords of all questions that were sent, by conversation and turn. `on_done` is told of each of them.
+    """
+    load = _Load(client, target, max_concurrency, on_done)
+    room = _room(max_conversations)
+    records: list[TurnRecord] = []
+    # Made before the clock runs, and forgotten once they are over: each has all that was said in it.
+    chats = {number: _Chat(load, number, each, records) for number, each in enumerate(conversations)}
+
+    def begin(number: int) -> Coroutine[Any, Any, object]:
+        return chats.pop(number).hold(float(planned[number]), load.now, room)
+
+    await load.run(planned, begin)
+    records.sort(key=lambda record: record.index)
+    note_reusable(records, conversations)
+    return load.result([*records])
+
+
+class _Load:
+    """A run under way: its clock, the limit on its requests, and how the client keeps up."""
+
+    def __init__(
+        self, client: HttpClient, target: Target, max_concurrency: int | None, on_done: Callable[[RequestRecord], None]
+    ) -> None:
+        self.target = target
+        self._client = client
+        self._room = _room(max_concurrency)
+        self._on_done = on_done
+        self._lags: list[float] = []
+        self._start = self._duration_s = self._cpu_s = 0.0
+
+    @property
+    def now(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._start
+
+    async def run(self, planned: Times, begin: Callable[[int], Coroutine[Any, Any, object]]) -> None:
+        """Call `begin(i)` at `planned[i]` seconds from now, and wait until all that was begun has ended."""
+        # Prompts are many small objects; a full collection would go through all of them, again and again.
+        gc.collect()
+        gc.freeze()
+        watching = asyncio.create_task(_watch_loop(self._lags))
+        cpu, self._start = time.process_time(), time.monotonic()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for index in np.argsort(planned, kind="stable"):
+                    await asyncio.sleep(max(0.0, float(planned[index]) - self.now))
+                    tasks.create_task(begin(int(index)))
+        finally:
+            self._duration_s, self._cpu_s = self.now, time.process_time() - cpu
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+            gc.unfreeze()
+
+    async def send(self, body: bytes, record: RequestRecord) -> str:
+        """Send a request when there is room for it, and return the text of its answer."""
+        async with self._room:
+            record.at_sent = self.now
+            answer = await ask(self._client, self.target, body, record)
+        self._on_done(record)
+        return answer
+
+    def result(self, records: list[RequestRecord]) -> RunResult:
+        """Return what the run gave, once it is over."""
+        cpu_share = self._cpu_s / self._duration_s if self._duration_s else 0.0
+        health = ClientHealth(_p99([record.lateness for record in records]), _p99(self._lags), cpu_share)
+        return RunResult(records, self._duration_s, health)
+
+
+class _Chat:
+    """A conversation while it is held, with what was said in it so far. Each question that is sent gets a record."""
+
+    def __init__(self, load: _Load, number: int, conversation: Conversation, records: list[TurnRecord]) -> None:
+        self._records = records
+        self._load = load
+        self._number = number
+        self._conversation = conversation
+        system = conversation.system
+        self._said: list[Message] = [] if system is None else [{"role": "system", "content": system.text}]
+        self._said_len = 0 if system is None else system.num_tokens
+        self._body = self._next_body(0)
+
+    async def hold(self, at_planned: float, at_dispatched: float, room: AbstractAsyncContextManager[object]) -> None:
+        """Ask every question, each with all that was said before, until one gets no answer. The times are the first one's."""
         async with room:
-            record.at_sent = time.monotonic() - start
-            await ask(client, target, body, record)
-    on_done(record)
+            answered = await self._ask(0, at_planned, at_dispatched)
+            for turn_index in range(1, len(self._conversation.turns)):
+                if not answered:
+                    return
+                at_planned = self._load.now + self._conversation.turns[turn_index].think_s
+                self._body = self._next_body(turn_index)
+                await asyncio.sleep(max(0.0, at_planned - self._load.now))
+                answered = await self._ask(turn_index, at_planned, self._load.now)
+
+    async def _ask(self, turn_index: int, at_planned: float, at_dispatched: float) -> bool:
+        """Send a question and note its answer. Returns whether it got one."""
+        record = TurnRecord(
+            index=self._number * len(self._conversation.turns) + turn_index,
+            prompt_len=self._said_len,
+            output_len=self._conversation.turns[turn_index].output_len,
+            at_planned=at_planned,
+            at_dispatched=at_dispatched,
+            conversation_id=self._number,
+            turn_index=turn_index,
+        )
+        self._records.append(record)
+        answer = await self._load.send(self._body, record)
+        self._said.append({"role": "assistant", "content": answer})
+        self._said_len += record.completion_tokens
+        return record.ok
+
+    def _next_body(self, turn_index: int) -> bytes:
+        turn = self._conversation.turns[turn_index]
+        self._said.append({"role": "user", "content": turn.question})
+        self._said_len += turn.question_len
+        return self._load.target.chat_body(self._said, turn.output_len)
+
+
+def _room(limit: int | None) -> AbstractAsyncContextManager[object]:
+    """Room for so many at a time; None is any number."""
+    return nullcontext() if limit is None else asyncio.Semaphore(limit)
 
 
 async def _watch_loop(lags: list[float]) -> None:

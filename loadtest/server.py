@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,6 +15,9 @@ from loadtest.records import RequestRecord
 from protocol.errors import TandemError, UnavailableError
 
 Backend = Literal["completions", "chat"]
+
+Message = Mapping[str, str]
+"""One message of a chat: its role and its content."""
 
 ENDPOINTS: Mapping[Backend, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
@@ -33,17 +36,23 @@ class Target:
 
     def body(self, sample: Sample) -> bytes:
         """Return the body of a request for this sample."""
+        if self.backend == "chat":
+            return self._body("messages", [{"role": "user", "content": sample.prompt}], sample.output_len)
+        return self._body("prompt", sample.prompt, sample.output_len)
+
+    def chat_body(self, messages: Sequence[Message], output_len: int) -> bytes:
+        """Return the body of a request for the next answer of a chat, of at most `output_len` tokens."""
+        return self._body("messages", messages, output_len)
+
+    def _body(self, name: str, prompt: Any, output_len: int) -> bytes:
         values: dict[str, Any] = {
             "model": self.model,
-            "max_tokens": sample.output_len,
+            "max_tokens": output_len,
             "temperature": 0.0,
             "stream": True,
             "stream_options": {"include_usage": True},
+            name: prompt,
         }
-        if self.backend == "chat":
-            values["messages"] = [{"role": "user", "content": sample.prompt}]
-        else:
-            values["prompt"] = sample.prompt
         if self.ignore_eos:
             values["ignore_eos"] = True
         if self.include_times:
@@ -88,6 +97,12 @@ async def tokenize(client: HttpClient, model: str, text: str) -> list[int] | Non
     return None
 
 
+async def count_tokens(client: HttpClient, model: str, text: str) -> int:
+    """Return how many tokens a text has by the server's own tokenizer, or how many words if the server does not offer that."""
+    ids = await tokenize(client, model, text)
+    return len(text.split()) if ids is None else len(ids)
+
+
 class AnswerWatch:
     """Puts the events of one streamed answer into its record, with the moments at which they came.
 
@@ -98,7 +113,13 @@ class AnswerWatch:
         self._record = record
         self._sent = self._latest = sent
         self._pieces = 0
+        self._texts: list[str] = []
         self._usage: Mapping[str, Any] | None = None
+
+    @property
+    def text(self) -> str:
+        """The answer so far, without what a model reasoned before it."""
+        return "".join(self._texts)
 
     def push(self, now: float, data: bytes) -> None:
         """Take an event. It raises nothing: what is wrong with an event becomes the record's error."""
@@ -141,7 +162,10 @@ class AnswerWatch:
     def _choice(self, now: float, choice: Mapping[str, Any]) -> None:
         record = self._record
         said = choice.get("delta") or choice
-        if said.get("content") or said.get("text") or said.get("reasoning_content") or choice.get("token_ids"):
+        text = said.get("content") or said.get("text")
+        if text:
+            self._texts.append(str(text))
+        if text or said.get("reasoning_content") or choice.get("token_ids"):
             if record.ttft is None:
                 record.ttft = now - self._sent
             else:
@@ -153,8 +177,11 @@ class AnswerWatch:
             self._latest = now
 
 
-async def ask(client: HttpClient, target: Target, body: bytes, record: RequestRecord) -> None:
-    """Send a request and fill its record; what goes wrong is noted there. `record.e2el` and the rest count from now."""
+async def ask(client: HttpClient, target: Target, body: bytes, record: RequestRecord) -> str:
+    """Send a request, fill its record and return the text of the answer; what goes wrong is noted in the record.
+
+    `record.e2el` and the rest count from now.
+    """
     sent = time.monotonic()
     watch = AnswerWatch(record, sent)
     try:
@@ -170,3 +197,4 @@ async def ask(client: HttpClient, target: Target, body: bytes, record: RequestRe
         raise
     if record.error is not None:
         record.e2el = time.monotonic() - sent
+    return watch.text

@@ -59,6 +59,17 @@ def test_flags_of_vllm(monkeypatch: pytest.MonkeyPatch, asked: list[BenchOptions
     assert (options.wanted_metrics, options.percentiles) == (("ttft", "itl"), (99.0,))
 
 
+def test_flags_of_conversations(monkeypatch: pytest.MonkeyPatch, asked: list[BenchOptions]) -> None:
+    flags = "--multi-turn --backend chat --multi-turn-num-turns 4 --multi-turn-concurrency 3 --multi-turn-delay-ms 1500"
+    more = "--multi-turn-delay-kind exponential --per-turn-input-len 20 --num-system-prompts 2 --system-prompt-len 50"
+    run(monkeypatch, *flags.split(), *more.split())
+    [options] = asked
+    shape = options.conversation_shape
+    assert (shape.num_turns, shape.think_s, shape.distribution) == (4, 1.5, "exponential")
+    assert (shape.first.input_len, shape.later.input_len) == (1024, 20)
+    assert (options.multi_turn_concurrency, options.num_system_prompts, options.system_prompt_len) == (3, 2, 50)
+
+
 def test_urls_and_keys_from_the_environment(monkeypatch: pytest.MonkeyPatch, asked: list[BenchOptions]) -> None:
     run(monkeypatch, "--base-url", "http://there/v", "--api-key", "k", "--endpoint", "/x")
     assert (asked[0].url, asked[0].api_key, asked[0].path) == ("http://there/v", "k", "/x")
@@ -72,6 +83,8 @@ def test_urls_and_keys_from_the_environment(monkeypatch: pytest.MonkeyPatch, ask
         ("--dataset-name azure", "--dataset-path"),
         ("--plot x.pdf", ".png"),
         ("--percentile-metrics tt", "ttft"),
+        ("--multi-turn", "--backend chat"),
+        ("--system-prompt-len 5", "--multi-turn"),
     ],
 )
 def test_what_can_be_mended_is_said_in_a_line(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,11 +21,19 @@ class OpenAiServer:
     cut_after: int | None = None
     """Close the connection after so many events."""
     error_event: bool = False
+    refused: frozenset[int] = frozenset()
+    """Which requests, counted from 0, get an error."""
+    has_cache: bool = False
+    """Whether words are tokens, prompts and answers are cached for ever, and usage tells what was."""
+    tells_zero: bool = True
+    """Whether usage also tells that nothing was cached."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     at_once: int = 0
     most_at_once: int = 0
     connections: int = 0
+    usages: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
+    _cached: list[list[str]] = field(default_factory=list)
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[OpenAiServer]:
@@ -76,9 +85,11 @@ class OpenAiServer:
             await writer.drain()
 
     async def _answer(self, writer: asyncio.StreamWriter, path: str, body: dict[str, Any]) -> None:
-        if self.status != 200:
-            self._json(writer, self.status, {"error": {"message": "full"}})
+        number = len(self.bodies) - 1
+        if self.status != 200 or number in self.refused:
+            self._json(writer, self.status if self.status != 200 else 500, {"error": {"message": "full"}})
             return
+        usage = self._usage(body)
         chat, num_tokens = "chat" in path, body["max_tokens"]
         await asyncio.sleep(self.first_s)
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
@@ -96,12 +107,24 @@ class OpenAiServer:
         else:
             ended: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
             self._event(writer, {"choices": [{"index": 0, **ended, "finish_reason": "length"}]})
-            usage: dict[str, Any] = {"prompt_tokens": 7, "completion_tokens": num_tokens}
             if body.get("include_times"):
                 usage["times"] = [{"stages": {"queue": 0.25, "decode_step": 0.75}}]
+            self.usages.append(usage)
             self._event(writer, {"choices": [], "usage": usage})
             self._chunk(writer, b"data: [DONE]\n\n")
         writer.write(b"0\r\n\r\n")
+
+    def _usage(self, body: dict[str, Any]) -> dict[str, Any]:
+        usage: dict[str, Any] = {"prompt_tokens": 7, "completion_tokens": body["max_tokens"]}
+        if self.has_cache:
+            messages = body.get("messages") or [{"role": "user", "content": body["prompt"]}]
+            prompt = [word for each in messages for word in (each["role"], *each["content"].split())] + ["assistant"]
+            cached = max((shared(prompt, earlier) for earlier in self._cached), default=0)
+            self._cached.append([*prompt, *["x"] * body["max_tokens"]])
+            usage["prompt_tokens"] = len(prompt)
+            if cached or self.tells_zero:
+                usage["prompt_tokens_details"] = {"cached_tokens": cached}
+        return usage
 
     def _event(self, writer: asyncio.StreamWriter, event: dict[str, Any]) -> None:
         self._chunk(writer, b"data: " + json.dumps(event).encode() + b"\n\n")
@@ -112,3 +135,9 @@ class OpenAiServer:
     def _json(self, writer: asyncio.StreamWriter, status: int, value: Any) -> None:
         data = json.dumps(value).encode()
         writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%b" % (status, len(data), data))
+
+
+def shared(some: Sequence[Any], others: Sequence[Any]) -> int:
+    """How many elements two sequences begin with that are the same."""
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(some, others, strict=False))
+    return sum(1 for _ in same)

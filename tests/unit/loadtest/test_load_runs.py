@@ -148,6 +148,17 @@ def test_sharegpt_has_its_own_lengths(tmp_path: Path) -> None:
     assert all(body["prompt"].startswith("What is") for body in server.bodies)
 
 
+def test_what_was_cached_where_the_server_tells_it() -> None:
+    server = OpenAiServer(has_cache=True)
+    finished = bench(server, random_prefix_len=10, max_concurrency=1)
+    cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in server.usages)
+    assert finished.figures["total_cached_tokens"] == cached > 0
+    assert finished.figures["cached_share"] == cached / finished.figures["total_input_tokens"]
+    console = Console(record=True, width=120)
+    report.print_report(finished, console)
+    assert f"{cached} (" in console.export_text()
+
+
 def test_what_is_said_saved_and_drawn(tmp_path: Path) -> None:
     server = OpenAiServer(owned_by="tandem", gap_s=0.005)
     finished = bench(server, goodput=["ttft:1000", "tpot:0.001"], request_rate=50.0)
@@ -162,6 +173,8 @@ def test_what_is_said_saved_and_drawn(tmp_path: Path) -> None:
     assert saved["completed"] == 4
     assert saved["p99_ttft_ms"] >= saved["p50_ttft_ms"] > 0
     assert len(saved["requests"]) == 4
+    assert saved["cached_share"] is None, "this server does not tell"
+    assert not {"per_turn_metrics", "num_conversations", "turn_index"} & (saved.keys() | saved["requests"][0].keys())
     assert saved["requests"][0]["server_times"] == {"queue": 0.25, "decode_step": 0.75}
     assert "small" in next((tmp_path / "new").iterdir()).name
     plots.plot(finished, tmp_path / "plot.png")
