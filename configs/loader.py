@@ -157,6 +157,20 @@ def _suggestion(location: tuple[int | str, ...]) -> str:
     return f"; the keys here are {', '.join(known)}"
 
 
+def _offloading(config: ClusterConfig) -> list[tuple[str, str]]:
+    """What is wrong with the tiers."""
+    found, wanted = [], config.kv_offloading
+    if (wanted.disk_dir is None) != (wanted.disk_gib is None):
+        missing = "kv_offloading.disk_dir" if wanted.disk_dir is None else "kv_offloading.disk_gib"
+        found.append((missing, "a disk tier has a folder and a size: name both"))
+    if not wanted.wanted:
+        return found
+    for role, pool in _pools(config):
+        if pool.tensor_parallel_size != 1:
+            found.append((f"{role}.tensor_parallel_size", "tiers are for workers of one rank: leave out kv_offloading"))
+    return found
+
+
 def _contradictions(config: ClusterConfig) -> list[tuple[str, str]]:
     """Values that are right one by one and impossible together, as (key, sentence)."""
     found = _too_small(config, config.max_model_len or 1)
@@ -188,6 +202,7 @@ def _contradictions(config: ClusterConfig) -> list[tuple[str, str]]:
         found.append(("paced_profile", "a profile is for paced workers: it needs engine: paced"))
     if config.engine == "paced" and config.device == "cuda":
         found.append(("device", "cuda computes, and paced workers do not: leave it out"))
+    found += _offloading(config)
     if DEFAULT_TIER not in config.tiers:
         found.append(("tiers", f"there must be a tier {DEFAULT_TIER}; keys that name none are of it"))
     limits = config.limits

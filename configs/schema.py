@@ -193,6 +193,22 @@ class ResumableConfig(_Section):
     """Most bytes of all streams. One stream may take an eighth of them."""
 
 
+class KvOffloadingConfig(_Section):
+    """Where the KV of earlier prompts and answers lies besides the workers' pools. What lies on disk is prompt content."""
+
+    memory_gib: Annotated[float, Field(gt=0)] | None = None
+    """GiB of each node's memory for what its workers' pools let go (`/dev/shm`); None is no memory tier."""
+    disk_dir: LocalPath | None = None
+    """Folder on each node's disk for the same, which survives restarts. It is made, closed to other users."""
+    disk_gib: Annotated[float, Field(gt=0)] | None = None
+    """GiB that it may take."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there are any tiers."""
+        return self.memory_gib is not None or self.disk_gib is not None
+
+
 class TelemetryConfig(_Section):
     """Where the cluster sends what it knows of its requests."""
 
@@ -247,6 +263,7 @@ class ClusterConfig(_Section):
     decode: DecodeConfig = DecodeConfig()
     limits: LimitsConfig = LimitsConfig()
     resumable: ResumableConfig = ResumableConfig()
+    kv_offloading: KvOffloadingConfig = KvOffloadingConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     tiers: dict[Text, TierConfig] = {DEFAULT_TIER: TierConfig()}
     """Every key is of one of these."""

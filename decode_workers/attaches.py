@@ -4,7 +4,8 @@
                                           └── ticket gone, grammar refused ──► Failed
 
 With a first token the stream goes on with KV that a prefill worker sends, so it waits for the commit. Without one nothing is
-sent: what is not held of the prompt is computed here, and only a grammar can keep the stream waiting.
+sent: what is not held of the prompt is computed here, and only a grammar can keep the stream waiting, or blocks that are read
+from a tier.
 
 Who frees: the ledger. A stream that has not started holds nothing but its ticket.
 """
@@ -15,7 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from configs.facts import ModelFacts
 from decode_workers.ledger import Ledger
@@ -25,10 +26,13 @@ from decode_workers.ticket_entry import TicketEntry
 from engine.grammar import Constraint, Grammars
 from engine.scoring import PromptScores
 from protocol.errors import ContextLengthError, InvalidRequestError, KvTransferError, TandemError
-from protocol.messages import Attach, Attached, Failed
+from protocol.messages import NOTHING_BROUGHT, Attach, Attached, Brought, Failed
 from protocol.sampling import MAX_PROMPT_LOGPROBS
 from protocol.ticket import TicketState
 from telemetry.logging import fields
+
+if TYPE_CHECKING:  # only where tiers are configured are they imported
+    from kv_transfer.tiers.reader import TierReader
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +43,10 @@ class _Waiting:
     asked: float
     """When, on `time.monotonic`."""
     constraint: Constraint | None = None
+    reading: bool = False
+    """Blocks of a tier are being read for it."""
+    brought: Brought = NOTHING_BROUGHT
+    """What came from there."""
     waited_s: float | None = None
     """For the KV; None as long as it is not here."""
 
@@ -49,7 +57,7 @@ class _Waiting:
 
     @property
     def ready(self) -> bool:
-        return self.constraint is not None or not self.message.sampling.grammar
+        return not self.reading and (self.constraint is not None or not self.message.sampling.grammar)
 
     @property
     def num_scores(self) -> int | None:
@@ -75,14 +83,18 @@ class Attaches:
     def __init__(
         self,
         facts: ModelFacts,
+        block_size: int,
         grammars: Grammars,
         ledger: Ledger,
         scheduler: DecodeScheduler,
         send: Callable[[bytes, Any], None],
         spawn: Callable[[Coroutine[Any, Any, None]], None],
         on_change: Callable[[], None],
+        reader: TierReader | None,
     ) -> None:
+        """`reader` reads the tiers of the node, if it has some."""
         self._facts = facts
+        self._block_size = block_size
         self._grammars = grammars
         self._ledger = ledger
         self._scheduler = scheduler
@@ -91,6 +103,9 @@ class Attaches:
         self._on_change = on_change
         self._waiting: dict[int, _Waiting] = {}
         """By ticket."""
+        self._reader = reader
+        self.brought = NOTHING_BROUGHT
+        """What came out of tiers since start."""
 
     def ask(self, router: bytes, message: Attach) -> None:
         """Take a router's Attach. It is answered at once, when the stream starts, or when its ticket fails, unless it is
@@ -105,6 +120,9 @@ class Attaches:
         self._waiting[message.ticket_id] = waiting
         if message.sampling.grammar:
             self._spawn(self._constrain(entry, waiting))
+        if self._reader is not None and waiting.here and waiting.num_scores is None:
+            waiting.reading = True
+            self._spawn(self._read(self._reader, entry, waiting))
         self.start_if_ready(entry)
 
     def start_if_ready(self, entry: TicketEntry) -> None:
@@ -121,6 +139,7 @@ class Attaches:
         if (self._ledger.attach_here if waiting.here else self._ledger.attach)(entry.ticket_id) is None:
             return  # the commit will come, or the lease ends
         del self._waiting[entry.ticket_id]
+        self.brought += waiting.brought
         tokens = {"tokens": len(entry.token_ids), "held": entry.held_tokens, "here": waiting.here}
         log.info("attached", extra=fields(trace=entry.trace_id, ticket=entry.ticket_id, **tokens))
         self._send(entry.owner, Attached(waiting.message.call_id, waiting.waited_s or 0.0))
@@ -183,11 +202,29 @@ class Attaches:
         else:
             self.start_if_ready(entry)
 
+    async def _read(self, reader: TierReader, entry: TicketEntry, waiting: _Waiting) -> None:
+        """Read what tiers have of a prompt that is computed here into the ticket's own blocks; until then the stream waits."""
+        keys = entry.keys[: (len(entry.token_ids) - 1) // self._block_size]
+        for name in reader.names:
+            held = entry.held_tokens // self._block_size
+            began = time.monotonic()
+            end = held + (await reader.match(name, keys[held:]) if held < len(keys) and reader.pays(name) else 0)
+            if end == held or not self._ledger.begin_fill(entry.ticket_id):
+                continue
+            filled = 0
+            try:
+                filled = await reader.read(name, keys[held:end], entry.block_table[held:end])
+            finally:
+                self._ledger.end_fill(entry.ticket_id, (held + filled) * self._block_size)
+            waiting.brought += Brought.of(name, filled * self._block_size, time.monotonic() - began)
+        waiting.reading = False
+        self.start_if_ready(entry)
+
     def _stream(self, entry: TicketEntry, waiting: _Waiting) -> Stream:
         message, prefill = waiting.message, None
         if waiting.here:
             scores = None if waiting.num_scores is None else PromptScores(entry.token_ids, waiting.num_scores)
-            prefill = LocalPrefill(entry.held_tokens, scores)
+            prefill = LocalPrefill(entry.held_tokens, scores, waiting.brought)
         return Stream(
             ticket_id=entry.ticket_id,
             owner=entry.owner,

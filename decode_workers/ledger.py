@@ -37,7 +37,8 @@ class Ledger:
     """All tickets of one decode worker.
 
     `clock` gives monotonic seconds. `on_committed` is called when a ticket may be attached, `on_failed` when one is aborted or
-    expired, and `on_settled` when a ticket's blocks are free again.
+    expired, and `on_settled` when a ticket's blocks are free again. `on_released` gets the keys and the salt of blocks that a
+    ticket no longer has.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Ledger:
         on_committed: Callable[[TicketEntry], None],
         on_failed: Callable[[TicketEntry], None],
         on_settled: Callable[[], None],
+        on_released: Callable[[Sequence[bytes], str], None] | None = None,
     ) -> None:
         self._cache = cache
         self._block_size = block_size
@@ -57,6 +59,7 @@ class Ledger:
         self._on_committed = on_committed
         self._on_failed = on_failed
         self._on_settled = on_settled
+        self._on_released = on_released
         self._entries: dict[int, TicketEntry] = {}
         self._next_id = 1
         self.cache_queries = 0
@@ -220,6 +223,25 @@ class Ledger:
         entry.sending = False
         self._settle(entry)
 
+    def begin_fill(self, ticket_id: int) -> bool:
+        """Tell that a tier's blocks are read into those of a ticket whose prompt is computed here. They stay the ticket's until
+        `end_fill`. False if it is gone or was attached.
+        """
+        entry = self.find(ticket_id)
+        if entry is None or entry.state is not TicketState.RESERVED:
+            return False
+        entry.filling = True
+        return True
+
+    def end_fill(self, ticket_id: int, held_tokens: int) -> None:
+        """Tell that nothing is read into them any more, and that so many leading tokens, in whole blocks, have their KV."""
+        entry = self._entries[ticket_id]
+        entry.filling = False
+        if not entry.state.final:
+            entry.held_tokens = entry.announced_tokens = entry.received_tokens = held_tokens
+            self._cache.insert(entry.keys[: held_tokens // self._block_size], entry.block_table)
+        self._settle(entry)
+
     def attach(self, ticket_id: int) -> TicketEntry | None:
         """Hand a committed ticket to the batch. None if it is not committed."""
         entry = self._entries.get(ticket_id)
@@ -264,7 +286,7 @@ class Ledger:
         """
         entry = self._attached(ticket_id)
         assert not entry.quarantined, "blocks are in use"
-        self._cache.release(entry.keys, entry.block_table)
+        self._release(entry)
         entry.block_table.clear()
 
     def readmit(self, ticket_id: int, num_tokens: int, at_most: int, spare: int | None = None) -> int | None:
@@ -400,5 +422,10 @@ class Ledger:
     def _settle(self, entry: TicketEntry) -> None:
         if entry.state.final and not entry.quarantined:
             del self._entries[entry.ticket_id]
-            self._cache.release(entry.keys, entry.block_table)
+            self._release(entry)
             self._on_settled()
+
+    def _release(self, entry: TicketEntry) -> None:
+        self._cache.release(entry.keys, entry.block_table)
+        if self._on_released is not None and entry.block_table:
+            self._on_released(entry.keys, entry.cache_salt)

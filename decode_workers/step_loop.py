@@ -141,4 +141,4 @@ class StepLoop:
             return None
         assert prefill.began is not None, "a computed prompt has begun"
         logprobs = None if prefill.scores is None else prefill.scores.packed()
-        return Prefilled(time.monotonic() - prefill.began, prefill.cached_tokens, logprobs)
+        return Prefilled(time.monotonic() - prefill.began, prefill.cached_tokens, logprobs, prefill.brought)

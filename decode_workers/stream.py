@@ -9,6 +9,7 @@ from decode_workers.rules.preemption import Holding
 from decode_workers.rules.turns import Turn
 from engine.grammar import Constraint
 from engine.scoring import PromptScores
+from protocol.messages import NOTHING_BROUGHT, Brought
 from protocol.sampling import SamplingParams
 from protocol.share import NOBODYS, Share
 
@@ -20,6 +21,8 @@ class LocalPrefill:
     cached_tokens: int
     scores: PromptScores | None
     """Collects the logprobs of the prompt, if they are wanted."""
+    brought: Brought = NOTHING_BROUGHT
+    """What came out of tiers for it."""
     began: float | None = None
     """Time on `time.monotonic` at which the prompt's first chunk began."""
 

@@ -44,6 +44,8 @@ class TicketEntry:
     """Whether the engine is computing a step that writes into its blocks."""
     sending: bool = False
     """Whether its blocks are read for another worker."""
+    filling: bool = False
+    """Whether blocks of a tier are being read into its own."""
     source: bytes | None = None
     """Wire identity of the worker that fills it."""
     digests: defaultdict[int, bytes] = field(default_factory=lambda: defaultdict(bytes))
@@ -59,7 +61,7 @@ class TicketEntry:
     @property
     def quarantined(self) -> bool:
         """Whether something may still read or write its blocks."""
-        return self.in_step or self.sending or self.pushes_in_flight > 0
+        return self.in_step or self.sending or self.filling or self.pushes_in_flight > 0
 
     @property
     def preempted(self) -> bool:

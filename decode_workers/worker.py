@@ -29,9 +29,11 @@ from decode_workers.ticket_entry import TicketEntry
 from engine.engine_thread import EngineThread
 from engine.memory.cache_teller import CacheTeller
 from engine.memory.prefix_cache import PrefixCache
+from engine.niceness import PREFILL_NICENESS, be_nice
 from engine.ranks.first_rank import FirstRank
 from kv_transfer.arrivals import Arrivals
 from kv_transfer.fetching.lender import Lender
+from kv_transfer.offloading import tiers_of
 from kv_transfer.peers import DecodePeers
 from kv_transfer.receiver import TransferStats
 from kv_transfer.remote_lanes import receive_ranks, send_ranks
@@ -80,6 +82,17 @@ class DecodeWorker:
         self._teller.tells_of(self._cache.keys)
         self._tasks = asyncio.TaskGroup()
         self._idle = asyncio.Event()
+        self.tiers = tiers_of(
+            config,
+            pool.data,
+            runner.layout(),
+            rank.me.arithmetic,
+            rank.secret,
+            self._cache,
+            token_s=lambda: 0.0,
+            on_change=self._changed,
+            be_nice=lambda: be_nice(PREFILL_NICENESS),
+        )
         self.ledger = Ledger(
             self._cache,
             pool.block_size,
@@ -88,6 +101,7 @@ class DecodeWorker:
             on_committed=self._committed,
             on_failed=self._failed,
             on_settled=self._changed,
+            on_released=None if self.tiers is None else self.tiers.note,
         )
         self._scheduler = DecodeScheduler(
             self.ledger, config.decode.max_batch_size, config.chunk_tokens, limits.turn_s, time.monotonic
@@ -105,12 +119,14 @@ class DecodeWorker:
         )
         self._attaches = Attaches(
             runner.facts,
+            pool.block_size,
             rank.grammars,
             self.ledger,
             self._scheduler,
             self._endpoint.send,
             self._spawn,
             self._changed,
+            None if self.tiers is None else self.tiers.reader,
         )
         self._arrivals = Arrivals(
             me,
@@ -143,12 +159,16 @@ class DecodeWorker:
                 tasks.create_task(self._loop.run())
                 tasks.create_task(self._teller.run())
                 tasks.create_task(self._expire_leases())
+                if self.tiers is not None:
+                    tasks.create_task(self.tiers.run())
         finally:
             await self._peers.close()
             await self._arrivals.close()
             await self._gang.close()
             self._engine.close()
             self._grammars.close()
+            if self.tiers is not None:
+                self.tiers.close()
 
     def _handlers(self) -> dict[type[Any], Handler]:
         """Who answers which message. What prefill workers and other decode workers send goes to the arrivals."""
@@ -201,6 +221,8 @@ class DecodeWorker:
             prefix_cache_hits=self.ledger.cache_hits,
             prefix_cache_evictions=self._cache.evictions,
             lent_tokens=self._lender.lent_tokens,
+            brought=self._attaches.brought,
+            tiers=() if self.tiers is None else self.tiers.reports,
             decode=DecodeLoad(
                 reservable_blocks=self._scheduler.room.reservable_blocks,
                 generated_tokens=self._loop.tokens,

@@ -9,7 +9,7 @@ Who frees: this file alone, when a prompt is gone. Until then its blocks may be 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 from prefill_workers.job import Job
@@ -23,7 +23,7 @@ class Jobs:
     """Every job from its arrival until its blocks are given back.
 
     `send` takes a peer's wire identity and a message. `spawn` runs a task for as long as the worker. `on_change` is called when
-    a job is gone.
+    a job is gone, and `on_released` with the keys and the salt of one that had blocks.
     """
 
     def __init__(
@@ -32,11 +32,13 @@ class Jobs:
         send: Callable[[bytes, Any], None],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
         on_change: Callable[[], None],
+        on_released: Callable[[Sequence[bytes], str], None] | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._send = send
         self._spawn = spawn
         self._on_change = on_change
+        self._on_released = on_released
         self._by_prompt: dict[Prompt, Job] = {}
 
     def __len__(self) -> int:
@@ -112,6 +114,9 @@ class Jobs:
 
     def _gone(self, job: Job) -> None:
         self._scheduler.drop(job.prompt)
+        had_blocks = bool(job.prompt.block_table)
         self._scheduler.release(job.prompt)
+        if self._on_released is not None and had_blocks:
+            self._on_released(job.prompt.keys, job.message.cache_salt)
         self._by_prompt.pop(job.prompt, None)
         self._on_change()

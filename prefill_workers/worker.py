@@ -19,16 +19,18 @@ from engine.batch import SampledToken
 from engine.engine_thread import EngineThread
 from engine.memory.cache_teller import CacheTeller
 from engine.memory.prefix_cache import PrefixCache
-from engine.niceness import PREFILL_NICENESS
+from engine.niceness import PREFILL_NICENESS, be_nice
 from engine.ranks.first_rank import FirstRank
 from engine.sampler import finish_reason
 from engine.scoring import PromptScores
+from kv_transfer.offloading import tiers_of
 from kv_transfer.peers import DecodePeers
 from kv_transfer.progress import StepProgress
 from kv_transfer.remote_lanes import send_ranks
 from kv_transfer.sender import OutgoingTransfer, PushPart, SendingPair
 from kv_transfer.transport import ReceiveTransport, SendTransport
 from prefill_workers.books import prefill_books
+from prefill_workers.checks import check_prefill
 from prefill_workers.fetching import Fetching
 from prefill_workers.job import Job
 from prefill_workers.jobs import Jobs
@@ -37,14 +39,11 @@ from protocol.audit import Audit
 from protocol.cache.news import CacheAsk
 from protocol.endpoint import Endpoint, Handler
 from protocol.errors import (
-    ContextLengthError,
-    InvalidRequestError,
     OverloadedError,
     TandemError,
     WorkerLostError,
 )
 from protocol.messages import Cancel, Failed, FirstToken, LoadReport, Prefill, PrefillLoad
-from protocol.sampling import MAX_PROMPT_LOGPROBS
 from telemetry.logging import fields
 
 log = logging.getLogger(__name__)
@@ -77,8 +76,33 @@ class PrefillWorker:
         self._idle = asyncio.Event()
         self._draining = False
         self._tasks = asyncio.TaskGroup()
-        self._jobs = Jobs(self._scheduler, self._endpoint.send, self._tasks.create_task, self._changed)
-        self._fetching = Fetching(rank, self._cache, receiving, self._peers, self._endpoint.send, self._tasks.create_task)
+        self.tiers = tiers_of(
+            config,
+            pool.data,
+            runner.layout(),
+            rank.me.arithmetic,
+            rank.secret,
+            self._cache,
+            token_s=lambda: self._engine.busy_s / self._tokens if self._tokens else 0.0,
+            on_change=self._changed,
+            be_nice=lambda: be_nice(PREFILL_NICENESS),
+        )
+        self._jobs = Jobs(
+            self._scheduler,
+            self._endpoint.send,
+            self._tasks.create_task,
+            self._changed,
+            None if self.tiers is None else self.tiers.note,
+        )
+        self._fetching = Fetching(
+            rank,
+            self._cache,
+            receiving,
+            self._peers,
+            self._endpoint.send,
+            self._tasks.create_task,
+            None if self.tiers is None else self.tiers.reader,
+        )
 
     async def run(self) -> None:
         """Serve until cancelled. Raises WorkerLostError when another rank of this worker is lost."""
@@ -96,9 +120,13 @@ class PrefillWorker:
                 tasks.create_task(self._teller.run())
                 tasks.create_task(self._steps())
                 tasks.create_task(self._retire_broken_pairs())
+                if self.tiers is not None:
+                    tasks.create_task(self.tiers.run())
         finally:
             await self._peers.close()
             await self._fetching.close()
+            if self.tiers is not None:
+                self.tiers.close()
             await self._gang.close()
             self._engine.close()
             self._grammars.close()
@@ -133,7 +161,10 @@ class PrefillWorker:
             prefix_cache_hits=self._scheduler.cache_hits,
             prefix_cache_evictions=self._cache.evictions,
             lent_tokens=self._fetching.lender.lent_tokens,
-            prefill=PrefillLoad(self._tokens, self._scheduler.brought, self._fetching.failed),
+            brought=self._scheduler.brought,
+            failed_fetches=self._fetching.failed,
+            tiers=() if self.tiers is None else self.tiers.reports,
+            prefill=PrefillLoad(computed_tokens=self._tokens),
         )
 
     def _audit(self, router: bytes, message: Audit) -> None:
@@ -144,7 +175,11 @@ class PrefillWorker:
 
     def _prefill(self, router: bytes, message: Prefill) -> None:
         try:
-            self._check(message)
+            if self._draining:
+                raise WorkerLostError(f"{self.me.worker_id} is draining")
+            if len(self._jobs) >= self._max_queued:
+                raise OverloadedError(f"{len(self._jobs)} prompts are waiting already", retry_after_s=1.0)
+            check_prefill(message, self._facts, self._scheduler)
         except TandemError as error:
             self._endpoint.send(router, Failed.from_error(message.call_id, error))
             return
@@ -162,28 +197,6 @@ class PrefillWorker:
         self._jobs.add(job)
         self._tasks.create_task(self._admit(job))
 
-    def _check(self, message: Prefill) -> None:
-        message.trace.check()
-        num_tokens = len(message.token_ids)
-        if self._draining:
-            raise WorkerLostError(f"{self.me.worker_id} is draining")
-        if len(self._jobs) >= self._max_queued:
-            raise OverloadedError(f"{len(self._jobs)} prompts are waiting already", retry_after_s=1.0)
-        if not message.token_ids:
-            raise InvalidRequestError("the prompt is empty", param="prompt")
-        if num_tokens >= self._facts.max_model_len or not self._scheduler.fits(num_tokens):
-            raise ContextLengthError(f"{num_tokens} prompt tokens don't fit into {self._facts.max_model_len}", param="prompt")
-        if not all(0 <= token_id < self._facts.vocab_size for token_id in message.token_ids):
-            raise InvalidRequestError(f"token ids must lie in [0, {self._facts.vocab_size})", param="prompt")
-        message.sampling.check(self._facts.vocab_size)
-        if num_tokens * (1 + (message.sampling.num_prompt_logprobs or 0)) > MAX_PROMPT_LOGPROBS:
-            raise InvalidRequestError(f"more than {MAX_PROMPT_LOGPROBS} logprobs of a prompt", param="logprobs")
-        if not 0 <= message.num_generated < num_tokens:
-            raise InvalidRequestError(f"{message.num_generated} of {num_tokens} tokens can't be the answer's", param="prompt")
-        ticket = message.ticket
-        if ticket.num_prompt_tokens != num_tokens or not 0 <= ticket.held_tokens <= num_tokens or ticket.block_size < 1:
-            raise InvalidRequestError("the ticket was made for a prompt of another length")
-
     async def _admit(self, job: Job) -> None:
         """Make sure of the way to decode, and of the grammar, before any work is spent."""
         message = job.message
@@ -196,7 +209,7 @@ class PrefillWorker:
         except TandemError as error:
             self._jobs.fail(job, error)
             return
-        if message.fetch is not None and not job.stopped:
+        if not job.stopped:
             await self._fetching.bring(job.prompt, message.fetch)
         if not job.stopped:
             self._scheduler.add(job.prompt, ahead=message.ahead)

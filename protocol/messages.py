@@ -127,6 +127,10 @@ class Ping:
     """Sent by every client of a worker once a second: it renews the leases of all that this client owns there."""
 
 
+MEMORY, DISK, PEER = "memory", "disk", "peer"
+"""Where the KV of a prompt may come from, besides the worker's own pool."""
+
+
 @dataclass(frozen=True)
 class Brought:
     """Tokens at a prompt's beginning whose KV came from elsewhere, beyond what the worker's own pool held, and how long each
@@ -142,6 +146,12 @@ class Brought:
     disk_tokens: int = 0
     """Out of the node's disk tier."""
     disk_s: float = 0.0
+
+    @classmethod
+    def of(cls, source: str, num_tokens: int, seconds: float) -> Brought:
+        """So many tokens of one source: MEMORY, DISK or PEER."""
+        peer, memory, disk = ((num_tokens, seconds) if source == name else (0, 0.0) for name in (PEER, MEMORY, DISK))
+        return cls(*peer, *memory, *disk)
 
     @property
     def num_tokens(self) -> int:
@@ -161,15 +171,32 @@ NOTHING_BROUGHT = Brought()
 
 
 @dataclass(frozen=True)
+class TierReport:
+    """What lies in one tier of a node, and what the reporting worker has done with it since its start."""
+
+    name: str
+    """memory or disk."""
+    num_blocks: int
+    """Of all workers of the node."""
+    num_bytes: int
+    stored: int
+    """Blocks that this worker has written."""
+    evicted: int
+    """Blocks that this worker has evicted, as the tier was full."""
+    damaged: int
+    """Files that this worker found damaged, and removed."""
+    foreign: int
+    """Files of another model, format or version that this worker found, and removed."""
+    failed_writes: int
+    """Blocks that it could not write."""
+
+
+@dataclass(frozen=True)
 class PrefillLoad:
     """The part of a load report that a worker has as a prefill worker."""
 
     computed_tokens: int
     """Prompt tokens computed since start."""
-    brought: Brought = NOTHING_BROUGHT
-    """What came into the pool from elsewhere since start."""
-    failed_fetches: int = 0
-    """Fetches from other workers that brought nothing, since start."""
 
 
 @dataclass(frozen=True)
@@ -228,6 +255,12 @@ class LoadReport:
     """Cached blocks that were given to something else, since start."""
     lent_tokens: int = 0
     """Tokens whose KV other workers fetched from the pool, since start."""
+    brought: Brought = NOTHING_BROUGHT
+    """What came into the pool from elsewhere for prompts that were started, since start."""
+    failed_fetches: int = 0
+    """Fetches from other workers that brought nothing, since start."""
+    tiers: tuple[TierReport, ...] = ()
+    """The tiers of the worker's node."""
     prefill: PrefillLoad | None = None
     decode: DecodeLoad | None = None
 
@@ -250,16 +283,6 @@ class LoadReport:
     def reservable_blocks(self) -> int:
         """Free KV blocks that a new ticket may take; 0 at a worker that gives no tickets."""
         return self.decode.reservable_blocks if self.decode else 0
-
-    @property
-    def brought(self) -> Brought:
-        """What came into the pool from elsewhere since start."""
-        return self.prefill.brought if self.prefill else NOTHING_BROUGHT
-
-    @property
-    def failed_fetches(self) -> int:
-        """Fetches from other workers that brought nothing, since start."""
-        return self.prefill.failed_fetches if self.prefill else 0
 
     @property
     def num_preemptions(self) -> int:

@@ -63,6 +63,10 @@ class PacedProfile(StepTimes):
     """Bytes of one token's KV in all layers of the model: what a transfer's time is reckoned by."""
     link_bytes_per_s: _Positive
     """What the workers' links carry, each in its turn."""
+    host_bytes_per_s: _Positive = 1e12
+    """What a worker reads of its node's memory tier. Without it, reading takes what it takes here."""
+    disk_bytes_per_s: _Positive = 1e12
+    """The same of the disk tier."""
     kv_cache_tokens: Annotated[int, Field(ge=64)]
     """Tokens that one worker's KV pool holds."""
     sizes: StepSizes

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from kv_transfer.peers import DecodePeers
+from kv_transfer.pinning import Pinned, PinningCache
 from kv_transfer.sender import OutgoingTransfer, PushPart
 from protocol.cache.fetch import Fetch, Fetched
 from protocol.errors import InvalidRequestError, KvTransferError, OverloadedError, TandemError
@@ -27,26 +28,6 @@ MOST_LOANS = 16
 """Fetches that one worker serves at once."""
 _STEP_OVER = 0
 """Number of the step that a lane waits for (`kv_transfer.progress`): none, since what is sent was computed before."""
-
-
-class Pinned(Protocol):
-    """Blocks of a pool that stay as they are."""
-
-    table: list[int]
-    deadline: float
-
-
-class PinningCache(Protocol):
-    """A prefix cache, as far as lending uses it (`engine.memory.prefix_cache`)."""
-
-    def match(self, keys: Sequence[bytes]) -> int:
-        """Number of leading keys whose blocks are all cached."""
-
-    def pin(self, purpose: str, num_blocks: int, keys: Sequence[bytes], deadline: float) -> Pinned | None:
-        """Own blocks for a while: those cached of `keys`, and fresh ones up to `num_blocks`."""
-
-    def unpin(self, pinned: Any, keys: Sequence[bytes] = ()) -> None:
-        """Give them up; `keys` are those of its full blocks."""
 
 
 class Lender:

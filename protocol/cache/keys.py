@@ -36,6 +36,11 @@ def keys_of(token_ids: Sequence[int], block_size: int, salt: str) -> Iterator[by
         yield key
 
 
+def tenant_of(salt: str) -> str:
+    """The tenant whose salt this is, as routers with API keys make it: the text before its first slash; empty without one."""
+    return salt.partition("/")[0] if "/" in salt else ""
+
+
 def shortened(keys: Iterable[bytes]) -> bytes:
     """Return keys as routers know them, the first eight bytes of each."""
     return b"".join(key[:SHORT_BYTES] for key in keys)

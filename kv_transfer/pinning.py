@@ -1,0 +1,29 @@
+"""What lending, borrowing and tiers ask of a worker's prefix cache (`engine.memory.prefix_cache`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+
+class Pinned(Protocol):
+    """Blocks of a pool that belong to nobody else for a while."""
+
+    table: list[int]
+    deadline: float
+
+
+class PinningCache(Protocol):
+    """The books of one pool: what is cached, and what is pinned."""
+
+    def match(self, keys: Sequence[bytes]) -> int:
+        """Number of leading keys whose blocks are all cached."""
+
+    def pin(self, purpose: str, num_blocks: int, keys: Sequence[bytes], deadline: float) -> Pinned | None:
+        """Own blocks until `unpin`: first the cached ones of `keys`, shared, then fresh ones. None if there are too few."""
+
+    def unpin(self, pin: Any, keys: Sequence[bytes] = ()) -> None:
+        """Give pinned blocks up; `keys` are those of its full blocks."""
+
+    def insert(self, keys: Sequence[bytes], table: Sequence[int]) -> None:
+        """Record that the first blocks of a table, one per key, hold complete KV and can be found by these keys."""

@@ -1,0 +1,205 @@
+"""The tiers of one worker: what its pool lets go lies in the node's memory, and on its disk, for all workers of the node.
+
+    pool ──put──► memory tier (tmpfs) and disk tier      both hold what comes, each as much as it may
+    pool ◄──get── either of them                          what is not there, or not whole, is computed
+
+The blocks of a paced worker take little memory. So its tiers count as many bytes for each as the profile says that the real
+model's would take, and reading takes the time of these.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from hashlib import blake2b
+from pathlib import Path
+
+from torch import Tensor
+
+from configs.arithmetic import ceil_div
+from configs.paced.profile import load_paced_profile
+from configs.schema import ClusterConfig
+from kv_transfer.tiers.occupied import Occupied, remove_left
+from kv_transfer.tiers.pool_blocks import pool_blocks
+from kv_transfer.tiers.store import BlockStore
+from protocol.cache.keys import tenant_of
+from protocol.errors import ConfigError, TandemError
+from protocol.messages import DISK, MEMORY, KvLayout, TierReport
+
+GIB = 2**30
+SHARED_MEMORY = Path("/dev/shm")
+_PAGE_BYTES = 4096
+_MOST_HEADER_BYTES = 512
+"""What a file has besides its block, at most."""
+
+
+@dataclass(frozen=True)
+class _Tier:
+    store: BlockStore
+    occupied: Occupied
+    block_s: float
+    """Seconds that reading a block takes at least."""
+
+
+class NodeTiers:
+    """The tiers that one worker reads and writes. One thread calls `put`, and one calls `get`; the rest is for any."""
+
+    def __init__(self, tiers: Mapping[str, _Tier], pool: Tensor) -> None:
+        self._tiers = tiers
+        self._going = pool_blocks(pool)
+        self._coming = pool_blocks(pool)
+        self._reports: tuple[TierReport, ...] = ()
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The tiers that there are, the faster first."""
+        return list(self._tiers)
+
+    @property
+    def reports(self) -> tuple[TierReport, ...]:
+        """What `look` has found last."""
+        return self._reports
+
+    def look(self) -> None:
+        """Count what lies in the tiers, and let other workers know what was used."""
+        for tier in self._tiers.values():
+            tier.store.note_uses()
+        self._reports = tuple(_report(name, tier.store) for name, tier in self._tiers.items())
+
+    def match(self, name: str, keys: Sequence[bytes]) -> int:
+        """Number of leading keys whose blocks lie in this tier, as far as is known."""
+        store = self._tiers[name].store
+        return store.match(keys) if keys and store.match(keys[:1]) else 0
+
+    def put(self, key: bytes, salt: str, block: int) -> None:
+        """Write a block, which nobody writes meanwhile, into each tier that does not have it."""
+        for tier in self._tiers.values():
+            tier.store.put(key, tenant_of(salt), self._going.outgoing(block))
+
+    def get(self, name: str, keys: Sequence[bytes], blocks: Sequence[int]) -> int:
+        """Read blocks of the caller's own from a tier, one for each key. Returns how many of the first ones were had.
+
+        The last one goes first: tiers evict what was used longest ago, and of a prefix that is to be its end.
+        """
+        tier, count = self._tiers[name], len(keys)
+        over_at = time.monotonic() + tier.block_s * count
+        for place in reversed(range(len(keys))):
+            if tier.store.get(keys[place], self._coming.incoming(blocks[place])):
+                self._coming.filled(blocks[place])
+            else:
+                count = place
+        if tier.block_s and (wait_s := over_at - time.monotonic()) > 0:
+            time.sleep(wait_s)
+        return count
+
+    def reset(self, tenant: str | None) -> int:
+        """Erase a tenant's blocks from all tiers, or everybody's. Returns how many.
+
+        Raises UnavailableError if some may be left.
+        """
+        return sum(tier.store.reset(tenant) for tier in self._tiers.values())
+
+    def close(self) -> None:
+        """Let go of the folders."""
+        for tier in self._tiers.values():
+            tier.store.close()
+            tier.occupied.leave()
+
+
+def open_tiers(config: ClusterConfig, pool: Tensor, layout: KvLayout, arithmetic: str, secret: bytes) -> NodeTiers:
+    """Open the tiers of a worker with this pool, as the configuration wants them.
+
+    Raises ConfigError if a folder can't be used, or is too small.
+    """
+    wanted = config.kv_offloading
+    described = _described(config, layout, arithmetic)
+    block_bytes = pool_blocks(pool).block_bytes
+    tiers: dict[str, _Tier] = {}
+    try:
+        if wanted.memory_gib is not None:
+            folder = memory_folder(secret)
+            remove_left([each for each in folder.parent.glob(f"{_prefix()}*") if each != folder])
+            size = _file_sizes(config, wanted.memory_gib, block_bytes)
+            _check_room(folder, size)
+            tiers[MEMORY] = _open(folder, described, block_bytes, size, _block_s(config, MEMORY), keep=False)
+        if wanted.disk_gib is not None:
+            assert wanted.disk_dir is not None, "the loader has seen to it"
+            size = _file_sizes(config, wanted.disk_gib, block_bytes)
+            tiers[DISK] = _open(Path(wanted.disk_dir), described, block_bytes, size, _block_s(config, DISK), keep=True)
+    except TandemError:
+        NodeTiers(tiers, pool).close()
+        raise
+    return NodeTiers(tiers, pool)
+
+
+def memory_folder(secret: bytes) -> Path:
+    """Where the memory tier of the cluster with this secret lies."""
+    return SHARED_MEMORY / f"{_prefix()}{blake2b(secret, digest_size=8, person=b'kv-folder').hexdigest()}"
+
+
+def _prefix() -> str:
+    return f"tandem-kv-{os.geteuid()}-"
+
+
+def _open(folder: Path, described: bytes, block_bytes: int, size: int, block_s: float, *, keep: bool) -> _Tier:
+    occupied = Occupied(folder, described, keep=keep)
+    try:
+        return _Tier(BlockStore(folder, described, block_bytes, size), occupied, block_s)
+    except TandemError:
+        occupied.leave()
+        raise
+
+
+def _described(config: ClusterConfig, layout: KvLayout, arithmetic: str) -> bytes:
+    """What must be equal for blocks to be taken: blocks of another arithmetic would change what is said."""
+    parts = [str(getattr(layout, field.name)) for field in fields(layout) if field.name != "memory"]
+    return "\n".join([*parts, arithmetic, str(config.block_size)]).encode()
+
+
+def _file_sizes(config: ClusterConfig, gib: float, block_bytes: int) -> int:
+    """Bytes of files for tiers of so many GiB of KV. Those of a paced worker's blocks are few."""
+    if config.engine != "paced":
+        return int(gib * GIB)
+    real = load_paced_profile(config.paced_profile).kv_token_bytes * config.block_size
+    return int(gib * GIB / real) * ceil_div(block_bytes + _MOST_HEADER_BYTES, _PAGE_BYTES) * _PAGE_BYTES
+
+
+def _block_s(config: ClusterConfig, name: str) -> float:
+    """Seconds that a block takes by a paced worker's profile; 0 where it is real."""
+    if config.engine != "paced":
+        return 0.0
+    profile = load_paced_profile(config.paced_profile)
+    rate = profile.host_bytes_per_s if name == MEMORY else profile.disk_bytes_per_s
+    return profile.kv_token_bytes * config.block_size / rate
+
+
+def _check_room(folder: Path, size: int) -> None:
+    """Raise ConfigError if the memory for a tier can't be had. What lies there already is counted as room."""
+    if not SHARED_MEMORY.is_dir():
+        raise ConfigError(f"the memory tier needs {SHARED_MEMORY}, which is not there", param="kv_offloading.memory_gib")
+    space = os.statvfs(SHARED_MEMORY)
+    room = space.f_bavail * space.f_frsize
+    if folder.is_dir():
+        room = space.f_blocks * space.f_frsize
+    if size > room:
+        raise ConfigError(
+            f"{size / GIB:.1f} GiB of KV do not fit into {SHARED_MEMORY}, where {room / GIB:.1f} GiB are free; containers get "
+            "more by docker's --shm-size, or by a Kubernetes emptyDir with medium: Memory",
+            param="kv_offloading.memory_gib",
+        )
+
+
+def _report(name: str, store: BlockStore) -> TierReport:
+    stats = store.stats
+    return TierReport(
+        name=name,
+        num_blocks=store.num_blocks,
+        num_bytes=store.num_bytes,
+        stored=stats.stored,
+        evicted=stats.evicted,
+        damaged=stats.damaged,
+        foreign=stats.foreign,
+        failed_writes=stats.failed_writes,
+    )

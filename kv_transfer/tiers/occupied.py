@@ -1,0 +1,90 @@
+"""Who uses a folder of blocks: any number of workers with blocks of one description. The kernel frees a lock with its process.
+
+    occupy ──► `in_use` in the folder, locked with others ──► leave: the lock is free
+                  └── others hold it with another description: refused
+
+The memory tier lies in memory that nobody else gives back. So the last worker to leave removes its folder, and whoever occupies
+one removes those of clusters whose processes were all killed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from pathlib import Path
+
+from kv_transfer.tiers.folder import open_folder
+from protocol.errors import ConfigError
+
+_IN_USE = "in_use"
+
+
+class Occupied:
+    """A folder that this worker uses, until `leave`."""
+
+    def __init__(self, folder: Path, described: bytes, *, keep: bool) -> None:
+        """`keep`: the blocks stay when the last worker has left.
+
+        Raises ConfigError if the folder can't be used, or if others use it now for blocks of another description.
+        """
+        self._folder = folder
+        self._keep = keep
+        while True:
+            open_folder(folder)
+            self._fd = os.open(folder / _IN_USE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            alone = _lock(self._fd, fcntl.LOCK_EX)
+            if alone:
+                os.truncate(self._fd, 0)
+                os.pwrite(self._fd, described, 0)
+            fcntl.flock(self._fd, fcntl.LOCK_SH)  # who holds it alone does so for a moment
+            if self._is_there():
+                break
+            os.close(self._fd)  # the last one to leave has removed it meanwhile
+        if os.pread(self._fd, len(described) + 1, 0) != described:
+            os.close(self._fd)
+            raise ConfigError(f"{folder}: is in use for the KV of another model, format or block size", param="kv_offloading")
+
+    def leave(self) -> None:
+        """Use it no longer. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd < 0:
+            return
+        if not self._keep and _lock(fd, fcntl.LOCK_EX):
+            shutil.rmtree(self._folder, ignore_errors=True)
+        os.close(fd)
+
+    def _is_there(self) -> bool:
+        try:
+            there = os.stat(self._folder / _IN_USE)
+        except FileNotFoundError:
+            return False
+        ours = os.fstat(self._fd)
+        return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
+
+
+def remove_left(folders: list[Path]) -> list[Path]:
+    """Remove those of these folders that are ours and that nobody uses any more. Returns them."""
+    removed = []
+    for folder in folders:
+        try:
+            if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
+                continue
+            fd = os.open(folder / _IN_USE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            if _lock(fd, fcntl.LOCK_EX):
+                shutil.rmtree(folder, ignore_errors=True)
+                removed.append(folder)
+        finally:
+            os.close(fd)
+    return removed
+
+
+def _lock(fd: int, how: int) -> bool:
+    try:
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,116 @@
+"""What a worker's pool holds goes to the tiers once its prompt or stream is over, beside the steps.
+
+    note(keys) ──► waiting, each key once ──► still cached: pinned, a few at a time ──► written by a thread ──► unpinned
+                      └── too many wait, or evicted meanwhile: dropped, and computed again when somebody asks
+
+So a block is written before the pool needs its place. The thread has a low priority, and the few blocks that are pinned are all
+that a prompt may have to wait for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+from kv_transfer.pinning import PinningCache
+from kv_transfer.tiers.node_tiers import NodeTiers
+
+_MOST_WAITING = 65_536
+"""Blocks."""
+_AT_ONCE = 8
+"""Blocks that are pinned to be written."""
+_LOOK_S = 1.0
+"""From one count of what the tiers hold to the next."""
+
+
+class Offload:
+    """Writes one worker's blocks to its tiers. `on_change` is called when blocks were unpinned; `be_nice` lowers the priority
+    of the thread that calls it.
+    """
+
+    def __init__(
+        self, cache: PinningCache, tiers: NodeTiers, lease_s: float, on_change: Callable[[], None], be_nice: Callable[[], None]
+    ) -> None:
+        self._cache = cache
+        self._tiers = tiers
+        self._lease_s = lease_s
+        self._on_change = on_change
+        self._thread = ThreadPoolExecutor(1, "kv-offload", be_nice)
+        self._waiting: dict[bytes, str] = {}
+        """Salts by key, in the order in which they are to be written."""
+        self._noted = asyncio.Event()
+        self.dropped = 0
+        """Blocks that were not written, because too many waited."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Blocks that wait to be written."""
+        return len(self._waiting)
+
+    def note(self, keys: Sequence[bytes], salt: str) -> None:
+        """Note that a prompt with this salt is over whose blocks have these keys. The last one goes first, so that tiers that
+        evict what was used longest ago keep beginnings.
+        """
+        for key in reversed(keys):
+            if len(self._waiting) >= _MOST_WAITING and key not in self._waiting:
+                self.dropped += 1
+                continue
+            self._waiting.pop(key, None)
+            self._waiting[key] = salt
+        if self._waiting:
+            self._noted.set()
+
+    def forget(self) -> None:
+        """Write nothing of what waits."""
+        self.dropped += len(self._waiting)
+        self._waiting.clear()
+
+    async def run(self) -> None:
+        """Write what is noted until cancelled."""
+        loop = asyncio.get_running_loop()
+        looked = 0.0
+        try:
+            while True:
+                if time.monotonic() - looked > _LOOK_S:
+                    await loop.run_in_executor(self._thread, self._tiers.look)
+                    looked = time.monotonic()
+                await self._write_some(loop)
+                if not self._waiting:
+                    await self._rest()
+        finally:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _rest(self) -> None:
+        """Return when something is noted, or when it is time to look again."""
+        self._noted.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LOOK_S):
+                await self._noted.wait()
+
+    async def _write_some(self, loop: asyncio.AbstractEventLoop) -> None:
+        batch: list[tuple[bytes, str]] = []
+        while self._waiting and len(batch) < _AT_ONCE:
+            key = next(iter(self._waiting))
+            salt = self._waiting.pop(key)
+            if self._cache.match((key,)):
+                batch.append((key, salt))
+        keys = [key for key, _ in batch]
+        pin = self._cache.pin("offloaded", len(keys), keys, time.monotonic() + self._lease_s) if keys else None
+        if pin is None:
+            return
+        writing = loop.run_in_executor(self._thread, self._put, batch, list(pin.table))
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            await asyncio.wait((writing,))  # nothing else makes the blocks safe to reuse
+            raise
+        finally:
+            self._cache.unpin(pin, keys)
+            self._on_change()
+
+    def _put(self, batch: Sequence[tuple[bytes, str]], blocks: Sequence[int]) -> None:
+        for (key, salt), block in zip(batch, blocks, strict=True):
+            self._tiers.put(key, salt, block)

@@ -1,0 +1,149 @@
+"""A block's file and its row in the index, which come and go together: the file inside of the row's transaction.
+
+A process that is killed in between leaves a row without a file, which is a miss, or a file without a row. `bring_in_line` finds
+both: after an index was opened, and before blocks are erased.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterable
+from itertools import islice
+from pathlib import Path
+
+from kv_transfer.tiers.block_file import BlockFiles, Found, Inspected
+from kv_transfer.tiers.folder import locked
+from kv_transfer.tiers.store_index import Rows, StoreIndex
+
+_AT_ONCE = 256
+"""Blocks that one transaction removes or adds, at most."""
+_LOCK_S = 60.0
+
+
+class Pairs:
+    """Changes files and rows. Which index it is, each call says. Thread-safe."""
+
+    def __init__(
+        self,
+        folder: Path,
+        files: BlockFiles,
+        max_bytes: int,
+        on_removed: Callable[[Found], None],
+        on_evicted: Callable[[int], None],
+    ) -> None:
+        """`on_removed` is told what each removed file was that did not fit, `on_evicted` the number of blocks that gave way."""
+        self._folder = folder
+        self._files = files
+        self._max_bytes = max_bytes
+        self._on_removed = on_removed
+        self._on_evicted = on_evicted
+
+    def add(self, index: StoreIndex, path: str, key: bytes, tenant: bytes, used: Iterable[bytes]) -> bool:
+        """Move a file that was written to its place, and evict others for it. Returns False if another process was faster.
+
+        First notes that other blocks were used. Raises sqlite3.Error and OSError.
+        """
+        moved = False
+        try:
+            with index.transaction() as rows:
+                rows.touch(used)
+                if rows.has(key):
+                    if self._files.exists(key):
+                        rows.touch([key])
+                        return False
+                    rows.delete(key)
+                self._files.move(path, key)
+                moved = True
+                rows.insert(key, tenant, self._files.file_bytes)
+                num_evicted = self._evict(rows)
+        except sqlite3.Error:
+            if moved:
+                self._files.remove(key)
+            raise
+        self._on_evicted(num_evicted)
+        return True
+
+    def forget(self, index: StoreIndex, key: bytes, inspected: Inspected) -> None:
+        """Remove a block that was found not to be whole, unless it was stored anew meanwhile. Raises sqlite3.Error."""
+        if inspected.found is Found.MISSING and not index.has(key):
+            return
+        with index.transaction() as rows:
+            if inspected.found is Found.MISSING:
+                if not self._files.exists(key):
+                    rows.delete(key)
+            elif self._files.is_still(key, inspected):
+                rows.delete(key)
+                self._files.remove(key)
+                self._on_removed(inspected.found)
+
+    def erase(self, index: StoreIndex, tenant: bytes | None) -> int | None:
+        """Remove the blocks of a tenant or of all tenants. Returns their number, or None if one can't be removed.
+
+        Raises sqlite3.Error.
+        """
+        num_erased = 0
+        while True:
+            with index.transaction() as rows:
+                keys = rows.some_of(tenant, _AT_ONCE)
+                for key in keys:
+                    if not self._files.remove(key):
+                        return None
+                    rows.delete_found(key)
+            num_erased += len(keys)
+            if not keys:
+                return num_erased
+
+    def bring_in_line(self, index: StoreIndex, stopped: Callable[[], bool]) -> None:
+        """Give each file that fits a row, remove the others and the rows without a file, and evict what is too much.
+
+        One process at a time does it, while others store and evict. Raises sqlite3.Error, among them DamagedIndexError if the
+        index is not sound, and OSError, among them TimeoutError if others are at it for too long.
+        """
+        with locked(self._folder / "lock-scan", _LOCK_S, stopped):
+            index.check()
+            for first in range(256):
+                if stopped():
+                    return
+                # Files first: a block that is stored in between has a row, and is looked at again before the row is deleted.
+                named = self._files.keys_with(first)
+                self._settle(index, named ^ index.keys_with(first))
+            if not index.is_counted_right():
+                with index.transaction() as rows:
+                    rows.recount()
+        num_evicted = _AT_ONCE
+        while num_evicted == _AT_ONCE and not stopped():
+            with index.transaction() as rows:
+                num_evicted = self._evict(rows)
+            self._on_evicted(num_evicted)
+
+    def _settle(self, index: StoreIndex, keys: set[bytes]) -> None:
+        """Look at blocks that seemed to have only a file or only a row."""
+        differ = iter(keys)
+        while some := list(islice(differ, _AT_ONCE)):
+            looked_at = [(key, self._files.look(key)) for key in some]
+            with index.transaction() as rows:
+                for key, inspected in looked_at:
+                    self._settle_one(rows, key, inspected)
+
+    def _settle_one(self, rows: Rows, key: bytes, inspected: Inspected) -> None:
+        if rows.has(key):
+            if not self._files.exists(key):
+                rows.delete(key)
+        elif self._files.is_still(key, inspected):
+            if inspected.found is Found.WHOLE:
+                rows.insert(key, inspected.tenant, self._files.file_bytes, inspected.written_ns)
+            elif inspected.found is not Found.MISSING and self._files.remove(key):
+                self._on_removed(inspected.found)
+
+    def _evict(self, rows: Rows) -> int:
+        """Remove the blocks used least recently while there are too many, some at once. Returns their number."""
+        for count in range(_AT_ONCE):
+            if rows.num_bytes() <= self._max_bytes:
+                return count
+            key = rows.oldest()
+            if key is None:
+                rows.recount()
+                return count
+            rows.delete_found(key)
+            self._files.remove(key)
+        return _AT_ONCE

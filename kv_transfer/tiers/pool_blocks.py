@@ -1,0 +1,80 @@
+"""The blocks of a KV pool as bytes in the processor's memory, for files of a tier.
+
+    outgoing(block) ──► its bytes, to be written
+    incoming(block) ──► room for its bytes ──► whoever filled it calls `filled`
+
+A pool in the processor's memory is read and written in place. One on a GPU goes through a block of pinned host memory, which a
+copy engine reaches without a second copy. Each object is used from one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class PoolBlocks(Protocol):
+    """The blocks of one pool."""
+
+    block_bytes: int
+
+    def outgoing(self, block: int) -> Sequence[memoryview]:
+        """The bytes of a block that nobody writes: in each layer K, then V. Valid until the next call."""
+
+    def incoming(self, block: int) -> Sequence[memoryview]:
+        """Where the bytes of a block of the caller's own are to be put. Valid until the next call."""
+
+    def filled(self, block: int) -> None:
+        """Tell that they are there: the pool has them when this returns."""
+
+
+def pool_blocks(pool: Tensor) -> PoolBlocks:
+    """The blocks of a pool [layers, 2 (K, V), blocks, block size, KV heads, head size]."""
+    return CpuBlocks(pool) if pool.device.type == "cpu" else StagedBlocks(pool)
+
+
+class CpuBlocks:
+    """The blocks of a pool in the processor's memory, in place."""
+
+    def __init__(self, pool: Tensor) -> None:
+        halves = pool.flatten(0, 1).flatten(2).view(torch.uint8).numpy()
+        self._halves: list[np.ndarray] = list(halves)
+        """For each layer K, then V: uint8 [blocks, bytes]."""
+        self.block_bytes = len(halves) * halves.shape[2]
+
+    def outgoing(self, block: int) -> Sequence[memoryview]:
+        """The bytes of a block that nobody writes."""
+        return [half[block].data for half in self._halves]
+
+    incoming = outgoing
+
+    def filled(self, block: int) -> None:
+        """They are in the pool already."""
+
+
+class StagedBlocks:
+    """The blocks of a pool in the memory of a GPU, one at a time in pinned memory."""
+
+    def __init__(self, pool: Tensor) -> None:
+        self._pool = pool
+        self._staging = torch.empty_like(pool[:, :, 0], device="cpu", pin_memory=pool.device.type == "cuda")
+        staging: np.ndarray = self._staging.flatten().view(torch.uint8).numpy()
+        self._bytes = staging.data
+        self.block_bytes = self._bytes.nbytes
+
+    def outgoing(self, block: int) -> Sequence[memoryview]:
+        """A copy of the block. Waits for what the device has been told to do before."""
+        self._staging.copy_(self._pool[:, :, block])
+        return [self._bytes]
+
+    def incoming(self, block: int) -> Sequence[memoryview]:
+        """The staging memory."""
+        return [self._bytes]
+
+    def filled(self, block: int) -> None:
+        """Copy the staging memory to the block."""
+        self._pool[:, :, block].copy_(self._staging)

@@ -1,0 +1,268 @@
+"""Blocks of KV cache in files of one folder, which all workers of a node share: the memory tier, in tmpfs, and the disk tier.
+
+    put ──► stored ──► used least recently, and more than `max_bytes` are stored ──► evicted
+              ├── get ──► used just now
+              ├── found damaged, foreign or gone ──► a miss, and removed
+              └── reset ──► erased
+
+A block is known by its chained key (`protocol.cache.keys`) and never changes. `block_file` has the files, `store_index` the
+database that says which there are, `current_index` which database it is, and `pairs` changes files and database together.
+
+Only a file that fits its checksums is ever given out, whatever the database says. So what goes wrong is a miss: a caller sees
+errors at opening, and where blocks could not be erased. Nothing is mapped: a file that another process cuts short would end
+ours.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Lock, Thread
+from typing import TypeVar
+
+from kv_transfer.tiers.block_file import BlockFiles, Found, Inspected, tenant_tag
+from kv_transfer.tiers.current_index import CurrentIndex
+from kv_transfer.tiers.folder import open_folder
+from kv_transfer.tiers.pairs import Pairs
+from kv_transfer.tiers.store_index import StoreIndex
+from protocol.errors import ConfigError, UnavailableError
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_NOTED = 1024
+"""Blocks that were read and not yet noted as used in the index, at most."""
+_OPENING_S = 1.0
+"""How long opening waits for files and index to be in line. Files found later are told as changes."""
+_ATTEMPTS = 3
+
+
+@dataclass
+class StoreStats:
+    """What one store has done since it was opened."""
+
+    stored: int = 0
+    hits: int = 0
+    misses: int = 0
+    """Blocks that `get` did not give out, for whatever reason."""
+    evicted: int = 0
+    damaged: int = 0
+    foreign: int = 0
+    failed_writes: int = 0
+    bytes_written: int = 0
+    bytes_read: int = 0
+    rebuilt: int = 0
+    """Databases that were damaged and made anew."""
+
+
+class BlockStore:
+    """The blocks of one folder. Thread-safe; any number of them, in any processes of one user, may share a folder.
+
+    Blocks that were used at the same time are evicted in the order of their use. So put and get the last block of a prefix
+    first: then what is left of it can still be matched.
+    """
+
+    def __init__(self, folder: Path, described: bytes, block_bytes: int, max_bytes: int) -> None:
+        """`described` says how blocks are laid out and computed. Blocks of another description are foreign, and removed.
+
+        `max_bytes` counts files in whole pages (`file_bytes`), not the index. Raises ConfigError if the folder can't be made,
+        belongs to another user or is open to others, or if not one block fits.
+        """
+        open_folder(folder)
+        try:
+            self._files = BlockFiles(folder, described, block_bytes)
+            self._files.remove_leftovers()
+        except OSError as error:
+            raise ConfigError(f"{folder}: can't be written: {error.strerror}") from None
+        self.file_bytes = self._files.file_bytes
+        """Bytes that each block takes."""
+        if max_bytes < self.file_bytes:
+            raise ConfigError(f"{folder}: one block takes {self.file_bytes} bytes, and only {max_bytes} are allowed")
+        self._folder = folder
+        self._block_bytes = block_bytes
+        self._lock = Lock()
+        """Guards the counts, the notes and the list of scans."""
+        self._counts = StoreStats()
+        self._noted: dict[bytes, None] = {}
+        """Blocks that were used and not yet noted so in the index, the latest last."""
+        self._scans: list[Thread] = []
+        self._closed = False
+        self._warned = False
+        self._pairs = Pairs(folder, self._files, max_bytes, self._count_removed, self._count_evicted)
+        self._current = CurrentIndex(folder, self._files.described, self._start_scan)
+        self._current.get()
+        self.wait_until_found(_OPENING_S)
+
+    def wait_until_found(self, timeout_s: float) -> bool:
+        """Wait until all files that others have left here are found. Returns False if it takes longer."""
+        deadline = time.monotonic() + timeout_s
+        for each in iter(self._scanning, None):
+            each.join(max(deadline - time.monotonic(), 0.0))
+            if each.is_alive():
+                return False
+        return True
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks stored by all processes."""
+        return self._ask(StoreIndex.counts, (0, 0))[0]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the blocks stored by all processes."""
+        return self._ask(StoreIndex.counts, (0, 0))[1]
+
+    @property
+    def stats(self) -> StoreStats:
+        """What this store has done until now."""
+        with self._lock:
+            return replace(self._counts, rebuilt=self._current.num_rebuilt)
+
+    def match(self, keys: Sequence[bytes]) -> int:
+        """Return the number of leading keys that are stored. `get` may still miss them."""
+        return self._ask(lambda index: index.match(keys), 0)
+
+    def put(self, key: bytes, tenant: str, parts: Sequence[memoryview]) -> bool:
+        """Store a block, and evict those used least recently for it. `parts` are its bytes, one after the other.
+
+        Returns False if it is stored already, and notes that it is used; also if it can't be written.
+        """
+        there = self._ask(lambda index: index.has(key) and self._files.exists(key), None)
+        if there:
+            self._note(key)
+            return False
+        stored = None if there is None else self._store(key, tenant_tag(tenant), parts)
+        with self._lock:
+            self._counts.failed_writes += stored is None
+            if stored:
+                self._counts.stored += 1
+                self._counts.bytes_written += self._block_bytes
+        return bool(stored)
+
+    def get(self, key: bytes, parts: Sequence[memoryview]) -> bool:
+        """Read a block into `parts`. If it returns False, they may hold anything."""
+        inspected = Inspected(Found.MISSING) if self._current.get() is None else self._files.read(key, parts)
+        if inspected.found is not Found.WHOLE:
+            with self._lock:
+                self._counts.misses += 1
+            self._ask(lambda index: self._pairs.forget(index, key, inspected), None)
+            return False
+        with self._lock:
+            self._counts.hits += 1
+            self._counts.bytes_read += self._block_bytes
+        self._note(key)
+        return True
+
+    def reset(self, tenant: str | None = None) -> int:
+        """Erase the blocks of a tenant, or all, whichever process has stored them. Returns their number.
+
+        Raises UnavailableError if some may be left.
+        """
+        tag = None if tenant is None else tenant_tag(tenant)
+        for _ in range(_ATTEMPTS):
+            # A block is erased by its row, so each file has to have one.
+            if self._ask(self._bring_in_line, False):
+                erased = self._ask(lambda index: self._pairs.erase(index, tag), None)
+                if erased is not None:
+                    return erased
+        raise UnavailableError(f"{self._folder}: blocks could not be erased")
+
+    def changes(self, after: int) -> tuple[int, list[tuple[bytes, bool]]] | None:
+        """Return the number of the latest change, and the changes after number `after`: a key, and whether it was gained.
+
+        None if some of them are not kept, or are of a former index: then ask what is held.
+        """
+        self.note_uses()
+        return self._ask(lambda index: index.changes(after), None)
+
+    def held(self) -> tuple[int, list[bytes]]:
+        """Return the number of the latest change, and the keys of all blocks."""
+        nothing: tuple[int, list[bytes]] = (0, [])
+        return self._ask(StoreIndex.held, nothing)
+
+    def note_uses(self) -> None:
+        """Let other processes know which blocks were used: each evicts by what it knows."""
+        if self._noted:
+            self._ask(self._touch_noted, None)
+
+    def close(self) -> None:
+        """Let go of the folder. Every block is a miss afterwards."""
+        self.note_uses()
+        self._closed = True
+        for each in iter(self._scanning, None):
+            each.join()
+        self._current.close()
+
+    def _ask(self, question: Callable[[StoreIndex], T], otherwise: T) -> T:
+        """Ask the index. If there is none, or it fails, the answer is `otherwise`."""
+        index = self._current.get()
+        if index is None:
+            return otherwise
+        try:
+            return question(index)
+        except sqlite3.Error as error:
+            self._current.report(index, error)
+            return otherwise
+
+    def _store(self, key: bytes, tag: bytes, parts: Sequence[memoryview]) -> bool | None:
+        """Write a block. Returns False if another process was faster, None if it can't be written."""
+        try:
+            with self._files.written(key, tag, parts) as path:
+                return self._ask(lambda index: self._pairs.add(index, path, key, tag, self._take_notes()), None)
+        except OSError as error:
+            level = logging.DEBUG if self._warned else logging.WARNING
+            log.log(level, "%s: blocks can't be written: %s", self._folder, error.strerror)
+            self._warned = True
+            return None
+
+    def _start_scan(self, index: StoreIndex) -> None:
+        """Bring an index that was just opened in line with the files, in a thread of its own."""
+        thread = Thread(target=self._ask, args=(self._bring_in_line, False), name="scan-blocks", daemon=True)
+        thread.start()
+        with self._lock:
+            self._scans = [*(each for each in self._scans if each.is_alive()), thread]
+
+    def _scanning(self) -> Thread | None:
+        with self._lock:
+            return next((each for each in self._scans if each.is_alive()), None)
+
+    def _bring_in_line(self, index: StoreIndex) -> bool:
+        """Return whether each file has its row now, and each row its file."""
+        try:
+            self._files.remove_leftovers()
+            self._pairs.bring_in_line(index, lambda: self._closed)
+        except OSError as error:
+            log.log(logging.DEBUG if self._closed else logging.WARNING, "%s: not looked through: %s", self._folder, error)
+            return False
+        return not self._closed
+
+    def _count_removed(self, found: Found) -> None:
+        with self._lock:
+            self._counts.foreign += found is Found.FOREIGN
+            self._counts.damaged += found is Found.DAMAGED
+
+    def _count_evicted(self, count: int) -> None:
+        with self._lock:
+            self._counts.evicted += count
+
+    def _note(self, key: bytes) -> None:
+        """Note that a block was used. The index hears of it later, of many at once."""
+        with self._lock:
+            self._noted.pop(key, None)
+            self._noted[key] = None
+            is_due = len(self._noted) >= _NOTED
+        if is_due:
+            self.note_uses()
+
+    def _touch_noted(self, index: StoreIndex) -> None:
+        with index.transaction() as rows:
+            rows.touch(self._take_notes())
+
+    def _take_notes(self) -> dict[bytes, None]:
+        with self._lock:
+            noted, self._noted = self._noted, {}
+        return noted

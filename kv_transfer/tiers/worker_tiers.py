@@ -1,0 +1,71 @@
+"""One worker and its node's tiers: what it writes, what it reads, and what it erases. Made only where tiers are configured."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from configs.schema import ClusterConfig
+from kv_transfer.pinning import PinningCache
+from kv_transfer.tiers.node_tiers import open_tiers
+from kv_transfer.tiers.offload import Offload
+from kv_transfer.tiers.reader import TierReader
+from protocol.messages import KvLayout, TierReport
+
+
+class WorkerTiers:
+    """Opened with the worker, run beside its steps, closed with it."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        pool: Tensor,
+        layout: KvLayout,
+        arithmetic: str,
+        secret: bytes,
+        cache: PinningCache,
+        token_s: Callable[[], float],
+        on_change: Callable[[], None],
+        be_nice: Callable[[], None],
+    ) -> None:
+        """`pool` is the worker's, and `cache` its books. `token_s` says how long computing a token takes, `on_change` is called
+        when blocks were unpinned, and `be_nice` lowers the priority of the thread that calls it.
+
+        Raises ConfigError if a folder can't be used, or is too small.
+        """
+        self._tiers = open_tiers(config, pool, layout, arithmetic, secret)
+        self._offload = Offload(cache, self._tiers, config.limits.lease_s, on_change, be_nice)
+        self.reader = TierReader(self._tiers, config.block_size, token_s)
+
+    @property
+    def reports(self) -> tuple[TierReport, ...]:
+        """What lies in the tiers, about a second ago."""
+        return self._tiers.reports
+
+    @property
+    def num_waiting(self) -> int:
+        """Blocks that wait to be written."""
+        return self._offload.num_waiting
+
+    def note(self, keys: Sequence[bytes], salt: str) -> None:
+        """Note that a prompt or stream of this salt is over whose full blocks have these keys."""
+        self._offload.note(keys, salt)
+
+    async def reset(self, tenant: str | None) -> int:
+        """Erase a tenant's blocks, or everybody's, and write none of those that wait to be written. Returns how many.
+
+        Raises UnavailableError if some may be left.
+        """
+        self._offload.forget()
+        return await asyncio.to_thread(self._tiers.reset, tenant)
+
+    async def run(self) -> None:
+        """Write until cancelled."""
+        await self._offload.run()
+
+    def close(self) -> None:
+        """Let go of the folders. `run` is over."""
+        self.reader.close()
+        self._tiers.close()
