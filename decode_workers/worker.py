@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from decode_workers.attaches import Attaches
 from decode_workers.books import decode_books
@@ -37,10 +37,12 @@ from kv_transfer.offloading import tiers_of
 from kv_transfer.peers import DecodePeers
 from kv_transfer.receiver import TransferStats
 from kv_transfer.remote_lanes import receive_ranks, send_ranks
+from kv_transfer.tiers.resets import Resets
 from kv_transfer.transport import ReceiveTransport, SendTransport
 from protocol.audit import Audit
 from protocol.cache.fetch import Fetch
 from protocol.cache.news import CacheAsk
+from protocol.cache.reset import CacheReset
 from protocol.endpoint import Endpoint, Handler
 from protocol.errors import KvTransferError
 from protocol.messages import (
@@ -60,6 +62,9 @@ from protocol.messages import (
     TransferAbort,
 )
 from telemetry.logging import fields
+
+if TYPE_CHECKING:  # only where tiers are configured are they imported
+    from kv_transfer.tiers.worker_tiers import WorkerTiers
 
 log = logging.getLogger(__name__)
 
@@ -82,17 +87,7 @@ class DecodeWorker:
         self._teller.tells_of(self._cache.keys)
         self._tasks = asyncio.TaskGroup()
         self._idle = asyncio.Event()
-        self.tiers = tiers_of(
-            config,
-            pool.data,
-            runner.layout(),
-            rank.me.arithmetic,
-            rank.secret,
-            self._cache,
-            token_s=lambda: 0.0,
-            on_change=self._changed,
-            be_nice=lambda: be_nice(PREFILL_NICENESS),
-        )
+        self.tiers = self._opened_tiers(rank)
         self.ledger = Ledger(
             self._cache,
             pool.block_size,
@@ -106,6 +101,7 @@ class DecodeWorker:
         self._scheduler = DecodeScheduler(
             self.ledger, config.decode.max_batch_size, config.chunk_tokens, limits.turn_s, time.monotonic
         )
+        self._resets = Resets(self._cache, self.tiers, self._endpoint.send, self._spawn)
         self._outbox = Outbox(self._endpoint.send)
         self._loop = StepLoop(self._engine, self.ledger, self._scheduler, self._outbox, self._endpoint.load_changed)
         self._reservations = Reservations(
@@ -150,6 +146,20 @@ class DecodeWorker:
             self._changed,
         )
 
+    def _opened_tiers(self, rank: FirstRank) -> WorkerTiers | None:
+        """The tiers of the worker's node, if it has some. What computing a token takes beside streams is not known here."""
+        return tiers_of(
+            rank.config,
+            rank.runner.pool.data,
+            rank.runner.layout(),
+            rank.me.arithmetic,
+            rank.secret,
+            self._cache,
+            token_s=lambda: 0.0,
+            on_change=self._changed,
+            be_nice=lambda: be_nice(PREFILL_NICENESS),
+        )
+
     async def run(self) -> None:
         """Serve until cancelled. Raises WorkerLostError when another rank of this worker is lost."""
         try:
@@ -185,6 +195,7 @@ class DecodeWorker:
             TransferAbort: self._arrivals.abort,
             CacheAsk: self._teller.ask,
             Fetch: self._lender.ask,
+            CacheReset: self._resets.ask,
             Audit: self._audit,
         }
 

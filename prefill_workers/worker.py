@@ -28,6 +28,7 @@ from kv_transfer.peers import DecodePeers
 from kv_transfer.progress import StepProgress
 from kv_transfer.remote_lanes import send_ranks
 from kv_transfer.sender import OutgoingTransfer, PushPart, SendingPair
+from kv_transfer.tiers.resets import Resets
 from kv_transfer.transport import ReceiveTransport, SendTransport
 from prefill_workers.books import prefill_books
 from prefill_workers.checks import check_prefill
@@ -37,6 +38,7 @@ from prefill_workers.jobs import Jobs
 from prefill_workers.scheduler import PlannedChunk, PrefillScheduler
 from protocol.audit import Audit
 from protocol.cache.news import CacheAsk
+from protocol.cache.reset import CacheReset
 from protocol.endpoint import Endpoint, Handler
 from protocol.errors import (
     OverloadedError,
@@ -87,6 +89,7 @@ class PrefillWorker:
             on_change=self._changed,
             be_nice=lambda: be_nice(PREFILL_NICENESS),
         )
+        self._resets = Resets(self._cache, self.tiers, self._endpoint.send, self._tasks.create_task)
         self._jobs = Jobs(
             self._scheduler,
             self._endpoint.send,
@@ -111,6 +114,7 @@ class PrefillWorker:
             Cancel: self._cancel,
             CacheAsk: self._teller.ask,
             Audit: self._audit,
+            CacheReset: self._resets.ask,
             **self._fetching.handlers,
         }
         try:

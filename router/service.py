@@ -23,9 +23,9 @@ from router.access.shutdown import Shutdown
 from router.api.large.helper import BodyHelper
 from router.api.prepare import Preparer
 from router.dispatch.admission import Admission
-from router.dispatch.audit import audit
 from router.dispatch.controller_client import ControllerClient, ControllerOrders
 from router.dispatch.migrator import Migrator
+from router.dispatch.of_all import audit, reset_caches
 from router.dispatch.roster import Roster
 from router.dispatch.status import health_problem, ready_problem, worker_status
 from router.request.answer import Delta
@@ -148,6 +148,13 @@ class Router:
         """Ask all workers, and return what `/admin/audit` shows: what is held somewhere though nobody needs it."""
         leaks = await audit(self._roster, self.config.limits.lease_s)
         return {"leaks": [dataclasses.asdict(leak) for leak in leaks]}
+
+    async def reset_caches(self, tenant: str | None) -> dict[str, Any]:
+        """Erase a tenant's cached KV, or everybody's, and return what `/admin/cache` shows.
+
+        Raises UnavailableError if some may be left.
+        """
+        return {"tenant": tenant, "workers": await reset_caches(self._roster, tenant)}
 
     def _worker_samples(self) -> Iterator[WorkerSample]:
         for info in self._roster.view.workers:

@@ -30,6 +30,7 @@ COMMANDS = (
     "drain",
     "rollout",
     "audit",
+    "cache",
     "models",
     "chat",
     "keys",

@@ -182,6 +182,13 @@ class PrefixCache:
         del self._pins[pin]
         self.release(keys, pin.table)
 
+    def forget_idle(self) -> int:
+        """Let go of all cached blocks without an owner. Returns how many."""
+        count = len(self._idle)
+        self._evict(count)
+        self._evicted.clear()
+        return count
+
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Assert that the books agree with each other and with the tables of all owners: no block is lost or freed early."""
         self._blocks.check_integrity()

@@ -108,7 +108,7 @@ class Offload:
             await asyncio.wait((writing,))  # nothing else makes the blocks safe to reuse
             raise
         finally:
-            self._cache.unpin(pin, keys)
+            self._cache.unpin(pin, keys[::-1])  # in the order of their prompts, so that their ends are evicted first
             self._on_change()
 
     def _put(self, batch: Sequence[tuple[bytes, str]], blocks: Sequence[int]) -> None:

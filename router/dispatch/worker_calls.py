@@ -2,7 +2,7 @@
 
     of a decode worker:     reserve ──► attach ──► migrate | copy ──► release
     of a prefill worker:    prefill ──► cancel
-    of both:                audit
+    of both:                audit, reset_cache
 
 Every call raises WorkerLostError when the connection is lost meanwhile, and ProtocolError when the answer is of the wrong kind.
 """
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from protocol.audit import Audit, DecodeBooks, PrefillBooks
+from protocol.cache.reset import CacheErased, CacheReset
 from protocol.errors import ProtocolError, UnavailableError
 from protocol.messages import (
     Attach,
@@ -148,6 +149,10 @@ class WorkerCalls:
         if self._connection.ref.role is Role.DECODE:
             return self._expect(answer, DecodeBooks)
         return self._expect(answer, PrefillBooks)
+
+    async def reset_cache(self, tenant: str | None, patience_s: float) -> CacheErased:
+        """Have the worker erase a tenant's cached KV, or everybody's. Raises UnavailableError if some may be left."""
+        return self._expect(await self._connection.ask(lambda call_id: CacheReset(call_id, tenant), patience_s), CacheErased)
 
     async def settle(self) -> None:
         """Wait for the reservations that nobody waits for any more. Call it once the connection is lost: then they end."""

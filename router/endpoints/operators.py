@@ -17,7 +17,7 @@ from protocol.messages import Role
 from router.access.audit_trail import note_action
 from router.access.keyring import Keyring
 from router.access.peers import peer_of
-from router.api.tools.bodies import DrainBody, ScaleBody
+from router.api.tools.bodies import CacheBody, DrainBody, ScaleBody
 from router.endpoints.reading import read_body
 from router.service import Router
 
@@ -62,7 +62,7 @@ def _probe(problem: str | None) -> Response:
 
 
 class OperatorEndpoints:
-    """GET /admin/status and /admin/audit, POST /admin/scale and /admin/drain."""
+    """GET /admin/status and /admin/audit, POST /admin/scale, /admin/drain and /admin/cache."""
 
     def __init__(self, router: Router, keyring: Keyring | None) -> None:
         """`keyring` is None on a cluster without API keys."""
@@ -101,6 +101,13 @@ class OperatorEndpoints:
         note_action(request.scope, "drain", worker=body.worker, restart=body.restart)
         await self._router.drain(body.worker, body.restart)
         return JSONResponse({"worker": body.worker, "restart": body.restart})
+
+    async def cache(self, request: Request) -> Response:
+        """Erase cached KV: a tenant's, or everybody's."""
+        check_operator(self._router.config.http, request)
+        body, _ = await read_body(self._router, request, CacheBody)
+        note_action(request.scope, "cache_reset", tenant=body.tenant)
+        return JSONResponse(await self._router.reset_caches(body.tenant))
 
 
 def check_operator(http: HttpConfig, request: Request) -> None:

@@ -5,7 +5,7 @@ for a stream that migrates, or is attached, and belongs to a router that still w
 this chain is broken, each once.
 
 The books of different workers are not taken at one instant, and messages are under way between them. So one comparison may find
-a request that is on the move; `router.dispatch.audit` counts only what several in a row find (`Leak.key` says what is equal).
+a request that is on the move; `router.dispatch.of_all` counts only what several in a row find (`Leak.key` says what is equal).
 
 What is not judged:
 - Claims of other routers, because each router knows only its own. Their tickets are checked for everything else.

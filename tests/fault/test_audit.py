@@ -10,7 +10,7 @@ from typing import Any
 from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState
 from protocol.errors import TandemError
 from protocol.messages import Release, Role
-from router.dispatch.audit import audit
+from router.dispatch.of_all import audit
 from router.dispatch.roster import Roster
 from router.rules.leaks import Leak
 from tests.fault.scenarios import Factory, greedy, prompt_of, run
@@ -102,7 +102,7 @@ def test_blocks_that_nobody_owns_are_counted(two_workers: Factory) -> None:
             held = workers.prefill._cache.allocate(3, [])
             messages = [leak.message for leak in await audit(roster, CONFIG.limits.lease_s)]
             assert messages == [
-                "prefill-0 (epoch 1): counts 3 references to blocks, but its prompts hold 0",
+                "prefill-0 (epoch 1): counts 3 references to blocks, but its prompts and pins hold 0",
                 "decode-0 (epoch 1): has 126 free and 0 owned of 128: 2 blocks are lost",
             ]
             workers.decode._cache._blocks.free(lost)

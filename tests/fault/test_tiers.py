@@ -12,6 +12,7 @@ import pytest
 from configs.schema import ClusterConfig
 from kv_transfer.tiers import node_tiers
 from kv_transfer.tiers.store import BlockStore
+from protocol.cache.reset import CacheErased, CacheReset
 from protocol.messages import Attach, Prefilled, Release
 from tests.fault.scenarios import Factory, Reference, greedy, prompt_of, run, seeds
 
@@ -249,5 +250,29 @@ def test_random_prompts_in_tight_pools_say_the_same(two_workers: Factory, refere
                 await asyncio.gather(*(one(first + number) for number in range(3)))
             await stored(workers)
             assert workers.prefill.load().brought.memory_tokens > 0
+
+    run(scenario())
+
+
+def test_a_reset_erases_pools_and_tiers(two_workers: Factory, reference: Reference) -> None:
+    """As a router asks for it. What is erased is computed anew."""
+
+    async def scenario() -> None:
+        async with two_workers(MEMORY) as workers:
+            router = await workers.router()
+            prompt = prompt_of(LENGTH)
+            await leave_it_to_tiers(workers, router, prompt, salt="acme/")
+            await ask(workers, router, prompt, salt="acme/")
+            other: CacheErased = await router.prefill.ask(lambda call_id: CacheReset(call_id, "other"), 10)
+            assert other.tier_blocks == 0
+            assert other.pool_blocks > 0, "a pool does not know whose blocks are"
+            for caller in (router.prefill, router.decode):
+                erased: CacheErased = await caller.ask(lambda call_id: CacheReset(call_id, "acme"), 10)
+                assert (erased.tier_blocks > 0) == (caller is router.prefill), "the tier is of the node"
+            prefilled, tokens = await ask(workers, router, prompt, salt="acme/")
+            assert tokens == reference(prompt, 8)
+            assert (prefilled.brought.num_tokens, prefilled.cached_tokens) == (0, 0)
+            everything: CacheErased = await router.decode.ask(lambda call_id: CacheReset(call_id, None), 10)
+            assert everything.tier_blocks > 0
 
     run(scenario())

@@ -65,6 +65,19 @@ class Drained(TypedDict):
 
 
 @exact
+class ErasedRow(TypedDict):
+    worker_id: str
+    pool_blocks: Count
+    tier_blocks: Count
+
+
+@exact
+class CacheReset(TypedDict):
+    tenant: str | None
+    workers: list[ErasedRow]
+
+
+@exact
 class WorkerRow(TypedDict):
     """What a worker reports is null until it has."""
 

@@ -1,8 +1,8 @@
-"""The bodies of the smaller endpoints: /tokenize, /detokenize, /admin/scale and /admin/drain."""
+"""The bodies of the smaller endpoints: /tokenize, /detokenize, /admin/scale, /admin/drain and /admin/cache."""
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -59,6 +59,13 @@ class ScaleBody(Body):
         """Raise InvalidRequestError if nothing is to be scaled."""
         if self.prefill is None and self.decode is None:
             raise InvalidRequestError("say how many workers: `prefill`, `decode` or both", param="prefill")
+
+
+class CacheBody(Body):
+    """The body of POST /admin/cache: what is to be done with cached KV, and whose."""
+
+    action: Literal["reset"] = Field(description="reset: erase it")
+    tenant: str | None = Field(default=None, description="whose; null is everybody's")
 
 
 class DrainBody(Body):

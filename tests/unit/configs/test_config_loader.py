@@ -112,6 +112,36 @@ def test_what_http_needs_together(yaml_file: Path, http: str, param: str | None)
         assert refused(yaml_file).param == param
 
 
+@pytest.mark.parametrize(
+    ("values", "param"),
+    [
+        ({}, None),
+        ({"memory_gib": 4}, None),
+        ({"disk_dir": "/tmp/kv", "disk_gib": 0.5}, None),
+        ({"disk_dir": "/tmp/kv"}, "kv_offloading.disk_gib"),
+        ({"disk_gib": 1}, "kv_offloading.disk_dir"),
+        ({"memory_gib": 0}, "kv_offloading.memory_gib"),
+        ({"memory_gib": -1}, "kv_offloading.memory_gib"),
+        ({"memory_gib": "much"}, "kv_offloading.memory_gib"),
+        ({"memory": 1}, "kv_offloading.memory"),
+    ],
+)
+def test_what_tiers_need_together(values: dict[str, Any], param: str | None) -> None:
+    overrides = {f"kv_offloading.{name}": value for name, value in values.items()}
+    if param is None:
+        assert load_config(None, overrides).kv_offloading.wanted == bool(values)
+    else:
+        with pytest.raises(ConfigError) as refused:
+            load_config(None, overrides)
+        assert refused.value.param == param
+
+
+def test_tiers_are_for_workers_of_one_rank() -> None:
+    with pytest.raises(ConfigError, match="one rank") as refused:
+        load_config(None, {"kv_offloading.memory_gib": 1, "decode.tensor_parallel_size": 3})
+    assert refused.value.param == "decode.tensor_parallel_size"
+
+
 def test_the_path_of_the_keys_is_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from configs.arithmetic import ceil_div
-from engine.memory.prefix_cache import PrefixCache
+from engine.memory.prefix_cache import Pin, PrefixCache
 from protocol.cache.keys import block_keys
 
 BLOCK_SIZE = 2
@@ -45,6 +45,7 @@ class Cache(RuleBasedStateMachine):
         self.cache = PrefixCache(NUM_BLOCKS, self.num_kept)
         self.bound = 0
         self.owners: list[Owner] = []
+        self.pinned: list[tuple[Pin, list[bytes]]] = []
         self.content: dict[int, tuple[str, Tokens] | None] = {}
 
     def _prefix(self, owner: Owner, index: int) -> tuple[str, Tokens]:
@@ -56,7 +57,7 @@ class Cache(RuleBasedStateMachine):
         keys = block_keys(tokens, BLOCK_SIZE, salt)[: (len(tokens) - 1) // BLOCK_SIZE]
         hit = self.cache.match(keys)
         num_blocks = ceil_div(len(tokens), BLOCK_SIZE)
-        free, owned = self.cache.num_free, {block for owner in self.owners for block in owner.table}
+        free, owned = self.cache.num_free, self.owned()
         table = self.cache.allocate(num_blocks, keys[:hit])
         if table is None:
             assert self.cache.num_free == free
@@ -73,7 +74,8 @@ class Cache(RuleBasedStateMachine):
         self.note_owned(self.owned())
 
     def owned(self) -> set[int]:
-        return {block for owner in self.owners for block in owner.table}
+        tables = [owner.table for owner in self.owners] + [pin.table for pin, _ in self.pinned]
+        return {block for table in tables for block in table}
 
     def note_owned(self, blocks: set[int]) -> None:
         """So much memory may be used from now on."""
@@ -99,10 +101,40 @@ class Cache(RuleBasedStateMachine):
         self.owners.remove(owner)
         self.cache.release(owner.keys, owner.table)
 
+    @rule(tokens=st.lists(st.integers(0, 1), max_size=14), fresh=st.integers(0, 3))
+    def pin(self, tokens: list[int], fresh: int) -> None:
+        """Blocks that are pinned keep what they hold, and fresh ones are nobody else's."""
+        keys = block_keys(tokens, BLOCK_SIZE, "")
+        keys = keys[: self.cache.match(keys)]
+        owned = self.owned()
+        pin = self.cache.pin("test", len(keys) + fresh, keys, 0.0)
+        if pin is None:
+            return
+        for block in pin.table[len(keys) :]:
+            assert block not in owned, "a fresh block belongs to somebody"
+            self.content[block] = None
+        self.pinned.append((pin, keys))
+        self.note_owned(self.owned())
+
+    @precondition(lambda self: self.pinned)
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        pin, keys = self.pinned.pop(data.draw(st.integers(0, len(self.pinned) - 1)))
+        assert self.cache.match(keys) == len(keys), "what is pinned is not evicted"
+        self.cache.unpin(pin, keys)
+
+    @rule()
+    def forget(self) -> None:
+        """What nobody owns can't be found afterwards, and what somebody owns can."""
+        kept = {key for key, block in self.cache._block_of.items() if block in self.owned()}
+        idle = self.cache.num_cached - len(kept)
+        assert self.cache.forget_idle() == idle
+        assert set(self.cache.keys()) == kept
+
     @rule(n=st.integers(0, NUM_BLOCKS + 1))
     def allocate_without_keys(self, n: int) -> None:
         """Pressure: whatever is idle may have to go."""
-        room = NUM_BLOCKS - len({block for owner in self.owners for block in owner.table})
+        room = NUM_BLOCKS - len(self.owned())
         table = self.cache.allocate(n, ())
         assert (table is None) == (n > room)
         if table is not None:
@@ -114,7 +146,7 @@ class Cache(RuleBasedStateMachine):
     @invariant()
     def books_agree(self) -> None:
         self.cache.check_integrity([owner.table for owner in self.owners])
-        owned = {block for owner in self.owners for block in owner.table}
+        owned = self.owned()
         assert self.cache.num_free == NUM_BLOCKS - len(owned), "what is only cached is free"
 
     @invariant()

@@ -15,6 +15,7 @@ from typing import Any
 
 from configs.arithmetic import ceil_div
 from protocol.audit import Audit, DecodeBooks, Owner, PrefillBooks, PromptRow, TicketRow
+from protocol.cache.reset import CacheErased, CacheReset
 from protocol.endpoint import Endpoint
 from protocol.errors import KvTransferError, OverloadedError, TandemError
 from protocol.messages import (
@@ -96,7 +97,10 @@ class ScriptedWorker:
         self._server = WireServer(secret, "127.0.0.1")
         self.ref = WorkerRef(worker_id, epoch, self.role, self._server.address, arithmetic=arithmetic)
         self._tasks: set[asyncio.Task[None]] = set()
-        handlers = {kind: self._guarded(handler) for kind, handler in self.handlers().items()}
+        self.reset: list[str | None] = []
+        """Whose cached KV was to be erased."""
+        every: dict[type[Any], Callable[[bytes, Any], None]] = {CacheReset: self._reset, **self.handlers()}
+        handlers = {kind: self._guarded(handler) for kind, handler in every.items()}
         self.endpoint = Endpoint(self._server, lease_s=5.0, heartbeat_s=0.05)
         self._running = asyncio.create_task(self.endpoint.run(handlers, self.report, self.peer_lost))
 
@@ -157,6 +161,10 @@ class ScriptedWorker:
     def send(self, peer: bytes, message: Any) -> None:
         if not self.mute:
             self.endpoint.send(peer, message)
+
+    def _reset(self, router: bytes, message: CacheReset) -> None:
+        self.reset.append(message.tenant)
+        self.send(router, CacheErased(message.call_id, 3, 5))
 
     def _guarded(self, handler: Callable[[bytes, Any], None]) -> Callable[[bytes, Any], None]:
         def handle(peer: bytes, message: Any) -> None:

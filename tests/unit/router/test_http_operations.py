@@ -11,6 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from configs.schema import HttpConfig
+from protocol.errors import UnavailableError
 from protocol.messages import Role
 from router.app import create_app
 
@@ -138,11 +139,33 @@ def test_drain_reaches_the_controller(run_cluster: Run) -> None:
     run_cluster(test)
 
 
+def test_caches_are_erased_everywhere_or_it_says_where_not(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        body = {"action": "reset", "tenant": "acme"}
+        workers = {worker.ref.worker_id: worker for worker in (*cluster.prefill, *cluster.decode)}
+        answer = (await cluster.http.post("/admin/cache", json=body)).json()
+        assert answer["tenant"] == "acme"
+        assert {row["worker_id"]: row["tier_blocks"] for row in answer["workers"]} == dict.fromkeys(workers, 5)
+        assert all(worker.reset == ["acme"] for worker in workers.values())
+        everybody = await cluster.http.post("/admin/cache", json={"action": "reset"})
+        assert everybody.json()["tenant"] is None
+        workers["decode-0"].fail_with = UnavailableError("some are left")
+        refused = await cluster.http.post("/admin/cache", json=body)
+        assert refused.status_code == 503
+        assert "decode-0 did not erase everything" in refused.json()["error"]["message"]
+        for wrong, named in (({}, "action"), ({"action": "drop"}, "action"), (body | {"when": 1}, "when")):
+            refused = await cluster.http.post("/admin/cache", json=wrong)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, named)
+
+    run_cluster(test)
+
+
 @pytest.mark.parametrize("header", [None, "Bearer wrong", "Basic sesame", "sesame", "Bearer sésame"])
 def test_admin_key(run_cluster: Run, header: str | None) -> None:
     async def test(cluster: Any) -> None:
         headers = {} if header is None else {"authorization": header.encode()}
         asked = [("GET", "/admin/status"), ("GET", "/admin/audit"), ("POST", "/admin/scale"), ("POST", "/admin/drain")]
+        asked.append(("POST", "/admin/cache"))
         for method, path in asked:
             response = await cluster.http.request(method, path, headers=headers)
             assert response.status_code == 401

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from protocol.audit import DecodeBooks, Owner, PairRow, PrefillBooks, PromptRow, SendRow, TicketRow
+from protocol.audit import DecodeBooks, Owner, PairRow, PinRow, PrefillBooks, PromptRow, SendRow, TicketRow
 from protocol.messages import Role, WorkerRef
 from protocol.ticket import TicketState
 from router.rules.leaks import Audited, find_leaks
@@ -39,6 +39,13 @@ def clusters(draw: st.DrawFn) -> list[Audited]:
 
 
 @st.composite
+def pins(draw: st.DrawFn) -> tuple[PinRow, ...]:
+    """Within their time."""
+    purposes = draw(st.lists(st.sampled_from(["lent", "fetched", "offloaded"]), max_size=3))
+    return tuple(PinRow(purpose, draw(st.integers(1, 9)), draw(st.floats(-10, LEASE_S))) for purpose in purposes)
+
+
+@st.composite
 def decode_workers(draw: st.DrawFn, number: int) -> tuple[Audited, list[TicketRow]]:
     rows: list[TicketRow] = []
     claims = {}
@@ -53,10 +60,12 @@ def decode_workers(draw: st.DrawFn, number: int) -> tuple[Audited, list[TicketRo
             claims[ticket_id] = state is TicketState.ATTACHED and draw(st.booleans())
     if draw(st.booleans()):
         claims[77] = False  # its ticket lapsed, or its stream has ended and is not read to the end
-    free, references = draw(st.integers(0, 50)), sum(row.num_blocks for row in rows)
+    pinned = draw(pins())
+    free = draw(st.integers(0, 50))
+    references = sum(row.num_blocks for row in rows) + sum(pin.num_blocks for pin in pinned)
     owned = references - draw(st.integers(0, references // 2))
     ref = WorkerRef(f"decode-{number}", draw(st.integers(1, 3)), Role.DECODE, "tcp://127.0.0.1:1")
-    books = DecodeBooks(1, free + owned, free, owned, references, tuple(rows), (), (), ())
+    books = DecodeBooks(1, free + owned, free, owned, references, tuple(rows), (), pinned, ())
     return Audited(ref, books, claims), [row for row in rows if row.state in WAITING]
 
 
@@ -77,11 +86,14 @@ def prefill_workers(draw: st.DrawFn, number: int, rows: list[PromptRow]) -> Audi
         rows = [*rows, PromptRow(500, 1500, pairs[0].decode_id, pairs[0].decode_epoch, 2, in_step=False, stopped=True)]
     if draw(st.booleans()):
         rows = [*rows, PromptRow(600, 1600, "decode-gone", 1, 2, in_step=True, stopped=True)]
-    references = sum(row.num_blocks for row in rows)
+    pinned = draw(pins())
+    if any(pin.purpose == "lent" for pin in pinned):
+        pairs.append(PairRow("prefill-7", 1, 1))
+    references = sum(row.num_blocks for row in rows) + sum(pin.num_blocks for pin in pinned)
     owned = references - draw(st.integers(0, references // 2))
     free = draw(st.integers(0, 50))
     ref = WorkerRef(f"prefill-{number}", draw(st.integers(1, 3)), Role.PREFILL, "tcp://127.0.0.1:1")
-    return Audited(ref, PrefillBooks(1, free + owned, free, owned, references, tuple(rows), tuple(pairs), (), ()))
+    return Audited(ref, PrefillBooks(1, free + owned, free, owned, references, tuple(rows), tuple(pairs), pinned, ()))
 
 
 def leaks(workers: list[Audited]) -> Any:
@@ -191,7 +203,12 @@ def leave_behind(worker: Audited, data: st.DataObject) -> tuple[Audited, str]:
 
 def push_for_nobody(worker: Audited, data: st.DataObject) -> tuple[Audited, str]:
     assert isinstance(worker.books, PrefillBooks)
-    return change(worker, pairs=(*worker.books.pairs, PairRow("decode-0", 99, 1))), "pushes to decode-0 (epoch 99)"
+    lends_nothing = tuple(pin for pin in worker.books.pins if pin.purpose != "lent")
+    fewer = sum(pin.num_blocks for pin in worker.books.pins) - sum(pin.num_blocks for pin in lends_nothing)
+    worker = change(worker, pins=lends_nothing, references=worker.books.references - fewer)
+    assert isinstance(worker.books, PrefillBooks)
+    pairs = tuple(pair for pair in worker.books.pairs if pair.decode_id != "prefill-7")
+    return change(worker, pairs=(*pairs, PairRow("decode-0", 99, 1))), "pushes to decode-0 (epoch 99)"
 
 
 def send_to_nobody(worker: Audited, data: st.DataObject) -> tuple[Audited, str]:
@@ -200,7 +217,17 @@ def send_to_nobody(worker: Audited, data: st.DataObject) -> tuple[Audited, str]:
     return change(worker, sends=(*worker.books.sends, row)), "ticket 5 of decode-0 (epoch 99)"
 
 
+def keep_pinned(worker: Audited, data: st.DataObject) -> tuple[Audited, str]:
+    """As of a fetch whose worker never learned that it is over."""
+    assert worker.books is not None
+    row = PinRow("fetched", 2, LEASE_S + data.draw(st.floats(0.1, 100)))
+    pins, references = (*worker.books.pins, row), worker.books.references + 2
+    return change(worker, pins=pins, references=references), "pins (fetched)"
+
+
 CORRUPTIONS = [
+    Corruption("pin", keep_pinned, Role.PREFILL),
+    Corruption("pin", keep_pinned, Role.DECODE),
     Corruption("silent", silence, Role.PREFILL),
     Corruption("silent", silence, Role.DECODE),
     Corruption("blocks", lose_blocks, Role.PREFILL),

@@ -1,4 +1,4 @@
-"""Ask all workers for their books, and name what leaks. Nothing is changed by it, and requests go on meanwhile.
+"""What is asked of all workers at once: their books, to name what leaks, and to erase cached KV. Requests go on meanwhile.
 
     snapshot ──nothing found──► []
        └─something─► again, and again ──► what every one of them found
@@ -10,8 +10,10 @@ That is gone in the next one. A leak stays.
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
-from protocol.errors import TandemError
+from protocol.cache.reset import CacheErased
+from protocol.errors import TandemError, UnavailableError
 from protocol.messages import WorkerRef
 from router.dispatch.links import WorkerLink
 from router.dispatch.roster import Roster
@@ -21,6 +23,8 @@ _PATIENCE_S = 2.0
 """A worker's loop answers within milliseconds; one that takes this long serves nobody."""
 _SNAPSHOTS = 3
 _GAP_S = 0.5
+_ERASE_S = 60.0
+"""Erasing 100,000 files takes two seconds."""
 
 
 async def audit(roster: Roster, lease_s: float) -> list[Leak]:
@@ -51,3 +55,30 @@ async def _ask(ref: WorkerRef, link: WorkerLink | None) -> Audited:
     except TandemError:
         return Audited(ref, None)
     return Audited(ref, books, link.streams.claims)
+
+
+async def reset_caches(roster: Roster, tenant: str | None) -> list[dict[str, Any]]:
+    """Erase a tenant's cached KV, or everybody's (None), from every worker's pool and node. Returns what each has erased.
+
+    Raises UnavailableError that names the workers where some may be left.
+    """
+    members = roster.members()
+    outcomes = await asyncio.gather(*(_erase(link, tenant) for _, link in members))
+    failed = [ref.worker_id for (ref, _), outcome in zip(members, outcomes, strict=True) if outcome is None]
+    if failed:
+        raise UnavailableError(f"{', '.join(failed)} did not erase everything: ask again", retry_after_s=1.0)
+    erased = zip(members, outcomes, strict=True)
+    return [_row(ref, outcome) for (ref, _), outcome in erased if outcome is not None]
+
+
+async def _erase(link: WorkerLink | None, tenant: str | None) -> CacheErased | None:
+    if link is None:
+        return None
+    try:
+        return await link.calls.reset_cache(tenant, _ERASE_S)
+    except TandemError:
+        return None
+
+
+def _row(ref: WorkerRef, erased: CacheErased) -> dict[str, Any]:
+    return {"worker_id": ref.worker_id, "pool_blocks": erased.pool_blocks, "tier_blocks": erased.tier_blocks}

@@ -1,0 +1,33 @@
+"""How an operator has what workers keep of earlier prompts erased.
+
+router ──CacheReset──► worker      its pool forgets what nobody uses just now, and its node's tiers what is the tenant's
+router ◄──CacheErased── worker     or Failed: some may be left
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protocol.codec import message
+
+
+@message(74)
+@dataclass(frozen=True)
+class CacheReset:
+    """Erase what a tenant's prompts and answers have left, or everybody's."""
+
+    call_id: int
+    tenant: str | None
+    """None is everybody."""
+
+
+@message(75)
+@dataclass(frozen=True)
+class CacheErased:
+    """It is done."""
+
+    call_id: int
+    pool_blocks: int
+    """Blocks that the worker's pool has forgotten. Pools do not know whose they are: it is all that were not in use."""
+    tier_blocks: int
+    """Blocks of the tenant that were erased from the tiers of the worker's node, whichever worker had written them."""
