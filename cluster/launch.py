@@ -32,6 +32,7 @@ from configs.facts import ModelFacts
 from configs.loader import served_context
 from configs.models import resolve_for
 from configs.schema import ClusterConfig
+from kv_transfer.tiers.occupied import remove_left_in_time
 from protocol.cluster_view import ClusterView
 from protocol.errors import ConfigError, InvalidRequestError, UnavailableError
 from protocol.messages import Role
@@ -129,8 +130,12 @@ def running_cluster(config: ClusterConfig, facts: ModelFacts, address: str | Non
     """
     if address is None:
         report("Ray")
-        with local_ray(), _pools_and_http(config, facts, _LOCAL, report) as cluster:
-            yield cluster
+        try:
+            with local_ray(), _pools_and_http(config, facts, _LOCAL, report) as cluster:
+                yield cluster
+        finally:
+            if config.kv_offloading.memory_gib is not None:
+                remove_left_in_time()
     else:
         report(f"Ray cluster at {address}")
         with joined_ray(address), _pools_and_http(config, facts, _JOINED, report) as cluster:

@@ -13,6 +13,7 @@ import ray
 from ray import serve
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import get_placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.controller import CONTROLLER, find_controller
 from cluster.open_requests import RETIRE_ANSWER_S
@@ -20,6 +21,7 @@ from cluster.ray.actors import NAME_PREFIX, NAMESPACE
 from cluster.ray.front import HEAD_RESOURCES, at_head, withdraw
 from cluster.ray.serve_app import APPLICATION
 from cluster.records import delete_record
+from kv_transfer.tiers.occupied import remove_left_in_time
 from protocol.errors import UnavailableError
 
 log = logging.getLogger(__name__)
@@ -52,6 +54,7 @@ def remove_cluster() -> bool:
     except UnavailableError as error:
         log.warning("what HAProxy was told is left: %s", error.message)
     swept = sweep()
+    _remove_memory_tiers()
     return served or swept
 
 
@@ -69,6 +72,14 @@ def sweep() -> bool:
     for name in ours:
         remove_placement_group(get_placement_group(name))
     return bool(actors or ours)
+
+
+def _remove_memory_tiers() -> None:
+    """On every node: workers that are killed leave theirs. A node that does not answer keeps it until a worker starts there."""
+    task = ray.remote(num_cpus=0, max_retries=0)(remove_left_in_time)
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    removing = [task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote() for node in nodes]
+    ray.wait(removing, num_returns=len(removing), timeout=_CLOSE_S)
 
 
 def _actor(name: str) -> Any | None:

@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from hashlib import blake2b
 from pathlib import Path
 
 from torch import Tensor
@@ -21,7 +20,7 @@ from torch import Tensor
 from configs.arithmetic import ceil_div
 from configs.paced.profile import load_paced_profile
 from configs.schema import ClusterConfig
-from kv_transfer.tiers.occupied import Occupied, remove_left
+from kv_transfer.tiers.occupied import Occupied, memory_folder, remove_left
 from kv_transfer.tiers.pool_blocks import pool_blocks
 from kv_transfer.tiers.store import BlockStore
 from protocol.cache.keys import tenant_of
@@ -29,7 +28,6 @@ from protocol.errors import ConfigError, TandemError
 from protocol.messages import DISK, MEMORY, KvLayout, TierReport
 
 GIB = 2**30
-SHARED_MEMORY = Path("/dev/shm")
 _PAGE_BYTES = 4096
 _MOST_HEADER_BYTES = 512
 """What a file has besides its block, at most."""
@@ -120,7 +118,7 @@ def open_tiers(config: ClusterConfig, pool: Tensor, layout: KvLayout, arithmetic
     try:
         if wanted.memory_gib is not None:
             folder = memory_folder(secret)
-            remove_left([each for each in folder.parent.glob(f"{_prefix()}*") if each != folder])
+            remove_left()
             size = _file_sizes(config, wanted.memory_gib, block_bytes)
             _check_room(folder, size)
             tiers[MEMORY] = _open(folder, described, block_bytes, size, _block_s(config, MEMORY), keep=False)
@@ -132,15 +130,6 @@ def open_tiers(config: ClusterConfig, pool: Tensor, layout: KvLayout, arithmetic
         NodeTiers(tiers, pool).close()
         raise
     return NodeTiers(tiers, pool)
-
-
-def memory_folder(secret: bytes) -> Path:
-    """Where the memory tier of the cluster with this secret lies."""
-    return SHARED_MEMORY / f"{_prefix()}{blake2b(secret, digest_size=8, person=b'kv-folder').hexdigest()}"
-
-
-def _prefix() -> str:
-    return f"tandem-kv-{os.geteuid()}-"
 
 
 def _open(folder: Path, described: bytes, block_bytes: int, size: int, block_s: float, *, keep: bool) -> _Tier:
@@ -177,15 +166,16 @@ def _block_s(config: ClusterConfig, name: str) -> float:
 
 def _check_room(folder: Path, size: int) -> None:
     """Raise ConfigError if the memory for a tier can't be had. What lies there already is counted as room."""
-    if not SHARED_MEMORY.is_dir():
-        raise ConfigError(f"the memory tier needs {SHARED_MEMORY}, which is not there", param="kv_offloading.memory_gib")
-    space = os.statvfs(SHARED_MEMORY)
+    shared = folder.parent
+    if not shared.is_dir():
+        raise ConfigError(f"the memory tier needs {shared}, which is not there", param="kv_offloading.memory_gib")
+    space = os.statvfs(shared)
     room = space.f_bavail * space.f_frsize
     if folder.is_dir():
         room = space.f_blocks * space.f_frsize
     if size > room:
         raise ConfigError(
-            f"{size / GIB:.1f} GiB of KV do not fit into {SHARED_MEMORY}, where {room / GIB:.1f} GiB are free; containers get "
+            f"{size / GIB:.1f} GiB of KV do not fit into {shared}, where {room / GIB:.1f} GiB are free; containers get "
             "more by docker's --shm-size, or by a Kubernetes emptyDir with medium: Memory",
             param="kv_offloading.memory_gib",
         )

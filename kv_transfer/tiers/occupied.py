@@ -3,8 +3,8 @@
     occupy ──► `in_use` in the folder, locked with others ──► leave: the lock is free
                   └── others hold it with another description: refused
 
-The memory tier lies in memory that nobody else gives back. So the last worker to leave removes its folder, and whoever occupies
-one removes those of clusters whose processes were all killed.
+The memory tier lies in memory that nobody else gives back. So the last worker to leave removes its folder. Workers that are
+killed leave it: the end of their cluster removes it then, or the next worker with a memory tier.
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import time
+from hashlib import blake2b
 from pathlib import Path
 
 from kv_transfer.tiers.folder import open_folder
 from protocol.errors import ConfigError
 
+SHARED_MEMORY = Path("/dev/shm")
 _IN_USE = "in_use"
+_DYING_S, _LOOK_S = 5.0, 0.2
 
 
 class Occupied:
@@ -63,10 +67,15 @@ class Occupied:
         return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
 
 
-def remove_left(folders: list[Path]) -> list[Path]:
-    """Remove those of these folders that are ours and that nobody uses any more. Returns them."""
+def memory_folder(secret: bytes) -> Path:
+    """Where the memory tier of the cluster with this secret lies, on each of its nodes."""
+    return SHARED_MEMORY / f"{_prefix()}{blake2b(secret, digest_size=8, person=b'kv-folder').hexdigest()}"
+
+
+def remove_left() -> list[Path]:
+    """Remove the folders of memory tiers that nobody uses any more. Returns them."""
     removed = []
-    for folder in folders:
+    for folder in _folders():
         try:
             if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
                 continue
@@ -80,6 +89,23 @@ def remove_left(folders: list[Path]) -> list[Path]:
         finally:
             os.close(fd)
     return removed
+
+
+def remove_left_in_time() -> None:
+    """The same, for the few seconds in which processes that were killed just now may still hold theirs."""
+    until = time.monotonic() + _DYING_S
+    remove_left()
+    while _folders() and time.monotonic() < until:
+        time.sleep(_LOOK_S)
+        remove_left()
+
+
+def _folders() -> list[Path]:
+    return list(SHARED_MEMORY.glob(f"{_prefix()}*"))
+
+
+def _prefix() -> str:
+    return f"tandem-kv-{os.geteuid()}-"
 
 
 def _lock(fd: int, how: int) -> bool:

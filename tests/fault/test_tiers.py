@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from configs.schema import ClusterConfig
-from kv_transfer.tiers import node_tiers
+from kv_transfer.tiers import occupied
 from kv_transfer.tiers.store import BlockStore
 from protocol.cache.reset import CacheErased, CacheReset
 from protocol.messages import Attach, Prefilled, Release
@@ -26,7 +26,7 @@ def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Tests that run side by side have the same cluster secret, and must not share a tier."""
     folder = tmp_path / "shm"
     folder.mkdir()
-    monkeypatch.setattr(node_tiers, "SHARED_MEMORY", folder)
+    monkeypatch.setattr(occupied, "SHARED_MEMORY", folder)
     return folder
 
 
