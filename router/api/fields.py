@@ -21,7 +21,6 @@ NOT_YET: dict[str, tuple[object, ...]] = {
     # OpenAI
     "service_tier": ("auto", "default"),
     "store": (False,),
-    "prompt_cache_key": (),
     # vLLM and others
     "length_penalty": (1,),
     "use_beam_search": (False,),
@@ -104,6 +103,12 @@ class SamplingBody(GuidedBody):
     return_token_ids: bool = Field(default=False, description="true or false")
     include_times: bool = Field(default=False, description="true or false; puts into the usage where the time went")
     cache_salt: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=MAX_SALT_CHARS,
+        description=f"a non-empty string of up to {MAX_SALT_CHARS} characters",
+    )
+    prompt_cache_key: str | None = Field(
         default=None,
         min_length=1,
         max_length=MAX_SALT_CHARS,

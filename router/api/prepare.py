@@ -202,6 +202,7 @@ class Preparer:
             sampling=sampling,
             stops=body.stops(),
             cache_salt=salt,
+            prompt_cache_key=body.prompt_cache_key,
             num_choices=body.n,
             echo=None,
             tool_format=format_,

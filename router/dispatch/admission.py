@@ -32,6 +32,7 @@ from router.dispatch.reservation import Reservation, Room, reserve
 from router.dispatch.roster import Roster
 from router.dispatch.status import needed_roles
 from router.rules.caching.caches import CachedParts
+from router.rules.caching.kin import Kin
 from router.rules.caching.reach import NotLending
 from router.rules.disaggregation import PrefillCosts
 from router.rules.line_rules import LEVELS_PER_QUEUE_TIME
@@ -57,6 +58,7 @@ class Admission:
         self._costs = PrefillCosts()
         self._terms = PairTerms.of(config)
         self._not_lending = NotLending(time.monotonic)
+        self._kin = Kin()
         self._line = WaitingLine(config.limits.max_waiting_requests, config.limits.queue_s / LEVELS_PER_QUEUE_TIME)
         metrics.waiting_requests.set_function(lambda: len(self._line))
 
@@ -120,18 +122,21 @@ class Admission:
         return reserved_tokens(len(journal.token_ids), journal.remaining_tokens, self._config.block_size)
 
     async def _cached_parts(self, journal: Journal) -> CachedParts | None:
-        """What asks who has the beginning of the prompt; None if nobody has its first block, or nobody is asked."""
-        caches, size = self._roster.caches, self._config.block_size
-        if caches is None or not caches.num_blocks:
+        """What asks who has the beginning of the prompt; None if nobody is asked, or nobody has its first block and no other
+        prompt is said to belong to it.
+        """
+        caches, size, name = self._roster.caches, self._config.block_size, _kin_name(journal)
+        if caches is None or (name is None and not caches.num_blocks):
             return None
-        if not caches.held(block_keys(journal.token_ids[:size], size, journal.cache_salt)):
+        if name is None and not caches.held(block_keys(journal.token_ids[:size], size, journal.cache_salt)):
             return None
         keys: list[bytes] = []
         for key in keys_of(journal.token_ids, size, journal.cache_salt):
             keys.append(key)
             if len(keys) % _KEYS_AT_ONCE == 0:
                 await asyncio.sleep(0)
-        return CachedParts(caches, keys, size)
+        expected = {} if name is None else self._kin.expected(name, keys, time.monotonic())
+        return CachedParts(caches, keys, size, expected)
 
     async def _try(
         self,
@@ -165,6 +170,7 @@ class Admission:
                 cached.told(question.worker_id, reservation.ticket.held_tokens)
             pair = search.pair(decode.load(), reservation.ticket.held_tokens, self._moment())
             if pair is not None:
+                self._note_kin(journal, cached, pair)
                 return self._claim(attempt_id, journal, reservation, pair)
             reservation.release()
         return None
@@ -188,6 +194,7 @@ class Admission:
             copied_tokens=copied_tokens,
             avoid=avoid,
             held={} if cached is None or scores_prompt else cached,  # who scores a prompt computes all of it
+            lendable=None if cached is None else cached.lendable,
             not_lending=self._not_lending,
         )
 
@@ -209,6 +216,11 @@ class Admission:
         placed = Placed(pair.reason, fetch, self._not_lending)
         return Claim(attempt_id, reservation, prompt, journal, self._costs, self._roster.pace, placed)
 
+    def _note_kin(self, journal: Journal, cached: CachedParts | None, pair: Pair) -> None:
+        if (name := _kin_name(journal)) is not None and cached is not None:
+            workers = (pair.computes,) if pair.here else (pair.computes, pair.decode)
+            self._kin.placed(name, cached.keys_of_prompt, workers, time.monotonic())
+
     def _refusal(self, journal: Journal) -> TandemError:
         waited_s = self._config.limits.queue_s
         for role in needed_roles(self._config):
@@ -218,3 +230,8 @@ class Admission:
                 )
         retry_after_s = self._line.retry_after_s(journal.scheduling_class)
         return OverloadedError(f"no room within {waited_s:g} s: all workers are full", retry_after_s=retry_after_s)
+
+
+def _kin_name(journal: Journal) -> str | None:
+    """What prompts that belong to this one are known by. Those of other salts, and so of other tenants, have other names."""
+    return None if journal.prompt_cache_key is None else f"{journal.cache_salt}\0{journal.prompt_cache_key}"

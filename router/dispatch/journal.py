@@ -55,6 +55,8 @@ class Journal:
     sampling: SamplingParams
     cache_salt: str
     """Only requests with the same salt may share cached KV with this one, wherever it goes on."""
+    prompt_cache_key: str | None = None
+    """The client's name for prompts that begin alike."""
     scheduling_class: SchedulingClass = ANYBODY
     """Decides the choice's place in the waiting line."""
     trace: TraceContext = field(default_factory=new_trace)

@@ -24,6 +24,8 @@ class Generation:
     num_choices: int
     echo: Echo | None
     """The prompt that the answer repeats before it begins; None if it repeats none."""
+    prompt_cache_key: str | None = None
+    """The client's name for prompts that begin alike."""
     scheduling_class: SchedulingClass = ANYBODY
     """Decides the generation's place in line."""
     tool_format: ToolFormat | None = None

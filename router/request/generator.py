@@ -85,6 +85,7 @@ class Generator:
             prompt_token_ids=generation.prompt_token_ids,
             sampling=sampling,
             cache_salt=generation.cache_salt,
+            prompt_cache_key=generation.prompt_cache_key,
             scheduling_class=generation.scheduling_class,
             trace=request.trace,
             emitted=list(begun.token_ids),

@@ -51,6 +51,8 @@ class PairRequest:
     """Ids of workers that are chosen only if no other is left."""
     held: Mapping[str, int] = field(default_factory=dict)
     """Tokens at the prompt's beginning whose KV workers have cached, by worker, as far as is known. Empty if nobody asks."""
+    lendable: Mapping[str, int] | None = None
+    """Tokens that can be fetched from workers, by worker; None is all that is held."""
     not_lending: Container[str] = ()
     """Ids of workers from which nothing is fetched."""
 
@@ -61,7 +63,8 @@ class PairRequest:
 
     def reach(self, costs: Costs | None) -> Reach:
         """What prefill workers save of the prompt by fetching."""
-        return Reach.of(self.held, self.num_tokens - 1, costs, self.not_lending) if self.held else NO_REACH
+        lendable = self.held if self.lendable is None else self.lendable
+        return Reach.of(lendable, self.num_tokens - 1, costs, self.not_lending) if self.held else NO_REACH
 
     @property
     def resumed(self) -> bool:

@@ -127,7 +127,7 @@ class ManyDecodes:
         """A whole request; `said` grows meanwhile. With a pace the client is slow."""
         said = said or Said()
         times = RequestTimes(time.monotonic())
-        journal = Journal(tuple(prompt), sampling, salt, scheduling_class)
+        journal = Journal(tuple(prompt), sampling, salt, scheduling_class=scheduling_class)
         async with aclosing(self._pipeline.run(journal, times)) as pieces:
             async for tokens in pieces:
                 said.token_ids += tokens.token_ids

@@ -278,7 +278,7 @@ class ResponseObject(TypedDict):
     output: list[OutputMessage | OutputCall]
     parallel_tool_calls: bool
     previous_response_id: None
-    prompt_cache_key: None
+    prompt_cache_key: str | None
     reasoning: Reasoning
     safety_identifier: str | None
     service_tier: Literal["default"]

@@ -46,7 +46,6 @@ class ResponsesBody(Body):
         "moderation": (),
         "previous_response_id": (),
         "prompt": (),
-        "prompt_cache_key": (),
         "prompt_cache_options": (),
         "prompt_cache_retention": (),
         "service_tier": ("auto", "default"),
@@ -85,6 +84,12 @@ class ResponsesBody(Body):
         max_length=MAX_SALT_CHARS,
         description=f"a non-empty string of up to {MAX_SALT_CHARS} characters",
     )
+    prompt_cache_key: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=MAX_SALT_CHARS,
+        description=f"a non-empty string of up to {MAX_SALT_CHARS} characters",
+    )
     priority: int = Field(default=0, ge=-20, le=20, description="an integer from -20 to 20; lower goes first")
     user: str | None = Field(default=None, description="a string")
     safety_identifier: str | None = Field(default=None, description="a string")
@@ -107,7 +112,18 @@ def as_chat(body: ResponsesBody) -> Translation:
     body.check_together()
     translation = Translation()
     values = translation.values
-    for name in ("model", "temperature", "top_p", "top_logprobs", "truncation", "stream", "seed", "cache_salt", "priority"):
+    for name in (
+        "model",
+        "temperature",
+        "top_p",
+        "top_logprobs",
+        "truncation",
+        "stream",
+        "seed",
+        "cache_salt",
+        "prompt_cache_key",
+        "priority",
+    ):
         values[name] = getattr(body, name)
     values["logprobs"] = body.wants_logprobs
     values["max_completion_tokens"] = body.max_output_tokens

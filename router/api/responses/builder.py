@@ -166,7 +166,7 @@ def _new_response(response_id: str, model: str, body: ResponsesBody) -> Json:
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls,
         "previous_response_id": None,
-        "prompt_cache_key": None,
+        "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": body.reasoning.effort, "summary": None},
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",

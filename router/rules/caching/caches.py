@@ -104,20 +104,36 @@ class CacheFollower:
 class CachedParts(Mapping[str, int]):
     """How many tokens of one prompt workers hold, by worker, who holds the most first, while it looks for workers."""
 
-    def __init__(self, caches: Caches, keys: Sequence[bytes], block_size: int) -> None:
-        """`keys` are those of the prompt's blocks of `block_size` tokens."""
+    def __init__(
+        self, caches: Caches, keys: Sequence[bytes], block_size: int, expected: Mapping[str, int] | None = None
+    ) -> None:
+        """`keys` are those of the prompt's blocks of `block_size` tokens. `expected` are blocks that workers will hold soon,
+        though they have not told so (`router.rules.caching.kin`).
+        """
+        self.keys_of_prompt = keys
         self._caches = caches
-        self._keys = keys
         self._block_size = block_size
+        self._expected = expected or {}
         self._told: dict[str, int] = {}
-        self._held = Held(())
+        self._held: Mapping[str, int] = {}
+        self._all: Mapping[str, int] = {}
+        """Held and expected."""
         self._looked_at = -math.inf
+
+    @property
+    def lendable(self) -> Mapping[str, int]:
+        """What workers have told that they hold, in tokens, who holds the most first."""
+        return _InTokens(self._held, self._block_size)
 
     def look(self, now: float) -> None:
         """Ask the index, unless that was done `_FRESH_S` ago at most."""
-        if now - self._looked_at > _FRESH_S:
-            self._looked_at = now
-            self._held = self._caches.held(self._keys)
+        if now - self._looked_at <= _FRESH_S:
+            return
+        self._looked_at = now
+        self._held = self._all = self._caches.held(self.keys_of_prompt)
+        more = {name: blocks for name, blocks in self._expected.items() if blocks > self._held.get(name, 0)}
+        if more:
+            self._all = dict(sorted((dict(self._held) | more).items(), key=lambda item: -item[1]))
 
     def told(self, worker_id: str, tokens: int) -> None:
         """Note what a decode worker itself has said, as far as it is less than was known."""
@@ -126,14 +142,31 @@ class CachedParts(Mapping[str, int]):
 
     def get(self, worker_id: str, default: int = 0) -> int:  # type: ignore[override]
         """The number of tokens that a worker holds."""
-        tokens = self._held.get(worker_id, default) * self._block_size
+        tokens = self._all.get(worker_id, default) * self._block_size
         return min(tokens, self._told.get(worker_id, tokens)) if self._told else tokens
 
     def __getitem__(self, worker_id: str) -> int:
-        return self._held[worker_id] * self._block_size
+        return self._all[worker_id] * self._block_size
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._held)
+        return iter(self._all)
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._all)
+
+
+class _InTokens(Mapping[str, int]):
+    """Numbers of blocks, as tokens."""
+
+    def __init__(self, blocks: Mapping[str, int], block_size: int) -> None:
+        self._blocks = blocks
+        self._block_size = block_size
+
+    def __getitem__(self, worker_id: str) -> int:
+        return self._blocks[worker_id] * self._block_size
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._blocks)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
