@@ -189,6 +189,8 @@ class TierReport:
     """Files of another model, format or version that this worker found, and removed."""
     failed_writes: int
     """Blocks that it could not write."""
+    bytes_written: int
+    bytes_read: int
 
 
 @dataclass(frozen=True)

@@ -177,10 +177,26 @@ class _WorkerCollector(Collector):
                     counter.add_metric((self._model_name, sample.worker_id, sample.role.value), count(sample.report))
             yield counter
         yield self._hits(samples)
+        yield from self._tiers(samples)
         restarts = CounterMetricFamily("tandem:worker_restarts", "Times the worker was started anew.", labels=labels)
         for sample in samples:
             restarts.add_metric((self._model_name, sample.worker_id, sample.role.value), sample.restarts)
         yield restarts
+
+    def _tiers(self, samples: Sequence[WorkerSample]) -> Iterator[Metric]:
+        labels = ("model_name", "worker", "role", "tier")
+        families: list[tuple[GaugeMetricFamily | CounterMetricFamily, str]] = [
+            (GaugeMetricFamily(f"tandem:kv_tier_{name}", text, labels=labels), field) for name, text, field in _TIER_GAUGES
+        ]
+        families += [
+            (CounterMetricFamily(f"tandem:kv_tier_{name}", text, labels=labels), field) for name, text, field in _TIER_COUNTERS
+        ]
+        for sample in samples:
+            for tier in sample.report.tiers if sample.report is not None else ():
+                values = (self._model_name, sample.worker_id, sample.role.value, tier.name)
+                for family, field in families:
+                    family.add_metric(values, getattr(tier, field))
+        return iter([family for family, _ in families])
 
     def _hits(self, samples: Sequence[WorkerSample]) -> Metric:
         labels = ("model_name", "worker", "role", "source")
@@ -228,4 +244,19 @@ _WORKER_COUNTERS: tuple[tuple[str, str, Callable[[LoadReport], int]], ...] = (
     ("num_preemptions", "Sequences that gave up their KV blocks to others.", lambda report: report.num_preemptions),
     ("recomputed_tokens", "Tokens computed again after a preemption.", lambda report: report.recomputed_tokens),
     ("prefilled_tokens", "Prompt tokens computed, at workers of either role.", lambda report: report.prefilled_tokens),
+)
+
+_TIER_GAUGES = (
+    ("blocks", "KV blocks in the tier of the worker's node, whoever has written them.", "num_blocks"),
+    ("bytes", "Bytes that they take.", "num_bytes"),
+)
+
+_TIER_COUNTERS = (
+    ("stored_blocks", "KV blocks that the worker has written.", "stored"),
+    ("evicted_blocks", "KV blocks that the worker has removed, since the tier was full.", "evicted"),
+    ("damaged_blocks", "Files that the worker found damaged, and removed.", "damaged"),
+    ("foreign_blocks", "Files of another model or version that the worker found, and removed.", "foreign"),
+    ("failed_writes", "KV blocks that the worker could not write.", "failed_writes"),
+    ("written_bytes", "Bytes of KV that the worker has written.", "bytes_written"),
+    ("read_bytes", "Bytes of KV that the worker has read.", "bytes_read"),
 )

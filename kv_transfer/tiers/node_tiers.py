@@ -192,4 +192,6 @@ def _report(name: str, store: BlockStore) -> TierReport:
         damaged=stats.damaged,
         foreign=stats.foreign,
         failed_writes=stats.failed_writes,
+        bytes_written=stats.bytes_written,
+        bytes_read=stats.bytes_read,
     )

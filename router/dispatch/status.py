@@ -7,7 +7,7 @@ from typing import Any
 
 from configs.schema import ClusterConfig
 from protocol.cluster_view import WorkerInfo
-from protocol.messages import Role
+from protocol.messages import Role, TierReport
 from router.dispatch.links import WorkerLink
 from router.dispatch.roster import Roster
 from telemetry.metrics import kv_usage
@@ -51,8 +51,14 @@ def worker_status(info: WorkerInfo, link: WorkerLink | None, block_size: int) ->
         "linked": link is not None,
         "kv_usage": None if report is None else kv_usage(report),
         "cached_tokens": None if report is None else report.cached_blocks * block_size,
+        "tiers": None if report is None else {each.name: tier_status(each, block_size) for each in report.tiers},
     }
     return row | {name: None if report is None else getattr(report, name) for name in _REPORTED}
+
+
+def tier_status(tier: TierReport, block_size: int) -> dict[str, int]:
+    """What lies in a tier of a worker's node."""
+    return {"tokens": tier.num_blocks * block_size, "bytes": tier.num_bytes}
 
 
 def needed_roles(config: ClusterConfig) -> tuple[Role, ...]:

@@ -40,6 +40,8 @@ def print_status(answer: Mapping[str, Any]) -> None:
     console.print(table)
     for line in _arithmetics(answer["workers"]):
         console.print(line, markup=False, soft_wrap=True)
+    for line in _tiers(answer["workers"]):
+        console.print(line, markup=False, soft_wrap=True)
     for worker in answer["workers"]:
         if worker.get("last_error"):
             console.print(f"{worker['worker_id']}: {worker['last_error']}{_backoff(worker)}", markup=False, soft_wrap=True)
@@ -52,6 +54,14 @@ def _arithmetics(workers: Sequence[Mapping[str, Any]]) -> list[str]:
     known = [worker for worker in workers if worker["arithmetic"]]
     names = dict.fromkeys(worker["arithmetic"] for worker in known)
     return [f"{name}: {', '.join(each['worker_id'] for each in known if each['arithmetic'] == name)}" for name in names]
+
+
+def _tiers(workers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What lies in each tier of each node, a line for each."""
+    found = {(worker["node"], name): tier for worker in workers for name, tier in (worker.get("tiers") or {}).items()}
+    return [
+        f"{name} tier of {node}: {tier['tokens']} tokens, {tier['bytes'] / 1e9:.2f} GB" for (node, name), tier in found.items()
+    ]
 
 
 def _key_problems(keys: Mapping[str, Any]) -> list[str]:

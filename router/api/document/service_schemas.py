@@ -78,6 +78,14 @@ class CacheReset(TypedDict):
 
 
 @exact
+class TierRow(TypedDict):
+    """What lies in a tier of a worker's node, for all workers there."""
+
+    tokens: Count
+    bytes: Count
+
+
+@exact
 class WorkerRow(TypedDict):
     """What a worker reports is null until it has."""
 
@@ -96,6 +104,7 @@ class WorkerRow(TypedDict):
     linked: bool
     kv_usage: Annotated[float, Field(ge=0, le=1)] | None
     cached_tokens: Count | None
+    tiers: dict[str, TierRow] | None
     running: Count | None
     waiting: Count | None
     queued_tokens: Count | None

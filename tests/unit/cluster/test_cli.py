@@ -297,6 +297,16 @@ def test_an_audit_prints_a_line_for_each_leak(
     assert (ended.value.code or 0, capsys.readouterr().out) == (code, output)
 
 
+def test_status_tells_of_each_tier_once(capsys: pytest.CaptureFixture[str]) -> None:
+    tiers = {"memory": {"tokens": 1600, "bytes": 2_500_000_000}, "disk": {"tokens": 0, "bytes": 0}}
+    rows = [{"worker_id": name, "arithmetic": None, "node": "10.0.0.1", "tiers": tiers} for name in ("prefill-0", "decode-0")]
+    print_status({"workers": [*rows, {"worker_id": "decode-1", "arithmetic": None, "node": "10.0.0.2", "tiers": None}]})
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "memory tier of 10.0.0.1: 1600 tokens, 2.50 GB",
+        "disk tier of 10.0.0.1: 0 tokens, 0.00 GB",
+    ]
+
+
 def test_status_lists_the_workers_of_each_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
     names = {"prefill-0": "fma bfloat16 auto", "decode-0": "fma bfloat16 auto (varies)", "decode-1": "fma bfloat16 auto"}
     rows = [{"worker_id": worker_id, "arithmetic": name} for worker_id, name in names.items()]

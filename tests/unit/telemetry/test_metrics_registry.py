@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from prometheus_client.parser import text_string_to_metric_families
 
-from protocol.messages import DecodeLoad, LoadReport, Role
+from protocol.messages import Brought, DecodeLoad, LoadReport, Role, TierReport
 from telemetry.metrics import Metrics, WorkerSample, kv_usage
 from tests.unit.load_reports import load_report
 
@@ -59,6 +61,14 @@ def test_workers_are_read_at_scrape_time() -> None:
     assert after["tandem:prefix_cache_hits_total", ("decode", "peer", "d0")] == 0
     assert after["tandem:num_preemptions_total", ("decode", "d0")] == 5
     assert after["tandem:recomputed_tokens_total", ("decode", "d0")] == 900
+    tier = TierReport("memory", 7, 7000, 5, 1, 2, 3, 4, 5000, 600)
+    samples[:] = [WorkerSample("d0", Role.DECODE, 2, replace(REPORT, tiers=(tier,), brought=Brought.of("disk", 80, 0.1)))]
+    tiered = read(metrics)
+    assert tiered["tandem:kv_tier_bytes", ("decode", "memory", "d0")] == 7000
+    assert tiered["tandem:kv_tier_damaged_blocks_total", ("decode", "memory", "d0")] == 2
+    assert tiered["tandem:kv_tier_read_bytes_total", ("decode", "memory", "d0")] == 600
+    assert tiered["tandem:prefix_cache_hits_total", ("decode", "pool", "d0")] == 400
+    assert tiered["tandem:prefix_cache_hits_total", ("decode", "disk", "d0")] == 80
     samples.clear()
     assert ("tandem:num_requests_running", ("decode", "d0")) not in read(metrics), "a gone worker leaves no gauge behind"
 
