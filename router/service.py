@@ -54,7 +54,7 @@ class Router:
         self._model = model
         self._orders = ControllerOrders(controller)
         self.metrics = Metrics(model.facts.name, self._worker_samples)
-        caches = Caches() if config.routing == "cache" else None
+        caches = Caches(on_news=self.metrics.cache_news) if config.routing == "cache" else None
         self._roster = Roster(controller, secret, config.limits, self.metrics.workers_lost.inc, caches)
         if caches is not None:
             self.metrics.cache_index_blocks.set_function(lambda: caches.num_blocks)

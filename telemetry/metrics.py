@@ -102,6 +102,8 @@ class Metrics:
             "cache_index_blocks", "KV blocks of which the router knows that a worker has them."
         )
         self.cache_index_bytes = self._gauge("cache_index_bytes", "Memory of what the router knows of them.")
+        self._cache_news = self._counter("cache_news", "Messages of workers about what their caches hold.")
+        self._cache_news_keys = self._counter("cache_news_keys", "KV blocks that these were about, of eight bytes each.")
         self.skipped_api_keys = self._gauge("api_keys_skipped", "Entries of the file of API keys that are wrong, and refused.")
         self.outdated_api_keys = self._gauge(
             "api_keys_outdated", "1 while the file of API keys can't be read and the keys that it had before count."
@@ -125,6 +127,11 @@ class Metrics:
         under another name than its answer) or resumed (it went on under another name, or one that varies).
         """
         self._inexact_streams.labels(self._model_name, reason).inc()
+
+    def cache_news(self, num_keys: int) -> None:
+        """Count a message of a worker about so many cached blocks."""
+        self._cache_news.inc()
+        self._cache_news_keys.inc(num_keys)
 
     def migrated(self, reason: str, outcome: str) -> None:
         """Count a migration. `reason`: drain or balance. `outcome`: moved, full (no room at the target), failed, or cancelled

@@ -22,8 +22,10 @@ _FRESH_S = 0.1
 class Caches:
     """The index of one router, and who fills it."""
 
-    def __init__(self, index: CacheIndex | None = None) -> None:
+    def __init__(self, index: CacheIndex | None = None, on_news: Callable[[int], None] = lambda num_keys: None) -> None:
+        """`on_news` is told how many keys each message has that counts."""
         self._index = index or CacheIndex()
+        self._on_news = on_news
         self._followers: dict[str, CacheFollower] = {}
 
     @property
@@ -52,6 +54,7 @@ class Caches:
         worker_id = follower.life.worker_id
         if self._followers.get(worker_id) is not follower:
             return
+        self._on_news((len(news.gained) + len(news.lost)) // SHORT_BYTES)
         if news.begins:
             self._index.drop(worker_id)
         if news.gained:
