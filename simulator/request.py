@@ -9,13 +9,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
+from protocol.cache.keys import block_keys
+from protocol.messages import NOTHING_BROUGHT
 from protocol.sampling import SamplingParams
 
 
 class Request:
-    """A prompt and the length of its answer. Times are in seconds on the simulation's clock, and NaN until they are known."""
+    """A prompt and the length of its answer. Times are in seconds on the simulation's clock, and NaN until they are known.
 
-    __slots__ = ("arrival", "cached", "error", "first_at", "index", "last_at", "output_len", "prefill_began", "token_ids")
+    Every token of the answer is `index`, so a conversation goes on with the prompt, so many of these, and what is asked next.
+    """
+
+    __slots__ = (
+        "_keys",
+        "arrival",
+        "brought",
+        "cached",
+        "error",
+        "first_at",
+        "index",
+        "last_at",
+        "output_len",
+        "prefill_began",
+        "token_ids",
+    )
 
     def __init__(self, index: int, arrival: float, token_ids: Sequence[int], output_len: int) -> None:
         assert token_ids, "a prompt has tokens"
@@ -27,8 +44,17 @@ class Request:
         """Tokens that are generated; nothing ends an answer early."""
         self.prefill_began = self.first_at = self.last_at = float("nan")
         self.cached = 0
-        """Tokens at the prompt's beginning that the computing worker had cached."""
+        """Tokens at the prompt's beginning that the computing worker had cached when it began, those that were brought too."""
+        self.brought = NOTHING_BROUGHT
+        """What came into that worker's pool for it, from other pools or a tier."""
         self.error: str | None = None
+        self._keys: list[bytes] | None = None
+
+    def keys(self, block_size: int) -> list[bytes]:
+        """The keys of the prompt's full blocks. A cluster has one size of blocks."""
+        if self._keys is None:
+            self._keys = block_keys(self.token_ids, block_size, "")
+        return self._keys
 
     @property
     def ended(self) -> bool:

@@ -1,50 +1,39 @@
-"""A router in virtual time: the admission of a request and its way through the workers, around the router's own rules.
+"""A router in virtual time: the admission of a request, around the router's own rules.
 
-    arrive ──► line ──► front: ask decode workers in turn ──► claim ──► prefill ──► first token ──► attach ──► finished
-                 ▲          │ no room                           └──► computed where it is decoded ──────────────────┘
+    arrive ──► line ──► front: ask decode workers in turn ──► claim (`simulator.claims`)
+                 ▲          │ no room
                  └──────────┘ at the next change of any load, whoever is first then
 
-`router.rules` decides who is first, which pair of workers it gets, and whether the decode worker computes the prompt. Nobody
-dies here, and all requests are of one class, so nothing is resumed, copied or overtaken.
+`router.rules` decides who is first, which pair of workers it gets, whether the decode worker computes the prompt, and what is
+fetched for it. What workers have cached they tell, as in `router.dispatch.admission`. Nobody dies here, and all requests are of
+one class, so nothing is resumed, copied or overtaken.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from configs.schema import ClusterConfig
+from protocol.cache.news import CacheNews
 from protocol.errors import OverloadedError
-from protocol.messages import LoadReport
+from protocol.messages import LoadReport, WorkerLife
 from protocol.ticket import reserved_tokens
-from router.rules.disaggregation import PrefillCosts
+from router.rules.caching.caches import CachedParts, Caches
 from router.rules.fair_queue import ANYBODY, Entry
 from router.rules.line_rules import LEVELS_PER_QUEUE_TIME, LineRules
 from router.rules.pair import DecodeQuestion, Pair, PairSearch
 from router.rules.pair_request import Moment, PairRequest, PairTerms
 from router.rules.ranking import DecodeRanking, PrefillRanking
-from router.rules.worker_load import Outstanding, WorkerLoad, blocks_for
-from simulator.clock import Clock
+from router.rules.worker_load import Outstanding, blocks_for
+from simulator.claims import Claim, Claims, Known, Learned
 from simulator.decode import DecodeWorker, Granted
-from simulator.prefill import Job, PrefillWorker
-from simulator.profile import Profile
+from simulator.prefill import PrefillWorker
 from simulator.request import Request
+from simulator.shared import PartsOfOne, Site
+from simulator.telling import EPOCH
 
 _NO_ROOM = "no room in time"
-
-
-@dataclass(eq=False)
-class _Known:
-    """A worker as this router knows it."""
-
-    worker_id: str
-    outstanding: Outstanding
-    prompts: Outstanding
-    report: LoadReport | None = None
-
-    def load(self) -> WorkerLoad:
-        return WorkerLoad(self.worker_id, self.report, self.outstanding, self.prompts)
 
 
 @dataclass(eq=False)
@@ -54,25 +43,12 @@ class _Waiting:
     request: Request
     entry: Entry
     asks: PairRequest
+    cached: CachedParts | PartsOfOne | None
+    """What asks who has the beginning of the prompt; None if nobody has its first block, or nobody is asked."""
     looking: bool = False
     """A decode worker is being asked."""
     late: bool = False
     """Its time was over meanwhile."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Claim:
-    """What a request holds at its workers, once it has left the line."""
-
-    request: Request
-    need_blocks: int
-    pair: Pair
-    granted: Granted
-    decode: DecodeWorker
-    computing: _Known
-    waits: bool
-    """Other prompts go before it where it is computed."""
-    claimed_at: float
 
 
 class Router:
@@ -80,22 +56,24 @@ class Router:
 
     def __init__(
         self,
-        config: ClusterConfig,
-        profile: Profile,
-        clock: Clock,
+        site: Site,
         prefills: Sequence[PrefillWorker],
         decodes: Sequence[DecodeWorker],
         on_end: Callable[[Request], None],
+        *,
+        fetch: bool,
     ) -> None:
+        """`fetch`: prefill workers may be told to fetch blocks from other workers."""
+        config = site.config
         self.prefill_ranking, self.decode_ranking = PrefillRanking(), DecodeRanking()
         self.decisions: Counter[str] = Counter()
         """Prompts that were computed `here`, where they were decoded, and `there`, at a prefill worker."""
+        self._site = site
         self._config = config
         self._terms = PairTerms.of(config)
-        self._measures = config.disaggregation == "auto"
-        self._costs = PrefillCosts()
-        self._overheads = profile.overheads
-        self._clock = clock
+        self._learned = Learned(site, fetch=fetch)
+        self._message_s = site.profile.overheads.message_s
+        self._clock = site.clock
         self._on_end = on_end
         self._line = LineRules(config.limits.max_waiting_requests, config.limits.queue_s / LEVELS_PER_QUEUE_TIME)
         self._waiting: dict[Entry, _Waiting] = {}
@@ -108,13 +86,17 @@ class Router:
             **{worker_id: self._know(worker_id, self.prefill_ranking) for worker_id in self._prefills},
             **{worker_id: self._know(worker_id, self.decode_ranking) for worker_id in self._decodes},
         }
+        self._claims = Claims(site, self._prefills, self._decodes, self._known, self._learned, on_end, self._note_change)
+        self._caches = Caches()
+        lives = [WorkerLife(worker_id, EPOCH) for worker_id in self._known] if site.tell is not None else []
+        self._followers = {life.worker_id: self._caches.follow(life, lambda ask: None) for life in lives}
 
     def arrive(self, request: Request) -> None:
         """Take a request that a client sends now."""
         decode, prefill = next(iter(self._decodes.values())), next(iter(self._prefills.values()), None)
         fits = decode.fits(len(request.token_ids), request.output_len)
         if fits and (prefill is None or prefill.fits(len(request.token_ids))):
-            self._clock.after(self._overheads.request_s, self._enter, request)
+            self._clock.after(self._site.profile.overheads.request_s, self._enter, request)
         else:
             self._refuse(request, "larger than a worker's pool")
 
@@ -125,15 +107,25 @@ class Router:
         known.outstanding.reported()
         if known.prompts is not known.outstanding:
             known.prompts.reported()
+        if self._learned.by_cache:
+            self._learned.pace.reported(report, self._clock.now)
         self._note_change()
 
-    def _know(self, worker_id: str, ranking: PrefillRanking | DecodeRanking) -> _Known:
+    def beat(self, report: LoadReport) -> None:
+        """Take a decode worker's report that says nothing new but how long its steps take."""
+        self._learned.pace.reported(report, self._clock.now)
+
+    def hear(self, news: CacheNews) -> None:
+        """Take what a worker tells of its cache."""
+        self._followers[news.worker_id].hear(news)
+
+    def _know(self, worker_id: str, ranking: PrefillRanking | DecodeRanking) -> Known:
         def changed() -> None:
             ranking.put(known.load())
 
         outstanding = Outstanding(on_change=changed)
         prompts = outstanding if ranking is self.prefill_ranking else Outstanding(on_change=changed)
-        known = _Known(worker_id, outstanding, prompts)
+        known = Known(worker_id, outstanding, prompts)
         changed()
         return known
 
@@ -149,12 +141,29 @@ class Router:
             return
         if leaving is not None:
             self._refuse(self._waiting.pop(leaving).request, _NO_ROOM)
-        num_tokens, need_blocks = len(request.token_ids), blocks_for(cost, self._config.block_size)
-        asks = PairRequest(num_tokens, num_tokens, need_blocks, ANYBODY.tenant)
-        waiting = self._waiting[entry] = _Waiting(request, entry, asks)
+        cached = self._cached_parts(request)
+        held: Mapping[str, int] = {} if cached is None else cached
+        asks = PairRequest(
+            num_tokens=len(request.token_ids),
+            num_prompt_tokens=len(request.token_ids),
+            need_blocks=blocks_for(cost, self._config.block_size),
+            tenant=ANYBODY.tenant,
+            held=held,
+            not_lending=self._learned.not_lending,
+        )
+        self._waiting[entry] = _Waiting(request, entry, asks, cached)
         self._call()
         if entry in self._waiting:
-            self._clock.at(now + queue_s, self._out_of_time, waiting)
+            self._clock.at(now + queue_s, self._out_of_time, entry)  # not the request: by then it is mostly gone
+
+    def _cached_parts(self, request: Request) -> CachedParts | PartsOfOne | None:
+        block_size = self._config.block_size
+        if self._site.one_cache is not None:
+            return PartsOfOne(self._site.one_cache, request.keys(block_size), block_size, list(self._known))
+        if not self._caches.num_blocks:
+            return None
+        keys = request.keys(block_size)
+        return CachedParts(self._caches, keys, block_size) if self._caches.held(keys[:1]) else None
 
     def _call(self) -> None:
         entry = self._line.call(self._clock.now)
@@ -163,11 +172,19 @@ class Router:
 
     def _look(self, waiting: _Waiting) -> None:
         seen = self._changes
+        if waiting.cached is not None:
+            waiting.cached.look(self._clock.now)
         self._ask(waiting, PairSearch(waiting.asks, self.prefill_ranking, self.decode_ranking, self._terms), seen)
 
     def _moment(self) -> Moment:
-        costs = self._costs.lines(self._clock.now) if self._measures else None
-        return Moment(costs, None, None, len(self._line), self._line.num_of)
+        costs, by_cache = self._learned.costs, self._learned.by_cache
+        return Moment(
+            costs=costs.lines(self._clock.now) if self._config.disaggregation == "auto" else None,
+            lasting_costs=costs.lines(None) if by_cache else None,
+            pace=self._learned.pace.pace() if by_cache else None,
+            num_waiting=len(self._line),
+            waiting_of=self._line.num_of,
+        )
 
     def _ask(self, waiting: _Waiting, search: PairSearch, seen: int) -> None:
         """Ask the next decode worker for blocks, if there is one."""
@@ -177,12 +194,12 @@ class Router:
             return
         waiting.looking = True
         self._known[question.worker_id].outstanding.give(waiting.asks.need_blocks)
-        self._clock.after(self._overheads.message_s, self._reserve, waiting, search, question, seen)
+        self._clock.after(self._message_s, self._reserve, waiting, search, question, seen)
 
     def _reserve(self, waiting: _Waiting, search: PairSearch, question: DecodeQuestion, seen: int) -> None:
         """The question is at the worker."""
-        request, message_s = waiting.request, self._overheads.message_s
-        finished = (message_s, self._finished, request, question.worker_id, waiting.asks.need_blocks)
+        request, message_s = waiting.request, self._message_s
+        finished = (message_s, self._claims.finished, request, question.worker_id, waiting.asks.need_blocks)
         granted = self._decodes[question.worker_id].reserve(
             request, lambda: self._clock.after(*finished), own_tokens=question.own_tokens
         )
@@ -199,9 +216,11 @@ class Router:
             known.outstanding.done(need_blocks)
             self._ask(waiting, search, seen)
             return
+        if waiting.cached is not None:
+            waiting.cached.told(question.worker_id, granted.held_tokens)
         pair = search.pair(known.load(), granted.held_tokens, self._moment())
         if pair is None:
-            self._clock.after(self._overheads.message_s, self._decodes[question.worker_id].release, granted.ticket_id)
+            self._clock.after(self._message_s, self._decodes[question.worker_id].release, granted.ticket_id)
             known.outstanding.done(need_blocks)
             self._ask(waiting, search, seen)
             return
@@ -209,15 +228,21 @@ class Router:
 
     def _claimed(self, waiting: _Waiting, pair: Pair, granted: Granted) -> None:
         """The request has its pair: it leaves the line, and its prompt is sent."""
-        request, computing = waiting.request, self._known[pair.computes]
+        computing = self._known[pair.computes]
         self.decisions["here" if pair.here else "there"] += 1
-        waits = computing.load().queued_tokens > 0
-        decode, need_blocks = self._decodes[pair.decode], waiting.asks.need_blocks
-        claim = _Claim(request, need_blocks, pair, granted, decode, computing, waits, self._clock.now)
-        computing.prompts.give_prompt(pair.num_missing, ANYBODY.tenant, ahead=pair.ahead)
+        claim = Claim(
+            request=waiting.request,
+            need_blocks=waiting.asks.need_blocks,
+            pair=pair,
+            granted=granted,
+            decode=self._decodes[pair.decode],
+            computing=computing,
+            waits=computing.load().queued_tokens > 0,
+            claimed_at=self._clock.now,
+        )
         del self._waiting[waiting.entry]
         self._line.leave(waiting.entry, self._clock.now, served=True)
-        self._clock.after(self._overheads.message_s, self._compute_here if pair.here else self._compute_there, claim)
+        self._claims.begin(claim)
         self._call()
 
     def _found_none(self, waiting: _Waiting, seen: int) -> None:
@@ -238,8 +263,9 @@ class Router:
         self._line.step_back(waiting.entry)
         self._call()
 
-    def _out_of_time(self, waiting: _Waiting) -> None:
-        if waiting.entry not in self._waiting:
+    def _out_of_time(self, entry: Entry) -> None:
+        waiting = self._waiting.get(entry)
+        if waiting is None:
             return
         if waiting.looking:
             waiting.late = True
@@ -253,53 +279,6 @@ class Router:
         self._line.leave(waiting.entry, self._clock.now, served=False)
         self._refuse(waiting.request, _NO_ROOM)
         self._call()
-
-    # -- with a claim ------------------------------------------------------------------------------------------------
-
-    def _compute_there(self, claim: _Claim) -> None:
-        """The prompt is at the prefill worker."""
-        first = (self._overheads.message_s, self._first_token, claim)
-        ticket_id = claim.granted.ticket_id
-        job = Job(claim.request, lambda: self._clock.after(*first), lambda: claim.decode.commit(ticket_id))
-        self._prefills[claim.pair.computes].prefill(job)
-
-    def _compute_here(self, claim: _Claim) -> None:
-        """The order to compute the prompt is at the decode worker, which ends the stream by itself."""
-        first = (self._overheads.message_s, self._first_token, claim)
-        claim.decode.attach_here(claim.granted.ticket_id, lambda: self._clock.after(*first))
-
-    def _first_token(self, claim: _Claim) -> None:
-        request, message_s, ticket_id = claim.request, self._overheads.message_s, claim.granted.ticket_id
-        request.first_at = self._clock.now
-        if not claim.pair.here and request.output_len > 1:
-            attached = (message_s, self._attached, claim, self._clock.now)
-            on_attached = (lambda: self._clock.after(*attached)) if self._measures else None
-            self._clock.after(message_s, claim.decode.attach, ticket_id, on_attached)
-        elif not claim.pair.here:
-            self._clock.after(message_s, claim.decode.release, ticket_id)
-            self._finished(request, claim.pair.decode, claim.need_blocks)
-        if self._measures:
-            self._measure_prefill(claim)
-        claim.computing.prompts.prompt_done(claim.pair.num_missing, ANYBODY.tenant)
-        self._note_change()
-
-    def _measure_prefill(self, claim: _Claim) -> None:
-        """Note what the prompt took, as a claim in the router does: without the wait for other prompts."""
-        request, now = claim.request, self._clock.now
-        prefill_s = now - self._overheads.message_s - request.prefill_began
-        took_s = prefill_s if claim.waits else now - claim.claimed_at
-        self._costs.prefilled(claim.pair.here, len(request.token_ids) - request.cached, took_s, now)
-
-    def _attached(self, claim: _Claim, asked_at: float) -> None:
-        """The decode worker has the KV and goes on; the answer to the question of `asked_at` is here."""
-        now = self._clock.now
-        self._costs.handed_over(len(claim.request.token_ids) - claim.granted.held_tokens, now - asked_at, now)
-
-    def _finished(self, request: Request, decode_id: str, need_blocks: int) -> None:
-        """The last token is here."""
-        request.last_at = self._clock.now
-        self._known[decode_id].outstanding.done(need_blocks)
-        self._on_end(request)
 
     def _refuse(self, request: Request, error: str) -> None:
         request.error = error

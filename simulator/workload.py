@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice, repeat
 from pathlib import Path
 
 import numpy as np
 
 from loadtest.arrivals import planned_times, trace_times
-from loadtest.datasets import Lengths, Sample, azure_rows, mooncake_rows, random_samples, trace_samples
+from loadtest.datasets import Lengths, Sample, TraceRow, azure_rows, mooncake_rows, random_samples, trace_samples
 from loadtest.fillers import Filler
 from protocol.errors import InvalidRequestError
 from simulator.request import Request
 
 _FILLER = Filler(tuple(range(32_768)), "tokens")
 """Source of token ids. Their values don't matter, only which prompts begin alike."""
+_BLOCK_TOKENS = 512
+"""Tokens in a block of Mooncake's traces."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,11 @@ class Workload:
         """Requests per second of the trace; None without times."""
         last = self.samples[-1].arrival_s
         return len(self.samples) / last if last else None
+
+    def begin_alike(self, num_tokens: int) -> bool:
+        """Tell whether some prompts have their first `num_tokens` in common, so that it matters what workers have cached."""
+        long_enough = [sample.prompt[:num_tokens] for sample in self.samples if len(sample.prompt) >= num_tokens]
+        return len(set(long_enough)) < len(long_enough)
 
     def _requests(self, times: Sequence[float] | np.ndarray[tuple[int], np.dtype[np.float64]]) -> list[Request]:
         return [
@@ -64,6 +72,19 @@ def trace_workload(path: Path, num: int | None, length_scale: float, seed: int) 
     num = len(rows) if num is None else num
     _check(num)
     return Workload(path.stem, trace_samples(num, rows, length_scale, _FILLER, seed), seed)
+
+
+def block_requests(rows: Sequence[TraceRow], speed: float) -> Iterator[Request]:
+    """The requests of a trace that has hashes of its prompts' blocks, at `speed` times its pace.
+
+    Each block's tokens are all the same number, another one than those of other blocks and of all answers. A request is made
+    when it is taken, because its prompt may have 100,000 tokens.
+    """
+    for index, row in enumerate(rows):
+        assert len(row.hash_ids) * _BLOCK_TOKENS >= row.input_len, "each block has a hash"
+        blocks = chain.from_iterable(repeat(len(rows) + each, _BLOCK_TOKENS) for each in row.hash_ids)
+        prompt = tuple(islice(blocks, max(1, row.input_len)))
+        yield Request(index, row.arrival_s / speed, prompt, max(1, row.output_len))
 
 
 def _check(num: int) -> None:

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from configs.loader import load_config
 from configs.step_times import Line
-from loadtest.datasets import Lengths
+from loadtest.datasets import Lengths, TraceRow
 from protocol.errors import InvalidRequestError
 from simulator.cluster import Shape
 from simulator.goodput import Planned, Targets, best_ratio, goodput, shapes, smallest_for
 from simulator.profile import LAPTOP, Profile, Slowdown, Slowdowns
-from simulator.workload import random_workload, trace_workload
+from simulator.workload import block_requests, random_workload, trace_workload
 
 
 def test_goodput_grows_with_the_pool_that_was_short_and_with_looser_limits() -> None:
@@ -30,6 +30,17 @@ def test_goodput_grows_with_the_pool_that_was_short_and_with_looser_limits() -> 
     assert goodput(workload, Shape(1, 2), config, profile, tight) == pytest.approx(one, rel=0.1)
     assert goodput(workload, Shape(1, 1), config, profile, loose) > one
     assert goodput(workload, Shape(1, 1), config, profile, Targets({"ttft": 1})) == 0
+
+
+def test_a_plan_asks_what_is_cached_where_prompts_begin_alike() -> None:
+    profile, config = Profile.load(LAPTOP), load_config(None, {"disaggregation": "always"})
+    by_load = load_config(None, {"disaggregation": "always", "routing": "load"})
+    targets = Targets({"ttft": 800, "tpot": 100})
+    own = random_workload(40, Lengths(600, 4, 0.2, 0), 0)
+    alike = random_workload(40, Lengths(400, 4, 0.2, 200), 0)
+    assert (own.begin_alike(16), alike.begin_alike(16)) == (False, True)
+    assert goodput(own, Shape(2, 1), config, profile, targets) == goodput(own, Shape(2, 1), by_load, profile, targets)
+    assert goodput(alike, Shape(2, 1), config, profile, targets) > goodput(own, Shape(2, 1), config, profile, targets)
 
 
 def test_targets_name_what_they_know() -> None:
@@ -108,5 +119,18 @@ def test_traces_keep_their_lengths_and_times(tmp_path: Path) -> None:
     assert [(len(r.token_ids), r.output_len, r.arrival) for r in workload.at_own_times()] == [(10, 2, 0.0), (100, 1, 4.0)]
     assert workload.own_rate == pytest.approx(0.5)
     assert workload.at_rate(10.0)[-1].arrival == pytest.approx(0.2)
+    assert not workload.begin_alike(8)
     with pytest.raises(InvalidRequestError, match=r"Azure's \.csv"):
         trace_workload(tmp_path / "trace.txt", None, 1.0, 0)
+
+
+def test_equal_blocks_of_a_trace_are_equal_tokens_and_no_answer_is_one() -> None:
+    rows = [TraceRow(0.0, 600, 5, (0, 1)), TraceRow(4.0, 1100, 6, (0, 1, 2)), TraceRow(6.0, 512, 7, (3,))]
+    first, second, third = block_requests(rows, 2.0)
+    assert [request.arrival for request in (first, second, third)] == [0.0, 2.0, 3.0]
+    assert [len(request.token_ids) for request in (first, second, third)] == [600, 1100, 512]
+    assert first.token_ids == second.token_ids[:600]
+    assert first.keys(16) == second.keys(16)[: 600 // 16]
+    tokens = {token for request in (first, second, third) for token in request.token_ids}
+    assert len(tokens) == 4
+    assert not tokens & {first.index, second.index, third.index}
