@@ -184,7 +184,7 @@ def _pools_and_http(config: ClusterConfig, facts: ModelFacts, place: _Place, rep
         yield RunningCluster(controller)
     finally:
         if not place.ends_with_us:
-            remove_cluster()
+            remove_cluster(memory_tiers=config.kv_offloading.memory_gib is not None)
 
 
 def _check_room(config: ClusterConfig, room: Room) -> None:

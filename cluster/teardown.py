@@ -39,8 +39,11 @@ def retire_cluster(deadline_s: float) -> None:
             log.warning("requests are cut off: %s", str(error).splitlines()[0])
 
 
-def remove_cluster() -> bool:
-    """Remove whatever there is of Tandem on the Ray cluster that this process has joined. Return False if there was nothing."""
+def remove_cluster(*, memory_tiers: bool = True) -> bool:
+    """Remove whatever there is of Tandem on the Ray cluster that this process has joined. Return False if there was nothing.
+
+    `memory_tiers`: there may be some.
+    """
     controller = find_controller()
     closing = None if controller is None else controller.close.remote()
     served = _remove_application()
@@ -54,7 +57,8 @@ def remove_cluster() -> bool:
     except UnavailableError as error:
         log.warning("what HAProxy was told is left: %s", error.message)
     swept = sweep()
-    _remove_memory_tiers()
+    if memory_tiers:
+        _remove_memory_tiers()
     return served or swept
 
 

@@ -12,6 +12,7 @@ Who frees: the ledger. A stream that has not started holds nothing but its ticke
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
@@ -25,6 +26,7 @@ from decode_workers.stream import LocalPrefill, Stream
 from decode_workers.ticket_entry import TicketEntry
 from engine.grammar import Constraint, Grammars
 from engine.scoring import PromptScores
+from kv_transfer.offloading import Overdue
 from protocol.errors import ContextLengthError, InvalidRequestError, KvTransferError, TandemError
 from protocol.messages import NOTHING_BROUGHT, Attach, Attached, Brought, Failed
 from protocol.sampling import MAX_PROMPT_LOGPROBS
@@ -214,11 +216,20 @@ class Attaches:
             filled = 0
             try:
                 filled = await reader.read(name, keys[held:end], entry.block_table[held:end])
-            finally:
-                self._ledger.end_fill(entry.ticket_id, (held + filled) * self._block_size)
+            except Overdue as overdue:
+                await self._give_up(entry, overdue)
+                return
+            self._ledger.end_fill(entry.ticket_id, (held + filled) * self._block_size)
             waiting.brought += Brought.of(name, filled * self._block_size, time.monotonic() - began)
         waiting.reading = False
         self.start_if_ready(entry)
+
+    async def _give_up(self, entry: TicketEntry, overdue: Overdue) -> None:
+        """A tier hangs in the middle of a read: the router asks elsewhere, and the ticket keeps its blocks until it lets go."""
+        held = entry.held_tokens
+        self._ledger.abort(entry.ticket_id)
+        await asyncio.wait((overdue.reading,))
+        self._ledger.end_fill(entry.ticket_id, held)
 
     def _stream(self, entry: TicketEntry, waiting: _Waiting) -> Stream:
         message, prefill = waiting.message, None

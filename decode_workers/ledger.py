@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from configs.arithmetic import ceil_div
 from decode_workers.ticket_entry import TicketEntry
 from engine.memory.prefix_cache import PrefixCache
-from protocol.cache.keys import block_keys
+from protocol.cache.keys import block_keys, more_keys
 from protocol.share import NOBODYS, Share
 from protocol.ticket import TicketState, check_transition, reserved_tokens
 
@@ -166,7 +166,7 @@ class Ledger:
         reservation.
         """
         entry = self._of_transfer(ticket_id, transfer_id)
-        if entry is None or entry.state not in (TicketState.RESERVED, TicketState.RECEIVING):
+        if entry is None or entry.filling or entry.state not in (TicketState.RESERVED, TicketState.RECEIVING):
             return None
         if entry.source not in (None, source) or start != entry.announced_tokens or num_tokens < 1:
             return None
@@ -207,7 +207,8 @@ class Ledger:
         self._move(entry, TicketState.COMMITTED)
         if len(entry.keys) < len(entry.token_ids) // self._block_size:  # of a stream that has migrated there are more by now
             entry.keys = self._keys(entry.token_ids, entry.cache_salt)
-        self._cache.insert(entry.keys, entry.block_table)
+        if not entry.mixed:
+            self._cache.insert(entry.keys, entry.block_table)
         self._on_committed(entry)
         return True
 
@@ -275,7 +276,9 @@ class Ledger:
         blocks.
         """
         entry = self._attached(ticket_id)
-        keys = self._keys(token_ids, entry.cache_salt)
+        if entry.mixed:
+            return
+        keys = more_keys(entry.keys, token_ids, self._block_size, entry.cache_salt)
         self._cache.insert(keys, entry.block_table)
         entry.keys = max(entry.keys, keys, key=len)
 

@@ -46,6 +46,8 @@ class TicketEntry:
     """Whether its blocks are read for another worker."""
     filling: bool = False
     """Whether blocks of a tier are being read into its own."""
+    mixed: bool = False
+    """Whether some of its KV was computed by another arithmetic. Then nothing of it is cached for others."""
     source: bytes | None = None
     """Wire identity of the worker that fills it."""
     digests: defaultdict[int, bytes] = field(default_factory=lambda: defaultdict(bytes))

@@ -135,7 +135,9 @@ class DecodeWorker:
         )
         senders = send_ranks(pool.layers(), pool.block_size, sending, gang.askers(), limits.lease_s)
         self._peers = DecodePeers(me, rank.secret, layout, senders, limits)
-        self._lender = Lender(self._cache, pool.block_size, self._peers, self._endpoint.send, self._spawn, limits.lease_s)
+        self._lender = Lender(
+            self._cache, pool.block_size, self._peers, self._endpoint.send, self._spawn, self._changed, limits.lease_s
+        )
         self._migrations = Migrations(
             self._peers,
             self.ledger,

@@ -19,11 +19,17 @@ class PinningCache(Protocol):
     def match(self, keys: Sequence[bytes]) -> int:
         """Number of leading keys whose blocks are all cached."""
 
-    def pin(self, purpose: str, num_blocks: int, keys: Sequence[bytes], deadline: float) -> Pinned | None:
-        """Own blocks until `unpin`: first the cached ones of `keys`, shared, then fresh ones. None if there are too few."""
+    def pin(self, purpose: str, num_blocks: int, keys: Sequence[bytes], deadline: float, *, most: float = 1.0) -> Pinned | None:
+        """Own blocks until `unpin`: first the cached ones of `keys`, shared, then fresh ones.
+
+        None if prompts need them, or if it takes more than this share of the free ones.
+        """
 
     def unpin(self, pin: Any, keys: Sequence[bytes] = ()) -> None:
         """Give pinned blocks up; `keys` are those of its full blocks."""
+
+    def is_current(self, pin: Any) -> bool:
+        """Whether the cache was not reset since these blocks were pinned."""
 
     def insert(self, keys: Sequence[bytes], table: Sequence[int]) -> None:
         """Record that the first blocks of a table, one per key, hold complete KV and can be found by these keys."""

@@ -49,6 +49,9 @@ class Destination(Protocol):
     def block_table(self) -> Sequence[int]:
         """Blocks of this worker's pool that the transfer fills, in order."""
 
+    mixed: bool
+    """Some of it was computed by another arithmetic than this worker's. Set when a push begins."""
+
     def arrived(self, lane: int, digests: bytes) -> None:
         """Record the fingerprints of what a push has brought on this lane."""
 
@@ -112,6 +115,8 @@ class ReceivingPair:
         self._ranks = ranks
         self._send = send
         self._stats = stats
+        self._foreign = False
+        """The sender computes by another arithmetic than this worker."""
         self._moves: list[HeadMove] = []
         """One for each lane; known when the first is opened."""
         self._connecting: dict[int, asyncio.Task[None]] = {}
@@ -138,6 +143,7 @@ class ReceivingPair:
             self._send(Failed.from_error(message.call_id, error))
             return
         self._moves = moves
+        self._foreign = message.prefill.arithmetic != self._me.arithmetic
         self._connecting[message.lane] = asyncio.create_task(self._connect(message, move))
         self._life = self._life or asyncio.create_task(self._live(message.prefill.worker_id))
 
@@ -154,6 +160,7 @@ class ReceivingPair:
             if destination is None:
                 refused.append(number)
             else:
+                destination.mixed |= self._foreign
                 begun.append((segment, destination))
         if begun:
             segments, destinations = zip(*begun, strict=True)

@@ -3,33 +3,38 @@
     pool holds ──► pinned, with fresh blocks behind ──► filled ──► cached, unpinned ──► the scheduler finds it
                                                           └── from the node's memory, a peer's pool, the node's disk
 
-Prompts that wait behind are computed meanwhile. From the end of a fetch until its prompt starts, its blocks are the newest of
-the idle ones: where blocks are so few that they are evicted all the same, they are computed. So whoever waits for blocks never
-waits for a prompt behind it. Whatever goes wrong costs time only, for at most as long as a fetch may take.
+Prompts that lack nothing are computed meanwhile. From the end of a fetch until its prompt starts, its blocks are the newest of
+the idle ones: where blocks are so few that they are evicted all the same, they are computed. Nothing is pinned while a prompt
+that is due lacks blocks. Whatever goes wrong costs time only: each source has a deadline without progress.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from engine.memory.prefix_cache import PrefixCache
+from engine.memory.prefix_cache import Pin, PrefixCache
 from engine.ranks.first_rank import FirstRank
 from kv_transfer.arrivals import Arrivals
 from kv_transfer.fetching.borrower import Borrower
 from kv_transfer.fetching.lender import Lender
 from kv_transfer.fetching.lenders import Lenders
+from kv_transfer.offloading import Overdue
 from kv_transfer.peers import DecodePeers
 from kv_transfer.remote_lanes import receive_ranks
 from kv_transfer.transport import ReceiveTransport
+from prefill_workers.job import Job
 from prefill_workers.scheduler import Prompt
 from protocol.cache.fetch import Fetch
 from protocol.endpoint import Handler
 from protocol.errors import TandemError
 from protocol.messages import (
+    FAILED_LATE_S,
     MEMORY,
     PEER,
     Brought,
@@ -38,6 +43,8 @@ from protocol.messages import (
     PushAnnounce,
     PushCommit,
     TransferAbort,
+    WorkerLife,
+    WorkerRef,
 )
 
 if TYPE_CHECKING:  # only where tiers are configured are they imported
@@ -47,6 +54,8 @@ log = logging.getLogger(__name__)
 
 _MOST_AT_ONCE = 4
 """Fetches of one worker. More would only share its link."""
+_LEFT_ALONE_S = 5.0
+"""A peer from which nothing came is not asked again for so long, where that was found out late."""
 
 
 class Fetching:
@@ -64,15 +73,22 @@ class Fetching:
         peers: DecodePeers,
         send: Callable[[bytes, Any], None],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
+        on_change: Callable[[], None],
         reader: TierReader | None,
     ) -> None:
-        """`reader` reads the tiers of the node, if it has some."""
+        """`on_change` is called when blocks were unpinned. `reader` reads the tiers of the node, if it has some."""
         runner, pool, lease_s = rank.runner, rank.runner.pool, rank.config.limits.lease_s
         self._me = rank.me
         self._cache = cache
         self._block_size = pool.block_size
         self._lease_s = lease_s
         self._reader = reader
+        self._spawn = spawn
+        self._on_change = on_change
+        self._coming: dict[bytes, asyncio.Event] = {}
+        """By the first block that is being brought."""
+        self._failed_at: dict[WorkerLife, float] = {}
+        """When a fetch from a peer has failed last."""
         self._turns = asyncio.Semaphore(_MOST_AT_ONCE)
         self._lenders = Lenders(rank.secret, rank.config.limits)
         self._borrower = Borrower(rank.me, pool.block_size, self._lenders, lease_s)
@@ -80,7 +96,7 @@ class Fetching:
         self._arrivals = Arrivals(
             rank.me, self._borrower, runner.layout(), runner.facts.vocab_size, pool.block_size, receivers, send
         )
-        self.lender = Lender(cache, pool.block_size, peers, send, spawn, lease_s)
+        self.lender = Lender(cache, pool.block_size, peers, send, spawn, on_change, lease_s)
         self.handlers: dict[type[Any], Handler] = {
             Fetch: self.lender.ask,
             PairOpen: self._arrivals.open,
@@ -104,65 +120,100 @@ class Fetching:
         await self._lenders.close()
         await self._arrivals.close()
 
-    async def bring(self, prompt: Prompt, wanted: FetchFrom | None) -> None:
+    async def bring(self, job: Job) -> None:
         """Fill the pool with as much of a prompt's beginning as can be had, and note it in the prompt. Never fails.
 
-        `wanted` is a peer that the router has chosen, since it may hold more of it than this worker.
+        The router may have chosen a peer that holds more of it than this worker. Of several prompts that lack the same block,
+        one brings it and the others wait for that.
         """
-        if wanted is None and self._reader is None:
+        wanted, prompt = job.message.fetch, job.prompt
+        keys = prompt.usable_keys(self._block_size)
+        held = self._cache.match(keys)
+        if held == len(keys) or (wanted is None and self._reader is None):
             return
-        async with self._turns:
-            keys = prompt.usable_keys(self._block_size)
-            held = self._cache.match(keys)
-            for name in (*self._tiers_before(wanted), PEER, *self._tiers_after(wanted)):
-                if held < len(keys):
-                    held = await self._take(name, prompt, keys, held, wanted)
-
-    def _tiers_before(self, wanted: FetchFrom | None) -> Sequence[str]:
-        """A peer's pool is slower than the node's memory, and faster than its disk."""
-        return [] if self._reader is None else [name for name in self._reader.names if name == MEMORY or wanted is None]
-
-    def _tiers_after(self, wanted: FetchFrom | None) -> Sequence[str]:
-        return [] if self._reader is None else [name for name in self._reader.names if name != MEMORY and wanted is not None]
-
-    async def _take(self, name: str, prompt: Prompt, keys: Sequence[bytes], held: int, wanted: FetchFrom | None) -> int:
-        """Take what one source has beyond the blocks that are held. Returns how many leading blocks are in the pool then."""
-        began = time.monotonic()
-        end = await self._end(name, keys, held, wanted)
-        held = self._cache.match(keys)  # meanwhile some may have been evicted, or computed
-        if end <= held:
-            return held
-        pin = self._cache.pin("fetched", end, keys[:held], time.monotonic() + 2 * self._lease_s)
-        if pin is None:
-            return held
-        blocks = held
+        began, lacking = time.monotonic(), keys[held]
+        if (other := self._coming.get(lacking)) is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._lease_s):
+                    await other.wait()
+        done = self._coming[lacking] = asyncio.Event()
         try:
-            blocks = await self._fill(name, keys[:end], pin.table, held, wanted)
-            self._cache.insert(keys[:blocks], pin.table)
+            for source in self._sources(wanted):
+                if (held := self._cache.match(keys)) == len(keys) or job.stopped:
+                    break
+                await self._take(source, prompt, keys, held)
         finally:
+            done.set()
+            if self._coming.get(lacking) is done:
+                del self._coming[lacking]
+            prompt.brought += Brought(seconds=time.monotonic() - began)
+
+    def _sources(self, wanted: FetchFrom | None) -> Iterator[str | FetchFrom]:
+        """Names of tiers and the peer, the faster first: a peer's pool is slower than the node's memory, and faster than its
+        disk. What does not answer, or does not pay, is left out.
+        """
+        names = [] if self._reader is None else [name for name in self._reader.names if self._reader.pays(name)]
+        yield from (name for name in names if name == MEMORY)
+        if wanted is not None and self._may_ask(wanted.worker):
+            yield wanted
+        yield from (name for name in names if name != MEMORY)
+
+    def _may_ask(self, peer: WorkerRef) -> bool:
+        ours = peer.arithmetic == self._me.arithmetic and peer.life != self._me.life
+        return ours and self._failed_at.get(peer.life, -math.inf) < time.monotonic() - _LEFT_ALONE_S
+
+    async def _take(self, source: str | FetchFrom, prompt: Prompt, keys: Sequence[bytes], held: int) -> None:
+        """Take what one source has beyond the blocks that are held."""
+        began = time.monotonic()
+        end = await self._end(source, keys, held)
+        async with self._turns:
+            held = self._cache.match(keys)  # meanwhile some may have been evicted, or computed
+            if end <= held:
+                return
+            pin = self._cache.pin("fetched", end, keys[:held], time.monotonic() + 2 * self._lease_s)
+            if pin is None:
+                return
+            blocks = held
+            try:
+                blocks = await self._fill(source, keys[:end], pin, held)
+            except Overdue as overdue:
+                self._spawn(self._unpin_when_done(pin, keys[:held], overdue.reading))
+                return
+            finally:
+                if self._cache.is_current(pin):
+                    self._cache.insert(keys[:blocks], pin.table)
             self._cache.unpin(pin, keys[:blocks])
-        if blocks > held:
-            prompt.brought += Brought.of(name, (blocks - held) * self._block_size, time.monotonic() - began)
-        return blocks
+        name = source if isinstance(source, str) else PEER
+        prompt.brought += Brought.of(name, (blocks - held) * self._block_size, time.monotonic() - began)
 
-    async def _end(self, name: str, keys: Sequence[bytes], held: int, wanted: FetchFrom | None) -> int:
-        """How many leading blocks this source and the pool probably have together; 0 if it is not to be asked."""
-        if name != PEER:
-            assert self._reader is not None, "only a tier that there is has a name"
-            return held + await self._reader.match(name, keys[held:]) if self._reader.pays(name) else 0
-        if wanted is None or wanted.worker.arithmetic != self._me.arithmetic or wanted.worker.life == self._me.life:
-            return 0
-        return min(len(keys), wanted.num_tokens // self._block_size)
+    async def _end(self, source: str | FetchFrom, keys: Sequence[bytes], held: int) -> int:
+        """How many leading blocks this source and the pool probably have together."""
+        if isinstance(source, FetchFrom):
+            return min(len(keys), source.num_tokens // self._block_size)
+        assert self._reader is not None, "only a tier that there is has a name"
+        return held + await self._reader.match(source, keys[held:])
 
-    async def _fill(self, name: str, keys: Sequence[bytes], table: Sequence[int], held: int, wanted: FetchFrom | None) -> int:
-        """Fill all but the first `held` blocks of a table. Returns how many leading ones hold what they should."""
-        if name != PEER:
+    async def _fill(self, source: str | FetchFrom, keys: Sequence[bytes], pin: Pin, held: int) -> int:
+        """Fill all but the first `held` blocks of a pin. Returns how many leading ones hold what they should."""
+        if isinstance(source, str):
             assert self._reader is not None, "only a tier that there is has a name"
-            return held + await self._reader.read(name, keys[held:], table[held:])
-        assert wanted is not None, "a peer was chosen"
+            return held + await self._reader.read(source, keys[held:], pin.table[held:])
+        peer, began = source.worker, time.monotonic()
         try:
-            return await self._borrower.fetch(wanted.worker, keys, table, held)
+            return await self._borrower.fetch(peer, keys, pin.table, held, lambda: self._renew(pin))
         except TandemError as error:
             self.failed += 1
-            log.info("nothing was fetched from %s: %s", wanted.worker.worker_id, error.message)
+            if (now := time.monotonic()) - began > FAILED_LATE_S:
+                self._failed_at = {life: at for life, at in self._failed_at.items() if at > now - _LEFT_ALONE_S}
+                self._failed_at[peer.life] = now
+            log.info("nothing was fetched from %s: %s", peer.worker_id, error.message)
             return held
+
+    def _renew(self, pin: Pin) -> None:
+        pin.deadline = time.monotonic() + 2 * self._lease_s
+
+    async def _unpin_when_done(self, pin: Pin, keys: Sequence[bytes], reading: asyncio.Future[tuple[int, float]]) -> None:
+        """A tier hangs in the middle of a read: its blocks are nobody else's until it has let go of them."""
+        await asyncio.wait((reading,))
+        self._cache.unpin(pin, keys)
+        self._on_change()

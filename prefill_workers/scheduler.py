@@ -156,6 +156,7 @@ class PrefillScheduler:
             room = min(room, self._shared_tokens) - num_tokens
             prompt.computed = start + num_tokens
             chunks.append(PlannedChunk(prompt, start, num_tokens, last=prompt.remaining == 0))
+        self._cache.lacking = blocks_lack
         self._count(chunks)
         return chunks
 

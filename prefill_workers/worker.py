@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from engine.batch import SampledToken
@@ -89,7 +89,7 @@ class PrefillWorker:
             on_change=self._changed,
             be_nice=lambda: be_nice(PREFILL_NICENESS),
         )
-        self._resets = Resets(self._cache, self.tiers, self._endpoint.send, self._tasks.create_task)
+        self._resets = Resets(self._cache, self.tiers, self._endpoint.send, self._spawn)
         self._jobs = Jobs(
             self._scheduler,
             self._endpoint.send,
@@ -103,7 +103,8 @@ class PrefillWorker:
             receiving,
             self._peers,
             self._endpoint.send,
-            self._tasks.create_task,
+            self._spawn,
+            self._changed,
             None if self.tiers is None else self.tiers.reader,
         )
 
@@ -213,11 +214,10 @@ class PrefillWorker:
         except TandemError as error:
             self._jobs.fail(job, error)
             return
-        if not job.stopped:
-            await self._fetching.bring(job.prompt, message.fetch)
+        await self._fetching.bring(job)
         if not job.stopped:
             self._scheduler.add(job.prompt, ahead=message.ahead)
-            self._changed()
+        self._changed()
 
     def _peer_lost(self, peer: bytes) -> None:
         self._teller.forget(peer)
@@ -318,6 +318,13 @@ class PrefillWorker:
             self._jobs.fail_broken()
             self._peers.retire_broken()
             self._fetching.retire_lost()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """As long as the worker runs. While it ends, a question may still be read; nothing begins for it."""
+        try:
+            self._tasks.create_task(work)
+        except RuntimeError:  # the group is shutting down
+            work.close()
 
     def _changed(self) -> None:
         self._endpoint.load_changed()

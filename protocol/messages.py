@@ -129,6 +129,8 @@ class Ping:
 
 MEMORY, DISK, PEER = "memory", "disk", "peer"
 """Where the KV of a prompt may come from, besides the worker's own pool."""
+FAILED_LATE_S = 0.1
+"""A peer that takes longer to say that it has nothing, or does not say it, is not asked again for a while."""
 
 
 @dataclass(frozen=True)
@@ -146,10 +148,12 @@ class Brought:
     disk_tokens: int = 0
     """Out of the node's disk tier."""
     disk_s: float = 0.0
+    seconds: float = 0.0
+    """How long the prompt waited for all of it, and for what did not come."""
 
     @classmethod
     def of(cls, source: str, num_tokens: int, seconds: float) -> Brought:
-        """So many tokens of one source: MEMORY, DISK or PEER."""
+        """So many tokens of one source, MEMORY, DISK or PEER, and how long that took. 0 tokens: it was asked in vain."""
         peer, memory, disk = ((num_tokens, seconds) if source == name else (0, 0.0) for name in (PEER, MEMORY, DISK))
         return cls(*peer, *memory, *disk)
 
@@ -157,11 +161,6 @@ class Brought:
     def num_tokens(self) -> int:
         """Of all sources together."""
         return self.peer_tokens + self.memory_tokens + self.disk_tokens
-
-    @property
-    def seconds(self) -> float:
-        """Of all sources together."""
-        return self.peer_s + self.memory_s + self.disk_s
 
     def __add__(self, other: Brought) -> Brought:
         return Brought(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))

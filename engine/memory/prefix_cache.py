@@ -22,7 +22,7 @@ filled from there. A pin has a deadline, by which an audit finds one that nobody
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -42,6 +42,8 @@ class Pin:
     """The blocks, in the order of their keys."""
     deadline: float
     """Time on the clock of whoever pinned them by which they should be given back."""
+    resets: int
+    """How often the cache had been reset by then (`PrefixCache.reset`)."""
 
 
 class PrefixCache:
@@ -58,15 +60,18 @@ class PrefixCache:
         self._num_kept = num_blocks if num_kept is None else min(num_kept, num_blocks)
         self._num_touched = 0
         """Blocks whose memory is used. It never becomes less."""
-        self._evicted: dict[bytes, None] = {}
+        self._evicted: OrderedDict[bytes, None] = OrderedDict()
         """Keys of blocks that were evicted while `num_kept` was less than all, as many as the pool has blocks, oldest first."""
         self._blocks = BlockManager(num_blocks)
         self._references = [0] * num_blocks
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
-        self._idle: dict[int, None] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()
         """Cached blocks without references, the least recently used first."""
         self._pins: dict[Pin, None] = {}
+        self._resets = 0
+        self.lacking = False
+        """A prompt waits for blocks: nothing more is pinned meanwhile."""
         self.evictions = 0
         """Cached blocks that were given to somebody else, since start."""
 
@@ -168,22 +173,37 @@ class PrefixCache:
                 self._idle.pop(cached, None)
                 self._idle[cached] = None
 
-    def pin(self, purpose: str, num_blocks: int, keys: Sequence[bytes], deadline: float) -> Pin | None:
-        """Own blocks until `unpin`: first the cached ones of `keys`, shared, then fresh ones. None if there are too few."""
-        table = self.allocate(num_blocks, keys)
-        if table is None:
+    def pin(self, purpose: str, num_blocks: int, keys: Sequence[bytes], deadline: float, *, most: float = 1.0) -> Pin | None:
+        """Own blocks until `unpin`: first the cached ones of `keys`, shared, then fresh ones.
+
+        None if that takes more than this share of the free ones, or while a prompt lacks blocks: prompts and streams go first.
+        """
+        if self.lacking or self.cost(num_blocks, keys) > most * self.num_free:
             return None
-        pin = Pin(purpose, table, deadline)
+        table = self.allocate(num_blocks, keys)
+        assert table is not None, "there are as many"
+        pin = Pin(purpose, table, deadline, self._resets)
         self._pins[pin] = None
         return pin
 
     def unpin(self, pin: Pin, keys: Sequence[bytes] = ()) -> None:
-        """Give pinned blocks up, as `release` does; `keys` are those of its full blocks."""
+        """Give pinned blocks up, as `release` does; `keys` are those of its full blocks. After a reset they are let go."""
         del self._pins[pin]
         self.release(keys, pin.table)
+        if not self.is_current(pin):
+            idle = [block for block in pin.table if block in self._idle]
+            for block in idle:
+                self._let_go(block)
 
-    def forget_idle(self) -> int:
-        """Let go of all cached blocks without an owner. Returns how many."""
+    def is_current(self, pin: Pin) -> bool:
+        """Whether the cache was not reset since these blocks were pinned: only then may they be cached."""
+        return pin.resets == self._resets
+
+    def reset(self) -> int:
+        """Let go of all cached blocks without an owner, and of those that are pinned as soon as they are not. Returns how many
+        went at once.
+        """
+        self._resets += 1
         count = len(self._idle)
         self._evict(count)
         self._evicted.clear()
@@ -202,15 +222,19 @@ class PrefixCache:
 
     def _evict(self, num_blocks: int) -> None:
         for _ in range(num_blocks):
-            block = next(iter(self._idle))
-            del self._idle[block]
-            key = self._key_of.pop(block)
-            del self._block_of[key]
+            key = self._let_go(next(iter(self._idle)))
             self.evictions += 1
-            if self._on_change is not None:
-                self._on_change(key, False)
             if self._num_kept < self.num_blocks:
                 self._evicted[key] = None
                 if len(self._evicted) > self.num_blocks:
-                    del self._evicted[next(iter(self._evicted))]
-            self._blocks.free((block,))
+                    self._evicted.popitem(last=False)
+
+    def _let_go(self, block: int) -> bytes:
+        """Free an idle block, and return the key that it was known by."""
+        del self._idle[block]
+        key = self._key_of.pop(block)
+        del self._block_of[key]
+        if self._on_change is not None:
+            self._on_change(key, False)
+        self._blocks.free((block,))
+        return key

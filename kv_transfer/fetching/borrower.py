@@ -13,7 +13,7 @@ import asyncio
 import itertools
 import secrets
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kv_transfer.fetching.lenders import Lenders
@@ -21,6 +21,9 @@ from protocol.cache.fetch import Fetch, Fetched
 from protocol.calls import expect
 from protocol.errors import KvTransferError
 from protocol.messages import Ticket, WorkerRef
+
+_LONGEST_S = 3600.0
+"""Last resort: a lender that goes on bringing is waited for."""
 
 
 @dataclass(eq=False)
@@ -35,6 +38,8 @@ class _Loan:
     open: bool = True
     """Whether more of it may come."""
     committed: bool = False
+    mixed: bool = False
+    """Some of it was computed by another arithmetic: it is not taken."""
     pushes_in_flight: int = 0
     unwritten: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while no push is under way."""
@@ -52,7 +57,7 @@ class Borrower:
     """The loans of one worker; for those who fill them it is the `TransferBooks` of `kv_transfer.receiver`."""
 
     def __init__(self, me: WorkerRef, block_size: int, lenders: Lenders, patience_s: float) -> None:
-        """A fetch may take `patience_s` seconds."""
+        """A lender may be silent for `patience_s` seconds."""
         self._me = me
         self._block_size = block_size
         self._lenders = lenders
@@ -60,9 +65,16 @@ class Borrower:
         self._loans: dict[int, _Loan] = {}
         self._ids = itertools.count(1)
 
-    async def fetch(self, lender: WorkerRef, keys: Sequence[bytes], block_table: Sequence[int], held_blocks: int) -> int:
+    async def fetch(
+        self,
+        lender: WorkerRef,
+        keys: Sequence[bytes],
+        block_table: Sequence[int],
+        held_blocks: int,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> int:
         """Have a worker fill all but the first `held_blocks` of these blocks, one for each key. Returns how many leading blocks
-        hold what they should by now.
+        hold what they should by now. `on_progress` is called while more and more of it comes.
 
         Raises TandemError if nothing of it can be had. Afterwards nothing writes into the blocks, either way.
         """
@@ -73,8 +85,8 @@ class Borrower:
         ticket = Ticket(ticket_id, transfer_id, self._me, self._block_size, loan.block_table, end, held)
         try:
             caller = await self._lenders.caller(lender)
-            question = await caller.ask(lambda call_id: Fetch(call_id, ticket, tuple(keys)), self._patience_s)
-            fetched = expect(question, Fetched)
+            asking = asyncio.create_task(caller.ask(lambda call_id: Fetch(call_id, ticket, tuple(keys)), _LONGEST_S))
+            fetched = expect(await self._answer(asking, loan, lender, on_progress), Fetched)
             if not loan.committed or fetched.num_tokens != loan.received_tokens:
                 raise KvTransferError(f"{lender.worker_id} says that it sent what has not come")
             return loan.received_tokens // self._block_size
@@ -82,6 +94,21 @@ class Borrower:
             loan.open = False
             await loan.unwritten.wait()
             del self._loans[ticket_id]
+
+    async def _answer(
+        self, asking: asyncio.Task[object], loan: _Loan, lender: WorkerRef, on_progress: Callable[[], None]
+    ) -> object:
+        """The lender's answer. Raises KvTransferError when it has brought nothing for as long as patience lasts."""
+        try:
+            while not asking.done():
+                before = loan.received_tokens
+                await asyncio.wait((asking,), timeout=self._patience_s)
+                if not asking.done() and loan.received_tokens == before:
+                    raise KvTransferError(f"{lender.worker_id} brings nothing for {self._patience_s:g} s")
+                on_progress()
+            return asking.result()
+        finally:
+            asking.cancel()
 
     # -- what `kv_transfer.receiver` tells ---------------------------------------------------------------------------
 
@@ -119,7 +146,13 @@ class Borrower:
         """Close a loan whose fingerprints were checked. False if something is missing or it is gone. Its lender may have had
         less than was wanted, in whole blocks."""
         loan = self._find(ticket_id, transfer_id)
-        if loan is None or loan.pushes_in_flight or num_tokens != loan.received_tokens or num_tokens % self._block_size:
+        if (
+            loan is None
+            or loan.mixed
+            or loan.pushes_in_flight
+            or num_tokens != loan.received_tokens
+            or num_tokens % self._block_size
+        ):
             return False
         loan.committed = True
         return True

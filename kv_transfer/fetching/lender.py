@@ -26,13 +26,15 @@ PIECE_TOKENS = 2048
 """Tokens of one push, at most: by them go the buffers of both sides, and how soon a lender hears that nobody waits any more."""
 MOST_LOANS = 16
 """Fetches that one worker serves at once."""
+_MOST_SHARE = 0.5
+"""Share of the pool's free blocks that one loan may take: prompts and streams of the worker need some meanwhile."""
 _STEP_OVER = 0
 """Number of the step that a lane waits for (`kv_transfer.progress`): none, since what is sent was computed before."""
 
 
 class Lender:
     """Serves the fetches of one worker's cached blocks. `send` takes a peer's wire identity and a message; `spawn` runs a task
-    for as long as the worker.
+    for as long as the worker; `on_change` is called when blocks were unpinned.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Lender:
         peers: DecodePeers,
         send: Callable[[bytes, Any], None],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
+        on_change: Callable[[], None],
         lease_s: float,
     ) -> None:
         self._cache = cache
@@ -49,6 +52,7 @@ class Lender:
         self._peers = peers
         self._send = send
         self._spawn = spawn
+        self._on_change = on_change
         self._lease_s = lease_s
         self._loans = 0
         self.lent_tokens = 0
@@ -58,8 +62,10 @@ class Lender:
         """Take a Fetch. It is answered at once if it is refused, and otherwise when the KV is there."""
         try:
             num_blocks = self._checked(message)
-            pinned = self._cache.pin("lent", num_blocks, message.keys[:num_blocks], self._deadline())
-            assert pinned is not None, "cached blocks can always be shared"
+            keys = message.keys[:num_blocks]
+            pinned = self._cache.pin("lent", num_blocks, keys, self._deadline(), most=_MOST_SHARE)
+            if pinned is None:
+                raise OverloadedError("the pool has no blocks to spare", retry_after_s=1.0)
         except TandemError as error:
             self._send(peer, Failed.from_error(message.call_id, error))
             return
@@ -73,6 +79,8 @@ class Lender:
             raise InvalidRequestError("the ticket was not made for blocks like these")
         if len(message.keys) * self._block_size != ticket.num_prompt_tokens or ticket.held_tokens % self._block_size:
             raise InvalidRequestError("the ticket was made for other blocks")
+        if len(set(message.keys)) < len(message.keys):
+            raise InvalidRequestError("a block is wanted twice")
         if self._loans >= MOST_LOANS:
             raise OverloadedError(f"{self._loans} workers fetch blocks here already", retry_after_s=1.0)
         num_blocks = self._cache.match(message.keys)
@@ -93,6 +101,7 @@ class Lender:
         finally:
             self._loans -= 1
             self._cache.unpin(pinned, message.keys[: len(pinned.table)])
+            self._on_change()
         self._send(peer, answer)
 
     async def _send_kv(self, message: Fetch, pinned: Pinned, num_tokens: int) -> None:

@@ -126,7 +126,7 @@ def open_tiers(config: ClusterConfig, pool: Tensor, layout: KvLayout, arithmetic
             assert wanted.disk_dir is not None, "the loader has seen to it"
             size = _file_sizes(config, wanted.disk_gib, block_bytes)
             tiers[DISK] = _open(Path(wanted.disk_dir), described, block_bytes, size, _block_s(config, DISK), keep=True)
-    except TandemError:
+    except (TandemError, OSError):
         NodeTiers(tiers, pool).close()
         raise
     return NodeTiers(tiers, pool)
@@ -136,7 +136,7 @@ def _open(folder: Path, described: bytes, block_bytes: int, size: int, block_s: 
     occupied = Occupied(folder, described, keep=keep)
     try:
         return _Tier(BlockStore(folder, described, block_bytes, size), occupied, block_s)
-    except TandemError:
+    except (TandemError, OSError):
         occupied.leave()
         raise
 

@@ -21,7 +21,7 @@ from protocol.errors import ConfigError
 
 SHARED_MEMORY = Path("/dev/shm")
 _IN_USE = "in_use"
-_DYING_S, _LOOK_S = 5.0, 0.2
+_OPENING_S, _DYING_S, _LOOK_S = 5.0, 2.0, 0.1
 
 
 class Occupied:
@@ -34,17 +34,12 @@ class Occupied:
         """
         self._folder = folder
         self._keep = keep
-        while True:
-            open_folder(folder)
-            self._fd = os.open(folder / _IN_USE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            alone = _lock(self._fd, fcntl.LOCK_EX)
-            if alone:
-                os.truncate(self._fd, 0)
-                os.pwrite(self._fd, described, 0)
-            fcntl.flock(self._fd, fcntl.LOCK_SH)  # who holds it alone does so for a moment
-            if self._is_there():
-                break
-            os.close(self._fd)  # the last one to leave has removed it meanwhile
+        self._fd = -1
+        until = time.monotonic() + _OPENING_S
+        while not self._opened(described):
+            if time.monotonic() > until:
+                raise ConfigError(f"{folder}: others make and remove it again and again", param="kv_offloading")
+            time.sleep(_LOOK_S / 10)
         if os.pread(self._fd, len(described) + 1, 0) != described:
             os.close(self._fd)
             raise ConfigError(f"{folder}: is in use for the KV of another model, format or block size", param="kv_offloading")
@@ -57,6 +52,21 @@ class Occupied:
         if not self._keep and _lock(fd, fcntl.LOCK_EX):
             shutil.rmtree(self._folder, ignore_errors=True)
         os.close(fd)
+
+    def _opened(self, described: bytes) -> bool:
+        """Whether the folder was locked with others, and is still there: the last one to leave may remove it meanwhile."""
+        open_folder(self._folder)
+        try:
+            self._fd = os.open(self._folder / _IN_USE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:
+            return False
+        if _lock(self._fd, fcntl.LOCK_EX):
+            os.truncate(self._fd, 0)
+            os.pwrite(self._fd, described, 0)
+        if _lock(self._fd, fcntl.LOCK_SH) and self._is_there():
+            return True
+        os.close(self._fd)
+        return False
 
     def _is_there(self) -> bool:
         try:

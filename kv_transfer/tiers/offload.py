@@ -4,7 +4,7 @@
                       └── too many wait, or evicted meanwhile: dropped, and computed again when somebody asks
 
 So a block is written before the pool needs its place. The thread has a low priority, and the few blocks that are pinned are all
-that a prompt may have to wait for.
+that a prompt may have to wait for. A disk that hangs keeps these, which an audit finds, and nothing else.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from contextlib import suppress
 
 from kv_transfer.pinning import PinningCache
 from kv_transfer.tiers.node_tiers import NodeTiers
+from protocol.errors import UnavailableError
 
 _MOST_WAITING = 65_536
 """Blocks."""
@@ -24,6 +25,8 @@ _AT_ONCE = 8
 """Blocks that are pinned to be written."""
 _LOOK_S = 1.0
 """From one count of what the tiers hold to the next."""
+_WRITTEN_S = 60.0
+"""A block that was written so lately is not looked for again: each turn of a chat leaves all blocks of those before."""
 
 
 class Offload:
@@ -41,7 +44,11 @@ class Offload:
         self._thread = ThreadPoolExecutor(1, "kv-offload", be_nice)
         self._waiting: dict[bytes, str] = {}
         """Salts by key, in the order in which they are to be written."""
+        self._written: dict[bytes, float] = {}
+        """When blocks were written, the latest last."""
         self._noted = asyncio.Event()
+        self._turn = asyncio.Lock()
+        """Held while blocks are pinned to be written."""
         self.dropped = 0
         """Blocks that were not written, because too many waited."""
 
@@ -54,7 +61,10 @@ class Offload:
         """Note that a prompt with this salt is over whose blocks have these keys. The last one goes first, so that tiers that
         evict what was used longest ago keep beginnings.
         """
+        long_ago = time.monotonic() - _WRITTEN_S
         for key in reversed(keys):
+            if self._written.get(key, 0.0) > long_ago:
+                continue
             if len(self._waiting) >= _MOST_WAITING and key not in self._waiting:
                 self.dropped += 1
                 continue
@@ -63,10 +73,18 @@ class Offload:
         if self._waiting:
             self._noted.set()
 
-    def forget(self) -> None:
-        """Write nothing of what waits."""
-        self.dropped += len(self._waiting)
+    async def forget(self) -> None:
+        """Write nothing of what waits. Returns when nothing is being written any more.
+
+        Raises UnavailableError if that takes longer than a lease.
+        """
         self._waiting.clear()
+        self._written.clear()
+        try:
+            async with asyncio.timeout(self._lease_s), self._turn:
+                self._written.clear()
+        except TimeoutError:
+            raise UnavailableError("blocks are being written to a tier that does not answer") from None
 
     async def run(self) -> None:
         """Write what is noted until cancelled."""
@@ -77,8 +95,9 @@ class Offload:
                 if time.monotonic() - looked > _LOOK_S:
                     await loop.run_in_executor(self._thread, self._tiers.look)
                     looked = time.monotonic()
-                await self._write_some(loop)
-                if not self._waiting:
+                async with self._turn:
+                    wrote = await self._write_some(loop)
+                if not wrote:
                     await self._rest()
         finally:
             self._thread.shutdown(wait=False, cancel_futures=True)
@@ -90,7 +109,8 @@ class Offload:
             async with asyncio.timeout(_LOOK_S):
                 await self._noted.wait()
 
-    async def _write_some(self, loop: asyncio.AbstractEventLoop) -> None:
+    async def _write_some(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Returns whether there may be more to do at once."""
         batch: list[tuple[bytes, str]] = []
         while self._waiting and len(batch) < _AT_ONCE:
             key = next(iter(self._waiting))
@@ -98,19 +118,32 @@ class Offload:
             if self._cache.match((key,)):
                 batch.append((key, salt))
         keys = [key for key, _ in batch]
-        pin = self._cache.pin("offloaded", len(keys), keys, time.monotonic() + self._lease_s) if keys else None
+        if not keys:
+            return bool(self._waiting)
+        pin = self._cache.pin("offloaded", len(keys), keys, time.monotonic() + self._lease_s)
         if pin is None:
-            return
+            self._waiting = dict(batch) | self._waiting  # prompts need the pool now
+            return False
         writing = loop.run_in_executor(self._thread, self._put, batch, list(pin.table))
         try:
             await asyncio.shield(writing)
         except asyncio.CancelledError:
-            await asyncio.wait((writing,))  # nothing else makes the blocks safe to reuse
+            await asyncio.wait((writing,), timeout=self._lease_s)  # nothing else makes the blocks safe to reuse
             raise
         finally:
             self._cache.unpin(pin, keys[::-1])  # in the order of their prompts, so that their ends are evicted first
             self._on_change()
+        self._note_written(keys)
+        return bool(self._waiting)
 
     def _put(self, batch: Sequence[tuple[bytes, str]], blocks: Sequence[int]) -> None:
         for (key, salt), block in zip(batch, blocks, strict=True):
             self._tiers.put(key, salt, block)
+
+    def _note_written(self, keys: Sequence[bytes]) -> None:
+        now = time.monotonic()
+        for key in keys:
+            self._written.pop(key, None)
+            self._written[key] = now
+        while len(self._written) > _MOST_WAITING:
+            del self._written[next(iter(self._written))]

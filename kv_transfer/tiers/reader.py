@@ -1,7 +1,10 @@
-"""Reads what a prompt needs out of a node's tiers, in a thread, where that is sooner than computing it.
+"""Reads what a prompt needs out of a node's tiers, in threads, where that is sooner than computing it.
+
+    match ──► so many blocks ──► read, one prompt at a time ──► so many of them hold what they should
+      └── no answer in time ──┴──► OVERDUE: nobody asks this tier until its call returns; the blocks stay the reader's till then
 
 What reading a block of a tier takes is measured with each read, and forgotten after a minute: so a tier that was slow once is
-tried again.
+tried again. A disk may hang for ever: then prompts go on without it.
 """
 
 from __future__ import annotations
@@ -10,22 +13,33 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+from kv_transfer.offloading import Overdue
 from kv_transfer.tiers.node_tiers import NodeTiers
 
 _KNOWN_S = 60.0
+_MOST_READS = 4
+"""Prompts that wait for a read. One more is computed."""
 
 
 class TierReader:
-    """One worker's reads. `token_s` says how many seconds computing a token takes there; 0 if that is not known yet."""
+    """One worker's reads. `token_s` says how many seconds computing a token takes there, 0 if that is not known. A read may
+    take `patience_s` seconds, from the moment that it is asked for.
+    """
 
-    def __init__(self, tiers: NodeTiers, block_size: int, token_s: Callable[[], float]) -> None:
+    def __init__(self, tiers: NodeTiers, block_size: int, token_s: Callable[[], float], patience_s: float) -> None:
         self._tiers = tiers
         self._block_size = block_size
         self._token_s = token_s
-        self._thread = ThreadPoolExecutor(1, "kv-read")
+        self._patience_s = patience_s
+        self._looking = ThreadPoolExecutor(1, "kv-look")
+        self._reading = ThreadPoolExecutor(1, "kv-read")
         self._measured: dict[str, tuple[float, float]] = {}
         """Seconds of a block, and when that was, by tier."""
+        self._overdue: dict[str, asyncio.Future[Any]] = {}
+        """The call that a tier did not answer in time."""
+        self._reads = 0
 
     @property
     def names(self) -> Sequence[str]:
@@ -33,31 +47,53 @@ class TierReader:
         return self._tiers.names
 
     def pays(self, name: str) -> bool:
-        """Whether reading a block of this tier takes less than computing it, as far as is known."""
+        """Whether reading a block of this tier takes less than computing it, as far as is known, and it answers."""
+        overdue = self._overdue.get(name)
+        if self._reads >= _MOST_READS or (overdue is not None and not overdue.done()):
+            return False
         block_s, at = self._measured.get(name, (0.0, 0.0))
         token_s = self._token_s()
         return not token_s or time.monotonic() - at > _KNOWN_S or block_s < token_s * self._block_size
 
     async def match(self, name: str, keys: Sequence[bytes]) -> int:
-        """Number of leading keys whose blocks lie in this tier."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._tiers.match, name, keys)
+        """Number of leading keys whose blocks lie in this tier; 0 if it does not say so in time."""
+        looking = asyncio.get_running_loop().run_in_executor(self._looking, self._tiers.match, name, keys)
+        await asyncio.wait((looking,), timeout=self._patience_s)
+        if not looking.done():
+            self._overdue[name] = looking
+            return 0
+        return looking.result()
 
     async def read(self, name: str, keys: Sequence[bytes], blocks: Sequence[int]) -> int:
         """Fill blocks of the caller's own, one for each key. Returns how many of the first ones hold what they should.
 
-        Also when it is cancelled, nothing writes into the blocks any more.
+        Raises Overdue if it has not ended in time: then the blocks are being written until `Overdue.reading` is done. Where it
+        is cancelled, nothing writes into them any more, or the process ends.
         """
-        began = time.monotonic()
-        reading = asyncio.get_running_loop().run_in_executor(self._thread, self._tiers.get, name, keys, blocks)
+        reading = asyncio.get_running_loop().run_in_executor(self._reading, self._timed, name, keys, blocks)
+        self._reads += 1
+        reading.add_done_callback(self._read)
         try:
-            count = await asyncio.shield(reading)
+            await asyncio.wait((reading,), timeout=self._patience_s)
         except asyncio.CancelledError:
-            await asyncio.wait((reading,))
+            await asyncio.wait((reading,), timeout=self._patience_s)
             raise
+        if not reading.done():
+            self._overdue[name] = reading
+            raise Overdue(reading)
+        count, seconds = reading.result()
         if count:
-            self._measured[name] = ((time.monotonic() - began) / count, time.monotonic())
+            self._measured[name] = (seconds / count, time.monotonic())
         return count
 
     def close(self) -> None:
         """Read nothing more."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._looking.shutdown(wait=False, cancel_futures=True)
+        self._reading.shutdown(wait=False, cancel_futures=True)
+
+    def _timed(self, name: str, keys: Sequence[bytes], blocks: Sequence[int]) -> tuple[int, float]:
+        began = time.monotonic()
+        return self._tiers.get(name, keys, blocks), time.monotonic() - began
+
+    def _read(self, reading: asyncio.Future[tuple[int, float]]) -> None:
+        self._reads -= 1

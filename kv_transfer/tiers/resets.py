@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,8 +20,8 @@ log = logging.getLogger(__name__)
 class ForgettingCache(Protocol):
     """The books of a pool, as far as they can forget (`engine.memory.prefix_cache`)."""
 
-    def forget_idle(self) -> int:
-        """Let go of all cached blocks without an owner. Returns how many."""
+    def reset(self) -> int:
+        """Let go of all cached blocks without an owner, and of pinned ones later. Returns how many went at once."""
 
 
 class Resets:
@@ -39,17 +40,21 @@ class Resets:
         self._tiers = tiers
         self._send = send
         self._spawn = spawn
+        self._turn = asyncio.Lock()
 
     def ask(self, router: bytes, message: CacheReset) -> None:
         """Take a CacheReset. It is answered when it is done."""
         self._spawn(self._reset(router, message))
 
     async def _reset(self, router: bytes, message: CacheReset) -> None:
-        """Tiers last: what the pool lets go is not written any more."""
-        forgotten = self._cache.forget_idle()
+        """One at a time. What is being written ends before anything is erased, and what the pool lets go is not written."""
         answer: CacheErased | Failed
         try:
-            erased = 0 if self._tiers is None else await self._tiers.reset(message.tenant)
+            async with self._turn:
+                if self._tiers is not None:
+                    await self._tiers.write_nothing()
+                forgotten = self._cache.reset()
+                erased = 0 if self._tiers is None else await self._tiers.reset(message.tenant)
             answer = CacheErased(message.call_id, forgotten, erased)
         except TandemError as error:
             log.warning("cached KV was not erased: %s", error.message)

@@ -9,8 +9,8 @@ A block is known by its chained key (`protocol.cache.keys`) and never changes. `
 database that says which there are, `current_index` which database it is, and `pairs` changes files and database together.
 
 Only a file that fits its checksums is ever given out, whatever the database says. So what goes wrong is a miss: a caller sees
-errors at opening, and where blocks could not be erased. Nothing is mapped: a file that another process cuts short would end
-ours.
+errors at opening, and where blocks could not be erased. No block and no database is mapped: a file that another process cuts
+short would end ours. (SQLite maps its own index-*.db-shm.)
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class WorkerTiers:
         """
         self._tiers = open_tiers(config, pool, layout, arithmetic, secret)
         self._offload = Offload(cache, self._tiers, config.limits.lease_s, on_change, be_nice)
-        self.reader = TierReader(self._tiers, config.block_size, token_s)
+        self.reader = TierReader(self._tiers, config.block_size, token_s, config.limits.lease_s / 2)
 
     @property
     def reports(self) -> tuple[TierReport, ...]:
@@ -53,12 +53,15 @@ class WorkerTiers:
         """Note that a prompt or stream of this salt is over whose full blocks have these keys."""
         self._offload.note(keys, salt)
 
-    async def reset(self, tenant: str | None) -> int:
-        """Erase a tenant's blocks, or everybody's, and write none of those that wait to be written. Returns how many.
+    async def write_nothing(self) -> None:
+        """Write none of the blocks that wait to be written; returns when none is being written any more.
 
-        Raises UnavailableError if some may be left.
+        Raises UnavailableError if that takes too long.
         """
-        self._offload.forget()
+        await self._offload.forget()
+
+    async def reset(self, tenant: str | None) -> int:
+        """Erase a tenant's blocks, or everybody's. Returns how many. Raises UnavailableError if some may be left."""
         return await asyncio.to_thread(self._tiers.reset, tenant)
 
     async def run(self) -> None:

@@ -20,15 +20,30 @@ def block_keys(token_ids: Sequence[int], block_size: int, salt: str) -> list[byt
     return list(keys_of(token_ids, block_size, salt))
 
 
+def more_keys(keys: list[bytes], token_ids: Sequence[int], block_size: int, salt: str) -> list[bytes]:
+    """The key of each full block of these tokens, where `keys` are those of the first blocks, as far as they are known."""
+    known = len(token_ids) // block_size
+    if len(keys) >= known:
+        return keys[:known]
+    return keys + list(_keys(token_ids[len(keys) * block_size :], block_size, keys[-1] if keys else _salted(salt)))
+
+
 def keys_of(token_ids: Sequence[int], block_size: int, salt: str) -> Iterator[bytes]:
     """The same one after the other, for who has other work in between: a key takes 1 us.
 
     Salts and blocks are hashed apart (`person`), so that no salt can pass for the hash of another prompt's beginning.
     """
+    return _keys(token_ids, block_size, _salted(salt))
+
+
+def _salted(salt: str) -> bytes:
+    return blake2b(salt.encode(), digest_size=_KEY_BYTES, person=b"salt").digest()
+
+
+def _keys(token_ids: Sequence[int], block_size: int, key: bytes) -> Iterator[bytes]:
     packed = array("I", token_ids)
     width = block_size * packed.itemsize
     data = memoryview(packed).cast("B")
-    key = blake2b(salt.encode(), digest_size=_KEY_BYTES, person=b"salt").digest()
     for start in range(0, len(data) - width + 1, width):
         block = blake2b(key, digest_size=_KEY_BYTES, person=b"block")
         block.update(data[start : start + width])

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from protocol.errors import OverloadedError, ProtocolError, TandemError
-from protocol.messages import Brought, FetchFrom, FirstToken, Prefill, Prefilled, WorkerLife
+from protocol.messages import FAILED_LATE_S, Brought, FetchFrom, FirstToken, Prefill, Prefilled, WorkerLife
 from protocol.sampling import FinishReason, SamplingParams, TokenLogprobs
 from router.dispatch.journal import Journal, KvCopy, Tokens
 from router.dispatch.links import WorkerLink
@@ -174,7 +174,7 @@ class Claim:
     def _note_fetched(self, brought: Brought, now: float) -> None:
         if brought.peer_tokens:
             self._costs.fetched(brought.peer_tokens, brought.peer_s, now)
-        elif self.placed.fetch is not None:
+        elif self.placed.fetch is not None and brought.peer_s > FAILED_LATE_S:
             self.placed.not_lending.note(self.placed.fetch.worker.worker_id, now)
 
     async def _first_here(self, journal: Journal) -> First:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import socket
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from configs.schema import ClusterConfig
 from kv_transfer.transports.loopback import Faults
 from protocol.cache.fetch import Fetch
+from protocol.cache.keys import block_keys
 from protocol.errors import InvalidRequestError, KvTransferError
 from protocol.messages import FetchFrom, FirstToken, Prefilled, Release, Role, Ticket
 from tests.fault.scenarios import Factory, Reference, greedy, prompt_of, run, seeds
@@ -170,8 +172,10 @@ def test_damage_is_found_and_computed_anew(two_workers: Factory, reference: Refe
             prefilled, tokens = await fetch_damaged(workers, router, faults)
             assert tokens == reference(prompt_of(LENGTH), 8)
             assert (prefilled.brought.num_tokens, prefilled.cached_tokens) == (0, 0)
+            assert prefilled.brought.peer_s > 0
             workers.network.faults = Faults()
             fetch = await only_decode_holds(workers, router, prompt_of(LENGTH))
+            workers.prefill._fetching._failed_at.clear()
             prefilled, tokens = await ask(workers, router, prompt_of(LENGTH), fetch)
             assert tokens == reference(prompt_of(LENGTH), 8)
             assert prefilled.brought.peer_tokens == HELD, "the next fetch has a new channel"
@@ -239,7 +243,7 @@ def test_questions_that_make_no_sense_are_refused(two_workers: Factory) -> None:
         async with two_workers(CONFIG) as workers:
             router = await workers.router()
             me = workers.prefill.me
-            keys = (b"k" * 32,) * 4
+            keys = tuple(bytes([number]) * 32 for number in range(4))
 
             async def fetch(ticket: Ticket) -> None:
                 await router.decode.ask(lambda call_id: Fetch(call_id, ticket, keys), 5)
@@ -256,5 +260,83 @@ def test_questions_that_make_no_sense_are_refused(two_workers: Factory) -> None:
                     await fetch(wrong)
             with pytest.raises(KvTransferError, match="not cached here"):
                 await fetch(good)
+            prompt = prompt_of(4 * BLOCK_SIZE)
+            await ask(workers, router, prompt, None)
+            keys = tuple(block_keys(prompt, BLOCK_SIZE, "")[:2] * 2)
+            with pytest.raises(InvalidRequestError, match="twice"):
+                await fetch(good)
+
+    run(scenario())
+
+
+def test_who_waits_for_lent_blocks_goes_on_when_the_loan_is_over(two_workers: Factory, reference: Reference) -> None:
+    """Nothing else happens at that worker that would have it look again."""
+
+    async def scenario() -> None:
+        async with two_workers(CONFIG) as workers:
+            router = await workers.router()
+            lent = prompt_of(LENGTH)
+            await router.generate(lent, greedy(1))
+            await workers.until(workers.all_free)
+            keys = block_keys(lent, BLOCK_SIZE, "")[: HELD // BLOCK_SIZE]
+            cache = workers.prefill._cache
+            pin = cache.pin("lent", len(keys), keys, 0.0)
+            assert pin is not None
+            long = prompt_of(200, 7)
+            ticket = await router.reserve(long, 1)
+            computing = asyncio.create_task(router.compute(ticket, long, greedy(1)))
+            await workers.until(lambda: cache.lacking)
+            assert cache.pin("lent", 1, keys[:1], 0.0) is None, "prompts go first"
+            cache.unpin(pin, keys)
+            workers.prefill._fetching.lender._on_change()
+            assert (await computing).token_id == reference(long, 1)[0]
+            router.decode.send(Release(ticket.ticket_id))
+            await workers.until(workers.all_free)
+
+    run(scenario())
+
+
+def test_prompts_that_lack_the_same_blocks_fetch_them_once(two_workers: Factory, reference: Reference) -> None:
+    async def scenario() -> None:
+        async with two_workers(CONFIG) as workers:
+            router = await workers.router()
+            fetch = await only_decode_holds(workers, router, prompt_of(LENGTH))
+            before = workers.decode.load().lent_tokens
+            workers.network.faults = Faults(delay_s=0.02)
+            prompts = [[*prompt_of(LENGTH), number] for number in range(1, 4)]
+            tickets = [await router.reserve(prompt, 1) for prompt in prompts]
+            asked = (
+                router.compute(ticket, prompt, greedy(1), fetch=fetch) for ticket, prompt in zip(tickets, prompts, strict=True)
+            )
+            answers = await asyncio.gather(*asked)
+            assert [answer.token_id for answer in answers] == [reference(prompt, 1)[0] for prompt in prompts]
+            assert all(answer.prefilled.cached_tokens >= HELD for answer in answers)
+            assert workers.decode.load().lent_tokens == before + HELD
+            for ticket in tickets:
+                router.decode.send(Release(ticket.ticket_id))
+            await workers.until(workers.all_free)
+
+    run(scenario())
+
+
+def test_a_lender_that_brings_nothing_is_left_alone_for_a_while(two_workers: Factory, reference: Reference) -> None:
+    async def scenario() -> None:
+        config = CONFIG.model_copy(update={"limits": CONFIG.limits.model_copy(update={"connect_s": 0.3})})
+        silent = socket.create_server(("127.0.0.1", 0))
+        async with two_workers(config) as workers:
+            router = await workers.router()
+            prompt = prompt_of(LENGTH)
+            address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+            nowhere = FetchFrom(dataclasses.replace(workers.decode.me, address=address), HELD)
+            prefilled, tokens = await ask(workers, router, prompt, nowhere)
+            assert tokens == reference(prompt, 8)
+            assert prefilled.brought.num_tokens == 0
+            assert prefilled.brought.peer_s > 0.1, "so routers know"
+            failed = workers.prefill.load().failed_fetches
+            other = prompt_of(LENGTH, 3)
+            prefilled, tokens = await ask(workers, router, other, nowhere)
+            assert tokens == reference(other, 8)
+            assert (prefilled.brought.peer_s, workers.prefill.load().failed_fetches) == (0.0, failed)
+        silent.close()
 
     run(scenario())

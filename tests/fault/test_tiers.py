@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -274,5 +276,63 @@ def test_a_reset_erases_pools_and_tiers(two_workers: Factory, reference: Referen
             assert (prefilled.brought.num_tokens, prefilled.cached_tokens) == (0, 0)
             everything: CacheErased = await router.decode.ask(lambda call_id: CacheReset(call_id, None), 10)
             assert everything.tier_blocks > 0
+
+    run(scenario())
+
+
+def test_a_tier_that_hangs_holds_up_nobody(two_workers: Factory, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a disk of a network that has failed: a read does not come back. The prompt is computed, and so are those after it."""
+    hang, hung = threading.Event(), threading.Event()
+    get = BlockStore.get
+
+    def hanging(store: Any, key: bytes, parts: Any) -> bool:
+        hung.set()
+        hang.wait(20)
+        return get(store, key, parts)
+
+    async def scenario() -> None:
+        async with two_workers(MEMORY) as workers:
+            router = await workers.router()
+            prompt = prompt_of(LENGTH)
+            await leave_it_to_tiers(workers, router, prompt)
+            monkeypatch.setattr(BlockStore, "get", hanging)
+            ticket = await router.reserve(prompt, 1)
+            assert (await router.compute(ticket, prompt, greedy(1))).token_id == reference(prompt, 1)[0]
+            assert hung.is_set()
+            again = await asyncio.wait_for(router.compute(ticket, [*prompt[:99], 5], greedy(1)), 0.4)
+            assert again.token_id == reference([*prompt[:99], 5], 1)[0]
+            hang.set()
+            router.decode.send(Release(ticket.ticket_id))
+            await workers.until(workers.all_free)
+
+    try:
+        run(scenario())
+    finally:
+        hang.set()
+
+
+def test_what_is_being_written_when_all_is_erased_does_not_stay(
+    two_workers: Factory, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, begun = BlockStore.put, threading.Event()
+
+    def slow(store: Any, key: bytes, tenant: str, parts: Any) -> bool:
+        begun.set()
+        time.sleep(0.02)
+        return put(store, key, tenant, parts)
+
+    async def scenario() -> None:
+        monkeypatch.setattr(BlockStore, "put", slow)
+        async with two_workers(MEMORY) as workers:
+            router = await workers.router()
+            await router.generate(prompt_of(LENGTH), greedy(8))
+            await workers.until(begun.is_set)
+            await asyncio.gather(
+                *(caller.ask(lambda call_id: CacheReset(call_id, None), 10) for caller in (router.prefill, router.decode))
+            )
+            await stored(workers)
+            loads = workers.prefill.load(), workers.decode.load()
+            assert [load.cached_blocks for load in loads] == [0, 0]
+            assert damage(shared_memory, "remove") == 0
 
     run(scenario())

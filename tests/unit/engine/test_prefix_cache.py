@@ -128,7 +128,7 @@ class Cache(RuleBasedStateMachine):
         """What nobody owns can't be found afterwards, and what somebody owns can."""
         kept = {key for key, block in self.cache._block_of.items() if block in self.owned()}
         idle = self.cache.num_cached - len(kept)
-        assert self.cache.forget_idle() == idle
+        assert self.cache.reset() == idle
         assert set(self.cache.keys()) == kept
 
     @rule(n=st.integers(0, NUM_BLOCKS + 1))

@@ -13,7 +13,7 @@ STAGES = {"prepare", "queue", "prefill_queue", "prefill", "handoff_wait", "trans
 
 
 def check(times: dict[str, Any], num_tokens: int) -> None:
-    assert set(times) == {"stages", "total", "ttft", "token_gaps", "resumes"}
+    assert set(times) == {"stages", "total", "ttft", "token_gaps", "resumes", "placed_by"}
     assert STAGES <= set(times["stages"]) <= STAGES | {"decode_gap"}
     assert sum(times["stages"].values()) == pytest.approx(times["total"], rel=0.01, abs=1e-4)
     assert len(times["token_gaps"]) == num_tokens - 1
