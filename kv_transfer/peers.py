@@ -10,7 +10,7 @@ from configs.schema import LimitsConfig
 from kv_transfer.lanes import SendRank
 from kv_transfer.sender import SendingPair
 from protocol.audit import PairRow
-from protocol.errors import KvTransferError, TandemError
+from protocol.errors import InvalidRequestError, KvTransferError, TandemError
 from protocol.messages import KvLayout, WorkerRef
 
 log = logging.getLogger(__name__)
@@ -42,6 +42,8 @@ class DecodePeers:
 
         Raises TandemError if it can't be opened.
         """
+        if peer.address == self._me.address:
+            raise InvalidRequestError(f"{peer.worker_id} can't hand KV over to itself")
         task = self._pairs.get(peer)
         if task is None or _is_broken(task):
             self._retire(peer)
