@@ -127,9 +127,11 @@ class Fetching:
         one brings it and the others wait for that.
         """
         wanted, prompt = job.message.fetch, job.prompt
+        if wanted is None and self._reader is None:
+            return
         keys = prompt.usable_keys(self._block_size)
         held = self._cache.match(keys)
-        if held == len(keys) or (wanted is None and self._reader is None):
+        if held == len(keys):
             return
         began, lacking = time.monotonic(), keys[held]
         if (other := self._coming.get(lacking)) is not None:
