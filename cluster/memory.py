@@ -3,6 +3,7 @@
     KV pool      kv_cache_tokens x layers x 2 x KV heads x head size x bytes of a number
     weights      all matrices as they are multiplied; workers of one node share them, and each is counted
     process      Python, torch, buffers for transfers and steps, once for each rank
+    memory tier  what all workers of a node share (`kv_offloading.memory_gib`)
 
 A pool's memory is touched only when tokens need it, and then stays: what is enough at the start may not be a day later. On GPUs
 pool and weights lie in the GPU's own memory, and Ray's resources say how many workers there are to one.
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 
 from configs.facts import ModelFacts, WeightFormat
 from configs.machine import processor_features
-from configs.paced.profile import TOKEN_BYTES
+from configs.paced.profile import TOKEN_BYTES, load_paced_profile
 from configs.schema import ClusterConfig, PoolConfig
 from protocol.messages import Role
 
@@ -27,6 +28,7 @@ PACED_BYTES = PROCESS_BYTES // WORKERS_PER_HOST + 20_000_000
 """Of a paced worker: its share of a process, sockets, threads of transfers."""
 CLUSTER_BYTES = 1_000_000_000
 """Of all that a node of a cluster has besides workers: Ray, Serve, HAProxy, routers, the controller, a spare process."""
+_PAGE_BYTES = 4096
 _QUANTIZED_BYTES = {"int8": 1.125, "int4": 0.625, "auto": 1.125}
 """Bytes of one weight with its share of a scale and a minimum; `auto` is of a GGUF file, at most."""
 _STORED_QUANTIZED = 1.5
@@ -78,6 +80,14 @@ def worker_memory(config: ClusterConfig, pool: PoolConfig, facts: ModelFacts) ->
     return WorkerMemory(kv_pool=kv_token * pool.kv_cache_tokens, weights=weights, process=process)
 
 
+def tier_bytes(config: ClusterConfig) -> int:
+    """Return what the memory tier takes of each node when it is full. Blocks of paced workers take a page of memory each."""
+    gib = config.kv_offloading.memory_gib or 0.0
+    if config.engine != "paced":
+        return int(gib * 2**30)
+    return int(gib * 2**30 / (load_paced_profile(config.paced_profile).kv_token_bytes * config.block_size)) * _PAGE_BYTES
+
+
 def role_memory(config: ClusterConfig, facts: ModelFacts) -> Mapping[Role, WorkerMemory]:
     """Return what a worker of each role takes of its node's memory."""
     return {
@@ -96,7 +106,7 @@ def with_fitting_pools(config: ClusterConfig, facts: ModelFacts, memory_bytes: i
     memory = {name: worker_memory(config, pool, facts) for name, pool in pools.items()}
     fixed = sum((memory[name].total - (0 if name in chosen else memory[name].kv_pool)) * pools[name].workers for name in pools)
     wanted = sum(memory[name].kv_pool * pools[name].workers for name in pools if name not in chosen)
-    room = memory_bytes - CLUSTER_BYTES - fixed
+    room = memory_bytes - CLUSTER_BYTES - tier_bytes(config) - fixed
     if wanted <= room or not wanted:
         return config
     least = config.max_model_len or facts.max_model_len

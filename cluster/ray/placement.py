@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from cluster.memory import CLUSTER_BYTES, WorkerMemory, in_gb
+from cluster.memory import CLUSTER_BYTES, WorkerMemory, in_gb, tier_bytes
 from configs.machine import memory_bytes
 from configs.schema import ClusterConfig, PoolConfig
 from protocol.errors import InvalidRequestError
@@ -88,7 +88,7 @@ class Room:
         """`memory` is what a worker of each role takes. With `may_grow`, nodes are added for workers that reserve resources."""
         self._config = config
         self._memory = memory
-        self._nodes = [dict(node) | {_MEMORY: _memory_of(node)} for node in nodes]
+        self._nodes = [dict(node) | {_MEMORY: _memory_of(node) - tier_bytes(config)} for node in nodes]
         self._may_grow = may_grow
 
     def check(self, wanted: Mapping[Role, int], asked: Collection[Role]) -> None:
@@ -99,8 +99,9 @@ class Room:
             most = self._most(role, wanted)
             if most or role is tuple(asked)[-1]:
                 others = [f"{number} {other.value}" for other, number in wanted.items() if other is not role and number]
+                others += ["the memory tier"] if tier_bytes(self._config) else []
                 beside = f" beside {' and '.join(others)}" if others else ""
-                memory = ", ".join(in_gb(node[_MEMORY]) for node in self._nodes[:_NAMED_NODES])
+                memory = ", ".join(in_gb(max(0.0, node[_MEMORY])) for node in self._nodes[:_NAMED_NODES])
                 raise InvalidRequestError(
                     f"{role.value}: {wanted[role]} workers do not fit: there is room for at most {most}{beside}; "
                     f"each takes {self._memory[role]}, and the memory for workers is {memory}",

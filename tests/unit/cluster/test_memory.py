@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 import cluster.memory
-from cluster.memory import CLUSTER_BYTES, WorkerMemory, role_memory, with_fitting_pools
+from cluster.memory import CLUSTER_BYTES, WorkerMemory, role_memory, tier_bytes, with_fitting_pools
 from cluster.ray import placement
 from cluster.ray.placement import Room
 from configs.facts import ModelFacts
@@ -77,6 +77,18 @@ def test_the_sum_over_both_roles_has_to_fit(monkeypatch: pytest.MonkeyPatch) -> 
     assert refused.value.message.endswith("the memory for workers is 10.0 GB")
 
 
+def test_a_memory_tier_takes_from_the_room_for_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = config(kv_offloading={"memory_gib": 4})
+    assert tier_bytes(settings) == 4 * 2**30
+    small = room(monkeypatch, CLUSTER_BYTES + 11 * GB, kv_offloading={"memory_gib": 4})
+    small.check({Role.PREFILL: 1, Role.DECODE: 1}, [Role.DECODE])
+    with pytest.raises(InvalidRequestError, match="at most 1 beside 1 prefill and the memory tier"):
+        small.check({Role.PREFILL: 1, Role.DECODE: 2}, [Role.DECODE])
+    paced = config(engine="paced", kv_offloading={"memory_gib": 4})
+    assert 0 < tier_bytes(paced) < 0.01 * tier_bytes(settings), "a paced worker's blocks are few bytes"
+    assert tier_bytes(config()) == 0
+
+
 @pytest.mark.parametrize(
     ("wanted", "named", "most"),
     [
@@ -91,6 +103,14 @@ def test_the_role_that_is_to_blame_is_named(
     with pytest.raises(InvalidRequestError, match=f"at most {most} ") as refused:
         room(monkeypatch, CLUSTER_BYTES + 10 * GB).check(wanted, [Role.PREFILL, Role.DECODE])
     assert refused.value.param == named
+
+
+def test_pools_that_nobody_chose_make_room_for_a_memory_tier(facts: ModelFacts) -> None:
+    without, beside = (
+        with_fitting_pools(config(**settings), facts, 16 * GB).decode.kv_cache_tokens
+        for settings in ({}, {"kv_offloading": {"memory_gib": 8}})
+    )
+    assert beside < without
 
 
 def test_what_nodes_can_be_added_for_is_not_refused() -> None:
