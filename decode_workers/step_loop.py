@@ -51,6 +51,8 @@ class StepLoop:
         """How long the latest step took that computed nothing of a prompt, in seconds; 0 before the first."""
         self.tokens = 0
         """Generated since the start."""
+        self.token_s = 0.0
+        """How long a token of the latest prompt took that was computed here, beside streams; 0 before the first."""
 
     def wake(self) -> None:
         """Look again whether there is something to compute or to send."""
@@ -141,4 +143,6 @@ class StepLoop:
             return None
         assert prefill.began is not None, "a computed prompt has begun"
         logprobs = None if prefill.scores is None else prefill.scores.packed()
-        return Prefilled(time.monotonic() - prefill.began, prefill.cached_tokens, logprobs, prefill.brought)
+        seconds = time.monotonic() - prefill.began
+        self.token_s = seconds / (len(stream.token_ids) - 1 - prefill.cached_tokens)
+        return Prefilled(seconds, prefill.cached_tokens, logprobs, prefill.brought)

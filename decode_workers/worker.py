@@ -149,7 +149,7 @@ class DecodeWorker:
         )
 
     def _opened_tiers(self, rank: FirstRank) -> WorkerTiers | None:
-        """The tiers of the worker's node, if it has some. What computing a token takes beside streams is not known here."""
+        """The tiers of the worker's node, if it has some."""
         return tiers_of(
             rank.config,
             rank.runner.pool.data,
@@ -157,7 +157,7 @@ class DecodeWorker:
             rank.me.arithmetic,
             rank.secret,
             self._cache,
-            token_s=lambda: 0.0,
+            token_s=lambda: self._loop.token_s,
             on_change=self._changed,
             be_nice=lambda: be_nice(PREFILL_NICENESS),
         )

@@ -8,9 +8,10 @@ import pytest
 
 from configs.facts import ModelFacts
 from kv_transfer.transports.loopback import Faults
+from protocol.cache.reset import CacheReset
 from protocol.errors import TandemError, WorkerLostError
 from protocol.gang import RunStep
-from protocol.messages import Role
+from protocol.messages import FetchFrom, Release, Role
 from tests.fault.scenarios import Reference, greedy, prompt_of, run
 from tests.fault.two_gangs import run_gangs
 
@@ -30,6 +31,28 @@ def test_all_pairs_of_sizes_say_the_same(small_model: ModelFacts, reference: Ref
                 assert await router.generate(prompt, greedy(8)) == reference(prompt, 8)
             answers = await asyncio.gather(*(router.generate(prompt, greedy(8), str(n)) for n, prompt in enumerate(prompts)))
             assert answers == [reference(prompt, 8) for prompt in prompts]
+            await workers.until(workers.all_free)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_gang_fetches_blocks_of_another(small_model: ModelFacts, reference: Reference, size: int) -> None:
+    """On as many lanes as there are ranks, each into its own share of the pool."""
+
+    async def scenario() -> None:
+        async with run_gangs(small_model, size, size) as (workers, _):
+            router = await workers.router()
+            prompt = prompt_of(100)
+            assert await router.generate(prompt, greedy(8)) == reference(prompt, 8)
+            await workers.until(workers.all_free)
+            await router.prefill.ask(lambda call_id: CacheReset(call_id, None), 5)
+            ticket = await router.reserve(prompt, 8, own_tokens=len(prompt))
+            first = await router.compute(ticket, prompt, greedy(8), fetch=FetchFrom(workers.decode.me, 96))
+            assert first.prefilled.brought.peer_tokens == first.prefilled.cached_tokens == 96
+            await router.attach(ticket, first, greedy(8))
+            assert [first.token_id, *await router.rest(ticket)] == reference(prompt, 8)
+            router.decode.send(Release(ticket.ticket_id))
             await workers.until(workers.all_free)
 
     run(scenario())
