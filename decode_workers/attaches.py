@@ -226,10 +226,9 @@ class Attaches:
 
     async def _give_up(self, entry: TicketEntry, overdue: Overdue) -> None:
         """A tier hangs in the middle of a read: the router asks elsewhere, and the ticket keeps its blocks until it lets go."""
-        held = entry.held_tokens
         self._ledger.abort(entry.ticket_id)
         await asyncio.wait((overdue.reading,))
-        self._ledger.end_fill(entry.ticket_id, held)
+        self._ledger.end_fill(entry.ticket_id, entry.held_tokens)
 
     def _stream(self, entry: TicketEntry, waiting: _Waiting) -> Stream:
         message, prefill = waiting.message, None

@@ -206,7 +206,7 @@ class Ledger:
             return False
         self._move(entry, TicketState.COMMITTED)
         if len(entry.keys) < len(entry.token_ids) // self._block_size:  # of a stream that has migrated there are more by now
-            entry.keys = self._keys(entry.token_ids, entry.cache_salt)
+            entry.keys = more_keys(entry.keys, entry.token_ids, self._block_size, entry.cache_salt)
         if not entry.mixed:
             self._cache.insert(entry.keys, entry.block_table)
         self._on_committed(entry)

@@ -23,6 +23,8 @@ from engine.sampler import finish_reason
 from protocol.errors import TandemError
 from protocol.messages import Failed, Prefilled, StreamOutput
 
+_FADING = 0.9
+
 
 class StepLoop:
     """Computes one step after the other.
@@ -51,8 +53,13 @@ class StepLoop:
         """How long the latest step took that computed nothing of a prompt, in seconds; 0 before the first."""
         self.tokens = 0
         """Generated since the start."""
-        self.token_s = 0.0
-        """How long a token of the latest prompt took that was computed here, beside streams; 0 before the first."""
+        self._prompt_s = self._prompt_tokens = 0.0
+        """Of prompts that were computed here lately: the one before counts _FADING as much."""
+
+    @property
+    def token_s(self) -> float:
+        """How long a token of prompts that are computed here took lately, beside streams; 0 before the first."""
+        return self._prompt_s / self._prompt_tokens if self._prompt_tokens else 0.0
 
     def wake(self) -> None:
         """Look again whether there is something to compute or to send."""
@@ -144,5 +151,6 @@ class StepLoop:
         assert prefill.began is not None, "a computed prompt has begun"
         logprobs = None if prefill.scores is None else prefill.scores.packed()
         seconds = time.monotonic() - prefill.began
-        self.token_s = seconds / (len(stream.token_ids) - 1 - prefill.cached_tokens)
+        self._prompt_s = _FADING * self._prompt_s + seconds
+        self._prompt_tokens = _FADING * self._prompt_tokens + len(stream.token_ids) - 1 - prefill.cached_tokens
         return Prefilled(seconds, prefill.cached_tokens, logprobs, prefill.brought)

@@ -27,9 +27,3 @@ class PinningCache(Protocol):
 
     def unpin(self, pin: Any, keys: Sequence[bytes] = ()) -> None:
         """Give pinned blocks up; `keys` are those of its full blocks."""
-
-    def is_current(self, pin: Any) -> bool:
-        """Whether the cache was not reset since these blocks were pinned."""
-
-    def insert(self, keys: Sequence[bytes], table: Sequence[int]) -> None:
-        """Record that the first blocks of a table, one per key, hold complete KV and can be found by these keys."""

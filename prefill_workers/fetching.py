@@ -5,7 +5,8 @@
 
 Prompts that lack nothing are computed meanwhile. From the end of a fetch until its prompt starts, its blocks are the newest of
 the idle ones: where blocks are so few that they are evicted all the same, they are computed. Nothing is pinned while a prompt
-that is due lacks blocks. Whatever goes wrong costs time only: each source has a deadline without progress.
+that is due lacks blocks. Whatever goes wrong costs time only: each source has a deadline without progress, and one that has
+failed is not waited for again.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from kv_transfer.peers import DecodePeers
 from kv_transfer.remote_lanes import receive_ranks
 from kv_transfer.transport import ReceiveTransport
 from prefill_workers.job import Job
-from prefill_workers.scheduler import Prompt
 from protocol.cache.fetch import Fetch
 from protocol.endpoint import Handler
 from protocol.errors import TandemError
@@ -44,7 +44,6 @@ from protocol.messages import (
     PushCommit,
     TransferAbort,
     WorkerLife,
-    WorkerRef,
 )
 
 if TYPE_CHECKING:  # only where tiers are configured are they imported
@@ -133,46 +132,45 @@ class Fetching:
         held = self._cache.match(keys)
         if held == len(keys):
             return
-        began, lacking = time.monotonic(), keys[held]
-        if (other := self._coming.get(lacking)) is not None:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._lease_s):
+        began, before = time.monotonic(), prompt.brought.seconds
+        await self._wait_for_others(keys)
+        if (held := self._cache.match(keys)) < len(keys):
+            lacking, done = keys[held], asyncio.Event()
+            self._coming[lacking] = done
+            try:
+                for source in self._sources(wanted):
+                    await self._take(source, job, keys)
+            finally:
+                done.set()
+                if self._coming.get(lacking) is done:
+                    del self._coming[lacking]
+        in_vain_s = time.monotonic() - began - (prompt.brought.seconds - before)
+        prompt.brought += Brought(seconds=max(0.0, in_vain_s))
+
+    async def _wait_for_others(self, keys: Sequence[bytes]) -> None:
+        """While another prompt brings the first block that lacks, for a lease at most."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._lease_s):
+                while (held := self._cache.match(keys)) < len(keys) and (other := self._coming.get(keys[held])) is not None:
                     await other.wait()
-        done = self._coming[lacking] = asyncio.Event()
-        try:
-            for source in self._sources(wanted):
-                if (held := self._cache.match(keys)) == len(keys) or job.stopped:
-                    break
-                await self._take(source, prompt, keys, held)
-        finally:
-            done.set()
-            if self._coming.get(lacking) is done:
-                del self._coming[lacking]
-            prompt.brought += Brought(seconds=time.monotonic() - began)
 
     def _sources(self, wanted: FetchFrom | None) -> Iterator[str | FetchFrom]:
         """Names of tiers and the peer, the faster first: a peer's pool is slower than the node's memory, and faster than its
         disk. What does not answer, or does not pay, is left out.
         """
-        names = [] if self._reader is None else [name for name in self._reader.names if self._reader.pays(name)]
-        yield from (name for name in names if name == MEMORY)
-        if wanted is not None and self._may_ask(wanted.worker):
-            yield wanted
-        yield from (name for name in names if name != MEMORY)
+        names = () if self._reader is None else self._reader.names
+        everything = [*(name for name in names if name == MEMORY), wanted, *(name for name in names if name != MEMORY)]
+        return (source for source in everything if source is not None and self._may_take(source))
 
-    def _may_ask(self, peer: WorkerRef) -> bool:
-        ours = peer.arithmetic == self._me.arithmetic and peer.life != self._me.life
-        return ours and self._failed_at.get(peer.life, -math.inf) < time.monotonic() - _LEFT_ALONE_S
-
-    async def _take(self, source: str | FetchFrom, prompt: Prompt, keys: Sequence[bytes], held: int) -> None:
+    async def _take(self, source: str | FetchFrom, job: Job, keys: Sequence[bytes]) -> None:
         """Take what one source has beyond the blocks that are held."""
-        began = time.monotonic()
-        end = await self._end(source, keys, held)
+        held = self._cache.match(keys)
+        end = await self._end(source, keys, held) if held < len(keys) else held
         async with self._turns:
-            held = self._cache.match(keys)  # meanwhile some may have been evicted, or computed
-            if end <= held:
+            began, held = time.monotonic(), self._cache.match(keys)  # meanwhile some may have been evicted, or computed
+            if end <= held or job.stopped or not self._may_take(source):
                 return
-            pin = self._cache.pin("fetched", end, keys[:held], time.monotonic() + 2 * self._lease_s)
+            pin = self._cache.pin("fetched", end, keys[:held], began + 2 * self._lease_s)
             if pin is None:
                 return
             blocks = held
@@ -185,8 +183,18 @@ class Fetching:
                 if self._cache.is_current(pin):
                     self._cache.insert(keys[:blocks], pin.table)
             self._cache.unpin(pin, keys[:blocks])
+            self._on_change()
         name = source if isinstance(source, str) else PEER
-        prompt.brought += Brought.of(name, (blocks - held) * self._block_size, time.monotonic() - began)
+        job.prompt.brought += Brought.of(name, (blocks - held) * self._block_size, time.monotonic() - began)
+
+    def _may_take(self, source: str | FetchFrom) -> bool:
+        """Whether a source answers, and pays, as far as is known."""
+        if isinstance(source, str):
+            assert self._reader is not None, "only a tier that there is has a name"
+            return self._reader.pays(source)
+        peer = source.worker
+        ours = peer.arithmetic == self._me.arithmetic and peer.life != self._me.life
+        return ours and self._failed_at.get(peer.life, -math.inf) < time.monotonic() - _LEFT_ALONE_S
 
     async def _end(self, source: str | FetchFrom, keys: Sequence[bytes], held: int) -> int:
         """How many leading blocks this source and the pool probably have together."""

@@ -93,7 +93,7 @@ class PrefillWorker:
         self._jobs = Jobs(
             self._scheduler,
             self._endpoint.send,
-            self._tasks.create_task,
+            self._spawn,
             self._changed,
             None if self.tiers is None else self.tiers.note,
         )
@@ -200,7 +200,7 @@ class PrefillWorker:
             scores=scores,
         )
         self._jobs.add(job)
-        self._tasks.create_task(self._admit(job))
+        self._spawn(self._admit(job))
 
     async def _admit(self, job: Job) -> None:
         """Make sure of the way to decode, and of the grammar, before any work is spent."""
@@ -296,7 +296,7 @@ class PrefillWorker:
         if finish is not None:
             self._jobs.stop(job)
         else:
-            self._tasks.create_task(self._hand_over(job))
+            self._spawn(self._hand_over(job))
 
     async def _hand_over(self, job: Job) -> None:
         """Wait for the last push, commit, and give the blocks back."""

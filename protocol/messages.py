@@ -135,27 +135,24 @@ FAILED_LATE_S = 0.1
 
 @dataclass(frozen=True)
 class Brought:
-    """Tokens at a prompt's beginning whose KV came from elsewhere, beyond what the worker's own pool held, and how long each
-    source took.
-    """
+    """Tokens at a prompt's beginning whose KV came from elsewhere, beyond what the worker's own pool held."""
 
     peer_tokens: int = 0
     """Out of other workers' pools."""
     peer_s: float = 0.0
+    """How long that took. With no tokens: a peer was asked in vain."""
     memory_tokens: int = 0
     """Out of the node's memory tier."""
-    memory_s: float = 0.0
     disk_tokens: int = 0
     """Out of the node's disk tier."""
-    disk_s: float = 0.0
     seconds: float = 0.0
     """How long the prompt waited for all of it, and for what did not come."""
 
     @classmethod
     def of(cls, source: str, num_tokens: int, seconds: float) -> Brought:
-        """So many tokens of one source, MEMORY, DISK or PEER, and how long that took. 0 tokens: it was asked in vain."""
-        peer, memory, disk = ((num_tokens, seconds) if source == name else (0, 0.0) for name in (PEER, MEMORY, DISK))
-        return cls(*peer, *memory, *disk)
+        """So many tokens of one source, MEMORY, DISK or PEER, and how long that took."""
+        peer, memory, disk = (num_tokens if source == name else 0 for name in (PEER, MEMORY, DISK))
+        return cls(peer, seconds if source == PEER else 0.0, memory, disk, seconds)
 
     @property
     def num_tokens(self) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 
-from protocol.messages import LoadReport
+from protocol.messages import FAILED_LATE_S, LoadReport
 from router.rules.caching.reach import NotLending
 from router.rules.disaggregation import PrefillCosts
 from router.rules.fair_queue import ANYBODY
@@ -158,7 +158,7 @@ class Claims:
         took_s = prefill_s if claim.waits else now - claim.claimed_at - brought.seconds
         if brought.peer_tokens:
             learned.costs.fetched(brought.peer_tokens, brought.peer_s, now)
-        elif claim.pair.fetch_from is not None:
+        elif claim.pair.fetch_from is not None and brought.peer_s > FAILED_LATE_S:
             learned.not_lent(claim.pair.fetch_from, now)
         learned.costs.prefilled(claim.pair.here, len(request.token_ids) - request.cached, took_s, now)
 

@@ -23,7 +23,7 @@ from simulator.shared import MemoryTier, Site
 
 MOST_AT_ONCE = 4
 """Prompts of one worker that are brought at once, as in `prefill_workers.fetching`."""
-MOST_LOANS = 16
+MOST_LOANS, MOST_SHARE = 16, 0.5
 """Fetches that one worker serves at once, as in `kv_transfer.fetching.lender`."""
 PIECE_TOKENS = 2048
 """Tokens that are sent at once, as there."""
@@ -80,8 +80,10 @@ class Lender:
             self._clock.after(self._profile.overheads.message_s, answer, held)
             return
         keys = keys[:num_blocks]
-        pin = self._cache.pin("lent", num_blocks, keys, self._clock.now)
-        assert pin is not None, "cached blocks can always be shared"
+        pin = self._cache.pin("lent", num_blocks, keys, self._clock.now, most=MOST_SHARE)
+        if pin is None:
+            self._clock.after(self._profile.overheads.message_s, answer, held)
+            return
         self._loans += 1
         self._changed()
         self._push(_Loan(keys, pin, held * self._block_size, num_blocks * self._block_size, answer))

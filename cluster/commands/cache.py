@@ -25,8 +25,8 @@ def reset(
 ) -> None:
     """Erase cached KV from the workers' pools, and from the memory and disk tiers of their nodes.
 
-    Pools forget all that no request uses just now, and tiers what is the tenant's. What requests that run are using is cached
-    when they end: stop the tenant's first.
+    Pools forget everything, and tiers what is the tenant's. What requests that run are using is cached as they go on and end:
+    stop the tenant's first.
     """
     workers = ApiClient(url, admin_key).post("/admin/cache", {"action": "reset", "tenant": tenant})["workers"]
     pools = sum(worker["pool_blocks"] for worker in workers)

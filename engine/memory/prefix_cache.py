@@ -163,8 +163,8 @@ class PrefixCache:
         assert all(self._references[block] for block in table), "a block without an owner is released"
         for block in table:
             self._references[block] -= 1
-        # Blocks are shared by key alone: one that is not cached has had no other owner.
-        self._blocks.free([block for block in table if block not in self._key_of])
+        # One that is not cached has an other owner only if it was, before a reset.
+        self._blocks.free([block for block in table if block not in self._key_of and not self._references[block]])
         # From the end, so that the end of a prefix is older than its beginning; also where the cached block of a key is
         # another than ours.
         for key in reversed(keys):
@@ -187,26 +187,26 @@ class PrefixCache:
         return pin
 
     def unpin(self, pin: Pin, keys: Sequence[bytes] = ()) -> None:
-        """Give pinned blocks up, as `release` does; `keys` are those of its full blocks. After a reset they are let go."""
+        """Give pinned blocks up, as `release` does; `keys` are those of its full blocks."""
         del self._pins[pin]
         self.release(keys, pin.table)
-        if not self.is_current(pin):
-            idle = [block for block in pin.table if block in self._idle]
-            for block in idle:
-                self._let_go(block)
 
     def is_current(self, pin: Pin) -> bool:
         """Whether the cache was not reset since these blocks were pinned: only then may they be cached."""
         return pin.resets == self._resets
 
     def reset(self) -> int:
-        """Let go of all cached blocks without an owner, and of those that are pinned as soon as they are not. Returns how many
-        went at once.
+        """Forget all cached blocks: nothing of what is there now is found again, unless an owner inserts it anew. Returns how
+        many had no owner.
         """
         self._resets += 1
         count = len(self._idle)
-        self._evict(count)
-        self._evicted.clear()
+        if self._on_change is not None:
+            for key in self._block_of:
+                self._on_change(key, False)
+        self._blocks.free(tuple(self._idle))
+        for books in (self._idle, self._block_of, self._key_of, self._evicted):
+            books.clear()
         return count
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
@@ -222,19 +222,14 @@ class PrefixCache:
 
     def _evict(self, num_blocks: int) -> None:
         for _ in range(num_blocks):
-            key = self._let_go(next(iter(self._idle)))
+            block, _ = self._idle.popitem(last=False)
+            key = self._key_of.pop(block)
+            del self._block_of[key]
             self.evictions += 1
+            if self._on_change is not None:
+                self._on_change(key, False)
             if self._num_kept < self.num_blocks:
                 self._evicted[key] = None
                 if len(self._evicted) > self.num_blocks:
                     self._evicted.popitem(last=False)
-
-    def _let_go(self, block: int) -> bytes:
-        """Free an idle block, and return the key that it was known by."""
-        del self._idle[block]
-        key = self._key_of.pop(block)
-        del self._block_of[key]
-        if self._on_change is not None:
-            self._on_change(key, False)
-        self._blocks.free((block,))
-        return key
+            self._blocks.free((block,))

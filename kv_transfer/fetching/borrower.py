@@ -71,7 +71,7 @@ class Borrower:
         keys: Sequence[bytes],
         block_table: Sequence[int],
         held_blocks: int,
-        on_progress: Callable[[], None] = lambda: None,
+        on_progress: Callable[[], None],
     ) -> int:
         """Have a worker fill all but the first `held_blocks` of these blocks, one for each key. Returns how many leading blocks
         hold what they should by now. `on_progress` is called while more and more of it comes.

@@ -26,7 +26,7 @@ PIECE_TOKENS = 2048
 """Tokens of one push, at most: by them go the buffers of both sides, and how soon a lender hears that nobody waits any more."""
 MOST_LOANS = 16
 """Fetches that one worker serves at once."""
-_MOST_SHARE = 0.5
+MOST_SHARE = 0.5
 """Share of the pool's free blocks that one loan may take: prompts and streams of the worker need some meanwhile."""
 _STEP_OVER = 0
 """Number of the step that a lane waits for (`kv_transfer.progress`): none, since what is sent was computed before."""
@@ -63,7 +63,7 @@ class Lender:
         try:
             num_blocks = self._checked(message)
             keys = message.keys[:num_blocks]
-            pinned = self._cache.pin("lent", num_blocks, keys, self._deadline(), most=_MOST_SHARE)
+            pinned = self._cache.pin("lent", num_blocks, keys, self._deadline(), most=MOST_SHARE)
             if pinned is None:
                 raise OverloadedError("the pool has no blocks to spare", retry_after_s=1.0)
         except TandemError as error:

@@ -42,7 +42,9 @@ class Occupied:
             time.sleep(_LOOK_S / 10)
         if os.pread(self._fd, len(described) + 1, 0) != described:
             os.close(self._fd)
-            raise ConfigError(f"{folder}: is in use for the KV of another model, format or block size", param="kv_offloading")
+            raise ConfigError(
+                f"{folder}: is in use for the KV of another model, format, block size or arithmetic", param="kv_offloading"
+            )
 
     def leave(self) -> None:
         """Use it no longer. Idempotent."""

@@ -4,13 +4,15 @@
                       └── too many wait, or evicted meanwhile: dropped, and computed again when somebody asks
 
 So a block is written before the pool needs its place. The thread has a low priority, and the few blocks that are pinned are all
-that a prompt may have to wait for. A disk that hangs keeps these, which an audit finds, and nothing else.
+that a prompt may have to wait for. A disk that hangs keeps these, which an audit finds; nothing more is written then.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -42,15 +44,13 @@ class Offload:
         self._lease_s = lease_s
         self._on_change = on_change
         self._thread = ThreadPoolExecutor(1, "kv-offload", be_nice)
-        self._waiting: dict[bytes, str] = {}
+        self._waiting: OrderedDict[bytes, str] = OrderedDict()
         """Salts by key, in the order in which they are to be written."""
-        self._written: dict[bytes, float] = {}
+        self._written: OrderedDict[bytes, float] = OrderedDict()
         """When blocks were written, the latest last."""
         self._noted = asyncio.Event()
         self._turn = asyncio.Lock()
         """Held while blocks are pinned to be written."""
-        self.dropped = 0
-        """Blocks that were not written, because too many waited."""
 
     @property
     def num_waiting(self) -> int:
@@ -63,11 +63,10 @@ class Offload:
         """
         long_ago = time.monotonic() - _WRITTEN_S
         for key in reversed(keys):
-            if self._written.get(key, 0.0) > long_ago:
+            if self._written.get(key, -math.inf) > long_ago:
                 continue
             if len(self._waiting) >= _MOST_WAITING and key not in self._waiting:
-                self.dropped += 1
-                continue
+                break
             self._waiting.pop(key, None)
             self._waiting[key] = salt
         if self._waiting:
@@ -79,9 +78,9 @@ class Offload:
         Raises UnavailableError if that takes longer than a lease.
         """
         self._waiting.clear()
-        self._written.clear()
         try:
             async with asyncio.timeout(self._lease_s), self._turn:
+                self._waiting.clear()
                 self._written.clear()
         except TimeoutError:
             raise UnavailableError("blocks are being written to a tier that does not answer") from None
@@ -113,16 +112,15 @@ class Offload:
         """Returns whether there may be more to do at once."""
         batch: list[tuple[bytes, str]] = []
         while self._waiting and len(batch) < _AT_ONCE:
-            key = next(iter(self._waiting))
-            salt = self._waiting.pop(key)
+            key, salt = self._waiting.popitem(last=False)
             if self._cache.match((key,)):
                 batch.append((key, salt))
         keys = [key for key, _ in batch]
         if not keys:
-            return bool(self._waiting)
+            return False
         pin = self._cache.pin("offloaded", len(keys), keys, time.monotonic() + self._lease_s)
         if pin is None:
-            self._waiting = dict(batch) | self._waiting  # prompts need the pool now
+            self._waiting = OrderedDict(batch) | self._waiting  # prompts need the pool now
             return False
         writing = loop.run_in_executor(self._thread, self._put, batch, list(pin.table))
         try:
@@ -146,4 +144,4 @@ class Offload:
             self._written.pop(key, None)
             self._written[key] = now
         while len(self._written) > _MOST_WAITING:
-            del self._written[next(iter(self._written))]
+            self._written.popitem(last=False)

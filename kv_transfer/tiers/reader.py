@@ -20,7 +20,7 @@ from kv_transfer.tiers.node_tiers import NodeTiers
 
 _KNOWN_S = 60.0
 _MOST_READS = 4
-"""Prompts that wait for a read. One more is computed."""
+"""Prompts that wait for a read of one tier. One more is computed."""
 
 
 class TierReader:
@@ -33,13 +33,13 @@ class TierReader:
         self._block_size = block_size
         self._token_s = token_s
         self._patience_s = patience_s
-        self._looking = ThreadPoolExecutor(1, "kv-look")
-        self._reading = ThreadPoolExecutor(1, "kv-read")
+        self._looking = {name: ThreadPoolExecutor(1, f"kv-look-{name}") for name in tiers.names}
+        self._reading = {name: ThreadPoolExecutor(1, f"kv-read-{name}") for name in tiers.names}
+        self._reads = dict.fromkeys(tiers.names, 0)
         self._measured: dict[str, tuple[float, float]] = {}
         """Seconds of a block, and when that was, by tier."""
         self._overdue: dict[str, asyncio.Future[Any]] = {}
         """The call that a tier did not answer in time."""
-        self._reads = 0
 
     @property
     def names(self) -> Sequence[str]:
@@ -49,7 +49,7 @@ class TierReader:
     def pays(self, name: str) -> bool:
         """Whether reading a block of this tier takes less than computing it, as far as is known, and it answers."""
         overdue = self._overdue.get(name)
-        if self._reads >= _MOST_READS or (overdue is not None and not overdue.done()):
+        if self._reads[name] >= _MOST_READS or (overdue is not None and not overdue.done()):
             return False
         block_s, at = self._measured.get(name, (0.0, 0.0))
         token_s = self._token_s()
@@ -57,7 +57,7 @@ class TierReader:
 
     async def match(self, name: str, keys: Sequence[bytes]) -> int:
         """Number of leading keys whose blocks lie in this tier; 0 if it does not say so in time."""
-        looking = asyncio.get_running_loop().run_in_executor(self._looking, self._tiers.match, name, keys)
+        looking = asyncio.wrap_future(self._looking[name].submit(self._tiers.match, name, keys))
         await asyncio.wait((looking,), timeout=self._patience_s)
         if not looking.done():
             self._overdue[name] = looking
@@ -67,18 +67,22 @@ class TierReader:
     async def read(self, name: str, keys: Sequence[bytes], blocks: Sequence[int]) -> int:
         """Fill blocks of the caller's own, one for each key. Returns how many of the first ones hold what they should.
 
-        Raises Overdue if it has not ended in time: then the blocks are being written until `Overdue.reading` is done. Where it
-        is cancelled, nothing writes into them any more, or the process ends.
+        Raises Overdue if it has begun and not ended in time: then the blocks are being written until `Overdue.reading` is done.
+        Where it is cancelled, nothing writes into them any more, or the process ends.
         """
-        reading = asyncio.get_running_loop().run_in_executor(self._reading, self._timed, name, keys, blocks)
-        self._reads += 1
-        reading.add_done_callback(self._read)
+        submitted = self._reading[name].submit(self._timed, name, keys, blocks)
+        reading = asyncio.wrap_future(submitted)
+        self._reads[name] += 1
+        reading.add_done_callback(lambda _: self._read(name))
         try:
             await asyncio.wait((reading,), timeout=self._patience_s)
         except asyncio.CancelledError:
-            await asyncio.wait((reading,), timeout=self._patience_s)
+            if not submitted.cancel():
+                await asyncio.wait((reading,), timeout=self._patience_s)
             raise
         if not reading.done():
+            if submitted.cancel():
+                return 0
             self._overdue[name] = reading
             raise Overdue(reading)
         count, seconds = reading.result()
@@ -88,12 +92,12 @@ class TierReader:
 
     def close(self) -> None:
         """Read nothing more."""
-        self._looking.shutdown(wait=False, cancel_futures=True)
-        self._reading.shutdown(wait=False, cancel_futures=True)
+        for thread in (*self._looking.values(), *self._reading.values()):
+            thread.shutdown(wait=False, cancel_futures=True)
 
     def _timed(self, name: str, keys: Sequence[bytes], blocks: Sequence[int]) -> tuple[int, float]:
         began = time.monotonic()
         return self._tiers.get(name, keys, blocks), time.monotonic() - began
 
-    def _read(self, reading: asyncio.Future[tuple[int, float]]) -> None:
-        self._reads -= 1
+    def _read(self, name: str) -> None:
+        self._reads[name] -= 1

@@ -1,6 +1,6 @@
 """How an operator has what workers keep of earlier prompts erased.
 
-router ──CacheReset──► worker      its pool forgets what nobody uses just now, and its node's tiers what is the tenant's
+router ──CacheReset──► worker      its pool forgets what is cached, and its node's tiers what is the tenant's
 router ◄──CacheErased── worker     or Failed: some may be left
 """
 
@@ -28,6 +28,6 @@ class CacheErased:
 
     call_id: int
     pool_blocks: int
-    """Blocks that the worker's pool has forgotten. Pools do not know whose they are: it is all that were not in use."""
+    """Blocks without an owner that the worker's pool has forgotten. Pools do not know whose they are: it is all of them."""
     tier_blocks: int
     """Blocks of the tenant that were erased from the tiers of the worker's node, whichever worker had written them."""

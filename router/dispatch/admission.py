@@ -212,6 +212,9 @@ class Admission:
         tenant = journal.scheduling_class.tenant
         prompt = PromptWork(computes, pair.num_missing, tenant, self._roster.note_change, ahead=pair.ahead)
         lender = None if pair.fetch_from is None else self._roster.ready_worker(pair.fetch_from)
+        if lender is not None and lender.ref.arithmetic != computes.ref.arithmetic:
+            self._not_lending.note(lender.ref.worker_id, time.monotonic())
+            lender = None
         fetch = None if lender is None else FetchFrom(lender.ref, pair.fetch_tokens)
         placed = Placed(pair.reason, fetch, self._not_lending)
         return Claim(attempt_id, reservation, prompt, journal, self._costs, self._roster.pace, placed)

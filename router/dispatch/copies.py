@@ -118,6 +118,10 @@ class Copies:
             self._metrics.copied(outcome)
 
     def _other(self, running: Running, need_blocks: int) -> WorkerLink | None:
-        """The worker with the most room, other than the stream's own."""
-        order = self._roster.decode_order(need_blocks, avoid=(running.claim.decode.ref.worker_id,))
-        return self._roster.ready_decode(order[0]) if order and order[0] != running.claim.decode.ref.worker_id else None
+        """The worker with the most room, other than the stream's own; one of another arithmetic would not cache the copy."""
+        own = running.claim.decode.ref
+        for worker_id in self._roster.decode_order(need_blocks, avoid=(own.worker_id,)):
+            link = self._roster.ready_decode(worker_id)
+            if link is not None and worker_id != own.worker_id and link.ref.arithmetic == own.arithmetic:
+                return link
+        return None

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
+from functools import partial
 
 import pytest
 
 from configs.loader import load_config
 from engine.paced.fingerprints import next_token
+from protocol.cache.keys import block_keys
 from protocol.cache.news import NEWS_GAP_S
 from protocol.sampling import SamplingParams
+from router.rules.caching.caches import Caches
 from tests.fault.many_decodes import ManyDecodes, Said, run_many_decodes
 from tests.tiny_models import tiny_facts
 
@@ -82,7 +85,15 @@ async def chat(many: ManyDecodes, prompt: list[int], rng: random.Random) -> int:
         assert said.token_ids == expected(prompt, 30)
         prompt = prompt + said.token_ids[:-1]  # of the last token no KV was computed
         await asyncio.sleep((1 + 2 * rng.random()) * NEWS_GAP_S)
+        if (caches := many.roster.caches) is not None:
+            keys = block_keys(prompt, CONFIG.block_size, "")
+            await many.until(partial(knows, caches, keys))  # on a busy machine that may take longer
     return could
+
+
+def knows(caches: Caches, keys: list[bytes]) -> bool:
+    """Whether the router has been told that somebody holds all of these blocks."""
+    return max(caches.held(keys).values(), default=0) == len(keys)
 
 
 def test_chats_go_where_they_are_cached() -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from router.rules.disaggregation import Costs
 
 _NOT_ASKED_S = 5.0
-"""A worker from which nothing came is not asked again for so long."""
+"""A worker that was asked in vain, and told it late, is not asked again for so long."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ NO_REACH = Reach()
 
 
 class NotLending(Container[str]):
-    """Workers from which nothing came when it was asked for lately: they no longer had it, or there is no way to them."""
+    """Workers that were asked in vain lately, and that told it late or can't lend to who asked."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

@@ -37,9 +37,9 @@ def test_a_tier_gives_back_what_pools_have_lost() -> None:
     again = Request(9, 40.0, [100] * 400, 1)
     simulate([a, *others, again], Shape(1, 1), config(), profile(), Caching(tier=size))
     assert (again.cached, again.brought.memory_tokens) == (blocks_of(399), blocks_of(399))
-    assert again.brought.memory_s == pytest.approx(blocks_of(399) * size.token_s)
+    assert again.brought.seconds == pytest.approx(blocks_of(399) * size.token_s)
     computed_s = (400 - blocks_of(399)) * PREFILL_TOKEN_S
-    in_all = OVERHEADS.request_s + 4 * OVERHEADS.message_s + again.brought.memory_s + computed_s
+    in_all = OVERHEADS.request_s + 4 * OVERHEADS.message_s + again.brought.seconds + computed_s
     assert again.ttft_s == pytest.approx(in_all, abs=1e-12)
     requests = [Request(0, 0.0, [100] * 400, 1), *others, Request(9, 40.0, [100] * 400, 1)]
     simulate(requests, Shape(1, 1), config(), profile())
