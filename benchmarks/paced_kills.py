@@ -30,6 +30,7 @@ from benchmarks.lib.servers import HOST, MODEL, cluster
 from configs.models import resolve
 from engine.paced.fingerprints import next_token
 from loadtest.datasets import TraceRow, mooncake_rows
+from protocol.cache.keys import SHORT_BYTES
 
 WORKERS, BLOCK_SIZE, TRACE_BLOCK = 16, 16, 512
 TRACE = "mooncake_conversation.jsonl"
@@ -106,7 +107,7 @@ async def run(port: int, pid: int, rows: Sequence[TraceRow], time_scale: float) 
         await asyncio.gather(harming, looking, return_exceptions=True)
         await asyncio.sleep(CALM_S)
         seen.leaks.append(await audit(client))
-        names = ("resumed_streams_total", "kv_transfer_failures_total", "lent_tokens_total", "failed_fetches_total")
+        names = ("resumed_streams_total", "kv_transfer_failures_total", "cache_news_total", "cache_news_keys_total")
         lines = (await client.get("/metrics")).text.splitlines()
     hits = {f"hits_{source}": counted(lines, "prefix_cache_hits_total", f'source="{source}"') for source in SOURCES}
     return asked, seen, {name: counted(lines, name) for name in names} | hits
@@ -212,6 +213,7 @@ def said(tokens: list[int], count: int) -> Iterator[int]:
 
 
 def table(result: dict[str, Any]) -> str:
+    seconds = result["minutes"] * 60
     mib = [each / 2**20 for each in result["router_bytes"]]
     quarter = max(1, len(mib) // 4)
     early, late = statistics.median(mib[quarter : 2 * quarter] or mib), statistics.median(mib[-quarter:])
@@ -232,6 +234,8 @@ def table(result: dict[str, Any]) -> str:
         f"| streams that went on elsewhere | {result['resumed_streams_total']:.0f} |",
         f"| tokens of prompts not computed: pool, peer, memory | "
         f"{result['hits_pool']:.0f}, {result['hits_peer']:.0f}, {result['hits_memory']:.0f} |",
+        f"| news of caches to the router | {result['cache_news_total'] / seconds:.1f} messages/s, "
+        f"{result['cache_news_keys_total'] * SHORT_BYTES / seconds / 1e3:.1f} kB/s of keys |",
         f"| leaks found by the audit at the end | {len(result['leaks'])} |",
         f"| memory of a router, second quarter and last | {early:.0f}, {late:.0f} MiB |",
         "",
