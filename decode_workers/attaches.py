@@ -26,7 +26,7 @@ from decode_workers.stream import LocalPrefill, Stream
 from decode_workers.ticket_entry import TicketEntry
 from engine.grammar import Constraint, Grammars
 from engine.scoring import PromptScores
-from kv_transfer.offloading import Overdue
+from kv_transfer.tiers.overdue import Overdue
 from protocol.errors import ContextLengthError, InvalidRequestError, KvTransferError, TandemError
 from protocol.messages import NOTHING_BROUGHT, Attach, Attached, Brought, Failed
 from protocol.sampling import MAX_PROMPT_LOGPROBS

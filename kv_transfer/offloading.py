@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -14,14 +13,6 @@ from protocol.messages import KvLayout
 
 if TYPE_CHECKING:
     from kv_transfer.tiers.worker_tiers import WorkerTiers
-
-
-class Overdue(Exception):
-    """A read has not ended in time. `reading` is done when nothing writes into its blocks any more."""
-
-    def __init__(self, reading: asyncio.Future[tuple[int, float]]) -> None:
-        super().__init__("a tier does not answer")
-        self.reading = reading
 
 
 def tiers_of(

@@ -25,9 +25,9 @@ from kv_transfer.arrivals import Arrivals
 from kv_transfer.fetching.borrower import Borrower
 from kv_transfer.fetching.lender import Lender
 from kv_transfer.fetching.lenders import Lenders
-from kv_transfer.offloading import Overdue
 from kv_transfer.peers import DecodePeers
 from kv_transfer.remote_lanes import receive_ranks
+from kv_transfer.tiers.overdue import Overdue
 from kv_transfer.transport import ReceiveTransport
 from prefill_workers.job import Job
 from protocol.cache.fetch import Fetch

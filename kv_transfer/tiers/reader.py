@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from kv_transfer.offloading import Overdue
 from kv_transfer.tiers.node_tiers import NodeTiers
+from kv_transfer.tiers.overdue import Overdue
 
 _KNOWN_S = 60.0
 _MOST_READS = 4

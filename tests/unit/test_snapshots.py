@@ -120,8 +120,8 @@ def _last_part(reference: str) -> str:
 
 def messages(tmp_path: Path) -> str:
     """Every message that the codec carries, by tag; then the records and enums within them, by name."""
-    for module in pkgutil.iter_modules(protocol.__path__):
-        importlib.import_module(f"protocol.{module.name}")
+    for module in pkgutil.walk_packages(protocol.__path__, "protocol."):
+        importlib.import_module(module.name)
     below: dict[str, type[Any]] = {}
     shown = [f"wire version {WIRE_VERSION.decode()}\n"]
     shown += [f"message {tag} {_record(cls, below)}" for tag, cls in sorted(_CLASSES.items())]
