@@ -26,6 +26,7 @@ from decode_workers.scheduler import DecodeScheduler
 from decode_workers.step_loop import StepLoop
 from decode_workers.stream import Stream
 from kv_transfer.peers import DecodePeers
+from kv_transfer.progress import STEP_OVER
 from kv_transfer.sender import OutgoingTransfer, PushPart, SendingPair
 from protocol.audit import SendRow
 from protocol.errors import InvalidRequestError, KvTransferError, TandemError
@@ -38,8 +39,6 @@ _PIECE_TOKENS = 128
 _ROUNDS = 4
 """Number of rounds before the pause. Each sends what was computed during the one before, so a slow way makes the pause longer.
 """
-_STEP_OVER = 0
-"""Number of the step that a lane waits for (`kv_transfer.progress`): none, since what is sent was computed before."""
 
 
 @dataclass(eq=False)
@@ -177,7 +176,7 @@ class Migrations:
         start = transfer.sent_tokens
         if start < end:
             added = tuple(stream.token_ids[max(start, transfer.ticket.num_prompt_tokens) : end])
-            await pair.push(_STEP_OVER, [PushPart(transfer, tuple(stream.block_table), start, end - start, added)])
+            await pair.push(STEP_OVER, [PushPart(transfer, tuple(stream.block_table), start, end - start, added)])
         if transfer.refused:
             raise KvTransferError(f"{pair.peer.worker_id} no longer holds the ticket, or has no room for more")
 

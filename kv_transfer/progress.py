@@ -15,6 +15,9 @@ import torch
 
 from kv_transfer.transport import TransportError
 
+STEP_OVER = 0
+"""Number of the step that a lane waits for where all that it sends was computed before: none."""
+
 
 class StepProgress:
     """How far one rank's engine has come with its steps; the pool lies on `device`. Steps are numbered from 1, and step 0 is

@@ -15,6 +15,7 @@ from typing import Any
 
 from kv_transfer.peers import DecodePeers
 from kv_transfer.pinning import Pinned, PinningCache
+from kv_transfer.progress import STEP_OVER
 from kv_transfer.sender import OutgoingTransfer, PushPart
 from protocol.cache.fetch import Fetch, Fetched
 from protocol.errors import InvalidRequestError, KvTransferError, OverloadedError, TandemError
@@ -28,8 +29,6 @@ MOST_LOANS = 16
 """Fetches that one worker serves at once."""
 MOST_SHARE = 0.5
 """Share of the pool's free blocks that one loan may take: prompts and streams of the worker need some meanwhile."""
-_STEP_OVER = 0
-"""Number of the step that a lane waits for (`kv_transfer.progress`): none, since what is sent was computed before."""
 
 
 class Lender:
@@ -110,7 +109,7 @@ class Lender:
         pair = await self._peers.pair(message.ticket.worker)
         while (start := transfer.sent_tokens) < num_tokens:
             size = min(PIECE_TOKENS, num_tokens - start)
-            await pair.push(_STEP_OVER, [PushPart(transfer, pinned.table, start, size)])
+            await pair.push(STEP_OVER, [PushPart(transfer, pinned.table, start, size)])
             if transfer.refused:
                 raise KvTransferError(f"{pair.peer.worker_id} no longer waits for the blocks")
             pinned.deadline = self._deadline()

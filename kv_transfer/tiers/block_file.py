@@ -34,6 +34,8 @@ from typing import NamedTuple
 
 import xxhash
 
+from configs.arithmetic import ceil_div
+
 _MAGIC = b"tdm-kv\x00\x01"
 """The last byte is the version of the format."""
 _FIELDS = struct.Struct("<8s32s32s16sQ16s")
@@ -74,6 +76,11 @@ def tenant_tag(tenant: str) -> bytes:
     return blake2b(tenant.encode(), digest_size=16, person=b"tenant").digest()
 
 
+def file_bytes(block_bytes: int) -> int:
+    """Return what a block of so many bytes takes in a folder: its file, in whole pages."""
+    return ceil_div(_HEADER_BYTES + block_bytes, _PAGE_BYTES) * _PAGE_BYTES
+
+
 class BlockFiles:
     """Writes, reads and removes the files of blocks. It knows nothing of an index. Thread-safe."""
 
@@ -83,7 +90,7 @@ class BlockFiles:
         self._tmp = os.path.join(self._folder, "tmp")
         self._block_bytes = block_bytes
         self._whole_bytes = _HEADER_BYTES + block_bytes
-        self.file_bytes = -(-self._whole_bytes // _PAGE_BYTES) * _PAGE_BYTES
+        self.file_bytes = file_bytes(block_bytes)
         """Bytes that a block takes in the folder: its file, in whole pages."""
         self.described = blake2b(struct.pack("<Q", block_bytes) + described, digest_size=32, person=b"blocks").digest()
         """The description as files carry it."""

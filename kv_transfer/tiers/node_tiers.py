@@ -17,9 +17,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from configs.arithmetic import ceil_div
 from configs.paced.profile import load_paced_profile
 from configs.schema import ClusterConfig
+from kv_transfer.tiers.block_file import file_bytes
 from kv_transfer.tiers.occupied import Occupied, memory_folder, remove_left
 from kv_transfer.tiers.pool_blocks import pool_blocks
 from kv_transfer.tiers.store import BlockStore
@@ -28,9 +28,6 @@ from protocol.errors import ConfigError, TandemError
 from protocol.messages import DISK, MEMORY, KvLayout, TierReport
 
 GIB = 2**30
-_PAGE_BYTES = 4096
-_MOST_HEADER_BYTES = 512
-"""What a file has besides its block, at most."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +149,7 @@ def _file_sizes(config: ClusterConfig, gib: float, block_bytes: int) -> int:
     if config.engine != "paced":
         return int(gib * GIB)
     real = load_paced_profile(config.paced_profile).kv_token_bytes * config.block_size
-    return int(gib * GIB / real) * ceil_div(block_bytes + _MOST_HEADER_BYTES, _PAGE_BYTES) * _PAGE_BYTES
+    return int(gib * GIB / real) * file_bytes(block_bytes)
 
 
 def _block_s(config: ClusterConfig, name: str) -> float:
