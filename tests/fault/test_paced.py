@@ -73,8 +73,10 @@ def test_every_token_is_right_whatever_dies(seed: int, disaggregation: str) -> N
 TURNS, CHATS = 4, 8
 
 
-async def chat(many: ManyDecodes, prompt: list[int], rng: random.Random) -> int:
-    """Some turns, each with all that was said before. Returns how many of its tokens could have been cached."""
+async def chat(many: ManyDecodes, prompt: list[int], rng: random.Random, begun: asyncio.Event) -> int:
+    """Some turns, each with all that was said before. Returns how many of its tokens could have been cached. `begun` is set
+    when the first answer is there.
+    """
     could = 0
     for turn in range(TURNS):
         if turn:
@@ -83,6 +85,7 @@ async def chat(many: ManyDecodes, prompt: list[int], rng: random.Random) -> int:
         said = Said()
         await stream(many, prompt, 30, said)
         assert said.token_ids == expected(prompt, 30)
+        begun.set()
         prompt = prompt + said.token_ids[:-1]  # of the last token no KV was computed
         await asyncio.sleep((1 + 2 * rng.random()) * NEWS_GAP_S)
         if (caches := many.roster.caches) is not None:
@@ -108,8 +111,12 @@ def test_chats_go_where_they_are_cached() -> None:
                 await stream(many, system, 30, Said())
             await asyncio.sleep(2 * NEWS_GAP_S)
             before = hits(many)
-            begun = [rng.choice(systems) for _ in range(CHATS)]
-            could = sum(await asyncio.gather(*(chat(many, system, rng) for system in begun)))
+            chats = []
+            for system in [rng.choice(systems) for _ in range(CHATS)]:
+                begun = asyncio.Event()
+                chats.append(asyncio.create_task(chat(many, system, rng, begun)))
+                await asyncio.wait({chats[-1], asyncio.create_task(begun.wait())}, return_when=asyncio.FIRST_COMPLETED)
+            could = sum(await asyncio.gather(*chats))
             assert (many.roster.caches is None) == (routing == "load")
             return (hits(many) - before) / (could + CHATS * 320)
 
