@@ -73,11 +73,11 @@ def _is_whole(folder: Path) -> bool:
 
 def local_snapshots() -> list[Snapshot]:
     """Return the newest snapshot of every model in the hub's cache, sorted by name."""
-    from huggingface_hub import scan_cache_dir
+    from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
     try:
-        repos = scan_cache_dir().repos
+        repos = scan_cache_dir(constants.HF_HUB_CACHE).repos  # by default a copy of it, as it was at the first import
     except CacheNotFound:
         return []
     found = []
