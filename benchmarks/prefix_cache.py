@@ -32,6 +32,7 @@ from protocol.calls import CallClient
 from protocol.messages import FirstToken, Ping, Release, Role, WorkerRef
 from protocol.sampling import SamplingParams
 from protocol.wire import WireClient, WireServer
+from worker.core import WorkerCore
 
 HOST = "127.0.0.1"
 SECRET = b"b" * 32
@@ -122,7 +123,8 @@ async def _workers() -> AsyncIterator[tuple[CallClient, CallClient, DecodeWorker
         )
         for ref, server, runner in zip(refs, servers, runners, strict=True)
     ]
-    prefill, decode = PrefillWorker(ranks[0], transports, transports), DecodeWorker(ranks[1], transports, transports)
+    cores = [WorkerCore(rank, transports, transports) for rank in ranks]
+    prefill, decode = PrefillWorker(cores[0]), DecodeWorker(cores[1])
     tasks = [asyncio.create_task(prefill.run()), asyncio.create_task(decode.run())]
     callers = [CallClient(await WireClient.connect(ref.address, SECRET, 5), lambda message: None) for ref in refs]
     for caller in callers:

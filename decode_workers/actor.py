@@ -1,15 +1,17 @@
-"""The decode worker as an actor: what it is built from."""
+"""The decode worker's processes: its first rank as an actor, and the others."""
 
 from __future__ import annotations
 
-from configs.schema import PoolConfig
+from configs.schema import ClusterConfig, PoolConfig
 from decode_workers.worker import DecodeWorker
-from engine.ranks.first_rank import FirstRank, FirstRankActor
-from kv_transfer.choice import at_configured_pace, receiving_transports, sending_transports
+from engine.ranks.follower import Follower
 from protocol.messages import Role
+from worker.actor import RoleActor
+from worker.core import WorkerCore
+from worker.rank import follower_of
 
 
-class DecodeActor(FirstRankActor):
+class DecodeActor(RoleActor):
     """One life of one decode worker, seen from its first rank."""
 
     role = Role.DECODE
@@ -19,9 +21,11 @@ class DecodeActor(FirstRankActor):
         """The configuration of decode workers."""
         return self._config.decode
 
-    def worker(self, rank: FirstRank) -> DecodeWorker:
-        """Build a decode worker around its loaded first rank. Raises ConfigError if the wanted transport can't be had."""
-        pool, wanted, encrypt = rank.runner.pool, self._config.transport, self._config.encrypt_kv
-        receiving = receiving_transports(wanted, self._host, pool.data.device, encrypt=encrypt)
-        sending = sending_transports(wanted, self._host, pool.data, pool.memory_fd, encrypt=encrypt)
-        return DecodeWorker(rank, receiving, at_configured_pace(self._config, sending))
+    def role_on(self, core: WorkerCore) -> DecodeWorker:
+        """Build the decode worker on its core."""
+        return DecodeWorker(core)
+
+
+def decode_follower(config: ClusterConfig, secret: bytes, host: str, rank: int, threads: int) -> Follower:
+    """A rank of a decode worker that is not the first. It listens on `host` and computes with `threads` cores."""
+    return follower_of(config, config.decode, secret, host, rank, threads, sends_layers=False)

@@ -26,24 +26,9 @@ from decode_workers.reservations import Reservations
 from decode_workers.scheduler import DecodeScheduler
 from decode_workers.step_loop import StepLoop
 from decode_workers.ticket_entry import TicketEntry
-from engine.engine_thread import EngineThread
-from engine.memory.cache_teller import CacheTeller
-from engine.memory.prefix_cache import PrefixCache
-from engine.niceness import PREFILL_NICENESS, be_nice
-from engine.ranks.first_rank import FirstRank
-from kv_transfer.arrivals import Arrivals
-from kv_transfer.fetching.lender import Lender
-from kv_transfer.offloading import tiers_of
-from kv_transfer.peers import DecodePeers
 from kv_transfer.receiver import TransferStats
-from kv_transfer.remote_lanes import receive_ranks, send_ranks
-from kv_transfer.tiers.resets import Resets
-from kv_transfer.transport import ReceiveTransport, SendTransport
 from protocol.audit import Audit
-from protocol.cache.fetch import Fetch
-from protocol.cache.news import CacheAsk
-from protocol.cache.reset import CacheReset
-from protocol.endpoint import Endpoint, Handler
+from protocol.endpoint import Handler
 from protocol.errors import KvTransferError
 from protocol.messages import (
     Attach,
@@ -52,19 +37,16 @@ from protocol.messages import (
     Failed,
     LoadReport,
     Migrate,
-    PairOpen,
     Ping,
-    PushAnnounce,
-    PushCommit,
     Release,
     Reserve,
     StreamOutput,
-    TransferAbort,
 )
 from telemetry.logging import fields
+from worker.core import WorkerCore
 
 if TYPE_CHECKING:  # only where tiers are configured are they imported
-    from kv_transfer.tiers.worker_tiers import WorkerTiers
+    pass
 
 log = logging.getLogger(__name__)
 
@@ -72,118 +54,59 @@ log = logging.getLogger(__name__)
 class DecodeWorker:
     """One decode worker, without Ray. Made on a running event loop; `run` serves until it is cancelled."""
 
-    def __init__(self, rank: FirstRank, receiving: Sequence[ReceiveTransport], sending: Sequence[SendTransport]) -> None:
-        """`receiving` and `sending` are the ways that KV can come and leave, the best first."""
-        me, config, runner, gang = rank.me, rank.config, rank.runner, rank.gang
-        pool, limits, layout, vocab_size = runner.pool, config.limits, runner.layout(), runner.facts.vocab_size
-        self.me = me
-        self._limits = limits
-        self._gang = gang
-        self._grammars = rank.grammars
-        self._engine = EngineThread(runner, gang)
-        self._endpoint = Endpoint(rank.server, lease_s=limits.lease_s, heartbeat_s=limits.heartbeat_s)
-        self._teller = CacheTeller(me.life, self._endpoint.send)
-        self._cache = PrefixCache(pool.num_blocks, pool.num_kept, self._teller.note)
-        self._teller.tells_of(self._cache.keys)
-        self._tasks = asyncio.TaskGroup()
+    def __init__(self, core: WorkerCore) -> None:
+        limits, spawn, changed = core.config.limits, core.spawn, core.changed
+        self.core = core
+        self.me = core.me
+        self._engine = core.engine
+        self._send = core.endpoint.send
+        self._cache = core.cache
         self._idle = asyncio.Event()
-        self.tiers = self._opened_tiers(rank)
         self.ledger = Ledger(
-            self._cache,
-            pool.block_size,
+            core.cache,
+            core.block_size,
             limits.lease_s,
             time.monotonic,
             on_committed=self._committed,
             on_failed=self._failed,
-            on_settled=self._changed,
-            on_released=None if self.tiers is None else self.tiers.note,
+            on_settled=changed,
+            on_released=None if core.tiers is None else core.tiers.note,
         )
         self._scheduler = DecodeScheduler(
-            self.ledger, config.decode.max_batch_size, config.chunk_tokens, limits.turn_s, time.monotonic
+            self.ledger, core.config.decode.max_batch_size, core.config.chunk_tokens, limits.turn_s, time.monotonic
         )
-        self._resets = Resets(self._cache, self.tiers, self._endpoint.send, self._spawn)
-        self._outbox = Outbox(self._endpoint.send)
-        self._loop = StepLoop(self._engine, self.ledger, self._scheduler, self._outbox, self._endpoint.load_changed)
+        self._outbox = Outbox(self._send)
+        self._loop = StepLoop(core.engine, self.ledger, self._scheduler, self._outbox, core.endpoint.load_changed)
+        core.token_s = lambda: self._loop.token_s
         self._reservations = Reservations(
-            me,
+            core.me,
             self.ledger,
             self._scheduler,
-            vocab_size=vocab_size,
-            block_size=pool.block_size,
+            vocab_size=core.facts.vocab_size,
+            block_size=core.block_size,
             turn_s=limits.turn_s,
-            send=self._endpoint.send,
+            send=self._send,
         )
         self._attaches = Attaches(
-            runner.facts,
-            pool.block_size,
-            rank.grammars,
+            core.facts,
+            core.block_size,
+            core.grammars,
             self.ledger,
             self._scheduler,
-            self._endpoint.send,
-            self._spawn,
-            self._changed,
-            None if self.tiers is None else self.tiers.reader,
+            self._send,
+            spawn,
+            changed,
+            None if core.tiers is None else core.tiers.reader,
         )
-        self._arrivals = Arrivals(
-            me,
-            self.ledger,
-            layout,
-            vocab_size,
-            pool.block_size,
-            receive_ranks(pool.layers(), pool.block_size, receiving, gang.askers(), limits.lease_s),
-            self._endpoint.send,
-        )
-        senders = send_ranks(pool.layers(), pool.block_size, sending, gang.askers(), limits.lease_s)
-        self._peers = DecodePeers(me, rank.secret, layout, senders, limits)
-        self._lender = Lender(
-            self._cache, pool.block_size, self._peers, self._endpoint.send, self._spawn, self._changed, limits.lease_s
-        )
-        self._migrations = Migrations(
-            self._peers,
-            self.ledger,
-            self._scheduler,
-            self._loop,
-            self._endpoint.send,
-            self._spawn,
-            self._changed,
-        )
-
-    def _opened_tiers(self, rank: FirstRank) -> WorkerTiers | None:
-        """The tiers of the worker's node, if it has some."""
-        return tiers_of(
-            rank.config,
-            rank.runner.pool.data,
-            rank.runner.layout(),
-            rank.me.arithmetic,
-            rank.secret,
-            self._cache,
-            token_s=lambda: self._loop.token_s,
-            on_change=self._changed,
-            be_nice=lambda: be_nice(PREFILL_NICENESS),
-        )
+        self._arrivals = core.receive_into(self.ledger)
+        self._migrations = Migrations(core.peers, self.ledger, self._scheduler, self._loop, self._send, spawn, changed)
 
     async def run(self) -> None:
         """Serve until cancelled. Raises WorkerLostError when another rank of this worker is lost."""
-        try:
-            async with self._tasks as tasks:
-                tasks.create_task(self._gang.run())
-                tasks.create_task(self._endpoint.run(self._handlers(), self.load, self._peer_lost))
-                tasks.create_task(self._loop.run())
-                tasks.create_task(self._teller.run())
-                tasks.create_task(self._expire_leases())
-                if self.tiers is not None:
-                    tasks.create_task(self.tiers.run())
-        finally:
-            await self._peers.close()
-            await self._arrivals.close()
-            await self._gang.close()
-            self._engine.close()
-            self._grammars.close()
-            if self.tiers is not None:
-                self.tiers.close()
+        await self.core.run(self)
 
-    def _handlers(self) -> dict[type[Any], Handler]:
-        """Who answers which message. What prefill workers and other decode workers send goes to the arrivals."""
+    def handlers(self) -> dict[type[Any], Handler]:
+        """Who answers which message of the role's own."""
         return {
             Reserve: self._reserve,
             Attach: self._attaches.ask,
@@ -191,20 +114,28 @@ class DecodeWorker:
             Migrate: self._migrations.begin,
             Copy: self._migrations.begin,
             Ping: self._ping,
-            PairOpen: self._arrivals.open,
-            PushAnnounce: self._arrivals.announce,
-            PushCommit: self._arrivals.commit,
-            TransferAbort: self._arrivals.abort,
-            CacheAsk: self._teller.ask,
-            Fetch: self._lender.ask,
-            CacheReset: self._resets.ask,
             Audit: self._audit,
         }
+
+    def loops(self) -> Sequence[Coroutine[Any, Any, None]]:
+        """The loop that computes."""
+        return [self._loop.run()]
+
+    def peer_lost(self, peer: bytes) -> None:
+        """Give up the tickets of a router that is gone, and those that a sender who is gone was filling."""
+        self.ledger.peer_lost(peer)
+
+    def beat(self) -> None:
+        """Give up the tickets that nobody has renewed."""
+        self.ledger.expire()
+
+    async def close(self) -> None:
+        """Nothing is under way that the core does not end."""
 
     async def drain(self) -> None:
         """Grant no more reservations. Returns when the last ticket is gone."""
         self._reservations.draining = True
-        self._changed()
+        self.core.changed()
         await self._idle.wait()
 
     @property
@@ -216,26 +147,15 @@ class DecodeWorker:
         """The worker's load at this moment, as routers are told it."""
         running = len(self._scheduler) - self._scheduler.num_preempted
         waiting = sum(not entry.state.final for entry in self.ledger) - running
-        return LoadReport(
-            worker_id=self.me.worker_id,
-            epoch=self.me.epoch,
+        return self.core.load(
             running=running,
             waiting=max(0, waiting),
             queued_tokens=self._scheduler.queued_tokens,
-            free_blocks=self._cache.num_free,
-            total_blocks=self._cache.num_blocks,
             tickets=len(self.ledger),
-            transfers=self.ledger.pushes_in_flight + self._peers.pushes_in_flight,
-            steps=self._engine.steps,
-            busy_s=self._engine.busy_s,
-            step_age_s=self._engine.step_age_s,
-            cached_blocks=self._cache.num_cached,
-            prefix_cache_queries=self.ledger.cache_queries,
-            prefix_cache_hits=self.ledger.cache_hits,
-            prefix_cache_evictions=self._cache.evictions,
-            lent_tokens=self._lender.lent_tokens,
+            transfers=self.ledger.pushes_in_flight + self.core.peers.pushes_in_flight,
+            cache_queries=self.ledger.cache_queries,
+            cache_hits=self.ledger.cache_hits,
             brought=self._attaches.brought,
-            tiers=() if self.tiers is None else self.tiers.reports,
             decode=DecodeLoad(
                 reservable_blocks=self._scheduler.room.reservable_blocks,
                 generated_tokens=self._loop.tokens,
@@ -250,7 +170,7 @@ class DecodeWorker:
 
     def _reserve(self, router: bytes, message: Reserve) -> None:
         if self._reservations.ask(router, message):
-            self._changed()
+            self.core.changed()
         else:
             self._loop.wake()  # it may have to make room
 
@@ -284,36 +204,15 @@ class DecodeWorker:
             self._scheduler,
             self._attaches.waiting(),
             self._migrations.rows(),
-            self._endpoint.is_connected,
+            self.core.endpoint.is_connected,
         )
-        self._endpoint.send(router, books)
+        self._send(router, books)
 
     def _ping(self, peer: bytes, message: Ping) -> None:
         self.ledger.renew(peer)
 
-    def _peer_lost(self, peer: bytes) -> None:
-        self._teller.forget(peer)
-        self._arrivals.leave(peer)
-        self.ledger.peer_lost(peer)
-
-    # -- time and change -----------------------------------------------------------------------------------------------
-
-    async def _expire_leases(self) -> None:
-        while True:
-            await asyncio.sleep(self._limits.heartbeat_s)
-            self.ledger.expire()
-            self._peers.retire_broken()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """As long as the worker runs. While it ends, a question may still be read; nothing begins for it."""
-        try:
-            self._tasks.create_task(work)
-        except RuntimeError:  # the group is shutting down
-            work.close()
-
-    def _changed(self) -> None:
-        """Something about the load changed: routers hear of it, an idle loop looks again, a drain may be over."""
-        self._endpoint.load_changed()
+    def changed(self) -> None:
+        """Look again whether something can be computed. A drain may be over."""
         self._loop.wake()
         if len(self.ledger) == 0:
             self._idle.set()

@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGES = {
     "router": ("The router", ["router"]),
-    "workers": ("Workers and the engine", ["prefill_workers", "decode_workers", "engine"]),
+    "workers": ("Workers and the engine", ["prefill_workers", "decode_workers", "worker", "engine"]),
     "shared": ("What the parts share", ["protocol", "configs", "telemetry", "kv_transfer"]),
     "operating": ("The cluster and its tools", ["cluster", "simulator", "loadtest"]),
 }

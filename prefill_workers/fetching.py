@@ -15,23 +15,14 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
 
-from engine.memory.prefix_cache import Pin, PrefixCache
-from engine.ranks.first_rank import FirstRank
-from kv_transfer.arrivals import Arrivals
+from engine.memory.prefix_cache import Pin
 from kv_transfer.fetching.borrower import Borrower
-from kv_transfer.fetching.lender import Lender
 from kv_transfer.fetching.lenders import Lenders
-from kv_transfer.peers import DecodePeers
-from kv_transfer.remote_lanes import receive_ranks
 from kv_transfer.tiers.overdue import Overdue
-from kv_transfer.transport import ReceiveTransport
 from prefill_workers.job import Job
-from protocol.cache.fetch import Fetch
-from protocol.endpoint import Handler
 from protocol.errors import TandemError
 from protocol.messages import (
     FAILED_LATE_S,
@@ -39,15 +30,9 @@ from protocol.messages import (
     PEER,
     Brought,
     FetchFrom,
-    PairOpen,
-    PushAnnounce,
-    PushCommit,
-    TransferAbort,
     WorkerLife,
 )
-
-if TYPE_CHECKING:  # only where tiers are configured are they imported
-    from kv_transfer.tiers.reader import TierReader
+from worker.core import WorkerCore
 
 log = logging.getLogger(__name__)
 
@@ -58,57 +43,27 @@ _LEFT_ALONE_S = 5.0
 
 
 class Fetching:
-    """What one prefill worker brings into its pool from others, and what it gives them out of its own.
+    """What one prefill worker brings into its pool from others. Its core has arrivals from now on."""
 
-    `send` takes a peer's wire identity and a message; `spawn` runs a task for as long as the worker. `handlers` answer
-    messages, by type.
-    """
-
-    def __init__(
-        self,
-        rank: FirstRank,
-        cache: PrefixCache,
-        receiving: Sequence[ReceiveTransport],
-        peers: DecodePeers,
-        send: Callable[[bytes, Any], None],
-        spawn: Callable[[Coroutine[Any, Any, None]], object],
-        on_change: Callable[[], None],
-        reader: TierReader | None,
-    ) -> None:
-        """`on_change` is called when blocks were unpinned. `reader` reads the tiers of the node, if it has some."""
-        runner, pool, lease_s = rank.runner, rank.runner.pool, rank.config.limits.lease_s
-        self._me = rank.me
-        self._cache = cache
-        self._block_size = pool.block_size
+    def __init__(self, core: WorkerCore) -> None:
+        rank, lease_s = core.rank, core.config.limits.lease_s
+        self._me = core.me
+        self._cache = core.cache
+        self._block_size = core.block_size
         self._lease_s = lease_s
-        self._reader = reader
-        self._spawn = spawn
-        self._on_change = on_change
+        self._reader = None if core.tiers is None else core.tiers.reader
+        self._spawn = core.spawn
+        self._on_change = core.changed
         self._coming: dict[bytes, asyncio.Event] = {}
         """By the first block that is being brought."""
         self._failed_at: dict[WorkerLife, float] = {}
         """When a fetch from a peer has failed last."""
         self._turns = asyncio.Semaphore(_MOST_AT_ONCE)
         self._lenders = Lenders(rank.secret, rank.config.limits)
-        self._borrower = Borrower(rank.me, pool.block_size, self._lenders, lease_s)
-        receivers = receive_ranks(pool.layers(), pool.block_size, receiving, rank.gang.askers(), lease_s)
-        self._arrivals = Arrivals(
-            rank.me, self._borrower, runner.layout(), runner.facts.vocab_size, pool.block_size, receivers, send
-        )
-        self.lender = Lender(cache, pool.block_size, peers, send, spawn, on_change, lease_s)
-        self.handlers: dict[type[Any], Handler] = {
-            Fetch: self.lender.ask,
-            PairOpen: self._arrivals.open,
-            PushAnnounce: self._arrivals.announce,
-            PushCommit: self._arrivals.commit,
-            TransferAbort: self._arrivals.abort,
-        }
+        self._borrower = Borrower(rank.me, core.block_size, self._lenders, lease_s)
+        core.receive_into(self._borrower)
         self.failed = 0
         """Fetches that brought nothing, since start."""
-
-    def peer_lost(self, peer: bytes) -> None:
-        """Fail what this peer was sending."""
-        self._arrivals.leave(peer)
 
     def retire_lost(self) -> None:
         """Give back what lost connections hold."""
@@ -117,7 +72,6 @@ class Fetching:
     async def close(self) -> None:
         """End everything that is under way. Called once."""
         await self._lenders.close()
-        await self._arrivals.close()
 
     async def bring(self, job: Job) -> None:
         """Fill the pool with as much of a prompt's beginning as can be had, and note it in the prompt. Never fails.

@@ -16,20 +16,9 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from engine.batch import SampledToken
-from engine.engine_thread import EngineThread
-from engine.memory.cache_teller import CacheTeller
-from engine.memory.prefix_cache import PrefixCache
-from engine.niceness import PREFILL_NICENESS, be_nice
-from engine.ranks.first_rank import FirstRank
 from engine.sampler import finish_reason
 from engine.scoring import PromptScores
-from kv_transfer.offloading import tiers_of
-from kv_transfer.peers import DecodePeers
-from kv_transfer.progress import StepProgress
-from kv_transfer.remote_lanes import send_ranks
 from kv_transfer.sender import OutgoingTransfer, PushPart, SendingPair
-from kv_transfer.tiers.resets import Resets
-from kv_transfer.transport import ReceiveTransport, SendTransport
 from prefill_workers.books import prefill_books
 from prefill_workers.checks import check_prefill
 from prefill_workers.fetching import Fetching
@@ -37,9 +26,7 @@ from prefill_workers.job import Job
 from prefill_workers.jobs import Jobs
 from prefill_workers.scheduler import PlannedChunk, PrefillScheduler
 from protocol.audit import Audit
-from protocol.cache.news import CacheAsk
-from protocol.cache.reset import CacheReset
-from protocol.endpoint import Endpoint, Handler
+from protocol.endpoint import Handler
 from protocol.errors import (
     OverloadedError,
     TandemError,
@@ -47,6 +34,7 @@ from protocol.errors import (
 )
 from protocol.messages import Cancel, Failed, FirstToken, LoadReport, Prefill, PrefillLoad
 from telemetry.logging import fields
+from worker.core import WorkerCore
 
 log = logging.getLogger(__name__)
 
@@ -54,92 +42,53 @@ log = logging.getLogger(__name__)
 class PrefillWorker:
     """One prefill worker, without Ray. Made on a running event loop; `run` serves until it is cancelled."""
 
-    def __init__(self, rank: FirstRank, receiving: Sequence[ReceiveTransport], sending: Sequence[SendTransport]) -> None:
-        """`receiving` and `sending` are the ways that KV can come and leave, the best first."""
-        config, runner, gang, pool = rank.config, rank.runner, rank.gang, rank.runner.pool
-        self.me = rank.me
-        self._limits = config.limits
-        self._max_queued = config.prefill.max_queued_requests
-        self._facts = runner.facts
-        self._gang = gang
-        self._engine = EngineThread(runner, gang, PREFILL_NICENESS)
-        self._grammars = rank.grammars
-        self._endpoint = Endpoint(rank.server, lease_s=self._limits.lease_s, heartbeat_s=self._limits.heartbeat_s)
-        self._teller = CacheTeller(rank.me.life, self._endpoint.send)
-        self._cache = PrefixCache(pool.num_blocks, pool.num_kept, self._teller.note)
-        self._teller.tells_of(self._cache.keys)
-        self._scheduler = PrefillScheduler(self._cache, pool.block_size, config.prefill)
-        self._progress = StepProgress(pool.data.device)
-        lease_s = config.limits.lease_s
-        senders = send_ranks(pool.layers(), pool.block_size, sending, gang.askers(), lease_s, self._progress)
-        self._peers = DecodePeers(rank.me, rank.secret, runner.layout(), senders, config.limits)
+    def __init__(self, core: WorkerCore) -> None:
+        self.core = core
+        self.me = core.me
+        self._limits = core.config.limits
+        self._max_queued = core.config.prefill.max_queued_requests
+        self._engine = core.engine
+        self._send = core.endpoint.send
+        self._cache = core.cache
+        self._scheduler = PrefillScheduler(core.cache, core.block_size, core.config.prefill)
         self._tokens = 0
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._draining = False
-        self._tasks = asyncio.TaskGroup()
-        self.tiers = tiers_of(
-            config,
-            pool.data,
-            runner.layout(),
-            rank.me.arithmetic,
-            rank.secret,
-            self._cache,
-            token_s=lambda: self._engine.busy_s / self._tokens if self._tokens else 0.0,
-            on_change=self._changed,
-            be_nice=lambda: be_nice(PREFILL_NICENESS),
-        )
-        self._resets = Resets(self._cache, self.tiers, self._endpoint.send, self._spawn)
-        self._jobs = Jobs(
-            self._scheduler,
-            self._endpoint.send,
-            self._spawn,
-            self._changed,
-            None if self.tiers is None else self.tiers.note,
-        )
-        self._fetching = Fetching(
-            rank,
-            self._cache,
-            receiving,
-            self._peers,
-            self._endpoint.send,
-            self._spawn,
-            self._changed,
-            None if self.tiers is None else self.tiers.reader,
-        )
+        core.token_s = lambda: self._engine.busy_s / self._tokens if self._tokens else 0.0
+        on_given_back = None if core.tiers is None else core.tiers.note
+        self._jobs = Jobs(self._scheduler, self._send, core.spawn, core.changed, on_given_back)
+        self._fetching = Fetching(core)
 
     async def run(self) -> None:
         """Serve until cancelled. Raises WorkerLostError when another rank of this worker is lost."""
-        handlers: dict[type[Any], Handler] = {
-            Prefill: self._prefill,
-            Cancel: self._cancel,
-            CacheAsk: self._teller.ask,
-            Audit: self._audit,
-            CacheReset: self._resets.ask,
-            **self._fetching.handlers,
-        }
-        try:
-            async with self._tasks as tasks:
-                tasks.create_task(self._gang.run())
-                tasks.create_task(self._endpoint.run(handlers, self.load, self._peer_lost))
-                tasks.create_task(self._teller.run())
-                tasks.create_task(self._steps())
-                tasks.create_task(self._retire_broken_pairs())
-                if self.tiers is not None:
-                    tasks.create_task(self.tiers.run())
-        finally:
-            await self._peers.close()
-            await self._fetching.close()
-            if self.tiers is not None:
-                self.tiers.close()
-            await self._gang.close()
-            self._engine.close()
-            self._grammars.close()
+        await self.core.run(self)
+
+    def handlers(self) -> dict[type[Any], Handler]:
+        """Who answers which message of the role's own."""
+        return {Prefill: self._prefill, Cancel: self._cancel, Audit: self._audit}
+
+    def loops(self) -> Sequence[Coroutine[Any, Any, None]]:
+        """The loop that computes."""
+        return [self._steps()]
+
+    def peer_lost(self, peer: bytes) -> None:
+        """Give up the prompts of a router that is gone."""
+        self._jobs.stop_router(peer)
+
+    def beat(self) -> None:
+        """Give up what needs a pair or a peer that is lost."""
+        self._jobs.fail_broken()
+        self._fetching.retire_lost()
+
+    async def close(self) -> None:
+        """End all fetches."""
+        await self._fetching.close()
 
     async def drain(self) -> None:
         """Take no more prompts. Returns when the last one's KV is handed over."""
         self._draining = True
-        self._changed()
+        self.core.changed()
         await self._idle.wait()
 
     def check_integrity(self) -> None:
@@ -148,33 +97,22 @@ class PrefillWorker:
 
     def load(self) -> LoadReport:
         """The worker's load at this moment, as routers are told it."""
-        return LoadReport(
-            worker_id=self.me.worker_id,
-            epoch=self.me.epoch,
+        return self.core.load(
             running=sum(job.in_step for job in self._jobs),
             waiting=self._scheduler.num_waiting,
             queued_tokens=self._scheduler.queued_tokens,
-            free_blocks=self._cache.num_free,
-            total_blocks=self._cache.num_blocks,
             tickets=len(self._jobs),
-            transfers=self._peers.pushes_in_flight,
-            steps=self._engine.steps,
-            busy_s=self._engine.busy_s,
-            step_age_s=self._engine.step_age_s,
-            cached_blocks=self._cache.num_cached,
-            prefix_cache_queries=self._scheduler.cache_queries,
-            prefix_cache_hits=self._scheduler.cache_hits,
-            prefix_cache_evictions=self._cache.evictions,
-            lent_tokens=self._fetching.lender.lent_tokens,
+            transfers=self.core.peers.pushes_in_flight,
+            cache_queries=self._scheduler.cache_queries,
+            cache_hits=self._scheduler.cache_hits,
             brought=self._scheduler.brought,
             failed_fetches=self._fetching.failed,
-            tiers=() if self.tiers is None else self.tiers.reports,
             prefill=PrefillLoad(computed_tokens=self._tokens),
         )
 
     def _audit(self, router: bytes, message: Audit) -> None:
-        books = prefill_books(message.call_id, self._cache, self._scheduler, self._peers, self._jobs.rows())
-        self._endpoint.send(router, books)
+        books = prefill_books(message.call_id, self._cache, self._scheduler, self.core.peers, self._jobs.rows())
+        self._send(router, books)
 
     # -- arrival ---------------------------------------------------------------------------------------
 
@@ -184,9 +122,9 @@ class PrefillWorker:
                 raise WorkerLostError(f"{self.me.worker_id} is draining")
             if len(self._jobs) >= self._max_queued:
                 raise OverloadedError(f"{len(self._jobs)} prompts are waiting already", retry_after_s=1.0)
-            check_prefill(message, self._facts, self._scheduler)
+            check_prefill(message, self.core.facts, self._scheduler)
         except TandemError as error:
-            self._endpoint.send(router, Failed.from_error(message.call_id, error))
+            self._send(router, Failed.from_error(message.call_id, error))
             return
         num_top = None if message.num_generated else message.sampling.num_prompt_logprobs
         scores = None if num_top is None else PromptScores(message.token_ids, num_top)
@@ -200,7 +138,7 @@ class PrefillWorker:
             scores=scores,
         )
         self._jobs.add(job)
-        self._spawn(self._admit(job))
+        self.core.spawn(self._admit(job))
 
     async def _admit(self, job: Job) -> None:
         """Make sure of the way to decode, and of the grammar, before any work is spent."""
@@ -208,21 +146,16 @@ class PrefillWorker:
         try:
             if message.sampling.grammar:
                 answer = message.token_ids[len(message.token_ids) - message.num_generated :]
-                job.constraint = await self._grammars.constraint(message.sampling.grammar, answer)
+                job.constraint = await self.core.grammars.constraint(message.sampling.grammar, answer)
             if message.sampling.max_tokens - message.num_generated > 1:
-                job.pair = await self._peers.pair(message.ticket.worker)
+                job.pair = await self.core.peers.pair(message.ticket.worker)
         except TandemError as error:
             self._jobs.fail(job, error)
             return
         await self._fetching.bring(job)
         if not job.stopped:
             self._scheduler.add(job.prompt, ahead=message.ahead)
-        self._changed()
-
-    def _peer_lost(self, peer: bytes) -> None:
-        self._teller.forget(peer)
-        self._fetching.peer_lost(peer)
-        self._jobs.stop_router(peer)
+        self.core.changed()
 
     def _cancel(self, router: bytes, message: Cancel) -> None:
         self._jobs.stop_request(router, message.request_id)
@@ -238,11 +171,11 @@ class PrefillWorker:
                 await self._wake.wait()
                 continue
             jobs = [self._jobs[chunk.prompt] for chunk in plan]
-            self._push(self._progress.begin(), jobs, plan)
+            self._push(self.core.progress.begin(), jobs, plan)
             step = self._engine.start(
-                [job.chunk(planned) for job, planned in zip(jobs, plan, strict=True)], self._progress.layer_done
+                [job.chunk(planned) for job, planned in zip(jobs, plan, strict=True)], self.core.progress.layer_done
             )
-            self._endpoint.load_changed()
+            self.core.endpoint.load_changed()
             outputs = await step
             self._scheduler.step_done(plan)
             for job, chunk, output in zip(jobs, plan, outputs, strict=True):
@@ -252,7 +185,7 @@ class PrefillWorker:
                     self._jobs.leave(job)
                 elif output is not None:
                     self._answer(job, output)
-            self._progress.finish()
+            self.core.progress.finish()
 
     def _push(self, step: int, jobs: Sequence[Job], plan: Sequence[PlannedChunk]) -> None:
         """Announce this step's KV to every decode worker that gets some of it."""
@@ -281,7 +214,7 @@ class PrefillWorker:
             return
         job.answered = True
         queue_s, prefill_s = job.began - job.arrived, now - job.began
-        self._endpoint.send(
+        self._send(
             job.router,
             FirstToken(
                 call_id=message.call_id,
@@ -296,7 +229,7 @@ class PrefillWorker:
         if finish is not None:
             self._jobs.stop(job)
         else:
-            self._spawn(self._hand_over(job))
+            self.core.spawn(self._hand_over(job))
 
     async def _hand_over(self, job: Job) -> None:
         """Wait for the last push, commit, and give the blocks back."""
@@ -312,22 +245,8 @@ class PrefillWorker:
         else:
             self._jobs.handed_over(job)
 
-    async def _retire_broken_pairs(self) -> None:
-        while True:
-            await asyncio.sleep(self._limits.heartbeat_s)
-            self._jobs.fail_broken()
-            self._peers.retire_broken()
-            self._fetching.retire_lost()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """As long as the worker runs. While it ends, a question may still be read; nothing begins for it."""
-        try:
-            self._tasks.create_task(work)
-        except RuntimeError:  # the group is shutting down
-            work.close()
-
-    def _changed(self) -> None:
-        self._endpoint.load_changed()
+    def changed(self) -> None:
+        """Look again whether a prompt can be computed. A drain may be over."""
         self._wake.set()
         if len(self._jobs):
             self._idle.clear()

@@ -52,13 +52,13 @@ class WorkerProcess:
     async def warm_up(self) -> None:
         """Import what any worker needs, so that a later start is quicker."""
         for role in Role:
-            await asyncio.to_thread(_module, role, "actor")
+            await asyncio.to_thread(_module, role)
 
     async def follow(
         self, role: Role, worker_id: str, rank: int, config: ClusterConfig, secret: bytes, threads: int
     ) -> Following:
         """Become this rank, which is not the first, and listen. The first rank makes it load the model."""
-        module = await asyncio.to_thread(_module, role, "rank")
+        module = await asyncio.to_thread(_module, role)
         setup_logging(f"{worker_id}-rank-{rank}")
         threads = threads_on_node(config, role, threads)
         make = module.prefill_follower if role is Role.PREFILL else module.decode_follower
@@ -84,7 +84,7 @@ class WorkerProcess:
         """
         if own_logs:
             setup_logging(worker_id)
-        module = await asyncio.to_thread(_module, role, "actor")
+        module = await asyncio.to_thread(_module, role)
         threads = threads_on_node(config, role, threads)
         if computes_on_processor(config, pool_of(config, role)):
             facts = await asyncio.to_thread(lambda: resolve_for(config).facts)
@@ -117,9 +117,9 @@ class WorkerProcess:
         return self._first
 
 
-def _module(role: Role, name: str) -> Any:
+def _module(role: Role) -> Any:
     # Imported where they run: the controller names this module's class and must not load torch for it.
-    return importlib.import_module(f"{role.value}_workers.{name}")
+    return importlib.import_module(f"{role.value}_workers.actor")
 
 
 def _node_address() -> str:

@@ -288,7 +288,7 @@ def test_who_waits_for_lent_blocks_goes_on_when_the_loan_is_over(two_workers: Fa
             await workers.until(lambda: cache.lacking)
             assert cache.pin("lent", 1, keys[:1], 0.0) is None, "prompts go first"
             cache.unpin(pin, keys)
-            workers.prefill._fetching.lender._on_change()
+            workers.prefill.core.lender._on_change()
             assert (await computing).token_id == reference(long, 1)[0]
             router.decode.send(Release(ticket.ticket_id))
             await workers.until(workers.all_free)

@@ -85,7 +85,7 @@ async def ask(workers: Any, router: Any, prompt: list[int], salt: str = "") -> t
 async def stored(workers: Any) -> None:
     """Wait until nothing waits to be written."""
     for worker in (workers.prefill, workers.decode):
-        await workers.until(lambda worker=worker: worker.tiers.num_waiting == 0)
+        await workers.until(lambda worker=worker: worker.core.tiers.num_waiting == 0)
     await workers.until(workers.all_free)
 
 
@@ -194,7 +194,7 @@ def test_tenants_find_nothing_of_each_other_and_can_be_erased(two_workers: Facto
             assert tokens == reference(prompt, 8)
             assert prefilled.brought.num_tokens == 0
             await leave_it_to_tiers(workers, router, prompt, salt="other/")
-            await workers.prefill.tiers.reset("acme")
+            await workers.prefill.core.tiers.reset("acme")
             prefilled, tokens = await ask(workers, router, prompt, salt="acme/")
             assert tokens == reference(prompt, 8)
             assert prefilled.brought.num_tokens == 0

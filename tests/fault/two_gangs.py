@@ -7,8 +7,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-import decode_workers.rank
-import prefill_workers.rank
 from configs.facts import ModelFacts
 from decode_workers.worker import DecodeWorker
 from engine.model_runner import ModelRunner
@@ -21,6 +19,8 @@ from prefill_workers.worker import PrefillWorker
 from protocol.messages import Role, WorkerRef
 from protocol.wire import WireServer
 from tests.fault.two_workers import CONFIG, SECRET, TwoWorkers, first_rank, served
+from worker.core import WorkerCore
+from worker.rank import share_of
 
 HOST = "127.0.0.1"
 LEASE_S = CONFIG.limits.lease_s
@@ -48,16 +48,18 @@ async def run_gangs(
 
     load_prefill, load_decode = load(CONFIG.prefill.kv_cache_tokens), load(CONFIG.decode.kv_cache_tokens)
     prefill_ranks, prefill_gang, prefill_runner, prefill_arithmetic = await load_gang(
-        num_prefill, load_prefill, lambda runner: prefill_workers.rank.share_of(runner, transports, transports, LEASE_S)
+        num_prefill, load_prefill, lambda runner: share_of(runner, transports, transports, LEASE_S, sends_layers=True)
     )
     decode_ranks, decode_gang, decode_runner, decode_arithmetic = await load_gang(
-        num_decode, load_decode, lambda runner: decode_workers.rank.share_of(runner, transports, transports, LEASE_S)
+        num_decode, load_decode, lambda runner: share_of(runner, transports, transports, LEASE_S, sends_layers=False)
     )
     servers = [WireServer(SECRET, HOST) for _ in range(2)]
     me = WorkerRef("prefill-0", 1, Role.PREFILL, servers[0].address, num_prefill, prefill_arithmetic)
-    prefill = PrefillWorker(first_rank(me, CONFIG, servers[0], prefill_runner, prefill_gang), transports, transports)
+    prefill = PrefillWorker(
+        WorkerCore(first_rank(me, CONFIG, servers[0], prefill_runner, prefill_gang), transports, transports)
+    )
     me = WorkerRef("decode-0", 1, Role.DECODE, servers[1].address, num_decode, decode_arithmetic)
-    decode = DecodeWorker(first_rank(me, CONFIG, servers[1], decode_runner, decode_gang), transports, transports)
+    decode = DecodeWorker(WorkerCore(first_rank(me, CONFIG, servers[1], decode_runner, decode_gang), transports, transports))
     try:
         async with served(prefill, decode, network) as workers:
             yield workers, {Role.PREFILL: prefill_ranks, Role.DECODE: decode_ranks}

@@ -47,6 +47,7 @@ from protocol.trace import new_trace
 from protocol.wire import WireClient, WireServer
 from router.rules.leaks import Audited, Leak, find_leaks
 from tests.fault.letters import with_letters
+from worker.core import WorkerCore
 
 SECRET = b"f" * 32
 CONFIG = ClusterConfig(
@@ -268,9 +269,9 @@ async def run_two_workers(
         for role, server in zip((Role.PREFILL, Role.DECODE), servers, strict=True)
     ]
     prefill_runner = runner(config.prefill.kv_cache_tokens, prefill_block_size)
-    prefill = PrefillWorker(first_rank(refs[0], config, servers[0], prefill_runner), [transport], [transport])
+    prefill = PrefillWorker(WorkerCore(first_rank(refs[0], config, servers[0], prefill_runner), [transport], [transport]))
     decode_runner = runner(config.decode.kv_cache_tokens)
-    decode = DecodeWorker(first_rank(refs[1], config, servers[1], decode_runner), [transport], [transport])
+    decode = DecodeWorker(WorkerCore(first_rank(refs[1], config, servers[1], decode_runner), [transport], [transport]))
     async with served(prefill, decode, network) as workers:
         yield workers
 

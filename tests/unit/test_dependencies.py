@@ -10,10 +10,21 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LEAVES = {"protocol", "configs", "telemetry"}
 ALLOWED: dict[str, set[str]] = {
-    "cluster": {"router", "prefill_workers", "decode_workers", "kv_transfer", "engine", "loadtest", "simulator", *LEAVES},
+    "cluster": {
+        "router",
+        "prefill_workers",
+        "decode_workers",
+        "worker",
+        "kv_transfer",
+        "engine",
+        "loadtest",
+        "simulator",
+        *LEAVES,
+    },
     "router": LEAVES,
-    "prefill_workers": {"engine", "kv_transfer", *LEAVES},
-    "decode_workers": {"engine", "kv_transfer", *LEAVES},
+    "prefill_workers": {"worker", "engine", "kv_transfer", *LEAVES},
+    "decode_workers": {"worker", "engine", "kv_transfer", *LEAVES},
+    "worker": {"engine", "kv_transfer", *LEAVES},
     "kv_transfer": {"engine.kernels", "engine.ranks.store", *LEAVES},
     "engine": LEAVES,
     "configs": {"protocol.errors"},

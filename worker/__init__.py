@@ -1,0 +1,1 @@
+"""What a worker of either role is built around."""
