@@ -47,6 +47,8 @@ class HttpConfig(_Section):
     """Bytes of bodies of one tenant that one router has read and not yet worked on. More get a 429."""
     admin_key: Text | None = None
     """Bearer key for /admin. Without one, /admin is served on loopback addresses only."""
+    metrics_key: Text | None = None
+    """Bearer key for /metrics, besides the operator's. Without one, a loopback address shows them to all of this machine."""
     keys_file: LocalPath | None = None
     """API keys, as `tandem keys` writes them. Without one, everybody who reaches a loopback address is served."""
     allowed_hosts: list[HostName] = []

@@ -13,7 +13,7 @@ own: the owner of the three calls `await router.start()` before, and closes all 
         def __serve_build_asgi_app__(self):
             return create_app(self._router, ..., echo_request_id=False, front_token=...)   # Serve adds X-Request-ID by itself
 
-Who may use /v1 is checked in `router.access.gate`, who may use /admin in `router.endpoints.operators`.
+Who may use /v1 is checked in `router.access.gate`, who may use /admin and /metrics in `router.endpoints.operators`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
+from configs.addresses import is_loopback
 from router.access.audit_trail import AuditQueue, AuditTrail
 from router.access.entrance import Entrance
 from router.access.gate import Authenticator, Gate
@@ -80,7 +81,11 @@ def create_app(
             allow_private_network=True,
             expose_headers=_READABLE_HEADERS,
         )
-    keys = {Access.CALLERS: http.keys_file is not None, Access.OPERATORS: http.admin_key is not None}
+    keys = {
+        Access.CALLERS: http.keys_file is not None,
+        Access.OPERATORS: http.admin_key is not None,
+        Access.WATCHERS: http.metrics_key is not None or not is_loopback(http.host),
+    }
     keyed = frozenset(access for access, needed in keys.items() if needed)
     for method, path, function, operation in endpoint_table(router, meter, recorder, authenticator.keyring):
         described = operation.described(router.facts.name, keyed)

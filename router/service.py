@@ -11,7 +11,7 @@ import asyncio
 import dataclasses
 import gc
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from configs.facts import Model
@@ -25,7 +25,7 @@ from router.api.prepare import Preparer
 from router.dispatch.admission import Admission
 from router.dispatch.controller_client import ControllerClient, ControllerOrders
 from router.dispatch.migrator import Migrator
-from router.dispatch.of_all import audit, reset_caches
+from router.dispatch.of_all import RegularAudits, audit, reset_caches
 from router.dispatch.roster import Roster
 from router.dispatch.status import health_problem, ready_problem, worker_status
 from router.request.answer import Delta
@@ -37,7 +37,9 @@ from router.request.pipeline import Pipeline
 from router.rules.caching.caches import Caches
 from router.text.threads import TextThreads
 from router.text.tokenizer import Tokenizer
-from telemetry.metrics import Metrics, WorkerSample
+from telemetry.cluster_metrics import ClusterSample, WorkerSample
+from telemetry.counts_folder import CountsFolder
+from telemetry.metrics import Metrics
 from telemetry.spans import SpanExport
 
 _T = TypeVar("_T")
@@ -46,19 +48,25 @@ _T = TypeVar("_T")
 class Router:
     """One router replica. Raises ConfigError if model and configuration don't fit together."""
 
-    def __init__(self, config: ClusterConfig, model: Model, secret: bytes, controller: ControllerClient) -> None:
+    def __init__(
+        self,
+        config: ClusterConfig,
+        model: Model,
+        secret: bytes,
+        controller: ControllerClient,
+        counts: CountsFolder | None = None,
+    ) -> None:
+        """`counts` is where all routers count. None means that this one counts for itself."""
         self.config = config
         self.facts = model.facts
         self.max_model_len = served_context(config, model.facts)
         self.started_at = int(time.time())
         self._model = model
         self._orders = ControllerOrders(controller)
-        self.metrics = Metrics(model.facts.name, self._worker_samples)
+        self.metrics = Metrics(model.facts.name, self._cluster_sample, counts)
         caches = Caches(on_news=self.metrics.cache_news) if config.routing == "cache" else None
         self._roster = Roster(controller, secret, config.limits, self.metrics.workers_lost.inc, caches)
-        if caches is not None:
-            self.metrics.cache_index_blocks.set_function(lambda: caches.num_blocks)
-            self.metrics.cache_index_bytes.set_function(lambda: caches.num_bytes)
+        self._audits = RegularAudits(self._roster, config.limits.lease_s, self.metrics.audit_leaks.set)
         self.shutdown = Shutdown(controller, self._roster)
         self._admission = Admission(config, self._roster, self.metrics)
         self._migrator = Migrator(config, self._roster, self.metrics)
@@ -83,10 +91,12 @@ class Router:
         self._roster.start()
         self.shutdown.start()
         self._migrator.start()
+        self._audits.start()
 
     async def close(self) -> None:
         """Stop serving. Running streams fail with WorkerLostError; returns when every task and thread has ended."""
         await self.shutdown.close()
+        await self._audits.close()
         await self._migrator.close()
         await self._roster.close()
         if self._spans is not None:
@@ -156,7 +166,11 @@ class Router:
         """
         return {"tenant": tenant, "workers": await reset_caches(self._roster, tenant)}
 
-    def _worker_samples(self) -> Iterator[WorkerSample]:
-        for info in self._roster.view.workers:
-            link = self._roster.find(info)
-            yield WorkerSample(info.worker_id, info.role, info.restarts, link.report if link else None)
+    def _cluster_sample(self) -> ClusterSample:
+        view = self._roster.view
+        links = [(info, self._roster.find(info)) for info in view.workers]
+        workers = [
+            WorkerSample(info.worker_id, info.role, info.state, info.restarts, link.report if link else None)
+            for info, link in links
+        ]
+        return ClusterSample(workers, view.wanted)

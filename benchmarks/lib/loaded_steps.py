@@ -114,5 +114,6 @@ async def work(url: str) -> dict[str, Work]:
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if sample.name.startswith("tandem:engine_"):
-                found[sample.labels["role"], sample.name.removeprefix("tandem:engine_")] = sample.value
+                name = sample.name.removeprefix("tandem:engine_").removesuffix("_total")
+                found[sample.labels["role"], name] = sample.value
     return {role: Work(*(found[role, name] for name in ("steps", "tokens", "busy_seconds"))) for role in ("prefill", "decode")}

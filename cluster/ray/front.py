@@ -1,4 +1,5 @@
-"""The cluster's entry: what HAProxy is to do for this start of Tandem, and whether it listens where the configuration says.
+"""The cluster's entry: what HAProxy is to do for this start of Tandem, and whether it listens where the configuration says. And
+where the routers behind it count.
 
     prepare ──► settings beside HAProxy's configuration ──► tandem-haproxy reads them at each start of HAProxy (haproxy_guard)
     check_listener ──► the sockets that are really open      Serve may have been started earlier, by others, for more than us
@@ -12,6 +13,7 @@ import hashlib
 import hmac
 import ipaddress
 import os
+import shutil
 import socket
 import sys
 import tempfile
@@ -81,12 +83,18 @@ def at_head(head_resources: dict[str, float], function: Callable[..., _T], *args
     return answer
 
 
+def counts_folder() -> Path:
+    """Return where the routers of this node count, for as long as the cluster is there."""
+    return _configuration().parent / "counts"
+
+
 def prepare(config: ClusterConfig, token: str) -> bool:
     """Leave the settings for the HAProxy of this node where it finds them, before Serve starts or reloads it.
 
     Returns False if Serve here works without HAProxy, and so without the token. Raises ConfigError for a HAProxy that would
     not read the settings, for a certificate that can't be used, and for TLS without HAProxy.
     """
+    withdraw()  # whatever a cluster that was killed has left
     files = certificate_files(config.http)
     if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
         if files is not None:
@@ -108,10 +116,11 @@ def prepare(config: ClusterConfig, token: str) -> bool:
 
 
 def withdraw() -> None:
-    """Remove what `prepare` has left on this node. HAProxy is without it from its next start or reload on."""
+    """Remove what `prepare` and the routers have left on this node. HAProxy is without it from its next start or reload on."""
     configuration = _configuration()
     for path in (settings_path(configuration), certificate_path(configuration)):
         path.unlink(missing_ok=True)
+    shutil.rmtree(counts_folder(), ignore_errors=True)
 
 
 def check_listener(host: str, port: int) -> None:

@@ -17,6 +17,7 @@ from ray.exceptions import RayError
 
 from cluster.controller import RayControllerClient
 from cluster.ray.audit_keeper import RayAuditStore
+from cluster.ray.front import counts_folder
 from cluster.ray.rates import rate_store
 from cluster.ray.stream_keeper import RayRecordStore
 from configs.models import resolve_for
@@ -27,6 +28,7 @@ from router.access.meter import Meter
 from router.app import create_app
 from router.resume.recorder import Recorder
 from router.service import Router
+from telemetry.counts_folder import CountsFolder
 from telemetry.logging import setup_logging
 
 APPLICATION = "tandem"
@@ -62,7 +64,8 @@ class RouterReplica:
     async def __init__(self, given: RouterArguments) -> None:  # type: ignore[misc]  # Serve awaits it
         setup_logging("router")
         model = await asyncio.to_thread(resolve_for, given.config)
-        self._router = Router(given.config, model, given.secret, RayControllerClient(given.controller))
+        counts = CountsFolder(counts_folder())
+        self._router = Router(given.config, model, given.secret, RayControllerClient(given.controller), counts)
         self._meter = Meter(rate_store(given.config, given.rate_keeper))
         self._recorder = Recorder(RayRecordStore(given.stream_keeper))
         self._front_token = given.front_token

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Container
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
 
 from configs.schema import ClusterConfig
 from protocol.cache.keys import block_keys, keys_of
@@ -26,7 +27,7 @@ from protocol.messages import FetchFrom, Role
 from protocol.ticket import reserved_tokens
 from router.dispatch.claim import Claim, Placed, PromptWork
 from router.dispatch.journal import Journal
-from router.dispatch.line import WaitingLine
+from router.dispatch.line import Place, WaitingLine
 from router.dispatch.links import WorkerLink
 from router.dispatch.reservation import Reservation, Room, reserve
 from router.dispatch.roster import Roster
@@ -60,7 +61,6 @@ class Admission:
         self._not_lending = NotLending(time.monotonic)
         self._kin = Kin()
         self._line = WaitingLine(config.limits.max_waiting_requests, config.limits.queue_s / LEVELS_PER_QUEUE_TIME)
-        metrics.waiting_requests.set_function(lambda: len(self._line))
 
     async def admit(self, attempt_id: str, journal: Journal, deadline: float, *, retried: bool, avoid: Container[str]) -> Claim:
         """Wait for a pair with room for what is left of the request; the caller leaves the Claim. Workers in `avoid` come last.
@@ -74,7 +74,7 @@ class Admission:
         self.check_possible(len(journal.token_ids), journal.remaining_tokens)
         cached = await self._cached_parts(journal)
         try:
-            with self._line.place(journal.scheduling_class, self._cost(journal), deadline, ahead=retried) as place:
+            with self._placed(journal, deadline, ahead=retried) as place:
                 if place.outranks_front:
                     self._roster.note_change()  # who waits for room at the front lets it look first
                 while True:
@@ -91,6 +91,16 @@ class Admission:
                     await self._roster.next_change(seen, deadline)
         except TimeoutError:
             raise self._refusal(journal) from None
+
+    @contextmanager
+    def _placed(self, journal: Journal, deadline: float, *, ahead: bool) -> Iterator[Place]:
+        """A place in line, which is counted."""
+        try:
+            with self._line.place(journal.scheduling_class, self._cost(journal), deadline, ahead=ahead) as place:
+                self._metrics.waiting_requests.set(len(self._line))
+                yield place
+        finally:
+            self._metrics.waiting_requests.set(len(self._line))
 
     def check_possible(self, num_prompt_tokens: int, max_tokens: int, prompt_param: str = "prompt") -> None:
         """Raise InvalidRequestError if the request is larger than the largest pool of a role that it needs.

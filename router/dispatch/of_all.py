@@ -1,5 +1,7 @@
 """What is asked of all workers at once: their books, to name what leaks, and to erase cached KV. Requests go on meanwhile.
 
+An audit is made when an operator asks for one, and regularly, for the metrics.
+
     snapshot ──nothing found──► []
        └─something─► again, and again ──► what every one of them found
 
@@ -10,6 +12,8 @@ That is gone in the next one. A leak stays.
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Callable
 from typing import Any
 
 from protocol.cache.reset import CacheErased
@@ -19,6 +23,10 @@ from router.dispatch.links import WorkerLink
 from router.dispatch.roster import Roster
 from router.rules.leaks import Audited, Leak, find_leaks
 
+log = logging.getLogger(__name__)
+
+REGULAR_S = 60.0
+"""Seconds from one regular audit to the next."""
 _PATIENCE_S = 2.0
 """A worker's loop answers within milliseconds; one that takes this long serves nobody."""
 _SNAPSHOTS = 3
@@ -40,6 +48,34 @@ async def audit(roster: Roster, lease_s: float) -> list[Leak]:
         suspected = {leak.key for leak in leaks}
         leaks = [leak for leak in await _snapshot(roster, lease_s) if leak.key in suspected]
     return leaks
+
+
+class RegularAudits:
+    """Audits the cluster again and again, and tells `on_result` how many leaks there are."""
+
+    def __init__(self, roster: Roster, lease_s: float, on_result: Callable[[int], None]) -> None:
+        self._roster = roster
+        self._lease_s = lease_s
+        self._on_result = on_result
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin. The first audit is made when workers have had time to come."""
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def close(self) -> None:
+        """Make no more of them."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(REGULAR_S)
+            leaks = await audit(self._roster, self._lease_s)
+            for leak in leaks:
+                log.error("a leak at %s epoch %d: %s", leak.worker_id, leak.epoch, leak.message)
+            self._on_result(len(leaks))
 
 
 async def _snapshot(roster: Roster, lease_s: float) -> list[Leak]:

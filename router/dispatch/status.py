@@ -10,7 +10,7 @@ from protocol.cluster_view import WorkerInfo
 from protocol.messages import Role, TierReport
 from router.dispatch.links import WorkerLink
 from router.dispatch.roster import Roster
-from telemetry.metrics import kv_usage
+from telemetry.cluster_metrics import kv_usage
 
 _REPORTED = (
     "running",

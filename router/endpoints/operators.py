@@ -1,6 +1,7 @@
 """The endpoints of those who run the cluster: /admin for operators, and what machines ask: /live, /ready, /health, /metrics.
 
-The operator's key and the loopback rule of /admin are checked here, on the peer that the gate noted.
+The keys of operators and of who reads the metrics, and the loopback rules beside them, are checked here, on the peer that the
+gate noted.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class ProbeEndpoints:
-    """GET /live, /ready, /health and /metrics, which are open to everybody."""
+    """GET /live, /ready and /health, which are open to everybody, and /metrics."""
 
     def __init__(self, router: Router, keyring: Keyring | None) -> None:
         """`keyring` is None on a cluster without API keys."""
@@ -45,7 +46,8 @@ class ProbeEndpoints:
         return _probe(self._router.health_problem())
 
     async def metrics(self, request: Request) -> Response:
-        """Show the router's metrics in Prometheus' text format."""
+        """Show the metrics of the whole cluster in Prometheus' text format."""
+        check_watcher(self._router.config.http, request)
         metrics = self._router.metrics
         if self._keyring is not None:
             state = self._keyring.state()
@@ -117,10 +119,7 @@ def check_operator(http: HttpConfig, request: Request) -> None:
     nobody needs API keys either.
     """
     if http.admin_key is not None:
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        # Headers arrive as latin-1; the key may hold any character.
-        right = hmac.compare_digest(given.encode("latin-1"), http.admin_key.encode())
-        if scheme.lower() != "bearer" or not right:
+        if not _has_key(request, http.admin_key):
             raise AuthenticationError("this needs the operator's key: send `Authorization: Bearer <http.admin_key>`")
     elif http.keys_file is not None:
         raise NotAllowedError("this cluster has API keys, so this needs one too: set http.admin_key (TANDEM_ADMIN_KEY)")
@@ -128,3 +127,27 @@ def check_operator(http: HttpConfig, request: Request) -> None:
         raise NotAllowedError(
             "without http.admin_key this is only served on loopback addresses, not through another proxy; set a key"
         )
+
+
+def check_watcher(http: HttpConfig, request: Request) -> None:
+    """Raise AuthenticationError unless the request has the key of the metrics, or the operator's.
+
+    Where metrics have no key of their own, who comes over loopback to a cluster that listens there alone needs none, and
+    others get a NotAllowedError if there is no operator's key either.
+    """
+    keys = [key for key in (http.metrics_key, http.admin_key) if key is not None]
+    if any(_has_key(request, key) for key in keys):
+        return
+    if http.metrics_key is None and is_loopback(http.host) and peer_of(request.scope).is_local:
+        return
+    if keys:
+        raise AuthenticationError("this needs the key of the metrics: send `Authorization: Bearer <http.metrics_key>`")
+    raise NotAllowedError(
+        "without http.metrics_key this is only served on loopback addresses, not through another proxy; set a key"
+    )
+
+
+def _has_key(request: Request, key: str) -> bool:
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    # Headers arrive as latin-1; the key may hold any character.
+    return scheme.lower() == "bearer" and hmac.compare_digest(given.encode("latin-1"), key.encode())

@@ -25,7 +25,7 @@ from router.endpoints.resumption import ResumptionEndpoint
 from router.resume.recorder import Recorder
 from router.service import Router
 
-_CALLERS, _OPERATORS, _ANYBODY = Access.CALLERS, Access.OPERATORS, Access.ANYBODY
+_CALLERS, _OPERATORS, _WATCHERS, _ANYBODY = Access.CALLERS, Access.OPERATORS, Access.WATCHERS, Access.ANYBODY
 
 
 class Endpoint(NamedTuple):
@@ -55,7 +55,7 @@ def endpoint_table(router: Router, meter: Meter, recorder: Recorder, keyring: Ke
     detokenize = Operation(_CALLERS, service.Text, DetokenizeBody)
     health = Operation(_ANYBODY, service.Healthy, unavailable=service.Unhealthy)
     live = Operation(_ANYBODY, service.Healthy)
-    metrics = Operation(_ANYBODY, None)
+    metrics = Operation(_WATCHERS, None)
     status = Operation(_OPERATORS, service.Status)
     audit = Operation(_OPERATORS, service.Audit)
     scale = Operation(_OPERATORS, service.Scaled, ScaleBody, unavailable=answers.Refusal)

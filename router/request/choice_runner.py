@@ -66,6 +66,7 @@ class ChoiceRunner:
         """
         journal, text, times, metrics = choice.journal, choice.text, choice.times, self._metrics
         tenant = journal.scheduling_class.tenant
+        used = metrics.tenant(tenant)
         latest: float | None = None
         if journal.emitted:
             metrics.resumed_streams.inc()
@@ -76,12 +77,15 @@ class ChoiceRunner:
                 async for tokens in pieces:
                     now = time.monotonic()
                     if latest is None:
-                        metrics.prompt_tokens.inc(len(journal.prompt_token_ids) if choice.is_first else 0)
+                        num_prompt_tokens = len(journal.prompt_token_ids) if choice.is_first else 0
+                        metrics.prompt_tokens.inc(num_prompt_tokens)
+                        used.prompt_tokens.inc(num_prompt_tokens)
                         metrics.time_to_first_token.observe(now - times.arrival)
                     else:
                         metrics.inter_token_latency.observe(now - latest)
                     latest = now
                     metrics.generation_tokens.inc(len(tokens.token_ids))
+                    used.generation_tokens.inc(len(tokens.token_ids))
                     scored = tokens.prompt_logprobs
                     size = len(scored.chosen + scored.top_ids) if scored else 0
                     delta = await self._threads.offload(tenant, size, text.push, tokens)

@@ -13,7 +13,6 @@ from typing import Any
 from configs.facts import ModelFacts
 from configs.paced.profile import load_paced_profile
 from configs.schema import ClusterConfig, DecodeConfig, LimitsConfig, PrefillConfig
-from decode_workers.rank import share_of
 from decode_workers.worker import DecodeWorker
 from engine.batch import Chunk, SampledToken
 from engine.model_runner import ModelRunner
@@ -34,10 +33,13 @@ from router.request.pipeline import Pipeline
 from router.rules.caching.caches import Caches
 from router.rules.fair_queue import ANYBODY, SchedulingClass
 from router.rules.leaks import Leak
+from telemetry.cluster_metrics import ClusterSample
 from telemetry.metrics import Metrics
 from telemetry.request_times import RequestTimes
 from tests.fault.two_gangs import load_gang
 from tests.fault.two_workers import SECRET, first_rank, leaks_of
+from worker.core import WorkerCore
+from worker.rank import share_of
 
 CONFIG = ClusterConfig(
     dtype="float32",
@@ -104,7 +106,7 @@ class ManyDecodes:
         """What each decode step takes longer, so that an answer lasts as long on any machine."""
         for worker in decodes:
             self._slow_down(worker)
-        self.metrics = Metrics("small", lambda: ())
+        self.metrics = Metrics("small", ClusterSample)
         workers: list[PrefillWorker | DecodeWorker] = [prefill, *decodes]
         self.tasks = {worker.me.worker_id: asyncio.create_task(worker.run()) for worker in workers}
         self.controller = ScriptedController([worker.me for worker in workers])
@@ -146,7 +148,7 @@ class ManyDecodes:
         await asyncio.wait((self.tasks[worker_id],))
 
     def _slow_down(self, worker: DecodeWorker) -> None:
-        runner: Any = worker._engine._runner
+        runner: Any = worker.core.engine._runner
         execute = runner.execute
 
         def late(chunks: Sequence[Chunk], on_layer: Callable[[int], None] | None = None) -> list[SampledToken | None]:
@@ -219,16 +221,16 @@ async def run_many_decodes(
     servers = [WireServer(SECRET, "127.0.0.1") for _ in range(num_decodes + 1)]
     prefill_runner = runner(config.prefill.kv_cache_tokens)
     me = WorkerRef("prefill-0", 1, Role.PREFILL, servers[0].address, arithmetic=prefill_runner.arithmetic)
-    prefill = PrefillWorker(first_rank(me, config, servers[0], prefill_runner), transports, transports)
+    prefill = PrefillWorker(WorkerCore(first_rank(me, config, servers[0], prefill_runner), transports, transports))
     decodes, following = [], []
     for number, server in enumerate(servers[1:]):
         size = ranks[number] if ranks else 1
         others, gang, first, arithmetic = await load_gang(
-            size, load_decode, lambda share: share_of(share, transports, transports, lease_s)
+            size, load_decode, lambda share: share_of(share, transports, transports, lease_s, sends_layers=False)
         )
         following += others.running
         me = WorkerRef(f"decode-{number}", 1, Role.DECODE, server.address, size, arithmetic)
-        decodes.append(DecodeWorker(first_rank(me, config, server, first, gang), transports, transports))
+        decodes.append(DecodeWorker(WorkerCore(first_rank(me, config, server, first, gang), transports, transports)))
     many = ManyDecodes(prefill, decodes, network, config)
     try:
         async with asyncio.timeout(120):

@@ -22,6 +22,7 @@ from router.dispatch.journal import Journal
 from router.dispatch.migrator import Migrator
 from router.dispatch.roster import Roster
 from router.request.pipeline import Pipeline
+from telemetry.cluster_metrics import ClusterSample
 from telemetry.metrics import Metrics
 from telemetry.request_times import RequestTimes
 from tests.fault.scenarios import Factory, Reference, greedy, prompt_of, run
@@ -69,7 +70,7 @@ def test_damage_is_computed_again_and_counted(
 
     async def scenario() -> None:
         async with two_workers() as workers:
-            metrics = Metrics("small", lambda: ())
+            metrics = Metrics("small", ClusterSample)
             roster = Roster(FixedController(workers), SECRET, CONFIG.limits, metrics.workers_lost.inc)
             migrator = Migrator(CONFIG, roster, metrics)
             pipeline = Pipeline(Admission(CONFIG, roster, metrics), migrator, CONFIG.limits, metrics)

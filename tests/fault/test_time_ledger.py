@@ -14,6 +14,7 @@ from router.dispatch.journal import Journal
 from router.dispatch.migrator import Migrator
 from router.dispatch.roster import Roster
 from router.request.pipeline import Pipeline
+from telemetry.cluster_metrics import ClusterSample
 from telemetry.metrics import Metrics
 from telemetry.request_times import RequestTimes
 from tests.fault.scenarios import Factory, greedy, prompt_of, run
@@ -25,7 +26,7 @@ HELD_UP_S = 0.3
 
 async def answer(workers: object, num_tokens: int, faults: Faults | None = None) -> tuple[RequestTimes, float, float]:
     """The ledger of a whole answer, the wall time by this function's own clock, and the moment of its end."""
-    metrics = Metrics("small", lambda: ())
+    metrics = Metrics("small", ClusterSample)
     roster = Roster(FixedController(workers), SECRET, CONFIG.limits, metrics.workers_lost.inc)  # type: ignore[arg-type]
     pipeline = Pipeline(Admission(CONFIG, roster, metrics), Migrator(CONFIG, roster, metrics), CONFIG.limits, metrics)
     roster.start()
@@ -62,8 +63,8 @@ def test_stages_are_the_wall_time(two_workers: Factory) -> None:
 def test_a_slow_transfer_is_told_as_one(two_workers: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         async with two_workers() as workers:
-            await workers.until(lambda: PushCommit in workers.decode._endpoint._handlers)
-            handlers = workers.decode._endpoint._handlers
+            await workers.until(lambda: PushCommit in workers.decode.core.endpoint._handlers)
+            handlers = workers.decode.core.endpoint._handlers
             commit = handlers[PushCommit]
 
             def late(prefill: bytes, message: PushCommit) -> None:

@@ -34,6 +34,7 @@ from configs.schema import ClusterConfig, HttpConfig
 from protocol.codec import _CLASSES
 from protocol.wire import WIRE_VERSION
 from router.app import create_app
+from telemetry.cluster_metrics import ClusterCollector, ClusterSample
 from telemetry.metrics import Metrics
 
 FOLDER = Path(__file__).with_name("snapshots")
@@ -45,7 +46,7 @@ def openapi(tmp_path: Path) -> str:
     """The document of a cluster that asks for both kinds of keys, as `/openapi.json` answers it."""
     keys_file = tmp_path / "keys.json"
     keys_file.write_text('{"keys": {}}')
-    config = ClusterConfig(http=HttpConfig(keys_file=str(keys_file), admin_key="secret"))
+    config = ClusterConfig(http=HttpConfig(keys_file=str(keys_file), admin_key="secret", metrics_key="secret"))
     router: Any = types.SimpleNamespace(config=config, facts=types.SimpleNamespace(name="smollm2"), shutdown=None)
     unused: Any = None
     answer = TestClient(create_app(router, unused, unused), base_url="http://localhost").get("/openapi.json")
@@ -79,9 +80,12 @@ def _output(*arguments: str) -> str:
 def metrics(tmp_path: Path) -> str:
     """Every family that `/metrics` can show: the name of its samples, type, labels, help and buckets."""
     shown = []
-    for collector in Metrics("smollm2", lambda: ()).registry._collector_to_names:
+    for collector in (
+        *Metrics("smollm2", ClusterSample).registry._collector_to_names,
+        ClusterCollector("smollm2", ClusterSample),
+    ):
         for family in collector.collect():
-            # A worker's families come from a collector of their own, and have the labels; the others are the collector.
+            # The families of workers come from a collector of their own, and have the labels; the others are the collector.
             labels = vars(collector).get("_labelnames") or vars(family)["_labelnames"]
             name = f"{family.name}_total" if family.type == "counter" else family.name
             lines = [f"{name} {family.type} ({', '.join(labels)})", f"    {family.documentation}"]

@@ -78,6 +78,7 @@ FLAGS = (
     ConfigFlag("--kv-offloading-dir", "kv_offloading.disk_dir", help="Folder on each node's disk for KV of earlier prompts."),
     ConfigFlag("--kv-offloading-disk-size", "kv_offloading.disk_gib", help="GiB that it may take."),
     ConfigFlag("--admin-key", "http.admin_key", help="Key for /admin.", envvar="TANDEM_ADMIN_KEY"),
+    ConfigFlag("--metrics-key", "http.metrics_key", help="Key for /metrics.", envvar="TANDEM_METRICS_KEY"),
     ConfigFlag("--keys-file", "http.keys_file", help="API keys, as `tandem keys` makes them."),
     ConfigFlag("--audit-log", "telemetry.audit_log", help="File for refusals, operators' actions and changes of keys."),
     ConfigFlag("--shutdown-timeout", "limits.shutdown_s", help="Seconds that requests have to end on Ctrl-C or SIGTERM."),

@@ -65,6 +65,8 @@ class Access(Enum):
     ANYBODY = ""
     CALLERS = "api_key"
     OPERATORS = "admin_key"
+    WATCHERS = "metrics_key"
+    """Who reads the metrics. The operator's key does, too."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ class Operation:
 
 
 class DocumentedApp(FastAPI):
-    """FastAPI, whose document also has the two kinds of keys, and no docstrings of endpoints: those speak to developers."""
+    """FastAPI, whose document also has the kinds of keys, and no docstrings of endpoints: those speak to developers."""
 
     def openapi(self) -> Json:
         """Return the OpenAPI document of this app."""

@@ -19,11 +19,15 @@ _FRESH_S = 0.1
 """A request that waits looks at the index again after so many seconds."""
 
 
+OnNews = Callable[[int, int, int], None]
+"""Is called with a message's number of keys, then with the blocks and the bytes of the whole index."""
+
+
 class Caches:
     """The index of one router, and who fills it."""
 
-    def __init__(self, index: CacheIndex | None = None, on_news: Callable[[int], None] = lambda num_keys: None) -> None:
-        """`on_news` is told how many keys each message has that counts."""
+    def __init__(self, index: CacheIndex | None = None, on_news: OnNews = lambda *_: None) -> None:
+        """`on_news` hears of every message that counts."""
         self._index = index or CacheIndex()
         self._on_news = on_news
         self._followers: dict[str, CacheFollower] = {}
@@ -54,13 +58,14 @@ class Caches:
         worker_id = follower.life.worker_id
         if self._followers.get(worker_id) is not follower:
             return
-        self._on_news((len(news.gained) + len(news.lost)) // SHORT_BYTES)
         if news.begins:
             self._index.drop(worker_id)
         if news.gained:
             self._index.gained(worker_id, news.gained)
         if news.lost:
             self._index.lost(worker_id, news.lost)
+        num_keys = (len(news.gained) + len(news.lost)) // SHORT_BYTES
+        self._on_news(num_keys, self.num_blocks, self.num_bytes)
 
     def leave(self, follower: CacheFollower) -> None:
         """Forget what this life of a worker held."""

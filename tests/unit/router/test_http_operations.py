@@ -182,13 +182,44 @@ def test_without_keys_only_loopback_is_served(run_cluster: Run, bound: str, peer
     async def test(cluster: Any) -> None:
         transport = httpx.ASGITransport(create_app(cluster.router, cluster.meter, cluster.recorder), client=(peer, 1234))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-            for path in ("/admin/status", "/v1/models"):
+            for path in ("/admin/status", "/v1/models", "/metrics"):
                 assert (await http.get(path)).status_code == status
                 for name in ("x-forwarded-for", "x-real-ip", "forwarded", "via"):
                     assert (await http.get(path, headers={name: "127.0.0.1"})).status_code == 403, "whose it is nobody knows"
-            assert (await http.get("/metrics")).status_code == 200
+            assert (await http.get("/health")).status_code == 200
 
     run_cluster(test, http=HttpConfig(host=bound).model_dump())
+
+
+_EVERYWHERE, _HERE = "0.0.0.0", "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("http", "statuses"),
+    [
+        # without a key, with the metrics' key, with the operator's, with a wrong one
+        (HttpConfig(host=_HERE), (200, 200, 200, 200)),
+        (HttpConfig(host=_HERE, admin_key="sesame"), (200, 200, 200, 200)),
+        (HttpConfig(host=_HERE, metrics_key="look"), (401, 200, 401, 401)),
+        (HttpConfig(host=_EVERYWHERE), (403, 403, 403, 403)),
+        (HttpConfig(host=_EVERYWHERE, admin_key="sesame"), (401, 401, 200, 401)),
+        (HttpConfig(host=_EVERYWHERE, admin_key="sesame", metrics_key="look"), (401, 200, 200, 401)),
+    ],
+)
+def test_who_may_read_the_metrics(run_cluster: Run, http: HttpConfig, statuses: tuple[int, ...]) -> None:
+    async def test(cluster: Any) -> None:
+        keys = (None, "look", "sesame", "wrong")
+        headers = [{} if key is None else {"authorization": f"Bearer {key}"} for key in keys]
+        found = [await cluster.http.get("/metrics", headers=each) for each in headers]
+        assert tuple(answer.status_code for answer in found) == statuses
+        for answer in found:
+            if answer.status_code != 200:
+                assert "http.metrics_key" in answer.json()["error"]["message"]
+        if http.admin_key is not None:
+            as_watcher = await cluster.http.get("/admin/status", headers=headers[1])
+            assert as_watcher.status_code == 401, "who reads metrics is no operator"
+
+    run_cluster(test, http=http.model_dump())
 
 
 def test_admin_is_closed_when_bound_to_the_world_without_a_key(run_cluster: Run) -> None:

@@ -6,8 +6,10 @@ from dataclasses import replace
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from protocol.cluster_view import WorkerState
 from protocol.messages import Brought, DecodeLoad, LoadReport, Role, TierReport
-from telemetry.metrics import Metrics, WorkerSample, kv_usage
+from telemetry.cluster_metrics import ClusterSample, WorkerSample, kv_usage
+from telemetry.metrics import MOST_TENANTS, OTHERS, Metrics
 from tests.unit.load_reports import load_report
 
 REPORT = LoadReport(
@@ -46,23 +48,32 @@ def read(metrics: Metrics) -> dict[tuple[str, tuple[str, ...]], float]:
 
 
 def test_workers_are_read_at_scrape_time() -> None:
-    samples = [WorkerSample("d0", Role.DECODE, 2, None)]
-    metrics = Metrics("m", lambda: samples)
+    samples = [WorkerSample("d0", Role.DECODE, WorkerState.READY, 2, None)]
+    metrics = Metrics("m", lambda: ClusterSample(samples, {Role.DECODE: 2}))
     before = read(metrics)
+    assert before["tandem:workers_wanted", ("decode",)] == 2
+    assert before["tandem:workers", ("decode", "ready")] == 1
+    assert before["tandem:workers", ("decode", "starting")] == 0
     assert before["tandem:worker_restarts_total", ("decode", "d0")] == 2
     assert ("tandem:num_requests_running", ("decode", "d0")) not in before, "unknown is not zero"
-    samples[:] = [WorkerSample("d0", Role.DECODE, 2, REPORT)]
+    samples[:] = [WorkerSample("d0", Role.DECODE, WorkerState.READY, 2, REPORT)]
     after = read(metrics)
     assert after["tandem:num_requests_running", ("decode", "d0")] == 3
     assert after["tandem:num_requests_waiting", ("decode", "d0")] == 4
     assert after["tandem:kv_cache_usage_perc", ("decode", "d0")] == 0.75
+    assert after["tandem:engine_busy_seconds_total", ("decode", "d0")] == 1.5
+    assert after["tandem:engine_tokens_total", ("decode", "d0")] == 77
     assert after["tandem:prefix_cache_queries_total", ("decode", "d0")] == 640
     assert after["tandem:prefix_cache_hits_total", ("decode", "pool", "d0")] == 480
     assert after["tandem:prefix_cache_hits_total", ("decode", "peer", "d0")] == 0
     assert after["tandem:num_preemptions_total", ("decode", "d0")] == 5
     assert after["tandem:recomputed_tokens_total", ("decode", "d0")] == 900
     tier = TierReport("memory", 7, 7000, 5, 1, 2, 3, 4, 5000, 600)
-    samples[:] = [WorkerSample("d0", Role.DECODE, 2, replace(REPORT, tiers=(tier,), brought=Brought.of("disk", 80, 0.1)))]
+    samples[:] = [
+        WorkerSample(
+            "d0", Role.DECODE, WorkerState.READY, 2, replace(REPORT, tiers=(tier,), brought=Brought.of("disk", 80, 0.1))
+        )
+    ]
     tiered = read(metrics)
     assert tiered["tandem:kv_tier_bytes", ("decode", "memory", "d0")] == 7000
     assert tiered["tandem:kv_tier_damaged_blocks_total", ("decode", "memory", "d0")] == 2
@@ -74,14 +85,27 @@ def test_workers_are_read_at_scrape_time() -> None:
 
 
 def test_counters_are_per_registry() -> None:
-    one, two = Metrics("m", lambda: ()), Metrics("m", lambda: ())
+    one, two = Metrics("m", ClusterSample), Metrics("m", ClusterSample)
     one.generation_tokens.inc(5)
     one.succeeded("stop")
     one.failed("overloaded")
-    assert read(one)["tandem:generation_tokens_total", ()] == 5
-    assert read(one)["tandem:request_success_total", ("stop",)] == 1
-    assert read(one)["tandem:request_errors_total", ("overloaded",)] == 1
-    assert read(two)["tandem:generation_tokens_total", ()] == 0
+    assert read(one)["tandem:generation_tokens_total", ("router-0",)] == 5
+    assert read(one)["tandem:request_success_total", ("stop", "router-0")] == 1
+    assert read(one)["tandem:request_errors_total", ("overloaded", "router-0")] == 1
+    assert read(two)["tandem:generation_tokens_total", ("router-0",)] == 0
+
+
+def test_tenants_beyond_a_number_count_as_one() -> None:
+    metrics = Metrics("m", ClusterSample)
+    names = [f"t{number}" for number in range(MOST_TENANTS + 5)]
+    for name in [*names, *names]:
+        metrics.tenant(name).generation_tokens.inc(3)
+        metrics.tenant(name).prompt_tokens.inc(2)
+    found = {key: value for key, value in read(metrics).items() if key[0] == "tandem:tenant_generation_tokens_total"}
+    assert len(found) == MOST_TENANTS + 1
+    assert found["tandem:tenant_generation_tokens_total", ("router-0", "t0")] == 6
+    assert found["tandem:tenant_generation_tokens_total", ("router-0", OTHERS)] == 30
+    assert sum(found.values()) == 6 * len(names)
 
 
 def test_kv_usage_of_an_empty_pool() -> None:

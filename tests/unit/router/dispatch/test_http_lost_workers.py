@@ -40,7 +40,7 @@ def test_stream_goes_on_when_its_decode_worker_dies(run_cluster: Run) -> None:
             for message in resumed
         )
         metrics = (await cluster.http.get("/metrics")).text
-        assert f'tandem:resumed_streams_total{{model_name="smollm2"}} {float(len(resumed))}' in metrics
+        assert f'tandem:resumed_streams_total{{model_name="smollm2",router="router-0"}} {float(len(resumed))}' in metrics
         await cluster.clean()
 
     run_cluster(test, decode=2)
@@ -140,7 +140,7 @@ def test_transfer_failure_is_retried_and_counted(run_cluster: Run) -> None:
         cluster.decode[0].refuse_attach = 2
         assert (await cluster.complete()).json()["choices"][0]["text"] == TEXT
         metrics = (await cluster.http.get("/metrics")).text
-        assert 'tandem:kv_transfer_failures_total{model_name="smollm2"} 2.0' in metrics
+        assert 'tandem:kv_transfer_failures_total{model_name="smollm2",router="router-0"} 2.0' in metrics
         await cluster.clean()
 
     run_cluster(test)

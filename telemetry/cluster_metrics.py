@@ -1,0 +1,177 @@
+"""The metrics of workers and pools, read when Prometheus asks: from the latest load reports and the view of the cluster.
+
+Every router knows all workers, so whichever is asked has all of these, each once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from protocol.cluster_view import WorkerState
+from protocol.messages import LoadReport, Role
+
+
+@dataclass(frozen=True)
+class WorkerSample:
+    """What is known of one worker when the metrics are read. `report` is None until its first one arrives."""
+
+    worker_id: str
+    role: Role
+    state: WorkerState
+    restarts: int
+    report: LoadReport | None
+
+
+@dataclass(frozen=True)
+class ClusterSample:
+    """What a router knows of the cluster when the metrics are read."""
+
+    workers: Sequence[WorkerSample] = ()
+    wanted: Mapping[Role, int] = field(default_factory=dict)
+    """How many workers of each role there should be."""
+
+
+ClusterSource = Callable[[], ClusterSample]
+
+
+class ClusterCollector(Collector):
+    """The families of all workers and of both pools."""
+
+    def __init__(self, model_name: str, source: ClusterSource) -> None:
+        self._model_name = model_name
+        self._source = source
+
+    def describe(self) -> Iterable[Metric]:
+        """Say nothing beforehand: nobody is asked for workers before Prometheus wants them."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """All families as they are now."""
+        cluster = self._source()
+        yield from self._pools(cluster)
+        labels = ("model_name", "worker", "role")
+        reports = [(self._of(sample), sample.report) for sample in cluster.workers if sample.report is not None]
+        for name, text, value in _GAUGES:
+            gauge = GaugeMetricFamily(f"tandem:{name}", text, labels=labels)
+            for whose, report in reports:
+                gauge.add_metric(whose, value(report))
+            yield gauge
+        for name, text, count in _COUNTERS:
+            counter = CounterMetricFamily(f"tandem:{name}", text, labels=labels)
+            for whose, report in reports:
+                counter.add_metric(whose, count(report))
+            yield counter
+        yield _hits(reports)
+        yield from _tiers(reports)
+        restarts = CounterMetricFamily("tandem:worker_restarts", "Times the worker was started anew.", labels=labels)
+        for sample in cluster.workers:
+            restarts.add_metric(self._of(sample), sample.restarts)
+        yield restarts
+
+    def _of(self, sample: WorkerSample) -> tuple[str, ...]:
+        return self._model_name, sample.worker_id, sample.role.value
+
+    def _pools(self, cluster: ClusterSample) -> Iterator[Metric]:
+        wanted = GaugeMetricFamily(
+            "tandem:workers_wanted", "Number of workers that there should be.", labels=("model_name", "role")
+        )
+        there = GaugeMetricFamily("tandem:workers", "Number of workers, by state.", labels=("model_name", "role", "state"))
+        numbers = Counter((sample.role, sample.state) for sample in cluster.workers)
+        for role, number in cluster.wanted.items():
+            wanted.add_metric((self._model_name, role.value), number)
+            for state in WorkerState:
+                there.add_metric((self._model_name, role.value, state.value), numbers[role, state])
+        yield wanted
+        yield there
+
+
+_Reports = Sequence[tuple[tuple[str, ...], LoadReport]]
+"""The labels of each worker, and its latest report."""
+
+
+def _tiers(reports: _Reports) -> Iterator[Metric]:
+    labels = ("model_name", "worker", "role", "tier")
+    families: list[tuple[GaugeMetricFamily | CounterMetricFamily, str]] = [
+        (GaugeMetricFamily(f"tandem:kv_tier_{name}", text, labels=labels), attribute) for name, text, attribute in _TIER_GAUGES
+    ]
+    families += [
+        (CounterMetricFamily(f"tandem:kv_tier_{name}", text, labels=labels), attribute)
+        for name, text, attribute in _TIER_COUNTERS
+    ]
+    for whose, report in reports:
+        for tier in report.tiers:
+            for family, attribute in families:
+                family.add_metric((*whose, tier.name), getattr(tier, attribute))
+    return iter([family for family, _ in families])
+
+
+def _hits(reports: _Reports) -> Metric:
+    labels = ("model_name", "worker", "role", "source")
+    hits = CounterMetricFamily(
+        "tandem:prefix_cache_hits", "Prompt tokens that were not computed, by where their KV was.", labels=labels
+    )
+    for whose, report in reports:
+        for source, tokens in hits_by_source(report).items():
+            hits.add_metric((*whose, source), tokens)
+    return hits
+
+
+def kv_usage(report: LoadReport) -> float:
+    """Share of the worker's KV blocks that are taken, from 0 to 1."""
+    return 1.0 - report.free_blocks / report.total_blocks if report.total_blocks else 0.0
+
+
+def hits_by_source(report: LoadReport) -> dict[str, int]:
+    """Prompt tokens that the worker found in its own pool, and those that came from elsewhere."""
+    brought = report.brought
+    elsewhere = {"peer": brought.peer_tokens, "memory": brought.memory_tokens, "disk": brought.disk_tokens}
+    return {"pool": report.prefix_cache_hits - brought.num_tokens} | elsewhere
+
+
+_GAUGES: tuple[tuple[str, str, Callable[[LoadReport], float]], ...] = (
+    ("num_requests_running", "Sequences in the current batch.", lambda report: report.running),
+    ("num_requests_waiting", "Requests that wait at the worker.", lambda report: report.waiting),
+    ("kv_cache_usage_perc", "Share of KV blocks taken; 1 means all.", kv_usage),
+    ("prefix_cache_blocks", "KV blocks in the prefix cache.", lambda report: report.cached_blocks),
+    ("queued_prompt_tokens", "Prompt tokens not yet computed.", lambda report: report.queued_tokens),
+    ("tickets", "Tickets not in a final state.", lambda report: report.tickets),
+    ("kv_transfers_in_flight", "KV transfers under way.", lambda report: report.transfers),
+    ("engine_step_age_seconds", "How long the current step has been running.", lambda report: report.step_age_s),
+)
+
+_COUNTERS: tuple[tuple[str, str, Callable[[LoadReport], float]], ...] = (
+    (
+        "engine_busy_seconds",
+        "Time spent in the engine: its rate is how busy it is.",
+        lambda report: report.busy_s,
+    ),
+    ("engine_steps", "Engine steps.", lambda report: report.steps),
+    ("engine_tokens", "Tokens computed (prefill) or generated (decode).", lambda report: report.tokens),
+    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda report: report.prefix_cache_queries),
+    ("prefix_cache_evictions", "Cached KV blocks given to something else.", lambda report: report.prefix_cache_evictions),
+    ("lent_tokens", "Tokens whose KV other workers fetched from here.", lambda report: report.lent_tokens),
+    ("failed_fetches", "Fetches from other workers that brought nothing.", lambda report: report.failed_fetches),
+    ("num_preemptions", "Sequences that gave up their KV blocks to others.", lambda report: report.num_preemptions),
+    ("recomputed_tokens", "Tokens computed again after a preemption.", lambda report: report.recomputed_tokens),
+    ("prefilled_tokens", "Prompt tokens computed, at workers of either role.", lambda report: report.prefilled_tokens),
+)
+
+_TIER_GAUGES = (
+    ("blocks", "KV blocks in the tier of the worker's node, whoever has written them.", "num_blocks"),
+    ("bytes", "Bytes that they take.", "num_bytes"),
+)
+
+_TIER_COUNTERS = (
+    ("stored_blocks", "KV blocks that the worker has written.", "stored"),
+    ("evicted_blocks", "KV blocks that the worker has removed, since the tier was full.", "evicted"),
+    ("damaged_blocks", "Files that the worker found damaged, and removed.", "damaged"),
+    ("foreign_blocks", "Files of another model or version that the worker found, and removed.", "foreign"),
+    ("failed_writes", "KV blocks that the worker could not write.", "failed_writes"),
+    ("written_bytes", "Bytes of KV that the worker has written.", "bytes_written"),
+    ("read_bytes", "Bytes of KV that the worker has read.", "bytes_read"),
+)

@@ -1,0 +1,93 @@
+"""The counts of all routers of a node, in files: whoever is asked reads them all, and no count ends with its router.
+
+    a router takes the lowest free place, router-0 ──► counts into the files of its place ──► ends, however it does
+                                ▲                                                                    │ the place is free
+                                └── its successor goes on counting where it has ended ◄──────────────┘
+
+A place is a lock, which the kernel frees with its process. So a name stands for one router at a time, and there are as many
+names as there were routers at once. The files are those of prometheus_client's multiprocess mode: what was counted is there
+the moment it was, also if the process is killed in the next.
+
+Whoever takes a place, or reads, removes the gauges of routers that have ended: these tell of a state, not of a past.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from prometheus_client import Counter, values
+from prometheus_client.core import Metric
+from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+from prometheus_client.registry import Collector
+
+_LOCKS = "*.lock"
+_TRIES, _AGAIN_S = 3, 0.01
+"""A reader holds the lock of a free place for some microseconds, which must not make a second place of it."""
+
+
+class CountsFolder(Collector):
+    """A folder of counts in which this process has a place, for the rest of its life. There can be one in a process."""
+
+    def __init__(self, folder: Path) -> None:
+        """Take a place. From now on, all of prometheus_client's metrics of this process are counted in its files.
+
+        Raises OSError if the folder can't be used.
+        """
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder = folder
+        self.place, self._lock = _taken_place(folder)
+        mark_process_dead(self.place, str(folder))
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
+        # As uWSGI's users are told to do it (prometheus_client's documentation, multiprocess mode).
+        values.ValueClass = values.MultiProcessValue(lambda: self.place)
+        self._files = MultiProcessCollector(None, str(folder))
+
+    def collect(self) -> Iterator[Metric]:
+        """What all routers have counted that ever had a place here, and the gauges of those that have one now."""
+        self._forget_gauges_of_ended()
+        yield from self._files.collect()
+
+    def values_of(self, family: Counter, label: str) -> set[str]:
+        """The values of a label that this place has counted under in a family."""
+        described = family.describe()
+        return {
+            sample.labels[label]
+            for found in self._files.collect()
+            if found.name == described[0].name
+            for sample in found.samples
+            if sample.labels["router"] == self.place
+        }
+
+    def _forget_gauges_of_ended(self) -> None:
+        for path in self._folder.glob(_LOCKS):
+            if path.stem != self.place and (lock := _locked(path)) is not None:
+                mark_process_dead(path.stem, str(self._folder))
+                os.close(lock)
+
+
+def _taken_place(folder: Path) -> tuple[str, int]:
+    """The name of the lowest free place, and the descriptor that holds its lock."""
+    number = 0
+    while True:
+        path = folder / f"router-{number}.lock"
+        for attempt in range(_TRIES):
+            if (lock := _locked(path)) is not None:
+                return path.stem, lock
+            if attempt + 1 < _TRIES:
+                time.sleep(_AGAIN_S)
+        number += 1
+
+
+def _locked(path: Path) -> int | None:
+    """The descriptor of a file whose lock is free, which holds it now."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor

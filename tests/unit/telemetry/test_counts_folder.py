@@ -1,0 +1,124 @@
+"""Counts of several routers in one folder: all of them are read, killed ones' among them, and a successor goes on counting."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+_ROUTER = """
+import json, sys
+from pathlib import Path
+from telemetry.cluster_metrics import ClusterSample
+from telemetry.counts_folder import CountsFolder
+from telemetry.metrics import Metrics
+
+folder = CountsFolder(Path(sys.argv[1]))
+metrics = Metrics("m", ClusterSample, folder)
+print(json.dumps(folder.place), flush=True)
+for line in sys.stdin:
+    exec(line)
+    print(json.dumps(metrics.render().decode()), flush=True)
+"""
+
+
+class Router:
+    """A process that counts in the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        command = [sys.executable, "-c", _ROUTER, str(folder)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.place = json.loads(_pipe(self.process.stdout).readline())
+
+    def does(self, line: str) -> dict[tuple[str, ...], float]:
+        """What it reads after this line of Python, by name and labels."""
+        pipe = _pipe(self.process.stdin)
+        pipe.write(f"{line}\n")
+        pipe.flush()
+        text = json.loads(_pipe(self.process.stdout).readline())
+        return {
+            (sample.name, *(value for key, value in sorted(sample.labels.items()) if key != "model_name")): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+
+    def kill(self) -> None:
+        """Without a chance to write anything."""
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(10)
+
+
+def _pipe(pipe: IO[str] | None) -> IO[str]:
+    assert pipe is not None
+    return pipe
+
+
+Start = Callable[[], Router]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    routers: list[Router] = []
+
+    def started() -> Router:
+        routers.append(Router(tmp_path / "counts"))
+        return routers[-1]
+
+    yield started
+    for router in routers:
+        router.kill()
+
+
+def test_any_router_tells_of_all(start: Start) -> None:
+    one, two, three = start(), start(), start()
+    assert [router.place for router in (one, two, three)] == ["router-0", "router-1", "router-2"]
+    one.does("metrics.generation_tokens.inc(5); metrics.succeeded('stop'); metrics.waiting_requests.set(4)")
+    two.does("metrics.generation_tokens.inc(7); metrics.time_to_first_token.observe(0.3)")
+    read = three.does("metrics.waiting_requests.set(2)")
+    assert (read["tandem:generation_tokens_total", "router-0"], read["tandem:generation_tokens_total", "router-1"]) == (5, 7)
+    assert read["tandem:request_success_total", "stop", "router-0"] == 1
+    assert read["tandem:time_to_first_token_seconds_count", "router-1"] == 1
+    assert read["tandem:time_to_first_token_seconds_bucket", "0.5", "router-1"] == 1
+    assert read["tandem:time_to_first_token_seconds_bucket", "0.25", "router-1"] == 0
+    assert (read["tandem:router_requests_waiting", "router-0"], read["tandem:router_requests_waiting", "router-2"]) == (4, 2)
+
+
+def test_what_a_killed_router_has_counted_stays(start: Start) -> None:
+    one, two = start(), start()
+    one.does("metrics.generation_tokens.inc(5); metrics.waiting_requests.set(4); metrics.tenant('a').prompt_tokens.inc(9)")
+    one.kill()
+    read = two.does("")
+    assert read["tandem:generation_tokens_total", "router-0"] == 5
+    assert ("tandem:router_requests_waiting", "router-0") not in read, "nobody waits at a router that has ended"
+    again = start()
+    assert again.place == "router-0"
+    read = again.does("metrics.generation_tokens.inc(1); metrics.tenant('a').prompt_tokens.inc(1)")
+    assert read["tandem:generation_tokens_total", "router-0"] == 6
+    assert read["tandem:tenant_prompt_tokens_total", "router-0", "a"] == 10
+    assert read["tandem:router_requests_waiting", "router-0"] == 0
+
+
+def test_a_successor_has_no_more_tenants_than_anybody(start: Start) -> None:
+    one = start()
+    one.does("[metrics.tenant(f't{n}').prompt_tokens.inc() for n in range(100)]")
+    one.kill()
+    read = start().does("[metrics.tenant(f'u{n}').prompt_tokens.inc() for n in range(5)]")
+    tenants = {key[2]: value for key, value in read.items() if key[0] == "tandem:tenant_prompt_tokens_total"}
+    assert len(tenants) == 101
+    assert tenants["(others)"] == 5
+
+
+def test_a_folder_of_no_use_says_so(tmp_path: Path) -> None:
+    (tmp_path / "counts").write_text("no folder")
+    ended = subprocess.run(
+        [sys.executable, "-c", _ROUTER, str(tmp_path / "counts")], capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 1
+    assert "FileExistsError" in ended.stderr
