@@ -45,6 +45,7 @@ from protocol.calls import CallClient
 from protocol.messages import Attach, Attached, Ping, Release, Role, WorkerRef
 from protocol.sampling import SamplingParams
 from protocol.wire import WireClient, WireServer
+from worker.core import WorkerCore
 
 HOST = "127.0.0.1"
 SECRET = b"b" * 32
@@ -181,7 +182,7 @@ async def _run(role: Role, transport: str, told: Connection) -> None:
         shared_kv=True,
     )
     server = WireServer(SECRET, HOST)
-    me = WorkerRef(worker_id=role.value, epoch=1, role=role, address=server.address)
+    me = WorkerRef(worker_id=role.value, epoch=1, address=server.address)
     first = FirstRank(
         me=me,
         config=CONFIG,
@@ -194,9 +195,9 @@ async def _run(role: Role, transport: str, told: Connection) -> None:
     wanted, encrypt = TRANSPORTS[transport]
     sending = sending_transports(wanted, HOST, runner.pool.data, runner.pool.memory_fd, encrypt=encrypt)
     receiving = receiving_transports(wanted, HOST, runner.pool.data.device, encrypt=encrypt)
-    worker = (PrefillWorker if role is Role.PREFILL else DecodeWorker)(first, receiving, sending)
+    worker = (PrefillWorker if role is Role.PREFILL else DecodeWorker)(WorkerCore(first, receiving, sending))
     told.send(server.address)
-    await worker.run()
+    await worker.core.run()
 
 
 # -- without workers -----------------------------------------------------------------------------------------------------

@@ -103,13 +103,13 @@ async def one_round(client: httpx.AsyncClient, undisturbed: list[Stream]) -> dic
     streams = [Stream() for _ in range(STREAMS)]
     asking = [asyncio.create_task(stream.run(client, rng, ANSWER_TOKENS)) for stream in streams]
     await until(lambda: all(len(stream.times) > 2 for stream in streams))
-    await drained(client, "decode-1", restart=True)
+    await drained(client, "worker-2", restart=True)
     await asyncio.sleep(CALM_S)
     await asyncio.gather(*(Stream().run(client, rng, WARM_UP_TOKENS) for _ in range(STREAMS)))
     await until(lambda: all(len(stream.times) > CONTEXT - PROMPT_TOKENS for stream in streams))
     contexts = [PROMPT_TOKENS + len(stream.times) for stream in streams]
     begun = time.monotonic()
-    drained_s, gone_s = await drained(client, "decode-0", restart=False)
+    drained_s, gone_s = await drained(client, "worker-1", restart=False)
     end = begun + drained_s + AFTERWARDS_S
     await until(lambda: time.monotonic() > end)
     for task in asking:

@@ -90,9 +90,9 @@ async def _ask(
 ) -> tuple[float, FirstToken]:
     sampling = SamplingParams(seed=0, max_tokens=2, temperature=0.0)
     ticket = await reserve(decode, prompt, sampling)
-    committed = worker.transfer_stats.committed
+    committed = worker.core.arrivals.stats.committed
     ttft_s, first = await first_token(prefill, ticket, prompt, sampling)
-    while worker.transfer_stats.committed == committed:  # noqa: ASYNC110 - a count, between two measurements
+    while worker.core.arrivals.stats.committed == committed:  # noqa: ASYNC110 - a count, between two measurements
         await asyncio.sleep(0.01)
     decode.send(Release(ticket.ticket_id))
     return ttft_s, first
@@ -107,7 +107,7 @@ async def _workers() -> AsyncIterator[tuple[CallClient, CallClient, DecodeWorker
     ]
     servers = [WireServer(SECRET, HOST) for _ in range(2)]
     refs = [
-        WorkerRef(worker_id=role.value, epoch=1, role=role, address=server.address)
+        WorkerRef(worker_id=role.value, epoch=1, address=server.address)
         for role, server in zip((Role.PREFILL, Role.DECODE), servers, strict=True)
     ]
     transports = [GlooTransport(HOST)]
@@ -125,7 +125,7 @@ async def _workers() -> AsyncIterator[tuple[CallClient, CallClient, DecodeWorker
     ]
     cores = [WorkerCore(rank, transports, transports) for rank in ranks]
     prefill, decode = PrefillWorker(cores[0]), DecodeWorker(cores[1])
-    tasks = [asyncio.create_task(prefill.run()), asyncio.create_task(decode.run())]
+    tasks = [asyncio.create_task(prefill.core.run()), asyncio.create_task(decode.core.run())]
     callers = [CallClient(await WireClient.connect(ref.address, SECRET, 5), lambda message: None) for ref in refs]
     for caller in callers:
         tasks += [asyncio.create_task(caller.run()), asyncio.create_task(_ping(caller))]

@@ -143,6 +143,9 @@ class IdleProcess:
     async def drain(self) -> None:
         return None
 
+    async def take_role(self, role: Role) -> None:
+        return None
+
     async def stop(self) -> None:
         self._over.set()
 
@@ -152,7 +155,7 @@ class IdleProcess:
 
 class IdleLauncher:
     def process(self, role: Role, worker_id: str, epoch: int) -> Process:
-        return IdleProcess(WorkerRef(worker_id=worker_id, epoch=epoch, role=role, address="tcp://127.0.0.1:1"))
+        return IdleProcess(WorkerRef(worker_id=worker_id, epoch=epoch, address="tcp://127.0.0.1:1"))
 
     async def take_up(self, lives: Mapping[WorkerLife, Sequence[str]], worker_ids: Sequence[str]) -> None:
         raise AssertionError("there was no former supervisor")

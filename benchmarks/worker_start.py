@@ -34,15 +34,16 @@ def main() -> None:
 
 async def start_worker(began: float) -> None:
     import cluster.ray.worker_process  # noqa: F401  (the actor's class, and Ray with it)
+    from cluster.worker_actor import FirstRankOfWorker
     from configs.models import resolve_for
     from configs.schema import ClusterConfig
-    from decode_workers.actor import DecodeActor
     from engine.memory.kv_pool import KVPool
     from engine.model_runner import resolve_dtype
+    from protocol.messages import Role
 
     imported = time.monotonic()
     config = ClusterConfig()
-    await DecodeActor("decode-0", 1, config, SECRET, HOST, threads=1, others=[]).start()
+    await FirstRankOfWorker(Role.DECODE, "worker-0", 1, config, SECRET, HOST, threads=1, others=[]).start()
     ready = time.monotonic()
     import torch
 

@@ -67,6 +67,10 @@ class Controller:
         """Let a worker go, or start it anew with `restart`. Raises InvalidRequestError if it can't be spared."""
         self._supervisor.drain(worker_id, restart)
 
+    async def flip(self, worker_id: str, role: Role) -> None:
+        """Have a worker do the work of this role from now on. Raises InvalidRequestError if it can't."""
+        self._supervisor.flip(worker_id, role)
+
     @ray.method(max_task_retries=-1)
     async def retire(self, deadline_s: float) -> int:
         """Let in no new requests, and wait until none runs, or for `deadline_s` seconds. Return how many still run."""
@@ -149,6 +153,10 @@ class RayControllerClient:
     async def drain(self, worker_id: str, restart: bool) -> None:
         """Let a worker go, or start it anew with `restart`. Raises InvalidRequestError if it can't be spared."""
         await _answered(self._controller.drain.remote(worker_id, restart))
+
+    async def flip(self, worker_id: str, role: Role) -> None:
+        """Have a worker do the work of this role from now on. Raises InvalidRequestError if it can't."""
+        await _answered(self._controller.flip.remote(worker_id, role))
 
     async def note_open_requests(self, router_id: str, count: int) -> None:
         """Tell how many requests still run at this router."""

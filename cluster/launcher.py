@@ -38,6 +38,9 @@ class Process(Protocol):
     async def drain(self) -> None:
         """Let the worker finish what it has and take nothing new. Returns once nothing is left."""
 
+    async def take_role(self, role: Role) -> None:
+        """Have the worker do the work of this role from now on, and send back what has not begun of the other's."""
+
     async def stop(self) -> None:
         """Ask the worker to end. `run` returns when it has."""
 

@@ -4,19 +4,21 @@
                     ▲  │ failed           │ died                        │ died ─────────► gone
                     └──┴──────────────────┴──── restart: drained, died ─┘ next epoch
     scale down or drain of a STARTING worker: gone at once
+    READY ──hand_over──► READY in the other role's pool, the same life, one term later (take)
 
 A pool can be made from the record of a former one (`resume`): who was READY stays so, drains go on, and what was starting
 begins anew, for nobody knows how far it came.
 
 Pure: events come in as method calls, orders for the outside world go out as actions. An event that names a life (worker id
-and epoch) which is over is ignored, so late news can't revive anybody. A worker id that comes back after a scale-down goes
-on counting its epochs: (worker id, epoch) names one life for ever.
+and epoch) which is over is ignored, so late news can't revive anybody. A worker's id says nothing of its role. One that comes
+back after a scale-down goes on counting its epochs: (worker id, epoch) names one life for ever.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from protocol.cluster_view import WorkerInfo, WorkerState
 from protocol.errors import InvalidRequestError
@@ -75,7 +77,16 @@ class Resume:
     epoch: int
 
 
-Action = Start | Drain | Stop | Remove | Resume
+@dataclass(frozen=True)
+class TakeRole:
+    """Tell this life, which is up, that it has another role from now on. No answer."""
+
+    worker_id: str
+    epoch: int
+    role: Role
+
+
+Action = Start | Drain | Stop | Remove | Resume | TakeRole
 
 
 @dataclass(frozen=True)
@@ -99,18 +110,44 @@ class PoolRecord:
 
     desired: int = 0
     members: tuple[Member, ...] = ()
-    epochs: Mapping[str, int] = field(default_factory=dict)
-    """The last epoch of every worker id that there ever was."""
+
+
+class WorkerIds:
+    """The ids of the workers of all pools of a cluster: `worker-3` is the same worker in any role."""
+
+    def __init__(self, epochs: Mapping[str, int] | None = None) -> None:
+        """`epochs` has the last epoch of every worker id that there ever was."""
+        self.epochs = dict(epochs or {})
+        self._taken: set[int] = set()
+
+    def take(self, index: int | None = None) -> int:
+        """Take the index of a worker, the lowest that is free if none is given."""
+        if index is None:
+            index = next(each for each in itertools.count() if each not in self._taken)
+        self._taken.add(index)
+        return index
+
+    def give_back(self, index: int) -> None:
+        """Let another worker have the index."""
+        self._taken.discard(index)
+
+    def next_epoch(self, worker_id: str) -> int:
+        """The epoch of the next life of a worker."""
+        self.epochs[worker_id] = self.epochs.get(worker_id, 0) + 1
+        return self.epochs[worker_id]
 
 
 class Pool:
     """The workers of one role. Between calls, exactly `desired` of them are not DRAINING for good."""
 
-    def __init__(self, role: Role, record: PoolRecord = PoolRecord()) -> None:
+    def __init__(self, role: Role, ids: WorkerIds, record: PoolRecord = PoolRecord()) -> None:
+        """`ids` are shared with the pools of other roles."""
         self.role = role
         self.desired = record.desired
+        self._ids = ids
         self._members = {member.info.worker_id: member for member in record.members}
-        self._epochs = dict(record.epochs)
+        for member in record.members:
+            ids.take(member.index)
 
     def __contains__(self, worker_id: str) -> bool:
         return worker_id in self._members
@@ -121,7 +158,7 @@ class Pool:
 
     def record(self) -> PoolRecord:
         """The pool's present state as a record, from which another pool can be made."""
-        return PoolRecord(self.desired, tuple(self._members.values()), dict(self._epochs))
+        return PoolRecord(self.desired, tuple(self._members.values()))
 
     def resume(self) -> list[Action]:
         """Go on where the former pool, from whose record this one was made, has ended. Call it once, before anything else."""
@@ -150,7 +187,7 @@ class Pool:
         self.desired = workers
         active = self._staying()
         active.sort(key=lambda member: (member.info.state is not WorkerState.READY, member.index))
-        actions: list[Action] = [self._begin(self._free_index()) for _ in range(workers - len(active))]
+        actions: list[Action] = [self._begin() for _ in range(workers - len(active))]
         for member in reversed(active[workers:]):
             actions += self._dismiss(member)
         return actions
@@ -173,6 +210,32 @@ class Pool:
             )
         self.desired -= 1
         return self._dismiss(member)
+
+    def spare(self) -> str | None:
+        """The id of the worker that is the first to go over to another role: the READY one with the highest index."""
+        ready = [member for member in self._members.values() if member.info.state is WorkerState.READY]
+        return max(ready, key=lambda member: member.index).info.worker_id if ready else None
+
+    def hand_over(self, worker_id: str) -> Member:
+        """Give a READY worker of this pool up to the pool of another role, with one worker less wanted here from now on.
+
+        Raises InvalidRequestError if it is not READY, or if no other of its role is wanted.
+        """
+        member = self._members[worker_id]
+        if member.info.state is not WorkerState.READY:
+            raise InvalidRequestError(f"{worker_id} is {member.info.state.value}: only a ready worker flips", param="worker")
+        if self.desired == 1:
+            raise InvalidRequestError(
+                f"{worker_id} is the only {self.role.value} worker that is wanted: add another first", param="worker"
+            )
+        self.desired -= 1
+        return self._members.pop(worker_id)
+
+    def take(self, member: Member) -> None:
+        """Have a worker of another pool from now on: the same life, in another role."""
+        self.desired += 1
+        info = replace(member.info, role=self.role, term=member.info.term + 1)
+        self._members[info.worker_id] = replace(member, info=info)
 
     def started(self, ref: WorkerRef, pids: tuple[int, ...], node: str) -> list[Action]:
         """This life listens at `ref` and takes requests from now on."""
@@ -229,21 +292,17 @@ class Pool:
         member = self._members.get(worker_id)
         return member if member is not None and member.info.epoch == epoch else None
 
-    def _free_index(self) -> int:
-        taken = {member.index for member in self._members.values()}
-        return next(index for index in range(len(taken) + 1) if index not in taken)
-
-    def _begin(self, index: int) -> Start:
-        info = self._fresh(f"{self.role.value}-{index}", restarts=0, last_error=None)
+    def _begin(self) -> Start:
+        index = self._ids.take()
+        info = self._fresh(f"worker-{index}", restarts=0, last_error=None)
         self._members[info.worker_id] = Member(index, info)
         return Start(info.worker_id, info.epoch, 0.0)
 
     def _fresh(self, worker_id: str, restarts: int, last_error: str | None) -> WorkerInfo:
-        epoch = self._epochs[worker_id] = self._epochs.get(worker_id, 0) + 1
         return WorkerInfo(
             worker_id=worker_id,
             role=self.role,
-            epoch=epoch,
+            epoch=self._ids.next_epoch(worker_id),
             state=WorkerState.STARTING,
             ref=None,
             pids=(),
@@ -267,4 +326,5 @@ class Pool:
 
     def _forget(self, member: Member) -> Remove:
         del self._members[member.info.worker_id]
+        self._ids.give_back(member.index)
         return Remove(member.info.worker_id, member.info.epoch)

@@ -27,6 +27,8 @@ class ClusterRecord:
     """Both pools, and the lives that are up, each with the names of its ranks' processes, the first one's first."""
 
     pools: Mapping[Role, PoolRecord]
+    epochs: Mapping[str, int]
+    """The last epoch of every worker id that there ever was."""
     processes: tuple[tuple[WorkerLife, tuple[str, ...]], ...]
 
     def to_json(self) -> bytes:

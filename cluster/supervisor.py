@@ -9,8 +9,8 @@ What it knows is recorded (cluster.records) at every change, and a life begins o
 record takes up what a former one has left: lives that are up are awaited again, from `run()`; all else begins anew.
 
 Whatever ends a life (a crash, a failed start, a drain), its task kills the process before the pool hears of it, so two lives
-of one worker never run side by side. A drain runs in a task of its own beside the life. All decisions are the pool's
-(cluster.pool); how processes come to be is the launcher's (cluster.ray.launcher, or a scripted one in tests). Everything runs
+of one worker never run side by side. A drain runs in a task of its own beside the life. All decisions are the pools'
+(cluster.pools); how processes come to be is the launcher's (cluster.ray.launcher, or a scripted one in tests). Everything runs
 in one event loop; `close` ends every life and waits for it.
 """
 
@@ -19,16 +19,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from cluster.launcher import Launcher, Process, Started
-from cluster.pool import Action, Drain, Pool, Remove, Resume, Start, Stop
-from cluster.ray.placement import pool_of
+from cluster.pool import Action, Drain, Remove, Resume, Start, Stop, TakeRole
+from cluster.pools import CheckRoom, Pools
 from cluster.records import ClusterRecord, RecordStore
 from configs.schema import ClusterConfig
 from protocol.cluster_view import ClusterView, WorkerState
-from protocol.errors import ConfigError, InvalidRequestError, TandemError, UnavailableError
+from protocol.errors import ConfigError, TandemError, UnavailableError
 from protocol.messages import Role, WorkerLife
 
 log = logging.getLogger(__name__)
@@ -40,10 +40,6 @@ STOP_S = 10.0
 _SAVE_AGAIN_S = 1.0
 
 
-CheckRoom = Callable[[Mapping[Role, int], Collection[Role]], None]
-"""Raises InvalidRequestError, naming one of the second argument's roles, if the first one's workers can't all be had."""
-
-
 class Supervisor:
     """The owner of both pools of workers. Call `start` once, then the other methods, and `close` once at the end."""
 
@@ -51,8 +47,7 @@ class Supervisor:
         self._config = config
         self._launcher = launcher
         self._records = records
-        self._pools = {role: Pool(role) for role in Role}
-        self._roles = [role for role in Role if config.disaggregation != "never" or role is Role.DECODE]
+        self._pools = Pools(config)
         self._lives: dict[WorkerLife, asyncio.Task[None]] = {}
         self._processes: dict[WorkerLife, Process] = {}
         self._names: dict[WorkerLife, tuple[str, ...]] = {}
@@ -70,35 +65,19 @@ class Supervisor:
         """Begin the configured number of workers, or go on with what a former supervisor has recorded."""
         record = await self._records.load()
         if record is None:
-            for role in self._roles:
-                self._obey(self._pools[role], self._pools[role].scale(pool_of(self._config, role).workers))
+            self._obey(self._pools.start())
             return
-        self._pools = {role: Pool(role, record.pools[role]) for role in Role}
+        self._pools = Pools(self._config, record.pools, record.epochs)
         lives = [WorkerLife(info.worker_id, info.epoch) for info in self.view().workers]
         self._names = {life: names for life, names in record.processes if life in lives}
         log.info("taking up %d of %d workers of a former controller", len(self._names), len(lives))
         await self._launcher.take_up(self._names, [worker_id for worker_id, _ in lives])
-        for pool in self._pools.values():
-            self._obey(pool, pool.resume())
+        self._obey(self._pools.resume())
 
     def scale(self, sizes: Mapping[Role, int], check_room: CheckRoom) -> None:
-        """Want this many workers of these roles; returns at once.
-
-        Raises InvalidRequestError for a role that the cluster lacks, for none, for more than is allowed, and what `check_room`
-        raises; then nothing has changed.
-        """
+        """Want this many workers of these roles; returns at once. Raises InvalidRequestError as `Pools.scale`."""
+        self._obey(self._pools.scale(sizes, check_room))
         for role, workers in sizes.items():
-            if role not in self._roles:
-                raise InvalidRequestError("this cluster is colocated: its decode workers compute the prompts", param=role.value)
-            most = pool_of(self._config, role).max_workers
-            if not 1 <= workers <= most:
-                problem = f"{role.value} must be 1 to {most} workers ({role.value}.max_workers), got {workers}"
-                raise InvalidRequestError(problem, param=role.value)
-        present = {role: self._pools[role].desired for role in self._roles}
-        if any(workers > present[role] for role, workers in sizes.items()):
-            check_room({**present, **sizes}, tuple(sizes))
-        for role, workers in sizes.items():
-            self._obey(self._pools[role], self._pools[role].scale(workers))
             log.info("%s: %d workers wanted", role.value, workers)
 
     def stop_admission(self) -> None:
@@ -111,16 +90,16 @@ class Supervisor:
 
         Raises InvalidRequestError if there is no such worker, or if it can't be spared.
         """
-        pool = next((pool for pool in self._pools.values() if worker_id in pool), None)
-        if pool is None:
-            raise InvalidRequestError(f"there is no worker {worker_id!r:.100}; `tandem status` lists them", param="worker")
-        self._obey(pool, pool.drain(worker_id, restart=restart))
+        self._obey(self._pools.drain(worker_id, restart=restart))
         log.info("%s is drained%s", worker_id, " and restarted" if restart else "")
+
+    def flip(self, worker_id: str, role: Role) -> None:
+        """Have this worker do the work of this role from now on; returns at once. Raises as `Pools.flip`."""
+        self._obey(self._pools.flip(worker_id, role))
 
     def view(self) -> ClusterView:
         """Return the workers as routers and operators see them, with a version that every change raises."""
-        workers = tuple(info for pool in self._pools.values() for info in pool.workers())
-        return ClusterView(self._version, workers, {role: self._pools[role].desired for role in self._roles}, self._stopping)
+        return ClusterView(self._version, self._pools.workers(), self._pools.wanted(), self._stopping)
 
     async def watch(self, known_version: int) -> ClusterView:
         """Return the view as soon as its version differs from the known one, or after WATCH_S seconds."""
@@ -140,7 +119,7 @@ class Supervisor:
         """
         try:
             async with asyncio.timeout(deadline_s):
-                while not all(pool.settled() for pool in self._pools.values()):
+                while not self._pools.settled():
                     if self._refused is not None:
                         raise self._refused
                     await self._news.wait()
@@ -159,20 +138,22 @@ class Supervisor:
         await asyncio.gather(*(self._kill(*life) for life in list(self._processes)))
         await asyncio.gather(*(self._launcher.release(info.worker_id) for info in infos))
 
-    def _obey(self, pool: Pool, actions: list[Action]) -> None:
+    def _obey(self, actions: list[Action]) -> None:
         for action in actions:
             life = WorkerLife(action.worker_id, action.epoch)
             match action:
                 case Start(delay_s=delay_s):
-                    self._begin(pool, life, delay_s)
+                    self._begin(life, delay_s)
                 case Resume():
-                    self._begin(pool, life, 0.0)
+                    self._begin(life, 0.0)
                 case Drain():
-                    self._spawn(self._drain(pool, *life))
+                    self._spawn(self._drain(*life))
                 case Stop():
                     self._spawn(self._stop(*life))
                 case Remove():
                     self._spawn(self._remove(*life))
+                case TakeRole(role=role):
+                    self._spawn(self._take_role(life, role))
         self._changed()
         self._spawn(self._save())
 
@@ -182,8 +163,8 @@ class Supervisor:
         self._news.set()
         self._news = asyncio.Event()
 
-    def _begin(self, pool: Pool, life: WorkerLife, delay_s: float) -> None:
-        task = self._lives[life] = asyncio.get_running_loop().create_task(self._live(pool, *life, delay_s))
+    def _begin(self, life: WorkerLife, delay_s: float) -> None:
+        task = self._lives[life] = asyncio.get_running_loop().create_task(self._live(*life, delay_s))
         task.add_done_callback(lambda done: self._over(life, done))
 
     async def _save(self) -> None:
@@ -192,31 +173,32 @@ class Supervisor:
         async with self._saving:
             while self._saved_version < version:
                 saving = self._version
-                pools = {role: pool.record() for role, pool in self._pools.items()}
+                record = ClusterRecord(self._pools.records(), self._pools.epochs, tuple(self._names.items()))
                 try:
-                    await self._records.save(ClusterRecord(pools, tuple(self._names.items())))
+                    await self._records.save(record)
                     self._saved_version = saving
                 except UnavailableError as failure:
                     log.warning("nothing is recorded: %s", failure.message)
                     await asyncio.sleep(_SAVE_AGAIN_S)
 
-    async def _live(self, pool: Pool, worker_id: str, epoch: int, delay_s: float) -> None:
+    async def _live(self, worker_id: str, epoch: int, delay_s: float) -> None:
         """One life, from its start to its end; then the pool decides what comes next."""
         former = [task for life, task in self._lives.items() if life.worker_id == worker_id and life.epoch < epoch]
         if former:
             await asyncio.wait(former)
         await asyncio.sleep(delay_s)
-        process = self._processes[WorkerLife(worker_id, epoch)] = self._launcher.process(pool.role, worker_id, epoch)
         ready_at: float | None = None
         try:
+            role = self._pools.role_of(worker_id)
+            process = self._processes[WorkerLife(worker_id, epoch)] = self._launcher.process(role, worker_id, epoch)
             if (names := self._names.get(WorkerLife(worker_id, epoch))) is not None:
                 await process.resume(names)
-                self._obey(pool, pool.resumed(worker_id, epoch))
+                self._obey(self._pools.tell(worker_id, lambda pool: pool.resumed(worker_id, epoch)))
             else:
                 await self._save()
-                started = await self._start(pool.role, process)
+                started = await self._start(role, process)
                 self._names[WorkerLife(worker_id, epoch)] = process.names
-                self._obey(pool, pool.started(started.ref, started.pids, started.node))
+                self._obey(self._pools.tell(worker_id, lambda pool: pool.started(started.ref, started.pids, started.node)))
                 log.info("%s epoch %d is ready, process %d on %s", worker_id, epoch, started.pids[0], started.node)
             ready_at = time.monotonic()
             await process.run()
@@ -231,7 +213,7 @@ class Supervisor:
             await self._kill(worker_id, epoch)
         log.info("%s epoch %d ended: %s", worker_id, epoch, error)
         ready_s = 0.0 if ready_at is None else time.monotonic() - ready_at
-        self._obey(pool, pool.lost(worker_id, epoch, error, ready_s))
+        self._obey(self._pools.tell(worker_id, lambda pool: pool.lost(worker_id, epoch, error, ready_s)))
 
     async def _start(self, role: Role, process: Process) -> Started:
         start_s = self._config.limits.worker_start_s
@@ -242,6 +224,17 @@ class Supervisor:
             reason = await self._launcher.why_not_started(role)
             raise UnavailableError(f"did not start within {start_s:g} s: {reason}") from None
 
+    async def _take_role(self, life: WorkerLife, role: Role) -> None:
+        """A worker does what it is asked by anyone. Knowing its role, it sends back what has not begun."""
+        log.info("%s is a %s worker from now on", life.worker_id, role.value)
+        process = self._processes.get(life)
+        if process is not None:
+            try:
+                async with asyncio.timeout(STOP_S):
+                    await process.take_role(role)
+            except (TimeoutError, TandemError) as failure:
+                log.warning("%s epoch %d was not told its role: %s", *life, failure)
+
     async def _kill(self, worker_id: str, epoch: int) -> None:
         """End a process for certain. A kill that was interrupted is repeated by whoever interrupted it."""
         process = self._processes.get(WorkerLife(worker_id, epoch))
@@ -250,7 +243,7 @@ class Supervisor:
             self._processes.pop(WorkerLife(worker_id, epoch), None)
             self._names.pop(WorkerLife(worker_id, epoch), None)
 
-    async def _drain(self, pool: Pool, worker_id: str, epoch: int) -> None:
+    async def _drain(self, worker_id: str, epoch: int) -> None:
         process = self._processes[WorkerLife(worker_id, epoch)]
         try:
             async with asyncio.timeout(self._config.limits.drain_s):
@@ -259,7 +252,7 @@ class Supervisor:
             log.warning("%s epoch %d still works after %g s of draining: ended", worker_id, epoch, self._config.limits.drain_s)
         except TandemError as failure:
             log.warning("%s epoch %d ended while draining: %s", worker_id, epoch, failure.message)
-        self._obey(pool, pool.drained(worker_id, epoch))
+        self._obey(self._pools.tell(worker_id, lambda pool: pool.drained(worker_id, epoch)))
 
     async def _stop(self, worker_id: str, epoch: int) -> None:
         """End a life politely, then for certain; it tells the pool by itself."""

@@ -1,4 +1,4 @@
-"""This worker's books for an audit (`protocol.audit`): what it holds for whom, and whether its own tables agree."""
+"""The decode role's part of a worker's books for an audit (`protocol.audit`): whose tickets there are."""
 
 from __future__ import annotations
 
@@ -7,22 +7,20 @@ from collections.abc import Callable, Iterator, Mapping
 
 from decode_workers.ledger import Ledger
 from decode_workers.scheduler import DecodeScheduler
-from engine.memory.prefix_cache import PrefixCache
-from protocol.audit import DecodeBooks, Owner, PinRow, SendRow, TicketRow
+from protocol.audit import Owner, SendRow, TicketRow
 from protocol.ticket import TicketState
+from worker.roles import RoleBooks
 
 
 def decode_books(
-    call_id: int,
     asker: bytes,
-    cache: PrefixCache,
     ledger: Ledger,
     scheduler: DecodeScheduler,
     waiting_attaches: Mapping[int, bool],
     sends: tuple[SendRow, ...],
     is_connected: Callable[[bytes], bool],
-) -> DecodeBooks:
-    """What a decode worker holds, all at one moment, as an audit compares it.
+) -> RoleBooks:
+    """What is held for tickets, all at one moment, as an audit compares it.
 
     `asker` is the wire identity of the router that asks. `waiting_attaches` are the tickets whose streams have not started;
     the value tells whether the prompt is computed here.
@@ -48,22 +46,17 @@ def decode_books(
         )
         for entry in ledger
     )
-    return DecodeBooks(
-        call_id=call_id,
-        total_blocks=cache.num_blocks,
-        free_blocks=cache.num_free,
-        owned_blocks=cache.num_owned,
-        references=cache.num_references,
+    return RoleBooks(
+        tables=[entry.block_table for entry in ledger],
         tickets=tickets,
         sends=sends,
-        pins=tuple(PinRow(pin.purpose, len(pin.table), now - pin.deadline) for pin in cache.pins),
         problems=tuple(_problems(ledger, scheduler, waiting_attaches)),
     )
 
 
 def _problems(ledger: Ledger, scheduler: DecodeScheduler, waiting_attaches: Mapping[int, bool]) -> Iterator[str]:
     try:
-        ledger.check_integrity()
+        ledger.check_tickets()
     except AssertionError as error:
         yield str(error)
     attached = [entry.ticket_id for entry in ledger if entry.state is TicketState.ATTACHED]

@@ -21,6 +21,7 @@ blocks are quarantined. A ticket leaves the books at that moment and not before.
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,7 +39,7 @@ class Ledger:
 
     `clock` gives monotonic seconds. `on_committed` is called when a ticket may be attached, `on_failed` when one is aborted or
     expired, and `on_settled` when a ticket's blocks are free again. `on_released` gets the keys and the salt of blocks that a
-    ticket no longer has.
+    ticket no longer has. `ids` has the tickets' ids, where others take some of them, too.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Ledger:
         on_failed: Callable[[TicketEntry], None],
         on_settled: Callable[[], None],
         on_released: Callable[[Sequence[bytes], str], None] | None = None,
+        ids: Iterator[int] | None = None,
     ) -> None:
         self._cache = cache
         self._block_size = block_size
@@ -61,7 +63,7 @@ class Ledger:
         self._on_settled = on_settled
         self._on_released = on_released
         self._entries: dict[int, TicketEntry] = {}
-        self._next_id = 1
+        self._ids = itertools.count(1) if ids is None else ids
         self.cache_queries = 0
         """Prompt tokens of the tickets that were attached: others were copies, or came to nothing."""
         self.cache_hits = 0
@@ -127,7 +129,7 @@ class Ledger:
         # Whoever fills or aborts a transfer has been told its id: a number that comes from elsewhere meets no ticket.
         transfer_id = secrets.randbits(63)
         entry = TicketEntry(
-            ticket_id=self._next_id,
+            ticket_id=next(self._ids),
             transfer_id=transfer_id,
             owner=owner,
             token_ids=token_ids,
@@ -140,7 +142,6 @@ class Ledger:
             deadline=self._deadline(),
             trace_id=trace_id,
         )
-        self._next_id += 1
         self._entries[entry.ticket_id] = entry
         return entry
 
@@ -369,8 +370,12 @@ class Ledger:
                 self._settle(entry)
 
     def check_integrity(self) -> None:
-        """Assert that every block is free, kept, or owned by tickets, and that nobody writes into a block of two tickets."""
+        """Assert that every block is free, kept, or owned by tickets, and what `check_tickets` does."""
         self._cache.check_integrity(entry.block_table for entry in self._entries.values())
+        self.check_tickets()
+
+    def check_tickets(self) -> None:
+        """Assert that no ticket is in the books for nothing, and that nobody writes into a block of two tickets."""
         written: list[int] = []
         for entry in self._entries.values():
             assert not entry.state.final or entry.quarantined, "a settled ticket is still in the books"

@@ -18,10 +18,10 @@ from decode_workers.outbox import Outbox
 from decode_workers.scheduler import DecodeScheduler
 from decode_workers.stream import Stream
 from engine.batch import SampledToken
-from engine.engine_thread import EngineThread
 from engine.sampler import finish_reason
 from protocol.errors import TandemError
 from protocol.messages import Failed, Prefilled, StreamOutput
+from worker.steps import Steps
 
 _FADING = 0.9
 
@@ -34,13 +34,13 @@ class StepLoop:
 
     def __init__(
         self,
-        engine: EngineThread,
+        steps: Steps,
         ledger: Ledger,
         scheduler: DecodeScheduler,
         outbox: Outbox,
         on_load_changed: Callable[[], None],
     ) -> None:
-        self._engine = engine
+        self._steps = steps
         self._ledger = ledger
         self._scheduler = scheduler
         self._outbox = outbox
@@ -77,10 +77,15 @@ class StepLoop:
     async def run(self) -> None:
         """Compute until cancelled."""
         while True:
-            batch = self._plan()
-            if batch:
-                await self._step(batch)
-            else:
+            batch: list[Stream] = []
+            if len(self._scheduler):
+                if self._steps.turn.locked():
+                    self.flush()  # the worker computes a prompt for others: that may last
+                async with self._steps.turn:
+                    batch = self._plan()
+                    if batch:
+                        await self._step(batch)
+            if not batch:
                 self.flush()
                 self._wake.clear()
                 await self._wake.wait()
@@ -99,7 +104,7 @@ class StepLoop:
         chunks = [self._scheduler.chunk(stream) for stream in batch]
         self._ledger.begin_step(ticket_ids)
         began = time.monotonic()
-        step = self._engine.start(chunks)
+        step = self._steps.start(chunks)
         self._boundary = asyncio.get_running_loop().create_future()
         self.flush()
         outputs = await step

@@ -1,4 +1,4 @@
-"""The decode worker: tickets in, KV received, streams through the engine, token frames out.
+"""The decode role: tickets in, KV received, streams through the engine, token frames out.
 
     Reserve ──► ledger ──► pushes (kv_transfer) ──► commit ──► Attach ──► step loop ──► frames ──► finished or Release
                    └───────── nothing is sent: the prompt is computed here ──┘
@@ -11,11 +11,10 @@ lane's bytes move in one of theirs. A ticket's blocks are given back by the ledg
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Coroutine, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from decode_workers.attaches import Attaches
 from decode_workers.books import decode_books
@@ -26,8 +25,6 @@ from decode_workers.reservations import Reservations
 from decode_workers.scheduler import DecodeScheduler
 from decode_workers.step_loop import StepLoop
 from decode_workers.ticket_entry import TicketEntry
-from kv_transfer.receiver import TransferStats
-from protocol.audit import Audit
 from protocol.endpoint import Handler
 from protocol.errors import KvTransferError
 from protocol.messages import (
@@ -35,33 +32,31 @@ from protocol.messages import (
     Copy,
     DecodeLoad,
     Failed,
-    LoadReport,
     Migrate,
     Ping,
     Release,
     Reserve,
+    Role,
     StreamOutput,
 )
 from telemetry.logging import fields
 from worker.core import WorkerCore
-
-if TYPE_CHECKING:  # only where tiers are configured are they imported
-    pass
+from worker.roles import RoleBooks, RoleLoad
 
 log = logging.getLogger(__name__)
 
 
 class DecodeWorker:
-    """One decode worker, without Ray. Made on a running event loop; `run` serves until it is cancelled."""
+    """The decode role of one worker: it grants tickets, receives KV, computes prompts of its own and streams."""
+
+    role = Role.DECODE
 
     def __init__(self, core: WorkerCore) -> None:
         limits, spawn, changed = core.config.limits, core.spawn, core.changed
         self.core = core
         self.me = core.me
-        self._engine = core.engine
         self._send = core.endpoint.send
         self._cache = core.cache
-        self._idle = asyncio.Event()
         self.ledger = Ledger(
             core.cache,
             core.block_size,
@@ -71,13 +66,13 @@ class DecodeWorker:
             on_failed=self._failed,
             on_settled=changed,
             on_released=None if core.tiers is None else core.tiers.note,
+            ids=core.ids,
         )
         self._scheduler = DecodeScheduler(
             self.ledger, core.config.decode.max_batch_size, core.config.chunk_tokens, limits.turn_s, time.monotonic
         )
         self._outbox = Outbox(self._send)
-        self._loop = StepLoop(core.engine, self.ledger, self._scheduler, self._outbox, core.endpoint.load_changed)
-        core.token_s = lambda: self._loop.token_s
+        self._loop = StepLoop(core.steps, self.ledger, self._scheduler, self._outbox, core.endpoint.load_changed)
         self._reservations = Reservations(
             core.me,
             self.ledger,
@@ -98,12 +93,9 @@ class DecodeWorker:
             changed,
             None if core.tiers is None else core.tiers.reader,
         )
-        self._arrivals = core.receive_into(self.ledger)
+        core.books.add(self.ledger)
         self._migrations = Migrations(core.peers, self.ledger, self._scheduler, self._loop, self._send, spawn, changed)
-
-    async def run(self) -> None:
-        """Serve until cancelled. Raises WorkerLostError when another rank of this worker is lost."""
-        await self.core.run(self)
+        core.add(self)
 
     def handlers(self) -> dict[type[Any], Handler]:
         """Who answers which message of the role's own."""
@@ -114,7 +106,6 @@ class DecodeWorker:
             Migrate: self._migrations.begin,
             Copy: self._migrations.begin,
             Ping: self._ping,
-            Audit: self._audit,
         }
 
     def loops(self) -> Sequence[Coroutine[Any, Any, None]]:
@@ -132,29 +123,39 @@ class DecodeWorker:
     async def close(self) -> None:
         """Nothing is under way that the core does not end."""
 
-    async def drain(self) -> None:
-        """Grant no more reservations. Returns when the last ticket is gone."""
-        self._reservations.draining = True
-        self.core.changed()
-        await self._idle.wait()
+    @property
+    def token_s(self) -> float:
+        """Seconds that computing a token of a prompt took lately; 0 if that is not known."""
+        return self._loop.token_s
 
     @property
-    def transfer_stats(self) -> TransferStats:
-        """Counts of the KV transfers to this worker since its start."""
-        return self._arrivals.stats
+    def idle(self) -> bool:
+        """No ticket is here any more."""
+        return not len(self.ledger)
 
-    def load(self) -> LoadReport:
-        """The worker's load at this moment, as routers are told it."""
+    def drain(self) -> None:
+        """Grant no more reservations."""
+        self._reservations.draining = True
+
+    def leave(self) -> None:
+        """Nothing goes back: tickets go on, and routers move their streams while they run."""
+
+    def changed(self) -> None:
+        """Look again whether something can be computed."""
+        self._loop.wake()
+
+    def role_load(self) -> RoleLoad:
+        """The role's part of the worker's load at this moment."""
         running = len(self._scheduler) - self._scheduler.num_preempted
         waiting = sum(not entry.state.final for entry in self.ledger) - running
-        return self.core.load(
+        return RoleLoad(
             running=running,
             waiting=max(0, waiting),
             queued_tokens=self._scheduler.queued_tokens,
             tickets=len(self.ledger),
-            transfers=self.ledger.pushes_in_flight + self.core.peers.pushes_in_flight,
-            cache_queries=self.ledger.cache_queries,
-            cache_hits=self.ledger.cache_hits,
+            transfers=self.ledger.pushes_in_flight,
+            prefix_cache_queries=self.ledger.cache_queries,
+            prefix_cache_hits=self.ledger.cache_hits,
             brought=self._attaches.brought,
             decode=DecodeLoad(
                 reservable_blocks=self._scheduler.room.reservable_blocks,
@@ -164,6 +165,17 @@ class DecodeWorker:
                 recomputed_tokens=self._scheduler.recomputed_tokens,
                 step_s=self._loop.pace_s,
             ),
+        )
+
+    def role_books(self, asker: bytes) -> RoleBooks:
+        """The role's part of the worker's books at this moment."""
+        return decode_books(
+            asker,
+            self.ledger,
+            self._scheduler,
+            self._attaches.waiting(),
+            self._migrations.rows(),
+            self.core.endpoint.is_connected,
         )
 
     # -- tickets -----------------------------------------------------------------------------------------------------
@@ -195,26 +207,5 @@ class DecodeWorker:
             self._attaches.forget(message.ticket_id)
             self.ledger.release(message.ticket_id)
 
-    def _audit(self, router: bytes, message: Audit) -> None:
-        books = decode_books(
-            message.call_id,
-            router,
-            self._cache,
-            self.ledger,
-            self._scheduler,
-            self._attaches.waiting(),
-            self._migrations.rows(),
-            self.core.endpoint.is_connected,
-        )
-        self._send(router, books)
-
     def _ping(self, peer: bytes, message: Ping) -> None:
         self.ledger.renew(peer)
-
-    def changed(self) -> None:
-        """Look again whether something can be computed. A drain may be over."""
-        self._loop.wake()
-        if len(self.ledger) == 0:
-            self._idle.set()
-        else:
-            self._idle.clear()

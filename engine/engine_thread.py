@@ -22,6 +22,7 @@ class EngineThread:
     def __init__(self, runner: Runner, gang: Gang, niceness: int = 0) -> None:
         self._runner = runner
         self._gang = gang
+        self._niceness = niceness
         self._thread = ThreadPoolExecutor(1, "engine", be_nice, (niceness,))
         self._step_began: float | None = None
         self.steps = 0
@@ -42,6 +43,16 @@ class EngineThread:
         """How long the current step has been running; 0 when idle."""
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
+
+    def renice(self, niceness: int) -> None:
+        """Compute in a thread of another niceness from the next step on. Not while a step runs: a thread can't be less nice
+        than it was, so this is a new one.
+        """
+        assert self._step_began is None, "between two steps"
+        if niceness != self._niceness:
+            self._thread.shutdown(wait=False)
+            self._niceness = niceness
+            self._thread = ThreadPoolExecutor(1, "engine", be_nice, (niceness,))
 
     def close(self) -> None:
         self._thread.shutdown(wait=False)

@@ -43,7 +43,7 @@ _LEFT_ALONE_S = 5.0
 
 
 class Fetching:
-    """What one prefill worker brings into its pool from others. Its core has arrivals from now on."""
+    """What one worker brings into its pool from others, before it computes a prompt."""
 
     def __init__(self, core: WorkerCore) -> None:
         rank, lease_s = core.rank, core.config.limits.lease_s
@@ -60,8 +60,8 @@ class Fetching:
         """When a fetch from a peer has failed last."""
         self._turns = asyncio.Semaphore(_MOST_AT_ONCE)
         self._lenders = Lenders(rank.secret, rank.config.limits)
-        self._borrower = Borrower(rank.me, core.block_size, self._lenders, lease_s)
-        core.receive_into(self._borrower)
+        self._borrower = Borrower(rank.me, core.block_size, self._lenders, lease_s, core.ids)
+        core.books.add(self._borrower)
         self.failed = 0
         """Fetches that brought nothing, since start."""
 

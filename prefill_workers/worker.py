@@ -1,4 +1,4 @@
-"""The prefill worker's loop: prompts in, chunks through the engine, KV out to decode, first token to the router.
+"""The prefill role's loop: prompts in, chunks through the engine, KV out to decode, first token to the router.
 
     Prefill ──► pair open ──► QUEUED ──► COMPUTING: each step pushes its KV layer by layer ──► first token
                                                                             └──► commit ──► blocks free
@@ -25,52 +25,67 @@ from prefill_workers.fetching import Fetching
 from prefill_workers.job import Job
 from prefill_workers.jobs import Jobs
 from prefill_workers.scheduler import PlannedChunk, PrefillScheduler
-from protocol.audit import Audit
 from protocol.endpoint import Handler
 from protocol.errors import (
     OverloadedError,
     TandemError,
     WorkerLostError,
 )
-from protocol.messages import Cancel, Failed, FirstToken, LoadReport, Prefill, PrefillLoad
+from protocol.messages import Cancel, Failed, FirstToken, Prefill, PrefillLoad, Role
 from telemetry.logging import fields
 from worker.core import WorkerCore
+from worker.roles import RoleBooks, RoleLoad
 
 log = logging.getLogger(__name__)
 
 
 class PrefillWorker:
-    """One prefill worker, without Ray. Made on a running event loop; `run` serves until it is cancelled."""
+    """The prefill role of one worker: it computes prompts for other workers."""
+
+    role = Role.PREFILL
 
     def __init__(self, core: WorkerCore) -> None:
         self.core = core
         self.me = core.me
-        self._limits = core.config.limits
         self._max_queued = core.config.prefill.max_queued_requests
-        self._engine = core.engine
         self._send = core.endpoint.send
         self._cache = core.cache
         self._scheduler = PrefillScheduler(core.cache, core.block_size, core.config.prefill)
-        self._tokens = 0
+        self._tokens, self._seconds = 0, 0.0
         self._wake = asyncio.Event()
-        self._idle = asyncio.Event()
         self._draining = False
-        core.token_s = lambda: self._engine.busy_s / self._tokens if self._tokens else 0.0
         on_given_back = None if core.tiers is None else core.tiers.note
         self._jobs = Jobs(self._scheduler, self._send, core.spawn, core.changed, on_given_back)
         self._fetching = Fetching(core)
-
-    async def run(self) -> None:
-        """Serve until cancelled. Raises WorkerLostError when another rank of this worker is lost."""
-        await self.core.run(self)
+        core.add(self)
 
     def handlers(self) -> dict[type[Any], Handler]:
         """Who answers which message of the role's own."""
-        return {Prefill: self._prefill, Cancel: self._cancel, Audit: self._audit}
+        return {Prefill: self._prefill, Cancel: self._cancel}
 
     def loops(self) -> Sequence[Coroutine[Any, Any, None]]:
         """The loop that computes."""
-        return [self._steps()]
+        return [self._run()]
+
+    @property
+    def token_s(self) -> float:
+        """Seconds that computing a token of a prompt took; 0 if that is not known."""
+        return self._seconds / self._tokens if self._tokens else 0.0
+
+    @property
+    def idle(self) -> bool:
+        """No prompt is here any more."""
+        return not len(self._jobs)
+
+    def drain(self) -> None:
+        """Take no more prompts."""
+        self._draining = True
+
+    def leave(self) -> None:
+        """Send the prompts back that no step has begun: their routers find others for them."""
+        for job in self._jobs:
+            if job.began is None and not job.stopped:
+                self._jobs.fail(job, WorkerLostError(f"{self.me.worker_id} is no prefill worker any more"))
 
     def peer_lost(self, peer: bytes) -> None:
         """Give up the prompts of a router that is gone."""
@@ -81,38 +96,36 @@ class PrefillWorker:
         self._jobs.fail_broken()
         self._fetching.retire_lost()
 
+    def changed(self) -> None:
+        """Look again whether a prompt can be computed."""
+        self._wake.set()
+
     async def close(self) -> None:
         """End all fetches."""
         await self._fetching.close()
-
-    async def drain(self) -> None:
-        """Take no more prompts. Returns when the last one's KV is handed over."""
-        self._draining = True
-        self.core.changed()
-        await self._idle.wait()
 
     def check_integrity(self) -> None:
         """Assert that every block is free, cached or held by prompts of ours."""
         self._cache.check_integrity(job.prompt.block_table for job in self._jobs)
 
-    def load(self) -> LoadReport:
-        """The worker's load at this moment, as routers are told it."""
-        return self.core.load(
+    def role_load(self) -> RoleLoad:
+        """The role's part of the worker's load at this moment."""
+        return RoleLoad(
             running=sum(job.in_step for job in self._jobs),
             waiting=self._scheduler.num_waiting,
             queued_tokens=self._scheduler.queued_tokens,
             tickets=len(self._jobs),
-            transfers=self.core.peers.pushes_in_flight,
-            cache_queries=self._scheduler.cache_queries,
-            cache_hits=self._scheduler.cache_hits,
+            transfers=0,
+            prefix_cache_queries=self._scheduler.cache_queries,
+            prefix_cache_hits=self._scheduler.cache_hits,
             brought=self._scheduler.brought,
             failed_fetches=self._fetching.failed,
             prefill=PrefillLoad(computed_tokens=self._tokens),
         )
 
-    def _audit(self, router: bytes, message: Audit) -> None:
-        books = prefill_books(message.call_id, self._cache, self._scheduler, self.core.peers, self._jobs.rows())
-        self._send(router, books)
+    def role_books(self, asker: bytes) -> RoleBooks:
+        """The role's part of the worker's books at this moment."""
+        return prefill_books(self._scheduler, self._jobs.rows())
 
     # -- arrival ---------------------------------------------------------------------------------------
 
@@ -162,30 +175,35 @@ class PrefillWorker:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    async def _steps(self) -> None:
+    async def _run(self) -> None:
         while True:
-            self._jobs.fail_broken()
-            plan = self._scheduler.plan()
+            plan: Sequence[PlannedChunk] = ()
+            if len(self._jobs):
+                async with self.core.steps.turn:
+                    self._jobs.fail_broken()
+                    plan = self._scheduler.plan()
+                    if plan:
+                        await self._step(plan)
             if not plan:
                 self._wake.clear()
                 await self._wake.wait()
-                continue
-            jobs = [self._jobs[chunk.prompt] for chunk in plan]
-            self._push(self.core.progress.begin(), jobs, plan)
-            step = self._engine.start(
-                [job.chunk(planned) for job, planned in zip(jobs, plan, strict=True)], self.core.progress.layer_done
-            )
-            self.core.endpoint.load_changed()
-            outputs = await step
-            self._scheduler.step_done(plan)
-            for job, chunk, output in zip(jobs, plan, outputs, strict=True):
-                job.in_step = False
-                self._tokens += chunk.num_tokens
-                if job.stopped:
-                    self._jobs.leave(job)
-                elif output is not None:
-                    self._answer(job, output)
-            self.core.progress.finish()
+
+    async def _step(self, plan: Sequence[PlannedChunk]) -> None:
+        jobs = [self._jobs[chunk.prompt] for chunk in plan]
+        chunks = [job.chunk(planned) for job, planned in zip(jobs, plan, strict=True)]
+        began = time.monotonic()
+        step = self.core.steps.start(chunks, lambda number: self._push(number, jobs, plan))
+        self.core.endpoint.load_changed()
+        outputs = await step
+        self._seconds += time.monotonic() - began
+        self._scheduler.step_done(plan)
+        for job, chunk, output in zip(jobs, plan, outputs, strict=True):
+            job.in_step = False
+            self._tokens += chunk.num_tokens
+            if job.stopped:
+                self._jobs.leave(job)
+            elif output is not None:
+                self._answer(job, output)
 
     def _push(self, step: int, jobs: Sequence[Job], plan: Sequence[PlannedChunk]) -> None:
         """Announce this step's KV to every decode worker that gets some of it."""
@@ -244,11 +262,3 @@ class PrefillWorker:
             self._jobs.stop(job)
         else:
             self._jobs.handed_over(job)
-
-    def changed(self) -> None:
-        """Look again whether a prompt can be computed. A drain may be over."""
-        self._wake.set()
-        if len(self._jobs):
-            self._idle.clear()
-        else:
-            self._idle.set()

@@ -1,4 +1,4 @@
-"""The life of a worker actor, the same for both roles.
+"""The life of a worker actor.
 
     __init__ (cheap) ──► start (model loaded, socket listens) ──► run … ──► stop
                                                                    └── drain: no new work, returns when idle
@@ -14,11 +14,11 @@ import os
 from abc import ABC, abstractmethod
 from typing import Protocol
 
-from protocol.messages import WorkerRef
+from protocol.messages import Role, WorkerRef
 
 
 class Worker(Protocol):
-    """What `prefill_workers` and `decode_workers` build."""
+    """What an actor builds (`worker.core`)."""
 
     @property
     def me(self) -> WorkerRef: ...
@@ -28,6 +28,9 @@ class Worker(Protocol):
 
     async def drain(self) -> None:
         """Take no new work; returns when idle."""
+
+    async def take_role(self, role: Role) -> None:
+        """Do the work of this role from now on, and send back what has not begun of another one's."""
 
 
 class WorkerActor(ABC):
@@ -60,6 +63,9 @@ class WorkerActor(ABC):
 
     async def drain(self) -> None:
         await self._started().drain()
+
+    async def take_role(self, role: Role) -> None:
+        await self._started().take_role(role)
 
     async def stop(self) -> None:
         self._stopped.set()

@@ -1,7 +1,6 @@
 """What an audit asks every worker, and what a worker answers: its books, as they are at one moment of its loop.
 
-    router ──Audit──► decode        DecodeBooks
-    router ──Audit──► prefill       PrefillBooks
+    router ──Audit──► worker ──Books──► router
 
 `router.rules.leaks` compares the answers with each other and with what the router itself holds. What a worker can see alone, it
 says in `problems`. No prompt and no token is in any of it.
@@ -28,7 +27,7 @@ class Owner(Enum):
 
 @dataclass(frozen=True)
 class TicketRow:
-    """One ticket in a decode worker's books."""
+    """One ticket that a worker has granted: it decodes."""
 
     ticket_id: int
     transfer_id: int
@@ -47,7 +46,7 @@ class TicketRow:
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One prompt in a prefill worker's books, until its KV is handed over."""
+    """One prompt that a worker computes for another one, until its KV is handed over."""
 
     ticket_id: int
     transfer_id: int
@@ -62,7 +61,7 @@ class PromptRow:
 
 @dataclass(frozen=True)
 class SendRow:
-    """One stream that a decode worker hands over to another, until that has its KV."""
+    """One stream that a worker hands over to another, until that has its KV."""
 
     ticket_id: int
     """Of the other worker, as all that follows."""
@@ -83,7 +82,7 @@ class PinRow:
 
 @dataclass(frozen=True)
 class PairRow:
-    """One channel by which a prefill worker sends: to a decode worker, or to one that fetches blocks."""
+    """One channel by which a worker sends: to a decode worker, or to one that fetches blocks."""
 
     decode_id: str
     decode_epoch: int
@@ -98,7 +97,7 @@ class Audit:
 
 @message(41)
 @dataclass(frozen=True)
-class DecodeBooks:
+class Books:
     call_id: int
     total_blocks: int
     free_blocks: int
@@ -106,25 +105,10 @@ class DecodeBooks:
     owned_blocks: int
     """Those to which there is at least one reference."""
     references: int
-    """A block that n tickets and pins share has n."""
-    tickets: tuple[TicketRow, ...]
-    sends: tuple[SendRow, ...]
-    pins: tuple[PinRow, ...]
-    problems: tuple[str, ...]
-
-
-@message(42)
-@dataclass(frozen=True)
-class PrefillBooks:
-    call_id: int
-    total_blocks: int
-    free_blocks: int
-    """Those included that are cached and idle."""
-    owned_blocks: int
-    """Those to which there is at least one reference."""
-    references: int
-    """A block that n prompts and pins share has n."""
-    prompts: tuple[PromptRow, ...]
-    pairs: tuple[PairRow, ...]
-    pins: tuple[PinRow, ...]
-    problems: tuple[str, ...]
+    """A block that n tickets, prompts and pins share has n."""
+    tickets: tuple[TicketRow, ...] = ()
+    sends: tuple[SendRow, ...] = ()
+    prompts: tuple[PromptRow, ...] = ()
+    pairs: tuple[PairRow, ...] = ()
+    pins: tuple[PinRow, ...] = ()
+    problems: tuple[str, ...] = ()

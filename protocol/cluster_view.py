@@ -36,6 +36,8 @@ class WorkerInfo:
     """Number of former lives in a row that failed to start, or ended soon after they were ready."""
     start_delay_s: float = 0.0
     """Seconds that this life waited, or waits, before it begins."""
+    term: int = 0
+    """How often this life has changed its role."""
 
     @property
     def pid(self) -> int | None:

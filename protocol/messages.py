@@ -49,7 +49,6 @@ class WorkerRef:
 
     worker_id: str
     epoch: int
-    role: Role
     address: str
     """Where its socket listens, as `tcp://host:port`."""
     num_ranks: int = 1
@@ -60,7 +59,7 @@ class WorkerRef:
 
     @property
     def life(self) -> WorkerLife:
-        """Worker id and epoch, without the role and the address."""
+        """Worker id and epoch, without the address."""
         return WorkerLife(self.worker_id, self.epoch)
 
 

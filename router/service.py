@@ -138,6 +138,10 @@ class Router:
         """Have the controller empty a worker, then end or restart it. Raises as `ControllerOrders.drain`."""
         await self._orders.drain(worker_id, restart)
 
+    async def flip(self, worker_id: str, role: Role) -> None:
+        """Have the controller give a worker another role. Raises as `ControllerOrders.flip`."""
+        await self._orders.flip(worker_id, role)
+
     def health_problem(self) -> str | None:
         """Return why no request can get through, or None if one can."""
         return health_problem(self._roster, self.config)
@@ -170,7 +174,7 @@ class Router:
         view = self._roster.view
         links = [(info, self._roster.find(info)) for info in view.workers]
         workers = [
-            WorkerSample(info.worker_id, info.role, info.state, info.restarts, link.report if link else None)
+            WorkerSample(info.worker_id, info.role, info.state, info.restarts, info.term, link.report if link else None)
             for info, link in links
         ]
         return ClusterSample(workers, view.wanted)

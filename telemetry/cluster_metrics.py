@@ -24,6 +24,8 @@ class WorkerSample:
     role: Role
     state: WorkerState
     restarts: int
+    term: int
+    """How often its life has changed its role."""
     report: LoadReport | None
 
 
@@ -72,6 +74,10 @@ class ClusterCollector(Collector):
         for sample in cluster.workers:
             restarts.add_metric(self._of(sample), sample.restarts)
         yield restarts
+        flips = CounterMetricFamily("tandem:role_flips", "Times the worker has changed its role.", labels=labels[:2])
+        for sample in cluster.workers:
+            flips.add_metric(self._of(sample)[:2], sample.term)
+        yield flips
 
     def _of(self, sample: WorkerSample) -> tuple[str, ...]:
         return self._model_name, sample.worker_id, sample.role.value

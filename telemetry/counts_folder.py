@@ -53,11 +53,11 @@ class CountsFolder(Collector):
 
     def values_of(self, family: Counter, label: str) -> set[str]:
         """The values of a label that this place has counted under in a family."""
-        described = family.describe()
+        (described,) = family.describe()
         return {
             sample.labels[label]
             for found in self._files.collect()
-            if found.name == described[0].name
+            if found.name == described.name
             for sample in found.samples
             if sample.labels["router"] == self.place
         }

@@ -64,44 +64,29 @@ class Metrics:
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that got a first token.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens given to clients.")
         self.resumed_streams = self._counter("resumed_streams", "Streams that went on elsewhere, or when a client came back.")
-        self._inexact_streams = Counter(
-            "tandem:inexact_streams",
+        self._inexact_streams = self._labelled(
+            "inexact_streams",
             "Streams of several arithmetics: handed over to another (mixed_kv), or gone on under another or one that varies "
             "(resumed).",
-            (*_LABELS, "reason"),
-            registry=self.registry,
+            "reason",
         )
         self.kv_transfer_failures = self._counter("kv_transfer_failures", "KV caches that did not arrive whole.")
         self.workers_lost = self._counter("workers_lost", "Connections to workers that broke or fell silent.")
-        self._success = Counter(
-            "tandem:request_success", "Requests that ended well.", (*_LABELS, "finished_reason"), registry=self.registry
-        )
-        self._errors = Counter(
-            "tandem:request_errors", "Requests that ended in an error.", (*_LABELS, "code"), registry=self.registry
-        )
-        self._decisions = Counter(
-            "tandem:disaggregation_decisions",
+        self._success = self._labelled("request_success", "Requests that ended well.", "finished_reason")
+        self._errors = self._labelled("request_errors", "Requests that ended in an error.", "code")
+        self._decisions = self._labelled(
+            "disaggregation_decisions",
             "Where prompts were computed: there (at a prefill worker) or here (where they are decoded).",
-            (*_LABELS, "decision"),
-            registry=self.registry,
+            "decision",
         )
         self.migration_pause = self._histogram(
             "migration_pause_seconds",
             "Gap between a moved stream's last output at one worker and its first at the next.",
             _ITL_BUCKETS,
         )
-        self._migrations = Counter(
-            "tandem:migrations",
-            "Moves of running streams to another decode worker.",
-            (*_LABELS, "reason", "outcome"),
-            registry=self.registry,
-        )
-        self._copies = Counter(
-            "tandem:kv_copies",
-            "Copies of running streams' KV at another decode worker.",
-            (*_LABELS, "outcome"),
-            registry=self.registry,
-        )
+        text = "Moves of running streams to another decode worker."
+        self._migrations = self._labelled("migrations", text, "reason", "outcome")
+        self._copies = self._labelled("kv_copies", "Copies of running streams' KV at another decode worker.", "outcome")
         self.waiting_requests = self._gauge("router_requests_waiting", "Requests held back for room.")
         self._cache_index_blocks = self._gauge(
             "cache_index_blocks", "KV blocks of which the router knows that a worker has them."
@@ -114,17 +99,11 @@ class Metrics:
             "api_keys_outdated", "1 while the file of API keys can't be read and the keys that it had before count."
         )
         self.audit_leaks = self._gauge("audit_leaks", "What the router's latest audit has found leaking.")
-        self._tenant_prompt_tokens = Counter(
-            "tandem:tenant_prompt_tokens",
-            "Prompt tokens of a tenant's requests that got a first token.",
-            (*_LABELS, "tenant"),
-            registry=self.registry,
+        self._tenant_prompt_tokens = self._labelled(
+            "tenant_prompt_tokens", "Prompt tokens of a tenant's requests that got a first token.", "tenant"
         )
-        self._tenant_generation_tokens = Counter(
-            "tandem:tenant_generation_tokens",
-            "Tokens given to a tenant's clients.",
-            (*_LABELS, "tenant"),
-            registry=self.registry,
+        self._tenant_generation_tokens = self._labelled(
+            "tenant_generation_tokens", "Tokens given to a tenant's clients.", "tenant"
         )
         self._tenants: dict[str, TenantCounts] = {}
         for tenant in () if folder is None else folder.values_of(self._tenant_prompt_tokens, "tenant"):
@@ -184,6 +163,9 @@ class Metrics:
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(f"tandem:{name}", text, _LABELS, registry=self.registry).labels(*self._whose)
+
+    def _labelled(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"tandem:{name}", text, (*_LABELS, *labels), registry=self.registry)
 
     def _gauge(self, name: str, text: str) -> Gauge:
         family = Gauge(f"tandem:{name}", text, _LABELS, registry=self.registry, multiprocess_mode="livesum")

@@ -1,15 +1,19 @@
-"""What a worker of either role is built around: engine, KV pool and its cache, socket, and the ways that KV comes and leaves.
+"""One worker: engine, KV pool and its cache, socket, and the ways that KV comes and leaves. Its roles' work is built on it.
 
-    made on a running event loop ──► a role is built on it ──► run: serves until cancelled ──► closed, whatever ended it
+    made on a running event loop ──► roles are added ──► run: serves until cancelled ──► closed, whatever ended it
 
-A role plans the steps and keeps its own books of the pool. What does not depend on the role is here, once.
+A role plans steps and keeps its own books of the pool. What does not depend on the role is here, once. A worker has the work of
+both roles, and does what routers ask of it. Which of them ask for what is the controller's to say; so a change of its role
+(`take_role`) only sends back what has not begun.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+import itertools
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from engine.engine_thread import EngineThread
 from engine.memory.cache_teller import CacheTeller
@@ -20,57 +24,36 @@ from kv_transfer.arrivals import Arrivals
 from kv_transfer.fetching.lender import Lender
 from kv_transfer.peers import DecodePeers
 from kv_transfer.progress import StepProgress
-from kv_transfer.receiver import TransferBooks
 from kv_transfer.remote_lanes import receive_ranks, send_ranks
+from kv_transfer.several_books import SeveralBooks
 from kv_transfer.tiers.resets import Resets
 from kv_transfer.transport import ReceiveTransport, SendTransport
+from protocol.audit import Audit, Books, PinRow
 from protocol.cache.fetch import Fetch
 from protocol.cache.news import CacheAsk
 from protocol.cache.reset import CacheReset
 from protocol.endpoint import Endpoint, Handler
 from protocol.messages import (
     NOTHING_BROUGHT,
-    Brought,
-    DecodeLoad,
     LoadReport,
     PairOpen,
-    PrefillLoad,
     PushAnnounce,
     PushCommit,
+    Role,
     TransferAbort,
 )
+from worker.roles import RoleBooks, RoleWork
+from worker.steps import Steps
 
 if TYPE_CHECKING:  # only where tiers are configured are they imported
     from kv_transfer.tiers.worker_tiers import WorkerTiers
 
-
-class RoleWork(Protocol):
-    """What a role adds to the core while it runs."""
-
-    def handlers(self) -> Mapping[type[Any], Handler]:
-        """Who answers which message of the role's own."""
-
-    def loops(self) -> Sequence[Coroutine[Any, Any, None]]:
-        """What runs as long as the worker."""
-
-    def load(self) -> LoadReport:
-        """The worker's load at this moment, as routers are told it."""
-
-    def peer_lost(self, peer: bytes) -> None:
-        """Give back what this peer has here: its connection is gone."""
-
-    def beat(self) -> None:
-        """Give back what nobody has renewed. Called once in each heartbeat."""
-
-    def changed(self) -> None:
-        """Look again whether there is something to do: blocks have come free, or the load is another."""
-
-    async def close(self) -> None:
-        """End what is under way. The pairs by which KV leaves are closed by then."""
+NICENESS = {Role.PREFILL: PREFILL_NICENESS, Role.DECODE: 0}
+"""Of the thread that computes, by the worker's role."""
 
 
 class WorkerCore:
-    """The parts of one worker that do not depend on its role."""
+    """One worker, without Ray. Made on a running event loop; `run` serves until it is cancelled."""
 
     def __init__(
         self,
@@ -90,23 +73,28 @@ class WorkerCore:
         self.block_size = pool.block_size
         self.gang = gang
         self.grammars = rank.grammars
+        self.ids = itertools.count(1)
+        """Ids of everything that others fill with KV."""
         self.engine = EngineThread(runner, gang, niceness)
+        progress = StepProgress(pool.data.device)
+        self.steps = Steps(self.engine, progress)
         self.endpoint = Endpoint(rank.server, lease_s=limits.lease_s, heartbeat_s=limits.heartbeat_s)
         self._teller = CacheTeller(rank.me.life, self.endpoint.send)
         self.cache = PrefixCache(pool.num_blocks, pool.num_kept, self._teller.note)
         self._teller.tells_of(self.cache.keys)
-        self.progress = StepProgress(pool.data.device)
-        """How far the step under way has come, if its role tells."""
-        senders = send_ranks(pool.layers(), pool.block_size, sending, gang.askers(), limits.lease_s, self.progress)
+        senders = send_ranks(pool.layers(), pool.block_size, sending, gang.askers(), limits.lease_s, progress)
         self.peers = DecodePeers(rank.me, rank.secret, runner.layout(), senders, limits)
-        self._receivers = receive_ranks(pool.layers(), pool.block_size, receiving, gang.askers(), limits.lease_s)
-        self._arrivals: Arrivals | None = None
+        self.books = SeveralBooks()
+        """Where KV arrives. Each role that takes some adds its own."""
+        receivers = receive_ranks(pool.layers(), pool.block_size, receiving, gang.askers(), limits.lease_s)
+        self.arrivals = Arrivals(
+            rank.me, self.books, runner.layout(), runner.facts.vocab_size, pool.block_size, receivers, self.endpoint.send
+        )
         self.lender = Lender(
             self.cache, pool.block_size, self.peers, self.endpoint.send, self.spawn, self.changed, limits.lease_s
         )
-        self.token_s: Callable[[], float] = lambda: 0.0
-        """How many seconds computing a token of a prompt takes here; 0 if that is not known. The role sets it."""
-        self._role: RoleWork | None = None
+        self._roles: list[RoleWork] = []
+        self._idle = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
         self.tiers = self._opened_tiers()
         self._resets = Resets(self.cache, self.tiers, self.endpoint.send, self.spawn)
@@ -125,19 +113,14 @@ class WorkerCore:
             rank.me.arithmetic,
             rank.secret,
             self.cache,
-            lambda: self.token_s(),
+            lambda: max(role.token_s for role in self._roles),
             self.changed,
             lambda: be_nice(PREFILL_NICENESS),
         )
 
-    def receive_into(self, books: TransferBooks) -> Arrivals:
-        """Have what other workers send arrive in these books. Called once, by the role that is built on this."""
-        assert self._arrivals is None, "a role has one set of books"
-        runner = self.rank.runner
-        self._arrivals = Arrivals(
-            self.me, books, runner.layout(), self.facts.vocab_size, self.block_size, self._receivers, self.endpoint.send
-        )
-        return self._arrivals
+    def add(self, role: RoleWork) -> None:
+        """Have the worker do the work of this role, too. Called before `run`."""
+        self._roles.append(role)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run it as long as the worker runs. While it ends, a question may still be read; nothing begins for it."""
@@ -147,97 +130,131 @@ class WorkerCore:
             work.close()
 
     def changed(self) -> None:
-        """Tell that something about the load is another: routers hear of it, and the role looks again."""
+        """Tell that something about the load is another: routers hear of it, and roles look again. A drain may be over."""
         self.endpoint.load_changed()
-        if self._role is not None:
-            self._role.changed()
+        for role in self._roles:
+            role.changed()
+        if all(role.idle for role in self._roles):
+            self._idle.set()
+        else:
+            self._idle.clear()
 
-    def load(
-        self,
-        *,
-        running: int,
-        waiting: int,
-        queued_tokens: int,
-        tickets: int,
-        transfers: int,
-        cache_queries: int,
-        cache_hits: int,
-        brought: Brought = NOTHING_BROUGHT,
-        failed_fetches: int = 0,
-        prefill: PrefillLoad | None = None,
-        decode: DecodeLoad | None = None,
-    ) -> LoadReport:
-        """The report of what the role says about itself, with what there is to say of engine, pool and tiers."""
+    async def drain(self) -> None:
+        """Take no new work. Returns when nothing is left."""
+        for role in self._roles:
+            role.drain()
+        self.changed()
+        await self._idle.wait()
+
+    async def take_role(self, role: Role) -> None:
+        """Do the work of this role from now on. Streams and prompts that run go on until they are moved or done."""
+        await self.steps.renice(NICENESS[role])
+        for each in self._roles:
+            if each.role is not role:
+                each.leave()
+        self.changed()
+
+    def load(self) -> LoadReport:
+        """The worker's load at this moment, as routers are told it."""
+        parts = [role.role_load() for role in self._roles]
         return LoadReport(
             worker_id=self.me.worker_id,
             epoch=self.me.epoch,
-            running=running,
-            waiting=waiting,
-            queued_tokens=queued_tokens,
+            running=sum(part.running for part in parts),
+            waiting=sum(part.waiting for part in parts),
+            queued_tokens=sum(part.queued_tokens for part in parts),
             free_blocks=self.cache.num_free,
             total_blocks=self.cache.num_blocks,
-            tickets=tickets,
-            transfers=transfers,
+            tickets=sum(part.tickets for part in parts),
+            transfers=sum(part.transfers for part in parts) + self.peers.pushes_in_flight,
             steps=self.engine.steps,
             busy_s=self.engine.busy_s,
             step_age_s=self.engine.step_age_s,
             cached_blocks=self.cache.num_cached,
-            prefix_cache_queries=cache_queries,
-            prefix_cache_hits=cache_hits,
+            prefix_cache_queries=sum(part.prefix_cache_queries for part in parts),
+            prefix_cache_hits=sum(part.prefix_cache_hits for part in parts),
             prefix_cache_evictions=self.cache.evictions,
             lent_tokens=self.lender.lent_tokens,
-            brought=brought,
-            failed_fetches=failed_fetches,
+            brought=sum((part.brought for part in parts), NOTHING_BROUGHT),
+            failed_fetches=sum(part.failed_fetches for part in parts),
             tiers=() if self.tiers is None else self.tiers.reports,
-            prefill=prefill,
-            decode=decode,
+            prefill=next((part.prefill for part in parts if part.prefill is not None), None),
+            decode=next((part.decode for part in parts if part.decode is not None), None),
         )
 
-    async def run(self, role: RoleWork) -> None:
+    async def run(self) -> None:
         """Serve until cancelled. Raises WorkerLostError when another rank of this worker is lost."""
-        assert self._arrivals is not None, "the role has said where KV arrives"
-        self._role = role
+        handlers = self._handlers()
+        for role in self._roles:
+            handlers.update(role.handlers())
         try:
             async with self._tasks as tasks:
                 tasks.create_task(self.gang.run())
-                handlers = self._handlers(self._arrivals) | dict(role.handlers())
-                tasks.create_task(self.endpoint.run(handlers, role.load, self._peer_lost))
+                tasks.create_task(self.endpoint.run(handlers, self.load, self._peer_lost))
                 tasks.create_task(self._teller.run())
-                tasks.create_task(self._beat(role))
-                for loop in role.loops():
-                    tasks.create_task(loop)
+                tasks.create_task(self._beat())
+                for role in self._roles:
+                    for loop in role.loops():
+                        tasks.create_task(loop)
                 if self.tiers is not None:
                     tasks.create_task(self.tiers.run())
         finally:
             await self.peers.close()
-            await role.close()
-            await self._arrivals.close()
+            for role in self._roles:
+                await role.close()
+            await self.arrivals.close()
             if self.tiers is not None:
                 self.tiers.close()
             await self.gang.close()
             self.engine.close()
             self.grammars.close()
 
-    def _handlers(self, arrivals: Arrivals) -> dict[type[Any], Handler]:
+    def _handlers(self) -> dict[type[Any], Handler]:
         return {
-            PairOpen: arrivals.open,
-            PushAnnounce: arrivals.announce,
-            PushCommit: arrivals.commit,
-            TransferAbort: arrivals.abort,
+            PairOpen: self.arrivals.open,
+            PushAnnounce: self.arrivals.announce,
+            PushCommit: self.arrivals.commit,
+            TransferAbort: self.arrivals.abort,
             CacheAsk: self._teller.ask,
             Fetch: self.lender.ask,
             CacheReset: self._resets.ask,
+            Audit: self._audit,
         }
 
-    def _peer_lost(self, peer: bytes) -> None:
-        assert self._arrivals is not None, "peers come after `run`"
-        assert self._role is not None, "peers come after `run`"
-        self._teller.forget(peer)
-        self._arrivals.leave(peer)
-        self._role.peer_lost(peer)
+    def _audit(self, router: bytes, message: Audit) -> None:
+        now, parts = time.monotonic(), [role.role_books(router) for role in self._roles]
+        books = Books(
+            call_id=message.call_id,
+            total_blocks=self.cache.num_blocks,
+            free_blocks=self.cache.num_free,
+            owned_blocks=self.cache.num_owned,
+            references=self.cache.num_references,
+            tickets=tuple(itertools.chain.from_iterable(part.tickets for part in parts)),
+            sends=tuple(itertools.chain.from_iterable(part.sends for part in parts)),
+            prompts=tuple(itertools.chain.from_iterable(part.prompts for part in parts)),
+            pairs=self.peers.books(),
+            pins=tuple(PinRow(pin.purpose, len(pin.table), now - pin.deadline) for pin in self.cache.pins),
+            problems=tuple(self._problems(parts)),
+        )
+        self.endpoint.send(router, books)
 
-    async def _beat(self, role: RoleWork) -> None:
+    def _problems(self, parts: Sequence[RoleBooks]) -> Iterator[str]:
+        try:
+            self.cache.check_integrity(itertools.chain.from_iterable(part.tables for part in parts))
+        except AssertionError as error:
+            yield str(error)
+        for part in parts:
+            yield from part.problems
+
+    def _peer_lost(self, peer: bytes) -> None:
+        self._teller.forget(peer)
+        self.arrivals.leave(peer)
+        for role in self._roles:
+            role.peer_lost(peer)
+
+    async def _beat(self) -> None:
         while True:
             await asyncio.sleep(self.config.limits.heartbeat_s)
-            role.beat()
+            for role in self._roles:
+                role.beat()
             self.peers.retire_broken()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 from configs.schema import ClusterConfig, PoolConfig
@@ -16,33 +15,20 @@ from kv_transfer.remote_lanes import LaneHost
 from kv_transfer.transport import ReceiveTransport, SendTransport
 
 
-def follower_of(
-    config: ClusterConfig, pool_config: PoolConfig, secret: bytes, host: str, rank: int, threads: int, *, sends_layers: bool
-) -> Follower:
-    """Return a rank of a worker of the role that `pool_config` is for. It listens on `host` and computes with `threads` cores.
-
-    `sends_layers` as in `share_of`.
-    """
+def follower_of(config: ClusterConfig, pool: PoolConfig, secret: bytes, host: str, rank: int, threads: int) -> Follower:
+    """Return a rank of a worker with such a pool. It listens on `host` and computes with `threads` cores."""
 
     def share(runner: Runner) -> Share:
-        pool = runner.pool
-        receiving = receiving_transports(config.transport, host, pool.data.device, encrypt=config.encrypt_kv)
-        sending = sending_transports(config.transport, host, pool.data, pool.memory_fd, encrypt=config.encrypt_kv)
-        return share_of(runner, receiving, sending, config.limits.lease_s, sends_layers=sends_layers)
+        receiving = receiving_transports(config.transport, host, runner.pool.data.device, encrypt=config.encrypt_kv)
+        sending = sending_transports(config.transport, host, runner.pool.data, runner.pool.memory_fd, encrypt=config.encrypt_kv)
+        return share_of(runner, receiving, sending, config.limits.lease_s)
 
-    return follower(config, pool_config, share, secret=secret, host=host, rank=rank, threads=threads)
+    return follower(config, pool, share, secret=secret, host=host, rank=rank, threads=threads)
 
 
-def share_of(
-    runner: Runner,
-    receiving: Sequence[ReceiveTransport],
-    sending: Sequence[SendTransport],
-    lease_s: float,
-    *,
-    sends_layers: bool,
-) -> Share:
-    """What a rank serves besides its steps. With `sends_layers`, a step's layers are sent as they are computed (prefill).
-    Otherwise no step is followed: what leaves was computed by an earlier one.
+def share_of(runner: Runner, receiving: Sequence[ReceiveTransport], sending: Sequence[SendTransport], lease_s: float) -> Share:
+    """What a rank serves besides its steps: lanes that send a step's layers as they are computed, and lanes that receive beside
+    any step.
     """
     layers, block_size = runner.pool.layers(), runner.pool.block_size
     progress = StepProgress(runner.pool.data.device)
@@ -50,21 +36,11 @@ def share_of(
         LocalSendRank(layers, block_size, sending, progress, lease_s),
         LocalReceiveRank(layers, block_size, receiving, lease_s),
     )
-    if sends_layers:
-        return Share(
-            runner=runner,
-            handlers=lanes.handlers,
-            begin_step=progress.begin,
-            layer_done=progress.layer_done,
-            finish_step=progress.finish,
-            close=lanes.close,
-        )
-    steps = itertools.count(1)
     return Share(
         runner=runner,
         handlers=lanes.handlers,
-        begin_step=lambda: next(steps),
-        layer_done=lambda layer: None,
-        finish_step=lambda: None,
+        begin_step=progress.begin,
+        layer_done=progress.layer_done,
+        finish_step=progress.finish,
         close=lanes.close,
     )

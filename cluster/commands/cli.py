@@ -26,16 +26,18 @@ COMMANDS = (
     "serve",
     "stop",
     "status",
-    "scale",
-    "drain",
-    "rollout",
+    "top",
+    "workers/scale",
+    "workers/flip",
+    "workers/drain",
+    "workers/rollout",
     "audit",
     "cache",
     "models",
     "chat",
     "keys",
 )
-"""The names, in the order of the help."""
+"""The modules of the commands, in the order of the help."""
 
 app = typer.Typer(
     name="tandem",

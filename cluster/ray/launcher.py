@@ -211,6 +211,10 @@ class RayProcess:
         """Let the worker finish what it has and take nothing new. Returns once nothing is left."""
         await answer(self._handles()[0].drain.remote())
 
+    async def take_role(self, role: Role) -> None:
+        """Have the worker do the work of this role from now on, and send back what has not begun of the other's."""
+        await answer(self._handles()[0].take_role.remote(role))
+
     async def stop(self) -> None:
         """Ask the worker to end. `run` returns when it has."""
         await answer(self._handles()[0].stop.remote())

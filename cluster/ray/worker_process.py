@@ -1,4 +1,4 @@
-"""The actor that one rank's process runs: finds out where it is, then hands everything to the role's own classes.
+"""The actor that one rank's process runs: finds out where it is, then hands everything to the worker's own classes.
 
 A process is made without a role, so that a spare one can take over whichever worker dies next. Importing torch and the engine
 takes longer than anything else at a start but the model; a spare has it behind it.
@@ -51,18 +51,16 @@ class WorkerProcess:
 
     async def warm_up(self) -> None:
         """Import what any worker needs, so that a later start is quicker."""
-        for role in Role:
-            await asyncio.to_thread(_module, role)
+        await asyncio.to_thread(_module)
 
     async def follow(
         self, role: Role, worker_id: str, rank: int, config: ClusterConfig, secret: bytes, threads: int
     ) -> Following:
         """Become this rank, which is not the first, and listen. The first rank makes it load the model."""
-        module = await asyncio.to_thread(_module, role)
+        module = await asyncio.to_thread(_module)
         setup_logging(f"{worker_id}-rank-{rank}")
         threads = threads_on_node(config, role, threads)
-        make = module.prefill_follower if role is Role.PREFILL else module.decode_follower
-        follower = make(config, secret, _node_address(), rank, threads)
+        follower = module.follower(role, config, secret, _node_address(), rank, threads)
         self._running = follower
         return Following(follower.address, os.getpid())
 
@@ -84,17 +82,17 @@ class WorkerProcess:
         """
         if own_logs:
             setup_logging(worker_id)
-        module = await asyncio.to_thread(_module, role)
+        module = await asyncio.to_thread(_module)
         threads = threads_on_node(config, role, threads)
         if computes_on_processor(config, pool_of(config, role)):
             facts = await asyncio.to_thread(lambda: resolve_for(config).facts)
             # The other half is for loading the model. Where `tandem serve` has measured, this only looks.
             await asyncio.to_thread(measure, config, facts, role, threads, config.limits.worker_start_s / 2)
         address = _node_address()
-        actor_class: Any = module.PrefillActor if role is Role.PREFILL else module.DecodeActor
         addresses = [other.address for other in others]
-        self._running = self._first = actor_class(worker_id, epoch, config, secret, address, threads, addresses)
-        ref = await self._first.start()
+        first = module.FirstRankOfWorker(role, worker_id, epoch, config, secret, address, threads, addresses)
+        self._running = self._first = first
+        ref = await first.start()
         return Started(ref, (os.getpid(), *(other.pid for other in others)), address)
 
     async def run(self) -> None:
@@ -108,6 +106,10 @@ class WorkerProcess:
         """Take nothing new, and return once the worker has nothing left to do."""
         await self._started().drain()
 
+    async def take_role(self, role: Role) -> None:
+        """Do the work of this role from now on."""
+        await self._started().take_role(role)
+
     async def stop(self) -> None:
         """Ask the worker to end. `run` returns when it has."""
         await self._started().stop()
@@ -117,9 +119,9 @@ class WorkerProcess:
         return self._first
 
 
-def _module(role: Role) -> Any:
+def _module() -> Any:
     # Imported where they run: the controller names this module's class and must not load torch for it.
-    return importlib.import_module(f"{role.value}_workers.actor")
+    return importlib.import_module("cluster.worker_actor")
 
 
 def _node_address() -> str:

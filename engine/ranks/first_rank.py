@@ -1,6 +1,6 @@
 """The first rank of a worker as an actor: the others joined, its share loaded. Its life is `protocol.actor`'s.
 
-connect to the others ──► form the group ──► load this rank's share ──► every rank has joined ──► the role's own worker
+connect to the others ──► form the group ──► load this rank's share ──► every rank has joined ──► the worker
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from engine.ranks.gang import Gang
 from engine.ranks.share import load_share
 from engine.runner import Runner
 from protocol.actor import Worker, WorkerActor
-from protocol.messages import Role, WorkerRef
+from protocol.messages import WorkerRef
 from protocol.wire import WireServer
 
 
 @dataclass(frozen=True, kw_only=True)
 class FirstRank:
-    """The first rank of a worker, loaded and connected: what the worker of either role is built around."""
+    """The first rank of a worker, loaded and connected: what the worker is built around."""
 
     me: WorkerRef
     config: ClusterConfig
@@ -42,17 +42,16 @@ class FirstRank:
 class FirstRankActor(WorkerActor):
     """One life of one worker, seen from its first rank.
 
-    `others` are the addresses of the worker's other ranks, in order. `host` is the address to listen on, and `threads` the
-    number of cores to compute with.
+    `pool` is the part of the configuration that says how large the KV pool is. `others` are the addresses of the worker's other
+    ranks, in order. `host` is the address to listen on, and `threads` the number of cores to compute with.
     """
-
-    role: Role
 
     def __init__(
         self,
         worker_id: str,
         epoch: int,
         config: ClusterConfig,
+        pool: PoolConfig,
         secret: bytes,
         host: str,
         threads: int,
@@ -62,19 +61,15 @@ class FirstRankActor(WorkerActor):
         self._worker_id = worker_id
         self._epoch = epoch
         self._config = config
+        self._pool = pool
         self._secret = secret
         self._host = host
         self._threads = threads
         self._others = others
 
-    @property
-    @abstractmethod
-    def pool_config(self) -> PoolConfig:
-        """The role's section of the configuration."""
-
     @abstractmethod
     def worker(self, rank: FirstRank) -> Worker:
-        """Build the role's worker around its loaded first rank. Raises ConfigError if the wanted transport can't be had."""
+        """Build the worker around its loaded first rank. Raises ConfigError if the wanted transport can't be had."""
 
     async def build(self) -> Worker:
         """Connect to the other ranks, load this rank's share and return the worker.
@@ -91,11 +86,11 @@ class FirstRankActor(WorkerActor):
             heartbeat_s=limits.heartbeat_s,
         )
         ranks = await gang.form(self._host, limits.worker_start_s)
-        runner = await asyncio.to_thread(load_share, self._config, self.pool_config, ranks)
+        runner = await asyncio.to_thread(load_share, self._config, self._pool, ranks)
         arithmetic = await gang.joined(runner.pool.num_blocks, runner.arithmetic)
         model = await asyncio.to_thread(resolve_for, self._config)
         server = WireServer(self._secret, self._host)
-        me = WorkerRef(self._worker_id, self._epoch, self.role, server.address, gang.size, arithmetic)
+        me = WorkerRef(self._worker_id, self._epoch, server.address, gang.size, arithmetic)
         try:
             return self.worker(
                 FirstRank(

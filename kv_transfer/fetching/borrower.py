@@ -10,10 +10,9 @@ A loan is to its lender what a ticket of a decode worker is to a prefill worker,
 from __future__ import annotations
 
 import asyncio
-import itertools
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kv_transfer.fetching.lenders import Lenders
@@ -56,14 +55,14 @@ class _Loan:
 class Borrower:
     """The loans of one worker; for those who fill them it is the `TransferBooks` of `kv_transfer.receiver`."""
 
-    def __init__(self, me: WorkerRef, block_size: int, lenders: Lenders, patience_s: float) -> None:
-        """A lender may be silent for `patience_s` seconds."""
+    def __init__(self, me: WorkerRef, block_size: int, lenders: Lenders, patience_s: float, ids: Iterator[int]) -> None:
+        """A lender may be silent for `patience_s` seconds. `ids` are the loans': tickets of the worker have others."""
         self._me = me
         self._block_size = block_size
         self._lenders = lenders
         self._patience_s = patience_s
         self._loans: dict[int, _Loan] = {}
-        self._ids = itertools.count(1)
+        self._ids = ids
 
     async def fetch(
         self,

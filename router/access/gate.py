@@ -2,7 +2,7 @@
 
 The caller and the peer are in `scope["state"]`. With keys: Bearer authentication. Without: whoever comes over loopback to a
 cluster that listens there alone, or everybody where the configuration says so. `cluster.ray.front` sees to it that the cluster
-listens where the configuration says. Open to all are the chat page and the other paths of `_OPEN`; /admin has a key of its own
+listens where the configuration says. Open to all are the pages and the other paths of `_OPEN`; /admin has a key of its own
 (router/endpoints/operators.py). Nothing is open to web pages of other origins (router/access/web_pages.py).
 """
 

@@ -86,7 +86,7 @@ class Admission:
                     if claim is not None:
                         place.served = True
                         return claim
-                    if asked and all(journal.scheduling_class in link.outstanding.turned_away for link in asked):
+                    if asked and all(journal.scheduling_class in link.claims.turned_away for link in asked):
                         place.step_aside()
                     await self._roster.next_change(seen, deadline)
         except TimeoutError:
@@ -163,7 +163,7 @@ class Admission:
             decode = self._roster.ready_decode(question.worker_id)
             assert decode is not None, "the search knows the workers that are ready"
             asked.append(decode)
-            if journal.scheduling_class in decode.outstanding.turned_away:
+            if journal.scheduling_class in decode.claims.turned_away:
                 continue
             room = Room(
                 token_ids=journal.token_ids,
@@ -175,6 +175,9 @@ class Admission:
             patience_s = lease_s if question.last else _IMPATIENCE * lease_s
             reservation = await reserve(decode, attempt_id, journal, room, patience_s)
             if reservation is None:
+                continue
+            if decode.role is not Role.DECODE:  # it has flipped meanwhile, and might be chosen for the prompt, too
+                reservation.release()
                 continue
             if cached is not None:
                 cached.told(question.worker_id, reservation.ticket.held_tokens)

@@ -76,4 +76,4 @@ class Connection:
 
     def lost_error(self) -> WorkerLostError:
         """The error that everything on this connection fails with. Call it only once `gone` is done."""
-        return WorkerLostError(f"{self.ref.role.value} worker {self.ref.worker_id} was lost: {self.gone.result()}")
+        return WorkerLostError(f"{self.ref.worker_id} was lost: {self.gone.result()}")

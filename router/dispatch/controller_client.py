@@ -37,6 +37,13 @@ class ControllerClient(Protocol):
         """
         ...
 
+    async def flip(self, worker_id: str, role: Role) -> None:
+        """Ask that this worker does the work of this role; returns once it is accepted.
+
+        Raises InvalidRequestError if it can't.
+        """
+        ...
+
     async def note_open_requests(self, router_id: str, count: int) -> None:
         """Tell how many requests still run at this router; told again and again while the cluster ends."""
         ...
@@ -61,6 +68,13 @@ class ControllerOrders:
         Raises what the controller answers, and UnavailableError if it is away.
         """
         await self._obeyed(self._controller.drain(worker_id, restart))
+
+    async def flip(self, worker_id: str, role: Role) -> None:
+        """Have the controller give a worker another role.
+
+        Raises what the controller answers, and UnavailableError if it is away.
+        """
+        await self._obeyed(self._controller.flip(worker_id, role))
 
     async def _obeyed(self, order: Awaitable[None]) -> None:
         try:

@@ -69,7 +69,7 @@ class Copies:
     def _due(self, every: int) -> dict[WorkerLink, list[Running]]:
         """The streams to copy by the worker that decodes them, if it copies nothing now; those with the most to lose first."""
         found: defaultdict[WorkerLink, list[Running]] = defaultdict(list)
-        not_now = self._busy.union(self._roster.draining(Role.DECODE))
+        not_now = self._busy.union(self._roster.to_empty())
         for each in self._running:
             if each.claim.decode not in not_now and each.goes_on and self._uncopied(each) >= every:
                 found[each.claim.decode].append(each)
@@ -86,7 +86,7 @@ class Copies:
     async def _copy_all(self, source: WorkerLink, due: Iterable[Running], tasks: asyncio.TaskGroup) -> None:
         try:
             for running in due:
-                if source in self._roster.draining(Role.DECODE):
+                if source in self._roster.to_empty():
                     return
                 if running in self._running and running.goes_on and running.sending is None and running.claim.decode is source:
                     running.sending = tasks.create_task(self._copy(running))
@@ -94,7 +94,7 @@ class Copies:
                     running.sending = None
         finally:
             self._busy.discard(source)
-            if source in self._roster.draining(Role.DECODE):
+            if source in self._roster.to_empty():
                 self._roster.note_change()  # its streams may move now
 
     async def _copy(self, running: Running) -> None:

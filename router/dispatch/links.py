@@ -23,6 +23,7 @@ from protocol.wire import WireClient
 from router.dispatch.connection import Connection
 from router.dispatch.streams import OpenStreams
 from router.dispatch.worker_calls import WorkerCalls
+from router.rules.busy import BusyMeter
 from router.rules.caching.caches import CacheFollower, Caches
 from router.rules.worker_load import Outstanding, WorkerLoad
 
@@ -43,6 +44,7 @@ class WorkerLink:
         on_load: Callable[[], None],
         on_report: Callable[[], None],
         caches: Caches | None = None,
+        role: Role = Role.DECODE,
     ) -> None:
         """`on_load` is called when anything that is known of the worker's load changes, and when the link is lost;
         `on_report` when a report has arrived. `caches` follow what the worker tells of its prefix cache, unless nobody wants to
@@ -53,10 +55,13 @@ class WorkerLink:
         self.calls = WorkerCalls(self.connection, self.streams, limits.lease_s)
         self.gone = self.connection.gone
         """Done, with the reason, when the link is lost."""
-        self.outstanding = Outstanding(on_change=on_load)
-        """What claims of this router have there: prompt tokens at a prefill worker, KV blocks at a decode worker."""
-        self.prompts = self.outstanding if ref.role is Role.PREFILL else Outstanding(on_change=on_load)
+        self.role = role
+        """What the worker is asked for now. The roster sets it."""
+        self.claims = Outstanding(on_change=on_load)
+        """The tickets that this router has there, in KV blocks."""
+        self.prompts = Outstanding(on_change=on_load)
         """The prompts of this router that are computed there, in tokens."""
+        self.busy = BusyMeter()
         self.report: LoadReport | None = None
         """The latest one, or None before the first."""
         self.reported_at = 0.0
@@ -97,7 +102,8 @@ class WorkerLink:
 
     def load(self) -> WorkerLoad:
         """What is known of the worker's load now."""
-        return WorkerLoad(self.ref.worker_id, self.report, self.outstanding, self.prompts)
+        outstanding = self.prompts if self.role is Role.PREFILL else self.claims
+        return WorkerLoad(self.ref.worker_id, self.report, outstanding, self.prompts)
 
     @property
     def life(self) -> WorkerLife:
@@ -130,7 +136,7 @@ class WorkerLink:
                 connection.lose(f"it was silent for {limits.lease_s:g} s")
             elif self._owes_progress() and now - connection.progress_at > _STALL_LEASES * limits.lease_s:
                 connection.lose(f"it made no step for {_STALL_LEASES * limits.lease_s:g} s")
-            elif self.retired and not self.outstanding.in_flight:
+            elif self.retired and not (self.claims.in_flight or self.prompts.in_flight):
                 connection.lose("the worker left the cluster")
 
     def _owes_progress(self) -> bool:
@@ -156,6 +162,7 @@ class WorkerLink:
             self.connection.progress_at = now
         self.report = report
         self.reported_at = now
-        self.outstanding.reported()
+        self.busy.reported(report, now)
+        self.claims.reported()
         self.prompts.reported()
         self._on_report()

@@ -97,9 +97,9 @@ class Migrator:
                 await self._roster.next_change(seen, loop.time() + _LOOK_S)
 
     def _empty_draining(self) -> None:
-        draining = set(self._roster.draining(Role.DECODE))
-        for running in self._candidates() if draining else ():
-            if running.claim.decode in draining:
+        leaving = set(self._roster.to_empty())
+        for running in self._candidates() if leaving else ():
+            if running.claim.decode in leaving:
                 need_blocks = self._need_blocks(running)
                 target = self._target(running, need_blocks)
                 if target is not None:

@@ -42,13 +42,13 @@ class Reservation:
     def release(self) -> None:
         """Give the ticket back, also when the worker is gone."""
         self.decode.calls.release(self.ticket.ticket_id)
-        self.decode.outstanding.done(self.num_blocks)
+        self.decode.claims.done(self.num_blocks)
 
 
 async def reserve(decode: WorkerLink, attempt_id: str, journal: Journal, room: Room, patience_s: float) -> Reservation | None:
     """Ask a decode worker for blocks, for up to `patience_s` seconds; None if it is full, slow to answer, leaving or lost."""
     ticket = None
-    decode.outstanding.give(room.num_blocks)
+    decode.claims.give(room.num_blocks)
     try:
         ticket = await decode.calls.reserve(
             lambda call_id: Reserve(
@@ -65,13 +65,13 @@ async def reserve(decode: WorkerLink, attempt_id: str, journal: Journal, room: R
             patience_s,
         )
     except TenantFullError:
-        decode.outstanding.turn_away(journal.scheduling_class)
+        decode.claims.turn_away(journal.scheduling_class)
     except OverloadedError:
-        decode.outstanding.refuse(room.num_blocks)
+        decode.claims.refuse(room.num_blocks)
     except UnavailableError as error:
-        decode.outstanding.refuse(0)
+        decode.claims.refuse(0)
         log.info("no reservation: %s", error.message, extra=fields(trace=journal.trace.trace_id))
     finally:
         if ticket is None:
-            decode.outstanding.done(room.num_blocks)
+            decode.claims.done(room.num_blocks)
     return None if ticket is None else Reservation(decode, ticket, room.num_blocks)

@@ -3,7 +3,7 @@
 A worker's entry follows the controller's view:
 
     READY ──► DRAINING ──► no longer in the view      no new requests; the link stays until its last stream is done or moved
-      │
+      │ └─ listed in another role                     requests of that role from now on; its streams are moved
       └─ listed under another epoch                   that life is over: the link is closed and its streams fail at once
 
 While an entry stands, a lost link is made again, with a growing pause between attempts. While the controller is away, the last
@@ -39,6 +39,7 @@ _LONGEST_PAUSE_S = 2.0
 @dataclass
 class _Entry:
     ref: WorkerRef
+    role: Role
     state: WorkerState
     task: asyncio.Task[None]
     link: WorkerLink | None = None
@@ -129,7 +130,7 @@ class Roster:
 
     def linked(self, role: Role) -> list[WorkerLink]:
         """Live links to workers of this role that take new requests."""
-        links = (entry.linked for entry in self._entries.values() if entry.ref.role is role)
+        links = (entry.linked for entry in self._entries.values() if entry.role is role)
         return [link for link in links if link is not None]
 
     def ready(self, role: Role) -> list[WorkerLink]:
@@ -160,10 +161,16 @@ class Roster:
         """Number of ready workers of this role whose load is known."""
         return len(self._ready[role].sizes)
 
-    def draining(self, role: Role) -> list[WorkerLink]:
-        """Live links to workers of this role that drain."""
-        entries = (entry for entry in self._entries.values() if entry.ref.role is role and entry.state is WorkerState.DRAINING)
-        return [entry.link for entry in entries if entry.link is not None and not entry.link.gone.done()]
+    def to_empty(self) -> list[WorkerLink]:
+        """Live links to workers whose streams are to go elsewhere: those that drain, and those whose role is another now."""
+        links = (
+            (entry, entry.link) for entry in self._entries.values() if entry.link is not None and not entry.link.gone.done()
+        )
+        return [
+            link
+            for entry, link in links
+            if (entry.state is WorkerState.DRAINING if entry.role is Role.DECODE else link.claims.in_flight)
+        ]
 
     def find(self, info: WorkerInfo) -> WorkerLink | None:
         """The live link to this life of a worker, or None."""
@@ -202,15 +209,22 @@ class Roster:
                 self._retire(entry)
             else:
                 entry.state = info.state
+                self._set_role(entry, info.role)
                 self._set_retired(entry, False)
         for info in view.workers:
             if info.ref is not None and info.ref.life not in self._entries:
-                self._open(info.ref, info.state)
+                self._open(info.ref, info)
         self.note_change()
 
-    def _open(self, ref: WorkerRef, state: WorkerState) -> None:
-        entry = _Entry(ref, state, self._spawn(self._keep(ref)))
-        self._entries[ref.life] = entry
+    def _open(self, ref: WorkerRef, info: WorkerInfo) -> None:
+        self._entries[ref.life] = _Entry(ref, info.role, info.state, self._spawn(self._keep(ref)))
+
+    def _set_role(self, entry: _Entry, role: Role) -> None:
+        if entry.role is not role:
+            self._ready[entry.role].discard(entry.link)
+            entry.role = role
+            if entry.link is not None:
+                entry.link.role = role
 
     def _retire(self, entry: _Entry) -> None:
         """Its worker is no longer listed: it left, or a new controller has not found it yet."""
@@ -227,7 +241,7 @@ class Roster:
 
     def _rank(self, entry: _Entry) -> None:
         """Take over what has changed about a worker: its state, its link, its load."""
-        ready = self._ready[entry.ref.role]
+        ready = self._ready[entry.role]
         link = entry.linked
         if link is not None and not link.wedged:
             ready.put(link)
@@ -260,6 +274,7 @@ class Roster:
             on_load=lambda: self._rank(entry),
             on_report=lambda: self._reported(link),
             caches=self.caches,
+            role=entry.role,
         )
         self._rank(entry)
         log.info("linked", extra=fields(worker=entry.ref.worker_id, epoch=entry.ref.epoch))

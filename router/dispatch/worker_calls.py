@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from protocol.audit import Audit, DecodeBooks, PrefillBooks
+from protocol.audit import Audit, Books
 from protocol.cache.reset import CacheErased, CacheReset
 from protocol.errors import ProtocolError, UnavailableError
 from protocol.messages import (
@@ -30,7 +30,6 @@ from protocol.messages import (
     Release,
     Reserve,
     Reserved,
-    Role,
     Ticket,
 )
 from protocol.sampling import SamplingParams
@@ -143,12 +142,9 @@ class WorkerCalls:
         """Stop a prefill; idempotent, also when the worker is gone."""
         self._connection.tell(Cancel(request_id))
 
-    async def audit(self, patience_s: float) -> DecodeBooks | PrefillBooks:
+    async def audit(self, patience_s: float) -> Books:
         """The worker's books. Raises UnavailableError when it does not answer in time (seconds)."""
-        answer = await self._connection.ask(Audit, patience_s)
-        if self._connection.ref.role is Role.DECODE:
-            return self._expect(answer, DecodeBooks)
-        return self._expect(answer, PrefillBooks)
+        return self._expect(await self._connection.ask(Audit, patience_s), Books)
 
     async def reset_cache(self, tenant: str | None, patience_s: float) -> CacheErased:
         """Have the worker erase a tenant's cached KV, or everybody's. Raises UnavailableError if some may be left."""

@@ -18,7 +18,7 @@ from protocol.messages import Role
 from router.access.audit_trail import note_action
 from router.access.keyring import Keyring
 from router.access.peers import peer_of
-from router.api.tools.bodies import CacheBody, DrainBody, ScaleBody
+from router.api.tools.bodies import CacheBody, DrainBody, FlipBody, ScaleBody
 from router.endpoints.reading import read_body
 from router.service import Router
 
@@ -64,7 +64,7 @@ def _probe(problem: str | None) -> Response:
 
 
 class OperatorEndpoints:
-    """GET /admin/status and /admin/audit, POST /admin/scale, /admin/drain and /admin/cache."""
+    """GET /admin/status and /admin/audit, POST /admin/scale, /admin/flip, /admin/drain and /admin/cache."""
 
     def __init__(self, router: Router, keyring: Keyring | None) -> None:
         """`keyring` is None on a cluster without API keys."""
@@ -95,6 +95,14 @@ class OperatorEndpoints:
         note_action(request.scope, "scale", **{role.value: workers for role, workers in sizes.items()})
         await self._router.scale(sizes)
         return JSONResponse({role.value: workers for role, workers in sizes.items()})
+
+    async def flip(self, request: Request) -> Response:
+        """Give a worker another role, at once: its streams move, and its prompts go to other workers."""
+        check_operator(self._router.config.http, request)
+        body, _ = await read_body(self._router, request, FlipBody)
+        note_action(request.scope, "flip", worker=body.worker_id, role=body.role)
+        await self._router.flip(body.worker_id, Role(body.role))
+        return JSONResponse({"worker_id": body.worker_id, "role": body.role})
 
     async def drain(self, request: Request) -> Response:
         """Let a worker finish what it has and stop, or start anew."""

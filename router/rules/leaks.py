@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from protocol.audit import DecodeBooks, Owner, PrefillBooks, PromptRow, TicketRow
-from protocol.messages import Role, WorkerLife, WorkerRef
+from protocol.audit import Books, Owner, PinRow, PromptRow, SendRow, TicketRow
+from protocol.messages import WorkerLife, WorkerRef
 from protocol.ticket import TicketState
 
 
@@ -28,7 +28,7 @@ class Audited:
     """What an audit learned of one worker."""
 
     ref: WorkerRef
-    books: DecodeBooks | PrefillBooks | None
+    books: Books | None
     """The worker's books; None if it did not answer."""
     claims: Mapping[int, bool] = field(default_factory=dict)
     """Ids of the tickets that this router holds at a decode worker, each with whether the router waits for its tokens."""
@@ -70,33 +70,31 @@ def _leaks_of(worker: Audited, workers: Sequence[Audited], lease_s: float, patie
         return
     found = _block_leaks(worker, books)
     yield from _pin_leaks(worker, books, lease_s)
-    if isinstance(books, DecodeBooks):
-        yield from _ticket_leaks(worker, books, _expected_transfers(workers), lease_s)
-        yield from _send_leaks(worker, books, workers)
-    else:
-        yield from _prompt_leaks(worker, books, workers)
+    yield from _ticket_leaks(worker, books, _expected_transfers(workers), lease_s)
+    yield from _send_leaks(worker, books, workers)
+    yield from _prompt_leaks(worker, books, workers)
     yield from found
     if not found:  # the worker's own check would say the same in fewer words
         for problem in books.problems:
             yield _leak("books", worker, f"contradicts itself: {problem}", problem)
 
 
-def _block_leaks(worker: Audited, books: DecodeBooks | PrefillBooks) -> list[Leak]:
+def _block_leaks(worker: Audited, books: Books) -> list[Leak]:
     found = []
     missing = books.total_blocks - books.free_blocks - books.owned_blocks
     if missing:
         count = f"{missing} blocks are lost" if missing > 0 else f"{-missing} blocks are too many"
         sums = f"{books.free_blocks} free and {books.owned_blocks} owned of {books.total_blocks}"
         found.append(_leak("blocks", worker, f"has {sums}: {count}", num_blocks=max(0, missing)))
-    rows, holders = (books.tickets, "tickets") if isinstance(books, DecodeBooks) else (books.prompts, "prompts")
-    held = sum(row.num_blocks for row in rows) + sum(pin.num_blocks for pin in books.pins)
+    rows: tuple[TicketRow | PromptRow | PinRow, ...] = (*books.tickets, *books.prompts, *books.pins)
+    held = sum(row.num_blocks for row in rows)
     if books.references != held:
-        sentence = f"counts {books.references} references to blocks, but its {holders} and pins hold {held}"
+        sentence = f"counts {books.references} references to blocks, but its tickets, prompts and pins hold {held}"
         found.append(_leak("references", worker, sentence))
     return found
 
 
-def _pin_leaks(worker: Audited, books: DecodeBooks | PrefillBooks, lease_s: float) -> Iterator[Leak]:
+def _pin_leaks(worker: Audited, books: Books, lease_s: float) -> Iterator[Leak]:
     """Pins that nobody gives back, at most one for each purpose."""
     for purpose in sorted({pin.purpose for pin in books.pins}):
         overdue = [pin for pin in books.pins if pin.purpose == purpose and pin.overdue_s > lease_s]
@@ -107,7 +105,7 @@ def _pin_leaks(worker: Audited, books: DecodeBooks | PrefillBooks, lease_s: floa
 
 
 def _ticket_leaks(
-    worker: Audited, books: DecodeBooks, transfers: Collection[tuple[WorkerLife, int]] | None, lease_s: float
+    worker: Audited, books: Books, transfers: Collection[tuple[WorkerLife, int]] | None, lease_s: float
 ) -> Iterator[Leak]:
     """Leaks of the worker's tickets, at most one for each; of several reasons the plainest."""
     for row in books.tickets:
@@ -148,12 +146,12 @@ def _expected_transfers(workers: Sequence[Audited]) -> Collection[tuple[WorkerLi
     for worker in workers:
         if worker.books is None:
             return None
-        rows = worker.books.prompts if isinstance(worker.books, PrefillBooks) else worker.books.sends
+        rows: tuple[PromptRow | SendRow, ...] = (*worker.books.prompts, *worker.books.sends)
         found |= {(WorkerLife(row.decode_id, row.decode_epoch), row.ticket_id) for row in rows}
     return found
 
 
-def _send_leaks(worker: Audited, books: DecodeBooks, workers: Sequence[Audited]) -> Iterator[Leak]:
+def _send_leaks(worker: Audited, books: Books, workers: Sequence[Audited]) -> Iterator[Leak]:
     """Streams that the worker hands over to a ticket that is not there."""
     transfers = _transfers_by_life(workers)
     for row in books.sends:
@@ -163,7 +161,7 @@ def _send_leaks(worker: Audited, books: DecodeBooks, workers: Sequence[Audited])
             yield _leak("send", worker, f"hands a stream over for {ticket}, which is not there", ticket)
 
 
-def _prompt_leaks(worker: Audited, books: PrefillBooks, workers: Sequence[Audited]) -> Iterator[Leak]:
+def _prompt_leaks(worker: Audited, books: Books, workers: Sequence[Audited]) -> Iterator[Leak]:
     transfers = _transfers_by_life(workers)
     pushes = {WorkerLife(pair.decode_id, pair.decode_epoch): pair.pushes_in_flight for pair in books.pairs}
     for row in books.prompts:
@@ -177,7 +175,8 @@ def _prompt_leaks(worker: Audited, books: PrefillBooks, workers: Sequence[Audite
             known = transfers[life]
             if known is not None and (row.ticket_id, row.transfer_id) not in known:
                 yield _prompt_leak("ticket", worker, row, f"which is unknown there with transfer {row.transfer_id}")
-    wanted = {WorkerLife(row.decode_id, row.decode_epoch) for row in books.prompts}
+    rows: tuple[PromptRow | SendRow, ...] = (*books.prompts, *books.sends)
+    wanted = {WorkerLife(row.decode_id, row.decode_epoch) for row in rows}
     lends = any(pin.purpose == "lent" for pin in books.pins)
     for (decode_id, epoch), count in pushes.items():
         if count and (decode_id, epoch) not in wanted and not lends:
@@ -186,12 +185,12 @@ def _prompt_leaks(worker: Audited, books: PrefillBooks, workers: Sequence[Audite
 
 
 def _transfers_by_life(workers: Sequence[Audited]) -> dict[WorkerLife, Collection[tuple[int, int]] | None]:
-    return {worker.life: _transfers(worker.books) for worker in workers if worker.ref.role is Role.DECODE}
+    return {worker.life: _transfers(worker.books) for worker in workers}
 
 
-def _transfers(books: DecodeBooks | PrefillBooks | None) -> Collection[tuple[int, int]] | None:
-    """Ticket and transfer id of each ticket; None if the worker did not answer or has no tickets."""
-    return {(row.ticket_id, row.transfer_id) for row in books.tickets} if isinstance(books, DecodeBooks) else None
+def _transfers(books: Books | None) -> Collection[tuple[int, int]] | None:
+    """Ticket and transfer id of each ticket; None if the worker did not answer."""
+    return None if books is None else {(row.ticket_id, row.transfer_id) for row in books.tickets}
 
 
 def _prompt_leak(kind: str, worker: Audited, row: PromptRow, reason: str) -> Leak:

@@ -57,14 +57,24 @@ COPYING = CONFIG.model_copy(update={"decode": CONFIG.decode.model_copy(update={"
 class ScriptedController:
     """Says of these workers what a test wants."""
 
-    def __init__(self, refs: list[WorkerRef]) -> None:
+    def __init__(self, refs: list[tuple[Role, WorkerRef]]) -> None:
         ready = WorkerState.READY
-        self._infos = {ref.worker_id: WorkerInfo(ref.worker_id, ref.role, 1, ready, ref, (), None, 0, None) for ref in refs}
+        self._infos = {ref.worker_id: WorkerInfo(ref.worker_id, role, 1, ready, ref, (), None, 0, None) for role, ref in refs}
         self._version = 1
         self._changed = asyncio.Event()
 
     def mark(self, worker_id: str, state: WorkerState) -> None:
-        self._infos[worker_id] = replace(self._infos[worker_id], state=state)
+        self._change(worker_id, state=state)
+
+    def turn(self, worker_id: str, role: Role) -> None:
+        """Give a worker another role."""
+        self._change(worker_id, role=role, term=self._infos[worker_id].term + 1)
+
+    def role_of(self, worker_id: str) -> Role:
+        return self._infos[worker_id].role
+
+    def _change(self, worker_id: str, **values: Any) -> None:
+        self._infos[worker_id] = replace(self._infos[worker_id], **values)
         self._version += 1
         self._changed.set()
         self._changed = asyncio.Event()
@@ -76,6 +86,9 @@ class ScriptedController:
 
     async def scale(self, sizes: Mapping[Role, int]) -> None:
         raise AssertionError("nobody scales here")
+
+    async def flip(self, worker_id: str, role: Role) -> None:
+        raise AssertionError("a test sets the roles itself")
 
     async def drain(self, worker_id: str, restart: bool) -> None:
         raise AssertionError("nor drains but by `ManyDecodes.drain`")
@@ -101,6 +114,9 @@ class ManyDecodes:
     ) -> None:
         self.prefill = prefill
         self.decodes = {worker.me.worker_id: worker for worker in decodes}
+        DecodeWorker(prefill.core)  # every worker can do the work of both roles
+        for worker in decodes:
+            PrefillWorker(worker.core)
         self.network = network
         self.step_s = 0.0
         """What each decode step takes longer, so that an answer lasts as long on any machine."""
@@ -108,8 +124,8 @@ class ManyDecodes:
             self._slow_down(worker)
         self.metrics = Metrics("small", ClusterSample)
         workers: list[PrefillWorker | DecodeWorker] = [prefill, *decodes]
-        self.tasks = {worker.me.worker_id: asyncio.create_task(worker.run()) for worker in workers}
-        self.controller = ScriptedController([worker.me for worker in workers])
+        self.tasks = {worker.me.worker_id: asyncio.create_task(worker.core.run()) for worker in workers}
+        self.controller = ScriptedController([(worker.role, worker.me) for worker in workers])
         caches = Caches() if config.routing == "cache" else None
         self.roster = Roster(self.controller, SECRET, config.limits, self.metrics.workers_lost.inc, caches)
         self.migrator = Migrator(config, self.roster, self.metrics)
@@ -141,7 +157,14 @@ class ManyDecodes:
     def drain(self, worker_id: str) -> asyncio.Task[None]:
         """As the supervisor does: no new work for it, and the end of this task is the end of its work."""
         self.controller.mark(worker_id, WorkerState.DRAINING)
-        return asyncio.create_task(self.decodes[worker_id].drain())
+        return asyncio.create_task(self.decodes[worker_id].core.drain())
+
+    async def flip(self, worker_id: str) -> None:
+        """As the supervisor does: give a worker the other role."""
+        role = Role.DECODE if self.controller.role_of(worker_id) is Role.PREFILL else Role.PREFILL
+        self.controller.turn(worker_id, role)
+        (worker,) = (each for each in self.alive() if each.me.worker_id == worker_id)
+        await worker.core.take_role(role)
 
     async def kill(self, worker_id: str) -> None:
         self.tasks[worker_id].cancel()
@@ -163,7 +186,7 @@ class ManyDecodes:
         return [worker for worker in workers if not self.tasks[worker.me.worker_id].done()]
 
     def running(self, worker_id: str) -> int:
-        return self.decodes[worker_id].load().running
+        return self.decodes[worker_id].core.load().running
 
     def moves(self, reason: str = "drain") -> dict[str, int]:
         """How often each outcome was counted."""
@@ -192,7 +215,7 @@ class ManyDecodes:
                 await asyncio.sleep(0.002)
 
     def all_free(self) -> bool:
-        loads = [worker.load() for worker in self.alive()]
+        loads = [worker.core.load() for worker in self.alive()]
         return all(x.free_blocks == x.total_blocks and x.tickets == 0 and x.transfers == 0 for x in loads)
 
     async def leaks(self) -> list[Leak]:
@@ -220,16 +243,16 @@ async def run_many_decodes(
 
     servers = [WireServer(SECRET, "127.0.0.1") for _ in range(num_decodes + 1)]
     prefill_runner = runner(config.prefill.kv_cache_tokens)
-    me = WorkerRef("prefill-0", 1, Role.PREFILL, servers[0].address, arithmetic=prefill_runner.arithmetic)
+    me = WorkerRef("prefill-0", 1, servers[0].address, arithmetic=prefill_runner.arithmetic)
     prefill = PrefillWorker(WorkerCore(first_rank(me, config, servers[0], prefill_runner), transports, transports))
     decodes, following = [], []
     for number, server in enumerate(servers[1:]):
         size = ranks[number] if ranks else 1
         others, gang, first, arithmetic = await load_gang(
-            size, load_decode, lambda share: share_of(share, transports, transports, lease_s, sends_layers=False)
+            size, load_decode, lambda share: share_of(share, transports, transports, lease_s)
         )
         following += others.running
-        me = WorkerRef(f"decode-{number}", 1, Role.DECODE, server.address, size, arithmetic)
+        me = WorkerRef(f"decode-{number}", 1, server.address, size, arithmetic)
         decodes.append(DecodeWorker(WorkerCore(first_rank(me, config, server, first, gang), transports, transports)))
     many = ManyDecodes(prefill, decodes, network, config)
     try:

@@ -21,8 +21,8 @@ class FixedController:
     """Knows these two workers and never another."""
 
     def __init__(self, workers: Any) -> None:
-        refs = (workers.prefill.me, workers.decode.me)
-        infos = (WorkerInfo(ref.worker_id, ref.role, ref.epoch, WorkerState.READY, ref, (1,), "", 0, None) for ref in refs)
+        both = (workers.prefill, workers.decode)
+        infos = (WorkerInfo(w.me.worker_id, w.role, w.me.epoch, WorkerState.READY, w.me, (1,), "", 0, None) for w in both)
         self._view = ClusterView(1, tuple(infos))
 
     async def watch(self, known_version: int) -> ClusterView:
@@ -32,6 +32,9 @@ class FixedController:
 
     async def scale(self, sizes: Mapping[Role, int]) -> None:
         raise NotImplementedError
+
+    async def flip(self, worker_id: str, role: Role) -> None:
+        raise AssertionError("nobody flips here")
 
     async def drain(self, worker_id: str, restart: bool) -> None:
         raise NotImplementedError
@@ -102,7 +105,7 @@ def test_blocks_that_nobody_owns_are_counted(two_workers: Factory) -> None:
             held = workers.prefill._cache.allocate(3, [])
             messages = [leak.message for leak in await audit(roster, CONFIG.limits.lease_s)]
             assert messages == [
-                "prefill-0 (epoch 1): counts 3 references to blocks, but its prompts and pins hold 0",
+                "prefill-0 (epoch 1): counts 3 references to blocks, but its tickets, prompts and pins hold 0",
                 "decode-0 (epoch 1): has 126 free and 0 owned of 128: 2 blocks are lost",
             ]
             workers.decode._cache._blocks.free(lost)

@@ -90,10 +90,10 @@ def test_tokens_are_those_of_a_model_that_runs_alone(two_workers: Factory, refer
                 tokens, prefilled = await answer_here(router, prompt, greedy(12))
                 assert tokens == expected
                 assert prefilled.cached_tokens == (length - 1) // 8 * 8 * again, "the last token is always computed"
-            load = workers.decode.load()
+            load = workers.decode.core.load()
             assert load.prefilled_tokens == 2 * length - (length - 1) // 8 * 8
             assert load.queued_tokens == load.recomputed_tokens == 0
-            assert workers.prefill.load().steps == 0
+            assert workers.prefill.core.load().steps == 0
             await workers.until(workers.all_free)
 
     run(scenario())
@@ -178,7 +178,7 @@ def test_eight_prompts_that_need_three_times_the_pool(two_workers: Factory) -> N
                 assert tokens == expected[number]
 
             await asyncio.gather(*(one(number) for number in range(8)))
-            load = workers.decode.load()
+            load = workers.decode.core.load()
             assert load.num_preemptions > 0
             assert load.recomputed_tokens > 0
             assert load.prefilled_tokens <= sum(60 + 5 * number for number in range(1, 8, 2))
@@ -249,7 +249,7 @@ def test_a_lost_router_takes_its_half_computed_prompts_along(two_workers: Factor
             leaving = await workers.router()
             for number in range(4):
                 await start(leaving, prompt_of(800, number), greedy(40))
-            assert workers.decode.load().queued_tokens > 0
+            assert workers.decode.core.load().queued_tokens > 0
             leaving.prefill.close()
             leaving.decode.close()
             await workers.until(workers.all_free)

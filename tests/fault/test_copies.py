@@ -36,7 +36,7 @@ async def started(many: ManyDecodes, num_tokens: int) -> tuple[asyncio.Task[Said
 
 def computed(many: ManyDecodes) -> int:
     """Tokens of prompts and of answers that were computed anew, at all workers that live."""
-    return sum(worker.load().prefilled_tokens for worker in many.alive())
+    return sum(worker.core.load().prefilled_tokens for worker in many.alive())
 
 
 @pytest.mark.parametrize("mode", slow(["always", "auto", "never"]))
@@ -49,7 +49,7 @@ def test_what_a_killed_worker_said_need_not_be_computed_again(small_model: Model
             asking, said, source = await started(many, 1200)
             await many.until(lambda: len(said.token_ids) > 800 and many.copies().get("copied", 0) > 3)
             at_death, before = len(said.token_ids), computed(many)
-            before -= many.decodes[source].load().prefilled_tokens
+            before -= many.decodes[source].core.load().prefilled_tokens
             await many.kill(source)
             answer = await asking
             assert answer.token_ids == alone.token_ids
@@ -68,10 +68,10 @@ def test_a_copy_takes_room_from_nobody(small_model: ModelFacts) -> None:
             asking, _, source = await started(many, 500)
             [other] = [worker for worker_id, worker in many.decodes.items() if worker_id != source]
             await many.until(lambda: many.copies().get("copied", 0) > 1)
-            await many.until(lambda: other.load().free_blocks == other.load().total_blocks)
+            await many.until(lambda: other.core.load().free_blocks == other.core.load().total_blocks)
             large = asyncio.create_task(many.ask(prompt_of(900, 7), endless(50)))
-            await many.until(lambda: other.load().running == 1)
-            assert other.load().free_blocks < other.load().total_blocks / 8
+            await many.until(lambda: other.core.load().running == 1)
+            assert other.core.load().free_blocks < other.core.load().total_blocks / 8
             assert len((await large).token_ids) == 50
             assert len((await asking).token_ids) == 500
 

@@ -27,7 +27,6 @@ from protocol.messages import (
     Release,
     Reserve,
     Reserved,
-    Role,
     Ticket,
     TransferAbort,
     WorkerRef,
@@ -38,7 +37,7 @@ from tests.fault.company import MIB, PROMPT, company, insiders
 from tests.fault.scenarios import Factory, Reference, greedy, prompt_of, run
 from tests.fault.two_workers import SECRET
 
-_TICKET = Ticket(1, 1, WorkerRef("false", 1, Role.DECODE, ""), 8, (1, 2), len(PROMPT), 0)
+_TICKET = Ticket(1, 1, WorkerRef("false", 1, ""), 8, (1, 2), len(PROMPT), 0)
 
 
 ADDRESSES = ["", "nonsense", "tcp://127.0.0.1:1", "inproc://x", "tcp://" + "x" * 100_000 + ":1", "its own"]
@@ -53,7 +52,7 @@ def test_a_ticket_that_leads_nowhere_is_refused(two_workers: Factory, reference:
             ticket = await here.router.reserve(PROMPT, 8)
             there = here.workers.prefill.me.address if address == "its own" else address
             for epoch, worker_id in ((1, "decode-0"), (7, "decode-0"), (0, "x" * 1_000_000)):
-                false = dataclasses.replace(ticket, worker=WorkerRef(worker_id, epoch, Role.DECODE, there))
+                false = dataclasses.replace(ticket, worker=WorkerRef(worker_id, epoch, there))
                 with pytest.raises(TandemError):
                     await here.router.compute(false, PROMPT, greedy(8))
             here.router.decode.send(Release(ticket.ticket_id))
@@ -82,7 +81,7 @@ def test_a_false_decode_worker_hangs_no_prompt(two_workers: Factory, reference: 
             for which, kind in [*itertools.product(range(3), (PairOpen, PushAnnounce)), (3, PushAnnounce)]:
                 server = WireServer(SECRET, "127.0.0.1")
                 answering = asyncio.create_task(answer(server, here.workers.network, kind, which))
-                false = WorkerRef(f"false-{which}", 1, Role.DECODE, server.address)
+                false = WorkerRef(f"false-{which}", 1, server.address)
                 with suppress(TandemError):  # the first token may come before the push fails
                     await here.router.compute(dataclasses.replace(_TICKET, worker=false), PROMPT, greedy(8))
                 left = [job for job in here.workers.prefill._jobs if job.message.ticket.worker == false]
@@ -174,7 +173,7 @@ def test_an_answer_that_is_too_large_becomes_a_refusal(two_workers: Factory, ref
     async def scenario() -> None:
         async with company(two_workers, reference) as here, insiders(here.addresses[1:]) as (at_decode,):
             half = "x" * (8 * MIB - 60)
-            me = WorkerRef(half, 1, Role.PREFILL, "")
+            me = WorkerRef(half, 1, "")
             at_decode.send(PairOpen(5, me, 1, KvLayout(half, "", 0, 0, 0, 0, "cpu"), 0, "", b""))
             answer = await at_decode.answer_to(5)
             assert isinstance(answer, Failed)

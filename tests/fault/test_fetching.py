@@ -61,12 +61,12 @@ def test_what_another_pool_holds_is_not_computed(two_workers: Factory, reference
             router = await workers.router()
             fetch = await only_decode_holds(workers, router, prompt_of(LENGTH))
             prompt = prompt_of(LENGTH) + prompt_of(longer, 5)
-            computed = workers.prefill.load().tokens
+            computed = workers.prefill.core.load().tokens
             prefilled, tokens = await ask(workers, router, prompt, fetch)
             assert tokens == reference(prompt, 8)
             assert prefilled.brought.peer_tokens == prefilled.cached_tokens == HELD
             assert 0 < prefilled.brought.peer_s < 1
-            assert workers.prefill.load().tokens == computed + len(prompt) - HELD
+            assert workers.prefill.core.load().tokens == computed + len(prompt) - HELD
             again, tokens_again = await ask(workers, router, prompt, fetch)
             assert tokens_again == tokens
             assert again.brought.num_tokens == 0, "it lies here now"
@@ -202,7 +202,7 @@ def test_a_lender_that_dies_in_the_middle_costs_time_only(two_workers: Factory, 
             assert first.token_id == reference(prompt, 1)[0]
             assert first.prefilled.brought.num_tokens == 0
             await workers.bury(Role.DECODE)
-            load = workers.prefill.load
+            load = workers.prefill.core.load
             await workers.until(lambda: load().free_blocks == load().total_blocks)
 
     run(scenario())
@@ -301,7 +301,7 @@ def test_prompts_that_lack_the_same_blocks_fetch_them_once(two_workers: Factory,
         async with two_workers(CONFIG) as workers:
             router = await workers.router()
             fetch = await only_decode_holds(workers, router, prompt_of(LENGTH))
-            before = workers.decode.load().lent_tokens
+            before = workers.decode.core.load().lent_tokens
             workers.network.faults = Faults(delay_s=0.02)
             prompts = [[*prompt_of(LENGTH), number] for number in range(1, 4)]
             tickets = [await router.reserve(prompt, 1) for prompt in prompts]
@@ -311,7 +311,7 @@ def test_prompts_that_lack_the_same_blocks_fetch_them_once(two_workers: Factory,
             answers = await asyncio.gather(*asked)
             assert [answer.token_id for answer in answers] == [reference(prompt, 1)[0] for prompt in prompts]
             assert all(answer.prefilled.cached_tokens >= HELD for answer in answers)
-            assert workers.decode.load().lent_tokens == before + HELD
+            assert workers.decode.core.load().lent_tokens == before + HELD
             for ticket in tickets:
                 router.decode.send(Release(ticket.ticket_id))
             await workers.until(workers.all_free)
@@ -332,11 +332,11 @@ def test_a_lender_that_brings_nothing_is_left_alone_for_a_while(two_workers: Fac
             assert tokens == reference(prompt, 8)
             assert prefilled.brought.num_tokens == 0
             assert prefilled.brought.peer_s > 0.1, "so routers know"
-            failed = workers.prefill.load().failed_fetches
+            failed = workers.prefill.core.load().failed_fetches
             other = prompt_of(LENGTH, 3)
             prefilled, tokens = await ask(workers, router, other, nowhere)
             assert tokens == reference(other, 8)
-            assert (prefilled.brought.peer_s, workers.prefill.load().failed_fetches) == (0.0, failed)
+            assert (prefilled.brought.peer_s, workers.prefill.core.load().failed_fetches) == (0.0, failed)
         silent.close()
 
     run(scenario())

@@ -64,7 +64,7 @@ def test_a_cancelled_prompt_and_a_broken_lane_leave_nothing(small_model: ModelFa
             router = await workers.router()
             assert await router.generate(prompt_of(50), greedy(4)) == reference(prompt_of(50), 4)
             long = asyncio.create_task(router.generate(prompt_of(900, 1), greedy(4), "long"))
-            await workers.until(lambda: workers.prefill.load().running > 0)
+            await workers.until(lambda: workers.prefill.core.load().running > 0)
             router.cancel("long")
             long.cancel()
             await asyncio.gather(long, return_exceptions=True)

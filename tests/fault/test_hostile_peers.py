@@ -138,7 +138,7 @@ def test_any_message_of_an_insider(
             known: dict[type[Any], list[Any]] = {
                 type(ticket): [ticket],
                 WorkerRef: [workers.prefill.me, workers.decode.me],
-                KvLayout: [workers.decode._arrivals._layout],
+                KvLayout: [workers.decode.core.arrivals._layout],
                 SamplingParams: [greedy(1), greedy(4), dataclasses.replace(greedy(5), temperature=1e-50)],
             }
             maker = Maker(seed, known)

@@ -62,7 +62,7 @@ async def pair(
     facts: ModelFacts, config: ClusterConfig, transport: TransportName
 ) -> AsyncIterator[tuple[Mapping[Role, Any], ScriptedRouter]]:
     workers: dict[Role, Any] = {role: make_worker(role, role.value, facts, config, transport) for role in Role}
-    tasks = {role.value: asyncio.create_task(worker.run()) for role, worker in workers.items()}
+    tasks = {role.value: asyncio.create_task(worker.core.run()) for role, worker in workers.items()}
     try:
         yield workers, await connect_router(workers[Role.PREFILL].me, workers[Role.DECODE].me, tasks)
     finally:
@@ -72,7 +72,7 @@ async def pair(
 
 
 def free(workers: Mapping[Role, Any]) -> bool:
-    loads = [worker.load() for worker in workers.values()]
+    loads = [worker.core.load() for worker in workers.values()]
     return all(load.tickets == 0 and load.transfers == 0 and load.free_blocks == load.total_blocks for load in loads)
 
 
@@ -120,7 +120,7 @@ def test_thousands_of_requests_in_a_row_change_nothing(
             for n in range(number):
                 salt = str(n) if n % 2 else ""  # every other prompt is sent as a whole
                 assert await router.generate(prompts[n % 12], greedy(2), cache_salt=salt) == expected[n % 12]
-            stats = workers[Role.DECODE].transfer_stats
+            stats = workers[Role.DECODE].core.arrivals.stats
             assert (stats.committed, stats.failed) == (sum(len(expected[n % 12]) > 1 for n in range(number)), 0)
             async with asyncio.timeout(10):
                 while not free(workers):  # noqa: ASYNC110 - what is waited for has no event of its own

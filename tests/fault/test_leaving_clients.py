@@ -49,7 +49,7 @@ class Leaving:
             assert steps - before[worker_id] <= STEPS, f"{worker_id} went on"
 
     def steps(self) -> dict[str, int]:
-        return {worker.me.worker_id: worker.load().steps for worker in self.many.alive()}
+        return {worker.me.worker_id: worker.core.load().steps for worker in self.many.alive()}
 
 
 def scene(small_model: ModelFacts, act: Callable[[ManyDecodes], Any], decodes: int = 1, config: ClusterConfig = SMALL) -> None:
@@ -65,7 +65,7 @@ def scene(small_model: ModelFacts, act: Callable[[ManyDecodes], Any], decodes: i
 @pytest.mark.parametrize("num_chunks", [1, 5, 20])
 def test_prefilling(small_model: ModelFacts, num_chunks: int) -> None:
     async def act(many: ManyDecodes) -> None:
-        await Leaving(many, LONG, 50).when(lambda: many.prefill.load().steps >= num_chunks)
+        await Leaving(many, LONG, 50).when(lambda: many.prefill.core.load().steps >= num_chunks)
 
     scene(small_model, act)
 
@@ -73,7 +73,7 @@ def test_prefilling(small_model: ModelFacts, num_chunks: int) -> None:
 def test_transferring(small_model: ModelFacts) -> None:
     async def act(many: ManyDecodes) -> None:
         many.network.faults = Faults(delay_s=0.05)
-        await Leaving(many, LONG, 50).when(lambda: many.prefill.load().transfers > 0)
+        await Leaving(many, LONG, 50).when(lambda: many.prefill.core.load().transfers > 0)
         many.network.faults = Faults()
 
     scene(small_model, act)
@@ -96,10 +96,10 @@ def test_waiting_for_room_and_reserving(small_model: ModelFacts) -> None:
         second = asyncio.create_task(many.ask(LONG, greedy(100)))
         await asyncio.sleep(0.05)
         assert not second.done()
-        before = many.decodes["decode-0"].load().tickets
+        before = many.decodes["decode-0"].core.load().tickets
         second.cancel()
         await asyncio.wait((second,))
-        assert many.decodes["decode-0"].load().tickets == before == 1
+        assert many.decodes["decode-0"].core.load().tickets == before == 1
         await first.when(lambda: True)
 
     scene(small_model, act)

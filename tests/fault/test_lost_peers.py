@@ -61,16 +61,16 @@ class Scene:
         self.here = here
         self.victim = victim
         self.other = other
-        self.tasks: dict[str, asyncio.Task[None]] = {"here": asyncio.create_task(here.run())}
+        self.tasks: dict[str, asyncio.Task[None]] = {"here": asyncio.create_task(here.core.run())}
 
     async def router(self, peer: WorkerProcess) -> ScriptedRouter:
         pair: tuple[WorkerRef, WorkerRef] = (
-            (self.here.me, peer.ref) if self.here.me.role is Role.PREFILL else (peer.ref, self.here.me)
+            (self.here.me, peer.ref) if self.here.role is Role.PREFILL else (peer.ref, self.here.me)
         )
         return await connect_router(pair[0], pair[1], self.tasks)
 
     def free(self) -> bool:
-        load = self.here.load()
+        load = self.here.core.load()
         return bool(load.tickets == 0 and load.transfers == 0 and load.free_blocks == load.total_blocks)
 
 
@@ -113,7 +113,7 @@ async def reach(scene: Scene, router: ScriptedRouter, phase: str) -> asyncio.Tas
 
     task = asyncio.create_task(request())
     if phase == "pushing":
-        await until(lambda: scene.here.load().transfers > 0, 10)
+        await until(lambda: scene.here.core.load().transfers > 0, 10)
     else:
         await task
     return task
@@ -147,7 +147,7 @@ async def lose(scene: Scene, transport: TransportName, how: signal.Signals, phas
     scene.victim.signal(how)
     began = time.monotonic()
     freed = asyncio.create_task(until(scene.free, LEASE_S + SLACK_S))
-    if phase == "handed over" and scene.here.me.role is Role.DECODE:
+    if phase == "handed over" and scene.here.role is Role.DECODE:
         # Decode has the KV and could go on; the router gives the ticket up. A lost prefill worker is none of its business.
         victims.decode.send(Release(ticket_id=_newest_ticket(scene)))
     await freed
@@ -166,7 +166,7 @@ async def lose(scene: Scene, transport: TransportName, how: signal.Signals, phas
         again = await scene.router(scene.victim)
         assert await again.generate(OTHERS_PROMPT, greedy(6)) == answers.others
     await until(scene.free, LEASE_S + SLACK_S)
-    if how is signal.SIGKILL and scene.here.me.role is Role.DECODE and transport == "shared_memory":
+    if how is signal.SIGKILL and scene.here.role is Role.DECODE and transport == "shared_memory":
         await until(lambda: pools_mapped() == mapped + 1, LEASE_S + SLACK_S)
     victim = [scene.victim.ref] if how is signal.SIGSTOP else []
     assert await leaks_of([scene.here.me, scene.other.ref, *victim]) == []

@@ -72,7 +72,7 @@ def test_a_drained_worker_gives_its_streams_away(small_model: ModelFacts, seed: 
             wanted = [(prompt, replace(sampling, stop_token_ids=())) for prompt, sampling in wanted]
             expected = await undisturbed(many, wanted)
             many.controller.mark("decode-1", WorkerState.DRAINING)
-            await many.until(lambda: len(many.roster.draining(Role.DECODE)) == 1)
+            await many.until(lambda: len(many.roster.to_empty()) == 1)
             asking = [asyncio.create_task(many.ask(prompt, sampling)) for prompt, sampling in wanted]
             await many.until(lambda: many.running("decode-0") == 8)
             many.controller.mark("decode-1", WorkerState.READY)
@@ -128,7 +128,7 @@ def test_streams_that_wait_for_blocks_move_when_they_have_come_back(small_model:
                 many.controller.mark(source, WorkerState.READY)
             assert same(await asyncio.gather(*asking), expected)
             assert many.moves().get("moved")
-            assert any(worker.load().num_preemptions for worker in many.decodes.values())
+            assert any(worker.core.load().num_preemptions for worker in many.decodes.values())
 
     run(scenario())
 
@@ -175,7 +175,7 @@ def test_a_full_worker_gives_streams_to_one_that_joins(small_model: ModelFacts) 
     async def scenario() -> None:
         async with run_many_decodes(small_model, 2, config) as many:
             many.controller.mark("decode-1", WorkerState.DRAINING)
-            await many.until(lambda: len(many.roster.draining(Role.DECODE)) == 1)
+            await many.until(lambda: len(many.roster.to_empty()) == 1)
             wanted = [(prompt_of(10, n), endless(480)) for n in range(16)]
             expected = await undisturbed(many, wanted)
             asking = [asyncio.create_task(many.ask(prompt, sampling)) for prompt, sampling in wanted]
@@ -196,7 +196,7 @@ def test_no_stream_moves_for_a_load_that_has_gone_already(small_model: ModelFact
         async with run_many_decodes(small_model, 2, config) as many:
             many.step_s = 0.02
             many.controller.mark("decode-1", WorkerState.DRAINING)
-            await many.until(lambda: len(many.roster.draining(Role.DECODE)) == 1)
+            await many.until(lambda: len(many.roster.to_empty()) == 1)
             asking = [asyncio.create_task(many.ask(prompt_of(10, n), endless(200))) for n in range(16)]
             full = many.roster.ready_decode("decode-0")
             assert full is not None
@@ -314,7 +314,7 @@ def test_the_death_of_either_loses_no_token(small_model: ModelFacts, dies: str, 
             expected = await undisturbed(many, wanted)
             for worker_id in ("decode-1", "decode-2"):
                 many.controller.mark(worker_id, WorkerState.DRAINING)
-            await many.until(lambda: len(many.roster.draining(Role.DECODE)) == 2)
+            await many.until(lambda: len(many.roster.to_empty()) == 2)
             asking = [asyncio.create_task(many.ask(prompt, sampling)) for prompt, sampling in wanted]
             await many.until(lambda: many.running("decode-0") == 4)
             many.controller.mark("decode-1", WorkerState.READY)
@@ -383,7 +383,7 @@ def test_a_worker_that_ends_begins_nothing_more(small_model: ModelFacts) -> None
             refused = 0
             while not task.done():
                 work: Any = asyncio.sleep(60)
-                worker._spawn(work)
+                worker.core.spawn(work)
                 refused += work.cr_frame is None
                 await asyncio.sleep(0)
             assert task.cancelled()

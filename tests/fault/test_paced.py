@@ -126,4 +126,4 @@ def test_chats_go_where_they_are_cached() -> None:
 
 
 def hits(many: ManyDecodes) -> int:
-    return sum(worker.load().prefix_cache_hits for worker in many.decodes.values())
+    return sum(worker.core.load().prefix_cache_hits for worker in many.decodes.values())

@@ -82,7 +82,7 @@ def test_eight_streams_that_need_three_times_the_pool(two_workers: Factory) -> N
             router = await workers.router()
             answers.append(await together(router, prompts, params))
             await workers.until(workers.all_free)
-            loads.append(workers.decode.load())
+            loads.append(workers.decode.core.load())
 
     run(scenario(TIGHT))
     run(scenario(config(1024)))
@@ -109,9 +109,9 @@ def test_the_default_model_says_the_same(two_workers: Factory) -> None:
             undisturbed = []
             for n in range(0, 8, 2):
                 undisturbed += await together(router, prompts[n : n + 2], params[n : n + 2])
-            assert workers.decode.load().num_preemptions == 0
+            assert workers.decode.core.load().num_preemptions == 0
             assert await together(router, prompts, params) == undisturbed
-            assert workers.decode.load().num_preemptions > 0
+            assert workers.decode.core.load().num_preemptions > 0
             await workers.until(workers.all_free)
 
     run(scenario())
@@ -125,7 +125,7 @@ def test_a_request_as_large_as_the_pool_runs_beside_others(two_workers: Factory)
             lengths = [250, 30, 252]
             answers = await together(router, prompts, [endless(length) for length in lengths])
             assert [len(answer) for answer in answers] == lengths
-            assert workers.decode.load().num_preemptions > 0
+            assert workers.decode.core.load().num_preemptions > 0
             await workers.until(workers.all_free)
 
     run(scenario())
@@ -142,13 +142,13 @@ def test_a_preempted_stream_that_waits_too_long_keeps_its_tenants_tickets_waitin
             first = await started(router, prompt_of(120), endless(130))
             second = await started(router, prompt_of(90, 1), endless(130))
             decode = workers.decode
-            await workers.until(lambda: decode.load().waiting > 0)
+            await workers.until(lambda: decode.core.load().waiting > 0)
             with pytest.raises(OverloadedError, match="turn"):
                 await router.reserve(prompt_of(1), 2)
             other = await router.reserve(prompt_of(1), 2, share=Share(b"other", 1.0))
             router.decode.send(Release(other.ticket_id))
             router.decode.send(Release(second.ticket_id))
-            await workers.until(lambda: decode.load().waiting == 0)
+            await workers.until(lambda: decode.core.load().waiting == 0)
             assert len(await router.rest(first)) == 129
             await workers.until(workers.all_free)
 
@@ -160,9 +160,9 @@ def test_drain_waits_for_the_preempted(two_workers: Factory) -> None:
         async with two_workers(TIGHT) as workers:
             router = await workers.router()
             tickets = [await started(router, prompt_of(90, n), endless(100)) for n in range(2)]
-            await workers.until(lambda: workers.decode.load().num_preemptions > 0)
+            await workers.until(lambda: workers.decode.core.load().num_preemptions > 0)
             async with asyncio.timeout(20):
-                await workers.decode.drain()
+                await workers.decode.core.drain()
             assert [len(await router.rest(ticket)) for ticket in tickets] == [99, 99]
             assert workers.all_free()
 
@@ -177,7 +177,7 @@ def test_a_lost_router_takes_its_preempted_streams_along(two_workers: Factory) -
             ticket = await started(staying, prompt_of(90), endless(140))
             for attach in leavers:
                 await attach()
-            await workers.until(lambda: workers.decode.load().num_preemptions > 0)
+            await workers.until(lambda: workers.decode.core.load().num_preemptions > 0)
             leaving.prefill.close()
             leaving.decode.close()
             assert len(await staying.rest(ticket)) == 139

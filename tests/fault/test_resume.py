@@ -33,9 +33,9 @@ class FixedController:
     """Knows these two workers and never anything new."""
 
     def __init__(self, workers: TwoWorkers) -> None:
-        refs = (workers.prefill.me, workers.decode.me)
+        refs = ((Role.PREFILL, workers.prefill.me), (Role.DECODE, workers.decode.me))
         ready = WorkerState.READY
-        infos = (WorkerInfo(ref.worker_id, ref.role, ref.epoch, ready, ref, (), None, 0, None) for ref in refs)
+        infos = (WorkerInfo(ref.worker_id, role, ref.epoch, ready, ref, (), None, 0, None) for role, ref in refs)
         self._view = ClusterView(1, tuple(infos))
 
     async def watch(self, known_version: int) -> ClusterView:
@@ -45,6 +45,9 @@ class FixedController:
 
     async def scale(self, sizes: Mapping[Role, int]) -> None:
         raise AssertionError("nobody scales here")
+
+    async def flip(self, worker_id: str, role: Role) -> None:
+        raise AssertionError("nobody flips here")
 
     async def drain(self, worker_id: str, restart: bool) -> None:
         raise AssertionError("nobody scales here")

@@ -42,7 +42,7 @@ async def alone(facts: ModelFacts, wanted: Sequence[tuple[list[int], int]]) -> l
     roomy = CONFIG.model_copy(update={"decode": CONFIG.decode.model_copy(update={"max_batch_size": 64})})
     async with run_many_decodes(facts, 1, roomy) as many:
         answers = await asyncio.gather(*(many.ask(prompt, endless(length)) for prompt, length in wanted))
-        assert many.decodes["decode-0"].load().num_preemptions == 0
+        assert many.decodes["decode-0"].core.load().num_preemptions == 0
     return [answer.token_ids for answer in answers]
 
 
@@ -134,7 +134,7 @@ def test_a_tenant_whose_requests_wait_for_its_own_streams_keeps_no_other_waiting
             longs = [
                 asyncio.create_task(many.ask(prompt_of(PROMPT, n), endless(LONG), scheduling_class=CROWD)) for n in range(MANY)
             ]
-            await many.until(lambda: many.decodes["decode-0"].load().num_preemptions > 0)
+            await many.until(lambda: many.decodes["decode-0"].core.load().num_preemptions > 0)
             times = [(await short_s(many, OTHER, 1002))[0] for _ in range(8)]
             assert not all(long.done() for long in longs)
             await asyncio.gather(*longs)

@@ -60,7 +60,7 @@ def test_a_repeated_prompt_says_the_same(two_workers: Factory, reference: Refere
             for one, other in zip(first.logprobs.top, again.logprobs.top, strict=True):
                 assert other.token_id == one.token_id
                 assert other.logprob == pytest.approx(one.logprob, abs=1e-3)
-            load = workers.prefill.load()
+            load = workers.prefill.core.load()
             assert (load.prefix_cache_queries, load.prefix_cache_hits) == (2 * length, again.prefilled.cached_tokens)
             assert load.tokens == 2 * length - again.prefilled.cached_tokens, "what is cached is not computed"
             await workers.until(workers.all_free)
@@ -97,8 +97,8 @@ def test_what_decode_holds_is_not_sent(two_workers: Factory, reference: Referenc
             _, tokens = await first_and_rest(router, prompt, 8)
             assert tokens == reference(prompt, 8)
             assert workers.network.bytes_sent - sent == length % BLOCK_SIZE * token_bytes
-            assert workers.decode.transfer_stats.committed == 2
-            assert workers.decode.load().prefix_cache_hits == length // BLOCK_SIZE * BLOCK_SIZE
+            assert workers.decode.core.arrivals.stats.committed == 2
+            assert workers.decode.core.load().prefix_cache_hits == length // BLOCK_SIZE * BLOCK_SIZE
             await workers.until(workers.all_free)
 
     run(scenario())
@@ -117,7 +117,7 @@ def test_the_next_turn_finds_the_answer_at_decode(two_workers: Factory, referenc
             first, tokens = await first_and_rest(router, turn, 12)
             assert tokens == reference(turn, 12)
             assert first.prefilled.cached_tokens == 40
-            assert workers.decode.load().prefix_cache_hits == 56, "40 tokens, and 16 of the answer's 17"
+            assert workers.decode.core.load().prefix_cache_hits == 56, "40 tokens, and 16 of the answer's 17"
             assert workers.network.bytes_sent - sent == sent // 40 * (len(turn) - 56)
             await workers.until(workers.all_free)
 
@@ -132,7 +132,7 @@ def test_workers_with_blocks_of_other_sizes(two_workers: Factory, reference: Ref
             for prompt in (prompt_of(100), prompt_of(100), prompt_of(107), prompt_of(45, 1)):
                 _, tokens = await first_and_rest(router, prompt, 8)
                 assert tokens == reference(prompt, 8)
-            assert (workers.decode.transfer_stats.committed, workers.decode.transfer_stats.failed) == (4, 0)
+            assert (workers.decode.core.arrivals.stats.committed, workers.decode.core.arrivals.stats.failed) == (4, 0)
             await workers.until(workers.all_free)
 
     run(scenario())
@@ -157,9 +157,9 @@ def test_salts_share_nothing(two_workers: Factory) -> None:
             prompt = prompt_of(33)
             hits, held = [], []
             for salt in ("", "a", "b", "a", ""):
-                before = workers.decode.load().prefix_cache_hits
+                before = workers.decode.core.load().prefix_cache_hits
                 hits.append((await first_and_rest(router, prompt, 2, salt))[0].prefilled.cached_tokens)
-                held.append(workers.decode.load().prefix_cache_hits - before)
+                held.append(workers.decode.core.load().prefix_cache_hits - before)
             assert hits == held == [0, 0, 0, 32, 32]
 
     run(scenario())
@@ -196,7 +196,7 @@ def test_what_a_cancelled_prompt_computed_is_used(two_workers: Factory, referenc
             prompt = prompt_of(400)
             ticket = await router.reserve(prompt, 4)
             computing = asyncio.create_task(router.compute(ticket, prompt, greedy(4), "donor"))
-            await workers.until(lambda: workers.prefill.load().tokens >= 64)
+            await workers.until(lambda: workers.prefill.core.load().tokens >= 64)
             router.cancel("donor")
             router.decode.send(Release(ticket.ticket_id))
             first, tokens = await first_and_rest(router, prompt, 4)
@@ -259,6 +259,6 @@ def test_random_cancels_among_shared_prefixes_leak_nothing(two_workers: Factory,
                 workers.check()
             await workers.until(workers.all_free)
             assert survivors
-            assert workers.prefill.load().prefix_cache_hits
+            assert workers.prefill.core.load().prefix_cache_hits
 
     run(scenario())

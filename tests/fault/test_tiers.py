@@ -105,12 +105,12 @@ def test_what_lies_in_memory_is_not_computed(two_workers: Factory, reference: Re
             router = await workers.router()
             await leave_it_to_tiers(workers, router, prompt_of(LENGTH))
             prompt = prompt_of(LENGTH) + prompt_of(longer, 5)
-            computed = workers.prefill.load().tokens
+            computed = workers.prefill.core.load().tokens
             prefilled, tokens = await ask(workers, router, prompt)
             assert tokens == reference(prompt, 8)
             assert prefilled.brought.memory_tokens == prefilled.cached_tokens == HELD
-            assert workers.prefill.load().tokens == computed + len(prompt) - HELD
-            assert workers.prefill.load().brought.memory_tokens == HELD
+            assert workers.prefill.core.load().tokens == computed + len(prompt) - HELD
+            assert workers.prefill.core.load().brought.memory_tokens == HELD
 
     run(scenario())
 
@@ -251,7 +251,7 @@ def test_random_prompts_in_tight_pools_say_the_same(two_workers: Factory, refere
             for first in range(0, 24, 3):
                 await asyncio.gather(*(one(first + number) for number in range(3)))
             await stored(workers)
-            assert workers.prefill.load().brought.memory_tokens > 0
+            assert workers.prefill.core.load().brought.memory_tokens > 0
 
     run(scenario())
 
@@ -331,7 +331,7 @@ def test_what_is_being_written_when_all_is_erased_does_not_stay(
                 *(caller.ask(lambda call_id: CacheReset(call_id, None), 10) for caller in (router.prefill, router.decode))
             )
             await stored(workers)
-            loads = workers.prefill.load(), workers.decode.load()
+            loads = workers.prefill.core.load(), workers.decode.core.load()
             assert [load.cached_blocks for load in loads] == [0, 0]
             assert damage(shared_memory, "remove") == 0
 

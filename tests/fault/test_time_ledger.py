@@ -45,12 +45,12 @@ async def answer(workers: object, num_tokens: int, faults: Faults | None = None)
 def test_stages_are_the_wall_time(two_workers: Factory) -> None:
     async def scenario() -> None:
         async with two_workers() as workers:
-            engine_began = workers.decode.load().busy_s
+            engine_began = workers.decode.core.load().busy_s
             times, took, end = await answer(workers, 120)
             stages = times.stages(end)
             assert sum(stages.values()) == pytest.approx(took, rel=0.01)
             assert all(stages[stage] > 0 for stage in ("queue", "prefill_queue", "prefill", "decode_step"))
-            busy_s = workers.decode.load().busy_s - engine_began
+            busy_s = workers.decode.core.load().busy_s - engine_began
             # The first step may have begun before the router has heard that it may.
             assert busy_s <= stages["decode_step"] + stages["handoff_wait"], "what the engine computed is inside of the steps"
             assert len(times.token_gaps) == 119

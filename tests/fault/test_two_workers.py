@@ -138,16 +138,16 @@ def test_cancelled_prefills_do_not_hold_up_a_short_request(two_workers: Factory)
                 asyncio.create_task(router.compute(ticket, prompt, greedy(4), request_id=str(n)))
                 for n, (ticket, prompt) in enumerate(zip(tickets, prompts, strict=True))
             ]
-            await workers.until(lambda: workers.prefill.load().tokens > 0)
+            await workers.until(lambda: workers.prefill.core.load().tokens > 0)
             for n, ticket in enumerate(tickets):
                 router.cancel(str(n))
                 router.decode.send(Release(ticket.ticket_id))
-            await workers.until(lambda: workers.prefill.load().waiting == 0)
-            before = workers.prefill.load().steps
+            await workers.until(lambda: workers.prefill.core.load().waiting == 0)
+            before = workers.prefill.core.load().steps
             short = await router.reserve(prompt_of(5), 2)
             await router.compute(short, prompt_of(5), greedy(2), request_id="short")
-            assert workers.prefill.load().steps - before <= 2, "the step under way and its own"
-            assert workers.prefill.load().tokens < 2000, "what was cancelled was not computed"
+            assert workers.prefill.core.load().steps - before <= 2, "the step under way and its own"
+            assert workers.prefill.core.load().tokens < 2000, "what was cancelled was not computed"
             for task in pending:
                 task.cancel()
             router.decode.send(Release(short.ticket_id))
@@ -192,11 +192,11 @@ def test_death_of_prefill_gives_decode_its_blocks_back(two_workers: Factory) -> 
             workers.network.faults = Faults(delay_s=0.05)
             ticket = await router.reserve(prompt_of(400), 10)
             computing = asyncio.create_task(router.compute(ticket, prompt_of(400), greedy(10)))
-            await workers.until(lambda: workers.decode.load().transfers > 0)
+            await workers.until(lambda: workers.decode.core.load().transfers > 0)
             workers.tasks["prefill"].cancel()
             await asyncio.wait((computing, workers.tasks["prefill"]))
-            await workers.until(lambda: workers.decode.load().tickets == 0)
-            assert workers.decode.load().free_blocks == workers.decode.load().total_blocks
+            await workers.until(lambda: workers.decode.core.load().tickets == 0)
+            assert workers.decode.core.load().free_blocks == workers.decode.core.load().total_blocks
 
     run(scenario())
 
@@ -208,11 +208,11 @@ def test_death_of_decode_gives_prefill_its_blocks_back(two_workers: Factory) -> 
             workers.network.faults = Faults(delay_s=0.05)
             ticket = await router.reserve(prompt_of(400), 10)
             computing = asyncio.create_task(router.compute(ticket, prompt_of(400), greedy(10)))
-            await workers.until(lambda: workers.decode.load().transfers > 0)
+            await workers.until(lambda: workers.decode.core.load().transfers > 0)
             workers.tasks["decode"].cancel()
             await asyncio.wait((computing, workers.tasks["decode"]))
-            await workers.until(lambda: workers.prefill.load().tickets == 0)
-            assert workers.prefill.load().free_blocks == workers.prefill.load().total_blocks
+            await workers.until(lambda: workers.prefill.core.load().tickets == 0)
+            assert workers.prefill.core.load().free_blocks == workers.prefill.core.load().total_blocks
 
     run(scenario())
 

@@ -48,17 +48,17 @@ async def run_gangs(
 
     load_prefill, load_decode = load(CONFIG.prefill.kv_cache_tokens), load(CONFIG.decode.kv_cache_tokens)
     prefill_ranks, prefill_gang, prefill_runner, prefill_arithmetic = await load_gang(
-        num_prefill, load_prefill, lambda runner: share_of(runner, transports, transports, LEASE_S, sends_layers=True)
+        num_prefill, load_prefill, lambda runner: share_of(runner, transports, transports, LEASE_S)
     )
     decode_ranks, decode_gang, decode_runner, decode_arithmetic = await load_gang(
-        num_decode, load_decode, lambda runner: share_of(runner, transports, transports, LEASE_S, sends_layers=False)
+        num_decode, load_decode, lambda runner: share_of(runner, transports, transports, LEASE_S)
     )
     servers = [WireServer(SECRET, HOST) for _ in range(2)]
-    me = WorkerRef("prefill-0", 1, Role.PREFILL, servers[0].address, num_prefill, prefill_arithmetic)
+    me = WorkerRef("prefill-0", 1, servers[0].address, num_prefill, prefill_arithmetic)
     prefill = PrefillWorker(
         WorkerCore(first_rank(me, CONFIG, servers[0], prefill_runner, prefill_gang), transports, transports)
     )
-    me = WorkerRef("decode-0", 1, Role.DECODE, servers[1].address, num_decode, decode_arithmetic)
+    me = WorkerRef("decode-0", 1, servers[1].address, num_decode, decode_arithmetic)
     decode = DecodeWorker(WorkerCore(first_rank(me, CONFIG, servers[1], decode_runner, decode_gang), transports, transports))
     try:
         async with served(prefill, decode, network) as workers:

@@ -206,7 +206,7 @@ class TwoWorkers:
 
     def all_free(self) -> bool:
         """No ticket, no prompt and no transfer is left, and every block is free."""
-        loads = [self.decode.load(), self.prefill.load()]
+        loads = [self.decode.core.load(), self.prefill.core.load()]
         return all(x.free_blocks == x.total_blocks and x.tickets == 0 and x.transfers == 0 for x in loads)
 
     def check(self) -> None:
@@ -216,8 +216,8 @@ class TwoWorkers:
 
     async def leaks(self) -> list[Leak]:
         """What an audit finds in the books of the workers that still run."""
-        refs = [worker.me for worker in (self.prefill, self.decode)]
-        return await leaks_of(ref for ref in refs if not self.tasks[ref.role.value].done())
+        workers: tuple[PrefillWorker | DecodeWorker, ...] = (self.prefill, self.decode)
+        return await leaks_of(worker.me for worker in workers if not self.tasks[worker.role.value].done())
 
 
 async def leaks_of(workers: Iterable[WorkerRef]) -> list[Leak]:
@@ -265,7 +265,7 @@ async def run_two_workers(
 
     servers = [WireServer(SECRET, "127.0.0.1") for _ in range(2)]
     refs = [
-        WorkerRef(f"{role.value}-0", 1, role, server.address)
+        WorkerRef(f"{role.value}-0", 1, server.address)
         for role, server in zip((Role.PREFILL, Role.DECODE), servers, strict=True)
     ]
     prefill_runner = runner(config.prefill.kv_cache_tokens, prefill_block_size)
@@ -278,8 +278,10 @@ async def run_two_workers(
 
 @asynccontextmanager
 async def served(prefill: PrefillWorker, decode: DecodeWorker, network: LoopbackNetwork) -> AsyncIterator[TwoWorkers]:
-    """Runs both, audits them at the end, and stops them."""
-    tasks = {"prefill": asyncio.create_task(prefill.run()), "decode": asyncio.create_task(decode.run())}
+    """Runs both, audits them at the end, and stops them. Each can do the work of both roles, as all workers can."""
+    DecodeWorker(prefill.core)
+    PrefillWorker(decode.core)
+    tasks = {"prefill": asyncio.create_task(prefill.core.run()), "decode": asyncio.create_task(decode.core.run())}
     workers = TwoWorkers(prefill, decode, network, tasks)
     try:
         async with asyncio.timeout(120):

@@ -23,6 +23,7 @@ from prefill_workers.worker import PrefillWorker
 from protocol.messages import Role, WorkerRef
 from protocol.wire import WireServer
 from tests.fault.two_workers import SECRET, first_rank
+from worker.core import WorkerCore
 
 HOST = "127.0.0.1"
 
@@ -50,12 +51,12 @@ def make_worker(
         shared_kv=True,
     )
     server = WireServer(SECRET, HOST)
-    me = WorkerRef(worker_id, 1, role, server.address)
+    me = WorkerRef(worker_id, 1, server.address)
     first = first_rank(me, config, server, runner)
     sending = sending_transports(transport, HOST, runner.pool.data, runner.pool.memory_fd)
     receiving = receiving_transports(transport, HOST, runner.pool.data.device)
     worker = PrefillWorker if role is Role.PREFILL else DecodeWorker
-    return worker(first, receiving, sending)
+    return worker(WorkerCore(first, receiving, sending))
 
 
 @contextmanager
@@ -83,7 +84,7 @@ def _serve(
     async def serve() -> None:
         worker = make_worker(role, worker_id, facts, config, transport)
         told.send(worker.me)
-        await worker.run()
+        await worker.core.run()
 
     torch.set_num_threads(1)
     asyncio.run(serve())

@@ -215,5 +215,19 @@ def cluster(shared_cluster: Served) -> Served:
 
 
 @pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Headless Chromium, for tests of pages."""
+    from playwright.sync_api import expect, sync_playwright
+
+    from tests.integration.page_visit import CHROMIUM, DEADLINE_MS, FLAGS
+
+    with sync_playwright() as playwright:
+        expect.set_options(timeout=DEADLINE_MS)
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield started
+        started.close()
+
+
+@pytest.fixture(scope="module")
 def base_url(shared_cluster: Served) -> str:
     return shared_cluster.url

@@ -1,12 +1,13 @@
-"""A visit to the chat page in headless Chromium."""
+"""A visit to a page of the router in headless Chromium: the chat page, unless a subclass says otherwise."""
 
 from __future__ import annotations
 
 import re
 import shutil
+from importlib.resources import files
 from typing import Any
 
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Locator, expect
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Locator, Page, expect
 
 CHROMIUM = shutil.which("chromium")
 FLAGS = [
@@ -22,8 +23,17 @@ DEADLINE_MS = 30_000
 CHAT = "**/v1/chat/completions"
 
 
+def violations(page: Page) -> list[str]:
+    """What axe-core finds wrong with the page as it is now: each rule, and the elements that break it."""
+    page.evaluate((files("axe_playwright_python") / "axe.min.js").read_text())
+    found = page.evaluate("async () => (await axe.run()).violations")
+    return [f"{each['id']}: {each['help']}: {', '.join(node['html'] for node in each['nodes'])}" for each in found]
+
+
 class Visit:
     """One visit to the page, in a profile of its own."""
+
+    path = "/"
 
     def __init__(self, browser: Browser, url: str, **options: Any) -> None:
         self.url = url
@@ -35,7 +45,7 @@ class Visit:
         self.page = self.context.new_page()
         self.page.on("console", self._hear)
         self.page.on("pageerror", lambda error: self.mishaps.append(str(error)))
-        self.page.goto(url)
+        self.page.goto(url + self.path)
         self.message = self.page.get_by_role("textbox", name="Message", exact=True)
         self.log = self.page.get_by_role("log", name="Conversation")
         self.questions = self.page.get_by_role("article", name="You")
@@ -55,6 +65,10 @@ class Visit:
         """This one, which Chromium wrote to the console, was meant to happen, once."""
         (found,) = (said for said in self.mishaps if mishap in said)
         self.mishaps.remove(found)
+
+    def forgive(self, mishap: str) -> None:
+        """The like of this was meant to happen, any number of times."""
+        self.mishaps = [said for said in self.mishaps if mishap not in said]
 
     def set(self, **values: str) -> None:
         """In the settings, by the keyboard."""

@@ -34,12 +34,12 @@ def test_a_working_cluster_is_clean_at_every_look(cluster: Any) -> None:
 
 
 def test_a_worker_that_hangs_is_named(cluster: Any) -> None:
-    worker = cluster.worker("prefill-0")
+    worker = cluster.worker("worker-0")
     os.kill(worker["pid"], signal.SIGSTOP)
     try:
         audited = cluster.command("audit")
     finally:
         os.kill(worker["pid"], signal.SIGCONT)
-    line = f"prefill-0 (epoch {worker['epoch']}): did not answer within 2 s\n"
+    line = f"worker-0 (epoch {worker['epoch']}): did not answer within 2 s\n"
     assert (audited.returncode, audited.stdout) == (1, line), audited.stderr
     cluster.until(lambda: cluster.command("audit").returncode == 0, 20)

@@ -24,7 +24,7 @@ def test_four_choices_share_one_prefill(cluster: Any) -> None:
         first = prefilled(cluster)
         alone = client.completions.create(model="smollm2", prompt=TEXT, max_tokens=12, temperature=0.9, seed=7)
         cluster.until(lambda: prefilled(cluster) > first, 5)  # workers report once a second
-        before = prefilled(cluster), cluster.worker("decode-0")["prefix_cache_hits"]
+        before = prefilled(cluster), cluster.worker("worker-1")["prefix_cache_hits"]
         answer = client.completions.create(
             model="smollm2", prompt=TEXT + "Now.", max_tokens=12, temperature=0.9, seed=7, n=4, extra_body={"cache_salt": "n"}
         )
@@ -38,7 +38,7 @@ def test_four_choices_share_one_prefill(cluster: Any) -> None:
     cluster.until(cluster.clean, 10)
     computed = prefilled(cluster) - before[0]
     assert computed < num_prompt + 6 * 16 + 16, "the others compute no more than their last block"
-    held = cluster.worker("decode-0")["prefix_cache_hits"] - before[1]
+    held = cluster.worker("worker-1")["prefix_cache_hits"] - before[1]
     assert held >= 3 * (num_prompt // 16 * 16), "nor is it sent again"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,6 +19,18 @@ pytestmark = pytest.mark.slow
 
 PROMPT_TOKENS, MOST_TOKENS, REQUESTS = 40, 60, 120
 TENANTS = ("acme", "zenith")
+_COUNTED = frozenset(
+    f"tandem:{name}"
+    for name in (
+        "request_success_total",
+        "prompt_tokens_total",
+        "generation_tokens_total",
+        "tenant_prompt_tokens_total",
+        "tenant_generation_tokens_total",
+        "time_to_first_token_seconds_count",
+        "e2e_request_latency_seconds_count",
+    )
+)
 _BY_TENANT = ("tandem:tenant_prompt_tokens_total", "tandem:tenant_generation_tokens_total")
 
 
@@ -76,14 +88,14 @@ def ask(cluster: Any, tenant: str, key: str, number: int) -> Asked:
     return Asked(tenant, ended=True, num_tokens=usage["completion_tokens"])
 
 
-def scrape(cluster: Any) -> Counter[tuple[str, ...]]:
-    """The sum of all routers' counts, by name, and by name and tenant."""
+def scrape(cluster: Any) -> defaultdict[tuple[str, ...], float]:
+    """The sum of all routers' counts of requests and tokens, by name, and by name and tenant."""
     answer = httpx.get(f"{cluster.url}/metrics", headers={"authorization": "Bearer look"}, timeout=30)
     assert answer.status_code == 200, answer.text
-    found: Counter[tuple[str, ...]] = Counter()
+    found: defaultdict[tuple[str, ...], float] = defaultdict(float)
     for family in text_string_to_metric_families(answer.text):
         for sample in family.samples:
-            if "router" in sample.labels:
+            if sample.name in _COUNTED:
                 found[sample.name, sample.labels.get("tenant", "")] += sample.value
     return found
 

@@ -61,7 +61,7 @@ def together(url: str, count: int, max_tokens: int, meanwhile: Callable[[Answers
 def test_it_is_healthy_and_has_decode_workers_only(colocated: Any) -> None:
     assert httpx.get(f"{colocated.url}/health", timeout=10).status_code == 200
     assert {worker["role"] for worker in colocated.workers()} == {"decode"}
-    assert "decode-1" in colocated.command("status").stdout
+    assert "worker-1" in colocated.command("status").stdout
     refused = colocated.scale(prefill=1)
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "prefill"

@@ -66,14 +66,14 @@ def test_streams_and_workers_outlive_the_controller(two_decodes: Any) -> None:
     assert cluster.scale(decode=3).status_code == 200
     cluster.until(lambda: cluster.settled(1, 3), 60)
     after = lives(cluster)
-    assert {name: life for name, life in after.items() if name != "decode-2"} == before, "nobody was restarted"
-    drained = cluster.command("drain", "decode-2")
+    assert {name: life for name, life in after.items() if name != "worker-3"} == before, "nobody was restarted"
+    drained = cluster.command("drain", "worker-3")
     assert drained.returncode == 0, drained.stderr
     cluster.until(lambda: cluster.settled(1, 2), 30)
-    os.kill(cluster.worker("decode-1")["pid"], signal.SIGKILL)
-    cluster.until(lambda: cluster.worker("decode-1")["epoch"] == before["decode-1"][0] + 1, 10)
+    os.kill(cluster.worker("worker-2")["pid"], signal.SIGKILL)
+    cluster.until(lambda: cluster.worker("worker-2")["epoch"] == before["worker-2"][0] + 1, 10)
     cluster.until(lambda: cluster.settled(1, 2), 60)
-    assert "decode-1 ended (its process ended" in cluster.said(), "the command follows the new controller"
+    assert "worker-2 ended (its process ended" in cluster.said(), "the command follows the new controller"
 
 
 def test_a_worker_that_dies_while_it_is_away_is_replaced_and_wishes_are_remembered(two_decodes: Any) -> None:
@@ -83,14 +83,14 @@ def test_a_worker_that_dies_while_it_is_away_is_replaced_and_wishes_are_remember
     async def disturb(client: httpx.AsyncClient, answers: list[Answered]) -> None:
         await until(begun(answers))
         kill_controller(cluster)
-        os.kill(before["decode-0"][1][0], signal.SIGKILL)
+        os.kill(before["worker-1"][1][0], signal.SIGKILL)
 
     asyncio.run(disturbed(cluster, [Request("greedy", number, 100) for number in range(4)], disturb))
-    cluster.until(lambda: lives(cluster)["decode-0"][0] == before["decode-0"][0] + 1, BACK_S)
+    cluster.until(lambda: lives(cluster)["worker-1"][0] == before["worker-1"][0] + 1, BACK_S)
     cluster.until(lambda: cluster.settled(1, 2), 60)
     after = lives(cluster)
-    assert {name: life for name, life in after.items() if name != "decode-0"} == {
-        name: life for name, life in before.items() if name != "decode-0"
+    assert {name: life for name, life in after.items() if name != "worker-1"} == {
+        name: life for name, life in before.items() if name != "worker-1"
     }
 
 
@@ -100,19 +100,19 @@ def test_a_drain_goes_on_under_the_next_controller(cluster: Any) -> None:
 
     async def disturb(client: httpx.AsyncClient, answers: list[Answered]) -> None:
         await until(begun(answers))
-        asked = await client.post("/admin/drain", json={"worker": "decode-0", "restart": True})
+        asked = await client.post("/admin/drain", json={"worker": "worker-1", "restart": True})
         assert asked.status_code == 200, asked.text
         async with asyncio.timeout(10):
-            while lives(cluster)["decode-0"][2] != "draining":  # noqa: ASYNC110
+            while lives(cluster)["worker-1"][2] != "draining":  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         pid = await asyncio.to_thread(kill_controller, cluster)
         async with asyncio.timeout(BACK_S):
             while await asyncio.to_thread(controller, cluster) in (None, pid):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
         assert any(not answer.complete for answer in answers), "the streams are too short for this machine"
-        assert lives(cluster)["decode-0"] == (*before["decode-0"][:2], "draining")
+        assert lives(cluster)["worker-1"] == (*before["worker-1"][:2], "draining")
 
     asyncio.run(disturbed(cluster, [Request("greedy", number, 250) for number in range(2)], disturb))
-    cluster.until(lambda: lives(cluster)["decode-0"][0] == before["decode-0"][0] + 1, BACK_S)
+    cluster.until(lambda: lives(cluster)["worker-1"][0] == before["worker-1"][0] + 1, BACK_S)
     cluster.until(lambda: cluster.settled(1, 1), 60)
-    assert lives(cluster)["prefill-0"] == before["prefill-0"]
+    assert lives(cluster)["worker-0"] == before["worker-0"]

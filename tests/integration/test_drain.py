@@ -114,7 +114,7 @@ def test_eight_streams_leave_a_drained_worker_exactly(two_decodes: Any) -> None:
 
 def test_the_last_worker_is_refused_and_an_unknown_one_too(cluster: Any) -> None:
     [only] = [worker["worker_id"] for worker in cluster.workers() if worker["role"] == "decode"]
-    for worker_id, word in ((only, "only decode worker"), ("decode-77", "no worker")):
+    for worker_id, word in ((only, "only decode worker"), ("worker-78", "no worker")):
         refused = cluster.command("drain", worker_id)
         assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1)
         assert word in refused.stderr

@@ -158,7 +158,7 @@ def test_clients_that_do_not_read_hold_nothing_and_disturb_nobody(front: Any) ->
         for num_bytes in (0, 200):
             pool.submit(read_slowly, front.port, num_bytes, over)
         try:
-            front.until(lambda: front.worker("decode-0")["running"] == 2, 20)
+            front.until(lambda: front.worker("worker-1")["running"] == 2, 20)
             quiet = pool.submit(complete, front, max_tokens=240)
             streamed = complete(front, max_tokens=60, stream=True).text
             events = [json.loads(line[len("data: ") :]) for line in streamed.splitlines() if line.startswith("data: {")]

@@ -92,7 +92,7 @@ def test_serving_goes_on_without_the_gcs_and_the_cluster_is_whole_with_the_next(
         os.kill(gcs, signal.SIGKILL)
         (late,) = [await Answered(Request("greedy", 9, 10)).run(client)]
         assert (late.failure, late.complete) == (None, True), "new requests get through"
-        os.kill(before["decode-1"][1], signal.SIGKILL)
+        os.kill(before["worker-2"][1], signal.SIGKILL)
         await until(lambda: all(answer.complete or answer.failure for answer in answers), 60)
         assert head.gcs() is None
         head.guard.send_signal(signal.SIGCONT)
@@ -100,16 +100,16 @@ def test_serving_goes_on_without_the_gcs_and_the_cluster_is_whole_with_the_next(
     requests = [Request(kind, number, 80) for number in range(2) for kind in ("greedy", "seeded")]
     try:
         asyncio.run(disturbed(cluster, requests, disturb))
-        cluster.until(lambda: lives(cluster)["decode-1"][0] == before["decode-1"][0] + 1, 40)
+        cluster.until(lambda: lives(cluster)["worker-2"][0] == before["worker-2"][0] + 1, 40)
         cluster.until(lambda: cluster.settled(1, 2), 60)
         assert head.gcs() not in (None, gcs)
-        assert lives(cluster) == before | {"decode-1": lives(cluster)["decode-1"]}, "nobody else was restarted"
+        assert lives(cluster) == before | {"worker-2": lives(cluster)["worker-2"]}, "nobody else was restarted"
         assert cluster.scale(decode=3).status_code == 200
         cluster.until(lambda: cluster.settled(1, 3), 60)
         (controller,) = [pid for pid, command in marked_processes(head.mark).items() if command.startswith("ray::Controller")]
         os.kill(controller, signal.SIGKILL)
-        os.kill(cluster.worker("decode-0")["pid"], signal.SIGKILL)
-        cluster.until(lambda: lives(cluster)["decode-0"][0] == before["decode-0"][0] + 1, 40)
+        os.kill(cluster.worker("worker-1")["pid"], signal.SIGKILL)
+        cluster.until(lambda: lives(cluster)["worker-1"][0] == before["worker-1"][0] + 1, 40)
         cluster.until(lambda: cluster.settled(1, 3), 60)
         assert cluster.leaks() == []
     finally:

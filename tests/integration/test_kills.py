@@ -103,7 +103,7 @@ def test_a_long_stream_goes_on_where_its_copy_is(two_decodes: Any) -> None:
 def test_streams_wait_for_the_only_decode_worker(cluster: Any) -> None:
     async def disturb(client: httpx.AsyncClient, answers: list[Answered]) -> None:
         await until(begun(answers))
-        os.kill(cluster.worker("decode-0")["pid"], signal.SIGKILL)
+        os.kill(cluster.worker("worker-1")["pid"], signal.SIGKILL)
 
     asyncio.run(disturbed(cluster, [Request(kind, 3, 40) for kind in KINDS], disturb))
 

@@ -126,7 +126,7 @@ def test_scale_and_status_commands(cluster: Any) -> None:
     scaled = cluster.command("scale", "prefill=1", "decode=2")
     assert scaled.returncode == 0, scaled.stderr
     status = cluster.command("status")
-    assert [word in status.stdout for word in ("prefill-0", "decode-0", "decode-1", "ready")] == [True] * 4
+    assert [word in status.stdout for word in ("worker-0", "worker-1", "worker-2", "ready")] == [True] * 4
     refused = cluster.command("scale", "decode=0")
     assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1)
     assert "1 to 1024" in refused.stderr

@@ -84,7 +84,8 @@ def test_answers_are_right_though_a_host_dies(paced: Any) -> None:
 def test_paced_workers_scale_and_drain_as_any(paced: Any) -> None:
     assert paced.scale(prefill=2, decode=9).status_code == 200
     paced.until(lambda: paced.settled(2, 9), 60)
-    assert paced.command("drain", "decode-3").returncode == 0
+    leaving = next(worker["worker_id"] for worker in paced.workers() if worker["role"] == "decode")
+    assert paced.command("drain", leaving).returncode == 0
     prompt = list(range(100, 400))
     assert ask(paced, prompt, 20) == expected(prompt, 20)
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, expect, sync_playwright
+from playwright.sync_api import Browser, expect
 
-from tests.integration.page_visit import CHAT, CHROMIUM, DEADLINE_MS, FLAGS, Visit
+from tests.integration.page_visit import CHAT, CHROMIUM, Visit
 
 FIGURES = re.compile(r"^First token after \d+\.\d\d s(\s· \d+\.\d tokens/s)?\s· \d+ tokens$")
 STORY = "Write a very long story about a cat and a dog."
@@ -44,15 +44,6 @@ CONTRASTS = """() => {
 """For each text that is seen, and each placeholder: what it is, and its contrast to what is behind it."""
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium in PATH (Debian: apt-get install chromium)")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        expect.set_options(timeout=DEADLINE_MS)
-        started = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield started
-        started.close()
 
 
 @pytest.fixture

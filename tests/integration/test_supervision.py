@@ -26,7 +26,7 @@ def num_worker_processes(cluster: Any) -> int:
     return sum(command.startswith("ray::WorkerProcess") for command in cluster.processes().values())
 
 
-@pytest.mark.parametrize("worker_id", [pytest.param("prefill-0", marks=pytest.mark.slow), "decode-0"])
+@pytest.mark.parametrize("worker_id", [pytest.param("worker-0", marks=pytest.mark.slow), "worker-1"])
 def test_after_kill_9_new_requests_succeed_within_five_seconds(cluster: Any, worker_id: str) -> None:
     """As it is while nothing else happens: the spare process that takes the dead one's place takes some seconds to make."""
     cluster.until(lambda: num_worker_processes(cluster) > len(cluster.workers()), 60)
@@ -59,7 +59,7 @@ def test_scaling_while_requests_run_lets_streams_finish(cluster: Any) -> None:
         stream.join(60)
     assert answers == [expected] * 6
     cluster.until(lambda: cluster.settled(1, 1), 20)
-    assert "decode-1 is gone" in cluster.said()
+    assert "worker-2 is gone" in cluster.said()
 
 
 @pytest.mark.parametrize(

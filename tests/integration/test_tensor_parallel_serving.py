@@ -110,9 +110,9 @@ def test_the_default_model_on_three_ranks_and_a_killed_one(shared_cluster: Any, 
 
 def kill_rank(served: Any, rank: int) -> None:
     """Until the gang's next life is ready, and nothing is left of the former one."""
-    former = served.worker("decode-0")
+    former = served.worker("worker-1")
     os.kill(former["rank_pids"][rank], signal.SIGKILL)
-    served.until(lambda: is_after(served.worker("decode-0"), former), 120)
+    served.until(lambda: is_after(served.worker("worker-1"), former), 120)
     served.until(lambda: not any(pid in served.processes() for pid in former["rank_pids"]), 60)
 
 

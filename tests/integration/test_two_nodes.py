@@ -74,7 +74,7 @@ def joined(nodes: Nodes, tmp_path: Path, serve: Callable[..., Any]) -> Any:
 def test_prefill_and_decode_on_different_nodes(nodes: Nodes, joined: Any) -> None:
     body = {"model": "smollm2", "prompt": "The capital of France is", "max_tokens": 6, "temperature": 0}
     assert "Paris" in httpx.post(f"{joined.url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
-    assert nodes.homes() == {"tandem-prefill-0": nodes.ray["prefill_node"], "tandem-decode-0": nodes.ray["decode_node"]}
+    assert nodes.homes() == {"tandem-worker-0": nodes.ray["prefill_node"], "tandem-worker-1": nodes.ray["decode_node"]}
     assert joined.end() < 60
     assert joined.process.returncode == 0, joined.said()
     assert nodes.homes() == {}, "workers and placement groups are gone, Ray is not"
@@ -82,8 +82,8 @@ def test_prefill_and_decode_on_different_nodes(nodes: Nodes, joined: Any) -> Non
 
 def test_stop_removes_what_a_killed_command_left(nodes: Nodes, joined: Any) -> None:
     joined.end(signal.SIGKILL)
-    assert set(nodes.homes()) == {"tandem-prefill-0", "tandem-decode-0"}, "detached: they outlive their command"
-    assert joined.worker("decode-0")["state"] == "ready"
+    assert set(nodes.homes()) == {"tandem-worker-0", "tandem-worker-1"}, "detached: they outlive their command"
+    assert joined.worker("worker-1")["state"] == "ready"
     stopped = joined.command("stop", environment=nodes.environment)
     assert (stopped.returncode, stopped.stdout) == (0, "stopped\n"), stopped.stderr
     assert nodes.homes() == {}

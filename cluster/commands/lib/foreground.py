@@ -111,7 +111,7 @@ def greeting(view: ClusterView, config: ClusterConfig, model_name: str) -> list[
 
 
 def changes(before: ClusterView, after: ClusterView) -> list[str]:
-    """Return one line for each worker that came, went, died or changed its state."""
+    """Return one line for each worker that came, went, died, or changed its state or its role."""
     old = {info.worker_id: info for info in before.workers}
     new = {info.worker_id: info for info in after.workers}
     lines = [line for name, info in new.items() if (line := _change(old.get(name), info)) is not None]
@@ -120,13 +120,13 @@ def changes(before: ClusterView, after: ClusterView) -> list[str]:
 
 def _change(old: WorkerInfo | None, new: WorkerInfo) -> str | None:
     if old is not None and (old.epoch, old.state) == (new.epoch, new.state):
-        return None
+        return None if old.role is new.role else f"{new.worker_id} is a {new.role.value} worker now"
     match new.state:
         case WorkerState.STARTING if old is not None:
             return f"{new.worker_id} ended ({new.last_error}); starting it again as epoch {new.epoch}"
         case WorkerState.STARTING:
             return f"{new.worker_id} starts"
         case WorkerState.READY:
-            return f"{new.worker_id} is ready, process {new.pid} on {new.node}"
+            return f"{new.worker_id} is ready to {new.role.value}, process {new.pid} on {new.node}"
         case WorkerState.DRAINING:
             return f"{new.worker_id} drains"

@@ -32,14 +32,21 @@ class ApiClient:
 
         Raises TandemError for a refusal, UnavailableError without an answer.
         """
-        return self._call("GET", path, None)
+        return self._json(self._call("GET", path, None))
+
+    def get_text(self, path: str) -> str:
+        """Return the text that the cluster answers at `path`.
+
+        Raises TandemError for a refusal, UnavailableError without an answer.
+        """
+        return self._call("GET", path, None).text
 
     def post(self, path: str, body: Any) -> Any:
         """Post `body` and return the JSON that is answered.
 
         Raises TandemError for a refusal, UnavailableError without an answer.
         """
-        return self._call("POST", path, body)
+        return self._json(self._call("POST", path, body))
 
     def stream(self, path: str, body: Any) -> Generator[dict[str, Any], None, None]:
         """Yield the events of a streamed answer, up to `[DONE]`. Closing the iterator ends the request.
@@ -60,13 +67,16 @@ class ApiClient:
         """Close the connections."""
         self._client.close()
 
-    def _call(self, method: str, path: str, body: Any) -> Any:
+    def _call(self, method: str, path: str, body: Any) -> httpx.Response:
         try:
             answer = self._client.request(method, path, json=body)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise self._unreachable(error) from None
         if answer.status_code != httpx.codes.OK:
             raise _error_in(answer)
+        return answer
+
+    def _json(self, answer: httpx.Response) -> Any:
         try:
             return answer.json()
         except ValueError:

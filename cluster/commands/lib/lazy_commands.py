@@ -15,11 +15,13 @@ class LazyCommands(MutableMapping[str, Any]):
     """Typer's commands by name, each made when it is looked up first.
 
     The command `keep-gcs` is the function `keep_gcs` of the module `keep_gcs` in `package`, or a `typer.Typer` of this name.
+    That of the path `workers/scale` is called `scale`, and its module is in the folder `workers`.
     """
 
-    def __init__(self, package: str, names: Sequence[str]) -> None:
+    def __init__(self, package: str, paths: Sequence[str]) -> None:
         self._package = package
-        self._made: dict[str, Any] = dict.fromkeys(names)
+        self._modules = {path.rpartition("/")[2]: path.replace("/", ".").replace("-", "_") for path in paths}
+        self._made: dict[str, Any] = dict.fromkeys(self._modules)
 
     def __getitem__(self, name: str) -> Any:
         if self._made[name] is None:
@@ -42,8 +44,8 @@ class LazyCommands(MutableMapping[str, Any]):
         return name in self._made
 
     def _make(self, name: str) -> Any:
-        identifier = name.replace("-", "_")
-        found = getattr(importlib.import_module(f"{self._package}.{identifier}"), identifier)
+        module = importlib.import_module(f"{self._package}.{self._modules[name]}")
+        found = getattr(module, name.replace("-", "_"))
         if isinstance(found, typer.Typer):
             return get_command(found)
         single = typer.Typer(add_completion=False)
@@ -51,12 +53,12 @@ class LazyCommands(MutableMapping[str, Any]):
         return get_command(single)
 
 
-def lazy_group(package: str, names: Sequence[str]) -> type[TyperGroup]:
-    """A class for `typer.Typer(cls=...)`: a group of the commands of these names, whose modules are in `package`."""
+def lazy_group(package: str, paths: Sequence[str]) -> type[TyperGroup]:
+    """A class for `typer.Typer(cls=...)`: a group of the commands of these paths, whose modules are in `package`."""
 
     class Group(TyperGroup):
         def __init__(self, **attributes: Any) -> None:
             super().__init__(**attributes)
-            self.commands = LazyCommands(package, names)
+            self.commands = LazyCommands(package, paths)
 
     return Group

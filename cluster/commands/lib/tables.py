@@ -13,10 +13,12 @@ if TYPE_CHECKING:
 
 _COLUMNS = {
     "worker": "worker_id",
+    "role": "role",
     "epoch": "epoch",
     "state": "state",
     "node": "node",
     "pid": "pid",
+    "busy": "busy",
     "run": "running",
     "wait": "waiting",
     "queued": "queued_tokens",
@@ -96,4 +98,4 @@ def _backoff(worker: Mapping[str, Any]) -> str:
 def _cell(name: str, value: Any) -> str:
     if value is None:
         return "-"
-    return f"{value:.0%}" if name == "kv_usage" else str(value)
+    return f"{value:.0%}" if name in ("busy", "kv_usage") else str(value)

@@ -62,6 +62,10 @@ class PacedHost:
         """Take nothing new, and return once the worker has nothing left to do."""
         await self._living(life).process.drain()
 
+    async def take_role(self, life: WorkerLife, role: Role) -> None:
+        """Do the work of this role from now on."""
+        await self._living(life).process.take_role(role)
+
     async def stop(self, life: WorkerLife) -> None:
         """Ask the worker to end. `run` returns when it has."""
         await self._living(life).process.stop()

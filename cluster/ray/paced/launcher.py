@@ -152,6 +152,10 @@ class PacedProcess:
         """Let the worker finish what it has and take nothing new. Returns once nothing is left."""
         await answer(self._actor().handle.drain.remote(self._life))
 
+    async def take_role(self, role: Role) -> None:
+        """Have the worker do the work of this role from now on, and send back what has not begun of the other's."""
+        await answer(self._actor().handle.take_role.remote(self._life, role))
+
     async def stop(self) -> None:
         """Ask the worker to end. `run` returns when it has."""
         await answer(self._actor().handle.stop.remote(self._life))

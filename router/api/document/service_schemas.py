@@ -92,6 +92,7 @@ class WorkerRow(TypedDict):
     worker_id: str
     role: Literal["prefill", "decode"]
     epoch: Count
+    term: Count
     state: Literal["starting", "ready", "draining"]
     pid: int | None
     rank_pids: list[int]
@@ -102,6 +103,7 @@ class WorkerRow(TypedDict):
     quick_ends: Count
     start_delay_s: Annotated[float, Field(ge=0)]
     linked: bool
+    busy: Annotated[float, Field(ge=0, le=1)] | None
     kv_usage: Annotated[float, Field(ge=0, le=1)] | None
     cached_tokens: Count | None
     tiers: dict[str, TierRow] | None
@@ -147,6 +149,12 @@ class Status(TypedDict):
     workers: list[WorkerRow]
     wanted: WantedSizes
     api_keys: ApiKeys | None
+
+
+@exact
+class Flipped(TypedDict):
+    worker_id: str
+    role: Literal["prefill", "decode"]
 
 
 @exact

@@ -68,6 +68,13 @@ class CacheBody(Body):
     tenant: str | None = Field(default=None, description="whose; null is everybody's")
 
 
+class FlipBody(Body):
+    """The body of POST /admin/flip: a worker, and the role that it is to have."""
+
+    worker_id: str = Field(description="the id of a worker (see /admin/status)")
+    role: Literal["prefill", "decode"] = Field(description="prefill or decode")
+
+
 class DrainBody(Body):
     """The body of POST /admin/drain: a worker, and whether it starts anew."""
 

@@ -17,7 +17,7 @@ from cluster.commands.chat import Conversation, Timing, answer_pieces
 from cluster.commands.lib.foreground import changes, greeting
 from cluster.commands.lib.http_client import ApiClient
 from cluster.commands.lib.tables import print_status
-from cluster.commands.scale import parse_sizes, pending
+from cluster.commands.workers.scale import parse_sizes, pending
 from cluster.ray.session import check_port_free, local_environment
 from configs.schema import ClusterConfig, HttpConfig
 from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState
@@ -102,7 +102,7 @@ def test_a_port_in_use_is_found_before_anything_starts(
 
 
 @pytest.mark.parametrize(
-    "command", [["status"], ["audit"], ["scale", "decode=2"], ["drain", "decode-0"], ["rollout"], ["chat"]]
+    "command", [["status"], ["top", "--once"], ["audit"], ["scale", "decode=2"], ["drain", "decode-0"], ["rollout"], ["chat"]]
 )
 def test_no_cluster_is_one_line_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str]
@@ -162,7 +162,7 @@ def test_changes_of_workers_are_told_once_each() -> None:
         "decode-1 drains",
         "decode-2 is gone",
     ]
-    assert changes(after, before)[0] == "decode-0 is ready, process 17 on 10.0.0.1"
+    assert changes(after, before)[0] == "decode-0 is ready to decode, process 17 on 10.0.0.1"
 
 
 def test_the_greeting_is_a_request_that_can_be_pasted() -> None:

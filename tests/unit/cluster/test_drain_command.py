@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from cluster.commands.drain import drain_and_wait
-from cluster.commands.rollout import roll_out
-from cluster.pool import Action, Drain, Pool, Remove, Start, Stop
+from cluster.commands.workers.drain import drain_and_wait
+from cluster.commands.workers.rollout import roll_out
+from cluster.pool import Action, Drain, Pool, Remove, Start, Stop, WorkerIds
 from protocol.errors import InvalidRequestError, UnavailableError
 from protocol.messages import Role, WorkerRef
 
@@ -17,7 +17,8 @@ class PooledCluster:
     """Has the two methods of ApiClient that are used. `room` bounds the workers of a role."""
 
     def __init__(self, room: int = 9, stuck: str | None = None) -> None:
-        self.pools = {role: Pool(role) for role in Role}
+        ids = WorkerIds()
+        self.pools = {role: Pool(role, ids) for role in Role}
         self.fewest = dict.fromkeys(Role, 99)
         self.orders: list[tuple[str, Any]] = []
         self._room = room
@@ -63,7 +64,7 @@ class PooledCluster:
             match action:
                 case Start():
                     if len(pool.workers()) <= self._room:
-                        pool.started(WorkerRef(worker_id, epoch, pool.role, "tcp://127.0.0.1:1"), (1,), "here")
+                        pool.started(WorkerRef(worker_id, epoch, "tcp://127.0.0.1:1"), (1,), "here")
                 case Drain():
                     if worker_id != self._stuck:
                         self._obey(pool, pool.drained(worker_id, epoch))
@@ -76,7 +77,7 @@ class PooledCluster:
         return {info.worker_id: info.epoch for pool in self.pools.values() for info in pool.workers()}
 
 
-NEW = {"prefill-0": 2, "prefill-1": 2, "decode-0": 2, "decode-1": 2}
+NEW = {"worker-0": 2, "worker-1": 2, "worker-2": 2, "worker-3": 2}
 
 
 def test_a_rollout_restarts_all_with_one_more_beside_them() -> None:
@@ -95,23 +96,23 @@ def test_a_rollout_without_room_restarts_all_nevertheless(room_s: float) -> None
 
 
 def test_a_rollout_that_is_stuck_says_where_and_takes_the_extra_worker_back() -> None:
-    cluster = PooledCluster(stuck="decode-1")
-    with pytest.raises(UnavailableError, match="decode-1 is draining"):
+    cluster = PooledCluster(stuck="worker-3")
+    with pytest.raises(UnavailableError, match="worker-3 is draining"):
         roll_out(cluster, 1, 0.01)  # type: ignore[arg-type]
     assert cluster.pools[Role.DECODE].desired == 2
 
 
 def test_a_drain_waits_until_the_worker_is_gone() -> None:
     cluster = PooledCluster()
-    drain_and_wait(cluster, "decode-0", False, 1)  # type: ignore[arg-type]
-    assert sorted(cluster.epochs()) == ["decode-1", "prefill-0", "prefill-1"]
-    drain_and_wait(cluster, "decode-1", True, 1)  # type: ignore[arg-type]
-    assert cluster.epochs()["decode-1"] == 2
+    drain_and_wait(cluster, "worker-2", False, 1)  # type: ignore[arg-type]
+    assert sorted(cluster.epochs()) == ["worker-0", "worker-1", "worker-3"]
+    drain_and_wait(cluster, "worker-3", True, 1)  # type: ignore[arg-type]
+    assert cluster.epochs()["worker-3"] == 2
     with pytest.raises(InvalidRequestError):
         drain_and_wait(cluster, "decode-9", False, 1)  # type: ignore[arg-type]
 
 
 def test_a_drain_that_takes_too_long_says_what_it_waits_for() -> None:
-    cluster = PooledCluster(stuck="decode-0")
-    with pytest.raises(UnavailableError, match="decode-0 is draining"):
-        drain_and_wait(cluster, "decode-0", False, 0.01)  # type: ignore[arg-type]
+    cluster = PooledCluster(stuck="worker-2")
+    with pytest.raises(UnavailableError, match="worker-2 is draining"):
+        drain_and_wait(cluster, "worker-2", False, 0.01)  # type: ignore[arg-type]

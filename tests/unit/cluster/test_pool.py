@@ -9,7 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cluster.pool import MAX_RETRY_S, MAX_WORKERS, RESUMPTION_S, STEADY_S, Action, Drain, Pool, Remove, Resume, Start, Stop
+from cluster.pool import (
+    MAX_RETRY_S,
+    MAX_WORKERS,
+    RESUMPTION_S,
+    STEADY_S,
+    Action,
+    Drain,
+    Pool,
+    Remove,
+    Resume,
+    Start,
+    Stop,
+    WorkerIds,
+)
 from cluster.records import ClusterRecord
 from protocol.cluster_view import WorkerState
 from protocol.errors import InvalidRequestError
@@ -17,7 +30,7 @@ from protocol.messages import Role, WorkerRef
 
 
 def ready(pool: Pool, worker_id: str, epoch: int) -> None:
-    pool.started(WorkerRef(worker_id, epoch, pool.role, "tcp://127.0.0.1:1"), pids=(1,), node="127.0.0.1")
+    pool.started(WorkerRef(worker_id, epoch, "tcp://127.0.0.1:1"), pids=(1,), node="127.0.0.1")
 
 
 def states(pool: Pool) -> dict[str, WorkerState]:
@@ -25,148 +38,148 @@ def states(pool: Pool) -> dict[str, WorkerState]:
 
 
 def test_scale_up_starts_workers_with_ids_and_first_epoch() -> None:
-    pool = Pool(Role.DECODE)
-    assert pool.scale(2) == [Start("decode-0", 1, 0.0), Start("decode-1", 1, 0.0)]
+    pool = Pool(Role.DECODE, WorkerIds())
+    assert pool.scale(2) == [Start("worker-0", 1, 0.0), Start("worker-1", 1, 0.0)]
     assert not pool.settled()
-    ready(pool, "decode-0", 1)
-    ready(pool, "decode-1", 1)
+    ready(pool, "worker-0", 1)
+    ready(pool, "worker-1", 1)
     assert pool.settled()
 
 
 def test_a_ready_worker_that_dies_is_restarted_at_once_with_the_next_epoch() -> None:
-    pool = Pool(Role.PREFILL)
+    pool = Pool(Role.PREFILL, WorkerIds())
     pool.scale(1)
-    ready(pool, "prefill-0", 1)
-    assert pool.lost("prefill-0", 1, "killed") == [Start("prefill-0", 2, 0.0)]
+    ready(pool, "worker-0", 1)
+    assert pool.lost("worker-0", 1, "killed") == [Start("worker-0", 2, 0.0)]
     (info,) = pool.workers()
     assert (info.state, info.restarts, info.last_error, info.ref) == (WorkerState.STARTING, 1, "killed", None)
 
 
 def test_a_replacement_waits_while_others_take_up_the_streams_of_the_dead() -> None:
-    pool = Pool(Role.DECODE)
+    pool = Pool(Role.DECODE, WorkerIds())
     pool.scale(2)
-    ready(pool, "decode-0", 1)
-    ready(pool, "decode-1", 1)
-    assert pool.lost("decode-0", 1, "killed") == [Start("decode-0", 2, RESUMPTION_S)]
-    assert pool.lost("decode-1", 1, "killed") == [Start("decode-1", 2, 0.0)]  # nobody is left to take up anything
-    ready(pool, "decode-0", 2)
-    ready(pool, "decode-1", 2)
-    assert pool.drain("decode-0", restart=True) == [Drain("decode-0", 2)]
-    assert pool.drained("decode-0", 2) == [Stop("decode-0", 2)]
-    assert pool.lost("decode-0", 2, "stopped") == [Start("decode-0", 3, 0.0)]  # it had given its streams away
+    ready(pool, "worker-0", 1)
+    ready(pool, "worker-1", 1)
+    assert pool.lost("worker-0", 1, "killed") == [Start("worker-0", 2, RESUMPTION_S)]
+    assert pool.lost("worker-1", 1, "killed") == [Start("worker-1", 2, 0.0)]  # nobody is left to take up anything
+    ready(pool, "worker-0", 2)
+    ready(pool, "worker-1", 2)
+    assert pool.drain("worker-0", restart=True) == [Drain("worker-0", 2)]
+    assert pool.drained("worker-0", 2) == [Stop("worker-0", 2)]
+    assert pool.lost("worker-0", 2, "stopped") == [Start("worker-0", 3, 0.0)]  # it had given its streams away
 
 
 def test_only_repeated_start_failures_wait_and_a_steady_life_resets_them() -> None:
-    pool = Pool(Role.PREFILL)
+    pool = Pool(Role.PREFILL, WorkerIds())
     pool.scale(1)
     delays = []
     for epoch in range(1, 10):
-        (action,) = pool.lost("prefill-0", epoch, "no such device")
+        (action,) = pool.lost("worker-0", epoch, "no such device")
         assert isinstance(action, Start)
         delays.append(action.delay_s)
     assert delays == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
-    ready(pool, "prefill-0", 10)
-    assert pool.lost("prefill-0", 10, "killed", ready_s=STEADY_S) == [Start("prefill-0", 11, 0.0)]
+    ready(pool, "worker-0", 10)
+    assert pool.lost("worker-0", 10, "killed", ready_s=STEADY_S) == [Start("worker-0", 11, 0.0)]
 
 
 def test_a_ready_worker_that_dies_again_and_again_waits_longer_each_time() -> None:
-    pool = Pool(Role.DECODE)
+    pool = Pool(Role.DECODE, WorkerIds())
     pool.scale(1)
     delays = []
     for epoch in range(1, 9):
-        ready(pool, "decode-0", epoch)
-        (action,) = pool.lost("decode-0", epoch, "killed", ready_s=STEADY_S / 2)
+        ready(pool, "worker-0", epoch)
+        (action,) = pool.lost("worker-0", epoch, "killed", ready_s=STEADY_S / 2)
         assert isinstance(action, Start)
         (info,) = pool.workers()
         assert (info.quick_ends, info.start_delay_s) == (epoch, action.delay_s)
         delays.append(action.delay_s)
     assert delays == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
-    ready(pool, "decode-0", 9)
-    assert pool.drain("decode-0", restart=True) == [Drain("decode-0", 9)]
-    assert pool.lost("decode-0", 9, "its loop ended", ready_s=1.0) == [Start("decode-0", 10, 0.0)], "that was asked for"
-    ready(pool, "decode-0", 10)
-    assert pool.lost("decode-0", 10, "killed", ready_s=1.0) == [Start("decode-0", 11, MAX_RETRY_S)], "and changes nothing"
-    ready(pool, "decode-0", 11)
-    assert pool.lost("decode-0", 11, "killed", ready_s=STEADY_S) == [Start("decode-0", 12, 0.0)]
+    ready(pool, "worker-0", 9)
+    assert pool.drain("worker-0", restart=True) == [Drain("worker-0", 9)]
+    assert pool.lost("worker-0", 9, "its loop ended", ready_s=1.0) == [Start("worker-0", 10, 0.0)], "that was asked for"
+    ready(pool, "worker-0", 10)
+    assert pool.lost("worker-0", 10, "killed", ready_s=1.0) == [Start("worker-0", 11, MAX_RETRY_S)], "and changes nothing"
+    ready(pool, "worker-0", 11)
+    assert pool.lost("worker-0", 11, "killed", ready_s=STEADY_S) == [Start("worker-0", 12, 0.0)]
     assert pool.workers()[0].quick_ends == 0
 
 
 def test_scale_down_takes_the_unready_first_then_the_highest_index() -> None:
-    pool = Pool(Role.DECODE)
+    pool = Pool(Role.DECODE, WorkerIds())
     pool.scale(4)
     for index in (0, 2, 3):
-        ready(pool, f"decode-{index}", 1)
-    assert pool.scale(2) == [Remove("decode-1", 1), Drain("decode-3", 1)]
+        ready(pool, f"worker-{index}", 1)
+    assert pool.scale(2) == [Remove("worker-1", 1), Drain("worker-3", 1)]
     assert states(pool) == {
-        "decode-0": WorkerState.READY,
-        "decode-2": WorkerState.READY,
-        "decode-3": WorkerState.DRAINING,
+        "worker-0": WorkerState.READY,
+        "worker-2": WorkerState.READY,
+        "worker-3": WorkerState.DRAINING,
     }
-    assert pool.drained("decode-3", 1) == [Remove("decode-3", 1)]
+    assert pool.drained("worker-3", 1) == [Remove("worker-3", 1)]
     assert pool.settled()
 
 
 def test_an_id_that_comes_back_goes_on_counting_epochs() -> None:
-    pool = Pool(Role.DECODE)
+    pool = Pool(Role.DECODE, WorkerIds())
     pool.scale(2)
-    assert pool.scale(1) == [Remove("decode-1", 1)]
-    assert pool.scale(2) == [Start("decode-1", 2, 0.0)]
+    assert pool.scale(1) == [Remove("worker-1", 1)]
+    assert pool.scale(2) == [Start("worker-1", 2, 0.0)]
 
 
 def test_an_id_is_not_reused_while_its_former_owner_drains() -> None:
-    pool = Pool(Role.DECODE)
+    pool = Pool(Role.DECODE, WorkerIds())
     pool.scale(2)
-    ready(pool, "decode-0", 1)
-    ready(pool, "decode-1", 1)
+    ready(pool, "worker-0", 1)
+    ready(pool, "worker-1", 1)
     pool.scale(1)
-    assert pool.scale(2) == [Start("decode-2", 1, 0.0)]
+    assert pool.scale(2) == [Start("worker-2", 1, 0.0)]
 
 
 def test_a_draining_worker_that_dies_is_gone() -> None:
-    pool = Pool(Role.DECODE)
+    pool = Pool(Role.DECODE, WorkerIds())
     pool.scale(2)
-    ready(pool, "decode-0", 1)
-    ready(pool, "decode-1", 1)
-    assert pool.scale(1) == [Drain("decode-1", 1)]
-    assert pool.lost("decode-1", 1, "killed") == [Remove("decode-1", 1)]
+    ready(pool, "worker-0", 1)
+    ready(pool, "worker-1", 1)
+    assert pool.scale(1) == [Drain("worker-1", 1)]
+    assert pool.lost("worker-1", 1, "killed") == [Remove("worker-1", 1)]
 
 
 def test_a_drained_worker_is_one_less_that_is_wanted() -> None:
     pool = pool_of(3)
-    assert pool.drain("decode-0", restart=False) == [Drain("decode-0", 1)]
-    assert pool.drain("decode-0", restart=False) == [], "once is enough"
+    assert pool.drain("worker-0", restart=False) == [Drain("worker-0", 1)]
+    assert pool.drain("worker-0", restart=False) == [], "once is enough"
     assert pool.desired == 2
-    assert pool.drained("decode-0", 1) == [Remove("decode-0", 1)]
+    assert pool.drained("worker-0", 1) == [Remove("worker-0", 1)]
     assert pool.settled()
-    assert pool.scale(3) == [Start("decode-0", 2, 0.0)]
+    assert pool.scale(3) == [Start("worker-0", 2, 0.0)]
 
 
 def test_the_last_worker_is_not_drained_but_can_be_restarted() -> None:
     pool = pool_of(2)
-    pool.drain("decode-1", restart=False)
+    pool.drain("worker-1", restart=False)
     with pytest.raises(InvalidRequestError, match="only decode worker") as caught:
-        pool.drain("decode-0", restart=False)
+        pool.drain("worker-0", restart=False)
     assert caught.value.param == "worker"
-    assert pool.drain("decode-0", restart=True) == [Drain("decode-0", 1)]
+    assert pool.drain("worker-0", restart=True) == [Drain("worker-0", 1)]
 
 
 def test_a_starting_worker_that_is_drained_is_gone_at_once() -> None:
     pool = pool_of(1)
     pool.scale(2)
-    assert pool.drain("decode-1", restart=True) == [], "it starts anyway"
-    assert pool.drain("decode-1", restart=False) == [Remove("decode-1", 1)]
+    assert pool.drain("worker-1", restart=True) == [], "it starts anyway"
+    assert pool.drain("worker-1", restart=False) == [Remove("worker-1", 1)]
     assert pool.desired == 1
 
 
 @pytest.mark.parametrize("crashes", [False, True])
 def test_a_restart_drains_ends_and_begins_anew(crashes: bool) -> None:
     pool = pool_of(2)
-    assert pool.drain("decode-1", restart=True) == [Drain("decode-1", 1)]
-    assert pool.drain("decode-1", restart=True) == []
+    assert pool.drain("worker-1", restart=True) == [Drain("worker-1", 1)]
+    assert pool.drain("worker-1", restart=True) == []
     assert (pool.desired, pool.settled()) == (2, False)
     if not crashes:
-        assert pool.drained("decode-1", 1) == [Stop("decode-1", 1)]
-    assert pool.lost("decode-1", 1, "its loop ended") == [Start("decode-1", 2, 0.0)]
+        assert pool.drained("worker-1", 1) == [Stop("worker-1", 1)]
+    assert pool.lost("worker-1", 1, "its loop ended") == [Start("worker-1", 2, 0.0)]
     info = pool.workers()[1]
     assert (info.state, info.restarts, info.last_error) == (WorkerState.STARTING, 1, "restarted on request")
 
@@ -174,38 +187,38 @@ def test_a_restart_drains_ends_and_begins_anew(crashes: bool) -> None:
 @pytest.mark.parametrize("drained_before", [False, True])
 def test_a_worker_that_restarts_goes_first_when_fewer_are_wanted(drained_before: bool) -> None:
     pool = pool_of(2)
-    pool.drain("decode-0", restart=True)
+    pool.drain("worker-0", restart=True)
     if drained_before:
-        pool.drained("decode-0", 1)
+        pool.drained("worker-0", 1)
     assert pool.scale(1) == [], "it drains already"
-    assert pool.lost("decode-0", 1, "its loop ended") == [Remove("decode-0", 1)]
+    assert pool.lost("worker-0", 1, "its loop ended") == [Remove("worker-0", 1)]
     assert pool.settled()
 
 
 def pool_of(workers: int) -> Pool:
     """All of them ready."""
-    pool = Pool(Role.DECODE)
+    pool = Pool(Role.DECODE, WorkerIds())
     pool.scale(workers)
     for index in range(workers):
-        ready(pool, f"decode-{index}", 1)
+        ready(pool, f"worker-{index}", 1)
     return pool
 
 
 def test_news_of_former_lives_are_ignored() -> None:
-    pool = Pool(Role.PREFILL)
+    pool = Pool(Role.PREFILL, WorkerIds())
     pool.scale(1)
-    pool.lost("prefill-0", 1, "killed")
+    pool.lost("worker-0", 1, "killed")
     before = pool.workers()
-    ready(pool, "prefill-0", 1)
-    assert pool.lost("prefill-0", 1, "again") == []
-    assert pool.drained("prefill-0", 2) == []
-    assert pool.lost("prefill-7", 1, "who") == []
+    ready(pool, "worker-0", 1)
+    assert pool.lost("worker-0", 1, "again") == []
+    assert pool.drained("worker-0", 2) == []
+    assert pool.lost("worker-7", 1, "who") == []
     assert pool.workers() == before
 
 
 @pytest.mark.parametrize("workers", [0, -1, MAX_WORKERS + 1, 10**9])
 def test_absurd_sizes_are_refused_and_change_nothing(workers: int) -> None:
-    pool = Pool(Role.PREFILL)
+    pool = Pool(Role.PREFILL, WorkerIds())
     pool.scale(1)
     with pytest.raises(InvalidRequestError, match=r"prefill must be 1 to 1024 workers") as caught:
         pool.scale(workers)
@@ -218,7 +231,8 @@ class PoolHistory(RuleBasedStateMachine):
 
     @initialize(workers=st.integers(1, 4))
     def begin(self, workers: int) -> None:
-        self.pool = Pool(Role.DECODE)
+        self.ids = WorkerIds()
+        self.pool = Pool(Role.DECODE, self.ids)
         self.lives: list[tuple[str, int]] = []
         self.removed: Counter[tuple[str, int]] = Counter()
         self.draining: set[tuple[str, int]] = set()
@@ -281,8 +295,9 @@ class PoolHistory(RuleBasedStateMachine):
     @rule()
     def the_controller_is_followed_by_another(self) -> None:
         before = {info.worker_id: info for info in self.pool.workers()}
-        record = ClusterRecord.from_json(ClusterRecord({self.pool.role: self.pool.record()}, ()).to_json())
-        self.pool = Pool(self.pool.role, record.pools[self.pool.role])
+        record = ClusterRecord.from_json(ClusterRecord({self.pool.role: self.pool.record()}, self.ids.epochs, ()).to_json())
+        self.ids = WorkerIds(record.epochs)
+        self.pool = Pool(self.pool.role, self.ids, record.pools[self.pool.role])
         self.obey(self.pool.resume())
         for info in self.pool.workers():
             assert info == before[info.worker_id] or before[info.worker_id].state is WorkerState.STARTING
@@ -308,7 +323,85 @@ TestPoolHistory.settings = settings(max_examples=60, stateful_step_count=30, dea
 
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=10))
 def test_scaling_alone_always_ends_with_the_last_wish(wishes: list[int]) -> None:
-    pool = Pool(Role.PREFILL)
+    pool = Pool(Role.PREFILL, WorkerIds())
     for wish in wishes:
         pool.scale(wish)
     assert len(pool.workers()) == wishes[-1]
+
+
+def two_pools(prefill: int, decode: int) -> dict[Role, Pool]:
+    """With so many workers that are ready."""
+    ids = WorkerIds()
+    pools = {Role.PREFILL: Pool(Role.PREFILL, ids), Role.DECODE: Pool(Role.DECODE, ids)}
+    for role, workers in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
+        for action in pools[role].scale(workers):
+            ready(pools[role], action.worker_id, action.epoch)
+    return pools
+
+
+def test_ids_are_those_of_no_role() -> None:
+    pools = two_pools(2, 2)
+    assert list(states(pools[Role.PREFILL])) == ["worker-0", "worker-1"]
+    assert list(states(pools[Role.DECODE])) == ["worker-2", "worker-3"]
+    assert pools[Role.PREFILL].scale(1) == [Drain("worker-1", 1)]
+    assert pools[Role.PREFILL].drained("worker-1", 1) == [Remove("worker-1", 1)]
+    assert pools[Role.DECODE].scale(3) == [Start("worker-1", 2, 0.0)], "an id that is free again, and another life"
+
+
+def test_a_worker_goes_over_to_the_other_role() -> None:
+    pools = two_pools(2, 1)
+    assert pools[Role.PREFILL].spare() == "worker-1"
+    pools[Role.DECODE].take(pools[Role.PREFILL].hand_over("worker-1"))
+    assert (pools[Role.PREFILL].desired, pools[Role.DECODE].desired) == (1, 2)
+    info = pools[Role.DECODE].workers()[0]
+    assert (info.worker_id, info.role, info.epoch, info.term, info.state) == ("worker-1", Role.DECODE, 1, 1, WorkerState.READY)
+    assert pools[Role.PREFILL].lost("worker-1", 1, "killed") == [], "it is none of this pool's any more"
+    (start,) = pools[Role.DECODE].lost("worker-1", 1, "killed", STEADY_S)
+    assert isinstance(start, Start)
+    reborn = pools[Role.DECODE].workers()[0]
+    assert (reborn.epoch, reborn.term, reborn.role) == (2, 0, Role.DECODE), "its next life has the role that it had"
+
+
+@pytest.mark.parametrize("state", [WorkerState.STARTING, WorkerState.DRAINING])
+def test_only_a_ready_worker_goes_over(state: WorkerState) -> None:
+    pools = two_pools(3, 1)
+    if state is WorkerState.STARTING:
+        pools[Role.PREFILL].lost("worker-2", 1, "killed")
+    else:
+        pools[Role.PREFILL].scale(2)
+    assert pools[Role.PREFILL].spare() == "worker-1"
+    with pytest.raises(InvalidRequestError, match=f"worker-2 is {state.value}") as caught:
+        pools[Role.PREFILL].hand_over("worker-2")
+    assert caught.value.param == "worker"
+
+
+def test_the_last_worker_of_a_role_stays() -> None:
+    pools = two_pools(1, 2)
+    with pytest.raises(InvalidRequestError, match="the only prefill worker"):
+        pools[Role.PREFILL].hand_over("worker-0")
+    assert pools[Role.PREFILL].desired == 1
+
+
+@given(st.lists(st.tuples(st.sampled_from(list(Role)), st.sampled_from(["flip", "die", "born", "more", "fewer"])), max_size=40))
+def test_workers_are_in_one_pool_each_whatever_they_do(events: list[tuple[Role, str]]) -> None:
+    pools = two_pools(2, 2)
+    for role, event in events:
+        pool, other = pools[role], pools[Role.DECODE if role is Role.PREFILL else Role.PREFILL]
+        infos = pool.workers()
+        match event:
+            case "flip":
+                if (worker_id := pool.spare()) is not None and pool.desired > 1:
+                    other.take(pool.hand_over(worker_id))
+            case "die" if infos:
+                pool.lost(infos[0].worker_id, infos[0].epoch, "killed")
+            case "born" if infos:
+                ready(pool, infos[-1].worker_id, infos[-1].epoch)
+            case "more":
+                pool.scale(min(pool.desired + 1, MAX_WORKERS))
+            case "fewer" if pool.desired > 1:
+                pool.scale(pool.desired - 1)
+        ids = [info.worker_id for each in pools.values() for info in each.workers()]
+        assert len(set(ids)) == len(ids)
+        for each in pools.values():
+            assert all(info.role is each.role for info in each.workers())
+            assert len(each._staying()) == each.desired >= 1

@@ -21,10 +21,14 @@ class ScriptedProcess:
     """Does what the test says; remembers what was done to it."""
 
     def __init__(self, launcher: ScriptedLauncher, role: Role, worker_id: str, epoch: int) -> None:
-        self.ref = WorkerRef(worker_id, epoch, role, f"tcp://127.0.0.1:{epoch}")
+        self.role = role
+        self.ref = WorkerRef(worker_id, epoch, f"tcp://127.0.0.1:{epoch}")
         self._launcher = launcher
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.idle = asyncio.Event()
+        self.told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.roles: list[Role] = []
+        """The roles that it was told."""
         self.stopped = False
         self.killed = False
 
@@ -47,6 +51,10 @@ class ScriptedProcess:
 
     async def drain(self) -> None:
         await self.idle.wait()
+
+    async def take_role(self, role: Role) -> None:
+        self.roles.append(role)
+        self.told.set_result(None)
 
     async def stop(self) -> None:
         self.stopped = True
@@ -165,7 +173,7 @@ def test_workers_start_and_routers_hear_of_it() -> None:
         await supervisor.start()
         assert supervisor.view().usable(Role.DECODE) == ()
         await supervisor.settle(5)
-        assert [ref.worker_id for ref in supervisor.view().usable(Role.DECODE)] == ["decode-0", "decode-1"]
+        assert [ref.worker_id for ref in supervisor.view().usable(Role.DECODE)] == ["worker-1", "worker-2"]
 
     supervised(scenario, config(decode=2))
 
@@ -174,14 +182,14 @@ def test_a_dead_worker_comes_back_with_the_next_epoch() -> None:
     async def scenario(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
         await supervisor.start()
         await supervisor.settle(5)
-        launcher.processes["decode-0", 1].die()
-        view = await seen(supervisor, lambda view: one(view, "decode-0").epoch == 2)
-        assert one(view, "decode-0").state is WorkerState.STARTING
+        launcher.processes["worker-1", 1].die()
+        view = await seen(supervisor, lambda view: one(view, "worker-1").epoch == 2)
+        assert one(view, "worker-1").state is WorkerState.STARTING
         view = await seen(supervisor, all_ready)
-        info = one(view, "decode-0")
+        info = one(view, "worker-1")
         assert (info.epoch, info.restarts, info.last_error) == (2, 1, "killed by signal 9")
-        assert launcher.processes["decode-0", 1].killed
-        assert "decode-0" not in launcher.released, "the placement stays with the worker over its lives"
+        assert launcher.processes["worker-1", 1].killed
+        assert "worker-1" not in launcher.released, "the placement stays with the worker over its lives"
 
     supervised(scenario)
 
@@ -190,11 +198,11 @@ def test_a_worker_that_dies_soon_after_each_start_is_not_restarted_at_once_for_e
     async def scenario(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
         await supervisor.start()
         await supervisor.settle(5)
-        launcher.processes["decode-0", 1].die()
-        await seen(supervisor, lambda view: one(view, "decode-0").epoch == 2 and all_ready(view))
-        launcher.processes["decode-0", 2].die()
-        view = await seen(supervisor, lambda view: one(view, "decode-0").epoch == 3)
-        info = one(view, "decode-0")
+        launcher.processes["worker-1", 1].die()
+        await seen(supervisor, lambda view: one(view, "worker-1").epoch == 2 and all_ready(view))
+        launcher.processes["worker-1", 2].die()
+        view = await seen(supervisor, lambda view: one(view, "worker-1").epoch == 3)
+        info = one(view, "worker-1")
         assert (info.state, info.quick_ends, info.start_delay_s) == (WorkerState.STARTING, 2, 1.0)
 
     supervised(scenario)
@@ -205,15 +213,15 @@ def test_scaling_down_lets_running_work_finish_then_ends_the_worker() -> None:
         await supervisor.start()
         await supervisor.settle(5)
         supervisor.scale({Role.DECODE: 1}, anything_fits)
-        process = launcher.processes["decode-1", 1]
-        view = await seen(supervisor, lambda view: one(view, "decode-1").state is WorkerState.DRAINING)
-        assert [ref.worker_id for ref in view.usable(Role.DECODE)] == ["decode-0"]
+        process = launcher.processes["worker-2", 1]
+        view = await seen(supervisor, lambda view: one(view, "worker-2").state is WorkerState.DRAINING)
+        assert [ref.worker_id for ref in view.usable(Role.DECODE)] == ["worker-1"]
         assert not process.stopped
         process.idle.set()
         await seen(supervisor, lambda view: len(view.workers) == 2)
         await launcher.release_seen.wait()
         assert (process.stopped, process.killed) == (True, True)
-        assert launcher.released == ["decode-1"]
+        assert launcher.released == ["worker-2"]
 
     supervised(scenario, config(decode=2))
 
@@ -232,13 +240,13 @@ def test_a_restart_waits_for_the_drain_and_keeps_the_id() -> None:
     async def scenario(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
         await supervisor.start()
         await supervisor.settle(5)
-        supervisor.drain("decode-0", restart=True)
+        supervisor.drain("worker-1", restart=True)
         view = supervisor.view()
-        assert (one(view, "decode-0").state, view.usable(Role.DECODE)) == (WorkerState.DRAINING, ())
-        launcher.processes["decode-0", 1].idle.set()
+        assert (one(view, "worker-1").state, view.usable(Role.DECODE)) == (WorkerState.DRAINING, ())
+        launcher.processes["worker-1", 1].idle.set()
         view = await seen(supervisor, all_ready)
-        assert one(view, "decode-0").epoch == 2
-        assert launcher.processes["decode-0", 1].stopped
+        assert one(view, "worker-1").epoch == 2
+        assert launcher.processes["worker-1", 1].stopped
         assert launcher.released == []
 
     supervised(scenario)
@@ -250,7 +258,7 @@ def test_a_worker_that_does_not_stop_is_killed_and_started_anew(monkeypatch: pyt
     async def scenario(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
         await supervisor.start()
         await supervisor.settle(5)
-        process = launcher.processes["decode-0", 1]
+        process = launcher.processes["worker-1", 1]
 
         async def deaf() -> None:
             return None
@@ -262,9 +270,9 @@ def test_a_worker_that_does_not_stop_is_killed_and_started_anew(monkeypatch: pyt
 
         process.stop, process.kill = deaf, kill  # type: ignore[method-assign]
         process.idle.set()
-        supervisor.drain("decode-0", restart=True)
-        view = await seen(supervisor, lambda view: one(view, "decode-0").epoch == 2 and all_ready(view))
-        assert one(view, "decode-0").restarts == 1
+        supervisor.drain("worker-1", restart=True)
+        view = await seen(supervisor, lambda view: one(view, "worker-1").epoch == 2 and all_ready(view))
+        assert one(view, "worker-1").restarts == 1
 
     supervised(scenario)
 
@@ -272,8 +280,8 @@ def test_a_worker_that_does_not_stop_is_killed_and_started_anew(monkeypatch: pyt
 def test_an_unknown_worker_is_not_drained() -> None:
     async def scenario(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
         await supervisor.start()
-        with pytest.raises(InvalidRequestError, match="decode-7") as caught:
-            supervisor.drain("decode-7", restart=False)
+        with pytest.raises(InvalidRequestError, match="worker-7") as caught:
+            supervisor.drain("worker-7", restart=False)
         assert caught.value.param == "worker"
 
     supervised(scenario)
@@ -282,7 +290,7 @@ def test_an_unknown_worker_is_not_drained() -> None:
 def test_scaling_down_a_starting_worker_ends_it_at_once() -> None:
     async def scenario(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
         async def never_prefill(ref: WorkerRef) -> None:
-            if ref.worker_id == "prefill-1":
+            if ref.worker_id == "worker-1":
                 await asyncio.Event().wait()
 
         launcher.on_start = never_prefill
@@ -290,11 +298,11 @@ def test_scaling_down_a_starting_worker_ends_it_at_once() -> None:
         view = await seen(supervisor, lambda view: len(view.usable(Role.PREFILL)) == 1)
         supervisor.scale({Role.PREFILL: 1}, anything_fits)
         view = await seen(supervisor, all_ready)
-        assert {info.worker_id for info in view.workers} == {"prefill-0", "decode-0"}
+        assert {info.worker_id for info in view.workers} == {"worker-0", "worker-2"}
         supervisor.scale({Role.PREFILL: 2}, anything_fits)
         launcher.on_start = launcher._at_once
         view = await seen(supervisor, all_ready)
-        assert one(view, "prefill-1").epoch == 2
+        assert one(view, "worker-1").epoch == 2
 
     supervised(scenario, config(prefill=2))
 
@@ -306,9 +314,9 @@ def test_a_worker_that_does_not_start_in_time_says_what_is_missing() -> None:
 
         launcher.on_start = never
         await supervisor.start()
-        view = await seen(supervisor, lambda view: one(view, "decode-0").last_error is not None)
-        assert "no node has room for decode" in str(one(view, "decode-0").last_error)
-        with pytest.raises(UnavailableError, match="decode-0: did not start within"):
+        view = await seen(supervisor, lambda view: one(view, "worker-1").last_error is not None)
+        assert "no node has room for decode" in str(one(view, "worker-1").last_error)
+        with pytest.raises(UnavailableError, match="worker-1: did not start within"):
             await supervisor.settle(0.01)
 
     supervised(scenario, config(worker_start_s=0.05))
@@ -318,13 +326,13 @@ def test_a_worker_that_does_not_start_in_time_says_what_is_missing() -> None:
 def test_a_failed_start_is_tried_again(error: Exception) -> None:
     async def scenario(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
         async def fail_once(ref: WorkerRef) -> None:
-            if ref.role is Role.DECODE and ref.epoch == 1:
+            if ref.worker_id == "worker-1" and ref.epoch == 1:
                 raise error
 
         launcher.on_start = fail_once
         await supervisor.start()
         await supervisor.settle(5)
-        assert one(supervisor.view(), "decode-0").epoch == 2
+        assert one(supervisor.view(), "worker-1").epoch == 2
 
     supervised(scenario)
 
@@ -347,10 +355,10 @@ def test_a_worker_that_dies_while_draining_is_not_restarted() -> None:
         await supervisor.start()
         await supervisor.settle(5)
         supervisor.scale({Role.DECODE: 1}, anything_fits)
-        launcher.processes["decode-1", 1].die()
+        launcher.processes["worker-2", 1].die()
         view = await seen(supervisor, lambda view: len(view.workers) == 2)
         assert all_ready(view)
-        assert ("decode-1", 2) not in launcher.processes
+        assert ("worker-2", 2) not in launcher.processes
 
     supervised(scenario, config(decode=2))
 
@@ -456,20 +464,20 @@ def test_a_successor_takes_up_the_workers_as_they_are() -> None:
         assert supervisor.view().workers == before.workers
         await supervisor.settle(5)
         await seen(supervisor, lambda view: len(launcher.processes) == 4)
-        launcher.processes["decode-2", 1].die()
-        view = await seen(supervisor, lambda view: one(view, "decode-2").epoch == 2 and all_ready(view))
-        assert [info for info in view.workers if info.worker_id != "decode-2"] == list(before.workers[:-1])
+        launcher.processes["worker-3", 1].die()
+        view = await seen(supervisor, lambda view: one(view, "worker-3").epoch == 2 and all_ready(view))
+        assert [info for info in view.workers if info.worker_id != "worker-3"] == list(before.workers[:-1])
 
     succeeded(first, second)
 
 
 def test_a_worker_that_died_meanwhile_is_replaced() -> None:
     async def first(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
-        launcher.processes["decode-0", 1].killed = True
+        launcher.processes["worker-1", 1].killed = True
 
     async def second(supervisor: Supervisor, launcher: ScriptedLauncher, before: ClusterView) -> None:
-        view = await seen(supervisor, lambda view: one(view, "decode-0").epoch == 2 and all_ready(view))
-        assert one(view, "decode-0").last_error == "it ended while the controller was away"
+        view = await seen(supervisor, lambda view: one(view, "worker-1").epoch == 2 and all_ready(view))
+        assert one(view, "worker-1").last_error == "it ended while the controller was away"
 
     succeeded(first, second)
 
@@ -487,9 +495,9 @@ def test_a_life_that_was_starting_begins_anew_and_what_is_left_of_it_goes() -> N
         await begun.wait()
 
     async def second(supervisor: Supervisor, launcher: ScriptedLauncher, before: ClusterView) -> None:
-        assert ("decode-1", 1) not in launcher.left
+        assert ("worker-2", 1) not in launcher.left
         view = await seen(supervisor, all_ready)
-        assert [(info.worker_id, info.epoch) for info in view.workers] == [("prefill-0", 1), ("decode-0", 1), ("decode-1", 2)]
+        assert [(info.worker_id, info.epoch) for info in view.workers] == [("worker-0", 1), ("worker-1", 1), ("worker-2", 2)]
 
     succeeded(first, second)
 
@@ -497,15 +505,15 @@ def test_a_life_that_was_starting_begins_anew_and_what_is_left_of_it_goes() -> N
 @pytest.mark.parametrize("restart", [True, False])
 def test_a_drain_goes_on_under_a_successor(restart: bool) -> None:
     async def first(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
-        supervisor.drain("decode-1", restart=restart)
+        supervisor.drain("worker-2", restart=restart)
 
     async def second(supervisor: Supervisor, launcher: ScriptedLauncher, before: ClusterView) -> None:
-        assert one(supervisor.view(), "decode-1").state is WorkerState.DRAINING
-        await seen(supervisor, lambda view: ("decode-1", 1) in launcher.processes)
-        launcher.processes["decode-1", 1].idle.set()
+        assert one(supervisor.view(), "worker-2").state is WorkerState.DRAINING
+        await seen(supervisor, lambda view: ("worker-2", 1) in launcher.processes)
+        launcher.processes["worker-2", 1].idle.set()
         view = await seen(supervisor, all_ready)
         assert [(info.worker_id, info.epoch) for info in view.workers if info.role is Role.DECODE] == (
-            [("decode-0", 1), ("decode-1", 2)] if restart else [("decode-0", 1)]
+            [("worker-1", 1), ("worker-2", 2)] if restart else [("worker-1", 1)]
         )
 
     succeeded(first, second, config(decode=2))
@@ -519,16 +527,121 @@ def test_no_life_begins_before_its_epoch_is_recorded(monkeypatch: pytest.MonkeyP
 
         async def recorded(ref: WorkerRef) -> None:
             assert records.record is not None
-            assert records.record.pools[ref.role].epochs[ref.worker_id] == ref.epoch
+            assert records.record.epochs[ref.worker_id] == ref.epoch
 
         launcher.on_start = recorded
         supervisor = Supervisor(config(), launcher, records)
         async with asyncio.timeout(10):
             await supervisor.start()
             await supervisor.settle(5)
-            launcher.processes["decode-0", 1].die()
-            view = await seen(supervisor, lambda view: one(view, "decode-0").epoch > 1 and all_ready(view))
+            launcher.processes["worker-1", 1].die()
+            view = await seen(supervisor, lambda view: one(view, "worker-1").epoch > 1 and all_ready(view))
             assert [info.epoch for info in view.workers] == [1, 2], "no start failed"
             await supervisor.close()
+
+    asyncio.run(run())
+
+
+def test_a_flip_tells_the_worker_and_the_routers() -> None:
+    async def scenario(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
+        await supervisor.start()
+        await supervisor.settle(5)
+        known = supervisor.view().version
+        supervisor.flip("worker-3", Role.PREFILL)
+        view = await supervisor.watch(known)
+        info = one(view, "worker-3")
+        assert (info.role, info.term, info.epoch, info.state) == (Role.PREFILL, 1, 1, WorkerState.READY)
+        assert view.wanted == {Role.PREFILL: 3, Role.DECODE: 1}
+        process = launcher.processes["worker-3", 1]
+        await process.told
+        assert process.roles == [Role.PREFILL]
+        supervisor.flip("worker-3", Role.PREFILL)
+        assert one(supervisor.view(), "worker-3").term == 1, "it has that role"
+        with pytest.raises(InvalidRequestError, match="the only decode worker"):
+            supervisor.flip("worker-2", Role.PREFILL)
+        with pytest.raises(InvalidRequestError, match="worker-9") as caught:
+            supervisor.flip("worker-9", Role.PREFILL)
+        assert caught.value.param == "worker"
+        process.die()
+        view = await seen(supervisor, lambda view: one(view, "worker-3").epoch == 2 and all_ready(view))
+        assert one(view, "worker-3").role is Role.PREFILL
+        assert launcher.processes["worker-3", 2].role is Role.PREFILL
+
+    supervised(scenario, config(prefill=2, decode=2))
+
+
+def test_scaling_flips_where_one_role_gives_what_the_other_takes() -> None:
+    async def scenario(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
+        await supervisor.start()
+        await supervisor.settle(5)
+        supervisor.scale({Role.PREFILL: 1, Role.DECODE: 4}, anything_fits)
+        roles = {info.worker_id: info.role for info in supervisor.view().workers}
+        assert roles.pop("worker-4") is Role.DECODE, "one more starts"
+        assert roles == {f"worker-{n}": Role.PREFILL if n == 0 else Role.DECODE for n in range(4)}
+        await supervisor.settle(5)
+        assert sorted(launcher.processes) == [(f"worker-{n}", 1) for n in range(5)], "nobody was started anew"
+        supervisor.scale({Role.PREFILL: 2, Role.DECODE: 2}, anything_fits)
+        view = await seen(supervisor, lambda view: sum(info.state is WorkerState.READY for info in view.workers) == 4)
+        assert [info.worker_id for info in view.workers if info.role is Role.PREFILL] == ["worker-0", "worker-4"]
+
+    supervised(scenario, config(prefill=2, decode=2, drain_s=0.05))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("resources", {"GPU": 1.0}), ("tensor_parallel_size", 2), ("kv_cache_tokens", 512)]
+)
+def test_workers_that_differ_do_not_flip(name: str, value: Any) -> None:
+    settings = config(prefill=2, decode=2, drain_s=0.05)
+    settings = settings.model_copy(update={"decode": settings.decode.model_copy(update={name: value})})
+
+    async def scenario(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
+        await supervisor.start()
+        await supervisor.settle(5)
+        with pytest.raises(InvalidRequestError, match=rf"prefill\.{name} and decode\.{name} differ"):
+            supervisor.flip("worker-3", Role.PREFILL)
+        supervisor.scale({Role.PREFILL: 1, Role.DECODE: 3}, anything_fits)
+        view = await seen(supervisor, lambda view: len(view.workers) == 4 and all_ready(view))
+        assert all(info.term == 0 for info in view.workers), "it ends one and starts one"
+
+    supervised(scenario, settings)
+
+
+def test_a_colocated_cluster_has_nobody_to_flip() -> None:
+    settings = ClusterConfig(
+        disaggregation="never", prefill=PrefillConfig(workers=0), decode=DecodeConfig(workers=2), limits=LimitsConfig()
+    )
+
+    async def scenario(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
+        await supervisor.start()
+        with pytest.raises(InvalidRequestError, match="do both"):
+            supervisor.flip("worker-1", Role.PREFILL)
+
+    supervised(scenario, settings)
+
+
+def test_roles_outlive_the_controller() -> None:
+    async def run() -> None:
+        records = ScriptedRecords()
+        first = Supervisor(config(prefill=2, decode=1), ScriptedLauncher(), records)
+        async with asyncio.timeout(10):
+            await first.start()
+            await first.settle(5)
+            first.flip("worker-1", Role.DECODE)
+            await first._save()
+            assert records.record is not None
+            assert records.record.pools[Role.DECODE].desired == 2
+            assert records.record.pools[Role.PREFILL].desired == 1
+            launcher = ScriptedLauncher()
+            launcher.left = {WorkerLife(f"worker-{n}", 1) for n in range(3)}
+            second = Supervisor(config(prefill=2, decode=1), launcher, records)
+            await second.start()
+            view = await seen(second, all_ready)
+            assert {info.worker_id: (info.role, info.term) for info in view.workers} == {
+                "worker-0": (Role.PREFILL, 0),
+                "worker-1": (Role.DECODE, 1),
+                "worker-2": (Role.DECODE, 0),
+            }
+            await first.close()
+            await second.close()
 
     asyncio.run(run())

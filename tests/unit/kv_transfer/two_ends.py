@@ -31,7 +31,6 @@ from protocol.messages import (
     PairOpen,
     PushAnnounce,
     PushCommit,
-    Role,
     Ticket,
     TransferAbort,
     WorkerRef,
@@ -42,7 +41,7 @@ from tests.unit.load_reports import load_report
 SECRET = b"k" * 32
 LAYERS, HEADS, HEAD_DIM, BLOCK_SIZE, BLOCKS = 3, 2, 8, 4, 16
 LAYOUT = KvLayout("hash", "float32", LAYERS, HEADS, HEAD_DIM, 1, "cpu")
-PREFILL = WorkerRef("prefill-0", 1, Role.PREFILL, "tcp://127.0.0.1:1")
+PREFILL = WorkerRef("prefill-0", 1, "tcp://127.0.0.1:1")
 LEASE_S = 1.0
 DONE = 0
 """A step that is over."""
@@ -86,7 +85,7 @@ class Decode:
         self.pairs: dict[bytes, ReceivingPair] = {}
         self.transports = transports
         server = WireServer(SECRET, "127.0.0.1")
-        self.ref = WorkerRef("decode-0", 5, Role.DECODE, server.address, len(pools))
+        self.ref = WorkerRef("decode-0", 5, server.address, len(pools))
         self.handlers: dict[type[Any], Callable[[bytes, Any], None]] = {
             PairOpen: self.open_pair,
             PushAnnounce: lambda peer, message: self.pairs[peer].announce(message),

@@ -37,6 +37,7 @@ class ScriptedController:
         self.view = ClusterView(0, ())
         self.scaled: list[tuple[Role, int]] = []
         self.drained: list[tuple[str, bool]] = []
+        self.flipped: list[tuple[str, Role]] = []
         self.open_requests: dict[str, int] = {}
         self.away = False
         self._changed = asyncio.Event()
@@ -59,6 +60,11 @@ class ScriptedController:
         if self.away:
             raise ConnectionError("the controller is gone")
         self.drained.append((worker_id, restart))
+
+    async def flip(self, worker_id: str, role: Role) -> None:
+        if self.away:
+            raise ConnectionError("the controller is gone")
+        self.flipped.append((worker_id, role))
 
     async def note_open_requests(self, router_id: str, count: int) -> None:
         self.open_requests[router_id] = count

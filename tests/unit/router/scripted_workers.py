@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from configs.arithmetic import ceil_div
-from protocol.audit import Audit, DecodeBooks, Owner, PrefillBooks, PromptRow, TicketRow
+from protocol.audit import Audit, Books, Owner, PromptRow, TicketRow
 from protocol.cache.reset import CacheErased, CacheReset
 from protocol.endpoint import Endpoint
 from protocol.errors import KvTransferError, OverloadedError, TandemError
@@ -95,7 +95,7 @@ class ScriptedWorker:
         self.fail_with: TandemError | None = None
         """Answer the next questions with this."""
         self._server = WireServer(secret, "127.0.0.1")
-        self.ref = WorkerRef(worker_id, epoch, self.role, self._server.address, arithmetic=arithmetic)
+        self.ref = WorkerRef(worker_id, epoch, self._server.address, arithmetic=arithmetic)
         self._tasks: set[asyncio.Task[None]] = set()
         self.reset: list[str | None] = []
         """Whose cached KV was to be erased."""
@@ -153,8 +153,8 @@ class ScriptedWorker:
             cached_blocks=0,
             prefix_cache_queries=0,
             prefix_cache_hits=0,
-            prefill=prefill if self.ref.role is Role.PREFILL else None,
-            decode=decode if self.ref.role is Role.DECODE else None,
+            prefill=prefill if self.role is Role.PREFILL else None,
+            decode=decode if self.role is Role.DECODE else None,
             **values,
         )
 
@@ -225,7 +225,7 @@ class ScriptedPrefill(ScriptedWorker):
             PromptRow(ticket.ticket_id, ticket.transfer_id, ticket.worker.worker_id, ticket.worker.epoch, 0, False, False)
             for ticket in tickets
         )
-        self.send(router, PrefillBooks(message.call_id, self.total_blocks, self.total_blocks, 0, 0, prompts, (), (), ()))
+        self.send(router, Books(message.call_id, self.total_blocks, self.total_blocks, 0, 0, prompts=prompts))
 
     def _cancel(self, router: bytes, message: Cancel) -> None:
         self.cancelled.append(message.request_id)
@@ -350,4 +350,4 @@ class ScriptedDecode(ScriptedWorker):
             for ticket_id, num_blocks in self.tickets.items()
         )
         owned = sum(self.tickets.values())
-        self.send(router, DecodeBooks(message.call_id, self.total_blocks, self.free_blocks, owned, owned, rows, (), (), ()))
+        self.send(router, Books(message.call_id, self.total_blocks, self.free_blocks, owned, owned, tickets=rows))

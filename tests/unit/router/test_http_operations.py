@@ -124,6 +124,20 @@ def test_scale_reaches_the_controller(run_cluster: Run) -> None:
     run_cluster(test)
 
 
+def test_flip_reaches_the_controller(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        response = await cluster.http.post("/admin/flip", json={"worker_id": "decode-0", "role": "prefill"})
+        assert response.json() == {"worker_id": "decode-0", "role": "prefill"}
+        assert cluster.controller.flipped == [("decode-0", Role.PREFILL)]
+        for wrong, named in (({"role": "prefill"}, "worker_id"), ({"worker_id": "decode-0", "role": "both"}, "role")):
+            refused = await cluster.http.post("/admin/flip", json=wrong)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, named)
+        cluster.controller.away = True
+        assert (await cluster.http.post("/admin/flip", json={"worker_id": "d", "role": "decode"})).status_code == 503
+
+    run_cluster(test)
+
+
 def test_drain_reaches_the_controller(run_cluster: Run) -> None:
     async def test(cluster: Any) -> None:
         response = await cluster.http.post("/admin/drain", json={"worker": "decode-1"})
@@ -165,7 +179,7 @@ def test_admin_key(run_cluster: Run, header: str | None) -> None:
     async def test(cluster: Any) -> None:
         headers = {} if header is None else {"authorization": header.encode()}
         asked = [("GET", "/admin/status"), ("GET", "/admin/audit"), ("POST", "/admin/scale"), ("POST", "/admin/drain")]
-        asked.append(("POST", "/admin/cache"))
+        asked += [("POST", "/admin/cache"), ("POST", "/admin/flip")]
         for method, path in asked:
             response = await cluster.http.request(method, path, headers=headers)
             assert response.status_code == 401

@@ -48,7 +48,7 @@ def read(metrics: Metrics) -> dict[tuple[str, tuple[str, ...]], float]:
 
 
 def test_workers_are_read_at_scrape_time() -> None:
-    samples = [WorkerSample("d0", Role.DECODE, WorkerState.READY, 2, None)]
+    samples = [WorkerSample("d0", Role.DECODE, WorkerState.READY, 2, 1, None)]
     metrics = Metrics("m", lambda: ClusterSample(samples, {Role.DECODE: 2}))
     before = read(metrics)
     assert before["tandem:workers_wanted", ("decode",)] == 2
@@ -56,7 +56,7 @@ def test_workers_are_read_at_scrape_time() -> None:
     assert before["tandem:workers", ("decode", "starting")] == 0
     assert before["tandem:worker_restarts_total", ("decode", "d0")] == 2
     assert ("tandem:num_requests_running", ("decode", "d0")) not in before, "unknown is not zero"
-    samples[:] = [WorkerSample("d0", Role.DECODE, WorkerState.READY, 2, REPORT)]
+    samples[:] = [WorkerSample("d0", Role.DECODE, WorkerState.READY, 2, 1, REPORT)]
     after = read(metrics)
     assert after["tandem:num_requests_running", ("decode", "d0")] == 3
     assert after["tandem:num_requests_waiting", ("decode", "d0")] == 4
@@ -71,7 +71,7 @@ def test_workers_are_read_at_scrape_time() -> None:
     tier = TierReport("memory", 7, 7000, 5, 1, 2, 3, 4, 5000, 600)
     samples[:] = [
         WorkerSample(
-            "d0", Role.DECODE, WorkerState.READY, 2, replace(REPORT, tiers=(tier,), brought=Brought.of("disk", 80, 0.1))
+            "d0", Role.DECODE, WorkerState.READY, 2, 1, replace(REPORT, tiers=(tier,), brought=Brought.of("disk", 80, 0.1))
         )
     ]
     tiered = read(metrics)

@@ -9,7 +9,7 @@ import pytest
 
 from configs.schema import LimitsConfig
 from protocol.errors import WorkerLostError
-from protocol.messages import Role, WorkerRef
+from protocol.messages import WorkerRef
 from protocol.wire import WireClient
 from router.dispatch.links import WorkerLink
 
@@ -39,7 +39,7 @@ def test_streams_fail_though_the_next_life_is_heard_of_meanwhile(turns: int) -> 
 
     async def scenario() -> None:
         connection = Connection()
-        ref = WorkerRef("decode-0", 1, Role.DECODE, "tcp://127.0.0.1:1")
+        ref = WorkerRef("decode-0", 1, "tcp://127.0.0.1:1")
         link = WorkerLink(ref, cast(WireClient, connection), LimitsConfig(), lambda: None, lambda: None)
         stream = link.streams.open(1)
         running = asyncio.create_task(link.run())

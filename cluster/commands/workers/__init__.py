@@ -1,0 +1,1 @@
+"""Commands that change how many workers there are, or what they do."""

@@ -1,0 +1,144 @@
+"""The pools of both roles together: how many workers each should have, and who goes over from one to the other.
+
+Pure, as `cluster.pool` is: wishes and events come in, orders for the outside world go out. Where workers of the two roles are
+not alike, they stay in theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+from cluster.pool import Action, Pool, PoolRecord, TakeRole, WorkerIds
+from cluster.ray.placement import pool_of
+from configs.schema import ClusterConfig
+from protocol.cluster_view import WorkerInfo
+from protocol.errors import InvalidRequestError
+from protocol.messages import Role
+
+CheckRoom = Callable[[Mapping[Role, int], Collection[Role]], None]
+"""Raises InvalidRequestError, naming one of the second argument's roles, if the first one's workers can't all be had."""
+_ALIKE = ("resources", "tensor_parallel_size", "kv_cache_tokens")
+"""What a worker brings along from the role that it began with, so that routers find all workers of a role alike."""
+
+
+class Pools:
+    """All workers of a cluster, by role. A worker is in one pool at a time."""
+
+    def __init__(
+        self, config: ClusterConfig, records: Mapping[Role, PoolRecord] | None = None, epochs: Mapping[str, int] | None = None
+    ) -> None:
+        """`records` and `epochs` are those of former pools, if there were some."""
+        self._config = config
+        self._ids = WorkerIds(epochs)
+        self._pools = {role: Pool(role, self._ids, (records or {}).get(role, PoolRecord())) for role in Role}
+        self.roles = [role for role in Role if config.disaggregation != "never" or role is Role.DECODE]
+        """Those that the cluster has."""
+
+    @property
+    def epochs(self) -> Mapping[str, int]:
+        """The last epoch of every worker id that there ever was."""
+        return self._ids.epochs
+
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        """All workers, those of prefill first."""
+        return tuple(info for pool in self._pools.values() for info in pool.workers())
+
+    def wanted(self) -> dict[Role, int]:
+        """How many workers there should be of each role that the cluster has."""
+        return {role: self._pools[role].desired for role in self.roles}
+
+    def records(self) -> dict[Role, PoolRecord]:
+        """What other pools can be made from."""
+        return {role: pool.record() for role, pool in self._pools.items()}
+
+    def settled(self) -> bool:
+        """Whether every wanted worker takes requests."""
+        return all(pool.settled() for pool in self._pools.values())
+
+    def start(self) -> list[Action]:
+        """Want the configured number of workers."""
+        return [action for role in self.roles for action in self._pools[role].scale(pool_of(self._config, role).workers)]
+
+    def resume(self) -> list[Action]:
+        """Go on where the former pools have ended. Call it once, before anything else."""
+        return [action for pool in self._pools.values() for action in pool.resume()]
+
+    def scale(self, sizes: Mapping[Role, int], check_room: CheckRoom) -> list[Action]:
+        """Want this many workers of these roles. Where one gives up what the other takes, workers go over.
+
+        Raises InvalidRequestError for a role that the cluster lacks, for none, for more than is allowed, and what `check_room`
+        raises; then nothing has changed.
+        """
+        for role, workers in sizes.items():
+            if role not in self.roles:
+                raise InvalidRequestError("this cluster is colocated: its decode workers compute the prompts", param=role.value)
+            most = pool_of(self._config, role).max_workers
+            if not 1 <= workers <= most:
+                problem = f"{role.value} must be 1 to {most} workers ({role.value}.max_workers), got {workers}"
+                raise InvalidRequestError(problem, param=role.value)
+        present = self.wanted()
+        if any(workers > present[role] for role, workers in sizes.items()):
+            check_room({**present, **sizes}, tuple(sizes))
+        actions = self._flips_towards({**present, **sizes})
+        for role, workers in sizes.items():
+            actions += self._pools[role].scale(workers)
+        return actions
+
+    def drain(self, worker_id: str, *, restart: bool) -> list[Action]:
+        """Let a worker go, or start anew, when it has given its work away.
+
+        Raises InvalidRequestError if there is no such worker, or if it can't be spared.
+        """
+        return self._pool_with(worker_id).drain(worker_id, restart=restart)
+
+    def flip(self, worker_id: str, role: Role) -> list[Action]:
+        """Have a worker do the work of this role from now on. Its streams move, its prompts go elsewhere.
+
+        Raises InvalidRequestError if there is no such worker, if it is not ready or can't be spared, or if workers of the two
+        roles differ in more than what they do.
+        """
+        pool = self._pool_with(worker_id)
+        if pool.role is role:
+            return []
+        if (problem := self._why_not_alike()) is not None:
+            raise InvalidRequestError(f"no worker can flip: {problem}", param="role")
+        return self._hand_over(worker_id, pool, self._pools[role])
+
+    def role_of(self, worker_id: str) -> Role:
+        """The role that a worker has now. Raises InvalidRequestError if there is no such worker."""
+        return self._pool_with(worker_id).role
+
+    def tell(self, worker_id: str, event: Callable[[Pool], list[Action]]) -> list[Action]:
+        """Tell the pool that a worker is in now what has become of it. Of a worker in none, nobody wants to hear."""
+        pool = next((pool for pool in self._pools.values() if worker_id in pool), None)
+        return [] if pool is None else event(pool)
+
+    def _flips_towards(self, wanted: Mapping[Role, int]) -> list[Action]:
+        actions: list[Action] = []
+        if self._why_not_alike() is None:
+            surplus = {role: self._pools[role].desired - wanted[role] for role in self.roles}
+            giving, taking = sorted(self.roles, key=lambda role: -surplus[role])
+            for _ in range(min(surplus[giving], -surplus[taking])):
+                worker_id = self._pools[giving].spare()
+                if worker_id is not None:
+                    actions += self._hand_over(worker_id, self._pools[giving], self._pools[taking])
+        return actions
+
+    def _hand_over(self, worker_id: str, giving: Pool, taking: Pool) -> list[Action]:
+        member = giving.hand_over(worker_id)
+        taking.take(member)
+        return [TakeRole(worker_id, member.info.epoch, taking.role)]
+
+    def _why_not_alike(self) -> str | None:
+        """What keeps workers of one role from doing the other's work."""
+        if len(self.roles) < len(Role):
+            return "this cluster is colocated, so all of its workers do both"
+        prefill, decode = (pool_of(self._config, role) for role in Role)
+        different = [name for name in _ALIKE if getattr(prefill, name) != getattr(decode, name)]
+        return f"prefill.{different[0]} and decode.{different[0]} differ" if different else None
+
+    def _pool_with(self, worker_id: str) -> Pool:
+        pool = next((pool for pool in self._pools.values() if worker_id in pool), None)
+        if pool is None:
+            raise InvalidRequestError(f"there is no worker {worker_id!r:.100}; `tandem status` lists them", param="worker")
+        return pool

@@ -1,0 +1,116 @@
+"""Workers change their roles while requests run: every answer is what it would have been, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from configs.facts import ModelFacts
+from protocol.cluster_view import WorkerState
+from protocol.messages import Role
+from protocol.sampling import SamplingParams
+from tests.fault.many_decodes import CONFIG, ManyDecodes, Said, run_many_decodes
+from tests.fault.scenarios import prompt_of, run, seeds
+from tests.fault.test_migration import cases, endless, same, undisturbed
+
+ALWAYS = CONFIG.model_copy(update={"disaggregation": "always"})
+
+
+async def ask_all(many: ManyDecodes, wanted: Sequence[tuple[list[int], SamplingParams]]) -> list[Said]:
+    return await asyncio.gather(*(many.ask(prompt, sampling) for prompt, sampling in wanted))
+
+
+def computed(many: ManyDecodes, worker_id: str) -> int:
+    """Prompt tokens that a worker has computed for others."""
+    load = many.decodes[worker_id].core.load()
+    assert load.prefill is not None
+    return load.prefill.computed_tokens
+
+
+@pytest.mark.parametrize("ranks", [(), (2, 1)], ids=["alone", "gang"])
+def test_streams_leave_a_decode_worker_that_flips(small_model: ModelFacts, ranks: Sequence[int]) -> None:
+    """It computes prompts at once, and what it has cached is still of use."""
+
+    async def scenario() -> None:
+        async with run_many_decodes(small_model, 2, ALWAYS, ranks) as many:
+            wanted = [(prompt, endless(300)) for prompt, _ in cases(1, 300)]
+            expected = await undisturbed(many, wanted)
+            many.controller.mark("decode-1", WorkerState.DRAINING)
+            await many.until(lambda: len(many.roster.ready(Role.DECODE)) == 1)
+            asking = asyncio.create_task(ask_all(many, wanted))
+            await many.until(lambda: many.running("decode-0") == 8)
+            many.controller.mark("decode-1", WorkerState.READY)
+            await many.until(lambda: len(many.roster.ready(Role.DECODE)) == 2)
+            cached = many.decodes["decode-0"].core.load().cached_blocks
+            await many.flip("decode-0")
+            await many.until(lambda: len(many.roster.ready(Role.PREFILL)) == 2)
+            prompt = prompt_of(90, 77)
+            for number in range(6):
+                await many.ask([*prompt, number], endless(4))
+                if computed(many, "decode-0"):
+                    break
+            assert computed(many, "decode-0") > 0, "it is chosen for prompts while its streams move"
+            answers = await asking
+            assert same(answers, expected)
+            assert not any(answer.resumes for answer in answers), "nothing was computed anew"
+            assert many.moves()["moved"] == 8
+            assert many.decodes["decode-0"].core.load().cached_blocks >= cached
+
+    run(scenario())
+
+
+def test_prompts_go_back_from_a_prefill_worker_that_flips(small_model: ModelFacts) -> None:
+    """Those that no step has begun are computed elsewhere, the others where they are."""
+
+    async def scenario() -> None:
+        async with run_many_decodes(small_model, 2, ALWAYS) as many:
+            wanted = [(prompt_of(400 + n, n), endless(6)) for n in range(12)]
+            expected = await undisturbed(many, wanted)
+            await many.flip("decode-1")
+            await many.until(lambda: len(many.roster.ready(Role.PREFILL)) == 2)
+            asking = asyncio.create_task(ask_all(many, wanted))
+            await many.until(lambda: many.prefill.core.load().waiting > 0)
+            await many.flip("prefill-0")
+            assert all(job.began is not None for job in many.prefill._jobs), "the others went back"
+            await many.until(lambda: len(many.roster.ready(Role.DECODE)) == 2)
+            assert same(await asking, expected)
+            answers = await ask_all(many, [(prompt_of(20 + n, 50 + n), endless(30)) for n in range(8)])
+            assert all(len(answer.token_ids) == 30 for answer in answers)
+            load = many.prefill.core.load()
+            assert load.decode is not None
+            assert load.decode.generated_tokens > 0, "it decodes now"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("seed", seeds(1, 6))
+def test_any_flips_under_load_change_nothing(small_model: ModelFacts, seed: int) -> None:
+    async def scenario() -> None:
+        rng = random.Random(seed)
+        async with run_many_decodes(small_model, 3) as many:
+            wanted = cases(seed, 150)
+            expected = await undisturbed(many, wanted)
+            over = asyncio.Event()
+
+            async def flipping() -> int:
+                count = 0
+                while not over.is_set():
+                    worker_id = rng.choice(["prefill-0", *many.decodes])
+                    role = many.controller.role_of(worker_id)
+                    others = [each for each in ("prefill-0", *many.decodes) if each != worker_id]
+                    if any(many.controller.role_of(each) is role for each in others):
+                        await many.flip(worker_id)
+                        count += 1
+                    await asyncio.sleep(rng.uniform(0.0, 0.05))
+                return count
+
+            flips = asyncio.create_task(flipping())
+            for _ in range(3):
+                assert same(await ask_all(many, wanted), expected)
+            over.set()
+            assert await flips > 10
+
+    run(scenario())
