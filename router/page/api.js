@@ -81,7 +81,14 @@ function lost() {
   return new Failure("The connection was lost before the answer was complete.");
 }
 
-async function request(path, key, options) {
+/**
+ * The answer at a path, relative to the page. Its body is still to be read.
+ * @param {string} path
+ * @param {string | null} key sent as Bearer token
+ * @param {RequestInit} options
+ * @returns {Promise<Response>} Throws Failure, or AbortError.
+ */
+export async function request(path, key, options) {
   const headers = { ...options.headers, ...(key ? { authorization: `Bearer ${key}` } : {}) };
   let response;
   try {

@@ -1,7 +1,8 @@
-"""Serves the chat page: an HTML file, its style, its scripts and its icon, read once and kept in memory.
+"""Serves the chat page and the operators' page: HTML files, their styles and scripts and an icon, read once and kept in memory.
 
-The page is a client of /v1 like any other. It holds nothing secret, so it is served to everybody, with keys or without. What it
-may do is little: it loads nothing from other hosts, talks to none, has no inline code, and no text becomes HTML.
+The chat page is a client of /v1 like any other, the operators' page one of /admin and /metrics. They hold nothing secret, so
+they are served to everybody, with keys or without. What they may do is little: they load nothing from other hosts, talk to
+none, have no inline code, and no text becomes HTML.
 """
 
 from __future__ import annotations
@@ -19,8 +20,19 @@ PAGE_FILES = {
     "/page/api.js": "api.js",
     "/page/text.js": "text.js",
     "/page/icon.svg": "icon.svg",
+    "/ops": "ops/ops.html",
+    "/page/ops/ops.css": "ops/ops.css",
+    "/page/ops/ops.js": "ops/ops.js",
+    "/page/ops/actions.js": "ops/actions.js",
+    "/page/ops/changes.js": "ops/changes.js",
+    "/page/ops/charts.js": "ops/charts.js",
+    "/page/ops/elements.js": "ops/elements.js",
+    "/page/ops/events.js": "ops/events.js",
+    "/page/ops/figures.js": "ops/figures.js",
+    "/page/ops/panels.js": "ops/panels.js",
+    "/page/ops/topology.js": "ops/topology.js",
 }
-"""Paths to files beside this one. The HTML names the others relative to itself, so a proxy may put all of it under a prefix."""
+"""Paths to files in this folder. The HTML names the others relative to itself, so a proxy may put all of it under a prefix."""
 
 _MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
@@ -45,8 +57,8 @@ _HEADERS = {
 
 
 def page_routes() -> list[BaseRoute]:
-    """Return one route for each file of the page. They are not part of the API, so the OpenAPI document leaves them out."""
-    return [_route(path, Path(__file__).with_name(name)) for path, name in PAGE_FILES.items()]
+    """Return one route for each file of the pages. They are not part of the API, so the OpenAPI document leaves them out."""
+    return [_route(path, Path(__file__).parent / name) for path, name in PAGE_FILES.items()]
 
 
 def _route(path: str, file: Path) -> Route:

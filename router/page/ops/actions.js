@@ -1,0 +1,131 @@
+/**
+ * What an operator can do here: scale, drain, audit. Each has a dialog that asks first and then shows what came of it.
+ *
+ *   closed ── button ──► asking ── confirmed ──► under way ──► told, or refused ──► closed
+ *                          └──── Cancel, Esc ────────────────────────────────────────▲
+ *
+ * Who leaves the dialog while the answer is under way finds it among the events.
+ */
+
+import { Failure } from "../api.js";
+import { write } from "./elements.js";
+
+/** One dialog. `order` does what was confirmed and says in words what came of it. */
+class Action {
+  #dialog;
+  #submit;
+  #leave;
+  #outcome;
+
+  constructor(id, order, tell) {
+    this.#dialog = document.getElementById(id);
+    this.form = this.#dialog.querySelector("form");
+    const parts = ["[type=submit]", ".leave", ".outcome"];
+    [this.#submit, this.#leave, this.#outcome] = parts.map((each) => this.form.querySelector(each));
+    this.#leave.addEventListener("click", () => this.#dialog.close());
+    this.form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      void this.#run(order, tell);
+    });
+  }
+
+  open() {
+    this.#show("", "");
+    this.#enable(true);
+    this.#submit.hidden = false;
+    this.#leave.textContent = "Cancel";
+    this.#dialog.showModal();
+  }
+
+  async #run(order, tell) {
+    this.#enable(false);
+    this.#show("Asking the cluster.", "");
+    try {
+      const { event, outcome } = await order();
+      this.#show(outcome, "good");
+      tell("note", event);
+      this.#submit.hidden = true;
+      this.#leave.textContent = "Close";
+      this.#leave.focus();
+    } catch (error) {
+      const said = error instanceof Failure ? error.message : `Something in this page broke: ${error}`;
+      this.#show(said, "bad");
+      tell("bad", `refused: ${said}`);
+      this.#enable(true);
+      this.#submit.focus();
+    }
+  }
+
+  #enable(enabled) {
+    for (const each of this.form.querySelectorAll("fieldset, [type=submit]")) each.disabled = !enabled;
+  }
+
+  #show(text, kind) {
+    write(this.#outcome, text);
+    this.#outcome.dataset.kind = kind;
+  }
+}
+
+/**
+ * All actions. Returns what opens the dialog for draining a worker.
+ * @param {object} cluster `poll()` is the latest poll; `get(path)` and `post(path, body)` throw Failure
+ * @param {(kind: string, text: string) => void} tell notes an event
+ * @returns {(worker: string) => void}
+ */
+export function connectActions(cluster, tell) {
+  connectScale(cluster, tell);
+  const audit = new Action("audit", () => runAudit(cluster), tell);
+  document.getElementById("audit-button").addEventListener("click", () => audit.open());
+  return connectDrain(cluster, tell);
+}
+
+function connectScale(cluster, tell) {
+  const fields = new Map(["prefill", "decode"].map((role) => [role, document.getElementById(`scale-${role}`)]));
+  const scale = new Action("scale", () => runScale(cluster, fields), tell);
+  document.getElementById("scale-button").addEventListener("click", () => {
+    const { wanted } = cluster.poll();
+    scale.open();
+    for (const [role, field] of fields) {
+      const there = role in wanted;
+      field.closest("[data-role]").hidden = !there;
+      field.disabled = !there;
+      field.value = wanted[role] ?? "";
+    }
+  });
+}
+
+async function runScale(cluster, fields) {
+  const { wanted } = cluster.poll();
+  const sizes = {};
+  for (const [role, field] of fields) {
+    if (role in wanted && field.valueAsNumber !== wanted[role]) sizes[role] = field.valueAsNumber;
+  }
+  const asked = Object.entries(sizes).map(([role, number]) => `${number} ${role}`).join(", ");
+  if (!asked) throw new Failure("These are the numbers of workers that the cluster has already.");
+  await cluster.post("admin/scale", sizes);
+  return { event: `asked here for ${asked} workers`, outcome: `The cluster is on its way to ${asked} workers.` };
+}
+
+function connectDrain(cluster, tell) {
+  let worker = null;
+  const drain = new Action("drain", () => runDrain(cluster, worker, drain.form.elements.then.value === "restart"), tell);
+  return (name) => {
+    worker = name;
+    write(document.querySelector("#drain-heading span"), name);
+    drain.form.reset();
+    drain.open();
+  };
+}
+
+async function runDrain(cluster, worker, restart) {
+  await cluster.post("admin/drain", { worker, restart });
+  const then = restart ? "then it starts anew" : "then it ends";
+  return { event: `asked here to drain ${worker}; ${then}`, outcome: `${worker} drains, ${then}.` };
+}
+
+async function runAudit(cluster) {
+  const { leaks } = await cluster.get("admin/audit");
+  const found = leaks.map((leak) => leak.message).join("\n");
+  if (!found) return { event: "an audit found no leak", outcome: "No leak: all that workers hold is held for a request." };
+  return { event: `an audit found ${found}`, outcome: `Held though no request needs it:\n${found}` };
+}
