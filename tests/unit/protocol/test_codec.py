@@ -36,10 +36,13 @@ def test_every_message_survives_the_wire(message: Any) -> None:
         ([], "not a registered message"),
         ([1, 1, "code", "message", 5, None], "fits none"),
         (
-            [41, 1, 1, 1, 1, 1, [[1, 1, "asker", "no such state", 1, 1, True, False, 0.5]], [], [], []],
+            [41, 1, 1, 1, 1, 1, [[1, 1, "asker", "no such state", 1, 1, True, False, 0.5]], [], [], [], [], []],
             "no TicketState has the value",
         ),
-        ([41, 1, 1, 1, 1, 1, [[1, 1, ["asker"], "reserved", 1, 1, True, False, 0.5]], [], [], []], "Owner expected, got list"),
+        (
+            [41, 1, 1, 1, 1, 1, [[1, 1, ["asker"], "reserved", 1, 1, True, False, 0.5]], [], [], [], [], []],
+            "Owner expected, got list",
+        ),
     ],
 )
 def test_wrong_types_are_named(raw: Any, complaint: str) -> None:

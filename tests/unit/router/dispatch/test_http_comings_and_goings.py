@@ -60,8 +60,8 @@ def test_client_that_leaves_frees_everything(run_cluster: Run, phase: str, strea
             assert prefill.cancelled
         metrics = (await cluster.http.get("/metrics")).text
         assert 'code="cancelled"' in metrics
-        assert not cluster.router._roster.ready(Role.DECODE)[0].outstanding.in_flight
-        assert not cluster.router._roster.ready(Role.PREFILL)[0].outstanding.in_flight
+        assert not cluster.router._roster.ready(Role.DECODE)[0].claims.in_flight
+        assert not cluster.router._roster.ready(Role.PREFILL)[0].prompts.in_flight
 
     run_cluster(test, total_blocks=40, max_model_len=640)
 

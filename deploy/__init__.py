@@ -1,0 +1,1 @@
+"""What others run beside a cluster: rules for Prometheus and dashboards for Grafana."""

@@ -1,0 +1,64 @@
+"""Whether prefill and decode have the right sizes, and whether work is spread evenly."""
+
+from __future__ import annotations
+
+from deploy.grafana.boards.shared import BUSY_ROLES, WORKERS
+from deploy.grafana.panels import PER_S, Board, gauge, lines, rate, row
+
+_ENGINES = row(
+    "Engines",
+    BUSY_ROLES,
+    lines("Busy engines", "percentunit", rate("tandem:engine_busy_seconds_total", "worker")),
+    WORKERS,
+    lines(
+        "Tokens computed",
+        PER_S,
+        rate("tandem:engine_tokens_total", "role"),
+        about="Of prompts at prefill workers, of answers at decode workers.",
+    ),
+    lines(
+        "Tokens in a step",
+        "short",
+        rate("tandem:engine_tokens_total", "role") / rate("tandem:engine_steps_total", "role"),
+        about="At decode workers it is the size of the batch.",
+    ),
+    lines("Steps", PER_S, rate("tandem:engine_steps_total", "worker")),
+)
+
+_QUEUES = row(
+    "Queues",
+    lines(
+        "Requests that wait",
+        "short",
+        gauge("tandem:router_requests_waiting").named("at routers"),
+        gauge("tandem:num_requests_waiting", "role").named("at {{role}} workers"),
+        about="At routers they wait for room at any worker.",
+    ),
+    lines("Prompt tokens not yet computed", "short", gauge("tandem:queued_prompt_tokens", "worker")),
+    lines("Sequences in the current step", "short", gauge("tandem:num_requests_running", "worker")),
+)
+
+_BETWEEN = row(
+    "Between the roles",
+    lines(
+        "Where prompts are computed",
+        "reqps",
+        rate("tandem:disaggregation_decisions_total", "decision"),
+        about="there: at a prefill worker; here: where they are decoded.",
+    ).wide(),
+    lines("Prompt tokens computed, by role", PER_S, rate("tandem:prefilled_tokens_total", "role")).wide(),
+    lines(
+        "Streams that moved",
+        PER_S,
+        rate("tandem:migrations_total", "reason, outcome"),
+        about="From one decode worker to another, for a drain, a flip or for balance.",
+    ).wide(),
+    lines("Workers that changed their role", PER_S, rate("tandem:role_flips_total", "worker")).wide(),
+)
+
+BALANCE = Board(
+    "tandem-balance",
+    "Tandem: balance of prefill and decode",
+    "Which role is short, and is work spread evenly over its workers?",
+    (_ENGINES, _QUEUES, _BETWEEN),
+)

@@ -1,0 +1,80 @@
+"""Whether everything is well, on one page."""
+
+from __future__ import annotations
+
+from deploy.grafana.boards.shared import (
+    ALERTS,
+    BURN_RATES,
+    BUSY_ROLES,
+    BY_RULES,
+    ERRORS,
+    GAPS,
+    TIME_TO_FIRST_TOKEN,
+    WORKERS,
+)
+from deploy.grafana.panels import PER_S, Board, Query, gauge, lines, number, rate, row
+
+_COUNTED = rate("tandem_slo:all_total", where='slo="errors"')
+_GOOD = rate("tandem_slo:good_total", where='slo="errors"')
+_AT_WORKERS = gauge("tandem:num_requests_running") + gauge("tandem:num_requests_waiting")
+
+_NOW = row(
+    "Now",
+    number("Requests that ended well", "reqps", rate("tandem:request_success_total")),
+    number("Tokens of answers", PER_S, rate("tandem:generation_tokens_total")),
+    number(
+        "Requests under way",
+        "short",
+        _AT_WORKERS.named("at workers"),
+        gauge("tandem:router_requests_waiting").named("wait for room"),
+    ),
+    number(
+        "Requests that failed", "percentunit", (_COUNTED - _GOOD) / _COUNTED, about=f"By a fault of the cluster. {BY_RULES}"
+    ),
+    number(
+        "Workers",
+        "short",
+        gauge("tandem:workers", where='state="ready"').named("ready"),
+        gauge("tandem:workers_wanted").named("wanted"),
+    ),
+    number(
+        "Alerts", "short", Query(f"count({ALERTS.expr})").or_zero(), about="From the rules in deploy/prometheus/alerts.yml."
+    ),
+)
+
+_TRAFFIC = row(
+    "Traffic",
+    lines(
+        "Requests that ended well",
+        "reqps",
+        rate("tandem:request_success_total", "finished_reason"),
+        about="By the reason for which the answer ended.",
+    ),
+    ERRORS,
+    lines(
+        "Tokens",
+        PER_S,
+        rate("tandem:prompt_tokens_total").named("of prompts"),
+        rate("tandem:generation_tokens_total").named("of answers"),
+    ),
+)
+
+_KV_POOLS = lines(
+    "KV pools, by role",
+    "percentunit",
+    gauge("tandem:kv_cache_usage_perc", "role", how="max").named("{{role}}, fullest"),
+    gauge("tandem:kv_cache_usage_perc", "role", how="avg").named("{{role}}, mean"),
+    about="Share of a pool's blocks that requests hold. Blocks that only the prefix cache holds count as free.",
+)
+
+OVERVIEW = Board(
+    "tandem-overview",
+    "Tandem: overview",
+    "Is everything well? Traffic, latency against the objectives, workers and memory.",
+    (
+        _NOW,
+        _TRAFFIC,
+        row("Latency", TIME_TO_FIRST_TOKEN, GAPS, BURN_RATES),
+        row("Workers", WORKERS, BUSY_ROLES, _KV_POOLS),
+    ),
+)

@@ -1,0 +1,50 @@
+"""Who uses how much."""
+
+from __future__ import annotations
+
+from deploy.grafana.panels import PER_S, Board, Query, bars, gauge, increase, lines, rate, row
+
+_PROMPTS, _ANSWERS = "tandem:tenant_prompt_tokens_total", "tandem:tenant_generation_tokens_total"
+_CHOSEN = 'tenant=~"$tenant"'
+
+_USE = row(
+    "Use",
+    lines("Tokens of prompts", PER_S, rate(_PROMPTS, "tenant", _CHOSEN), stacked=True).wide(),
+    lines("Tokens of answers", PER_S, rate(_ANSWERS, "tenant", _CHOSEN), stacked=True).wide(),
+    bars("Tokens of prompts, in the time shown", "short", increase(_PROMPTS, "tenant", _CHOSEN)).wide(),
+    bars("Tokens of answers, in the time shown", "short", increase(_ANSWERS, "tenant", _CHOSEN)).wide(),
+    lines(
+        "Share of the answers",
+        "percentunit",
+        Query(
+            f"{rate(_ANSWERS, 'tenant', _CHOSEN).expr} / ignoring (tenant) group_left () {rate(_ANSWERS).expr}", "{{tenant}}"
+        ),
+        stacked=True,
+    ).wide(),
+    lines("Tenants with traffic", "short", Query(f"count({rate(_PROMPTS, 'tenant').expr} > 0)", "tenants").or_zero()).wide(),
+)
+
+_LIMITS = row(
+    "Limits and keys",
+    lines(
+        "Requests refused for want of room",
+        "reqps",
+        rate("tandem:request_errors_total", "code", 'code=~"overloaded|tenant_full"').or_zero(),
+        about="Of all tenants.",
+    ),
+    lines("Requests that wait for room", "short", gauge("tandem:router_requests_waiting", "router")),
+    lines(
+        "Problems of the file of API keys",
+        "short",
+        gauge("tandem:api_keys_skipped", how="max").named("entries that are refused"),
+        gauge("tandem:api_keys_outdated", how="max").named("the file can't be read"),
+    ),
+)
+
+TENANTS = Board(
+    "tandem-tenants",
+    "Tandem: tenants",
+    "Who uses how much? A cluster without API keys has one tenant, without a name. Beyond 100, all others are one.",
+    (_USE, _LIMITS),
+    by_tenant=True,
+)
