@@ -211,15 +211,22 @@ class Pool:
         self.desired -= 1
         return self._dismiss(member)
 
+    @property
+    def num_unready(self) -> int:
+        """Number of workers that are to stay, and are not READY. They are the first to go when fewer are wanted."""
+        return sum(member.info.state is not WorkerState.READY for member in self._staying())
+
     def spare(self) -> str | None:
-        """The id of the worker that is the first to go over to another role: the READY one with the highest index."""
+        """The id of the worker that is the first to go over to another role: the READY one with the highest index. None if no
+        other one is READY.
+        """
         ready = [member for member in self._members.values() if member.info.state is WorkerState.READY]
-        return max(ready, key=lambda member: member.index).info.worker_id if ready else None
+        return max(ready, key=lambda member: member.index).info.worker_id if len(ready) > 1 else None
 
     def hand_over(self, worker_id: str) -> Member:
         """Give a READY worker of this pool up to the pool of another role, with one worker less wanted here from now on.
 
-        Raises InvalidRequestError if it is not READY, or if no other of its role is wanted.
+        Raises InvalidRequestError if it is not READY, or if no other of its role is wanted and READY.
         """
         member = self._members[worker_id]
         if member.info.state is not WorkerState.READY:
@@ -228,6 +235,8 @@ class Pool:
             raise InvalidRequestError(
                 f"{worker_id} is the only {self.role.value} worker that is wanted: add another first", param="worker"
             )
+        if self.spare() is None:
+            raise InvalidRequestError(f"{worker_id} is the only {self.role.value} worker that is ready", param="worker")
         self.desired -= 1
         return self._members.pop(worker_id)
 

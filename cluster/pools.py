@@ -17,7 +17,7 @@ from protocol.messages import Role
 
 CheckRoom = Callable[[Mapping[Role, int], Collection[Role]], None]
 """Raises InvalidRequestError, naming one of the second argument's roles, if the first one's workers can't all be had."""
-_ALIKE = ("resources", "tensor_parallel_size", "kv_cache_tokens")
+_ALIKE = ("resources", "tensor_parallel_size", "threads", "kv_cache_tokens", "prefix_cache_tokens")
 """What a worker brings along from the role that it began with, so that routers find all workers of a role alike."""
 
 
@@ -102,6 +102,9 @@ class Pools:
             return []
         if (problem := self._why_not_alike()) is not None:
             raise InvalidRequestError(f"no worker can flip: {problem}", param="role")
+        if self._pools[role].desired >= (most := pool_of(self._config, role).max_workers):
+            problem = f"there are {most} {role.value} workers already ({role.value}.max_workers)"
+            raise InvalidRequestError(problem, param="role")
         return self._hand_over(worker_id, pool, self._pools[role])
 
     def role_of(self, worker_id: str) -> Role:
@@ -118,7 +121,7 @@ class Pools:
         if self._why_not_alike() is None:
             surplus = {role: self._pools[role].desired - wanted[role] for role in self.roles}
             giving, taking = sorted(self.roles, key=lambda role: -surplus[role])
-            for _ in range(min(surplus[giving], -surplus[taking])):
+            for _ in range(min(surplus[giving] - self._pools[giving].num_unready, -surplus[taking])):
                 worker_id = self._pools[giving].spare()
                 if worker_id is not None:
                     actions += self._hand_over(worker_id, self._pools[giving], self._pools[taking])

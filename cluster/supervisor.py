@@ -52,6 +52,8 @@ class Supervisor:
         self._processes: dict[WorkerLife, Process] = {}
         self._names: dict[WorkerLife, tuple[str, ...]] = {}
         """Names of the ranks' processes, by life that is up."""
+        self._up: set[WorkerLife] = set()
+        """Lives whose processes answer."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._version = time.time_ns()
         """Version of the view. It starts at the clock's time, since watchers may know versions of a former supervisor."""
@@ -153,7 +155,8 @@ class Supervisor:
                 case Remove():
                     self._spawn(self._remove(*life))
                 case TakeRole(role=role):
-                    self._spawn(self._take_role(life, role))
+                    log.info("%s is a %s worker from now on", life.worker_id, role.value)
+                    self._spawn(self._take_role(life))
         self._changed()
         self._spawn(self._save())
 
@@ -193,11 +196,14 @@ class Supervisor:
             process = self._processes[WorkerLife(worker_id, epoch)] = self._launcher.process(role, worker_id, epoch)
             if (names := self._names.get(WorkerLife(worker_id, epoch))) is not None:
                 await process.resume(names)
+                self._up.add(WorkerLife(worker_id, epoch))
+                self._spawn(self._take_role(WorkerLife(worker_id, epoch)))  # it may not have heard of its latest
                 self._obey(self._pools.tell(worker_id, lambda pool: pool.resumed(worker_id, epoch)))
             else:
                 await self._save()
                 started = await self._start(role, process)
                 self._names[WorkerLife(worker_id, epoch)] = process.names
+                self._up.add(WorkerLife(worker_id, epoch))
                 self._obey(self._pools.tell(worker_id, lambda pool: pool.started(started.ref, started.pids, started.node)))
                 log.info("%s epoch %d is ready, process %d on %s", worker_id, epoch, started.pids[0], started.node)
             ready_at = time.monotonic()
@@ -224,19 +230,20 @@ class Supervisor:
             reason = await self._launcher.why_not_started(role)
             raise UnavailableError(f"did not start within {start_s:g} s: {reason}") from None
 
-    async def _take_role(self, life: WorkerLife, role: Role) -> None:
-        """A worker does what it is asked by anyone. Knowing its role, it sends back what has not begun."""
-        log.info("%s is a %s worker from now on", life.worker_id, role.value)
-        process = self._processes.get(life)
-        if process is not None:
+    async def _take_role(self, life: WorkerLife) -> None:
+        """A worker does what it is asked by anyone. Knowing its role, it sends back what has not begun. One that is still taken
+        up is told then.
+        """
+        if life in self._up:
             try:
                 async with asyncio.timeout(STOP_S):
-                    await process.take_role(role)
+                    await self._processes[life].take_role(self._pools.role_of(life.worker_id))
             except (TimeoutError, TandemError) as failure:
                 log.warning("%s epoch %d was not told its role: %s", *life, failure)
 
     async def _kill(self, worker_id: str, epoch: int) -> None:
         """End a process for certain. A kill that was interrupted is repeated by whoever interrupted it."""
+        self._up.discard(WorkerLife(worker_id, epoch))
         process = self._processes.get(WorkerLife(worker_id, epoch))
         if process is not None:
             await process.kill()

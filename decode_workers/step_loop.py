@@ -77,14 +77,12 @@ class StepLoop:
     async def run(self) -> None:
         """Compute until cancelled."""
         while True:
-            batch: list[Stream] = []
-            if len(self._scheduler):
-                if self._steps.turn.locked():
-                    self.flush()  # the worker computes a prompt for others: that may last
-                async with self._steps.turn:
-                    batch = self._plan()
-                    if batch:
-                        await self._step(batch)
+            if self._steps.contended:
+                self.flush()  # the worker computes a prompt for others first: that may last
+            async with self._steps.turn():
+                batch = self._plan()
+                if batch:
+                    await self._step(batch)
             if not batch:
                 self.flush()
                 self._wake.clear()

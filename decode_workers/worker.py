@@ -129,6 +129,16 @@ class DecodeWorker:
         return self._loop.token_s
 
     @property
+    def held_blocks(self) -> int:
+        """KV blocks that tickets hold."""
+        return sum(len(entry.block_table) for entry in self.ledger)
+
+    @property
+    def growth(self) -> int | None:
+        """A block for each ticket; None while a stream waits for blocks of its own."""
+        return None if self._scheduler.num_preempted else self.ledger.num_holders
+
+    @property
     def idle(self) -> bool:
         """No ticket is here any more."""
         return not len(self.ledger)

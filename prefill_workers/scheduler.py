@@ -22,7 +22,7 @@ Who frees: `release`, called by the worker once no step and no transfer reads th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from configs.arithmetic import ceil_div
@@ -85,7 +85,15 @@ class PlannedChunk:
 class PrefillScheduler:
     """Decides which parts of which prompts each step computes, in the order of their arrival."""
 
-    def __init__(self, cache: PrefixCache, block_size: int, config: PrefillConfig) -> None:
+    def __init__(
+        self,
+        cache: PrefixCache,
+        block_size: int,
+        config: PrefillConfig,
+        growth: Callable[[], int | None] = lambda: 0,
+    ) -> None:
+        """`growth` says how many blocks a prompt that starts leaves free for others; None: none starts now."""
+        self._growth = growth
         self._cache = cache
         self._block_size = block_size
         self._max_batch_tokens = config.batch_tokens
@@ -119,9 +127,9 @@ class PrefillScheduler:
         """Number of prompts that hold blocks."""
         return self._held
 
-    def fits(self, num_tokens: int) -> bool:
-        """Whether a prompt of this many tokens can ever be computed here."""
-        return self._blocks_for(num_tokens) <= self._cache.num_blocks
+    def fits(self, num_tokens: int, others: int = 0) -> bool:
+        """Whether a prompt of this many tokens can ever be computed here while `others` have so many of the blocks."""
+        return self._blocks_for(num_tokens) <= self._cache.num_blocks - others
 
     def new_prompt(self, token_ids: Sequence[int], cache_salt: str, *, whole: bool = False) -> Prompt:
         """Make a prompt to `add`. It shares KV only with prompts of the same salt, and takes none from others if `whole`."""
@@ -191,7 +199,10 @@ class PrefillScheduler:
 
     def _start(self, prompt: Prompt, hit: int) -> bool:
         """Give the prompt its blocks, of which the first `hit` are cached; False if there are too few."""
-        block_table = self._cache.allocate(self._blocks_for(len(prompt.token_ids)), prompt.keys[:hit])
+        num_blocks, cached, growth = self._blocks_for(len(prompt.token_ids)), prompt.keys[:hit], self._growth()
+        if growth is None or (growth and self._cache.cost(num_blocks, cached) > self._cache.num_free - growth):
+            return False
+        block_table = self._cache.allocate(num_blocks, cached)
         if block_table is None:
             return False
         prompt.block_table = block_table

@@ -50,7 +50,7 @@ class PrefillWorker:
         self._max_queued = core.config.prefill.max_queued_requests
         self._send = core.endpoint.send
         self._cache = core.cache
-        self._scheduler = PrefillScheduler(core.cache, core.block_size, core.config.prefill)
+        self._scheduler = PrefillScheduler(core.cache, core.block_size, core.config.prefill, lambda: core.growth_beside(self))
         self._tokens, self._seconds = 0, 0.0
         self._wake = asyncio.Event()
         self._draining = False
@@ -71,6 +71,16 @@ class PrefillWorker:
     def token_s(self) -> float:
         """Seconds that computing a token of a prompt took; 0 if that is not known."""
         return self._seconds / self._tokens if self._tokens else 0.0
+
+    @property
+    def held_blocks(self) -> int:
+        """KV blocks that prompts hold."""
+        return sum(len(job.prompt.block_table) for job in self._jobs)
+
+    @property
+    def growth(self) -> int | None:
+        """Prompts do not grow."""
+        return 0
 
     @property
     def idle(self) -> bool:
@@ -95,9 +105,15 @@ class PrefillWorker:
         """Give up what needs a pair or a peer that is lost."""
         self._jobs.fail_broken()
         self._fetching.retire_lost()
+        if self._cache.lacking and self.core.held_beside(self):
+            for job in self._jobs:
+                if job.began is None and not job.stopped and not self._has_room(len(job.message.token_ids)):
+                    self._jobs.fail(job, self._crowded())
 
     def changed(self) -> None:
         """Look again whether a prompt can be computed."""
+        if not len(self._jobs):
+            self._cache.lacking = False
         self._wake.set()
 
     async def close(self) -> None:
@@ -136,6 +152,8 @@ class PrefillWorker:
             if len(self._jobs) >= self._max_queued:
                 raise OverloadedError(f"{len(self._jobs)} prompts are waiting already", retry_after_s=1.0)
             check_prefill(message, self.core.facts, self._scheduler)
+            if not self._has_room(len(message.token_ids)):
+                raise self._crowded()
         except TandemError as error:
             self._send(router, Failed.from_error(message.call_id, error))
             return
@@ -152,6 +170,14 @@ class PrefillWorker:
         )
         self._jobs.add(job)
         self.core.spawn(self._admit(job))
+
+    def _has_room(self, num_tokens: int) -> bool:
+        """Whether a prompt gets blocks once those before it are gone. The worker's streams may last: it had another role."""
+        growth, held = self.core.growth_beside(self), self.core.held_beside(self)
+        return growth is not None and self._scheduler.fits(num_tokens, growth + held)
+
+    def _crowded(self) -> OverloadedError:
+        return OverloadedError(f"streams hold the KV blocks of {self.me.worker_id}", retry_after_s=1.0)
 
     async def _admit(self, job: Job) -> None:
         """Make sure of the way to decode, and of the grammar, before any work is spent."""
@@ -179,7 +205,7 @@ class PrefillWorker:
         while True:
             plan: Sequence[PlannedChunk] = ()
             if len(self._jobs):
-                async with self.core.steps.turn:
+                async with self.core.steps.turn():
                     self._jobs.fail_broken()
                     plan = self._scheduler.plan()
                     if plan:

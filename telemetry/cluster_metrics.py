@@ -6,7 +6,7 @@ Every router knows all workers, so whichever is asked has all of these, each onc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -44,17 +44,13 @@ ClusterSource = Callable[[], ClusterSample]
 class ClusterCollector(Collector):
     """The families of all workers and of both pools."""
 
-    def __init__(self, model_name: str, source: ClusterSource) -> None:
+    def __init__(self, model_name: str, cluster: ClusterSample) -> None:
         self._model_name = model_name
-        self._source = source
-
-    def describe(self) -> Iterable[Metric]:
-        """Say nothing beforehand: nobody is asked for workers before Prometheus wants them."""
-        return ()
+        self._cluster = cluster
 
     def collect(self) -> Iterator[Metric]:
-        """All families as they are now."""
-        cluster = self._source()
+        """All families."""
+        cluster = self._cluster
         yield from self._pools(cluster)
         labels = ("model_name", "worker", "role")
         reports = [(self._of(sample), sample.report) for sample in cluster.workers if sample.report is not None]

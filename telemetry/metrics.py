@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.registry import Collector
 
-from telemetry.cluster_metrics import ClusterCollector, ClusterSource
+from telemetry.cluster_metrics import ClusterCollector, ClusterSample, ClusterSource
 from telemetry.counts_folder import CountsFolder
 
 # vLLM's buckets (vllm/v1/metrics/loggers.py), in seconds.
@@ -42,9 +43,9 @@ class Metrics:
         """`cluster` is asked for workers whenever the metrics are read. `folder` has the counts of all routers."""
         self.registry = CollectorRegistry()
         self._whose = model_name, "router-0" if folder is None else folder.place
-        self._read = CollectorRegistry()
-        self._read.register(ClusterCollector(model_name, cluster))
-        self._read.register(self.registry if folder is None else folder)
+        self._model_name = model_name
+        self._cluster = cluster
+        self._counts: Collector = self.registry if folder is None else folder
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "From a request's arrival to its first token.", _TTFT_BUCKETS
         )
@@ -146,8 +147,8 @@ class Metrics:
         self._cache_index_bytes.set(num_bytes)
 
     def migrated(self, reason: str, outcome: str) -> None:
-        """Count a migration. `reason`: drain or balance. `outcome`: moved, full (no room at the target), failed, or cancelled
-        (the stream ended).
+        """Count a migration. `reason`: drain, flip or balance. `outcome`: moved, full (no room at the target), failed, or
+        cancelled (the stream ended).
         """
         self._migrations.labels(*self._whose, reason, outcome).inc()
 
@@ -157,9 +158,16 @@ class Metrics:
         """
         self._copies.labels(*self._whose, outcome).inc()
 
-    def render(self) -> bytes:
-        """All metrics in Prometheus' text format."""
-        return generate_latest(self._read)
+    def sample(self) -> ClusterSample:
+        """What is known of the cluster now, for `render`. To be called in the router's loop."""
+        return self._cluster()
+
+    def render(self, cluster: ClusterSample) -> bytes:
+        """All metrics in Prometheus' text format. It reads files of all routers, and is to be called in a thread."""
+        read = CollectorRegistry()
+        read.register(ClusterCollector(self._model_name, cluster))
+        read.register(self._counts)
+        return generate_latest(read)
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(f"tandem:{name}", text, _LABELS, registry=self.registry).labels(*self._whose)

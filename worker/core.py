@@ -93,6 +93,8 @@ class WorkerCore:
         self.lender = Lender(
             self.cache, pool.block_size, self.peers, self.endpoint.send, self.spawn, self.changed, limits.lease_s
         )
+        self._niceness = self._reniced = niceness
+        """What the role wants, and what was asked for last."""
         self._roles: list[RoleWork] = []
         self._idle = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
@@ -122,6 +124,15 @@ class WorkerCore:
         """Have the worker do the work of this role, too. Called before `run`."""
         self._roles.append(role)
 
+    def growth_beside(self, role: RoleWork) -> int | None:
+        """KV blocks that new work of this role leaves to what is under way of the other's; None: it should not begin now."""
+        wanted = [other.growth for other in self._roles if other is not role]
+        return None if None in wanted else sum(each or 0 for each in wanted)
+
+    def held_beside(self, role: RoleWork) -> int:
+        """KV blocks that the other role holds."""
+        return sum(other.held_blocks for other in self._roles if other is not role)
+
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run it as long as the worker runs. While it ends, a question may still be read; nothing begins for it."""
         try:
@@ -138,6 +149,7 @@ class WorkerCore:
             self._idle.set()
         else:
             self._idle.clear()
+        self._renice()
 
     async def drain(self) -> None:
         """Take no new work. Returns when nothing is left."""
@@ -147,12 +159,20 @@ class WorkerCore:
         await self._idle.wait()
 
     async def take_role(self, role: Role) -> None:
-        """Do the work of this role from now on. Streams and prompts that run go on until they are moved or done."""
-        await self.steps.renice(NICENESS[role])
+        """Do the work of this role from now on. Streams and prompts that run go on until they are moved or done. Idempotent."""
+        self._niceness = NICENESS[role]
         for each in self._roles:
             if each.role is not role:
                 each.leave()
         self.changed()
+
+    def _renice(self) -> None:
+        """Compute as nice as the role is, but not nicer than what is there of another role."""
+        there = [NICENESS[role.role] for role in self._roles if not role.idle]
+        niceness = min([self._niceness, *there])
+        if niceness != self._reniced:
+            self._reniced = niceness
+            self.spawn(self.steps.renice(niceness))
 
     def load(self) -> LoadReport:
         """The worker's load at this moment, as routers are told it."""

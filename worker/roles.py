@@ -63,6 +63,14 @@ class RoleWork(Protocol):
         """The role's part of the worker's books at this moment. `asker` is the wire identity of the router that asks."""
 
     @property
+    def held_blocks(self) -> int:
+        """KV blocks that the role holds. Those that several share count for each."""
+
+    @property
+    def growth(self) -> int | None:
+        """KV blocks that what is under way will soon want. None: it waits for some, so that nothing new should take any."""
+
+    @property
     def idle(self) -> bool:
         """Nothing of the role's is under way."""
 

@@ -8,7 +8,8 @@ A worker that changes its role computes for both for a while: its streams go on 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 
 from engine.batch import Chunk, SampledToken
 from engine.engine_thread import EngineThread
@@ -19,9 +20,28 @@ class Steps:
     """Whoever computes takes the `turn`, plans, starts a step and awaits it, and gives the turn back."""
 
     def __init__(self, engine: EngineThread, progress: StepProgress) -> None:
-        self.turn = asyncio.Lock()
+        self._turn = asyncio.Lock()
+        self._num_waiting = 0
         self._engine = engine
         self._progress = progress
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """While inside, nobody else plans or computes."""
+        self._num_waiting += 1
+        try:
+            await self._turn.acquire()
+        finally:
+            self._num_waiting -= 1
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    @property
+    def contended(self) -> bool:
+        """Whether who wants the turn has to wait for a step of the other role."""
+        return self._turn.locked() or self._num_waiting > 0
 
     def start(
         self, chunks: Sequence[Chunk], announce: Callable[[int], None] | None = None
@@ -30,7 +50,7 @@ class Steps:
 
         `announce` gets the step's number before it begins, for pushes that send its layers as they are computed.
         """
-        assert self.turn.locked(), "whoever computes has the turn"
+        assert self._turn.locked(), "whoever computes has the turn"
         number = self._progress.begin()
         if announce is not None:
             announce(number)
@@ -40,5 +60,5 @@ class Steps:
 
     async def renice(self, niceness: int) -> None:
         """Have all further steps computed by a thread that is so much nicer than the process. Returns between two steps."""
-        async with self.turn:
+        async with self.turn():
             self._engine.renice(niceness)

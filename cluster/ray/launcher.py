@@ -130,9 +130,14 @@ class RayLauncher:
         """The ranks from `first` on."""
         pool = pool_of(self._config, role)
         bundle = bundle_of(pool)
-        if worker_id not in self._groups:
+        bundles = [bundle] * pool.tensor_parallel_size
+        former = self._groups.get(worker_id)
+        if former is not None and former.bundle_specs != bundles:  # of a worker of another role that had this id
+            remove_placement_group(former)
+            former = None
+        if former is None:
             self._groups[worker_id] = placement_group(
-                [bundle] * pool.tensor_parallel_size, strategy="STRICT_PACK", name=NAME_PREFIX + worker_id, lifetime="detached"
+                bundles, strategy="STRICT_PACK", name=NAME_PREFIX + worker_id, lifetime="detached"
             )
         actors = []
         for rank in range(first, pool.tensor_parallel_size):

@@ -103,7 +103,8 @@ class Migrator:
                 need_blocks = self._need_blocks(running)
                 target = self._target(running, need_blocks)
                 if target is not None:
-                    self._begin(running, target, need_blocks, "drain")
+                    reason = "drain" if running.claim.decode.role is Role.DECODE else "flip"
+                    self._begin(running, target, need_blocks, reason)
 
     def _target(self, running: Running, need_blocks: int) -> WorkerLink | None:
         """The worker that has a copy of the stream, or else the one with the most room; None if none has room."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +27,7 @@ from router.rules.leaks import Audited, Leak, find_leaks
 log = logging.getLogger(__name__)
 
 REGULAR_S = 60.0
-"""Seconds from one regular audit to the next."""
+"""Seconds from one regular audit to the next, on average."""
 _PATIENCE_S = 2.0
 """A worker's loop answers within milliseconds; one that takes this long serves nobody."""
 _SNAPSHOTS = 3
@@ -71,8 +72,12 @@ class RegularAudits:
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(REGULAR_S)
-            leaks = await audit(self._roster, self._lease_s)
+            await asyncio.sleep(REGULAR_S * random.uniform(0.5, 1.5))  # not all routers at once
+            try:
+                leaks = await audit(self._roster, self._lease_s)
+            except Exception:
+                log.exception("an audit failed")
+                continue
             for leak in leaks:
                 log.error("a leak at %s epoch %d: %s", leak.worker_id, leak.epoch, leak.message)
             self._on_result(len(leaks))

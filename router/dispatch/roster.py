@@ -305,7 +305,7 @@ class Roster:
                 self.update(view)
 
     def _reported(self, link: WorkerLink) -> None:
-        if self.caches is not None and link.report is not None:
+        if self.caches is not None and link.report is not None and link.role is Role.DECODE:
             self.pace.reported(link.report, link.reported_at)
         self.note_change()
 

@@ -6,6 +6,7 @@ gate noted.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 
 from starlette.requests import Request
@@ -53,7 +54,8 @@ class ProbeEndpoints:
             state = self._keyring.state()
             metrics.skipped_api_keys.set(len(state.skipped))
             metrics.outdated_api_keys.set(state.problem is not None)
-        return Response(metrics.render(), media_type=_METRICS_TYPE)
+        text = await asyncio.to_thread(metrics.render, metrics.sample())
+        return Response(text, media_type=_METRICS_TYPE)
 
 
 def _probe(problem: str | None) -> Response:

@@ -60,19 +60,30 @@ class Leak:
 
 def find_leaks(workers: Sequence[Audited], lease_s: float, patience_s: float) -> list[Leak]:
     """Find every inconsistency of one snapshot, worker by worker. `patience_s` is how long the workers had to answer."""
-    return [leak for worker in workers for leak in _leaks_of(worker, workers, lease_s, patience_s)]
+    everybody = _Everybody(_transfers_by_life(workers), _expected_transfers(workers))
+    return [leak for worker in workers for leak in _leaks_of(worker, everybody, lease_s, patience_s)]
 
 
-def _leaks_of(worker: Audited, workers: Sequence[Audited], lease_s: float, patience_s: float) -> Iterator[Leak]:
+@dataclass(frozen=True)
+class _Everybody:
+    """What the books of all workers say together."""
+
+    tickets: Mapping[WorkerLife, Collection[tuple[int, int]] | None]
+    """Ticket and transfer id of each ticket, by life; None for a worker that did not answer."""
+    expected: Collection[tuple[WorkerLife, int]] | None
+    """Tickets that some prompt or migrating stream is meant for; None if a worker that may have more did not answer."""
+
+
+def _leaks_of(worker: Audited, everybody: _Everybody, lease_s: float, patience_s: float) -> Iterator[Leak]:
     books = worker.books
     if books is None:
         yield _leak("silent", worker, f"did not answer within {patience_s:g} s")
         return
     found = _block_leaks(worker, books)
     yield from _pin_leaks(worker, books, lease_s)
-    yield from _ticket_leaks(worker, books, _expected_transfers(workers), lease_s)
-    yield from _send_leaks(worker, books, workers)
-    yield from _prompt_leaks(worker, books, workers)
+    yield from _ticket_leaks(worker, books, everybody.expected, lease_s)
+    yield from _send_leaks(worker, books, everybody.tickets)
+    yield from _prompt_leaks(worker, books, everybody.tickets)
     yield from found
     if not found:  # the worker's own check would say the same in fewer words
         for problem in books.problems:
@@ -151,9 +162,10 @@ def _expected_transfers(workers: Sequence[Audited]) -> Collection[tuple[WorkerLi
     return found
 
 
-def _send_leaks(worker: Audited, books: Books, workers: Sequence[Audited]) -> Iterator[Leak]:
+def _send_leaks(
+    worker: Audited, books: Books, transfers: Mapping[WorkerLife, Collection[tuple[int, int]] | None]
+) -> Iterator[Leak]:
     """Streams that the worker hands over to a ticket that is not there."""
-    transfers = _transfers_by_life(workers)
     for row in books.sends:
         ticket = f"ticket {row.ticket_id} of {row.decode_id} (epoch {row.decode_epoch})"
         known = transfers.get(WorkerLife(row.decode_id, row.decode_epoch), ())
@@ -161,8 +173,9 @@ def _send_leaks(worker: Audited, books: Books, workers: Sequence[Audited]) -> It
             yield _leak("send", worker, f"hands a stream over for {ticket}, which is not there", ticket)
 
 
-def _prompt_leaks(worker: Audited, books: Books, workers: Sequence[Audited]) -> Iterator[Leak]:
-    transfers = _transfers_by_life(workers)
+def _prompt_leaks(
+    worker: Audited, books: Books, transfers: Mapping[WorkerLife, Collection[tuple[int, int]] | None]
+) -> Iterator[Leak]:
     pushes = {WorkerLife(pair.decode_id, pair.decode_epoch): pair.pushes_in_flight for pair in books.pairs}
     for row in books.prompts:
         life = WorkerLife(row.decode_id, row.decode_epoch)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from configs.facts import ModelFacts
+from decode_workers.worker import DecodeWorker
 from protocol.cluster_view import WorkerState
 from protocol.messages import Role
 from protocol.sampling import SamplingParams
@@ -56,7 +57,7 @@ def test_streams_leave_a_decode_worker_that_flips(small_model: ModelFacts, ranks
             answers = await asking
             assert same(answers, expected)
             assert not any(answer.resumes for answer in answers), "nothing was computed anew"
-            assert many.moves()["moved"] == 8
+            assert many.moves("flip")["moved"] == 8
             assert many.decodes["decode-0"].core.load().cached_blocks >= cached
 
     run(scenario())
@@ -82,6 +83,29 @@ def test_prompts_go_back_from_a_prefill_worker_that_flips(small_model: ModelFact
             load = many.prefill.core.load()
             assert load.decode is not None
             assert load.decode.generated_tokens > 0, "it decodes now"
+
+    run(scenario())
+
+
+def test_a_worker_whose_blocks_others_hold_takes_no_prompts(small_model: ModelFacts) -> None:
+    """Its tickets are from before it flipped. The prompt waits at the router, or is computed elsewhere."""
+
+    async def scenario() -> None:
+        async with run_many_decodes(small_model, 1, ALWAYS) as many:
+            prompt, sampling = prompt_of(60, 3), endless(10)
+            [expected] = await undisturbed(many, [(prompt, sampling)])
+            [decode] = [role for role in many.prefill.core._roles if isinstance(role, DecodeWorker)]
+            blocks = decode.ledger.total_blocks
+            ticket = decode.ledger.reserve(b"a router", tuple(range(8 * (blocks - 4))), 1, "", spare=0)
+            assert ticket is not None
+            asking = asyncio.create_task(many.ask(prompt, sampling))
+            link = many.roster.ready_prefill("prefill-0")
+            assert link is not None
+            await many.until(lambda: link.prompts.refused_size is not None)
+            assert many.prefill.core.load().waiting == 0
+            decode.ledger.release(ticket.ticket_id)
+            many.prefill.core.changed()
+            assert same([await asking], [expected])
 
     run(scenario())
 

@@ -124,6 +124,26 @@ def test_drain_and_scale_with_confirmation(cluster: Any, visit: Callable[..., Op
     cluster.until(lambda: cluster.settled(3, 3), 30)
 
 
+def test_a_worker_flips_with_confirmation(cluster: Any, visit: Callable[..., OpsVisit]) -> None:
+    ops = visit(cluster)
+    ops.live()
+    name = next(row["worker_id"] for row in cluster.workers() if row["role"] == "prefill")
+    with load(cluster.url, 4):
+        ops.page.get_by_role("button", name=f"Flip {name}", exact=True).click()
+        expect(ops.dialog).to_have_accessible_name(f"Flip {name}")
+        ops.confirm("Flip")
+        expect(ops.outcome).to_have_text(f"{name} is a decode worker now.")
+        ops.close_dialog()
+        expect(ops.tile("decode ready")).to_have_text("4 / 4")
+        expect(ops.page.locator("#topology .decode").get_by_role("heading", name=name, exact=True)).to_be_visible()
+        expect(ops.event(f"asked here to flip {name} to decode")).to_be_visible()
+        ops.page.get_by_role("button", name=f"Flip {name}", exact=True).click()
+        ops.confirm("Flip")
+        ops.close_dialog()
+        expect(ops.tile("prefill ready")).to_have_text("3 / 3")
+    cluster.until(lambda: cluster.settled(3, 3), 30)
+
+
 def test_a_worker_starts_anew_and_an_audit_finds_nothing(cluster: Any, visit: Callable[..., OpsVisit]) -> None:
     ops = visit(cluster)
     ops.live()

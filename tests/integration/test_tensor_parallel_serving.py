@@ -88,7 +88,7 @@ def test_a_small_model_shared_out_says_the_same(
         *("--prefill-tensor-parallel-size", str(prefill), "--decode-tensor-parallel-size", str(decode)),
     )
     served.wait_ready()
-    assert [len(served.worker(f"{role}-0")["rank_pids"]) for role in ("prefill", "decode")] == [prefill, decode]
+    assert [len(served.worker(name)["rank_pids"]) for name in ("worker-0", "worker-1")] == [prefill, decode]
     assert [greedy(served.url, "small-qwen3", prompt) for prompt in PROMPTS] == expected
     served.until(served.clean, 20)
     assert served.leaks() == []

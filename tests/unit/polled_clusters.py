@@ -71,7 +71,7 @@ class Counts:
 
     def text(self) -> str:
         """An answer of /metrics."""
-        return self.metrics.render().decode()
+        return self.metrics.render(self.metrics.sample()).decode()
 
 
 def random_pair(rng: random.Random) -> list[dict[str, Any]]:

@@ -82,7 +82,7 @@ def metrics(tmp_path: Path) -> str:
     shown = []
     for collector in (
         *Metrics("smollm2", ClusterSample).registry._collector_to_names,
-        ClusterCollector("smollm2", ClusterSample),
+        ClusterCollector("smollm2", ClusterSample()),
     ):
         for family in collector.collect():
             # The families of workers come from a collector of their own, and have the labels; the others are the collector.

@@ -1,5 +1,5 @@
 /**
- * What an operator can do here: scale, drain, audit. Each has a dialog that asks first and then shows what came of it.
+ * What an operator can do here: scale, flip, drain, audit. Each has a dialog that asks first and then shows what came of it.
  *
  *   closed ── button ──► asking ── confirmed ──► under way ──► told, or refused ──► closed
  *                          └──── Cancel, Esc ────────────────────────────────────────▲
@@ -67,16 +67,16 @@ class Action {
 }
 
 /**
- * All actions. Returns what opens the dialog for draining a worker.
+ * All actions. Returns what opens the dialogs for one worker.
  * @param {object} cluster `poll()` is the latest poll; `get(path)` and `post(path, body)` throw Failure
  * @param {(kind: string, text: string) => void} tell notes an event
- * @returns {(worker: string) => void}
+ * @returns {{drain: (worker: string) => void, flip: (worker: string, role: string) => void}}
  */
 export function connectActions(cluster, tell) {
   connectScale(cluster, tell);
   const audit = new Action("audit", () => runAudit(cluster), tell);
   document.getElementById("audit-button").addEventListener("click", () => audit.open());
-  return connectDrain(cluster, tell);
+  return { drain: connectDrain(cluster, tell), flip: connectFlip(cluster, tell) };
 }
 
 function connectScale(cluster, tell) {
@@ -115,6 +115,24 @@ function connectDrain(cluster, tell) {
     drain.form.reset();
     drain.open();
   };
+}
+
+function connectFlip(cluster, tell) {
+  let worker = null;
+  let role = null;
+  const flip = new Action("flip", () => runFlip(cluster, worker, role), tell);
+  return (name, present) => {
+    worker = name;
+    role = present === "prefill" ? "decode" : "prefill";
+    write(document.querySelector("#flip-heading span"), name);
+    write(document.querySelector("#flip-role"), role);
+    flip.open();
+  };
+}
+
+async function runFlip(cluster, worker, role) {
+  await cluster.post("admin/flip", { worker_id: worker, role });
+  return { event: `asked here to flip ${worker} to ${role}`, outcome: `${worker} is a ${role} worker now.` };
 }
 
 async function runDrain(cluster, worker, restart) {

@@ -76,7 +76,7 @@ function ofRequests(before, after) {
 /** `labels` are an outcome and a reason: "moved drain". */
 function ofMoves(labels) {
   const [outcome, reason] = labels.split(" ");
-  const why = reason === "drain" ? "since a worker drains" : "to balance the load";
+  const why = { drain: "since a worker drains", flip: "since a worker has flipped" }[reason] ?? "to balance the load";
   return ` ${outcome === "moved" ? "moved" : `not moved (${outcome})`}, ${why}`;
 }
 

@@ -24,14 +24,15 @@ class Pool {
   #count;
   #list;
 
-  constructor(section, onDrain) {
+  constructor(section, orders) {
     this.section = section;
-    this.onDrain = onDrain;
+    this.orders = orders;
     this.#count = section.querySelector("small");
     this.#list = section.querySelector("ul");
   }
 
-  show(workers, wanted, busy) {
+  /** @param {boolean} spares whether one of its workers may take the other role */
+  show(workers, wanted, busy, spares) {
     this.section.hidden = !workers.length && wanted === undefined;
     const ready = workers.filter((worker) => worker.state === "ready").length;
     write(this.#count, `${ready} of ${wanted ?? workers.length} ready`);
@@ -42,12 +43,12 @@ class Pool {
       card.element.remove();
       this.#cards.delete(name);
     }
-    sorted.forEach((worker, index) => this.#place(worker, index).show(worker, busy.get(worker.worker_id) ?? null));
+    sorted.forEach((worker, index) => this.#place(worker, index).show(worker, busy.get(worker.worker_id) ?? null, spares));
   }
 
   #place(worker, index) {
     const name = worker.worker_id;
-    if (!this.#cards.has(name)) this.#cards.set(name, new Card(name, this.onDrain));
+    if (!this.#cards.has(name)) this.#cards.set(name, new Card(worker, this.orders));
     const card = this.#cards.get(name);
     const there = this.#list.children[index];
     if (there !== card.element) this.#list.insertBefore(card.element, there ?? null);
@@ -63,13 +64,19 @@ class Card {
   #kvText = make("span");
   #figures = new Map();
   #trouble = make("p", { className: "trouble" });
+  #flip;
   #drain;
 
-  constructor(name, onDrain) {
-    this.#drain = make("button", { type: "button", ariaLabel: `Drain ${name}`, textContent: "Drain" });
-    this.#drain.addEventListener("click", () => onDrain(name));
+  constructor({ worker_id: name, role }, orders) {
+    const button = (order, open) => {
+      const made = make("button", { type: "button", ariaLabel: `${order} ${name}`, textContent: order });
+      made.addEventListener("click", () => open(name, role));
+      return made;
+    };
+    this.#flip = button("Flip", orders.flip);
+    this.#drain = button("Drain", orders.drain);
     const title = make("h3", { textContent: name });
-    const head = make("div", { className: "head" }, title, this.#state, this.#drain);
+    const head = make("div", { className: "head" }, title, this.#state, this.#flip, this.#drain);
     const shares = [
       ["busy", this.#busy, this.#busyText],
       ["KV", this.#kv, this.#kvText],
@@ -83,8 +90,11 @@ class Card {
     this.element = make("li", { className: "card" }, head, ...shares, figures, this.#trouble);
   }
 
-  /** @param {number | null} busy the share of time in which its engine computes */
-  show(worker, busy) {
+  /**
+   * @param {number | null} busy the share of time in which its engine computes
+   * @param {boolean} spare whether it may take the other role
+   */
+  show(worker, busy, spare) {
     const stuck = worker.step_age_s > STUCK_S;
     const state = worker.state === "ready" && !worker.linked ? "out of reach" : worker.state;
     this.element.dataset.state = stuck ? "stuck" : state.replaceAll(" ", "-");
@@ -97,6 +107,7 @@ class Card {
     write(this.#trouble, troubleOf(worker));
     this.#trouble.title = this.#trouble.textContent;
     this.#drain.disabled = worker.state !== "ready";
+    this.#flip.disabled = worker.state !== "ready" || !spare;
   }
 }
 
@@ -106,19 +117,20 @@ function troubleOf(worker) {
   return [worker.last_error, waits].filter(Boolean).join("; ");
 }
 
-/** Both pools. `onDrain` is called with the id of a worker that somebody wants to drain. */
+/** Both pools. `orders` has `drain` and `flip`, each called with the id and the role of a worker. */
 export class Topology {
   #pools;
 
-  constructor(onDrain) {
+  constructor(orders) {
     const section = (role) => document.querySelector(`#topology .${role}`);
-    this.#pools = ["prefill", "decode"].map((role) => [role, new Pool(section(role), onDrain)]);
+    this.#pools = ["prefill", "decode"].map((role) => [role, new Pool(section(role), orders)]);
   }
 
   /** @param {Map<string, number | null>} busy by worker */
   show(poll, busy) {
     for (const [role, pool] of this.#pools) {
-      pool.show(poll.workers.filter((worker) => worker.role === role), poll.wanted[role], busy);
+      const spares = Object.keys(poll.wanted).length > 1 && poll.wanted[role] > 1;
+      pool.show(poll.workers.filter((worker) => worker.role === role), poll.wanted[role], busy, spares);
     }
   }
 }

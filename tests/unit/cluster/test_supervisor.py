@@ -54,7 +54,8 @@ class ScriptedProcess:
 
     async def take_role(self, role: Role) -> None:
         self.roles.append(role)
-        self.told.set_result(None)
+        if not self.told.done():
+            self.told.set_result(None)
 
     async def stop(self) -> None:
         self.stopped = True

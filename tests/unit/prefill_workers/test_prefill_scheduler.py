@@ -224,3 +224,16 @@ def test_nothing_is_shared_before_it_is_computed_or_across_salts() -> None:
     added(scheduler, range(9), salt="other")
     added(scheduler, range(9))
     assert [chunk.start for chunk in step(scheduler)] == [0, 8], "cached although its owner was cancelled; salts share nothing"
+
+
+def test_a_prompt_leaves_blocks_into_which_others_grow() -> None:
+    growth: list[int | None] = [3]
+    scheduler = PrefillScheduler(PrefixCache(6), BLOCK_SIZE, steps_of(16), lambda: growth[0])
+    [prompt] = added(scheduler, range(16))
+    assert step(scheduler) == [], "four blocks are too many of six"
+    assert scheduler.fits(16, 2)
+    assert not scheduler.fits(16, 3)
+    growth[0] = None
+    assert step(scheduler) == [], "somebody waits for blocks"
+    growth[0] = 2
+    assert [chunk.prompt for chunk in step(scheduler)] == [prompt]

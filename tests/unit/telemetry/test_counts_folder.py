@@ -25,7 +25,7 @@ metrics = Metrics("m", ClusterSample, folder)
 print(json.dumps(folder.place), flush=True)
 for line in sys.stdin:
     exec(line)
-    print(json.dumps(metrics.render().decode()), flush=True)
+    print(json.dumps(metrics.render(metrics.sample()).decode()), flush=True)
 """
 
 

@@ -42,7 +42,7 @@ REPORT = LoadReport(
 def read(metrics: Metrics) -> dict[tuple[str, tuple[str, ...]], float]:
     return {
         (sample.name, tuple(value for key, value in sorted(sample.labels.items()) if key != "model_name")): sample.value
-        for family in text_string_to_metric_families(metrics.render().decode())
+        for family in text_string_to_metric_families(metrics.render(metrics.sample()).decode())
         for sample in family.samples
     }
 

@@ -48,7 +48,7 @@ def test_two_loops_take_turns() -> None:
 
         async def loop(name: str, announce: Callable[[int], None] | None) -> None:
             for _ in range(3):
-                async with steps.turn:
+                async with steps.turn():
                     order.append(name)
                     await steps.start([], announce)
 
@@ -76,7 +76,7 @@ def test_a_lane_waits_for_its_step_and_no_other() -> None:
         progress = StepProgress(torch.device("cpu"))
         steps = Steps(cast(EngineThread, engine), progress)
         for announce in (None, lambda number: None):
-            async with steps.turn:
+            async with steps.turn():
                 step = steps.start([], announce)
                 if announce is not None:
                     waiting = asyncio.create_task(asyncio.to_thread(progress.wait_for, 2, 1, 10.0))

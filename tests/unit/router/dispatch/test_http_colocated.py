@@ -15,7 +15,7 @@ Run = Callable[..., None]
 def decisions(cluster: Any) -> dict[str, float]:
     """How many prompts were computed here, and how many there."""
     found = {"here": 0.0, "there": 0.0}
-    for line in cluster.router.metrics.render().decode().splitlines():
+    for line in cluster.router.metrics.render(cluster.router.metrics.sample()).decode().splitlines():
         for where in found:
             if line.startswith("tandem:disaggregation_decisions_total") and f'decision="{where}"' in line:
                 found[where] = float(line.rsplit(" ", 1)[1])

@@ -1,0 +1,86 @@
+"""Both pools together: who goes over, who does not, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import pytest
+
+from cluster.pool import Remove, Start, TakeRole
+from cluster.pools import Pools
+from configs.schema import ClusterConfig, DecodeConfig, PrefillConfig
+from protocol.cluster_view import WorkerState
+from protocol.errors import InvalidRequestError
+from protocol.messages import Role, WorkerRef
+
+
+def anything_fits(wanted: Mapping[Role, int], asked: Collection[Role]) -> None:
+    """A check of the room for workers that finds enough."""
+
+
+def ready(pools: Pools, worker_id: str, epoch: int = 1) -> None:
+    pools.tell(worker_id, lambda pool: pool.started(WorkerRef(worker_id, epoch, "tcp://127.0.0.1:1"), (1,), "here"))
+
+
+def started(prefill: int, decode: int, most: int = 9) -> Pools:
+    """With so many workers that are ready."""
+    pools = Pools(
+        ClusterConfig(
+            prefill=PrefillConfig(workers=prefill, max_workers=most), decode=DecodeConfig(workers=decode, max_workers=most)
+        )
+    )
+    for action in pools.start():
+        ready(pools, action.worker_id)
+    return pools
+
+
+def roles(pools: Pools) -> dict[str, Role]:
+    return {info.worker_id: info.role for info in pools.workers()}
+
+
+def test_scaling_makes_as_few_workers_as_it_can() -> None:
+    pools = started(3, 1)
+    actions = pools.scale({Role.PREFILL: 1, Role.DECODE: 4}, anything_fits)
+    assert actions == [
+        TakeRole("worker-2", 1, Role.DECODE),
+        TakeRole("worker-1", 1, Role.DECODE),
+        Start("worker-4", 1, 0.0),
+    ]
+    assert roles(pools) == {"worker-0": Role.PREFILL} | {f"worker-{n}": Role.DECODE for n in (1, 2, 3, 4)}
+    assert pools.wanted() == {Role.PREFILL: 1, Role.DECODE: 4}
+
+
+def test_who_is_not_ready_goes_before_who_would_flip() -> None:
+    pools = started(2, 2)
+    pools.tell("worker-1", lambda pool: pool.lost("worker-1", 1, "killed"))
+    actions = pools.scale({Role.PREFILL: 1, Role.DECODE: 3}, anything_fits)
+    assert actions == [Remove("worker-1", 2), Start("worker-1", 3, 0.0)], "one is ready, and stays what it is"
+    states = {info.worker_id: (info.role, info.state) for info in pools.workers()}
+    assert states["worker-0"] == (Role.PREFILL, WorkerState.READY)
+    assert states["worker-1"] == (Role.DECODE, WorkerState.STARTING)
+
+
+def test_the_only_ready_worker_of_a_role_does_not_flip() -> None:
+    pools = started(2, 2)
+    pools.tell("worker-1", lambda pool: pool.lost("worker-1", 1, "killed"))
+    with pytest.raises(InvalidRequestError, match="the only prefill worker that is ready"):
+        pools.flip("worker-0", Role.DECODE)
+    ready(pools, "worker-1", 2)
+    assert pools.flip("worker-0", Role.DECODE) == [TakeRole("worker-0", 1, Role.DECODE)]
+
+
+def test_no_flip_makes_more_workers_than_are_allowed() -> None:
+    pools = started(2, 3, most=3)
+    with pytest.raises(InvalidRequestError, match=r"there are 3 decode workers already \(decode.max_workers\)"):
+        pools.flip("worker-0", Role.DECODE)
+    assert pools.wanted() == {Role.PREFILL: 2, Role.DECODE: 3}
+
+
+def test_what_was_recorded_makes_the_same_pools() -> None:
+    pools = started(2, 1)
+    pools.flip("worker-1", Role.DECODE)
+    again = Pools(ClusterConfig(), pools.records(), pools.epochs)
+    assert again.workers() == pools.workers()
+    assert again.wanted() == pools.wanted() == {Role.PREFILL: 1, Role.DECODE: 2}
+    assert [action.worker_id for action in again.resume()] == ["worker-0", "worker-1", "worker-2"]
+    assert again.scale({Role.DECODE: 3}, anything_fits) == [Start("worker-3", 1, 0.0)]
