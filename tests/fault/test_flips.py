@@ -75,7 +75,7 @@ def test_prompts_go_back_from_a_prefill_worker_that_flips(small_model: ModelFact
             asking = asyncio.create_task(ask_all(many, wanted))
             await many.until(lambda: many.prefill.core.load().waiting > 0)
             await many.flip("prefill-0")
-            assert all(job.began is not None for job in many.prefill._jobs), "the others went back"
+            assert all(job.began is not None or job.stopped for job in many.prefill._jobs), "the others went back"
             await many.until(lambda: len(many.roster.ready(Role.DECODE)) == 2)
             assert same(await asking, expected)
             answers = await ask_all(many, [(prompt_of(20 + n, 50 + n), endless(30)) for n in range(8)])
@@ -102,7 +102,7 @@ def test_a_worker_whose_blocks_others_hold_takes_no_prompts(small_model: ModelFa
             link = many.roster.ready_prefill("prefill-0")
             assert link is not None
             await many.until(lambda: link.prompts.refused_size is not None)
-            assert many.prefill.core.load().waiting == 0
+            assert not len(many.prefill._jobs)
             decode.ledger.release(ticket.ticket_id)
             many.prefill.core.changed()
             assert same([await asking], [expected])
