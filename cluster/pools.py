@@ -113,7 +113,7 @@ class Pools:
 
     def tell(self, worker_id: str, event: Callable[[Pool], list[Action]]) -> list[Action]:
         """Tell the pool that a worker is in now what has become of it. Of a worker in none, nobody wants to hear."""
-        pool = next((pool for pool in self._pools.values() if worker_id in pool), None)
+        pool = self._find(worker_id)
         return [] if pool is None else event(pool)
 
     def _flips_towards(self, wanted: Mapping[Role, int]) -> list[Action]:
@@ -140,8 +140,11 @@ class Pools:
         different = [name for name in _ALIKE if getattr(prefill, name) != getattr(decode, name)]
         return f"prefill.{different[0]} and decode.{different[0]} differ" if different else None
 
+    def _find(self, worker_id: str) -> Pool | None:
+        return next((pool for pool in self._pools.values() if worker_id in pool), None)
+
     def _pool_with(self, worker_id: str) -> Pool:
-        pool = next((pool for pool in self._pools.values() if worker_id in pool), None)
+        pool = self._find(worker_id)
         if pool is None:
             raise InvalidRequestError(f"there is no worker {worker_id!r:.100}; `tandem status` lists them", param="worker")
         return pool

@@ -15,6 +15,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.integration.test_resumable import replicas
+
 pytestmark = pytest.mark.slow
 
 PROMPT_TOKENS, MOST_TOKENS, REQUESTS = 40, 60, 120
@@ -67,11 +69,6 @@ def keys(cluster: Any, keys_file: Path) -> dict[str, str]:
     """Each tenant's key."""
     added = {name: cluster.command("keys", "add", "--tenant", name, "--keys-file", str(keys_file)) for name in TENANTS}
     return {name: done.stdout.strip() for name, done in added.items()}
-
-
-def replicas(cluster: Any) -> list[int]:
-    """Process ids of the routers."""
-    return [pid for pid, command in cluster.processes().items() if command.startswith("ray::ServeReplica:tandem:router")]
 
 
 def ask(cluster: Any, tenant: str, key: str, number: int) -> Asked:
