@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from configs.loader import load_config
+from configs.paced.profile import DEFAULT_PROFILE, load_paced_profile
+from configs.profiles import PrefillTime
 from engine.paced.fingerprints import next_token
 from protocol.cache.keys import block_keys
 from protocol.cache.news import NEWS_GAP_S
@@ -99,13 +102,22 @@ def knows(caches: Caches, keys: list[bytes]) -> bool:
     return max(caches.held(keys).values(), default=0) == len(keys)
 
 
-def test_chats_go_where_they_are_cached() -> None:
+def dear_prompts(folder: Path) -> str:
+    """A profile by which a token of a prompt takes a millisecond, far more than a busy machine adds to a step."""
+    profile = load_paced_profile(DEFAULT_PROFILE)
+    prefill = tuple(PrefillTime(tokens=tokens, start=0, seconds=0.005 + tokens / 1000) for tokens in (1, 2048))
+    (folder / "profile.json").write_text(profile.model_copy(update={"prefill": prefill}).model_dump_json())
+    return str(folder / "profile.json")
+
+
+def test_chats_go_where_they_are_cached(tmp_path: Path) -> None:
     """By cache most of what could be cached is; by load alone it is a matter of chance."""
+    dear = dear_prompts(tmp_path)
 
     async def share(routing: str) -> float:
         rng = random.Random(4)
         systems = [rng.choices(range(FACTS.vocab_size), k=320) for _ in range(2)]
-        config = CONFIG.model_copy(update={"disaggregation": "never", "routing": routing})
+        config = CONFIG.model_copy(update={"disaggregation": "never", "routing": routing, "paced_profile": dear})
         async with run_many_decodes(FACTS, 3, config) as many:
             for system in systems:  # so that steps and answers are known
                 await stream(many, system, 30, Said())
