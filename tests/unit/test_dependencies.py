@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 LEAVES = {"protocol", "configs", "telemetry"}
 ALLOWED: dict[str, set[str]] = {
     "cluster": {
+        "autoscaler",
         "router",
         "prefill_workers",
         "decode_workers",
@@ -22,6 +23,7 @@ ALLOWED: dict[str, set[str]] = {
         *LEAVES,
     },
     "router": LEAVES,
+    "autoscaler": LEAVES,
     "prefill_workers": {"worker", "engine", "kv_transfer", *LEAVES},
     "decode_workers": {"worker", "engine", "kv_transfer", *LEAVES},
     "worker": {"engine", "kv_transfer", *LEAVES},
@@ -32,6 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "telemetry": {"protocol"},
     "loadtest": {"protocol.errors"},
     "simulator": {
+        "autoscaler",
         "router.rules",
         "prefill_workers.scheduler",
         "decode_workers.ledger",
@@ -55,7 +58,7 @@ ROOMS = (
     {"rules"},
 )
 """The rooms of the router, from top to bottom. A room may import those below it, never one beside or above it."""
-NO_TORCH = {"router", "configs", "protocol", "telemetry", "loadtest"}
+NO_TORCH = {"autoscaler", "router", "configs", "protocol", "telemetry", "loadtest"}
 
 
 def imports(path: Path) -> list[tuple[int, str]]:

@@ -1,0 +1,149 @@
+"""How many workers a demand needs, by what steps take (`configs.step_times`). Pure.
+
+A prompt waits for the prompts before it, so how busy prefill workers may be depends on how many there are, and on how far the
+limit is from what one prompt takes: the wait is that of a queue with several servers (Erlang C; Allen and Cunneen's factor for
+prompts of different lengths). A decode worker takes as many streams as its steps stay within the limit for, and its KV pool
+holds; some more than the mean number of streams are under way at times (a Poisson number's 95th percentile).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from autoscaler.demand import Lengths
+from configs.profiles import DecodeTime, PrefillTime
+from configs.step_times import StepTimes
+
+_KV_SHARE = 0.85
+"""Of a KV pool, that is to be used: streams grow."""
+_TPOT_SHARE = 0.85
+"""Of the limit for each token, that a step may take: a stream also waits for its handover, and for prompts in its steps."""
+_PEAK = 1.64
+"""Standard deviations from the mean number of streams to its 95th percentile."""
+_LONGEST_SHARE = 0.9
+"""Of its time in which a prefill worker may compute at most, however patient its callers are."""
+_MOST = 1024
+
+
+@dataclass(frozen=True)
+class Slo:
+    """What requests are promised."""
+
+    ttft_s: float
+    tpot_s: float
+    attainment: float
+    """Share of the requests that is to have both."""
+
+
+@dataclass(frozen=True)
+class WorkerLimits:
+    """What one worker has at most."""
+
+    max_batch_size: int
+    decode_tokens: int
+    """Of a decode worker's KV pool."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How much slower workers are than the step times say, by what was measured lately; 1 is as fast."""
+
+    prefill: float = 1.0
+    decode: float = 1.0
+
+
+class Capacity:
+    """Answers for one kind of worker."""
+
+    def __init__(self, times: StepTimes, slo: Slo, limits: WorkerLimits, *, colocated: bool) -> None:
+        """`colocated`: decode workers compute the prompts, and there are no others."""
+        self._times = times
+        self._slo = slo
+        self._limits = limits
+        self._colocated = colocated
+
+    def prompt_s(self, lengths: Lengths, pace: Pace) -> float:
+        """Seconds that a mean prompt takes, of what nobody has cached."""
+        missing = max(1, round(lengths.prompt_tokens * lengths.computed_share))
+        held = max(0, round(lengths.prompt_tokens) - missing)
+        return pace.prefill * self._times.prefill_s([(held, missing)])
+
+    def prefill(self, rate: float, lengths: Lengths, pace: Pace) -> int:
+        """The fewest prefill workers that give first tokens in time, at so many requests per second; 0 for none."""
+        if not rate:
+            return 0
+        prompt_s = self.prompt_s(lengths, pace)
+        offered = rate * prompt_s
+        # Nobody gets a first token sooner than his own prompt takes.
+        patience_s = max(self._slo.ttft_s - prompt_s, 0.2 * prompt_s)
+        workers = max(1, math.ceil(offered / _LONGEST_SHARE))
+        while workers < _MOST and _late_share(workers, offered, prompt_s, lengths.variation, patience_s) > self._late:
+            workers += 1
+        return workers
+
+    def decode(self, rate: float, lengths: Lengths, pace: Pace, waiting: int = 0) -> int:
+        """The fewest decode workers whose steps are short enough, at so many requests per second, and for those that wait."""
+        if not rate and not waiting:
+            return 0
+        workers = 1
+        while workers < _MOST and not self._decodes(workers, rate, lengths, pace, waiting):
+            workers += 1
+        return workers
+
+    @property
+    def _late(self) -> float:
+        return 1 - self._slo.attainment
+
+    def _decodes(self, workers: int, rate: float, lengths: Lengths, pace: Pace, waiting: int) -> bool:
+        """Whether so many workers do it."""
+        prompts_share = rate * self.prompt_s(lengths, pace) / workers if self._colocated else 0.0
+        if prompts_share >= _LONGEST_SHARE * _TPOT_SHARE:
+            return False
+        context = lengths.prompt_tokens + lengths.answer_tokens / 2
+        most = min(self._limits.max_batch_size, _KV_SHARE * self._limits.decode_tokens / max(1.0, context))
+        # A stream takes as long as its steps, and these the longer the more streams there are: from few streams upwards,
+        # this comes to rest at the number that there will be, or runs away.
+        streams = 1.0
+        for _ in range(64):
+            step_s = pace.decode * self._times.decode_s(max(1.0, streams / workers), context) / (1 - prompts_share)
+            under_way = rate * lengths.answer_tokens * step_s + waiting
+            peak = under_way + _PEAK * under_way**0.5
+            if step_s > _TPOT_SHARE * self._slo.tpot_s or streams / workers > most:
+                return False
+            if peak <= streams * 1.01:
+                return True
+            streams = peak
+        return False
+
+
+def learned_times(prefill_s: float | None, lengths: Lengths, streams: float, step_s: float) -> StepTimes | None:
+    """Step times by what was seen lately, where none were measured: lines through one point each; None where nothing was seen.
+
+    `prefill_s` is per token, `step_s` of a step of so many streams.
+    """
+    if prefill_s is None or not step_s or streams < 1:
+        return None
+    tokens = max(1, round(lengths.prompt_tokens * lengths.computed_share))
+    context = max(1, round(lengths.prompt_tokens + lengths.answer_tokens / 2))
+    return StepTimes(
+        prefill=(PrefillTime(tokens=tokens, start=0, seconds=max(1e-6, prefill_s * tokens)),),
+        decode=(DecodeTime(batch=max(1, round(streams)), context=context, seconds=step_s),),
+    )
+
+
+def _late_share(servers: int, offered: float, service_s: float, variation: float, patience_s: float) -> float:
+    """The share of arrivals that wait longer than this at so many servers."""
+    if offered >= servers:
+        return 1.0
+    decay = 2 / (1 + variation) * (servers - offered) * patience_s / service_s
+    return _erlang_c(servers, offered) * math.exp(-decay)
+
+
+def _erlang_c(servers: int, offered: float) -> float:
+    """The share of arrivals that wait at all (Erlang's formula, by the recursion for his B)."""
+    blocked = 1.0
+    for each in range(1, servers + 1):
+        blocked = offered * blocked / (each + offered * blocked)
+    share = offered / servers
+    return blocked / (1 - share * (1 - blocked))

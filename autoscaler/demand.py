@@ -1,0 +1,252 @@
+"""What is asked of the cluster lately: counts of all routers, as rates and means.
+
+router ──RouterObservation (since its start)──► differences ──► samples of the last minutes ──► Demand
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
+
+from protocol.cluster_view import DemandCounts, RouterObservation, WorkerSeen
+from protocol.messages import Role
+
+FRESH_S = 5.0
+"""Seconds after which a router that has told nothing has ended."""
+SLOW_S = 60.0
+"""Window of the rate, and of shares."""
+FAST_S = 10.0
+"""Window of how busy workers are."""
+_BURSTS_S = (2.0, 5.0, 10.0)
+"""Windows of the rate that count where they have so many more requests that it can't be chance."""
+LENGTHS_S = 300.0
+"""Window of lengths and of the share that is computed."""
+_FEW = 20
+"""Requests that say nothing about a share."""
+_NO_CHANCE = 14.0
+"""So small is the logarithm of the chance of a burst, by Chernoff's bound for a Poisson number: one false alarm in weeks."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """What requests are like. Means over the last minutes, or of the last ones that there were."""
+
+    prompt_tokens: float
+    """Of a prompt."""
+    computed_share: float
+    """Of prompts' tokens: those that nobody had cached."""
+    variation: float
+    """Square of the standard deviation of prompts' lengths, by the square of their mean."""
+    answer_tokens: float
+
+
+@dataclass(frozen=True)
+class RoleState:
+    """What the workers of one role do now, together."""
+
+    workers: int = 0
+    """Those that have reported."""
+    busy: float = 0.0
+    """Mean share of the last seconds in which they computed."""
+    running: int = 0
+    waiting: int = 0
+    queued_tokens: int = 0
+    kv_usage: float = 0.0
+    """Of the fullest worker."""
+    step_s: float = 0.0
+    """Mean of the latest decode steps."""
+    held_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What is asked of the cluster, and how well it answers."""
+
+    rate: float
+    """Requests per second."""
+    lengths: Lengths | None
+    """None before the first answer has ended."""
+    waiting: int
+    """Requests that wait at routers."""
+    ttft_share: float | None
+    """Share of the latest first tokens that were in time; None where there were few."""
+    tpot_share: float | None
+    roles: Mapping[Role, RoleState]
+    prefill_s: float | None
+    """Seconds of computation for each prompt token that prefill workers have computed lately; None where they computed none."""
+    idle_s: float
+    """Seconds since anything was asked, waited or ran."""
+
+    def role(self, role: Role) -> RoleState:
+        """What the workers of a role do."""
+        return self.roles.get(role, RoleState())
+
+
+@dataclass(frozen=True)
+class _Totals:
+    """What was counted in a time."""
+
+    counts: DemandCounts
+    busy_s: tuple[float, float]
+    """Of prefill and of decode workers."""
+    computed: tuple[int, int]
+
+    def values(self) -> tuple[float, ...]:
+        return (*astuple(self.counts), *self.busy_s, *self.computed)
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> _Totals:
+        *counts, busy_prefill, busy_decode, computed_prefill, computed_decode = values
+        computed = int(computed_prefill), int(computed_decode)
+        return cls(DemandCounts(*map(int, counts)), (busy_prefill, busy_decode), computed)
+
+
+class _Window:
+    """Sums of the last seconds."""
+
+    def __init__(self, length_s: float) -> None:
+        self._length_s = length_s
+        self._parts: deque[tuple[float, tuple[float, ...]]] = deque()
+        self._sums = [0.0] * len(_Totals(DemandCounts(), (0.0, 0.0), (0, 0)).values())
+
+    def add(self, at: float, values: tuple[float, ...]) -> None:
+        if not any(values):
+            return
+        self._parts.append((at, values))
+        self._sums = [one + other for one, other in zip(self._sums, values, strict=True)]
+
+    def total(self, now: float) -> _Totals:
+        while self._parts and self._parts[0][0] <= now - self._length_s:
+            _, values = self._parts.popleft()
+            self._sums = [one - other for one, other in zip(self._sums, values, strict=True)]
+        if not self._parts:
+            self._sums = [0.0] * len(self._sums)
+        return _Totals.of(self._sums)
+
+
+class DemandMeter:
+    """Takes what routers tell, and says what is asked. Times are seconds on one clock that every call gets."""
+
+    def __init__(self, now: float) -> None:
+        self.num_arrived = 0
+        """Requests that have arrived so far."""
+        self._began = self._asked_at = now
+        self._routers: dict[str, tuple[float, RouterObservation]] = {}
+        self._lives: dict[tuple[str, int], tuple[float, WorkerSeen]] = {}
+        self._fast, self._slow, self._long = _Window(FAST_S), _Window(SLOW_S), _Window(LENGTHS_S)
+        self._bursts = [_Window(length_s) for length_s in _BURSTS_S]
+        self._lengths: Lengths | None = None
+
+    def observe(self, seen: RouterObservation, now: float) -> None:
+        """Take what a router tells."""
+        self._routers = {name: each for name, each in self._routers.items() if now - each[0] < LENGTHS_S}
+        before = self._routers.get(seen.router_id)
+        if before is not None:
+            counts = _minus(seen.counts, before[1].counts)
+        elif now - self._began < FRESH_S:
+            counts = DemandCounts()  # it may have counted for days before anybody took note
+        else:
+            counts = seen.counts
+        self._routers[seen.router_id] = now, seen
+        self.num_arrived += counts.arrived
+        busy_s, computed = dict.fromkeys(Role, 0.0), dict.fromkeys(Role, 0)
+        for worker in seen.workers:
+            self._note(worker, busy_s, computed, now)
+        prefill, decode = Role.PREFILL, Role.DECODE
+        totals = _Totals(counts, (busy_s[prefill], busy_s[decode]), (computed[prefill], computed[decode]))
+        for window in (self._fast, self._slow, self._long, *self._bursts):
+            window.add(now, totals.values())
+        if counts.arrived or seen.waiting or any(worker.running or worker.waiting for worker in seen.workers):
+            self._asked_at = now
+
+    def demand(self, now: float) -> Demand:
+        """What is asked now."""
+        fast, slow = self._fast.total(now), self._slow.total(now)
+        fresh = [seen for at, seen in self._routers.values() if now - at < FRESH_S]
+        busy_prefill_s, _ = slow.busy_s
+        computed, _ = slow.computed
+        return Demand(
+            rate=self._rate(slow.counts.arrived, now),
+            lengths=self._measure_lengths(now),
+            waiting=sum(seen.waiting for seen in fresh),
+            ttft_share=_share(slow.counts.first_in_time, slow.counts.first_tokens),
+            tpot_share=_share(slow.counts.in_pace, slow.counts.paced),
+            roles={role: self._role_state(role, busy_s, now) for role, busy_s in zip(Role, fast.busy_s, strict=True)},
+            prefill_s=busy_prefill_s / computed if computed else None,
+            idle_s=now - self._asked_at,
+        )
+
+    def _rate(self, slow: int, now: float) -> float:
+        """Requests per second: of the last minute or, in a burst, of the seconds since it began."""
+        age_s = max(1.0, now - self._began)
+        rate = slow / min(SLOW_S, age_s)
+        bursts = [rate]
+        for length_s, window in zip(_BURSTS_S, self._bursts, strict=True):
+            count = window.total(now).counts.arrived
+            if length_s <= age_s and _is_burst(count, rate * length_s):
+                bursts.append(count / length_s)
+        return max(bursts)
+
+    def _measure_lengths(self, now: float) -> Lengths | None:
+        totals = self._long.total(now)
+        sums = totals.counts
+        if sums.arrived and sums.ended and sums.prompt_tokens:
+            mean = sums.prompt_tokens / sums.arrived
+            self._lengths = Lengths(
+                prompt_tokens=mean,
+                computed_share=min(1.0, sum(totals.computed) / sums.prompt_tokens),
+                variation=max(0.0, sums.squared_tokens / sums.arrived / mean**2 - 1),
+                answer_tokens=sums.answer_tokens / sums.ended,
+            )
+        return self._lengths
+
+    def _role_state(self, role: Role, busy_s: float, now: float) -> RoleState:
+        seen = [worker for at, worker in self._lives.values() if worker.role is role and now - at < FRESH_S]
+        if not seen:
+            return RoleState()
+        window_s = max(1.0, min(FAST_S, now - self._began))
+        steps = [worker.step_s for worker in seen if worker.step_s and worker.running]
+        return RoleState(
+            workers=len(seen),
+            busy=min(1.0, busy_s / window_s / len(seen)),
+            running=sum(worker.running for worker in seen),
+            waiting=sum(worker.waiting for worker in seen),
+            queued_tokens=sum(worker.queued_tokens for worker in seen),
+            kv_usage=max(worker.kv_usage for worker in seen),
+            step_s=sum(steps) / len(steps) if steps else 0.0,
+            held_tokens=sum(worker.held_tokens for worker in seen),
+        )
+
+    def _note(self, worker: WorkerSeen, busy_s: dict[Role, float], computed: dict[Role, int], now: float) -> None:
+        """Several routers tell of the same life; the one that is ahead counts."""
+        life = worker.worker_id, worker.epoch
+        before = self._lives.get(life)
+        self._lives[life] = now, worker
+        if before is None:
+            self._lives = {key: each for key, each in self._lives.items() if now - each[0] < LENGTHS_S}
+            return
+        former = before[1]
+        if worker.busy_s < former.busy_s:
+            self._lives[life] = now, former
+            return
+        busy_s[worker.role] += worker.busy_s - former.busy_s
+        computed[worker.role] += max(0, worker.computed_tokens - former.computed_tokens)
+
+
+def _is_burst(count: int, expected: float) -> bool:
+    """Whether so many requests can't be chance where these are expected."""
+    if count <= expected:
+        return False
+    mean = max(expected, 0.5)
+    return count > mean and count * math.log(count / mean) - count + mean > _NO_CHANCE
+
+
+def _minus(one: DemandCounts, other: DemandCounts) -> DemandCounts:
+    """Counts never fall."""
+    return DemandCounts(*(max(0, getattr(one, field.name) - getattr(other, field.name)) for field in fields(DemandCounts)))
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole >= _FEW else None

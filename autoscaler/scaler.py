@@ -1,0 +1,227 @@
+"""The autoscaler: what is observed goes in, wanted sizes with a reason come out. Pure; the clock is an argument.
+
+    observe (each router, twice a second) ──► Demand ──► needs ──► sizes ──► Decision ──► `scale`
+                                               History ──► growth ┘   └ Holds
+
+    RUNNING ──an operator scales, flips or drains──► PAUSED ──resume──► RUNNING
+
+`autoscaler.capacity` says how many workers a demand needs, `autoscaler.policy` when that becomes a size. Two things are learned
+beside: how much slower workers are than their step times say, and whether more than what is reckoned is needed to keep the
+limits. While it is paused, it wakes roles that sleep and decides nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autoscaler.capacity import Capacity, Pace, Slo, WorkerLimits, learned_times
+from autoscaler.demand import FRESH_S, Demand, DemandMeter
+from autoscaler.forecast import BINS, History
+from autoscaler.limits import Sizes, ranges_at
+from autoscaler.policy import Holds, Need, decide
+from autoscaler.trust import Trust
+from configs.autoscale import AutoscaleConfig
+from configs.step_times import StepTimes
+from protocol.cluster_view import RouterObservation, SizeDecision
+from protocol.messages import Role
+
+KEPT_DECISIONS = 50
+FIRST_START_S = 10.0
+"""Seconds that a start is taken to last until one was seen."""
+_KEEP = 1.1
+_CLEAR_S = 5.0
+"""Seconds in which prompts that wait should be computed."""
+
+
+@dataclass(frozen=True)
+class ScalerRecord:
+    """All that must outlive a controller: another autoscaler can go on with it."""
+
+    paused: str | None = None
+    """Why it is paused; None if it is not."""
+    decisions: tuple[SizeDecision, ...] = ()
+    bins: tuple[float, ...] = ()
+    latest_bin: int = 0
+    num_decisions: int = 0
+
+
+@dataclass(frozen=True)
+class Present:
+    """The pools now."""
+
+    wanted: Sizes
+    ready: Sizes
+    start_s: float | None
+    """Seconds that the latest starts took; None before the first."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether what is wanted is there."""
+        return self.wanted == self.ready
+
+
+class Autoscaler:
+    """Decides for one cluster. Times are seconds since 1970, or of any clock that all calls share."""
+
+    def __init__(
+        self,
+        config: AutoscaleConfig,
+        limits: WorkerLimits,
+        times: StepTimes | None,
+        *,
+        prefills: bool,
+        needed: tuple[Role, ...],
+        flips: bool,
+        now: float,
+        record: ScalerRecord = ScalerRecord(),
+    ) -> None:
+        """`times`: what steps take; None where that was not measured. `prefills`: the cluster has prefill workers. `needed`:
+        roles without which no request can be answered. `flips`: workers can change their role.
+        """
+        self._config = config
+        self._limits = limits
+        self._times = times
+        self._prefills = prefills
+        self._needed = needed
+        self._flips = flips
+        self._slo = Slo(config.ttft_s, config.tpot_s, config.attainment)
+        self._meter = DemandMeter(now)
+        self._holds = Holds(config.hold_s)
+        self._history = History(config.season_s, record.bins, record.latest_bin)
+        self._trust = Trust(config.attainment)
+        self._began = now
+        self._num_decisions = record.num_decisions
+        self._decisions = deque(record.decisions, KEPT_DECISIONS)
+        self.paused = record.paused
+        """Why it is paused; None if it is not."""
+
+    @property
+    def decisions(self) -> tuple[SizeDecision, ...]:
+        """The latest ones, the newest last."""
+        return tuple(self._decisions)
+
+    @property
+    def num_decisions(self) -> int:
+        """Number of decisions that there were."""
+        return self._num_decisions
+
+    def record(self) -> ScalerRecord:
+        """What another autoscaler goes on with."""
+        history = self._history
+        return ScalerRecord(self.paused, self.decisions, tuple(history.bins), history.latest, self._num_decisions)
+
+    def know(self, bins: Sequence[float]) -> None:
+        """Take counts of former seasons, of which the last one has just ended, as if it had counted them."""
+        if bins:
+            self._history = History(self._config.season_s, bins, int(self._began // (self._config.season_s / BINS)) - 1)
+
+    def observe(self, seen: RouterObservation, now: float) -> None:
+        """Take what a router tells."""
+        before = self._meter.num_arrived
+        self._meter.observe(seen, now)
+        self._history.add(self._meter.num_arrived - before, now)
+
+    def wake(self, present: Present, now: float) -> SizeDecision | None:
+        """A decision if a request waits for a role that sleeps, which is there at once, paused or not."""
+        ranges = ranges_at(self._config, now)
+        asleep = [role for role in self._needed if present.wanted.get(role) == 0 and role in ranges]
+        if not asleep or not self._meter.demand(now).waiting:
+            return None
+        names = " and ".join(role.value for role in asleep)
+        return self._decided({**present.wanted, **dict.fromkeys(asleep, 1)}, f"{names} 0 → 1: a request waits", now)
+
+    def decide(self, present: Present, now: float) -> SizeDecision | None:
+        """A decision if other sizes are wanted from now on."""
+        if self.paused is not None:
+            return None
+        ranges = ranges_at(self._config, now)
+        demand = self._meter.demand(now)
+        if now - self._began < FRESH_S or not any(demand.roles[role].workers for role in Role):
+            return None  # what was asked before it began, nobody knows
+        needs = self._needs(demand, present, now)
+        needs = {role: need for role, need in needs.items() if role in ranges}
+        for role, need in needs.items():
+            self._holds.note(role, max(need.workers, need.to_keep), now)
+        sizes = decide(
+            needs,
+            self._holds,
+            present.wanted,
+            ranges,
+            self._config.max_workers,
+            now,
+            flips=self._flips,
+            settled=present.settled and now - self._began >= self._config.hold_s,
+        )
+        if sizes == dict(present.wanted):
+            return None
+        return self._decided(sizes, _words(present.wanted, sizes, needs), now)
+
+    def pause(self, reason: str) -> None:
+        """Decide nothing until `resume`."""
+        self.paused = reason
+
+    def resume(self) -> None:
+        """Decide again."""
+        self.paused = None
+
+    def _decided(self, sizes: Sizes, reason: str, now: float) -> SizeDecision:
+        decision = SizeDecision(now, dict(sizes), reason)
+        self._decisions.append(decision)
+        self._num_decisions += 1
+        return decision
+
+    def _needs(self, demand: Demand, present: Present, now: float) -> dict[Role, Need]:
+        if demand.idle_s >= self._config.idle_s:
+            reason = f"nothing was asked for {self._config.idle_s:g} s"
+            return dict.fromkeys(self._roles, Need(0, 0, reason))
+        capacity = self._capacity(demand)
+        if capacity is None or demand.lengths is None:
+            return {role: Need(present.wanted[role], present.wanted[role], "nothing is known yet") for role in self._roles}
+        pace = self._trust.pace(demand, self._times)
+        self._trust.note(demand, now)
+        ahead_s = (present.start_s or FIRST_START_S) + 1.0
+        growth = self._history.growth(now, ahead_s)
+        later = max(growth, self._history.growth(now, ahead_s + self._config.hold_s))
+        needs = {}
+        for role in self._roles:
+            if not present.wanted[role] and not demand.rate and not demand.waiting:
+                needs[role] = Need(0, 0, "nothing is asked")
+                continue
+            margin = self._trust.margin(role)
+            more, to_keep = (self._need(role, times * margin, demand, capacity, pace) for times in (growth, later * _KEEP))
+            reason = f"{demand.rate:.3g} requests/s of {demand.lengths.prompt_tokens:.0f} + "
+            reason += f"{demand.lengths.answer_tokens:.0f} tokens"
+            reason += f", {growth:.2g} times as many soon" if growth > 1.05 else ""
+            reason += f", with {margin:.2g} times the room, as limits were missed" if margin > 1 else ""
+            needs[role] = Need(max(1, more), max(1, to_keep), reason)
+        return needs
+
+    def _need(self, role: Role, times: float, demand: Demand, capacity: Capacity, pace: Pace) -> int:
+        lengths = demand.lengths
+        assert lengths is not None, "checked"
+        if role is Role.DECODE:
+            return capacity.decode(demand.rate * times, lengths, pace, demand.waiting)
+        prompts = demand.waiting + demand.role(Role.PREFILL).queued_tokens / max(1.0, lengths.prompt_tokens)
+        late = max(0.0, prompts - demand.rate * min(self._slo.ttft_s, _CLEAR_S))  # those that wait in any case are no backlog
+        return capacity.prefill(demand.rate * times + late / _CLEAR_S, lengths, pace)
+
+    def _capacity(self, demand: Demand) -> Capacity | None:
+        times = self._times
+        if times is None and demand.lengths is not None:
+            decode = demand.role(Role.DECODE)
+            streams = decode.running / max(1, decode.workers)
+            times = learned_times(demand.prefill_s, demand.lengths, streams, decode.step_s)
+        return None if times is None else Capacity(times, self._slo, self._limits, colocated=not self._prefills)
+
+    @property
+    def _roles(self) -> tuple[Role, ...]:
+        return (Role.PREFILL, Role.DECODE) if self._prefills else (Role.DECODE,)
+
+
+def _words(before: Sizes, after: Sizes, needs: Mapping[Role, Need]) -> str:
+    """Such as `prefill 1 → 2, decode 3 → 2: 12 requests/s of 900 + 100 tokens`."""
+    changes = ", ".join(f"{role.value} {before[role]} → {after[role]}" for role in after if after[role] != before[role])
+    reasons = dict.fromkeys(need.reason for role, need in needs.items() if after[role] != before[role])
+    return f"{changes}: {'; '.join(reasons) or 'the limits of the sizes'}"

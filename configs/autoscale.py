@@ -1,0 +1,144 @@
+"""The part of the configuration that says how the pools size themselves (`autoscaler`).
+
+autoscale:
+  sizes: {prefill: 1..3, decode: 0..4}      or prefill=1..3,decode=0..4
+  slo: {ttft: 500, tpot: 50}                or ttft:500,tpot:50; milliseconds
+"""
+
+from __future__ import annotations
+
+import math
+from datetime import time
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+RoleName = Literal["prefill", "decode"]
+Metric = Literal["ttft", "tpot"]
+Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
+DAYS: tuple[Day, ...] = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class SizeRange(_Section):
+    """Numbers of workers, the ends included. Written `1..3`; `2` is `2..2`."""
+
+    least: Annotated[int, Field(ge=0, le=1024)]
+    most: Annotated[int, Field(ge=1, le=1024)]
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.least > self.most:
+            raise ValueError(f"{self} has its ends the wrong way round")
+        return self
+
+    def __str__(self) -> str:
+        return f"{self.least}..{self.most}"
+
+    def clamp(self, workers: int) -> int:
+        """The number of the range that is next to this one."""
+        return min(self.most, max(self.least, workers))
+
+
+def _range(value: Any) -> Any:
+    """`1..3`, or a number, as the fields of a SizeRange."""
+    least, _, most = str(value).partition("..")
+    if isinstance(value, bool | dict) or not (least.isdecimal() and (most or least).isdecimal()):
+        return value
+    return {"least": int(least), "most": int(most or least)}
+
+
+def _pairs(separator: str) -> Any:
+    """Reads `a=1,b=2`, with this separator for the equals sign, as a mapping. What is none is left to the field's type."""
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        pairs = [part.partition(separator) for part in value.split(",")]
+        names = [name.strip() for name, _, _ in pairs]
+        if not all(sign for _, sign, _ in pairs) or len(set(names)) < len(names):
+            raise ValueError(f"should read NAME{separator}VALUE,NAME{separator}VALUE with each name once")
+        return {name: _number(text.strip()) for name, (_, _, text) in zip(names, pairs, strict=True)}
+
+    return BeforeValidator(read)
+
+
+def _number(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+Sizes = Annotated[dict[RoleName, Annotated[SizeRange, BeforeValidator(_range)]], _pairs("=")]
+Limits = Annotated[dict[Metric, Annotated[float, Field(gt=0, strict=False)]], _pairs(":")]
+ClockTime = Annotated[time, BeforeValidator(lambda value: _clock_time(value))]
+
+
+def _clock_time(value: Any) -> Any:
+    if isinstance(value, int) and not isinstance(value, bool) and value < 24 * 60:
+        return time(*divmod(value, 60))  # YAML 1.1 reads 08:30 without quotes as a number of base 60
+    if isinstance(value, str):
+        try:
+            return time.fromisoformat(value)
+        except ValueError:
+            raise ValueError("should be a time of day such as 08:30") from None
+    return value
+
+
+class ScheduleEntry(_Section):
+    """Other limits for the sizes at some hours. Where several entries hold, the last one does."""
+
+    days: tuple[Day, ...] | list[Day] = DAYS
+    begin: ClockTime
+    """In UTC."""
+    end: ClockTime
+    """Before `begin`: on the next day."""
+    sizes: Sizes
+
+
+class AutoscaleConfig(_Section):
+    """How the pools size themselves. Without `sizes` they do not."""
+
+    sizes: Sizes = {}
+    """The fewest and the most workers of each role. Roles that are not named keep the number that they have."""
+    slo: Limits = {"ttft": 500.0, "tpot": 50.0}
+    """Milliseconds to the first token, and for each token after it. What is not named has no limit."""
+    attainment: Annotated[float, Field(gt=0, lt=1)] = 0.95
+    """Share of the requests that is to keep these limits."""
+    max_workers: Annotated[int, Field(ge=1, le=2048)] | None = None
+    """Most workers of both roles together, such as a number of GPUs; None sets no limit of its own."""
+    standby: Annotated[int, Field(ge=0, le=64)] = 0
+    """Workers that are up, have the model, and belong to no role until one is wanted."""
+    hold_s: Annotated[float, Field(ge=1, le=86_400)] = 120.0
+    """Seconds for which fewer workers must have been enough before one is taken away."""
+    idle_s: Annotated[float, Field(ge=1, le=86_400)] = 300.0
+    """Seconds without any request after which a role whose range begins at 0 goes to sleep."""
+    season_s: Annotated[float, Field(ge=60, le=7 * 86_400)] = 86_400.0
+    """Seconds after which the demand repeats itself."""
+    schedule: list[ScheduleEntry] = []
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds to the first token that are allowed."""
+        return self.slo.get("ttft", math.inf) / 1000
+
+    @property
+    def tpot_s(self) -> float:
+        """Seconds for each token after the first that are allowed."""
+        return self.slo.get("tpot", math.inf) / 1000
+
+    @property
+    def wanted(self) -> bool:
+        """Whether any pool sizes itself."""
+        return bool(self.sizes)
+
+    def least(self, role: RoleName) -> int:
+        """The fewest workers that a role may have: 0 where requests can wake it."""
+        ranges = [sizes[role] for sizes in (self.sizes, *(entry.sizes for entry in self.schedule)) if role in sizes]
+        return min((each.least for each in ranges), default=1)

@@ -1,0 +1,101 @@
+"""How many workers a demand needs: never fewer for more, and enough where it is simulated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoscaler.capacity import Capacity, Pace, Slo, WorkerLimits, learned_times
+from autoscaler.demand import Lengths
+from configs.loader import load_config
+from configs.paced.profile import load_paced_profile
+from simulator.cluster import Shape, simulate
+from simulator.profile import Profile
+from simulator.request import Request
+
+PACED = load_paced_profile("h200-8b")
+LIMITS = WorkerLimits(max_batch_size=256, decode_tokens=800_000)
+SLO = Slo(ttft_s=0.5, tpot_s=0.05, attainment=0.95)
+LENGTHS = Lengths(prompt_tokens=2000.0, computed_share=1.0, variation=1.0, answer_tokens=200.0)
+rates = st.floats(0.01, 200.0)
+lengths = st.builds(
+    Lengths,
+    prompt_tokens=st.floats(1, 8000),
+    computed_share=st.floats(0.05, 1.0),
+    variation=st.floats(0.0, 10.0),
+    answer_tokens=st.floats(1, 2000),
+)
+
+
+def capacity(slo: Slo = SLO, *, colocated: bool = False) -> Capacity:
+    return Capacity(PACED, slo, LIMITS, colocated=colocated)
+
+
+@given(rate=rates, more=st.floats(1.0, 3.0), asked=lengths, colocated=st.booleans())
+def test_more_demand_never_needs_fewer(rate: float, more: float, asked: Lengths, colocated: bool) -> None:
+    reckoned = capacity(colocated=colocated)
+    assert reckoned.decode(rate, asked, Pace()) <= reckoned.decode(rate * more, asked, Pace())
+    assert reckoned.prefill(rate, asked, Pace()) <= reckoned.prefill(rate * more, asked, Pace())
+
+
+@given(rate=rates, asked=lengths, slower=st.floats(1.0, 4.0))
+def test_slower_workers_are_never_fewer(rate: float, asked: Lengths, slower: float) -> None:
+    for need in (capacity().prefill, capacity().decode):
+        assert need(rate, asked, Pace()) <= need(rate, asked, Pace(slower, slower))
+
+
+@given(rate=rates, asked=lengths)
+def test_what_nobody_computes_needs_nobody(rate: float, asked: Lengths) -> None:
+    assert capacity().prefill(0.0, asked, Pace()) == capacity().decode(0.0, asked, Pace()) == 0
+    assert capacity().prefill(rate, asked, Pace()) >= 1
+    cached = replace(asked, computed_share=asked.computed_share / 2)
+    assert capacity().prefill(rate, cached, Pace()) <= capacity().prefill(rate, asked, Pace())
+
+
+@given(rate=rates, asked=lengths)
+def test_stricter_limits_never_need_fewer(rate: float, asked: Lengths) -> None:
+    patient = capacity(Slo(ttft_s=2.0, tpot_s=0.2, attainment=0.9))
+    assert patient.prefill(rate, asked, Pace()) <= capacity().prefill(rate, asked, Pace())
+    assert patient.decode(rate, asked, Pace()) <= capacity().decode(rate, asked, Pace())
+
+
+def test_many_workers_may_be_busier_than_few() -> None:
+    busy = {
+        workers: max(rate for rate in np.arange(0.5, 200, 0.5) if capacity().prefill(rate, LENGTHS, Pace()) == workers)
+        for workers in (1, 8)
+    }
+    assert busy[8] > 8 * 1.3 * busy[1]
+
+
+@pytest.mark.parametrize("rate", [5.0, 25.0, 60.0])
+def test_so_many_are_enough_and_far_fewer_are_not(rate: float) -> None:
+    """By simulation: limits are kept with what is reckoned, and not with half as many prefill workers."""
+    rng = np.random.default_rng(5)
+    times = np.cumsum(rng.exponential(1 / rate, 600))
+    sizes = rng.exponential(LENGTHS.prompt_tokens, 600).clip(16, 8000).astype(int)
+
+    def kept(shape: Shape) -> float:
+        config = load_config(None, {"engine": "paced", "disaggregation": "always", "routing": "load"})
+        pairs = enumerate(zip(times, sizes, strict=True))
+        requests = [Request(index, float(at), (index,) * int(size), 200) for index, (at, size) in pairs]
+        ended = simulate(requests, shape, config, Profile.of_paced(PACED))
+        return sum(each.ttft_s <= 0.5 and each.tpot_s <= 0.05 for each in ended) / len(ended)
+
+    prefill, decode = capacity().prefill(rate, LENGTHS, Pace()), capacity().decode(rate, LENGTHS, Pace())
+    assert kept(Shape(prefill, decode)) >= 0.93
+    if prefill >= 4:
+        assert kept(Shape(prefill // 2, decode)) < 0.9
+
+
+def test_what_was_seen_stands_for_what_was_not_measured() -> None:
+    times = learned_times(1e-4, LENGTHS, 8.0, 0.02)
+    assert times is not None
+    assert times.prefill_s([(0, 2000)]) == pytest.approx(0.2)
+    assert times.decode_s(8, 2100) == pytest.approx(0.02)
+    assert times.decode_s(16, 2100) == pytest.approx(0.04), "the worst that can be"
+    assert learned_times(None, LENGTHS, 8.0, 0.02) is None
+    assert learned_times(1e-4, LENGTHS, 0.0, 0.0) is None

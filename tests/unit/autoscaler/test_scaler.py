@@ -1,0 +1,144 @@
+"""The autoscaler as a whole: who is woken, when it keeps quiet, and what outlives it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+
+from autoscaler.capacity import WorkerLimits
+from autoscaler.scaler import Autoscaler, Present, ScalerRecord
+from configs.loader import load_config
+from configs.paced.profile import load_paced_profile
+from protocol.cluster_view import DemandCounts, RouterObservation, WorkerSeen
+from protocol.messages import Role
+
+PREFILL, DECODE = Role.PREFILL, Role.DECODE
+PACED = load_paced_profile("h200-8b")
+WORKERS = (
+    WorkerSeen("worker-0", 1, PREFILL, 0.0, 0, 0, 0, 0, 0.0, 0.0, 0),
+    WorkerSeen("worker-1", 1, DECODE, 0.0, 0, 0, 0, 0, 0.0, 0.0, 0),
+)
+
+
+class Running:
+    """An autoscaler that is asked once a second, and obeyed at once."""
+
+    def __init__(self, now: float = 0.0, record: ScalerRecord | None = None, **values: Any) -> None:
+        defaults = {"sizes": "prefill=1..8,decode=0..8", "hold_s": 30.0, "idle_s": 60.0}
+        self.config = load_config(None, {f"autoscale.{key}": value for key, value in (defaults | values).items()})
+        self.now = now
+        self.asked = 0.0
+        self.counts = DemandCounts()
+        self.sizes = {PREFILL: 1, DECODE: 1}
+        self.scaler = Autoscaler(
+            self.config.autoscale,
+            WorkerLimits(256, 800_000),
+            PACED,
+            prefills=True,
+            needed=(DECODE,),
+            flips=True,
+            now=now,
+            record=record or ScalerRecord(),
+        )
+
+    def second(self, rate: float = 0.0, waiting: int = 0) -> None:
+        """Prompts of 4,000 tokens and answers of 100 come at this rate."""
+        self.now += 1.0
+        self.asked += rate
+        more = int(self.asked) - self.counts.arrived
+        counts = self.counts
+        self.counts = replace(
+            counts,
+            arrived=counts.arrived + more,
+            prompt_tokens=counts.prompt_tokens + 4000 * more,
+            squared_tokens=counts.squared_tokens + 4000**2 * more,
+            ended=counts.ended + more,
+            answer_tokens=counts.answer_tokens + 100 * more,
+        )
+        computed = self.counts.prompt_tokens
+        workers = (replace(WORKERS[0], busy_s=computed * 3.5e-5, computed_tokens=computed), WORKERS[1])
+        self.scaler.observe(RouterObservation("router", self.counts, waiting, workers), self.now)
+        present = Present(self.sizes, self.sizes, 5.0)
+        decision = self.scaler.wake(present, self.now) or self.scaler.decide(present, self.now)
+        if decision is not None:
+            self.sizes = dict(decision.sizes)
+
+    def seconds(self, number: int, rate: float = 0.0) -> dict[Role, int]:
+        for _ in range(number):
+            self.second(rate)
+        return self.sizes
+
+
+def test_it_grows_with_the_demand_and_says_why() -> None:
+    running = Running()
+    assert running.seconds(90, 2.0) == {PREFILL: 1, DECODE: 1}
+    assert running.seconds(30, 20.0)[PREFILL] >= 4
+    reason = running.scaler.decisions[0].reason
+    assert reason.startswith("prefill 1 → ")
+    assert "requests/s of 4000 + 100 tokens" in reason
+    assert running.seconds(180, 2.0)[PREFILL] == 1
+    assert running.scaler.num_decisions == len(running.scaler.decisions)
+
+
+def test_what_nobody_asks_goes_to_sleep_and_a_request_wakes_it() -> None:
+    running = Running()
+    running.seconds(40, 2.0)
+    assert running.seconds(55) == {PREFILL: 1, DECODE: 1}
+    assert running.seconds(40) == {PREFILL: 1, DECODE: 0}, "prefill has its least"
+    assert "nothing was asked for 60 s" in running.scaler.decisions[-1].reason
+    running.second(waiting=1)
+    assert running.sizes == {PREFILL: 1, DECODE: 1}
+    assert running.scaler.decisions[-1].reason == "decode 0 → 1: a request waits"
+
+
+def test_paused_it_wakes_and_does_nothing_else() -> None:
+    running = Running()
+    running.scaler.pause("by hand")
+    assert running.seconds(60, 30.0) == {PREFILL: 1, DECODE: 1}
+    running.sizes = {PREFILL: 1, DECODE: 0}
+    running.second(waiting=1)
+    assert running.sizes == {PREFILL: 1, DECODE: 1}
+    running.scaler.resume()
+    assert running.seconds(5, 30.0)[PREFILL] > 1
+
+
+def test_the_next_one_goes_on() -> None:
+    running = Running(season_s=960.0)
+    running.seconds(200, 20.0)
+    running.scaler.pause("scaled by hand")
+    adapter = TypeAdapter(ScalerRecord)
+    record = adapter.validate_json(adapter.dump_json(running.scaler.record()))
+    assert record == running.scaler.record()
+    assert len(record.bins) >= 18
+    again = Running(running.now, record, season_s=960.0)
+    assert again.scaler.paused == "scaled by hand"
+    assert again.scaler.decisions == running.scaler.decisions
+    again.scaler.resume()
+    again.sizes = dict(running.sizes)
+    assert again.seconds(20, 20.0) == running.sizes, "it knows nothing of the rate at first, and takes nobody away"
+
+
+def test_a_season_is_prepared_for() -> None:
+    """At the same rate, it wants more before the hour at which it has always grown."""
+    low, high, season_s = 2, 24, 960.0
+    bins = ([float(low * 10)] * 48 + [float(high * 10)] * 48) * 4
+    begins = 10_000 * season_s
+    before, after = Running(begins + 420.0, season_s=season_s), Running(begins + 100.0, season_s=season_s)
+    before.scaler.know(bins[: 3 * 96 + 42])
+    after.scaler.know(bins[: 3 * 96 + 10])
+    assert before.seconds(57, low)[PREFILL] >= 2, "nobody has asked for it yet"
+    assert after.seconds(57, low)[PREFILL] == 1
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 60.0), st.integers(1, 20)), min_size=1, max_size=12))
+def test_any_demand(steps: list[tuple[float, int]]) -> None:
+    running = Running(max_workers=10)
+    for rate, seconds in steps:
+        sizes = running.seconds(seconds, rate)
+        assert 1 <= sizes[PREFILL] <= 8
+        assert 0 <= sizes[DECODE] <= 8
+        assert sum(sizes.values()) <= 10
