@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from unittest.mock import patch
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from benchmarks.lib.environment import write_result
 from cluster.launcher import Process, Started
@@ -167,6 +168,9 @@ class IdleLauncher:
         return "they start at once"
 
 
+RECORD = TypeAdapter(ClusterRecord)
+
+
 class MemoryRecords:
     """Makes the record, as the GCS would get it, and holds it."""
 
@@ -174,10 +178,10 @@ class MemoryRecords:
         self._record: bytes | None = None
 
     async def load(self) -> ClusterRecord | None:
-        return None if self._record is None else ClusterRecord.from_json(self._record)
+        return None if self._record is None else RECORD.validate_json(self._record)
 
     async def save(self, record: ClusterRecord) -> None:
-        self._record = record.to_json()
+        self._record = RECORD.dump_json(record)
 
 
 async def supervised(workers: int) -> dict[str, float]:

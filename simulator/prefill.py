@@ -56,7 +56,7 @@ class PrefillWorker:
         self._scheduler = PrefillScheduler(self._cache, config.block_size, config.prefill)
         self._jobs: dict[Prompt, Job] = {}
         self._computing = False
-        self._steps = 0
+        self._steps = self._computed_tokens = 0
         self._reporter = Reporter(site.clock, self._load, site.report, None, config.limits.heartbeat_s)
         self.lender = Lender(site, self._cache, _nothing_to_settle, self._lent)
         self._fetching = Fetching(site, self._cache, self.lender, tier)
@@ -129,6 +129,7 @@ class PrefillWorker:
         self._computing = False
         self._site.busyness[Role.PREFILL].end()
         self._scheduler.step_done(plan)
+        self._computed_tokens += sum(chunk.num_tokens for chunk in plan)
         for chunk in plan:
             if chunk.last:
                 job = self._jobs[chunk.prompt]
@@ -177,7 +178,7 @@ class PrefillWorker:
             prefix_cache_queries=self._scheduler.cache_queries,
             prefix_cache_hits=self._scheduler.cache_hits,
             lent_tokens=self.lender.lent_tokens,
-            prefill=PrefillLoad(computed_tokens=0),
+            prefill=PrefillLoad(computed_tokens=self._computed_tokens),
         )
 
 

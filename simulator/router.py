@@ -82,6 +82,8 @@ class Router:
         self._changes = 0
         self._prefills = {worker.worker_id: worker for worker in prefills}
         self._decodes = {worker.worker_id: worker for worker in decodes}
+        self._away: set[str] = set()
+        """Workers that take no requests."""
         self._known = {
             **{worker_id: self._know(worker_id, self.prefill_ranking) for worker_id in self._prefills},
             **{worker_id: self._know(worker_id, self.decode_ranking) for worker_id in self._decodes},
@@ -119,9 +121,35 @@ class Router:
         """Take what a worker tells of its cache."""
         self._followers[news.worker_id].hear(news)
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests in line."""
+        return len(self._line)
+
+    def leave(self, worker_id: str) -> None:
+        """Give a worker no more requests. It goes on with those that it has."""
+        self._away.add(worker_id)
+        (self.prefill_ranking if worker_id in self._prefills else self.decode_ranking).discard(worker_id)
+        if worker_id in self._followers:
+            self._caches.leave(self._followers[worker_id])
+
+    def join(self, worker_id: str) -> None:
+        """Give a worker requests."""
+        self._away.discard(worker_id)
+        if worker_id in self._followers:
+            self._followers[worker_id] = self._caches.follow(WorkerLife(worker_id, EPOCH), lambda ask: None)
+        ranking = self.prefill_ranking if worker_id in self._prefills else self.decode_ranking
+        ranking.put(self._known[worker_id].load())
+        self._note_change()
+
+    def load_of(self, worker_id: str) -> LoadReport | None:
+        """The latest load report of a worker."""
+        return self._known[worker_id].report
+
     def _know(self, worker_id: str, ranking: PrefillRanking | DecodeRanking) -> Known:
         def changed() -> None:
-            ranking.put(known.load())
+            if worker_id not in self._away:
+                ranking.put(known.load())
 
         outstanding = Outstanding(on_change=changed)
         prompts = outstanding if ranking is self.prefill_ranking else Outstanding(on_change=changed)

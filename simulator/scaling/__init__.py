@@ -1,0 +1,1 @@
+"""Simulated clusters whose sizes change while they serve."""

@@ -1,0 +1,29 @@
+"""Rules for the sizes of a simulated cluster: what the routers saw goes in, sizes come out."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from autoscaler.limits import Sizes
+from autoscaler.scaler import Autoscaler, Present
+from protocol.cluster_view import RouterObservation
+
+
+class Sizer(Protocol):
+    """A rule for sizes."""
+
+    def sizes(self, seen: RouterObservation, present: Present, now: float) -> Sizes | None:
+        """The sizes to want from now on; None leaves them."""
+
+
+class SizedByAutoscaler:
+    """The real one."""
+
+    def __init__(self, scaler: Autoscaler) -> None:
+        self.scaler = scaler
+
+    def sizes(self, seen: RouterObservation, present: Present, now: float) -> Sizes | None:
+        """What it decides."""
+        self.scaler.observe(seen, now)
+        decision = self.scaler.wake(present, now) or self.scaler.decide(present, now)
+        return None if decision is None else decision.sizes
