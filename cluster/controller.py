@@ -9,6 +9,7 @@ If its process dies, Ray starts it again, with the same handle, and it takes up 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -21,11 +22,12 @@ from cluster.ray.actors import NAME_PREFIX, NAMESPACE
 from cluster.ray.errors import original
 from cluster.ray.launcher import RayLauncher
 from cluster.ray.paced.launcher import PacedLauncher
-from cluster.records import GcsRecords
+from cluster.records import pool_records, scaler_records
+from cluster.sizer import PoolSizer, step_times
 from cluster.supervisor import Supervisor
 from configs.schema import ClusterConfig
-from protocol.cluster_view import ClusterView
-from protocol.errors import ConfigError
+from protocol.cluster_view import ClusterView, RouterObservation
+from protocol.errors import ConfigError, InvalidRequestError
 from protocol.messages import Role
 from telemetry.logging import setup_logging
 
@@ -40,9 +42,14 @@ class Controller:
     ) -> None:
         setup_logging("controller")
         self._launcher = _launcher(config, secret, memory, may_grow=may_grow)
-        self._supervisor = Supervisor(config, self._launcher, GcsRecords())
+        self._supervisor = Supervisor(config, self._launcher, pool_records())
         self._open_requests = OpenRequests(config.http.router_replicas)
         await self._supervisor.start()
+        self._sizer: PoolSizer | None = None
+        if config.autoscale.wanted:
+            times = await asyncio.to_thread(step_times, config)
+            self._sizer = PoolSizer(config, times, self._supervisor, self._launcher.room, scaler_records())
+            await self._sizer.start()
 
     @ray.method(max_task_retries=-1)
     async def settle(self, deadline_s: float) -> None:
@@ -62,14 +69,35 @@ class Controller:
         """Want this many workers of these roles from now on. Raises InvalidRequestError for impossible numbers."""
         room = await self._launcher.room()
         self._supervisor.scale(sizes, room.check)
+        await self._pause("scaled by hand")
 
     async def drain(self, worker_id: str, restart: bool) -> None:
         """Let a worker go, or start it anew with `restart`. Raises InvalidRequestError if it can't be spared."""
         self._supervisor.drain(worker_id, restart)
+        if not restart:
+            await self._pause(f"{worker_id} was drained by hand")
 
     async def flip(self, worker_id: str, role: Role) -> None:
         """Have a worker do the work of this role from now on. Raises InvalidRequestError if it can't."""
         self._supervisor.flip(worker_id, role)
+        await self._pause(f"{worker_id} was flipped by hand")
+
+    async def observe(self, seen: RouterObservation) -> None:
+        """Take what a router tells the autoscaler."""
+        if self._sizer is not None:
+            await self._sizer.observe(seen)
+
+    async def autoscale(self, paused: str | None) -> None:
+        """Pause the autoscaler for this reason, or have it go on. Raises InvalidRequestError if there is none."""
+        if self._sizer is None:
+            problem = "this cluster does not size itself: it was started without --autoscale"
+            raise InvalidRequestError(problem, param="autoscale")
+        await (self._sizer.resume() if paused is None else self._sizer.pause(paused))
+
+    async def _pause(self, reason: str) -> None:
+        """An operator has the last word."""
+        if self._sizer is not None:
+            await self._sizer.pause(f"{reason}; `tandem autoscale resume` goes on")
 
     @ray.method(max_task_retries=-1)
     async def retire(self, deadline_s: float) -> int:
@@ -83,6 +111,8 @@ class Controller:
 
     async def close(self) -> None:
         """End all workers. The caller then kills the actor."""
+        if self._sizer is not None:
+            await self._sizer.close()
         await self._supervisor.close()
         await self._launcher.close()
 
@@ -157,6 +187,14 @@ class RayControllerClient:
     async def flip(self, worker_id: str, role: Role) -> None:
         """Have a worker do the work of this role from now on. Raises InvalidRequestError if it can't."""
         await _answered(self._controller.flip.remote(worker_id, role))
+
+    async def observe(self, seen: RouterObservation) -> None:
+        """Tell the autoscaler what is asked of this router, and what workers do."""
+        await self._controller.observe.remote(seen)
+
+    async def autoscale(self, paused: str | None) -> None:
+        """Pause the autoscaler for this reason, or have it go on. Raises InvalidRequestError if there is none."""
+        await _answered(self._controller.autoscale.remote(paused))
 
     async def note_open_requests(self, router_id: str, count: int) -> None:
         """Tell how many requests still run at this router."""

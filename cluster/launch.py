@@ -113,6 +113,14 @@ def check_telemetry(config: ClusterConfig) -> None:
         check_installed()
 
 
+def check_autoscale(config: ClusterConfig) -> None:
+    """Raise ConfigError if the controller could not forecast."""
+    if config.autoscale.wanted:
+        from autoscaler.forecast import check_installed as check_forecasting
+
+        check_forecasting()
+
+
 def check_own_http(config: ClusterConfig) -> None:
     """Raise ConfigError if a cluster of this machine could not listen, or not with its certificate."""
     check_port_free(config.http.host, config.http.port)

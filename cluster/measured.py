@@ -113,7 +113,7 @@ def measured_step_times(config: ClusterConfig, profiles: Profiles) -> Profile | 
     from simulator.profile import Profile  # workers import this module, and simulate nothing
 
     decode = profiles.get(Role.DECODE)
-    prefill = profiles.get(Role.PREFILL) if config.prefill.workers else decode
+    prefill = profiles.get(Role.PREFILL) if config.has_workers("prefill") else decode
     return None if prefill is None or decode is None else Profile.of_machine(prefill, decode)
 
 
@@ -133,9 +133,9 @@ def threads_on_node(config: ClusterConfig, role: Role, share: int) -> int:
 
 
 def measured_roles(config: ClusterConfig) -> list[Role]:
-    """Return the roles that have workers, and these on processors."""
+    """Return the roles that ever have workers, and these on processors."""
     pools = {role: pool_of(config, role) for role in Role}
-    return [role for role, pool in pools.items() if pool.workers and computes_on_processor(config, pool)]
+    return [role for role, pool in pools.items() if config.has_workers(role.value) and computes_on_processor(config, pool)]
 
 
 def key_here(config: ClusterConfig, facts: ModelFacts, role: Role) -> ProfileKey:

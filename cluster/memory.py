@@ -104,8 +104,9 @@ def with_fitting_pools(config: ClusterConfig, facts: ModelFacts, memory_bytes: i
     pools = {"prefill": config.prefill, "decode": config.decode}
     chosen = {name for name, pool in pools.items() if "kv_cache_tokens" in pool.model_fields_set}
     memory = {name: worker_memory(config, pool, facts) for name, pool in pools.items()}
-    fixed = sum((memory[name].total - (0 if name in chosen else memory[name].kv_pool)) * pools[name].workers for name in pools)
-    wanted = sum(memory[name].kv_pool * pools[name].workers for name in pools if name not in chosen)
+    counts = {Role.PREFILL.value: most_workers(config, Role.PREFILL), Role.DECODE.value: most_workers(config, Role.DECODE)}
+    fixed = sum((memory[name].total - (0 if name in chosen else memory[name].kv_pool)) * counts[name] for name in pools)
+    wanted = sum(memory[name].kv_pool * counts[name] for name in pools if name not in chosen)
     room = memory_bytes - CLUSTER_BYTES - tier_bytes(config) - fixed
     if wanted <= room or not wanted:
         return config
@@ -117,6 +118,13 @@ def with_fitting_pools(config: ClusterConfig, facts: ModelFacts, memory_bytes: i
             blocks = -(-tokens // config.block_size) if tokens == least else tokens // config.block_size
             updates[name] = pool.model_copy(update={"kv_cache_tokens": min(pool.kv_cache_tokens, blocks * config.block_size)})
     return config.model_copy(update=updates)
+
+
+def most_workers(config: ClusterConfig, role: Role) -> int:
+    """Return how many workers of a role there may be without an operator's word, those on standby among the decode workers."""
+    pool, auto = config.prefill if role is Role.PREFILL else config.decode, config.autoscale
+    sizes = auto.sizes.get(role.value)
+    return (pool.workers if sizes is None else sizes.most) + (auto.standby if role is Role.DECODE else 0)
 
 
 def in_gb(size: float) -> str:

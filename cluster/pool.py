@@ -140,9 +140,10 @@ class WorkerIds:
 class Pool:
     """The workers of one role. Between calls, exactly `desired` of them are not DRAINING for good."""
 
-    def __init__(self, role: Role, ids: WorkerIds, record: PoolRecord = PoolRecord()) -> None:
-        """`ids` are shared with the pools of other roles."""
+    def __init__(self, role: Role, ids: WorkerIds, record: PoolRecord = PoolRecord(), *, least: int = 1) -> None:
+        """`ids` are shared with the pools of other roles. `least`: 0 where the last worker may go as well, else 1."""
         self.role = role
+        self._least = least
         self.desired = record.desired
         self._ids = ids
         self._members = {member.info.worker_id: member for member in record.members}
@@ -176,13 +177,13 @@ class Pool:
         return ready == self.desired
 
     def scale(self, workers: int) -> list[Action]:
-        """Want `workers` from now on. Raises InvalidRequestError outside 1 to 1024.
+        """Want `workers` from now on. Raises InvalidRequestError for fewer than the least, or more than 1024.
 
         Scaling down takes workers that are not ready yet first, then the ones with the highest index.
         """
-        if not 1 <= workers <= MAX_WORKERS:
+        if not self._least <= workers <= MAX_WORKERS:
             raise InvalidRequestError(
-                f"{self.role.value} must be 1 to {MAX_WORKERS} workers, got {workers}", param=self.role.value
+                f"{self.role.value} must be {self._least} to {MAX_WORKERS} workers, got {workers}", param=self.role.value
             )
         self.desired = workers
         active = self._staying()
@@ -195,7 +196,7 @@ class Pool:
     def drain(self, worker_id: str, *, restart: bool) -> list[Action]:
         """Let a worker go when it has given its work away: it starts anew, or one worker less is wanted from now on.
 
-        It must be one of this pool's. Idempotent. Raises InvalidRequestError if no other of its role is wanted.
+        It must be one of this pool's. Idempotent. Raises InvalidRequestError if its role can't do with one worker less.
         """
         member = self._members[worker_id]
         if restart:
@@ -203,7 +204,7 @@ class Pool:
             return [self._begin_drain(member, comes_back=True)] if ready else []
         if member.leaves:
             return []
-        if self.desired == 1:
+        if self.desired <= self._least:
             raise InvalidRequestError(
                 f"{worker_id} is the only {self.role.value} worker that is wanted: add another first, or restart it",
                 param="worker",
@@ -218,20 +219,20 @@ class Pool:
 
     def spare(self) -> str | None:
         """The id of the worker that is the first to go over to another role: the READY one with the highest index. None if no
-        other one is READY.
+        other one is READY, and its role can't do without any.
         """
         ready = [member for member in self._members.values() if member.info.state is WorkerState.READY]
-        return max(ready, key=lambda member: member.index).info.worker_id if len(ready) > 1 else None
+        return max(ready, key=lambda member: member.index).info.worker_id if len(ready) > self._least else None
 
     def hand_over(self, worker_id: str) -> Member:
         """Give a READY worker of this pool up to the pool of another role, with one worker less wanted here from now on.
 
-        Raises InvalidRequestError if it is not READY, or if no other of its role is wanted and READY.
+        Raises InvalidRequestError if it is not READY, or if its role can't do without it.
         """
         member = self._members[worker_id]
         if member.info.state is not WorkerState.READY:
             raise InvalidRequestError(f"{worker_id} is {member.info.state.value}: only a ready worker flips", param="worker")
-        if self.desired == 1:
+        if self.desired <= self._least:
             raise InvalidRequestError(
                 f"{worker_id} is the only {self.role.value} worker that is wanted: add another first", param="worker"
             )

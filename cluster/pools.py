@@ -2,35 +2,47 @@
 
 Pure, as `cluster.pool` is: wishes and events come in, orders for the outside world go out. Where workers of the two roles are
 not alike, they stay in theirs.
+
+    STANDBY ──a role wants more──► its pool ──a role wants fewer, and a standby is missing──► STANDBY
+
+Workers on standby (`autoscale.standby`) are up and have the model. They are a pool of their own, which counts as one of decode
+workers to whom nobody gives work; going over from it is a flip, and as quick.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 
 from cluster.pool import Action, Pool, PoolRecord, TakeRole, WorkerIds
 from cluster.ray.placement import pool_of
 from configs.schema import ClusterConfig
-from protocol.cluster_view import WorkerInfo
+from protocol.cluster_view import WorkerInfo, WorkerState
 from protocol.errors import InvalidRequestError
 from protocol.messages import Role
 
 CheckRoom = Callable[[Mapping[Role, int], Collection[Role]], None]
 """Raises InvalidRequestError, naming one of the second argument's roles, if the first one's workers can't all be had."""
-_ALIKE = ("resources", "tensor_parallel_size", "threads", "kv_cache_tokens", "prefix_cache_tokens")
-"""What a worker brings along from the role that it began with, so that routers find all workers of a role alike."""
 
 
 class Pools:
     """All workers of a cluster, by role. A worker is in one pool at a time."""
 
     def __init__(
-        self, config: ClusterConfig, records: Mapping[Role, PoolRecord] | None = None, epochs: Mapping[str, int] | None = None
+        self,
+        config: ClusterConfig,
+        records: Mapping[Role, PoolRecord] | None = None,
+        standby: PoolRecord | None = None,
+        epochs: Mapping[str, int] | None = None,
     ) -> None:
-        """`records` and `epochs` are those of former pools, if there were some."""
+        """`records`, `standby` and `epochs` are those of former pools, if there were some."""
         self._config = config
         self._ids = WorkerIds(epochs)
-        self._pools = {role: Pool(role, self._ids, (records or {}).get(role, PoolRecord())) for role in Role}
+        self._pools = {
+            role: Pool(role, self._ids, (records or {}).get(role, PoolRecord()), least=config.autoscale.least(role.value))
+            for role in Role
+        }
+        self._standby = Pool(Role.DECODE, self._ids, standby or PoolRecord(), least=0)
         self.roles = [role for role in Role if config.disaggregation != "never" or role is Role.DECODE]
         """Those that the cluster has."""
 
@@ -40,8 +52,13 @@ class Pools:
         return self._ids.epochs
 
     def workers(self) -> tuple[WorkerInfo, ...]:
-        """All workers, those of prefill first."""
-        return tuple(info for pool in self._pools.values() for info in pool.workers())
+        """All workers, those of prefill first, those on standby last."""
+        serving = tuple(info for pool in self._pools.values() for info in pool.workers())
+        waiting = (
+            replace(info, state=WorkerState.STANDBY) if info.state is WorkerState.READY else info
+            for info in self._standby.workers()
+        )
+        return (*serving, *waiting)
 
     def wanted(self) -> dict[Role, int]:
         """How many workers there should be of each role that the cluster has."""
@@ -51,17 +68,26 @@ class Pools:
         """What other pools can be made from."""
         return {role: pool.record() for role, pool in self._pools.items()}
 
+    def standby_record(self) -> PoolRecord:
+        """The same of the workers on standby."""
+        return self._standby.record()
+
+    def ready(self) -> dict[Role, int]:
+        """How many workers of each role take requests."""
+        return {role: sum(info.state is WorkerState.READY for info in self._pools[role].workers()) for role in self.roles}
+
     def settled(self) -> bool:
         """Whether every wanted worker takes requests."""
         return all(pool.settled() for pool in self._pools.values())
 
     def start(self) -> list[Action]:
         """Want the configured number of workers."""
-        return [action for role in self.roles for action in self._pools[role].scale(pool_of(self._config, role).workers)]
+        actions = [action for role in self.roles for action in self._pools[role].scale(pool_of(self._config, role).workers)]
+        return actions + self._standby.scale(self._config.autoscale.standby)
 
     def resume(self) -> list[Action]:
         """Go on where the former pools have ended. Call it once, before anything else."""
-        return [action for pool in self._pools.values() for action in pool.resume()]
+        return [action for pool in (*self._pools.values(), self._standby) for action in pool.resume()]
 
     def scale(self, sizes: Mapping[Role, int], check_room: CheckRoom) -> list[Action]:
         """Want this many workers of these roles. Where one gives up what the other takes, workers go over.
@@ -72,24 +98,33 @@ class Pools:
         for role, workers in sizes.items():
             if role not in self.roles:
                 raise InvalidRequestError("this cluster is colocated: its decode workers compute the prompts", param=role.value)
-            most = pool_of(self._config, role).max_workers
-            if not 1 <= workers <= most:
-                problem = f"{role.value} must be 1 to {most} workers ({role.value}.max_workers), got {workers}"
+            least, most = self._config.autoscale.least(role.value), pool_of(self._config, role).max_workers
+            if not least <= workers <= most:
+                problem = f"{role.value} must be {least} to {most} workers ({role.value}.max_workers), got {workers}"
                 raise InvalidRequestError(problem, param=role.value)
         present = self.wanted()
         if any(workers > present[role] for role, workers in sizes.items()):
-            check_room({**present, **sizes}, tuple(sizes))
+            check_room(self.with_standby({**present, **sizes}), tuple(sizes))
         actions = self._flips_towards({**present, **sizes})
+        actions += self._from_standby(sizes) + self._to_standby(sizes)
         for role, workers in sizes.items():
             actions += self._pools[role].scale(workers)
-        return actions
+        return actions + self._standby.scale(self._config.autoscale.standby)
+
+    def with_standby(self, sizes: Mapping[Role, int]) -> dict[Role, int]:
+        """Sizes as they count for the room that they take."""
+        standby = self._config.autoscale.standby
+        return {role: workers + (standby if role is Role.DECODE else 0) for role, workers in sizes.items()}
 
     def drain(self, worker_id: str, *, restart: bool) -> list[Action]:
         """Let a worker go, or start anew, when it has given its work away.
 
         Raises InvalidRequestError if there is no such worker, or if it can't be spared.
         """
-        return self._pool_with(worker_id).drain(worker_id, restart=restart)
+        pool = self._pool_with(worker_id)
+        if pool is self._standby and not restart:
+            raise InvalidRequestError(f"{worker_id} is on standby and has no work; it can be restarted", param="worker")
+        return pool.drain(worker_id, restart=restart)
 
     def flip(self, worker_id: str, role: Role) -> list[Action]:
         """Have a worker do the work of this role from now on. Its streams move, its prompts go elsewhere.
@@ -98,9 +133,11 @@ class Pools:
         roles differ in more than what they do.
         """
         pool = self._pool_with(worker_id)
+        if pool is self._standby:
+            raise InvalidRequestError(f"{worker_id} is on standby: scale {role.value} up, and it is taken", param="worker")
         if pool.role is role:
             return []
-        if (problem := self._why_not_alike()) is not None:
+        if (problem := self.why_not_alike()) is not None:
             raise InvalidRequestError(f"no worker can flip: {problem}", param="role")
         if self._pools[role].desired >= (most := pool_of(self._config, role).max_workers):
             problem = f"there are {most} {role.value} workers already ({role.value}.max_workers)"
@@ -118,7 +155,7 @@ class Pools:
 
     def _flips_towards(self, wanted: Mapping[Role, int]) -> list[Action]:
         actions: list[Action] = []
-        if self._why_not_alike() is None:
+        if self.why_not_alike() is None:
             surplus = {role: self._pools[role].desired - wanted[role] for role in self.roles}
             giving, taking = sorted(self.roles, key=lambda role: -surplus[role])
             for _ in range(min(surplus[giving] - self._pools[giving].num_unready, -surplus[taking])):
@@ -132,16 +169,39 @@ class Pools:
         taking.take(member)
         return [TakeRole(worker_id, member.info.epoch, taking.role)]
 
-    def _why_not_alike(self) -> str | None:
-        """What keeps workers of one role from doing the other's work."""
+    def why_not_alike(self) -> str | None:
+        """What keeps workers of one role from doing the other's work; None if they can."""
         if len(self.roles) < len(Role):
             return "this cluster is colocated, so all of its workers do both"
-        prefill, decode = (pool_of(self._config, role) for role in Role)
-        different = [name for name in _ALIKE if getattr(prefill, name) != getattr(decode, name)]
-        return f"prefill.{different[0]} and decode.{different[0]} differ" if different else None
+        unlike = self._config.unlike
+        return None if unlike is None else f"prefill.{unlike} and decode.{unlike} differ"
+
+    def _from_standby(self, sizes: Mapping[Role, int]) -> list[Action]:
+        """Workers on standby go to the roles that want more."""
+        actions: list[Action] = []
+        for role, workers in sizes.items():
+            while self._pools[role].desired < workers and (worker_id := self._standby.spare()) is not None:
+                actions += self._hand_over(worker_id, self._standby, self._pools[role])
+        return actions
+
+    def _to_standby(self, sizes: Mapping[Role, int]) -> list[Action]:
+        """Workers that are no longer wanted go on standby, where some are missing there."""
+        actions: list[Action] = []
+        for role, workers in sizes.items():
+            pool = self._pools[role]
+            while pool.desired - pool.num_unready > workers and self._standby_lacks():
+                worker_id = pool.spare()
+                if worker_id is None:
+                    break
+                actions += self._hand_over(worker_id, pool, self._standby)
+        return actions
+
+    def _standby_lacks(self) -> bool:
+        ready = sum(info.state is WorkerState.READY for info in self._standby.workers())
+        return ready < self._config.autoscale.standby
 
     def _find(self, worker_id: str) -> Pool | None:
-        return next((pool for pool in self._pools.values() if worker_id in pool), None)
+        return next((pool for pool in (*self._pools.values(), self._standby) if worker_id in pool), None)
 
     def _pool_with(self, worker_id: str) -> Pool:
         pool = self._find(worker_id)

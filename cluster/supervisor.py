@@ -27,7 +27,7 @@ from cluster.pool import Action, Drain, Remove, Resume, Start, Stop, TakeRole
 from cluster.pools import CheckRoom, Pools
 from cluster.records import ClusterRecord, RecordStore
 from configs.schema import ClusterConfig
-from protocol.cluster_view import ClusterView, WorkerState
+from protocol.cluster_view import AutoscalerState, ClusterView, WorkerState
 from protocol.errors import ConfigError, TandemError, UnavailableError
 from protocol.messages import Role, WorkerLife
 
@@ -43,7 +43,7 @@ _SAVE_AGAIN_S = 1.0
 class Supervisor:
     """The owner of both pools of workers. Call `start` once, then the other methods, and `close` once at the end."""
 
-    def __init__(self, config: ClusterConfig, launcher: Launcher, records: RecordStore) -> None:
+    def __init__(self, config: ClusterConfig, launcher: Launcher, records: RecordStore[ClusterRecord]) -> None:
         self._config = config
         self._launcher = launcher
         self._records = records
@@ -62,6 +62,9 @@ class Supervisor:
         self._news = asyncio.Event()
         self._refused: ConfigError | None = None
         self._stopping = False
+        self._autoscaler: AutoscalerState | None = None
+        self.start_s: float | None = None
+        """Seconds that the latest starts took; None before the first."""
 
     async def start(self) -> None:
         """Begin the configured number of workers, or go on with what a former supervisor has recorded."""
@@ -69,7 +72,7 @@ class Supervisor:
         if record is None:
             self._obey(self._pools.start())
             return
-        self._pools = Pools(self._config, record.pools, record.epochs)
+        self._pools = Pools(self._config, record.pools, record.standby, record.epochs)
         lives = [WorkerLife(info.worker_id, info.epoch) for info in self.view().workers]
         self._names = {life: names for life, names in record.processes if life in lives}
         log.info("taking up %d of %d workers of a former controller", len(self._names), len(lives))
@@ -99,9 +102,31 @@ class Supervisor:
         """Have this worker do the work of this role from now on; returns at once. Raises as `Pools.flip`."""
         self._obey(self._pools.flip(worker_id, role))
 
+    def show(self, autoscaler: AutoscalerState) -> None:
+        """Have the view say from now on what the autoscaler does."""
+        self._autoscaler = autoscaler
+        self._changed()
+
+    def wanted(self) -> dict[Role, int]:
+        """Return how many workers there should be of each role."""
+        return self._pools.wanted()
+
+    def ready(self) -> dict[Role, int]:
+        """Return how many workers of each role take requests."""
+        return self._pools.ready()
+
+    @property
+    def can_flip(self) -> bool:
+        """Whether workers can change their role."""
+        return self._pools.why_not_alike() is None
+
+    def with_standby(self, sizes: Mapping[Role, int]) -> Mapping[Role, int]:
+        """Return sizes as they count for the room that they take."""
+        return self._pools.with_standby(sizes)
+
     def view(self) -> ClusterView:
         """Return the workers as routers and operators see them, with a version that every change raises."""
-        return ClusterView(self._version, self._pools.workers(), self._pools.wanted(), self._stopping)
+        return ClusterView(self._version, self._pools.workers(), self._pools.wanted(), self._stopping, self._autoscaler)
 
     async def watch(self, known_version: int) -> ClusterView:
         """Return the view as soon as its version differs from the known one, or after WATCH_S seconds."""
@@ -176,7 +201,9 @@ class Supervisor:
         async with self._saving:
             while self._saved_version < version:
                 saving = self._version
-                record = ClusterRecord(self._pools.records(), self._pools.epochs, tuple(self._names.items()))
+                record = ClusterRecord(
+                    self._pools.records(), self._pools.standby_record(), self._pools.epochs, tuple(self._names.items())
+                )
                 try:
                     await self._records.save(record)
                     self._saved_version = saving
@@ -201,7 +228,9 @@ class Supervisor:
                 self._obey(self._pools.tell(worker_id, lambda pool: pool.resumed(worker_id, epoch)))
             else:
                 await self._save()
+                begun = time.monotonic()
                 started = await self._start(role, process)
+                self._note_start(time.monotonic() - begun)
                 self._names[WorkerLife(worker_id, epoch)] = process.names
                 self._up.add(WorkerLife(worker_id, epoch))
                 self._obey(self._pools.tell(worker_id, lambda pool: pool.started(started.ref, started.pids, started.node)))
@@ -220,6 +249,10 @@ class Supervisor:
         log.info("%s epoch %d ended: %s", worker_id, epoch, error)
         ready_s = 0.0 if ready_at is None else time.monotonic() - ready_at
         self._obey(self._pools.tell(worker_id, lambda pool: pool.lost(worker_id, epoch, error, ready_s)))
+
+    def _note_start(self, took_s: float) -> None:
+        """Starts differ, by what else the machine does: the mean, in which late ones count for more."""
+        self.start_s = took_s if self.start_s is None else max(took_s, (self.start_s + took_s) / 2)
 
     async def _start(self, role: Role, process: Process) -> Started:
         start_s = self._config.limits.worker_start_s

@@ -20,7 +20,7 @@ from cluster.open_requests import RETIRE_ANSWER_S
 from cluster.ray.actors import NAME_PREFIX, NAMESPACE
 from cluster.ray.front import HEAD_RESOURCES, at_head, withdraw
 from cluster.ray.serve_app import APPLICATION
-from cluster.records import delete_record
+from cluster.records import delete_records
 from kv_transfer.tiers.occupied import remove_left_in_time
 from protocol.errors import UnavailableError
 
@@ -70,7 +70,7 @@ def sweep() -> bool:
         handle = _actor(name)
         if handle is not None:
             ray.kill(handle)
-    delete_record()
+    delete_records()
     groups = [group["name"] for group in placement_group_table().values() if group["state"] != "REMOVED"]
     ours = [name for name in groups if name.startswith(NAME_PREFIX)]
     for name in ours:

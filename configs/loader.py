@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from configs.addresses import is_loopback
+from configs.autoscale import RoleName
 from configs.facts import ModelFacts
 from configs.paced.profile import DEFAULT_PROFILE, default_sizes, load_paced_profile
 from configs.schema import DEFAULT_TIER, ClusterConfig, PoolConfig
@@ -37,6 +38,7 @@ def load_config(path: Path | None, overrides: Mapping[str, Any]) -> ClusterConfi
     except ValidationError as invalid:
         problems = [(_key(detail), _sentence(detail)) for detail in invalid.errors(include_url=False)]
     else:
+        config = _within_ranges(config)
         problems = _contradictions(config)
         if not problems:
             return config
@@ -127,9 +129,21 @@ def _derive(values: dict[str, Any]) -> None:
         values["prefill"] = {"workers": 0} | section  # to want some is an error
 
 
-def _pools(config: ClusterConfig) -> list[tuple[str, PoolConfig]]:
+def _within_ranges(config: ClusterConfig) -> ClusterConfig:
+    """Pools that size themselves begin within their ranges, where nobody has said with how many workers."""
+    pools: dict[RoleName, PoolConfig] = {"prefill": config.prefill, "decode": config.decode}
+    changed: dict[str, PoolConfig] = {
+        role: pool.model_copy(update={"workers": config.autoscale.sizes[role].clamp(pool.workers)})
+        for role, pool in pools.items()
+        if role in config.autoscale.sizes and "workers" not in pool.model_fields_set
+    }
+    return config.model_copy(update=changed)
+
+
+def _pools(config: ClusterConfig) -> list[tuple[RoleName, PoolConfig]]:
     """Those that have workers, by role."""
-    return [(role, pool) for role, pool in (("prefill", config.prefill), ("decode", config.decode)) if pool.workers]
+    pools: dict[RoleName, PoolConfig] = {"prefill": config.prefill, "decode": config.decode}
+    return [(role, pool) for role, pool in pools.items() if config.has_workers(role)]
 
 
 def _key(detail: ErrorDetails) -> str:
@@ -171,6 +185,33 @@ def _offloading(config: ClusterConfig) -> list[tuple[str, str]]:
     return found
 
 
+def _autoscaling(config: ClusterConfig) -> list[tuple[str, str]]:
+    """What is wrong with how the pools size themselves."""
+    found, auto = [], config.autoscale
+    if not auto.wanted and (auto.schedule or auto.standby):
+        found.append(("autoscale.sizes", "missing: a range for a role, such as decode=1..4"))
+    for role, each in auto.sizes.items():
+        pool = config.prefill if role == "prefill" else config.decode
+        if role == "prefill" and config.disaggregation == "never":
+            found.append(("autoscale.sizes", "prefill has no workers with disaggregation: never"))
+        if each.most > pool.max_workers:
+            found.append(("autoscale.sizes", f"{role}={each} is more than {role}.max_workers ({pool.max_workers})"))
+        if each.clamp(pool.workers) != pool.workers:
+            found.append((f"{role}.workers", f"{pool.workers} is not within the range of autoscale.sizes, {each}"))
+    for number, entry in enumerate(auto.schedule):
+        found += [
+            (f"autoscale.schedule.{number}.sizes", f"{role} has no range in autoscale.sizes")
+            for role in entry.sizes
+            if role not in auto.sizes
+        ]
+    if auto.max_workers is not None and auto.max_workers < sum(each.least for each in auto.sizes.values()):
+        found.append(("autoscale.max_workers", "fewer than the least of all roles together"))
+    if auto.standby and config.disaggregation != "never" and config.unlike is not None:
+        problem = f"a standby can be of either role, and prefill.{config.unlike} and decode.{config.unlike} differ"
+        found.append(("autoscale.standby", problem))
+    return found
+
+
 def _contradictions(config: ClusterConfig) -> list[tuple[str, str]]:
     """Values that are right one by one and impossible together, as (key, sentence)."""
     found = _too_small(config, config.max_model_len or 1)
@@ -190,9 +231,12 @@ def _contradictions(config: ClusterConfig) -> list[tuple[str, str]]:
         found.append(("http.max_body_bytes_in_flight", problem))
     if config.disaggregation == "never" and config.prefill.workers:
         found.append(("prefill.workers", f"{config.prefill.workers} would have nothing to do with disaggregation: never"))
-    if config.disaggregation != "never" and not config.prefill.workers:
+    if config.disaggregation != "never" and not config.has_workers("prefill"):
         problem = f"0 can't be with disaggregation: {config.disaggregation}; at least 1, or let decode do it all (never)"
         found.append(("prefill.workers", problem))
+    if not config.has_workers("decode"):
+        found.append(("decode.workers", "0 can't be: nobody would answer; a range of autoscale.sizes may begin there"))
+    found += _autoscaling(config)
     for role, pool in _pools(config):
         if config.engine == "paced" and pool.tensor_parallel_size != 1:
             found.append((f"{role}.tensor_parallel_size", "paced workers have one rank: how fast it is says their profile"))

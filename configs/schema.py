@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from configs.autoscale import AutoscaleConfig, RoleName
 from configs.paced.profile import DEFAULT_PROFILE, profile_name
 
 Positive = Annotated[int, Field(gt=0)]
@@ -27,6 +28,9 @@ Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 ProfileName = Annotated[Text, AfterValidator(profile_name)]
 """A profile that comes with Tandem, by its name, or the path of a file."""
+
+_ALIKE = ("resources", "tensor_parallel_size", "threads", "kv_cache_tokens", "prefix_cache_tokens")
+"""What a worker brings along from the role that it began with, so that routers find all workers of a role alike."""
 
 DEFAULT_TIER = "standard"
 """The tier of keys that name none, and of requests without a key."""
@@ -96,7 +100,8 @@ class TierConfig(_Section):
 class PoolConfig(_Section):
     """The workers of one role."""
 
-    workers: Annotated[int, Field(ge=1, le=1024)] = 1
+    workers: Annotated[int, Field(ge=0, le=1024)] = 1
+    """Number of workers to begin with. It may be 0 where requests can wake the role (`autoscale`)."""
     max_workers: Annotated[int, Field(ge=1, le=1024)] = 64
     """Most workers that `scale` may ask for. What fits into memory may be less."""
     tensor_parallel_size: Positive = 1
@@ -119,7 +124,8 @@ class PrefillConfig(PoolConfig):
     """The workers that compute prompts."""
 
     workers: Annotated[int, Field(ge=0, le=1024)] = 1
-    """Number of workers. It is 0 where decode workers compute all prompts (`disaggregation: never`), and only there."""
+    """Number of workers to begin with. It is 0 where decode workers compute all prompts (`disaggregation: never`), and may be
+    where requests can wake the role (`autoscale`)."""
     max_batch_tokens: Positive | None = None
     """Most tokens of one prompt in a step. A cancel takes effect after one step at the latest. None: `batch_tokens`."""
     saturation_tokens: Positive | None = None
@@ -269,6 +275,16 @@ class ClusterConfig(_Section):
     telemetry: TelemetryConfig = TelemetryConfig()
     tiers: dict[Text, TierConfig] = {DEFAULT_TIER: TierConfig()}
     """Every key is of one of these."""
+    autoscale: AutoscaleConfig = AutoscaleConfig()
+
+    def has_workers(self, role: RoleName) -> bool:
+        """Whether a role ever has workers."""
+        return role in self.autoscale.sizes or bool((self.prefill if role == "prefill" else self.decode).workers)
+
+    @property
+    def unlike(self) -> str | None:
+        """The first key in which workers of the two roles differ, so that none can change its role; None if they are alike."""
+        return next((name for name in _ALIKE if getattr(self.prefill, name) != getattr(self.decode, name)), None)
 
     @property
     def chunk_tokens(self) -> int:

@@ -19,6 +19,7 @@ from configs.loader import served_context
 from configs.schema import ClusterConfig
 from protocol.errors import ModelNotFoundError
 from protocol.messages import Role
+from router.access.observer import Observer
 from router.access.shutdown import Shutdown
 from router.api.large.helper import BodyHelper
 from router.api.prepare import Preparer
@@ -27,7 +28,7 @@ from router.dispatch.controller_client import ControllerClient, ControllerOrders
 from router.dispatch.migrator import Migrator
 from router.dispatch.of_all import RegularAudits, audit, reset_caches
 from router.dispatch.roster import Roster
-from router.dispatch.status import health_problem, ready_problem, worker_status
+from router.dispatch.status import autoscaler_status, health_problem, ready_problem, worker_status
 from router.request.answer import Delta
 from router.request.choice_runner import ChoiceRunner
 from router.request.choices import EmittedChoice
@@ -35,6 +36,7 @@ from router.request.generation import Generation, RequestIdentity
 from router.request.generator import Generator
 from router.request.pipeline import Pipeline
 from router.rules.caching.caches import Caches
+from router.rules.demand import DemandCounter
 from router.text.threads import TextThreads
 from router.text.tokenizer import Tokenizer
 from telemetry.cluster_metrics import ClusterSample, WorkerSample
@@ -70,6 +72,12 @@ class Router:
         self.shutdown = Shutdown(controller, self._roster)
         self._admission = Admission(config, self._roster, self.metrics)
         self._migrator = Migrator(config, self._roster, self.metrics)
+        self._demand: DemandCounter | None = None
+        self._observer: Observer | None = None
+        if config.autoscale.wanted:
+            self._demand = DemandCounter(config.autoscale.ttft_s, config.autoscale.tpot_s)
+            waiting = self._admission.num_waiting
+            self._observer = Observer(controller, self._roster, self._demand, waiting, config.block_size)
         self._pipeline = Pipeline(self._admission, self._migrator, config.limits, self.metrics)
         endpoint = config.telemetry.otlp_endpoint
         self._spans = None if endpoint is None else SpanExport(endpoint, "tandem-router")
@@ -82,7 +90,7 @@ class Router:
         """Build the tokenizer and begin to follow the cluster. Returns before workers are up; `/health` tells."""
         facts = self._model.tokenizer
         tokenizer = await self._threads.run("", Tokenizer.build, facts)
-        runner = ChoiceRunner(self._pipeline, self._threads, self.metrics)
+        runner = ChoiceRunner(self._pipeline, self._threads, self.metrics, self._demand)
         self._generator = Generator(runner, tokenizer, facts, self.facts.name, self._spans)
         self.preparer = Preparer(self._model, tokenizer, self.max_model_len)
         # What is there by now (modules, the vocabulary) lives as long as the process. A full garbage collection would look
@@ -92,10 +100,14 @@ class Router:
         self.shutdown.start()
         self._migrator.start()
         self._audits.start()
+        if self._observer is not None:
+            self._observer.start()
 
     async def close(self) -> None:
         """Stop serving. Running streams fail with WorkerLostError; returns when every task and thread has ended."""
         await self.shutdown.close()
+        if self._observer is not None:
+            await self._observer.close()
         await self._audits.close()
         await self._migrator.close()
         await self._roster.close()
@@ -142,6 +154,10 @@ class Router:
         """Have the controller give a worker another role. Raises as `ControllerOrders.flip`."""
         await self._orders.flip(worker_id, role)
 
+    async def autoscale(self, paused: str | None) -> None:
+        """Have the autoscaler pause for this reason, or go on. Raises as `ControllerOrders.autoscale`."""
+        await self._orders.autoscale(paused)
+
     def health_problem(self) -> str | None:
         """Return why no request can get through, or None if one can."""
         return health_problem(self._roster, self.config)
@@ -151,11 +167,12 @@ class Router:
         return ready_problem(self._roster, self.config)
 
     def status(self) -> dict[str, Any]:
-        """Return what `/admin/status` shows: one row for each worker, and how many there should be of each role."""
+        """Return what `/admin/status` shows: a row for each worker, how many there should be of each role, and why."""
         view = self._roster.view
         return {
             "workers": [worker_status(info, self._roster.find(info), self.config.block_size) for info in view.workers],
             "wanted": {role.value: number for role, number in view.wanted.items()},
+            "autoscaler": None if view.autoscaler is None else autoscaler_status(view.autoscaler),
         }
 
     async def audit(self) -> dict[str, Any]:
@@ -177,4 +194,4 @@ class Router:
             WorkerSample(info.worker_id, info.role, info.state, info.restarts, info.term, link.report if link else None)
             for info, link in links
         ]
-        return ClusterSample(workers, view.wanted)
+        return ClusterSample(workers, view.wanted, view.autoscaler)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from protocol.cluster_view import WorkerState
+from protocol.cluster_view import AutoscalerState, WorkerState
 from protocol.messages import LoadReport, Role
 
 
@@ -36,6 +36,7 @@ class ClusterSample:
     workers: Sequence[WorkerSample] = ()
     wanted: Mapping[Role, int] = field(default_factory=dict)
     """How many workers of each role there should be."""
+    autoscaler: AutoscalerState | None = None
 
 
 ClusterSource = Callable[[], ClusterSample]
@@ -52,6 +53,8 @@ class ClusterCollector(Collector):
         """All families."""
         cluster = self._cluster
         yield from self._pools(cluster)
+        if cluster.autoscaler is not None:
+            yield from self._autoscaler(cluster.autoscaler)
         labels = ("model_name", "worker", "role")
         reports = [(self._of(sample), sample.report) for sample in cluster.workers if sample.report is not None]
         for name, text, value in _GAUGES:
@@ -77,6 +80,16 @@ class ClusterCollector(Collector):
 
     def _of(self, sample: WorkerSample) -> tuple[str, ...]:
         return self._model_name, sample.worker_id, sample.role.value
+
+    def _autoscaler(self, state: AutoscalerState) -> Iterator[Metric]:
+        labels = ("model_name",)
+        decisions = CounterMetricFamily("tandem:autoscaler_decisions", "Sizes that the autoscaler has decided.", labels=labels)
+        decisions.add_metric((self._model_name,), state.num_decisions)
+        paused = GaugeMetricFamily(
+            "tandem:autoscaler_paused", "1 while an operator's word keeps it from deciding.", labels=labels
+        )
+        paused.add_metric((self._model_name,), float(state.paused is not None))
+        return iter((decisions, paused))
 
     def _pools(self, cluster: ClusterSample) -> Iterator[Metric]:
         wanted = GaugeMetricFamily(

@@ -28,6 +28,7 @@ COMMANDS = (
     "status",
     "top",
     "workers/scale",
+    "autoscale",
     "workers/flip",
     "workers/drain",
     "workers/rollout",

@@ -75,7 +75,8 @@ def threads_per_rank(config: ClusterConfig, role: Role, nodes: Sequence[Resource
     """
     pool = pool_of(config, role)
     cores = [int(node.get("CPU", 0.0)) for node in nodes]
-    share = min(sum(cores) // (config.prefill.workers + config.decode.workers), max(cores, default=1))
+    workers = sum(max(1, pool_of(config, each).workers) for each in Role if config.has_workers(each.value))
+    share = min(sum(cores) // workers, max(cores, default=1))
     return max(1, (pool.threads or share) // pool.tensor_parallel_size)
 
 

@@ -120,6 +120,10 @@ class Admission:
                 param="max_tokens",
             )
 
+    def num_waiting(self) -> int:
+        """Number of requests that wait for room."""
+        return len(self._line)
+
     def pool_tokens(self, role: Role) -> int:
         """Tokens that the largest KV pool of this role holds."""
         block_size = self._config.block_size

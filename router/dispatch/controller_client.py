@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Mapping
 from typing import Protocol
 
-from protocol.cluster_view import ClusterView
+from protocol.cluster_view import ClusterView, RouterObservation
 from protocol.errors import TandemError, UnavailableError
 from protocol.messages import Role
 
@@ -44,6 +44,17 @@ class ControllerClient(Protocol):
         """
         ...
 
+    async def observe(self, seen: RouterObservation) -> None:
+        """Tell the autoscaler what is asked of this router, and what workers do."""
+        ...
+
+    async def autoscale(self, paused: str | None) -> None:
+        """Ask that the autoscaler pauses for this reason, or goes on (None).
+
+        Raises InvalidRequestError if the cluster has none.
+        """
+        ...
+
     async def note_open_requests(self, router_id: str, count: int) -> None:
         """Tell how many requests still run at this router; told again and again while the cluster ends."""
         ...
@@ -75,6 +86,13 @@ class ControllerOrders:
         Raises what the controller answers, and UnavailableError if it is away.
         """
         await self._obeyed(self._controller.flip(worker_id, role))
+
+    async def autoscale(self, paused: str | None) -> None:
+        """Have the autoscaler pause for this reason, or go on.
+
+        Raises what the controller answers, and UnavailableError if it is away.
+        """
+        await self._obeyed(self._controller.autoscale(paused))
 
     async def _obeyed(self, order: Awaitable[None]) -> None:
         try:

@@ -31,6 +31,7 @@ from telemetry.logging import fields
 
 log = logging.getLogger(__name__)
 
+_EMPTIED = (WorkerState.DRAINING, WorkerState.STANDBY)
 _WATCH_DEADLINE_S = 30.0
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
@@ -162,14 +163,13 @@ class Roster:
         return len(self._ready[role].sizes)
 
     def to_empty(self) -> list[WorkerLink]:
-        """Live links to workers whose streams are to go elsewhere: those that drain, and those whose role is another now."""
+        """Live links to workers whose streams are to go elsewhere: those that drain or went on standby, and those whose role is
+        another now."""
         links = (
             (entry, entry.link) for entry in self._entries.values() if entry.link is not None and not entry.link.gone.done()
         )
         return [
-            link
-            for entry, link in links
-            if (entry.state is WorkerState.DRAINING if entry.role is Role.DECODE else link.claims.in_flight)
+            link for entry, link in links if (entry.state in _EMPTIED if entry.role is Role.DECODE else link.claims.in_flight)
         ]
 
     def find(self, info: WorkerInfo) -> WorkerLink | None:

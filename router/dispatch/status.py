@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from configs.schema import ClusterConfig
-from protocol.cluster_view import WorkerInfo
+from protocol.cluster_view import AutoscalerState, WorkerInfo
 from protocol.messages import Role, TierReport
 from router.dispatch.links import WorkerLink
 from router.dispatch.roster import Roster
@@ -58,6 +58,15 @@ def worker_status(info: WorkerInfo, link: WorkerLink | None, block_size: int) ->
     return row | {name: None if report is None else getattr(report, name) for name in _REPORTED}
 
 
+def autoscaler_status(state: AutoscalerState) -> dict[str, Any]:
+    """What the autoscaler does, and its latest decisions, the newest first."""
+    decisions = [
+        {"at": each.at, "sizes": {role.value: size for role, size in each.sizes.items()}, "reason": each.reason}
+        for each in reversed(state.decisions)
+    ]
+    return {"paused": state.paused, "problem": state.problem, "decisions": decisions}
+
+
 def tier_status(tier: TierReport, block_size: int) -> dict[str, int]:
     """What lies in a tier of a worker's node."""
     return {"tokens": tier.num_blocks * block_size, "bytes": tier.num_bytes}
@@ -69,19 +78,17 @@ def needed_roles(config: ClusterConfig) -> tuple[Role, ...]:
 
 
 def health_problem(roster: Roster, config: ClusterConfig) -> str | None:
-    """Why no request can get through now; None if one can. A worker can serve if it is linked, reports, and makes steps."""
-    return _first_problem(roster, needed_roles(config), config)
-
-
-def ready_problem(roster: Roster, config: ClusterConfig) -> str | None:
-    """Why no new request should come to this router; None if it should.
+    """Why no request can get through now; None if one can. A worker can serve if it is linked, reports, and makes steps.
 
     A role that has no worker by decision is no reason: a request has one started.
     """
-    if roster.view.stopping:
-        return "the cluster is shutting down"
     awake = [role for role in needed_roles(config) if roster.view.wanted.get(role) != 0]
     return _first_problem(roster, awake, config)
+
+
+def ready_problem(roster: Roster, config: ClusterConfig) -> str | None:
+    """Why no new request should come to this router; None if it should."""
+    return "the cluster is shutting down" if roster.view.stopping else health_problem(roster, config)
 
 
 def _first_problem(roster: Roster, roles: Iterable[Role], config: ClusterConfig) -> str | None:

@@ -19,7 +19,7 @@ from protocol.messages import Role
 from router.access.audit_trail import note_action
 from router.access.keyring import Keyring
 from router.access.peers import peer_of
-from router.api.tools.bodies import CacheBody, DrainBody, FlipBody, ScaleBody
+from router.api.tools.bodies import AutoscaleBody, CacheBody, DrainBody, FlipBody, ScaleBody
 from router.endpoints.reading import read_body
 from router.service import Router
 
@@ -66,7 +66,7 @@ def _probe(problem: str | None) -> Response:
 
 
 class OperatorEndpoints:
-    """GET /admin/status and /admin/audit, POST /admin/scale, /admin/flip, /admin/drain and /admin/cache."""
+    """GET /admin/status and /admin/audit, POST /admin/scale, /admin/autoscale, /admin/flip, /admin/drain and /admin/cache."""
 
     def __init__(self, router: Router, keyring: Keyring | None) -> None:
         """`keyring` is None on a cluster without API keys."""
@@ -105,6 +105,14 @@ class OperatorEndpoints:
         note_action(request.scope, "flip", worker=body.worker_id, role=body.role)
         await self._router.flip(body.worker_id, Role(body.role))
         return JSONResponse({"worker_id": body.worker_id, "role": body.role})
+
+    async def autoscale(self, request: Request) -> Response:
+        """Have the autoscaler leave all sizes as they are, or decide again."""
+        check_operator(self._router.config.http, request)
+        body, _ = await read_body(self._router, request, AutoscaleBody)
+        note_action(request.scope, "autoscale", do=body.action)
+        await self._router.autoscale("paused by hand" if body.action == "pause" else None)
+        return JSONResponse({"action": body.action})
 
     async def drain(self, request: Request) -> Response:
         """Let a worker finish what it has and stop, or start anew."""

@@ -16,7 +16,7 @@ from router.api.document import answer_schemas as answers
 from router.api.document import service_schemas as service
 from router.api.document.openapi import Access, Operation
 from router.api.responses.body import ResponsesBody
-from router.api.tools.bodies import CacheBody, DetokenizeBody, DrainBody, FlipBody, ScaleBody, TokenizeBody
+from router.api.tools.bodies import AutoscaleBody, CacheBody, DetokenizeBody, DrainBody, FlipBody, ScaleBody, TokenizeBody
 from router.endpoints.generation import GenerationEndpoints
 from router.endpoints.metered import MeteredRouter
 from router.endpoints.model import ModelEndpoints
@@ -60,6 +60,7 @@ def endpoint_table(router: Router, meter: Meter, recorder: Recorder, keyring: Ke
     audit = Operation(_OPERATORS, service.Audit)
     scale = Operation(_OPERATORS, service.Scaled, ScaleBody, unavailable=answers.Refusal)
     flip = Operation(_OPERATORS, service.Flipped, FlipBody, unavailable=answers.Refusal)
+    autoscale = Operation(_OPERATORS, service.Autoscaled, AutoscaleBody, unavailable=answers.Refusal)
     cache = Operation(_OPERATORS, service.CacheReset, CacheBody, unavailable=answers.Refusal)
     drain = Operation(_OPERATORS, service.Drained, DrainBody, unavailable=answers.Refusal)
 
@@ -79,6 +80,7 @@ def endpoint_table(router: Router, meter: Meter, recorder: Recorder, keyring: Ke
         Endpoint("GET", "/admin/audit", operators.audit, audit),
         Endpoint("POST", "/admin/scale", operators.scale, scale),
         Endpoint("POST", "/admin/flip", operators.flip, flip),
+        Endpoint("POST", "/admin/autoscale", operators.autoscale, autoscale),
         Endpoint("POST", "/admin/drain", operators.drain, drain),
         Endpoint("POST", "/admin/cache", operators.cache, cache),
     ]

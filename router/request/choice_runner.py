@@ -20,6 +20,7 @@ from router.request.choices import SharedPrompt
 from router.request.generation import RequestIdentity
 from router.request.pipeline import Pipeline
 from router.request.usage import PromptUsage
+from router.rules.demand import DemandCounter
 from router.text.threads import TextThreads
 from telemetry.logging import fields
 from telemetry.metrics import Metrics
@@ -53,7 +54,9 @@ class Choice:
 class ChoiceRunner:
     """Runs choices; holds nothing of any of them."""
 
-    def __init__(self, pipeline: Pipeline, threads: TextThreads, metrics: Metrics) -> None:
+    def __init__(self, pipeline: Pipeline, threads: TextThreads, metrics: Metrics, demand: DemandCounter | None = None) -> None:
+        """`demand` counts for the autoscaler, where there is one."""
+        self._demand = demand
         self._pipeline = pipeline
         self._threads = threads
         self._metrics = metrics
@@ -72,15 +75,14 @@ class ChoiceRunner:
             metrics.resumed_streams.inc()
             emitted = Tokens(token_ids=tuple(journal.emitted), logprobs=(), finish_reason=None)
             await self._threads.offload(tenant, journal.num_generated, text.push, emitted)
+        if self._demand is not None:
+            self._demand.arrived(len(journal.prompt_token_ids) if choice.is_first else 0)
         with self._accounting(choice) as outcome, _given_up(choice.prompt if choice.is_first else None):
             async with contextlib.aclosing(self._pipeline.run(journal, times, choice.prompt)) as pieces:
                 async for tokens in pieces:
                     now = time.monotonic()
                     if latest is None:
-                        num_prompt_tokens = len(journal.prompt_token_ids) if choice.is_first else 0
-                        metrics.prompt_tokens.inc(num_prompt_tokens)
-                        used.prompt_tokens.inc(num_prompt_tokens)
-                        metrics.time_to_first_token.observe(now - times.arrival)
+                        self._note_first(choice, now)
                     else:
                         metrics.inter_token_latency.observe(now - latest)
                     latest = now
@@ -96,6 +98,16 @@ class ChoiceRunner:
                         break
                     yield delta
             yield delta  # the last one, when the workers have been released
+
+    def _note_first(self, choice: Choice, now: float) -> None:
+        """Count a choice's first token, and the prompt with the first choice's."""
+        journal, ttft_s = choice.journal, now - choice.times.arrival
+        num_prompt_tokens = len(journal.prompt_token_ids) if choice.is_first else 0
+        self._metrics.prompt_tokens.inc(num_prompt_tokens)
+        self._metrics.tenant(journal.scheduling_class.tenant).prompt_tokens.inc(num_prompt_tokens)
+        self._metrics.time_to_first_token.observe(ttft_s)
+        if self._demand is not None:
+            self._demand.first_token(ttft_s)
 
     @contextlib.contextmanager
     def _accounting(self, choice: Choice) -> Iterator[list[str]]:
@@ -114,7 +126,7 @@ class ChoiceRunner:
             end = outcome[0] if outcome else error_code
             if outcome:
                 self._metrics.succeeded(end)
-                self._observe(choice.times)
+                self._observe(choice.times, choice.journal.num_generated)
             else:
                 self._metrics.failed(end)
             journal = choice.journal
@@ -127,13 +139,15 @@ class ChoiceRunner:
             whose = {} if request.key_id is None else {"tenant": request.tenant, "key": request.key_id}
             log.info("request", extra=fields(**ids, **whose, end=end, **sizes, **summary))
 
-    def _observe(self, times: RequestTimes) -> None:
+    def _observe(self, times: RequestTimes, num_tokens: int) -> None:
         assert times.first_token is not None
         assert times.finish is not None
         self._metrics.request_queue_time.observe(sum(map(times.spent, _QUEUES)))
         self._metrics.request_prefill_time.observe(times.spent(Stage.PREFILL))
         self._metrics.request_decode_time.observe(times.finish - times.first_token)
         self._metrics.e2e_request_latency.observe(times.finish - times.arrival)
+        if self._demand is not None:
+            self._demand.ended(num_tokens, times.finish - times.first_token)
 
 
 @contextlib.contextmanager

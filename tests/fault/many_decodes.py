@@ -21,7 +21,7 @@ from engine.ranks.tensor_parallel import ALONE, TensorParallel
 from engine.runner import Runner
 from kv_transfer.transports.loopback import LoopbackNetwork, LoopbackTransport
 from prefill_workers.worker import PrefillWorker
-from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState
+from protocol.cluster_view import ClusterView, RouterObservation, WorkerInfo, WorkerState
 from protocol.messages import Role, WorkerRef
 from protocol.sampling import SamplingParams, TokenLogprobs
 from protocol.wire import WireServer
@@ -92,6 +92,12 @@ class ScriptedController:
 
     async def drain(self, worker_id: str, restart: bool) -> None:
         raise AssertionError("nor drains but by `ManyDecodes.drain`")
+
+    async def observe(self, seen: RouterObservation) -> None:
+        raise AssertionError("nothing sizes itself here")
+
+    async def autoscale(self, paused: str | None) -> None:
+        raise AssertionError("nothing sizes itself here")
 
     async def note_open_requests(self, router_id: str, count: int) -> None:
         raise AssertionError("nobody shuts down here")

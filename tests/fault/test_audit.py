@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState
+from protocol.cluster_view import ClusterView, RouterObservation, WorkerInfo, WorkerState
 from protocol.errors import TandemError
 from protocol.messages import Release, Role
 from router.dispatch.of_all import audit
@@ -38,6 +38,12 @@ class FixedController:
 
     async def drain(self, worker_id: str, restart: bool) -> None:
         raise NotImplementedError
+
+    async def observe(self, seen: RouterObservation) -> None:
+        raise AssertionError("nothing sizes itself here")
+
+    async def autoscale(self, paused: str | None) -> None:
+        raise AssertionError("nothing sizes itself here")
 
     async def note_open_requests(self, router_id: str, count: int) -> None:
         raise AssertionError("nobody shuts down here")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kv_transfer.transports.loopback import Faults
-from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState
+from protocol.cluster_view import ClusterView, RouterObservation, WorkerInfo, WorkerState
 from protocol.messages import Role
 from router.dispatch.admission import Admission
 from router.dispatch.journal import Journal
@@ -51,6 +51,12 @@ class FixedController:
 
     async def drain(self, worker_id: str, restart: bool) -> None:
         raise AssertionError("nobody scales here")
+
+    async def observe(self, seen: RouterObservation) -> None:
+        raise AssertionError("nothing sizes itself here")
+
+    async def autoscale(self, paused: str | None) -> None:
+        raise AssertionError("nothing sizes itself here")
 
     async def note_open_requests(self, router_id: str, count: int) -> None:
         raise AssertionError("nobody shuts down here")

@@ -48,6 +48,9 @@ FLAGS = (
     ConfigFlag("--port", "http.port", help="Port to listen on."),
     ConfigFlag("--prefill", "prefill.workers", help="Number of prefill workers."),
     ConfigFlag("--decode", "decode.workers", help="Number of decode workers."),
+    ConfigFlag("--autoscale", "autoscale.sizes", help="Pools that size themselves: prefill=1..3,decode=0..4."),
+    ConfigFlag("--slo", "autoscale.slo", help="What they size themselves for, in ms: ttft:500,tpot:50."),
+    ConfigFlag("--standby", "autoscale.standby", help="Workers that are up and wait to be wanted."),
     ConfigFlag(
         "--colocated", "disaggregation", sets="never", help="Decode workers compute prompts too, and there are no others."
     ),
@@ -120,7 +123,7 @@ class ConfigFlags:
 
 
 def _kind(key: str) -> Any:
-    """The type that a flag has for this key: int, float, bool, str or Path."""
+    """The type that a flag has for this key: int, float, bool, str or Path. Mappings are read from a text."""
     *sections, name = key.split(".")
     section: Any = ClusterConfig
     for each in sections:
@@ -128,6 +131,8 @@ def _kind(key: str) -> Any:
     annotation = section.model_fields[name].annotation
     if LocalPath in typing.get_args(annotation):
         return Path
+    if typing.get_origin(annotation) is dict:
+        return str
     while typing.get_origin(annotation) is not None:
         first = typing.get_args(annotation)[0]  # of Annotated, of a union with None, of a Literal
         annotation = first if isinstance(first, type) or typing.get_origin(first) is not None else type(first)

@@ -11,7 +11,15 @@ from contextlib import redirect_stdout, suppress
 from rich.console import Console
 
 from cluster.commands.lib.interrupts import Interrupts, Phase
-from cluster.launch import RunningCluster, check_keys, check_model, check_own_http, check_telemetry, running_cluster
+from cluster.launch import (
+    RunningCluster,
+    check_autoscale,
+    check_keys,
+    check_model,
+    check_own_http,
+    check_telemetry,
+    running_cluster,
+)
 from cluster.measured import measured_profiles, with_measured_sizes
 from cluster.memory import with_fitting_pools
 from configs.facts import ModelFacts
@@ -35,6 +43,7 @@ def serve_until_interrupted(config: ClusterConfig, address: str | None) -> None:
     with suppress(KeyboardInterrupt):
         check_keys(config)
         check_telemetry(config)
+        check_autoscale(config)
         facts = check_model(config)
         config = _with_fitting_pools(config, facts, address, console)
         if address is None:
@@ -130,3 +139,5 @@ def _change(old: WorkerInfo | None, new: WorkerInfo) -> str | None:
             return f"{new.worker_id} is ready to {new.role.value}, process {new.pid} on {new.node}"
         case WorkerState.DRAINING:
             return f"{new.worker_id} drains"
+        case WorkerState.STANDBY:
+            return f"{new.worker_id} is on standby, process {new.pid} on {new.node}"

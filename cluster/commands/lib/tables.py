@@ -47,6 +47,8 @@ def print_status(answer: Mapping[str, Any]) -> None:
     for worker in answer["workers"]:
         if worker.get("last_error"):
             console.print(f"{worker['worker_id']}: {worker['last_error']}{_backoff(worker)}", markup=False, soft_wrap=True)
+    for line in _autoscaler(answer.get("autoscaler")):
+        console.print(line, markup=False, soft_wrap=True)
     for line in _key_problems(answer.get("api_keys") or {}):
         console.print(line, markup=False, soft_wrap=True)
 
@@ -64,6 +66,16 @@ def _tiers(workers: Sequence[Mapping[str, Any]]) -> list[str]:
     return [
         f"{name} tier of {node}: {tier['tokens']} tokens, {tier['bytes'] / 1e9:.2f} GB" for (node, name), tier in found.items()
     ]
+
+
+def _autoscaler(state: Mapping[str, Any] | None) -> list[str]:
+    """What the autoscaler does, and its latest decision."""
+    if state is None:
+        return []
+    lines = [f"autoscaler: {'paused, ' + state['paused'] if state['paused'] else 'running'}"]
+    if state["problem"]:
+        lines.append(f"autoscaler: {state['problem']}")
+    return lines + [f"latest: {each['reason']}" for each in state["decisions"][:1]]
 
 
 def _key_problems(keys: Mapping[str, Any]) -> list[str]:

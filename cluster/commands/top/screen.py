@@ -81,6 +81,7 @@ def _head(polls: Polls, poll: Poll) -> list[Text]:
         Text(f"tokens/s: {_short(tokens_in)} in, {_short(tokens_out)} out   prompt cached: {cached}"),
         Text(_stages(longer, poll)),
         Text(_latencies(longer, poll)),
+        *_autoscaler(poll),
     ]
 
 
@@ -88,6 +89,15 @@ def _role(poll: Poll, role: str) -> Text:
     ready = sum(worker["state"] == "ready" for worker in poll.of_role(role))
     wanted = poll.wanted.get(role, 0)
     return Text(f"{role} {ready}/{wanted}", style="yellow" if ready < wanted else "")
+
+
+def _autoscaler(poll: Poll) -> list[Text]:
+    """Why the pools have their sizes, where they size themselves."""
+    if poll.autoscaler is None:
+        return []
+    if poll.autoscaler["paused"]:
+        return [Text(f"autoscaler: paused, {poll.autoscaler['paused']}", style="yellow")]
+    return [Text(f"autoscaler: {each['reason']}") for each in poll.autoscaler["decisions"][:1]]
 
 
 def _stages(before: Poll | None, poll: Poll) -> str:

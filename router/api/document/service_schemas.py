@@ -54,8 +54,8 @@ class Unhealthy(TypedDict):
 
 @exact
 class Scaled(TypedDict):
-    prefill: NotRequired[Annotated[int, Field(ge=1)]]
-    decode: NotRequired[Annotated[int, Field(ge=1)]]
+    prefill: NotRequired[Count]
+    decode: NotRequired[Count]
 
 
 @exact
@@ -93,7 +93,7 @@ class WorkerRow(TypedDict):
     role: Literal["prefill", "decode"]
     epoch: Count
     term: Count
-    state: Literal["starting", "ready", "draining"]
+    state: Literal["starting", "ready", "draining", "standby"]
     pid: int | None
     rank_pids: list[int]
     node: str | None
@@ -134,6 +134,31 @@ class WantedSizes(TypedDict):
 
 
 @exact
+class SizeDecisionRow(TypedDict):
+    """Sizes that the autoscaler has decided, and why. `at` is in seconds since 1970."""
+
+    at: float
+    sizes: WantedSizes
+    reason: str
+
+
+@exact
+class AutoscalerStatus(TypedDict):
+    """What the autoscaler does: why it is paused, what kept its latest decision from being done, and the latest decisions."""
+
+    paused: str | None
+    problem: str | None
+    decisions: list[SizeDecisionRow]
+
+
+@exact
+class Autoscaled(TypedDict):
+    """What the autoscaler was told."""
+
+    action: Literal["pause", "resume"]
+
+
+@exact
 class ApiKeys(TypedDict):
     """The file of API keys: entries that count, what is wrong with each of the others by its id, and why none can be read."""
 
@@ -144,10 +169,11 @@ class ApiKeys(TypedDict):
 
 @exact
 class Status(TypedDict):
-    """Without API keys, `api_keys` is null."""
+    """Without API keys, `api_keys` is null. Where pools do not size themselves, `autoscaler` is."""
 
     workers: list[WorkerRow]
     wanted: WantedSizes
+    autoscaler: AutoscalerStatus | None
     api_keys: ApiKeys | None
 
 

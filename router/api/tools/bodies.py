@@ -52,8 +52,8 @@ class ScaleBody(Body):
 
     together: ClassVar[Together] = (either(given({"type": "integer"}, "prefill"), given({"type": "integer"}, "decode")),)
 
-    prefill: int | None = Field(default=None, ge=1, le=1024, description=_WORKERS)
-    decode: int | None = Field(default=None, ge=1, le=1024, description=_WORKERS)
+    prefill: int | None = Field(default=None, ge=0, le=1024, description=_WORKERS)
+    decode: int | None = Field(default=None, ge=0, le=1024, description=_WORKERS)
 
     def check_together(self) -> None:
         """Raise InvalidRequestError if nothing is to be scaled."""
@@ -66,6 +66,12 @@ class CacheBody(Body):
 
     action: Literal["reset"] = Field(description="reset: erase it")
     tenant: str | None = Field(default=None, description="whose; null is everybody's")
+
+
+class AutoscaleBody(Body):
+    """The body of POST /admin/autoscale: what the autoscaler is to do."""
+
+    action: Literal["pause", "resume"] = Field(description="pause: leave all sizes; resume: decide again")
 
 
 class FlipBody(Body):

@@ -13,7 +13,17 @@ import { growths } from "./figures.js";
  * @returns {object[]} events, in the order in which one would tell them
  */
 export function changesBetween(before, after) {
-  return [...wishes(before, after), ...ofWorkers(before, after), ...ofRequests(before, after)];
+  return [...decisions(before, after), ...wishes(before, after), ...ofWorkers(before, after), ...ofRequests(before, after)];
+}
+
+/** What the autoscaler has decided since, the oldest first. */
+function decisions(before, after) {
+  const latest = before.autoscaler?.decisions[0]?.at ?? 0;
+  const fresh = (after.autoscaler?.decisions ?? []).filter((each) => each.at > latest).reverse();
+  const said = fresh.map((each) => note(`autoscaler: ${each.reason}`));
+  const { paused } = after.autoscaler ?? {};
+  if ((before.autoscaler?.paused ?? null) === (paused ?? null)) return said;
+  return [...said, note(paused ? `autoscaler: paused, ${paused}` : "autoscaler: goes on")];
 }
 
 function wishes(before, after) {

@@ -76,7 +76,8 @@ function unescaped(value) {
  * @param {string} metrics answer of /metrics
  */
 export function pollOf(at, status, metrics) {
-  return { at, workers: status.workers, wanted: status.wanted, ...readMetrics(metrics) };
+  const { workers, wanted, autoscaler } = status;
+  return { at, workers, wanted, autoscaler, ...readMetrics(metrics) };
 }
 
 /** The latest polls, as many as the figures need. */

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from pydantic import TypeAdapter
 
 from cluster.pool import (
     MAX_RETRY_S,
@@ -17,6 +18,7 @@ from cluster.pool import (
     Action,
     Drain,
     Pool,
+    PoolRecord,
     Remove,
     Resume,
     Start,
@@ -295,7 +297,9 @@ class PoolHistory(RuleBasedStateMachine):
     @rule()
     def the_controller_is_followed_by_another(self) -> None:
         before = {info.worker_id: info for info in self.pool.workers()}
-        record = ClusterRecord.from_json(ClusterRecord({self.pool.role: self.pool.record()}, self.ids.epochs, ()).to_json())
+        adapter = TypeAdapter(ClusterRecord)
+        present = ClusterRecord({self.pool.role: self.pool.record()}, PoolRecord(), self.ids.epochs, ())
+        record = adapter.validate_json(adapter.dump_json(present))
         self.ids = WorkerIds(record.epochs)
         self.pool = Pool(self.pool.role, self.ids, record.pools[self.pool.role])
         self.obey(self.pool.resume())

@@ -6,8 +6,9 @@ from collections.abc import Collection, Mapping
 
 import pytest
 
-from cluster.pool import Remove, Start, TakeRole
+from cluster.pool import Drain, Remove, Start, TakeRole
 from cluster.pools import Pools
+from configs.loader import load_config
 from configs.schema import ClusterConfig, DecodeConfig, PrefillConfig
 from protocol.cluster_view import WorkerState
 from protocol.errors import InvalidRequestError
@@ -79,8 +80,84 @@ def test_no_flip_makes_more_workers_than_are_allowed() -> None:
 def test_what_was_recorded_makes_the_same_pools() -> None:
     pools = started(2, 1)
     pools.flip("worker-1", Role.DECODE)
-    again = Pools(ClusterConfig(), pools.records(), pools.epochs)
+    again = Pools(ClusterConfig(), pools.records(), pools.standby_record(), pools.epochs)
     assert again.workers() == pools.workers()
     assert again.wanted() == pools.wanted() == {Role.PREFILL: 1, Role.DECODE: 2}
     assert [action.worker_id for action in again.resume()] == ["worker-0", "worker-1", "worker-2"]
     assert again.scale({Role.DECODE: 3}, anything_fits) == [Start("worker-3", 1, 0.0)]
+
+
+def sized(prefill: str, decode: str, *, standby: int = 0, disaggregation: str = "auto") -> Pools:
+    """Pools that size themselves within these ranges; all workers are ready."""
+    values = {
+        "autoscale.sizes": f"prefill={prefill},decode={decode}",
+        "autoscale.standby": standby,
+        "disaggregation": disaggregation,
+    }
+    pools = Pools(load_config(None, values))
+    for action in pools.start():
+        ready(pools, action.worker_id)
+    return pools
+
+
+def states(pools: Pools) -> dict[str, tuple[Role, WorkerState]]:
+    return {info.worker_id: (info.role, info.state) for info in pools.workers()}
+
+
+def test_the_last_worker_of_a_role_goes_where_requests_can_wake_it() -> None:
+    pools = sized("0..2", "0..3")
+    assert pools.scale({Role.DECODE: 0}, anything_fits) == [Drain("worker-1", 1)]
+    assert pools.drain("worker-0", restart=False) == [Drain("worker-0", 1)]
+    assert pools.wanted() == {Role.PREFILL: 0, Role.DECODE: 0}
+    assert pools.settled(), "nobody is missing"
+    assert pools.scale({Role.DECODE: 1}, anything_fits) == [Start("worker-2", 1, 0.0)]
+
+
+def test_the_last_worker_of_a_role_flips_where_requests_can_wake_it() -> None:
+    pools = sized("0..2", "1..3")
+    assert pools.flip("worker-0", Role.DECODE) == [TakeRole("worker-0", 1, Role.DECODE)]
+    assert pools.wanted() == {Role.PREFILL: 0, Role.DECODE: 2}
+    with pytest.raises(InvalidRequestError, match="decode must be 1 to 64 workers"):
+        pools.scale({Role.DECODE: 0}, anything_fits)
+
+
+def test_a_standby_is_taken_at_once_and_replaced() -> None:
+    pools = sized("1..2", "1..3", standby=1)
+    assert states(pools)["worker-2"] == (Role.DECODE, WorkerState.STANDBY)
+    actions = pools.scale({Role.PREFILL: 2}, anything_fits)
+    assert actions == [TakeRole("worker-2", 1, Role.PREFILL), Start("worker-3", 1, 0.0)]
+    assert states(pools)["worker-2"] == (Role.PREFILL, WorkerState.READY)
+    assert pools.ready() == {Role.PREFILL: 2, Role.DECODE: 1}
+
+
+def test_who_is_not_wanted_any_more_goes_on_standby_where_one_is_missing() -> None:
+    pools = sized("1..2", "1..3", standby=1)
+    pools.scale({Role.DECODE: 2}, anything_fits)  # the standby; another one starts
+    actions = pools.scale({Role.DECODE: 1}, anything_fits)
+    assert actions == [TakeRole("worker-2", 1, Role.DECODE), Remove("worker-3", 1)]
+    assert states(pools)["worker-2"] == (Role.DECODE, WorkerState.STANDBY)
+
+
+def test_a_standby_has_no_work_to_give_away() -> None:
+    pools = sized("1..2", "1..3", standby=1)
+    with pytest.raises(InvalidRequestError, match="on standby"):
+        pools.drain("worker-2", restart=False)
+    with pytest.raises(InvalidRequestError, match="on standby: scale prefill up"):
+        pools.flip("worker-2", Role.PREFILL)
+    assert pools.drain("worker-2", restart=True) == [Drain("worker-2", 1)]
+
+
+def test_a_standby_outlives_the_controller() -> None:
+    pools = sized("1..2", "0..3", standby=1)
+    config = load_config(None, {"autoscale.sizes": "prefill=1..2,decode=0..3", "autoscale.standby": 1})
+    again = Pools(config, pools.records(), pools.standby_record(), pools.epochs)
+    assert again.workers() == pools.workers()
+    assert [action.worker_id for action in again.resume()] == ["worker-0", "worker-1", "worker-2"]
+    assert again.scale({Role.DECODE: 2}, anything_fits)[0] == TakeRole("worker-2", 1, Role.DECODE)
+
+
+def test_standbys_count_for_the_room() -> None:
+    pools = sized("1..2", "1..3", standby=2)
+    asked: list[Mapping[Role, int]] = []
+    pools.scale({Role.DECODE: 2}, lambda wanted, roles: asked.append(wanted))
+    assert asked == [{Role.PREFILL: 1, Role.DECODE: 4}]

@@ -18,7 +18,7 @@ import uvicorn
 from configs.facts import Model
 from configs.models import resolve
 from configs.schema import ClusterConfig, ResumableConfig
-from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState
+from protocol.cluster_view import ClusterView, RouterObservation, WorkerInfo, WorkerState
 from protocol.messages import Role
 from router.access.meter import Meter
 from router.access.rates import RateStore
@@ -39,6 +39,8 @@ class ScriptedController:
         self.drained: list[tuple[str, bool]] = []
         self.flipped: list[tuple[str, Role]] = []
         self.open_requests: dict[str, int] = {}
+        self.observed: list[RouterObservation] = []
+        self.autoscaled: list[str | None] = []
         self.away = False
         self._changed = asyncio.Event()
 
@@ -65,6 +67,14 @@ class ScriptedController:
         if self.away:
             raise ConnectionError("the controller is gone")
         self.flipped.append((worker_id, role))
+
+    async def observe(self, seen: RouterObservation) -> None:
+        self.observed.append(seen)
+
+    async def autoscale(self, paused: str | None) -> None:
+        if self.away:
+            raise ConnectionError("the controller is gone")
+        self.autoscaled.append(paused)
 
     async def note_open_requests(self, router_id: str, count: int) -> None:
         self.open_requests[router_id] = count

@@ -138,6 +138,31 @@ def test_flip_reaches_the_controller(run_cluster: Run) -> None:
     run_cluster(test)
 
 
+def test_a_pause_reaches_the_controller(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        for action in ("pause", "resume"):
+            assert (await cluster.http.post("/admin/autoscale", json={"action": action})).json() == {"action": action}
+        assert cluster.controller.autoscaled == ["paused by hand", None]
+        refused = await cluster.http.post("/admin/autoscale", json={"action": "stop"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "action")
+        assert (await cluster.http.get("/admin/status")).json()["autoscaler"] is None
+        assert not cluster.controller.observed, "nobody tells what nobody asks"
+
+    run_cluster(test)
+
+
+def test_the_autoscaler_hears_what_is_asked(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        usage = (await cluster.complete(max_tokens=3)).json()["usage"]
+        await cluster.until(lambda: any(each.counts.ended for each in cluster.controller.observed))
+        seen = cluster.controller.observed[-1]
+        assert (seen.counts.arrived, seen.counts.first_tokens, seen.counts.ended) == (1, 1, 1)
+        assert (seen.counts.prompt_tokens, seen.counts.answer_tokens) == (usage["prompt_tokens"], usage["completion_tokens"])
+        assert {worker.role for worker in seen.workers} == set(Role)
+
+    run_cluster(test, autoscale={"sizes": {"prefill": "1..2", "decode": "1..2"}})
+
+
 def test_drain_reaches_the_controller(run_cluster: Run) -> None:
     async def test(cluster: Any) -> None:
         response = await cluster.http.post("/admin/drain", json={"worker": "decode-1"})
@@ -179,7 +204,7 @@ def test_admin_key(run_cluster: Run, header: str | None) -> None:
     async def test(cluster: Any) -> None:
         headers = {} if header is None else {"authorization": header.encode()}
         asked = [("GET", "/admin/status"), ("GET", "/admin/audit"), ("POST", "/admin/scale"), ("POST", "/admin/drain")]
-        asked += [("POST", "/admin/cache"), ("POST", "/admin/flip")]
+        asked += [("POST", "/admin/cache"), ("POST", "/admin/flip"), ("POST", "/admin/autoscale")]
         for method, path in asked:
             response = await cluster.http.request(method, path, headers=headers)
             assert response.status_code == 401

@@ -141,6 +141,23 @@ def test_a_change_of_size_is_the_reason_of_what_follows() -> None:
     assert told(before, larger) == [("note", "decode: 3 workers wanted, before 2"), ("note", "decode-2 starts")]
 
 
+def autoscaler(*decisions: tuple[float, str], paused: str | None = None) -> dict[str, Any]:
+    """As in /admin/status: the newest decision first."""
+    rows = [{"at": at, "sizes": {}, "reason": reason} for at, reason in sorted(decisions, reverse=True)]
+    return {"autoscaler": {"paused": paused, "problem": None, "decisions": rows}}
+
+
+def test_decisions_of_the_autoscaler_are_told_once_with_their_reasons() -> None:
+    same = status(worker("decode-0"))
+    before = same | autoscaler((1.0, "decode 0 → 1: a request waits"))
+    after = same | autoscaler((1.0, "decode 0 → 1: a request waits"), (5.0, "decode 1 → 2: more"), (9.0, "decode 2 → 1: less"))
+    assert told(before, after) == [("note", "autoscaler: decode 1 → 2: more"), ("note", "autoscaler: decode 2 → 1: less")]
+    assert told(after, after) == []
+    paused = same | autoscaler((9.0, "decode 2 → 1: less"), paused="scaled by hand")
+    assert told(after, paused) == [("note", "autoscaler: paused, scaled by hand")]
+    assert told(paused, after) == [("note", "autoscaler: goes on")]
+
+
 def test_what_becomes_of_requests_is_counted() -> None:
     counts, same = Counts(), status(worker("decode-0"))
     counts.metrics.failed("overloaded")

@@ -1,0 +1,181 @@
+"""The autoscaler at work: takes what routers tell, decides every second, and has the supervisor do it.
+
+    routers ──observe──► Autoscaler ──decision──► what there is room for ──► Supervisor.scale
+                             ▲ │
+                     resume ─┘ └── recorded (cluster.records) at every decision, pause, and bin of the history
+
+An operator who scales, flips or drains has the last word: it is paused until `resume`. Paused or not, a role that sleeps is
+woken by a request. It lives in the controller and dies with it; the next one goes on with the record.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from autoscaler.capacity import WorkerLimits
+from autoscaler.limits import Sizes
+from autoscaler.scaler import Autoscaler, Present, ScalerRecord
+from cluster.ray.placement import Room
+from cluster.records import RecordStore
+from cluster.supervisor import Supervisor
+from configs.schema import ClusterConfig
+from configs.step_times import StepTimes
+from protocol.cluster_view import AutoscalerState, RouterObservation, SizeDecision
+from protocol.errors import InvalidRequestError, UnavailableError
+from protocol.messages import Role
+
+log = logging.getLogger(__name__)
+
+DECIDE_S = 1.0
+_SAVE_S = 10.0
+"""Seconds between two records of a history that grows."""
+
+
+class PoolSizer:
+    """Sizes the pools of one supervisor. Call `start` once, and `close` at the end."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        times: StepTimes | None,
+        supervisor: Supervisor,
+        room: Callable[[], Awaitable[Room]],
+        records: RecordStore[ScalerRecord],
+    ) -> None:
+        """`times`: what steps take; None where that was not measured. `room` finds out what the nodes have."""
+        self._config = config
+        self._times = times
+        self._supervisor = supervisor
+        self._room = room
+        self._records = records
+        self._scaler: Autoscaler | None = None
+        self._deciding: asyncio.Task[None] | None = None
+        self._scaling = asyncio.Lock()
+        self._problem: str | None = None
+        self._saved: ScalerRecord | None = None
+
+    async def start(self) -> None:
+        """Begin, where a former one has ended if there was one."""
+        record = await self._records.load()
+        never = self._config.disaggregation == "never"
+        self._scaler = Autoscaler(
+            self._config.autoscale,
+            WorkerLimits(self._config.decode.max_batch_size, self._config.decode.kv_cache_tokens),
+            self._times,
+            prefills=not never,
+            needed=(Role.PREFILL, Role.DECODE) if self._config.disaggregation == "always" else (Role.DECODE,),
+            flips=self._supervisor.can_flip,
+            now=time.time(),
+            record=record or ScalerRecord(),
+        )
+        self._show()
+        self._deciding = asyncio.get_running_loop().create_task(self._decide())
+
+    async def close(self) -> None:
+        """Stop deciding. Idempotent."""
+        if self._deciding is not None:
+            self._deciding.cancel()
+            await asyncio.gather(self._deciding, return_exceptions=True)
+
+    async def observe(self, seen: RouterObservation) -> None:
+        """Take what a router tells, and wake what sleeps and is asked for."""
+        now = time.time()
+        scaler = self._running()
+        scaler.observe(seen, now)
+        async with self._scaling:
+            decision = scaler.wake(self._present(), now)
+            if decision is not None:
+                await self._do(decision, await self._room())
+
+    async def pause(self, reason: str) -> None:
+        """Decide nothing from now on."""
+        self._running().pause(reason)
+        await self._changed()
+
+    async def resume(self) -> None:
+        """Decide again."""
+        self._running().resume()
+        await self._changed()
+
+    def _running(self) -> Autoscaler:
+        assert self._scaler is not None, "it was started"
+        return self._scaler
+
+    def _present(self) -> Present:
+        supervisor = self._supervisor
+        return Present(supervisor.wanted(), supervisor.ready(), supervisor.start_s)
+
+    async def _decide(self) -> None:
+        saved_at = time.monotonic()
+        while True:
+            await asyncio.sleep(DECIDE_S)
+            try:
+                room = await self._room()  # first, so that an operator's word can't come between deciding and doing
+                async with self._scaling:
+                    decision = self._running().decide(self._present(), time.time())
+                    if decision is not None:
+                        await self._do(decision, room)
+                if time.monotonic() - saved_at > _SAVE_S:
+                    saved_at = time.monotonic()
+                    await self._save()
+            except Exception:
+                log.exception("no size was decided")  # the next one may be
+
+    async def _do(self, decision: SizeDecision, room: Room) -> None:
+        sizes, self._problem = _fitting(decision.sizes, self._supervisor.wanted(), room, self._supervisor.with_standby)
+        if dict(sizes) != self._supervisor.wanted():
+            log.info("autoscaler: %s", decision.reason)
+            self._supervisor.scale(sizes, room.check)
+        if self._problem is not None:
+            log.warning("autoscaler: %s", self._problem)
+        await self._changed()
+
+    async def _changed(self) -> None:
+        self._show()
+        await self._save()
+
+    def _show(self) -> None:
+        scaler = self._running()
+        self._supervisor.show(AutoscalerState(scaler.paused, scaler.decisions, scaler.num_decisions, self._problem))
+
+    async def _save(self) -> None:
+        record = self._running().record()
+        if record != self._saved:
+            try:
+                await self._records.save(record)
+                self._saved = record
+            except UnavailableError as failure:
+                log.warning("nothing of the autoscaler is recorded: %s", failure.message)
+
+
+def _fitting(sizes: Sizes, present: Sizes, room: Room, with_standby: Callable[[Sizes], Sizes]) -> tuple[Sizes, str | None]:
+    """As many of the further workers as there is room for, and what keeps the others away."""
+    fitting, problem = dict(sizes), None
+    while any(fitting[role] > present[role] for role in fitting):
+        more = [role for role in fitting if fitting[role] > present[role]]
+        try:
+            room.check(with_standby(fitting), more)
+            break
+        except InvalidRequestError as error:
+            problem = problem or error.message
+            fitting[max(more, key=lambda role: fitting[role] - present[role])] -= 1
+    return fitting, problem
+
+
+def step_times(config: ClusterConfig) -> StepTimes | None:
+    """What steps take: by the profile of paced workers, or as measured on this machine; None if it was not.
+
+    Reads files. The machine's own profile is that of one worker with cores of its own; how much slower several are that share
+    cores, the autoscaler learns.
+    """
+    if config.engine == "paced":
+        from configs.paced.profile import load_paced_profile
+
+        return load_paced_profile(config.paced_profile)
+    from cluster.measured import known_profiles, measured_step_times
+    from configs.models import resolve_for
+
+    return measured_step_times(config, known_profiles(config, resolve_for(config).facts))

@@ -1,0 +1,132 @@
+"""The autoscaler at work on a real supervisor, whose processes are scripted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any
+
+from autoscaler.scaler import ScalerRecord
+from cluster.memory import WorkerMemory
+from cluster.ray.placement import Room
+from cluster.sizer import PoolSizer, _fitting, step_times
+from cluster.supervisor import Supervisor
+from configs.loader import load_config
+from configs.schema import ClusterConfig
+from protocol.cluster_view import DemandCounts, RouterObservation
+from protocol.errors import UnavailableError
+from protocol.messages import Role
+from tests.unit.cluster.test_supervisor import ScriptedLauncher, ScriptedRecords
+
+PREFILL, DECODE = Role.PREFILL, Role.DECODE
+GB = 10**9
+NOTHING_ASKED = RouterObservation("router", DemandCounts(), 0, ())
+
+
+def config(**values: Any) -> ClusterConfig:
+    given = {"engine": "paced", "autoscale.sizes": "prefill=1..3,decode=0..4", "decode.workers": 0}
+    return load_config(None, given | {key.replace("__", "."): value for key, value in values.items()})
+
+
+def room(settings: ClusterConfig, workers: int = 100) -> Room:
+    """For so many workers."""
+    memory = WorkerMemory(kv_pool=GB, weights=0, process=0)
+    nodes = [{"memory": float(workers * GB), "CPU": 64.0}]
+    return Room(settings, dict.fromkeys(Role, memory), nodes, may_grow=False)
+
+
+class KeptRecords:
+    """An autoscaler's record, in memory."""
+
+    def __init__(self) -> None:
+        self.record: ScalerRecord | None = None
+        self.away = False
+
+    async def load(self) -> ScalerRecord | None:
+        return self.record
+
+    async def save(self, record: ScalerRecord) -> None:
+        if self.away:
+            raise UnavailableError("the GCS does not answer")
+        self.record = record
+
+
+Scene = Callable[[Supervisor, PoolSizer, KeptRecords], Coroutine[Any, Any, None]]
+
+
+def sized(scene: Scene, settings: ClusterConfig | None = None, workers: int = 100) -> None:
+    """Run a scene with pools that size themselves, on nodes for so many workers."""
+
+    async def run() -> None:
+        used = settings or config()
+        supervisor = Supervisor(used, ScriptedLauncher(), ScriptedRecords())
+        await supervisor.start()
+        await supervisor.settle(5.0)
+        records = KeptRecords()
+
+        async def present_room() -> Room:
+            return room(used, workers)
+
+        sizer = PoolSizer(used, step_times(used), supervisor, present_room, records)
+        await sizer.start()
+        try:
+            await scene(supervisor, sizer, records)
+        finally:
+            await sizer.close()
+            await supervisor.close()
+
+    asyncio.run(run())
+
+
+def test_a_request_wakes_a_role_at_once_and_that_is_recorded() -> None:
+    async def scene(supervisor: Supervisor, sizer: PoolSizer, records: KeptRecords) -> None:
+        await sizer.observe(NOTHING_ASKED)
+        assert supervisor.wanted() == {PREFILL: 1, DECODE: 0}
+        await sizer.observe(replace(NOTHING_ASKED, waiting=1))
+        assert supervisor.wanted() == {PREFILL: 1, DECODE: 1}
+        shown = supervisor.view().autoscaler
+        assert shown is not None
+        assert [each.reason for each in shown.decisions] == ["decode 0 → 1: a request waits"]
+        assert records.record is not None
+        assert records.record.decisions == shown.decisions
+
+    sized(scene)
+
+
+def test_a_pause_is_shown_and_recorded_even_if_the_store_was_away() -> None:
+    async def scene(supervisor: Supervisor, sizer: PoolSizer, records: KeptRecords) -> None:
+        records.away = True
+        await sizer.pause("by hand")
+        records.away = False
+        await sizer.pause("by hand")
+        shown = supervisor.view().autoscaler
+        assert shown is not None
+        assert records.record is not None
+        assert shown.paused == records.record.paused == "by hand"
+        await sizer.resume()
+        assert records.record.paused is None
+
+    sized(scene)
+
+
+def test_what_has_no_room_is_not_asked_for_and_said() -> None:
+    async def scene(supervisor: Supervisor, sizer: PoolSizer, records: KeptRecords) -> None:
+        await sizer.observe(replace(NOTHING_ASKED, waiting=1))
+        assert supervisor.wanted() == {PREFILL: 1, DECODE: 0}
+        shown = supervisor.view().autoscaler
+        assert shown is not None
+        assert shown.problem is not None
+        assert "1 workers do not fit" in shown.problem
+
+    sized(scene, workers=1)
+
+
+def test_as_many_as_fit() -> None:
+    settings = config()
+    present = {PREFILL: 1, DECODE: 1}
+    fitting, problem = _fitting({PREFILL: 3, DECODE: 4}, present, room(settings, 5), lambda sizes: sizes)
+    assert sum(fitting.values()) == 5
+    assert min(fitting[PREFILL], fitting[DECODE]) >= 2, "both get some of it"
+    assert problem is not None
+    assert _fitting({PREFILL: 1, DECODE: 0}, present, room(settings, 1), lambda sizes: sizes) == ({PREFILL: 1, DECODE: 0}, None)
