@@ -114,7 +114,7 @@ class PrefillRanking:
         rest = least_saved if len(holders) < _MOST_HOLDERS else reach.saved(held[holders[-1][3]])
         for place, key in enumerate(chain(holders, self._open.keys)):
             queued, in_flight, given, worker_id, ahead, prompts = key
-            if place >= len(holders) and best is not None and not best[0] and queued + num_tokens - rest >= best[1]:
+            if place >= len(holders) and best is not None and best <= (False, queued + num_tokens - rest, *key[1:4]):
                 break  # and so it is with all that follow
             saved = reach.saved(held.get(worker_id, 0))
             # The rule of `Outstanding.takes_prompt`, without a call for each of a thousand workers.
