@@ -129,7 +129,7 @@ def test_the_fewest_tokens_to_compute_decide_where_workers_hold_some(
     overtakes: bool,
     fetching: tuple[float, float] | None,
 ) -> None:
-    """The prompt's own tokens count, less those that the worker has or fetches. Who is avoided comes last, and equals take turns."""
+    """The prompt's own tokens count, less those that the worker has or fetches. Equals take turns."""
     held = dict(sorted(((name, min(count, size - 1)) for name, count in held.items()), key=lambda item: -item[1]))
     ranking = PrefillRanking()
     for load in workers:
