@@ -1,7 +1,8 @@
-"""What workers ask of the engine of one rank: `engine.model_runner` computes, `engine.paced.runner` keeps a clock's time."""
+"""What workers ask of the engine of one rank: `engine.model_runner` computes, `engine.paced.runner` does not."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -35,3 +36,27 @@ class Runner(Protocol):
         Returns one entry per chunk, in order; None where nothing was to be sampled. `on_layer(i)` is called from this
         thread once layer i's KV of all chunks is in the pool.
         """
+
+
+class Engine(Protocol):
+    """Runs a worker's steps, one at a time, and keeps account of them: `engine.engine_thread`, or `engine.paced.engine`."""
+
+    steps: int
+    """How many there were since the start."""
+    busy_s: float
+    """How long they took together, in seconds."""
+
+    def start(
+        self, chunks: Sequence[Chunk], on_layer: Callable[[int], None] | None = None
+    ) -> asyncio.Future[list[SampledToken | None]]:
+        """Begin a step; the future is its result. The caller awaits it before the next one."""
+
+    @property
+    def step_age_s(self) -> float:
+        """How long the current step has been running; 0 when idle."""
+
+    def renice(self, niceness: int) -> None:
+        """Compute in a thread of another niceness from the next step on. Not while a step runs."""
+
+    def close(self) -> None:
+        """Begin no further step."""

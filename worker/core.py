@@ -15,11 +15,13 @@ import time
 from collections.abc import Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from configs.paced.profile import load_paced_profile
 from engine.engine_thread import EngineThread
 from engine.memory.cache_teller import CacheTeller
 from engine.memory.prefix_cache import PrefixCache
 from engine.niceness import PREFILL_NICENESS, be_nice
 from engine.ranks.first_rank import FirstRank
+from engine.runner import Engine
 from kv_transfer.arrivals import Arrivals
 from kv_transfer.fetching.lender import Lender
 from kv_transfer.peers import DecodePeers
@@ -75,7 +77,7 @@ class WorkerCore:
         self.grammars = rank.grammars
         self.ids = itertools.count(1)
         """Ids of everything that others fill with KV."""
-        self.engine = EngineThread(runner, gang, niceness)
+        self.engine = _engine(rank, niceness)
         progress = StepProgress(pool.data.device)
         self.steps = Steps(self.engine, progress)
         self.endpoint = Endpoint(rank.server, lease_s=limits.lease_s, heartbeat_s=limits.heartbeat_s)
@@ -278,3 +280,12 @@ class WorkerCore:
             for role in self._roles:
                 role.beat()
             self.peers.retire_broken()
+
+
+def _engine(rank: FirstRank, niceness: int) -> Engine:
+    """What runs the steps: a thread that computes, or a clock. Raises ConfigError if a profile can't be used."""
+    if rank.config.engine == "paced":
+        from engine.paced.engine import PacedEngine
+
+        return PacedEngine(rank.runner, load_paced_profile(rank.config.paced_profile))
+    return EngineThread(rank.runner, rank.gang, niceness)

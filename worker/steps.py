@@ -12,14 +12,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from engine.batch import Chunk, SampledToken
-from engine.engine_thread import EngineThread
+from engine.runner import Engine
 from kv_transfer.progress import StepProgress
 
 
 class Steps:
     """Whoever computes takes the `turn`, plans, starts a step and awaits it, and gives the turn back."""
 
-    def __init__(self, engine: EngineThread, progress: StepProgress) -> None:
+    def __init__(self, engine: Engine, progress: StepProgress) -> None:
         self._turn = asyncio.Lock()
         self._num_waiting = 0
         self._engine = engine

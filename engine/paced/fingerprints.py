@@ -2,9 +2,10 @@
 
 The KV of a token is the sum of a hash of each token up to its own, with its position: like real KV, it depends on all tokens
 before it. It stands in every layer as K and as V, each time disguised otherwise. The next token is a hash of the position and
-of what is read through the block table in every layer: the last token of each block, and all tokens of all blocks where the
-next token is the first of a block. So a block that was swapped, lost, left out of a transfer or written over gives another
-token at once, and a part of one does within a block. Whoever knows the tokens knows the answer (`next_token`).
+of what is read through the block table in every layer: one token of each block, and the last token of all. Which one it is
+goes on with the position, so that those of a block are all read in turn. So a block that was swapped, lost, left out of a
+transfer or written over gives another token at once, and a part of one does within a block. Whoever knows the tokens knows
+the answer (`next_token`).
 
 Shapes: L layers, 2 (K and V), S slots of the pool, T tokens of a chunk, P positions that are read. Sums are modulo 2**64.
 """
@@ -49,11 +50,11 @@ class FingerprintPool:
     def read(self, end: int, block_table: Sequence[int]) -> int:
         """Return the hash of the KV of `end` tokens, in [0, 2**64)."""
         slots = self._slots_of(_read_at(end, self._block_size), block_table)
-        return _hash(self._slots[:, :, slots] ^ self._masks, end)
+        return _hash(self._slots.take(slots, axis=2) ^ self._masks, end)
 
     def _slots_of(self, positions: npt.NDArray[np.int64], block_table: Sequence[int]) -> npt.NDArray[np.int64]:
         first, last = int(positions[0]) // self._block_size, int(positions[-1]) // self._block_size
-        table = np.array(block_table[first : last + 1])
+        table = np.array(block_table[first : last + 1], dtype=np.int64)
         return table[positions // self._block_size - first] * self._block_size + positions % self._block_size
 
 
@@ -79,10 +80,8 @@ def _sums(token_ids: Sequence[int], start: int) -> _Words:
 
 
 def _read_at(end: int, block_size: int) -> npt.NDArray[np.int64]:
-    """[P]: the positions that decide about the token at `end`."""
-    if end % block_size == 0:
-        return np.arange(end)
-    return np.minimum(np.arange(block_size, end + block_size, block_size), end) - 1
+    """[P]: the positions that decide about the token at `end`: of each block the same one, and the last of all."""
+    return np.append(np.arange(end % block_size, end, block_size), end - 1)
 
 
 def _hash(values_L2P: _Words, end: int) -> int:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 
 from configs.models import resolve_for
-from configs.paced.profile import load_paced_profile
 from configs.schema import ClusterConfig, PoolConfig
 from engine.model_runner import ModelRunner
 from engine.ranks.follower import Follower, Share
@@ -28,7 +27,6 @@ def load_share(config: ClusterConfig, pool: PoolConfig, ranks: TensorParallel) -
 
         return PacedRunner(
             facts,
-            load_paced_profile(config.paced_profile),
             block_size=config.block_size,
             num_kv_tokens=pool.kv_cache_tokens,
             kept_kv_tokens=pool.prefix_cache_tokens,

@@ -102,8 +102,8 @@ class PrefillRanking:
         It is the one with the fewest prompt tokens to compute, those of this prompt among them: `held` says of how many each
         worker has the KV, who has the most first, and `reach` what it saves by fetching. A worker takes the prompt behind those
         that are there (`Outstanding.takes_prompt`) or, if `may_overtake` says so, in front of them. One that saves some of the
-        prompt takes that many tokens more: so long is it sooner done there than anywhere else. A worker in `avoid` is chosen
-        only if no other takes it.
+        prompt takes that many tokens more: so long is it sooner done there than anywhere else. Of equals, who holds more goes
+        before who would fetch it. A worker in `avoid` is chosen only if no other takes it.
         """
         holders = list(islice((key for name in held if (key := self._open.key_of(name)) is not None), _MOST_HOLDERS))
         least_saved = reach.saved(0)
@@ -111,16 +111,18 @@ class PrefillRanking:
             return None
         best: tuple[Any, ...] | None = None
         # Those that are not looked at first hold no more than the last one that is.
-        rest = least_saved if len(holders) < _MOST_HOLDERS else reach.saved(held[holders[-1][3]])
+        most = 0 if len(holders) < _MOST_HOLDERS else held[holders[-1][3]]
+        rest = reach.saved(most)
         for place, key in enumerate(chain(holders, self._open.keys)):
             queued, in_flight, given, worker_id, ahead, prompts = key
-            if place >= len(holders) and best is not None and not best[0] and queued + num_tokens - rest >= best[1]:
+            if place >= len(holders) and best is not None and best <= (False, queued + num_tokens - rest, -most, *key[1:4]):
                 break  # and so it is with all that follow
-            saved = reach.saved(held.get(worker_id, 0))
+            own = held.get(worker_id, 0)
+            saved = reach.saved(own)
             # The rule of `Outstanding.takes_prompt`, without a call for each of a thousand workers.
             room = not ahead or ahead + num_tokens <= window_tokens + 2 * saved
             if room or (may_overtake is not None and may_overtake(prompts)):
-                cost = (worker_id in avoid, queued + num_tokens - saved, in_flight, given, worker_id)
+                cost = (worker_id in avoid, queued + num_tokens - saved, -own, in_flight, given, worker_id)
                 if best is None or cost < best:
                     best = cost
         return None if best is None else self._loads[best[-1]]

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from configs.facts import ModelFacts
-from configs.paced.profile import load_paced_profile
 from configs.schema import ClusterConfig, DecodeConfig, LimitsConfig, PrefillConfig
 from decode_workers.worker import DecodeWorker
 from engine.batch import Chunk, SampledToken
@@ -177,7 +176,7 @@ class ManyDecodes:
         await asyncio.wait((self.tasks[worker_id],))
 
     def _slow_down(self, worker: DecodeWorker) -> None:
-        runner: Any = worker.core.engine._runner
+        runner: Any = worker.core.rank.runner
         execute = runner.execute
 
         def late(chunks: Sequence[Chunk], on_layer: Callable[[int], None] | None = None) -> list[SampledToken | None]:
@@ -240,8 +239,7 @@ async def run_many_decodes(
     def runner(num_kv_tokens: int, shares: TensorParallel = ALONE) -> Runner:
         block_size = config.block_size
         if config.engine == "paced":
-            profile = load_paced_profile(config.paced_profile)
-            return PacedRunner(facts, profile, block_size=block_size, num_kv_tokens=num_kv_tokens)
+            return PacedRunner(facts, block_size=block_size, num_kv_tokens=num_kv_tokens)
         return ModelRunner.load(facts, dtype="float32", block_size=block_size, num_kv_tokens=num_kv_tokens, ranks=shares)
 
     def load_decode(shares: TensorParallel) -> Runner:
