@@ -3,7 +3,7 @@
 A prompt waits for the prompts before it, so how busy prefill workers may be depends on how many there are, and on how far the
 limit is from what one prompt takes: the wait is that of a queue with several servers (Erlang C; Allen and Cunneen's factor for
 prompts of different lengths). A decode worker takes as many streams as its steps stay within the limit for, and its KV pool
-holds; some more than the mean number of streams are under way at times (a Poisson number's 95th percentile).
+holds; at times a standard deviation more than the mean number of streams are under way.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from configs.step_times import StepTimes
 
 _KV_SHARE = 0.85
 """Of a KV pool, that is to be used: streams grow."""
-_TPOT_SHARE = 0.85
+_TPOT_SHARE = 0.9
 """Of the limit for each token, that a step may take: a stream also waits for its handover, and for prompts in its steps."""
-_PEAK = 1.64
-"""Standard deviations from the mean number of streams to its 95th percentile."""
+_PEAK = 1.0
+"""Standard deviations above the mean number of streams for which there is room: an answer lasts longer than most peaks."""
 _LONGEST_SHARE = 0.9
 """Of its time in which a prefill worker may compute at most, however patient its callers are."""
 _MOST = 1024

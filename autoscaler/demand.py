@@ -19,7 +19,7 @@ SLOW_S = 60.0
 """Window of the rate, and of shares."""
 FAST_S = 10.0
 """Window of how busy workers are."""
-_BURSTS_S = (2.0, 5.0, 10.0)
+_BURSTS_S = (2.0, 5.0, 10.0, 20.0, 40.0)
 """Windows of the rate that count where they have so many more requests that it can't be chance."""
 LENGTHS_S = 300.0
 """Window of lengths and of the share that is computed."""
@@ -161,14 +161,14 @@ class DemandMeter:
         if counts.arrived or seen.waiting or any(worker.running or worker.waiting for worker in seen.workers):
             self._asked_at = now
 
-    def demand(self, now: float) -> Demand:
-        """What is asked now."""
+    def demand(self, now: float, start_s: float = 0.0) -> Demand:
+        """What is asked now. What lasts no longer than the start of a worker is no burst: it would come too late."""
         fast, slow = self._fast.total(now), self._slow.total(now)
         fresh = [seen for at, seen in self._routers.values() if now - at < FRESH_S]
         busy_prefill_s, _ = slow.busy_s
         computed, _ = slow.computed
         return Demand(
-            rate=self._rate(slow.counts.arrived, now),
+            rate=self._rate(slow.counts.arrived, now, min(start_s, _BURSTS_S[-1])),
             lengths=self._measure_lengths(now),
             waiting=sum(seen.waiting for seen in fresh),
             ttft_share=_share(slow.counts.first_in_time, slow.counts.first_tokens),
@@ -178,14 +178,14 @@ class DemandMeter:
             idle_s=now - self._asked_at,
         )
 
-    def _rate(self, slow: int, now: float) -> float:
+    def _rate(self, slow: int, now: float, least_s: float) -> float:
         """Requests per second: of the last minute or, in a burst, of the seconds since it began."""
         age_s = max(1.0, now - self._began)
         rate = slow / min(SLOW_S, age_s)
         bursts = [rate]
         for length_s, window in zip(_BURSTS_S, self._bursts, strict=True):
             count = window.total(now).counts.arrived
-            if length_s <= age_s and _is_burst(count, rate * length_s):
+            if least_s <= length_s <= age_s and _is_burst(count, rate * length_s):
                 bursts.append(count / length_s)
         return max(bursts)
 

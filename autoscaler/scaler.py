@@ -137,10 +137,11 @@ class Autoscaler:
         if self.paused is not None:
             return None
         ranges = ranges_at(self._config, now)
-        demand = self._meter.demand(now)
+        start_s = present.start_s or FIRST_START_S
+        demand = self._meter.demand(now, start_s)
         if now - self._began < FRESH_S or not any(demand.roles[role].workers for role in Role):
             return None  # what was asked before it began, nobody knows
-        needs = self._needs(demand, present, now)
+        needs = self._needs(demand, present, start_s + 1.0, now)
         needs = {role: need for role, need in needs.items() if role in ranges}
         for role, need in needs.items():
             self._holds.note(role, max(need.workers, need.to_keep), now)
@@ -172,7 +173,8 @@ class Autoscaler:
         self._num_decisions += 1
         return decision
 
-    def _needs(self, demand: Demand, present: Present, now: float) -> dict[Role, Need]:
+    def _needs(self, demand: Demand, present: Present, ahead_s: float, now: float) -> dict[Role, Need]:
+        """What each role needs. In `ahead_s` a worker that is wanted now takes requests."""
         if demand.idle_s >= self._config.idle_s:
             reason = f"nothing was asked for {self._config.idle_s:g} s"
             return dict.fromkeys(self._roles, Need(0, 0, reason))
@@ -181,7 +183,6 @@ class Autoscaler:
             return {role: Need(present.wanted[role], present.wanted[role], "nothing is known yet") for role in self._roles}
         pace = self._trust.pace(demand, self._times)
         self._trust.note(demand, now)
-        ahead_s = (present.start_s or FIRST_START_S) + 1.0
         growth = self._history.growth(now, ahead_s)
         later = max(growth, self._history.growth(now, ahead_s + self._config.hold_s))
         needs = {}

@@ -12,7 +12,7 @@ holds and seasons of the hour are as compressed as the hour. Rules:
     oracle         not run: what it would take to know the future. At each moment the smallest sizes that keep the limits, by
                    simulation, at the rate of the minute around it, and without any starts
 
-A request is in time if it has its first token within 2 s and its others within 100 ms each. A rule takes some minutes.
+A request is in time if it has its first token within 4 s, eight times the usual limit, and its others within 150 ms each. A rule takes some minutes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from simulator.request import Request
 from simulator.scaling.cluster import Delays, ScaledCluster, Sized
 from simulator.scaling.sizers import SizedByAutoscaler, Sizer
 
-TTFT_S, TPOT_S = 2.0, 0.1
+TTFT_S, TPOT_S = 4.0, 0.15
 ATTAINMENT = 0.95
 SLOWER = 8
 START_S = 30.0
@@ -54,10 +54,12 @@ HOUR_IN_S = 600.0
 STEP_AT, STEP_S, STEP_TIMES = 300.0, 60.0, 5
 DAY_S = 86_400.0
 MOST = Shape(32, 12)
-HOLD_S = 300.0
-"""Of a real hour: the default of Kubernetes' autoscaler."""
-_SAMPLES = 800
+HOLD_S = 120.0
+"""Of a real hour: Tandem's default."""
+_SAMPLES = 3000
 """Requests by which the oracle finds out what sizes can take."""
+_TRIED = {Role.PREFILL: 3, Role.DECODE: 2}
+"""Sizes that it tries. A further worker takes as much more as the last one of these did."""
 
 
 @dataclass(frozen=True)
@@ -243,8 +245,8 @@ class Oracle:
         picked = rng.integers(len(scene.arrivals), size=_SAMPLES)
         self._lengths = [scene.arrivals[index][1:] for index in picked]
         self.rates = {
-            Role.PREFILL: self._enough(lambda size: Shape(size, MOST.decode), peak, config, profile),
-            Role.DECODE: self._enough(lambda size: Shape(MOST.prefill, size), peak, config, profile),
+            Role.PREFILL: self._enough(Role.PREFILL, lambda size: Shape(size, MOST.decode), peak, config, profile),
+            Role.DECODE: self._enough(Role.DECODE, lambda size: Shape(MOST.prefill, size), peak, config, profile),
         }
         """The highest rate that 1, 2, ... workers of a role take, up to the peak's."""
 
@@ -257,19 +259,23 @@ class Oracle:
         begin, end = at - self._half_s, at + self._half_s
         return (bisect_right(self._times, end) - bisect_left(self._times, begin)) / (2 * self._half_s)
 
-    def _enough(self, shape: Callable[[int], Shape], peak: float, config: ClusterConfig, profile: Profile) -> list[float]:
+    def _enough(
+        self, role: Role, shape: Callable[[int], Shape], peak: float, config: ClusterConfig, profile: Profile
+    ) -> list[float]:
         rates: list[float] = []
         gap = 0.5
-        while not rates or rates[-1] < peak:
-            takes = partial(self._takes, shape(len(rates) + 1), config=config, profile=profile)
+        for size in range(1, _TRIED[role] + 1):
+            takes = partial(self._takes, shape(size), config=config, profile=profile)
             low, high = (rates[-1] if rates else 0.0), (rates[-1] if rates else 0.0) + gap
-            while high < 2 * peak and takes(high):
+            while high < 100 * peak and takes(high):
                 low, high = high, high + gap
             for _ in range(4):
                 middle = (low + high) / 2
                 low, high = (middle, high) if takes(middle) else (low, middle)
             gap = max(gap, low - rates[-1] if rates else low)
             rates.append(low)
+        while rates[-1] < peak:
+            rates.append(rates[-1] + rates[_TRIED[role] - 1] - rates[_TRIED[role] - 2])
         return rates
 
     def _takes(self, shape: Shape, rate: float, config: ClusterConfig, profile: Profile) -> bool:
