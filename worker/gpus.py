@@ -62,7 +62,7 @@ class GpuWatch:
         try:
             nvml = importlib.import_module("pynvml")
         except ImportError:
-            log.warning("nothing is known of this worker's GPUs: install nvidia-ml-py, or tandem[nvml]")
+            log.warning("nothing is known of this worker's GPUs: install nvidia-ml-py, or Tandem with its extra nvml")
             return
         reader = NvmlReader(nvml, self._uuids)
         while not self._closed.is_set() and reader.gpus:
