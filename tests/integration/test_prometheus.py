@@ -12,17 +12,17 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from prometheus_client import CollectorRegistry, start_http_server
 
-from cluster.ray.session import free_port
 from protocol.cluster_view import WorkerState
 from protocol.messages import GpuReport, Role
-from telemetry.cluster_metrics import ClusterCollector, ClusterSample, WorkerSample
+from telemetry.cluster_metrics import ClusterSample, WorkerSample
+from telemetry.metrics import Metrics
 from tests.integration.prometheus_server import DEPLOY, PROMETHEUS, PROMTOOL, RULE_FILES, Prometheus, start_prometheus
 from tests.unit.load_reports import load_report
 
@@ -173,14 +173,21 @@ def page_of_gpus() -> Iterator[str]:
     gpu = GpuReport("GPU-1", 0.75, 60 << 30, 80 << 30, 64, 412.5, 1, 79)
     report = replace(load_report("worker-1"), gpus=(gpu,))
     workers = [WorkerSample("worker-1", Role.DECODE, WorkerState.READY, 0, 0, report)]
-    registry = CollectorRegistry()
-    registry.register(ClusterCollector("smollm2", ClusterSample(workers)))
-    port = free_port()
-    server, thread = start_http_server(port, "127.0.0.1", registry)
-    yield f"127.0.0.1:{port}"
-    server.shutdown()
-    server.server_close()
-    thread.join(10)
+    metrics = Metrics("smollm2", lambda: ClusterSample(workers))
+
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/plain; version=0.0.4")
+            self.end_headers()
+            self.wfile.write(metrics.render(metrics.sample()))
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join(10)
 
 
 def test_panels_of_gpus_have_data_where_workers_report_some(page_of_gpus: str, tmp_path: Path) -> None:
