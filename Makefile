@@ -33,7 +33,7 @@ TORCH_INDEX = $(shell command -v nvidia-smi >/dev/null 2>&1 || { \
 	echo --extra-index-url $(TORCH_CPU_INDEX); })
 
 # Versions that were tested. Where torch comes from (CPU or CUDA build) stays open, and so does what the CUDA build brings: its
-# packages, and a version of triton that fits it.
+# packages, and a version of triton that fits it. nvidia-ml-py is none of these.
 LOCK := requirements.lock
 NEWEST_PYTHON ?= $(shell for python in python3.14 python3.13 python3.12; do \
 	$$python -c '' 2>/dev/null && echo $$python && break; done)
@@ -92,7 +92,7 @@ update: | $(BIN)/python
 	$(PYTHON) -m venv build/update
 	build/update/bin/python -m pip --disable-pip-version-check install '.[test]' $(TORCH_INDEX)
 	build/update/bin/python -m pip --disable-pip-version-check freeze --exclude tandem \
-		| sed -nE 's/^([A-Za-z0-9._-]+==[^+ ]+)(\+[^ ]+)?$$/\1/p' | grep -viE '^(nvidia|cuda|triton)' | LC_ALL=C sort -f > $(LOCK).new
+		| sed -nE 's/^([A-Za-z0-9._-]+==[^+ ]+)(\+[^ ]+)?$$/\1/p' | grep -viE '^(nvidia-[^m]|cuda|triton)' | LC_ALL=C sort -f > $(LOCK).new
 	mv $(LOCK).new $(LOCK)
 	rm -rf build/update
 

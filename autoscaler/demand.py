@@ -19,7 +19,7 @@ SLOW_S = 60.0
 """Window of the rate, and of shares."""
 FAST_S = 10.0
 """Window of how busy workers are."""
-_BURSTS_S = (2.0, 5.0, 10.0, 20.0, 40.0)
+_BURSTS_S = (10.0, 20.0, 40.0)
 """Windows of the rate that count where they have so many more requests that it can't be chance."""
 LENGTHS_S = 300.0
 """Window of lengths and of the share that is computed."""

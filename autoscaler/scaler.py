@@ -30,8 +30,8 @@ from protocol.messages import Role
 KEPT_DECISIONS = 50
 FIRST_START_S = 10.0
 """Seconds that a start is taken to last until one was seen."""
-_KEEP = 1.1
-_CLEAR_S = 5.0
+_KEEP = 1.05
+_CLEAR_S = 2.0
 """Seconds in which prompts that wait should be computed."""
 
 

@@ -10,7 +10,7 @@ from protocol.messages import Role
 _SLOWEST, _FASTEST = 5.0, 0.5
 _LEARN = 0.1
 """What one look changes of what is known."""
-_STEP, _MOST = 1.2, 3.0
+_STEP, _MOST = 1.1, 1.5
 _BACK = 0.95
 _FULL_KV = 0.9
 

@@ -3,8 +3,9 @@
     hour    Azure's two traces of 2023 together, an hour in ten minutes, and for a minute five times as many requests
     day     a synthetic day, the fourth of four alike: two peaks, noise, requests of the lengths of Azure's conversations
 
-Workers are paced by the H200's profile, eight times as slow, so that a few requests a second keep several of them busy. Starts,
-holds and seasons of the hour are as compressed as the hour. Rules:
+Workers are paced by the H200's profile, eight times as slow, so that a few requests a second keep several of them busy. In the
+hour, whose holds and seasons are as compressed as itself, a worker starts within a second, as paced ones do; in the day within
+30 s. Rules:
 
     autoscaler     Tandem's
     queue depth    one worker more where more than two requests wait for each, one less where none has waited for the hold
@@ -12,7 +13,8 @@ holds and seasons of the hour are as compressed as the hour. Rules:
     oracle         not run: what it would take to know the future. At each moment the smallest sizes that keep the limits, by
                    simulation, at the rate of the minute around it, and without any starts
 
-A request is in time if it has its first token within 4 s, eight times the usual limit, and its others within 150 ms each. A rule takes some minutes.
+A request is in time if it has its first token within 4 s, eight times the usual limit, and its others within 150 ms each. A
+rule takes some minutes.
 """
 
 from __future__ import annotations
@@ -48,8 +50,6 @@ from simulator.scaling.sizers import SizedByAutoscaler, Sizer
 TTFT_S, TPOT_S = 4.0, 0.15
 ATTAINMENT = 0.95
 SLOWER = 8
-START_S = 30.0
-"""Of a worker, in a real hour: a model of this size from a disk."""
 HOUR_IN_S = 600.0
 STEP_AT, STEP_S, STEP_TIMES = 300.0, 60.0, 5
 DAY_S = 86_400.0
@@ -72,6 +72,8 @@ class Scene:
     seconds: float
     speed: float
     season_s: float
+    start_s: float
+    """Until a worker that is wanted takes requests."""
     warm: Sequence[float] = ()
     """Counts of former seasons."""
 
@@ -82,7 +84,7 @@ class Scene:
     @property
     def delays(self) -> Delays:
         """How long a worker takes to come."""
-        return Delays(START_S / self.speed, 1.0)
+        return Delays(self.start_s, 1.0)
 
     @property
     def hold_s(self) -> float:
@@ -122,7 +124,7 @@ def hour(rows: Mapping[str, Sequence[TraceRow]]) -> Scene:
         arrivals += [
             (max(0.0, each), max(1, row.input_len), max(1, row.output_len)) for each in times if rng.random() < 1 / SLOWER
         ]
-    return Scene("hour", sorted(arrivals), HOUR_IN_S, speed, 86_400.0 / speed)
+    return Scene("hour", sorted(arrivals), HOUR_IN_S, speed, 86_400.0 / speed, start_s=1.0)
 
 
 def day(rows: Sequence[TraceRow]) -> Scene:
@@ -135,7 +137,7 @@ def day(rows: Sequence[TraceRow]) -> Scene:
         at += rng.exponential(1.0 / (_day_rate(at) * math.exp(noise)))
         row = rows[int(rng.integers(len(rows)))]
         arrivals.append((at, max(1, row.input_len), max(1, row.output_len)))
-    return Scene("day", arrivals, DAY_S, 1.0, DAY_S, bins)
+    return Scene("day", arrivals, DAY_S, 1.0, DAY_S, start_s=30.0, warm=bins)
 
 
 def _day_rate(at: float) -> float:

@@ -189,6 +189,26 @@ class TierReport:
 
 
 @dataclass(frozen=True)
+class GpuReport:
+    """What NVML tells of one GPU, as a whole: others may use it, too. None is what NVML does not tell."""
+
+    uuid: str
+    """As `nvidia-smi -L` writes it: GPU-8a3d..."""
+    utilization: float | None
+    """Share of the time in which it computed something, from 0 to 1."""
+    memory_used_bytes: int | None
+    memory_total_bytes: int | None
+    temperature_c: int | None
+    """In degrees Celsius."""
+    power_w: float | None
+    """In watts."""
+    ecc_uncorrected: int | None
+    """Memory errors that ECC could not correct, since the driver was loaded."""
+    latest_xid: int | None
+    """The latest XID error since the worker's start; 0 if there was none."""
+
+
+@dataclass(frozen=True)
 class PrefillLoad:
     """The part of a load report that a worker has as a prefill worker."""
 
@@ -258,6 +278,8 @@ class LoadReport:
     """Fetches from other workers that brought nothing, since start."""
     tiers: tuple[TierReport, ...] = ()
     """The tiers of the worker's node."""
+    gpus: tuple[GpuReport, ...] = ()
+    """The GPUs that the worker computes on, as they were some seconds ago; empty where there are none."""
     prefill: PrefillLoad | None = None
     decode: DecodeLoad | None = None
 

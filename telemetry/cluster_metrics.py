@@ -68,7 +68,8 @@ class ClusterCollector(Collector):
                 counter.add_metric(whose, count(report))
             yield counter
         yield _hits(reports)
-        yield from _tiers(reports)
+        yield from _TIERS.families(reports)
+        yield from _GPUS.families(reports)
         restarts = CounterMetricFamily("tandem:worker_restarts", "Times the worker was started anew.", labels=labels)
         for sample in cluster.workers:
             restarts.add_metric(self._of(sample), sample.restarts)
@@ -109,20 +110,35 @@ _Reports = Sequence[tuple[tuple[str, ...], LoadReport]]
 """The labels of each worker, and its latest report."""
 
 
-def _tiers(reports: _Reports) -> Iterator[Metric]:
-    labels = ("model_name", "worker", "role", "tier")
-    families: list[tuple[GaugeMetricFamily | CounterMetricFamily, str]] = [
-        (GaugeMetricFamily(f"tandem:kv_tier_{name}", text, labels=labels), attribute) for name, text, attribute in _TIER_GAUGES
-    ]
-    families += [
-        (CounterMetricFamily(f"tandem:kv_tier_{name}", text, labels=labels), attribute)
-        for name, text, attribute in _TIER_COUNTERS
-    ]
-    for whose, report in reports:
-        for tier in report.tiers:
-            for family, attribute in families:
-                family.add_metric((*whose, tier.name), getattr(tier, attribute))
-    return iter([family for family, _ in families])
+@dataclass(frozen=True)
+class _Part:
+    """What a worker has several of, such as tiers: each has a value of a label, and samples of its own."""
+
+    prefix: str
+    """Beginning of the families' names."""
+    label: str
+    gauges: Sequence[tuple[str, str, str]]
+    """Of each: the rest of its name, its help, and the attribute that holds its value."""
+    counters: Sequence[tuple[str, str, str]]
+    of: Callable[[LoadReport], Sequence[tuple[str, object]]]
+    """The parts of a worker, by their values of the label."""
+
+    def families(self, reports: _Reports) -> Sequence[Metric]:
+        """All families, with a sample for each part that has the value."""
+        labels = ("model_name", "worker", "role", self.label)
+        families: list[tuple[GaugeMetricFamily | CounterMetricFamily, str]] = [
+            (GaugeMetricFamily(f"{self.prefix}{name}", text, labels=labels), attribute) for name, text, attribute in self.gauges
+        ]
+        families += [
+            (CounterMetricFamily(f"{self.prefix}{name}", text, labels=labels), attribute)
+            for name, text, attribute in self.counters
+        ]
+        for whose, report in reports:
+            for which, part in self.of(report):
+                for family, attribute in families:
+                    if (value := getattr(part, attribute)) is not None:
+                        family.add_metric((*whose, which), value)
+        return [family for family, _ in families]
 
 
 def _hits(reports: _Reports) -> Metric:
@@ -176,17 +192,42 @@ _COUNTERS: tuple[tuple[str, str, Callable[[LoadReport], float]], ...] = (
     ("prefilled_tokens", "Prompt tokens computed, at workers of either role.", lambda report: report.prefilled_tokens),
 )
 
-_TIER_GAUGES = (
-    ("blocks", "KV blocks in the tier of the worker's node, whoever has written them.", "num_blocks"),
-    ("bytes", "Bytes that they take.", "num_bytes"),
+_TIERS = _Part(
+    "tandem:kv_tier_",
+    "tier",
+    gauges=(
+        ("blocks", "KV blocks in the tier of the worker's node, whoever has written them.", "num_blocks"),
+        ("bytes", "Bytes that they take.", "num_bytes"),
+    ),
+    counters=(
+        ("stored_blocks", "KV blocks that the worker has written.", "stored"),
+        ("evicted_blocks", "KV blocks that the worker has removed, since the tier was full.", "evicted"),
+        ("damaged_blocks", "Files that the worker found damaged, and removed.", "damaged"),
+        ("foreign_blocks", "Files of another model or version that the worker found, and removed.", "foreign"),
+        ("failed_writes", "KV blocks that the worker could not write.", "failed_writes"),
+        ("written_bytes", "Bytes of KV that the worker has written.", "bytes_written"),
+        ("read_bytes", "Bytes of KV that the worker has read.", "bytes_read"),
+    ),
+    of=lambda report: [(tier.name, tier) for tier in report.tiers],
 )
 
-_TIER_COUNTERS = (
-    ("stored_blocks", "KV blocks that the worker has written.", "stored"),
-    ("evicted_blocks", "KV blocks that the worker has removed, since the tier was full.", "evicted"),
-    ("damaged_blocks", "Files that the worker found damaged, and removed.", "damaged"),
-    ("foreign_blocks", "Files of another model or version that the worker found, and removed.", "foreign"),
-    ("failed_writes", "KV blocks that the worker could not write.", "failed_writes"),
-    ("written_bytes", "Bytes of KV that the worker has written.", "bytes_written"),
-    ("read_bytes", "Bytes of KV that the worker has read.", "bytes_read"),
+_GPUS = _Part(
+    "tandem:gpu_",
+    "gpu",
+    gauges=(
+        ("utilization", "Share of the time in which the worker's GPU computed something, from 0 to 1.", "utilization"),
+        ("memory_used_bytes", "Memory of the worker's GPU that is taken, also by others.", "memory_used_bytes"),
+        ("memory_total_bytes", "All memory of the worker's GPU.", "memory_total_bytes"),
+        ("temperature_celsius", "Temperature of the worker's GPU.", "temperature_c"),
+        ("power_watts", "Power that the worker's GPU draws.", "power_w"),
+        ("latest_xid", "Number of the GPU's latest XID error since the worker's start; 0 if there was none.", "latest_xid"),
+    ),
+    counters=(
+        (
+            "ecc_uncorrected_errors",
+            "Memory errors of the worker's GPU that ECC could not correct, since its driver was loaded.",
+            "ecc_uncorrected",
+        ),
+    ),
+    of=lambda report: [(gpu.uuid, gpu) for gpu in report.gpus],
 )

@@ -15,6 +15,8 @@ import time
 from collections.abc import Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from configs.paced.profile import load_paced_profile
 from engine.engine_thread import EngineThread
 from engine.memory.cache_teller import CacheTeller
@@ -47,8 +49,9 @@ from protocol.messages import (
 from worker.roles import RoleBooks, RoleWork
 from worker.steps import Steps
 
-if TYPE_CHECKING:  # only where tiers are configured are they imported
+if TYPE_CHECKING:  # imported only where tiers are configured, and where there is a GPU
     from kv_transfer.tiers.worker_tiers import WorkerTiers
+    from worker.gpus import GpuWatch
 
 NICENESS = {Role.PREFILL: PREFILL_NICENESS, Role.DECODE: 0}
 """Of the thread that computes, by the worker's role."""
@@ -102,6 +105,7 @@ class WorkerCore:
         self._tasks = asyncio.TaskGroup()
         self.tiers = self._opened_tiers()
         self._resets = Resets(self.cache, self.tiers, self.endpoint.send, self.spawn)
+        self._gpus = _watch_of(pool.data.device)
 
     def _opened_tiers(self) -> WorkerTiers | None:
         """The tiers of the worker's node, if its configuration wants some. Raises ConfigError if a folder can't be used."""
@@ -200,6 +204,7 @@ class WorkerCore:
             brought=sum((part.brought for part in parts), NOTHING_BROUGHT),
             failed_fetches=sum(part.failed_fetches for part in parts),
             tiers=() if self.tiers is None else self.tiers.reports,
+            gpus=() if self._gpus is None else self._gpus.reports,
             prefill=next((part.prefill for part in parts if part.prefill is not None), None),
             decode=next((part.decode for part in parts if part.decode is not None), None),
         )
@@ -209,6 +214,8 @@ class WorkerCore:
         handlers = self._handlers()
         for role in self._roles:
             handlers.update(role.handlers())
+        if self._gpus is not None:
+            self._gpus.start()
         try:
             async with self._tasks as tasks:
                 tasks.create_task(self.gang.run())
@@ -227,6 +234,8 @@ class WorkerCore:
             await self.arrivals.close()
             if self.tiers is not None:
                 self.tiers.close()
+            if self._gpus is not None:
+                self._gpus.close()
             await self.gang.close()
             self.engine.close()
             self.grammars.close()
@@ -289,3 +298,12 @@ def _engine(rank: FirstRank, niceness: int) -> Engine:
 
         return PacedEngine(rank.runner, load_paced_profile(rank.config.paced_profile))
     return EngineThread(rank.runner, rank.gang, niceness)
+
+
+def _watch_of(device: torch.device) -> GpuWatch | None:
+    """What tells of the GPU that the worker computes on, not yet started; None on a processor."""
+    if device.type != "cuda":
+        return None
+    from worker.gpus import GpuWatch, uuid_of
+
+    return GpuWatch([uuid_of(device)])

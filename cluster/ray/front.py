@@ -102,7 +102,7 @@ def prepare(config: ClusterConfig, token: str) -> bool:
         return False
     if Path(os.environ.get("RAY_SERVE_HAPROXY_BINARY_PATH", "")).name != "tandem-haproxy":
         raise ConfigError(
-            "RAY_SERVE_HAPROXY_BINARY_PATH must lead to tandem-haproxy wherever `ray start` runs; see docs/operations.md"
+            "RAY_SERVE_HAPROXY_BINARY_PATH must lead to tandem-haproxy wherever `ray start` runs; see docs/handbook/install.md"
         )
     configuration = _configuration()
     configuration.parent.mkdir(parents=True, exist_ok=True)

@@ -11,13 +11,20 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from protocol.cluster_view import WorkerState
+from protocol.messages import GpuReport, Role
+from telemetry.cluster_metrics import ClusterSample, WorkerSample
+from telemetry.metrics import Metrics
 from tests.integration.prometheus_server import DEPLOY, PROMETHEUS, PROMTOOL, RULE_FILES, Prometheus, start_prometheus
+from tests.unit.load_reports import load_report
 
 pytestmark = pytest.mark.skipif(
     PROMETHEUS is None or PROMTOOL is None,
@@ -39,6 +46,8 @@ SHOWN_AS_ZERO = {
     "Tenants with traffic",
 }
 """Panels of what need not happen, in this test or ever. All others have data of their own."""
+OF_GPUS = "tandem:gpu_"
+"""Beginning of the names of what only a worker on a GPU tells."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +146,7 @@ def drain_busy_worker(cluster: Any) -> None:
 @pytest.mark.timeout(300)
 def test_every_panel_has_data(cluster: Any, prometheus: Prometheus) -> None:
     """Under a little load, of which some clients leave, and some streams move because a worker is drained."""
-    left = panel_queries()
+    left = [asked for asked in panel_queries() if OF_GPUS not in asked.expr]
     assert {asked.panel for asked in left if asked.expr.endswith(ZERO)} == SHOWN_AS_ZERO
 
     def all_have_data() -> bool:
@@ -156,6 +165,40 @@ def test_every_panel_has_data(cluster: Any, prometheus: Prometheus) -> None:
             stop.set()
         assert all(client.result() > 0 for client in clients)
     cluster.until(lambda: cluster.settled(1, 2), 60)
+
+
+@pytest.fixture
+def page_of_gpus() -> Iterator[str]:
+    """Where the metrics of a worker are shown that says what a GPU would tell: nothing of it needs one but the reading."""
+    gpu = GpuReport("GPU-1", 0.75, 60 << 30, 80 << 30, 64, 412.5, 1, 79)
+    report = replace(load_report("worker-1"), gpus=(gpu,))
+    workers = [WorkerSample("worker-1", Role.DECODE, WorkerState.READY, 0, 0, report)]
+    metrics = Metrics("smollm2", lambda: ClusterSample(workers))
+
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/plain; version=0.0.4")
+            self.end_headers()
+            self.wfile.write(metrics.render(metrics.sample()))
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join(10)
+
+
+def test_panels_of_gpus_have_data_where_workers_report_some(page_of_gpus: str, tmp_path: Path) -> None:
+    queries = [asked for asked in panel_queries() if OF_GPUS in asked.expr]
+    assert len(queries) == 6
+    started = start_prometheus(tmp_path, page_of_gpus, METRICS_KEY)
+    try:
+        started.until(lambda: all(has_numbers(started, asked.expr) for asked in queries), 20)
+        started.until(lambda: "TandemGpuErrors" in {alert["labels"]["alertname"] for alert in started.firing()}, 20)
+    finally:
+        started.end()
 
 
 @pytest.mark.slow

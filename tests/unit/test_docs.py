@@ -1,14 +1,18 @@
-"""The pages for readers: links lead somewhere, pages are short, pictures are up to date, and the API page is whole."""
+"""The pages for readers: links lead somewhere, commands exist with their flags, pages are short, and the API page is whole."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import re
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.main
 
+from cluster.commands import cli
 from router.api.chat.body import ChatBody
 from router.api.completions.body import CompletionBody
 from router.api.responses.body import ResponsesBody
@@ -22,6 +26,9 @@ LIMITS = {"README.md": 150, "CHANGELOG.md": 1000}
 
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)|<(?:img|a)\b[^>]*?(?:src|href)=\"([^\"]+)\"")
+_SHELL = re.compile(r"^ *```sh\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+_COMMENT = re.compile(r"(?:^|(?<=\s))#.*$", re.MULTILINE)
+_COMMAND = re.compile(r"(?:^|[\s'(/])tandem ([^'\n|>&)]+)", re.MULTILINE)
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 
@@ -81,6 +88,36 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     ours = {path.name for path in ROOT.iterdir() if path.is_dir()}
     named = [name for name in named if name.split("/")[0] in ours and not name.startswith("benchmarks/results/")]
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def commands_of(text: str) -> list[list[str]]:
+    """The arguments of each call of `tandem` in the shell blocks of a page."""
+    code = _COMMENT.sub("", "\n".join(_SHELL.findall(text)).replace("\\\n", " "))
+    return [shlex.split(found) for found in _COMMAND.findall(code)]
+
+
+def parse(command: Any, name: str, arguments: list[str], parent: Any = None) -> None:
+    """Parse the arguments as the command line does, and run nothing. Raises what is wrong with them."""
+    with command.make_context(name, list(arguments), parent=parent) as context:
+        if hasattr(command, "resolve_command"):
+            found, below, rest = command.resolve_command(context, list(arguments))
+            parse(below, found, rest, context)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands_of(page.read_text())], ids=name_of)
+def test_commands_that_a_page_shows_exist_with_their_flags(page: Path) -> None:
+    group = typer.main.get_command(cli.app)
+    for arguments in commands_of(page.read_text()):
+        if arguments != ["--version"]:  # which would be done at once
+            parse(group, "tandem", arguments)
+
+
+def test_a_command_and_a_flag_that_are_gone_are_found() -> None:
+    text = "```sh\nls | x/tandem serve --prefill 2 \\\n    --gone 3   # tandem more\nray exec 'tandem gone now'\n```\n"
+    assert commands_of(text) == [["serve", "--prefill", "2", "--gone", "3"], ["gone", "now"]]
+    for arguments in commands_of(text):
+        with pytest.raises(typer.TyperException):
+            parse(typer.main.get_command(cli.app), "tandem", arguments)
 
 
 def test_pictures_are_what_their_scripts_draw(monkeypatch: pytest.MonkeyPatch) -> None:

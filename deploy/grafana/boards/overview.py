@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from deploy.grafana.boards.gpus import GPUS
 from deploy.grafana.boards.shared import (
     ALERTS,
     BURN_RATES,
@@ -76,5 +77,6 @@ OVERVIEW = Board(
         _TRAFFIC,
         row("Latency", TIME_TO_FIRST_TOKEN, GAPS, BURN_RATES),
         row("Workers", WORKERS, BUSY_ROLES, _KV_POOLS),
+        GPUS,
     ),
 )

@@ -7,7 +7,7 @@ from dataclasses import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from protocol.cluster_view import WorkerState
-from protocol.messages import Brought, DecodeLoad, LoadReport, Role, TierReport
+from protocol.messages import Brought, DecodeLoad, GpuReport, LoadReport, Role, TierReport
 from telemetry.cluster_metrics import ClusterSample, WorkerSample, kv_usage
 from telemetry.metrics import MOST_TENANTS, OTHERS, Metrics
 from tests.unit.load_reports import load_report
@@ -82,6 +82,23 @@ def test_workers_are_read_at_scrape_time() -> None:
     assert tiered["tandem:prefix_cache_hits_total", ("decode", "disk", "d0")] == 80
     samples.clear()
     assert ("tandem:num_requests_running", ("decode", "d0")) not in read(metrics), "a gone worker leaves no gauge behind"
+
+
+def test_gpus_tell_what_is_known_of_them() -> None:
+    gpu = GpuReport("GPU-1", 0.5, 7000, 8000, 60, 250.5, 2, None)
+    blind = GpuReport("GPU-2", None, None, None, None, None, None, 79)
+    report = replace(REPORT, gpus=(gpu, blind))
+    told = read(Metrics("m", lambda: ClusterSample([WorkerSample("d0", Role.DECODE, WorkerState.READY, 0, 0, report)])))
+    of_gpus = {key: value for key, value in told.items() if key[0].startswith("tandem:gpu_")}
+    assert of_gpus == {
+        ("tandem:gpu_utilization", ("GPU-1", "decode", "d0")): 0.5,
+        ("tandem:gpu_memory_used_bytes", ("GPU-1", "decode", "d0")): 7000,
+        ("tandem:gpu_memory_total_bytes", ("GPU-1", "decode", "d0")): 8000,
+        ("tandem:gpu_temperature_celsius", ("GPU-1", "decode", "d0")): 60,
+        ("tandem:gpu_power_watts", ("GPU-1", "decode", "d0")): 250.5,
+        ("tandem:gpu_ecc_uncorrected_errors_total", ("GPU-1", "decode", "d0")): 2,
+        ("tandem:gpu_latest_xid", ("GPU-2", "decode", "d0")): 79,
+    }
 
 
 def test_counters_are_per_registry() -> None:
