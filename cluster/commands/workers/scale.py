@@ -46,7 +46,7 @@ def pending(workers: Workers, wanted: Mapping[Role, int]) -> str | None:
     """What is not as wanted yet among the workers of a /admin/status answer, in words for people; None when all is."""
     parts = []
     for role, number in wanted.items():
-        states = [worker["state"] for worker in workers if worker["role"] == role.value]
+        states = [worker["state"] for worker in workers if worker["role"] == role.value and worker["state"] != "standby"]
         if states != ["ready"] * number:
             counts = ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states)))
             parts.append(f"{role.value} {counts} of {number} wanted")
