@@ -47,6 +47,8 @@ def print_status(answer: Mapping[str, Any]) -> None:
     for worker in answer["workers"]:
         if worker.get("last_error"):
             console.print(f"{worker['worker_id']}: {worker['last_error']}{_backoff(worker)}", markup=False, soft_wrap=True)
+    if (routers := answer.get("routers")) is not None:
+        console.print(_routers(routers))
     for line in _key_problems(answer.get("api_keys") or {}):
         console.print(line, markup=False, soft_wrap=True)
 
@@ -64,6 +66,12 @@ def _tiers(workers: Sequence[Mapping[str, Any]]) -> list[str]:
     return [
         f"{name} tier of {node}: {tier['tokens']} tokens, {tier['bytes'] / 1e9:.2f} GB" for (node, name), tier in found.items()
     ]
+
+
+def _routers(routers: Mapping[str, Any]) -> str:
+    """How many serve, and how many should if that is another number."""
+    wanted, ready = routers["wanted"], routers["ready"]
+    return f"routers: {ready}" + (f" of {wanted} wanted" if wanted not in (None, ready) else "")
 
 
 def _key_problems(keys: Mapping[str, Any]) -> list[str]:

@@ -56,6 +56,7 @@ class Unhealthy(TypedDict):
 class Scaled(TypedDict):
     prefill: NotRequired[Annotated[int, Field(ge=1)]]
     decode: NotRequired[Annotated[int, Field(ge=1)]]
+    routers: NotRequired[Annotated[int, Field(ge=1)]]
 
 
 @exact
@@ -134,6 +135,14 @@ class WantedSizes(TypedDict):
 
 
 @exact
+class Routers(TypedDict):
+    """How many routers there should be, and how many serve. Where Ray Serve sizes them, `wanted` is null."""
+
+    wanted: Count | None
+    ready: Count
+
+
+@exact
 class ApiKeys(TypedDict):
     """The file of API keys: entries that count, what is wrong with each of the others by its id, and why none can be read."""
 
@@ -148,6 +157,7 @@ class Status(TypedDict):
 
     workers: list[WorkerRow]
     wanted: WantedSizes
+    routers: Routers
     api_keys: ApiKeys | None
 
 

@@ -295,7 +295,7 @@ class PoolHistory(RuleBasedStateMachine):
     @rule()
     def the_controller_is_followed_by_another(self) -> None:
         before = {info.worker_id: info for info in self.pool.workers()}
-        record = ClusterRecord.from_json(ClusterRecord({self.pool.role: self.pool.record()}, self.ids.epochs, ()).to_json())
+        record = ClusterRecord.from_json(ClusterRecord({self.pool.role: self.pool.record()}, self.ids.epochs, (), 1).to_json())
         self.ids = WorkerIds(record.epochs)
         self.pool = Pool(self.pool.role, self.ids, record.pools[self.pool.role])
         self.obey(self.pool.resume())
