@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,7 @@ def test_changes_of_workers_are_told_once_each() -> None:
         "decode-2 is gone",
     ]
     assert changes(after, before)[0] == "decode-0 is ready to decode, process 17 on 10.0.0.1"
+    assert changes(before, replace(before, routers=3)) == ["3 routers are wanted"]
 
 
 def test_the_greeting_is_a_request_that_can_be_pasted() -> None:
