@@ -46,10 +46,9 @@ class Controller:
         self._supervisor = Supervisor(config, self._launcher, GcsRecords())
         self._open_requests = OpenRequests(lambda: num_places(counts_folder()))
         self._router_replicas = RouterReplicas()
-        await self._supervisor.start()
-        routers = self._supervisor.view().routers
-        if routers is not None and ray.get_runtime_context().was_current_actor_reconstructed:
-            self._router_replicas.want(routers)  # which a former controller may not have come to
+        goes_on = await self._supervisor.start()
+        if goes_on and (routers := self._supervisor.view().routers) is not None:
+            self._router_replicas.want(routers)  # of which Serve may not have heard yet
 
     @ray.method(max_task_retries=-1)
     async def settle(self, deadline_s: float) -> None:

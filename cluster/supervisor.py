@@ -64,12 +64,15 @@ class Supervisor:
         self._refused: ConfigError | None = None
         self._stopping = False
 
-    async def start(self) -> None:
-        """Begin the configured number of workers, or go on with what a former supervisor has recorded."""
+    async def start(self) -> bool:
+        """Begin the configured number of workers, or go on with what a former supervisor has recorded.
+
+        Return whether there was a former one.
+        """
         record = await self._records.load()
         if record is None:
             self._obey(self._pools.start())
-            return
+            return False
         self._pools = Pools(self._config, record.pools, record.epochs)
         self._routers = record.routers
         lives = [WorkerLife(info.worker_id, info.epoch) for info in self.view().workers]
@@ -77,6 +80,7 @@ class Supervisor:
         log.info("taking up %d of %d workers of a former controller", len(self._names), len(lives))
         await self._launcher.take_up(self._names, [worker_id for worker_id, _ in lives])
         self._obey(self._pools.resume())
+        return True
 
     def scale(self, sizes: Mapping[Role, int], check_room: CheckRoom, routers: int | None = None) -> None:
         """Want this many workers of these roles and, unless None, so many routers; returns at once.
