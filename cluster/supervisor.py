@@ -116,7 +116,7 @@ class Supervisor:
 
     def view(self) -> ClusterView:
         """Return the workers as routers and operators see them, with a version that every change raises."""
-        return ClusterView(self._version, self._pools.workers(), self._pools.wanted(), self._routers, self._stopping)
+        return ClusterView(self._version, self._pools.workers(), self._pools.wanted(), self._stopping, routers=self._routers)
 
     async def watch(self, known_version: int) -> ClusterView:
         """Return the view as soon as its version differs from the known one, or after WATCH_S seconds."""
@@ -191,7 +191,9 @@ class Supervisor:
         async with self._saving:
             while self._saved_version < version:
                 saving = self._version
-                record = ClusterRecord(self._pools.records(), self._pools.epochs, tuple(self._names.items()), self._routers)
+                record = ClusterRecord(
+                    self._pools.records(), self._pools.epochs, tuple(self._names.items()), routers=self._routers
+                )
                 try:
                     await self._records.save(record)
                     self._saved_version = saving

@@ -53,10 +53,10 @@ class ClusterView:
     workers: tuple[WorkerInfo, ...]
     wanted: Mapping[Role, int] = field(default_factory=dict)
     """Number of workers that there should be of each role that the cluster has."""
-    routers: int | None = None
-    """Number of routers that there should be; None where Ray Serve sizes them."""
     stopping: bool = False
     """The cluster ends as soon as the requests that run have ended: no router lets in new ones."""
+    routers: int | None = None
+    """Number of routers that there should be; None where Ray Serve sizes them."""
 
     def usable(self, role: Role) -> tuple[WorkerRef, ...]:
         """Workers of this role that take new requests, by worker id."""
