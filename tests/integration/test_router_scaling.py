@@ -174,7 +174,7 @@ def test_serve_adds_routers_when_many_requests_are_open(serve: Callable[..., Any
     assert routers(cluster) == {"wanted": None, "ready": 1}
     refused = cluster.command("scale", "routers=2")
     assert (refused.returncode, "http.max_router_replicas" in refused.stderr) == (2, True), refused.stderr
-    body = {"model": "smollm2", "prompt": [5, 6, 7], "max_tokens": 2000, "ignore_eos": True}
+    body = {"model": "smollm2", "prompt": [5, 6, 7], "max_tokens": 2000, "ignore_eos": True, "stream": True}
 
     async def main() -> None:
         async with httpx.AsyncClient(base_url=cluster.url, timeout=300, limits=httpx.Limits(max_connections=100)) as client:

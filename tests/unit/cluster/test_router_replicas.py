@@ -8,7 +8,6 @@ import threading
 import pytest
 
 from cluster import router_replicas
-from cluster.ray.serve_app import size_of_deployment
 from cluster.router_replicas import RouterReplicas
 from configs.schema import HttpConfig
 
@@ -45,7 +44,10 @@ def test_serve_is_told_until_it_hears_and_the_latest_number_counts(monkeypatch: 
     asyncio.run(scenario())
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ray, on import
 def test_serve_has_one_number_or_its_own_autoscaling() -> None:
+    from cluster.ray.serve_app import size_of_deployment
+
     assert size_of_deployment(HttpConfig(router_replicas=2)) == {"num_replicas": 2}
     (autoscaling,) = size_of_deployment(HttpConfig(router_replicas=2, max_router_replicas=5)).values()
     assert (autoscaling["min_replicas"], autoscaling["max_replicas"]) == (2, 5)

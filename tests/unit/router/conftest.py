@@ -36,8 +36,8 @@ class ScriptedController:
     def __init__(self) -> None:
         self.view = ClusterView(0, ())
         self.scaled: list[tuple[Role, int]] = []
-        self.routers: int | None = None
-        """How many it was asked for at last."""
+        self.routers: list[int | None] = []
+        """How many each wish was for."""
         self.drained: list[tuple[str, bool]] = []
         self.flipped: list[tuple[str, Role]] = []
         self.open_requests: dict[str, int] = {}
@@ -57,7 +57,7 @@ class ScriptedController:
         if self.away:
             raise ConnectionError("the controller is gone")
         self.scaled += sizes.items()
-        self.routers = self.routers if routers is None else routers
+        self.routers.append(routers)
 
     async def drain(self, worker_id: str, restart: bool) -> None:
         if self.away:
