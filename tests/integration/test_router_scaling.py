@@ -20,8 +20,9 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.lib.streams import Request
 from tests.integration.test_paced_serving import expected
-from tests.integration.test_resumable import replicas
+from tests.integration.test_resumable import Stream, replicas
 
 pytestmark = pytest.mark.slow
 
@@ -188,3 +189,29 @@ def test_serve_adds_routers_when_many_requests_are_open(serve: Callable[..., Any
 
     asyncio.run(main())
     cluster.until(cluster.clean, 30)
+
+
+@pytest.mark.timeout(300)
+def test_streams_longer_than_a_router_that_goes_are_resumed(serve: Callable[..., Any], tmp_path: Path) -> None:
+    config = tmp_path / "cluster.yaml"
+    config.write_text("http: {router_replicas: 2}\nlimits: {shutdown_s: 1}\n")
+    cluster = serve("--engine", "paced", "--config", str(config), environment=HARD_STOP)
+    cluster.wait_ready()
+    streams = [Stream(Request("greedy", 5, 7000), {}) for _ in range(6)]
+
+    async def main() -> None:
+        client = httpx.AsyncClient(base_url=cluster.url, timeout=60)
+        async with client, asyncio.timeout(200), asyncio.TaskGroup() as tasks:
+            for stream in streams:
+                tasks.create_task(stream.run(client))
+            while min(len(stream.answer.times) for stream in streams) < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            assert (await asyncio.to_thread(cluster.scale, routers=1)).status_code == 200
+
+    asyncio.run(main())
+    broken = [stream for stream in streams if stream.num_breaks]
+    assert 0 < len(broken) < len(streams), "each router had some"
+    whole = next(stream for stream in streams if not stream.num_breaks)
+    assert [stream.answer.differs(whole.answer) for stream in streams] == [None] * len(streams)
+    cluster.until(lambda: routers(cluster) == {"wanted": 1, "ready": 1}, 30)
+    cluster.until(cluster.clean, 20)
