@@ -20,15 +20,18 @@ from cluster.memory import WorkerMemory
 from cluster.open_requests import OpenRequests
 from cluster.ray.actors import NAME_PREFIX, NAMESPACE
 from cluster.ray.errors import original
+from cluster.ray.front import counts_folder
 from cluster.ray.launcher import RayLauncher
 from cluster.ray.paced.launcher import PacedLauncher
 from cluster.records import pool_records, scaler_records
+from cluster.router_replicas import RouterReplicas
 from cluster.sizer import PoolSizer, step_times
 from cluster.supervisor import Supervisor
 from configs.schema import ClusterConfig
 from protocol.cluster_view import ClusterView, RouterObservation
 from protocol.errors import ConfigError, InvalidRequestError
 from protocol.messages import Role
+from telemetry.counts_folder import num_places
 from telemetry.logging import setup_logging
 
 CONTROLLER = NAME_PREFIX + "controller"
@@ -43,8 +46,11 @@ class Controller:
         setup_logging("controller")
         self._launcher = _launcher(config, secret, memory, may_grow=may_grow)
         self._supervisor = Supervisor(config, self._launcher, pool_records())
-        self._open_requests = OpenRequests(config.http.router_replicas)
-        await self._supervisor.start()
+        self._open_requests = OpenRequests(lambda: num_places(counts_folder()))
+        self._router_replicas = RouterReplicas()
+        goes_on = await self._supervisor.start()
+        if goes_on and (routers := self._supervisor.view().routers) is not None:
+            self._router_replicas.want(routers)  # of which Serve may not have heard yet
         self._sizer: PoolSizer | None = None
         if config.autoscale.wanted:
             times = await asyncio.to_thread(step_times, config)
@@ -65,11 +71,17 @@ class Controller:
         """Return the view when its version differs from `known_version`, or after 10 s."""
         return await self._supervisor.watch(known_version)
 
-    async def scale(self, sizes: Mapping[Role, int]) -> None:
-        """Want this many workers of these roles from now on. Raises InvalidRequestError for impossible numbers."""
+    async def scale(self, sizes: Mapping[Role, int], routers: int | None) -> None:
+        """Want this many workers of these roles, and so many routers, from now on. None leaves the routers as they are.
+
+        Raises InvalidRequestError for impossible numbers.
+        """
         room = await self._launcher.room()
-        self._supervisor.scale(sizes, room.check)
-        await self._pause("scaled by hand")
+        self._supervisor.scale(sizes, room.check, routers)
+        if routers is not None:
+            self._router_replicas.want(routers)
+        if sizes:
+            await self._pause("scaled by hand")
 
     async def drain(self, worker_id: str, restart: bool) -> None:
         """Let a worker go, or start it anew with `restart`. Raises InvalidRequestError if it can't be spared."""
@@ -176,9 +188,12 @@ class RayControllerClient:
         """Return the view when its version differs from `known_version`, or after 10 s."""
         return cast(ClusterView, await self._controller.watch.remote(known_version))
 
-    async def scale(self, sizes: Mapping[Role, int]) -> None:
-        """Want this many workers of these roles from now on. Raises InvalidRequestError for impossible numbers."""
-        await _answered(self._controller.scale.remote(dict(sizes)))
+    async def scale(self, sizes: Mapping[Role, int], routers: int | None) -> None:
+        """Want this many workers of these roles, and so many routers, from now on. None leaves the routers as they are.
+
+        Raises InvalidRequestError for impossible numbers.
+        """
+        await _answered(self._controller.scale.remote(dict(sizes), routers))
 
     async def drain(self, worker_id: str, restart: bool) -> None:
         """Let a worker go, or start it anew with `restart`. Raises InvalidRequestError if it can't be spared."""

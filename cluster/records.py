@@ -34,6 +34,8 @@ class ClusterRecord:
     epochs: Mapping[str, int]
     """The last epoch of every worker id that there ever was."""
     processes: tuple[tuple[WorkerLife, tuple[str, ...]], ...]
+    routers: int | None
+    """Number of routers that there should be; None where Ray Serve sizes them."""
 
 
 class RecordStore(Protocol[_Record]):

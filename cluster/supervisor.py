@@ -28,7 +28,7 @@ from cluster.pools import CheckRoom, Pools
 from cluster.records import ClusterRecord, RecordStore
 from configs.schema import ClusterConfig
 from protocol.cluster_view import AutoscalerState, ClusterView, WorkerState
-from protocol.errors import ConfigError, TandemError, UnavailableError
+from protocol.errors import ConfigError, InvalidRequestError, TandemError, UnavailableError
 from protocol.messages import Role, WorkerLife
 
 log = logging.getLogger(__name__)
@@ -55,6 +55,7 @@ class Supervisor:
         self._up: set[WorkerLife] = set()
         """Lives whose processes answer."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._routers = config.http.router_replicas if config.http.max_router_replicas is None else None
         self._version = time.time_ns()
         """Version of the view. It starts at the clock's time, since watchers may know versions of a former supervisor."""
         self._saved_version = 0
@@ -66,24 +67,38 @@ class Supervisor:
         self.start_s: float | None = None
         """Seconds that the latest starts took; None before the first."""
 
-    async def start(self) -> None:
-        """Begin the configured number of workers, or go on with what a former supervisor has recorded."""
+    async def start(self) -> bool:
+        """Begin the configured number of workers, or go on with what a former supervisor has recorded.
+
+        Return whether there was a former one.
+        """
         record = await self._records.load()
         if record is None:
             self._obey(self._pools.start())
-            return
+            return False
         self._pools = Pools(self._config, record.pools, record.standby, record.epochs)
+        self._routers = record.routers
         lives = [WorkerLife(info.worker_id, info.epoch) for info in self.view().workers]
         self._names = {life: names for life, names in record.processes if life in lives}
         log.info("taking up %d of %d workers of a former controller", len(self._names), len(lives))
         await self._launcher.take_up(self._names, [worker_id for worker_id, _ in lives])
         self._obey(self._pools.resume())
+        return True
 
-    def scale(self, sizes: Mapping[Role, int], check_room: CheckRoom) -> None:
-        """Want this many workers of these roles; returns at once. Raises InvalidRequestError as `Pools.scale`."""
-        self._obey(self._pools.scale(sizes, check_room))
+    def scale(self, sizes: Mapping[Role, int], check_room: CheckRoom, routers: int | None = None) -> None:
+        """Want this many workers of these roles and, unless None, so many routers; returns at once.
+
+        Raises InvalidRequestError as `Pools.scale`, and for `routers` where Ray Serve sizes them; then nothing has changed.
+        """
+        if routers is not None and self._routers is None:
+            raise InvalidRequestError("Ray Serve sizes the routers of this cluster (http.max_router_replicas)", param="routers")
+        actions = self._pools.scale(sizes, check_room)
+        self._routers = self._routers if routers is None else routers
+        self._obey(actions)
         for role, workers in sizes.items():
             log.info("%s: %d workers wanted", role.value, workers)
+        if routers is not None:
+            log.info("%d routers wanted", routers)
 
     def stop_admission(self) -> None:
         """Have no router let in new requests from now on. Idempotent."""
@@ -126,7 +141,9 @@ class Supervisor:
 
     def view(self) -> ClusterView:
         """Return the workers as routers and operators see them, with a version that every change raises."""
-        return ClusterView(self._version, self._pools.workers(), self._pools.wanted(), self._stopping, self._autoscaler)
+        return ClusterView(
+            self._version, self._pools.workers(), self._pools.wanted(), self._stopping, self._autoscaler, self._routers
+        )
 
     async def watch(self, known_version: int) -> ClusterView:
         """Return the view as soon as its version differs from the known one, or after WATCH_S seconds."""
@@ -202,7 +219,11 @@ class Supervisor:
             while self._saved_version < version:
                 saving = self._version
                 record = ClusterRecord(
-                    self._pools.records(), self._pools.standby_record(), self._pools.epochs, tuple(self._names.items())
+                    self._pools.records(),
+                    self._pools.standby_record(),
+                    self._pools.epochs,
+                    tuple(self._names.items()),
+                    routers=self._routers,
                 )
                 try:
                     await self._records.save(record)

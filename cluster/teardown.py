@@ -19,8 +19,8 @@ from cluster.controller import CONTROLLER, find_controller
 from cluster.open_requests import RETIRE_ANSWER_S
 from cluster.ray.actors import NAME_PREFIX, NAMESPACE
 from cluster.ray.front import HEAD_RESOURCES, at_head, withdraw
-from cluster.ray.serve_app import APPLICATION
 from cluster.records import delete_records
+from cluster.router_replicas import APPLICATION, remove_application
 from kv_transfer.tiers.occupied import remove_left_in_time
 from protocol.errors import UnavailableError
 
@@ -97,7 +97,7 @@ def _remove_application() -> bool:
     """Delete the application, and Serve itself when it has no other."""
     applications = serve.status().applications
     if APPLICATION in applications:
-        serve.delete(APPLICATION)
+        remove_application()
     if applications.keys() <= {APPLICATION}:
         serve.shutdown()
     return APPLICATION in applications

@@ -226,6 +226,9 @@ def _contradictions(config: ClusterConfig) -> list[tuple[str, str]]:
         found.append((missing, "certificate and private key go together: name both"))
     if http.redis_url is not None and http.keys_file is None:
         found.append(("http.redis_url", "it keeps the rates of API keys: name http.keys_file too"))
+    if http.max_router_replicas is not None and http.max_router_replicas < http.router_replicas:
+        problem = f"{http.max_router_replicas} is less than http.router_replicas ({http.router_replicas})"
+        found.append(("http.max_router_replicas", problem))
     if http.max_body_bytes_in_flight < http.max_body_bytes:
         problem = f"{http.max_body_bytes_in_flight} is less than one body, http.max_body_bytes ({http.max_body_bytes})"
         found.append(("http.max_body_bytes_in_flight", problem))

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from configs.autoscale import AutoscaleConfig, RoleName
 from configs.paced.profile import DEFAULT_PROFILE, profile_name
 
+MAX_ROUTERS = 64
 Positive = Annotated[int, Field(gt=0)]
 Text = Annotated[str, Field(min_length=1)]
 LocalPath = Annotated[Text, AfterValidator(lambda path: os.path.abspath(os.path.expanduser(path)))]
@@ -24,6 +25,7 @@ Origin = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9+.-]*://[^/\s*]+$"), 
 TransportName = Literal["auto", "shared_memory", "gloo", "cuda_ipc", "nccl"]
 Priority = Annotated[int, Field(ge=-20, le=20)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
+RouterCount = Annotated[int, Field(ge=1, le=MAX_ROUTERS)]
 
 
 ProfileName = Annotated[Text, AfterValidator(profile_name)]
@@ -45,7 +47,10 @@ class HttpConfig(_Section):
 
     host: Text = "127.0.0.1"
     port: Annotated[int, Field(ge=1, le=65_535)] = 8000
-    router_replicas: Annotated[int, Field(ge=1, le=64)] = 1
+    router_replicas: RouterCount = 1
+    """Number of routers, until `scale` says otherwise."""
+    max_router_replicas: RouterCount | None = None
+    """Most routers, of which Ray Serve then runs as many as the open requests need, but never less than `router_replicas`."""
     max_body_bytes: Positive = 4 * 1024 * 1024
     max_body_bytes_in_flight: Positive = 64 * 1024 * 1024
     """Bytes of bodies of one tenant that one router has read and not yet worked on. More get a 429."""
@@ -186,7 +191,7 @@ class LimitsConfig(_Section):
     worker_start_s: Seconds = 120.0
     drain_s: Seconds = 600.0
     shutdown_s: Annotated[float, Field(ge=0, le=86_400)] = 20.0
-    """Seconds that running requests have to end when the cluster is stopped."""
+    """Seconds that running requests have to end when the cluster is stopped, or when their router goes."""
     max_waiting_requests: Positive = 1024
     """Requests one router holds back for want of room; more are refused at once."""
 

@@ -89,6 +89,8 @@ class ClusterView:
     """The cluster ends as soon as the requests that run have ended: no router lets in new ones."""
     autoscaler: AutoscalerState | None = None
     """None where pools keep the sizes that operators give them."""
+    routers: int | None = None
+    """Number of routers that there should be; None where Ray Serve sizes them."""
 
     def usable(self, role: Role) -> tuple[WorkerRef, ...]:
         """Workers of this role that take new requests, by worker id."""

@@ -8,6 +8,7 @@ It must never block that loop, which it shares with Ray Serve: long texts are to
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import gc
 import time
@@ -66,6 +67,7 @@ class Router:
         self._model = model
         self._orders = ControllerOrders(controller)
         self.metrics = Metrics(model.facts.name, self._cluster_sample, counts)
+        self._counts = counts
         caches = Caches(on_news=self.metrics.cache_news) if config.routing == "cache" else None
         self._roster = Roster(controller, secret, config.limits, self.metrics.workers_lost.inc, caches)
         self._audits = RegularAudits(self._roster, config.limits.lease_s, self.metrics.audit_leaks.set)
@@ -102,6 +104,14 @@ class Router:
         self._audits.start()
         if self._observer is not None:
             self._observer.start()
+
+    async def settle(self, wait_s: float) -> None:
+        """Wait until every worker that is ready has reported here, or for `wait_s` seconds."""
+        deadline = asyncio.get_running_loop().time() + wait_s
+        roster = self._roster
+        with contextlib.suppress(TimeoutError):
+            while roster.view.version < 0 or any(len(roster.view.usable(role)) > roster.num_known(role) for role in Role):
+                await roster.next_change(roster.changes, deadline)
 
     async def close(self) -> None:
         """Stop serving. Running streams fail with WorkerLostError; returns when every task and thread has ended."""
@@ -142,9 +152,9 @@ class Router:
         """
         return self._generator.generate(generations, request, emitted)
 
-    async def scale(self, sizes: Mapping[Role, int]) -> None:
-        """Have the controller run this many workers of these roles. Raises as `ControllerOrders.scale`."""
-        await self._orders.scale(sizes)
+    async def scale(self, sizes: Mapping[Role, int], routers: int | None) -> None:
+        """Have the controller run this many workers and, unless None, so many routers. Raises as `ControllerOrders.scale`."""
+        await self._orders.scale(sizes, routers)
 
     async def drain(self, worker_id: str, restart: bool) -> None:
         """Have the controller empty a worker, then end or restart it. Raises as `ControllerOrders.drain`."""
@@ -167,12 +177,15 @@ class Router:
         return ready_problem(self._roster, self.config)
 
     def status(self) -> dict[str, Any]:
-        """Return what `/admin/status` shows: a row for each worker, how many there should be of each role, and why."""
+        """Return what `/admin/status` shows: a row for each worker, how many there should be of each role and of routers, and
+        why.
+        """
         view = self._roster.view
         return {
             "workers": [worker_status(info, self._roster.find(info), self.config.block_size) for info in view.workers],
             "wanted": {role.value: number for role, number in view.wanted.items()},
             "autoscaler": None if view.autoscaler is None else autoscaler_status(view.autoscaler),
+            "routers": {"wanted": view.routers, "ready": 1 if self._counts is None else self._counts.num_ready()},
         }
 
     async def audit(self) -> dict[str, Any]:

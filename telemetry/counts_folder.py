@@ -6,7 +6,8 @@
 
 A place is a lock, which the kernel frees with its process. So a name stands for one router at a time, and there are as many
 names as there were routers at once. The files are those of prometheus_client's multiprocess mode: what was counted is there
-the moment it was, also if the process is killed in the next.
+the moment it was, also if the process is killed in the next. The lock's own file says whether its router serves yet: so the
+places also tell how many routers there are.
 
 Whoever takes a place, or reads, removes the gauges of routers that have ended: these tell of a state, not of a past.
 """
@@ -25,6 +26,8 @@ from prometheus_client.multiprocess import MultiProcessCollector, mark_process_d
 from prometheus_client.registry import Collector
 
 _LOCKS = "*.lock"
+_READY = b"ready\n"
+"""What the lock of a router that serves has in it."""
 _TRIES, _AGAIN_S = 3, 0.01
 """A reader holds the lock of a free place for some microseconds, which must not make a second place of it."""
 
@@ -45,6 +48,14 @@ class CountsFolder(Collector):
         # As uWSGI's users are told to do it (prometheus_client's documentation, multiprocess mode).
         values.ValueClass = values.MultiProcessValue(lambda: self.place)
         self._files = MultiProcessCollector(None, str(folder))
+
+    def note_ready(self) -> None:
+        """Note that the router at this place serves from now on."""
+        os.write(self._lock, _READY)
+
+    def num_ready(self) -> int:
+        """Number of routers that have a place here and serve."""
+        return sum(path.stat().st_size > 0 for path in _taken(self._folder))
 
     def collect(self) -> Iterator[Metric]:
         """What all routers have counted that ever had a place here, and the gauges of those that have one now."""
@@ -69,6 +80,22 @@ class CountsFolder(Collector):
                 os.close(lock)
 
 
+def num_places(folder: Path) -> int:
+    """Number of routers that have a place in the folder: all that run, also those that start or end."""
+    return len(_taken(folder))
+
+
+def _taken(folder: Path) -> list[Path]:
+    """The locks that somebody holds."""
+    found = []
+    for path in folder.glob(_LOCKS):
+        if (lock := _locked(path, fcntl.LOCK_SH)) is None:
+            found.append(path)
+        else:
+            os.close(lock)
+    return found
+
+
 def _taken_place(folder: Path) -> tuple[str, int]:
     """The name of the lowest free place, and the descriptor that holds its lock."""
     number = 0
@@ -76,17 +103,18 @@ def _taken_place(folder: Path) -> tuple[str, int]:
         path = folder / f"router-{number}.lock"
         for attempt in range(_TRIES):
             if (lock := _locked(path)) is not None:
+                os.ftruncate(lock, 0)
                 return path.stem, lock
             if attempt + 1 < _TRIES:
                 time.sleep(_AGAIN_S)
         number += 1
 
 
-def _locked(path: Path) -> int | None:
+def _locked(path: Path, kind: int = fcntl.LOCK_EX) -> int | None:
     """The descriptor of a file whose lock is free, which holds it now."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
         return None

@@ -2,7 +2,8 @@
 
 Ray Serve's generated configuration opens two more ports than we need, on all interfaces: HAProxy's statistics page and its
 Prometheus exporter (8404 and 9101 by default; HAProxy refuses port 0, so two clusters on one machine would also collide). Our
-own /metrics covers both. It believes what clients say of themselves, waits for them for an hour, and knows no TLS. And HAProxy
+own /metrics covers both. It believes what clients say of themselves, waits for them for an hour, and knows no TLS. It cuts off
+long streams when a router comes or goes. And HAProxy
 is a child of a Ray actor that does not take it along when it is killed. So this program
 
 1. closes the folder of the configuration to other users, and refuses one that they could replace;
@@ -41,6 +42,12 @@ _SOCKET_BUFFERS = ("tune.sndbuf.client 131072", "tune.rcvbuf.server 131072")
 
 HAProxy notices that a client reads when a third of the former is free again, so they are also what a client has to read in
 `client_s`. Linux' own buffers grow to 4 MiB.
+"""
+_HARD_STOP_S = 86_400
+"""Seconds after which a HAProxy that was replaced cuts off the streams that it still has.
+
+It is replaced whenever a router comes or goes, and only streams of that router are to notice. Serve's own 120 s would cut off
+those of all routers. By itself it ends with its last stream.
 """
 _SERVES_OWN_HEADERS = ("x-request-disconnect-disabled", "x-request-timeout-seconds")
 """Headers by which a client could tell Ray Serve to let its request go on when it has left, or to cut it off."""
@@ -103,7 +110,9 @@ def guarded(configuration: str, settings: FrontSettings | None, certificate: Pat
         if settings is None:
             kept.append(line)
         elif section.startswith("global") and words[:1] == ["global"]:
-            kept += [line, *_ours(*_SOCKET_BUFFERS)]
+            kept += [line, *_ours(*_SOCKET_BUFFERS, f"hard-stop-after {_HARD_STOP_S}s")]
+        elif section.startswith("global") and words[:1] == ["hard-stop-after"]:
+            continue
         elif words[:1] == ["defaults"]:
             client, head = _milliseconds(settings.client_s), _milliseconds(settings.header_s)
             kept += [line, *_ours(f"timeout client {client}", f"timeout http-request {head}")]

@@ -20,8 +20,9 @@ from cluster.ray.audit_keeper import RayAuditStore
 from cluster.ray.front import counts_folder
 from cluster.ray.rates import rate_store
 from cluster.ray.stream_keeper import RayRecordStore
+from cluster.router_replicas import APPLICATION, DEPLOYMENT, drain_s
 from configs.models import resolve_for
-from configs.schema import ClusterConfig
+from configs.schema import ClusterConfig, HttpConfig
 from protocol.errors import UnavailableError
 from router.access.audit_trail import AuditQueue
 from router.access.meter import Meter
@@ -31,9 +32,19 @@ from router.service import Router
 from telemetry.counts_folder import CountsFolder
 from telemetry.logging import setup_logging
 
-APPLICATION = "tandem"
 _NEVER_REACHED = 100_000
 """Requests in one replica; above what HAProxy lets through (RAY_SERVE_HAPROXY_MAXCONN)."""
+_OPEN_REQUESTS = 64
+"""Open requests per router to which Serve's autoscaling leads.
+
+A router computes for 88 µs per token (benchmarks/results/overhead_avx512_bf16.md), in one event loop. With 64 streams of 100
+tokens/s each, as GPUs make them, that is 0.56 of a core: beyond that, streams begin to wait for each other.
+"""
+_MORE_AFTER_S = 10.0
+_FEWER_AFTER_S = 600.0
+"""Seconds. A router that goes cuts off streams that last longer than `limits.shutdown_s`, so it goes rarely."""
+_SETTLE_S = 5.0
+"""Seconds in which a replica gets to know the workers that are there, before it is asked anything."""
 _ENVIRONMENT = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"}
 """Environment of a replica.
 
@@ -73,6 +84,8 @@ class RouterReplica:
         if self._audit is not None:
             self._audit.start()
         await self._router.start()
+        await self._router.settle(_SETTLE_S)
+        counts.note_ready()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_app(
@@ -100,20 +113,36 @@ def start_http(config: ClusterConfig) -> None:
         raise UnavailableError(f"the HTTP entry did not start: {reason}") from None
 
 
+def size_of_deployment(http: HttpConfig) -> dict[str, Any]:
+    """Return how many replicas Serve is to run: a number that `RouterReplicas` changes, or bounds of Serve's autoscaling."""
+    if http.max_router_replicas is None:
+        return {"num_replicas": http.router_replicas}
+    return {
+        "autoscaling_config": {
+            "min_replicas": http.router_replicas,
+            "max_replicas": http.max_router_replicas,
+            "target_ongoing_requests": _OPEN_REQUESTS,
+            "upscale_delay_s": _MORE_AFTER_S,
+            "downscale_delay_s": _FEWER_AFTER_S,
+        }
+    }
+
+
 def deploy_router(given: RouterArguments, head_resources: dict[str, float]) -> None:
     """Deploy the router and wait until every replica serves. Raises UnavailableError if one can't."""
     deployment: Any = serve.deployment(
-        name="router",
-        num_replicas=given.config.http.router_replicas,
+        name=DEPLOYMENT,
         max_ongoing_requests=_NEVER_REACHED,
         ray_actor_options={"num_cpus": 0, "resources": head_resources, "runtime_env": {"env_vars": _ENVIRONMENT}},
         health_check_period_s=2,
         health_check_timeout_s=10,
-        graceful_shutdown_timeout_s=10,
+        graceful_shutdown_timeout_s=drain_s(given.config.limits),
+        **size_of_deployment(given.config.http),
     )
     try:
         replica = deployment(RouterReplica).bind(given)
-        serve.run(replica, name=APPLICATION, route_prefix="/")
+        by_command = given.config.http.max_router_replicas is None
+        serve.run(replica, name=APPLICATION, route_prefix="/", external_scaler_enabled=by_command)
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[-1]
         raise UnavailableError(f"the router did not start: {reason}") from None

@@ -52,6 +52,8 @@ def local_environment(scratch: Path) -> dict[str, str]:
         # Which would keep a router's last thousand lines back, and lose them if it is killed.
         "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+        # How long a router that is to go still takes connections. HAProxy knows of it within a second; the default is 30 s.
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
         # Serve kills a proxy that is not up in time, by default 5 s, which a busy machine takes.
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
         # Or every process's log may grow to 3 GB. Ray reads both names, and so does Serve.

@@ -23,8 +23,8 @@ class ControllerClient(Protocol):
         """Long poll: returns when the view's version differs from `known_version`, or the same view after at most 10 s."""
         ...
 
-    async def scale(self, sizes: Mapping[Role, int]) -> None:
-        """Ask for this many workers of these roles; returns once it is accepted.
+    async def scale(self, sizes: Mapping[Role, int], routers: int | None) -> None:
+        """Ask for this many workers of these roles and, unless None, so many routers; returns once it is accepted.
 
         Raises InvalidRequestError if it can't be; then nothing has changed.
         """
@@ -66,12 +66,12 @@ class ControllerOrders:
     def __init__(self, controller: ControllerClient) -> None:
         self._controller = controller
 
-    async def scale(self, sizes: Mapping[Role, int]) -> None:
-        """Have the controller run this many workers of these roles.
+    async def scale(self, sizes: Mapping[Role, int], routers: int | None) -> None:
+        """Have the controller run this many workers of these roles and, unless None, so many routers.
 
         Raises what the controller answers, and UnavailableError if it is away.
         """
-        await self._obeyed(self._controller.scale(sizes))
+        await self._obeyed(self._controller.scale(sizes, routers))
 
     async def drain(self, worker_id: str, restart: bool) -> None:
         """Have the controller empty a worker, then end or restart it.

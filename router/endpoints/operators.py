@@ -88,15 +88,18 @@ class OperatorEndpoints:
         return JSONResponse(await self._router.audit())
 
     async def scale(self, request: Request) -> Response:
-        """Set the number of workers of one role or of both."""
+        """Set the number of workers of one role or of both, of routers, or of all of these."""
         check_operator(self._router.config.http, request)
         body, _ = await read_body(self._router, request, ScaleBody)
         body.check_together()
         wanted = {Role.PREFILL: body.prefill, Role.DECODE: body.decode}
         sizes = {role: workers for role, workers in wanted.items() if workers is not None}
-        note_action(request.scope, "scale", **{role.value: workers for role, workers in sizes.items()})
-        await self._router.scale(sizes)
-        return JSONResponse({role.value: workers for role, workers in sizes.items()})
+        given = {role.value: workers for role, workers in sizes.items()}
+        if body.routers is not None:
+            given["routers"] = body.routers
+        note_action(request.scope, "scale", **given)
+        await self._router.scale(sizes, body.routers)
+        return JSONResponse(given)
 
     async def flip(self, request: Request) -> Response:
         """Give a worker another role, at once: its streams move, and its prompts go to other workers."""

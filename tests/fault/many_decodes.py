@@ -83,7 +83,7 @@ class ScriptedController:
             await self._changed.wait()
         return ClusterView(self._version, tuple(self._infos.values()))
 
-    async def scale(self, sizes: Mapping[Role, int]) -> None:
+    async def scale(self, sizes: Mapping[Role, int], routers: int | None) -> None:
         raise AssertionError("nobody scales here")
 
     async def flip(self, worker_id: str, role: Role) -> None:

@@ -30,7 +30,7 @@ class FixedController:
             await asyncio.Event().wait()
         return self._view
 
-    async def scale(self, sizes: Mapping[Role, int]) -> None:
+    async def scale(self, sizes: Mapping[Role, int], routers: int | None) -> None:
         raise NotImplementedError
 
     async def flip(self, worker_id: str, role: Role) -> None:

@@ -120,11 +120,12 @@ def greeting(view: ClusterView, config: ClusterConfig, model_name: str) -> list[
 
 
 def changes(before: ClusterView, after: ClusterView) -> list[str]:
-    """Return one line for each worker that came, went, died, or changed its state or its role."""
+    """Return one line for each worker that came, went, died, or changed its state or its role, and for a wish of routers."""
     old = {info.worker_id: info for info in before.workers}
     new = {info.worker_id: info for info in after.workers}
     lines = [line for name, info in new.items() if (line := _change(old.get(name), info)) is not None]
-    return lines + [f"{name} is gone" for name in old if name not in new]
+    lines += [f"{name} is gone" for name in old if name not in new]
+    return lines if after.routers == before.routers else [*lines, f"{after.routers} routers are wanted"]
 
 
 def _change(old: WorkerInfo | None, new: WorkerInfo) -> str | None:

@@ -49,6 +49,8 @@ def print_status(answer: Mapping[str, Any]) -> None:
             console.print(f"{worker['worker_id']}: {worker['last_error']}{_backoff(worker)}", markup=False, soft_wrap=True)
     for line in _autoscaler(answer.get("autoscaler")):
         console.print(line, markup=False, soft_wrap=True)
+    if (routers := answer.get("routers")) is not None:
+        console.print(_routers(routers))
     for line in _key_problems(answer.get("api_keys") or {}):
         console.print(line, markup=False, soft_wrap=True)
 
@@ -76,6 +78,12 @@ def _autoscaler(state: Mapping[str, Any] | None) -> list[str]:
     if state["problem"]:
         lines.append(f"autoscaler: {state['problem']}")
     return lines + [f"latest: {each['reason']}" for each in state["decisions"][:1]]
+
+
+def _routers(routers: Mapping[str, Any]) -> str:
+    """How many serve, and how many should if that is another number."""
+    wanted, ready = routers["wanted"], routers["ready"]
+    return f"routers: {ready}" + (f" of {wanted} wanted" if wanted not in (None, ready) else "")
 
 
 def _key_problems(keys: Mapping[str, Any]) -> list[str]:

@@ -12,10 +12,13 @@ from protocol.messages import Role
 
 _ASK_AGAIN_S = 0.2
 
-Workers = Sequence[Mapping[str, Any]]
-"""The rows of workers in an answer of /admin/status."""
+Status = Mapping[str, Any]
+"""An answer of /admin/status."""
 
-Lacking = Callable[[Workers], str | None]
+Workers = Sequence[Mapping[str, Any]]
+"""The rows of workers in it."""
+
+Lacking = Callable[[Status], str | None]
 """Says what is not as wanted yet, in words for people; None when everything is."""
 
 
@@ -26,12 +29,12 @@ def current_workers(client: ApiClient) -> Workers:
 
 
 def wait_for(client: ApiClient, lacking: Lacking, deadline_s: float, on_look: Callable[[str], None] | None = None) -> None:
-    """Wait until nothing is lacking; `on_look` is told what is, after each look at the workers.
+    """Wait until nothing is lacking; `on_look` is told what is, after each look at the cluster.
 
     Raises UnavailableError that says what is still lacking after `deadline_s` seconds.
     """
     end = time.monotonic() + deadline_s
-    while (what := lacking(current_workers(client))) is not None:
+    while (what := lacking(client.get("/admin/status"))) is not None:
         if time.monotonic() > end:
             raise UnavailableError(f"not done after {deadline_s:g} s: {what}")
         if on_look is not None:
@@ -42,8 +45,8 @@ def wait_for(client: ApiClient, lacking: Lacking, deadline_s: float, on_look: Ca
 def what_a_drain_lacks(worker_id: str, epoch: int | None, restart: bool) -> Lacking:
     """What keeps the life `epoch` of a worker from being over and, with `restart`, its next life from being ready."""
 
-    def lacking(workers: Workers) -> str | None:
-        worker = next((worker for worker in workers if worker["worker_id"] == worker_id), None)
+    def lacking(status: Status) -> str | None:
+        worker = next((worker for worker in status["workers"] if worker["worker_id"] == worker_id), None)
         if worker is not None and worker["epoch"] == epoch:
             return f"{worker_id} is {worker['state']} with {worker['running'] or 0} streams"
         if restart and (worker is None or not _usable(worker)):
@@ -56,8 +59,8 @@ def what_a_drain_lacks(worker_id: str, epoch: int | None, restart: bool) -> Lack
 def what_a_role_lacks(role: Role, number: int) -> Lacking:
     """What keeps a role from having exactly `number` workers, all of them usable."""
 
-    def lacking(workers: Workers) -> str | None:
-        found = [worker for worker in workers if worker["role"] == role.value]
+    def lacking(status: Status) -> str | None:
+        found = [worker for worker in status["workers"] if worker["role"] == role.value]
         usable = sum(map(_usable, found))
         return None if len(found) == usable == number else f"{usable} of {number} {role.value} workers are ready"
 

@@ -56,6 +56,7 @@ class Unhealthy(TypedDict):
 class Scaled(TypedDict):
     prefill: NotRequired[Count]
     decode: NotRequired[Count]
+    routers: NotRequired[Annotated[int, Field(ge=1)]]
 
 
 @exact
@@ -159,6 +160,14 @@ class Autoscaled(TypedDict):
 
 
 @exact
+class Routers(TypedDict):
+    """How many routers there should be, and how many serve. Where Ray Serve sizes them, `wanted` is null."""
+
+    wanted: Count | None
+    ready: Count
+
+
+@exact
 class ApiKeys(TypedDict):
     """The file of API keys: entries that count, what is wrong with each of the others by its id, and why none can be read."""
 
@@ -174,6 +183,7 @@ class Status(TypedDict):
     workers: list[WorkerRow]
     wanted: WantedSizes
     autoscaler: AutoscalerStatus | None
+    routers: Routers
     api_keys: ApiKeys | None
 
 

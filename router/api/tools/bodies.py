@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from configs.schema import MAX_ROUTERS
 from protocol.errors import InvalidRequestError
 from router.api.body import Body, ListOf, Neutral, Together, absent, either, given
 from router.api.chat.messages import MAX_MESSAGES, MESSAGES, ChatMessage, check_messages
@@ -48,17 +49,18 @@ class DetokenizeBody(Body):
 
 
 class ScaleBody(Body):
-    """The body of POST /admin/scale: the number of workers of one role or of both."""
+    """The body of POST /admin/scale: the number of workers of one role or of both, or of routers, or all of these."""
 
-    together: ClassVar[Together] = (either(given({"type": "integer"}, "prefill"), given({"type": "integer"}, "decode")),)
+    together: ClassVar[Together] = (either(*(given({"type": "integer"}, name) for name in ("prefill", "decode", "routers"))),)
 
     prefill: int | None = Field(default=None, ge=0, le=1024, description=_WORKERS)
     decode: int | None = Field(default=None, ge=0, le=1024, description=_WORKERS)
+    routers: int | None = Field(default=None, ge=1, le=MAX_ROUTERS, description=f"an integer from 1 to {MAX_ROUTERS}")
 
     def check_together(self) -> None:
         """Raise InvalidRequestError if nothing is to be scaled."""
-        if self.prefill is None and self.decode is None:
-            raise InvalidRequestError("say how many workers: `prefill`, `decode` or both", param="prefill")
+        if self.prefill is None and self.decode is None and self.routers is None:
+            raise InvalidRequestError("say how many: one or more of `prefill`, `decode` and `routers`", param="prefill")
 
 
 class CacheBody(Body):

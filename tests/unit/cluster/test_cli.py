@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,8 @@ def test_the_version_is_printed_alone(monkeypatch: pytest.MonkeyPatch, capsys: p
         (["scale", "prefill"], "prefill"),
         (["scale", "prefill=two"], "prefill=two"),
         (["scale", "router=2"], "router=2"),
+        (["scale", "routers=many"], "routers=many"),
+        (["scale", "routers=1", "routers=2"], "routers"),
         (["scale", "decode=1", "decode=2"], "decode"),
     ],
 )
@@ -114,8 +117,8 @@ def test_no_cluster_is_one_line_too(
 
 
 def test_sizes() -> None:
-    assert parse_sizes(["prefill=2", "decode=3"]) == {Role.PREFILL: 2, Role.DECODE: 3}
-    assert parse_sizes(["decode=-1"]) == {Role.DECODE: -1}, "the cluster says which sizes it takes"
+    assert parse_sizes(["prefill=2", "decode=3", "routers=2"]) == {"prefill": 2, "decode": 3, "routers": 2}
+    assert parse_sizes(["decode=-1"]) == {"decode": -1}, "the cluster says which sizes it takes"
     with pytest.raises(InvalidRequestError):
         parse_sizes(["decode="])
 
@@ -126,9 +129,12 @@ def test_what_is_pending_after_a_scale() -> None:
         {"role": "decode", "state": "ready"},
         {"role": "decode", "state": "starting"},
     ]
-    assert pending(workers, {Role.PREFILL: 1}) is None
-    assert pending(workers, {Role.PREFILL: 1, Role.DECODE: 2}) == "decode 1 ready, 1 starting of 2 wanted"
-    assert pending(workers, {Role.DECODE: 1}) == "decode 1 ready, 1 starting of 1 wanted"
+    status = {"workers": workers, "routers": {"wanted": 3, "ready": 2}}
+    assert pending(status, {"prefill": 1, "routers": 2}) is None
+    assert pending(status, {"prefill": 1, "decode": 2}) == "decode 1 ready, 1 starting of 2 wanted"
+    assert pending(status, {"decode": 1}) == "decode 1 ready, 1 starting of 1 wanted"
+    assert pending(status, {"prefill": 1, "routers": 3}) == "2 routers of 3 wanted"
+    assert pending(status, {"routers": 1}) == "2 routers of 1 wanted", "one still has streams"
 
 
 def info(worker_id: str, epoch: int, state: WorkerState, error: str | None = None) -> WorkerInfo:
@@ -163,6 +169,7 @@ def test_changes_of_workers_are_told_once_each() -> None:
         "decode-2 is gone",
     ]
     assert changes(after, before)[0] == "decode-0 is ready to decode, process 17 on 10.0.0.1"
+    assert changes(before, replace(before, routers=3)) == ["3 routers are wanted"]
 
 
 def test_the_greeting_is_a_request_that_can_be_pasted() -> None:
@@ -305,6 +312,14 @@ def test_status_tells_of_each_tier_once(capsys: pytest.CaptureFixture[str]) -> N
         "memory tier of 10.0.0.1: 1600 tokens, 2.50 GB",
         "disk tier of 10.0.0.1: 0 tokens, 0.00 GB",
     ]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "ready", "line"), [(2, 2, "routers: 2"), (3, 2, "routers: 2 of 3 wanted"), (None, 4, "routers: 4")]
+)
+def test_status_tells_of_routers(capsys: pytest.CaptureFixture[str], wanted: int | None, ready: int, line: str) -> None:
+    print_status({"workers": [], "routers": {"wanted": wanted, "ready": ready}})
+    assert capsys.readouterr().out.splitlines()[-1] == line
 
 
 def test_status_lists_the_workers_of_each_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:

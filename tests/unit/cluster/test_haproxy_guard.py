@@ -73,6 +73,7 @@ def test_settings_find_their_places_in_rays_own_template() -> None:
     lines = [line.strip() for line in guarded(template, tls, Path("/x/front.pem")).splitlines()]
     assert "timeout client 60000ms # by tandem-haproxy" in lines
     assert "timeout client 3600s" not in lines
+    assert [line for line in lines if line.startswith("hard-stop-after")] == ["hard-stop-after 86400s # by tandem-haproxy"]
     at = lines.index("frontend http_frontend")
     assert lines[at + 1].startswith("bind 127.0.0.1:8000 ssl crt /x/front.pem ssl-min-ver TLSv1.2")
     own = [line.removesuffix(" # by tandem-haproxy") for line in lines if line.endswith("# by tandem-haproxy")]

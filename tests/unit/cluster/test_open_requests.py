@@ -23,7 +23,7 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
 
 def test_every_router_has_to_tell_that_none_is_left() -> None:
     async def scenario() -> None:
-        told = OpenRequests(2)
+        told = OpenRequests(lambda: 2)
         waiting = asyncio.ensure_future(told.none_left(5.0))
         told.note("a", 0)
         await asyncio.sleep(0.3)
@@ -39,7 +39,7 @@ def test_every_router_has_to_tell_that_none_is_left() -> None:
 
 def test_the_wait_ends_at_its_deadline() -> None:
     async def scenario() -> None:
-        told = OpenRequests(1)
+        told = OpenRequests(lambda: 1)
         told.note("a", 3)
         begun = time.monotonic()
         assert await told.none_left(0.3) == 3
@@ -53,10 +53,26 @@ def test_a_router_that_tells_nothing_any_more_has_ended(monkeypatch: pytest.Monk
     monkeypatch.setattr(open_requests, "_FRESH_S", 0.2)
 
     async def scenario() -> None:
-        told = OpenRequests(1)
+        told = OpenRequests(lambda: 1)
         told.note("killed", 7)
         await asyncio.sleep(0.3)
         told.note("its successor", 0)
         assert await told.none_left(5.0) == 0
+
+    run(scenario())
+
+
+def test_routers_that_come_and_go_meanwhile_count() -> None:
+    num_routers = 2
+
+    async def scenario() -> None:
+        nonlocal num_routers
+        told = OpenRequests(lambda: num_routers)
+        waiting = asyncio.ensure_future(told.none_left(5.0))
+        told.note("a", 0)
+        await asyncio.sleep(0.3)
+        assert not waiting.done()
+        num_routers = 1
+        assert await waiting == 0
 
     run(scenario())

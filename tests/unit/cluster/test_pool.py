@@ -298,7 +298,7 @@ class PoolHistory(RuleBasedStateMachine):
     def the_controller_is_followed_by_another(self) -> None:
         before = {info.worker_id: info for info in self.pool.workers()}
         adapter = TypeAdapter(ClusterRecord)
-        present = ClusterRecord({self.pool.role: self.pool.record()}, PoolRecord(), self.ids.epochs, ())
+        present = ClusterRecord({self.pool.role: self.pool.record()}, PoolRecord(), self.ids.epochs, (), 1)
         record = adapter.validate_json(adapter.dump_json(present))
         self.ids = WorkerIds(record.epochs)
         self.pool = Pool(self.pool.role, self.ids, record.pools[self.pool.role])

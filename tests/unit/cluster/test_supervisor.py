@@ -11,7 +11,7 @@ import pytest
 from cluster.launcher import Process, Started
 from cluster.records import ClusterRecord
 from cluster.supervisor import Supervisor
-from configs.schema import ClusterConfig, DecodeConfig, LimitsConfig, PrefillConfig
+from configs.schema import ClusterConfig, DecodeConfig, HttpConfig, LimitsConfig, PrefillConfig
 from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState
 from protocol.errors import ConfigError, InvalidRequestError, UnavailableError, WorkerLostError
 from protocol.messages import Role, WorkerLife, WorkerRef
@@ -393,6 +393,34 @@ def test_both_roles_are_scaled_or_none_and_fewer_workers_always_fit() -> None:
     supervised(scenario, config(decode=2))
 
 
+def test_routers_are_scaled_with_the_workers_or_not_at_all() -> None:
+    async def scenario(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
+        await supervisor.start()
+        assert supervisor.view().routers == 1
+        known = supervisor.view().version
+        supervisor.scale({}, anything_fits, 3)
+        view = await supervisor.watch(known)
+        assert (view.routers, view.wanted) == (3, {Role.PREFILL: 1, Role.DECODE: 1})
+        with pytest.raises(InvalidRequestError, match="decode must be"):
+            supervisor.scale({Role.DECODE: 0}, anything_fits, 2)
+        assert supervisor.view().routers == 3
+        supervisor.scale({Role.DECODE: 2}, anything_fits, 2)
+        assert (supervisor.view().routers, supervisor.view().wanted[Role.DECODE]) == (2, 2)
+
+    supervised(scenario)
+
+
+def test_routers_that_serve_sizes_are_left_to_it() -> None:
+    async def scenario(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
+        await supervisor.start()
+        with pytest.raises(InvalidRequestError, match="max_router_replicas") as refused:
+            supervisor.scale({Role.DECODE: 2}, anything_fits, 2)
+        assert refused.value.param == "routers"
+        assert (supervisor.view().routers, supervisor.view().wanted[Role.DECODE]) == (None, 1)
+
+    supervised(scenario, ClusterConfig(http=HttpConfig(max_router_replicas=4)))
+
+
 def test_routers_hear_that_the_cluster_ends() -> None:
     async def scenario(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
         await supervisor.start()
@@ -468,6 +496,16 @@ def test_a_successor_takes_up_the_workers_as_they_are() -> None:
         launcher.processes["worker-3", 1].die()
         view = await seen(supervisor, lambda view: one(view, "worker-3").epoch == 2 and all_ready(view))
         assert [info for info in view.workers if info.worker_id != "worker-3"] == list(before.workers[:-1])
+
+    succeeded(first, second)
+
+
+def test_a_successor_wants_as_many_routers() -> None:
+    async def first(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
+        supervisor.scale({}, anything_fits, 5)
+
+    async def second(supervisor: Supervisor, launcher: ScriptedLauncher, before: ClusterView) -> None:
+        assert supervisor.view().routers == before.routers == 5
 
     succeeded(first, second)
 

@@ -100,6 +100,8 @@ def test_tiers(yaml_file: Path) -> None:
         ("{host: '::1'}", None),
         ("{keys_file: k.json, allow_anonymous: true}", "http.allow_anonymous"),
         ("{ssl_certfile: a.crt}", "http.ssl_keyfile"),
+        ("{router_replicas: 3, max_router_replicas: 2}", "http.max_router_replicas"),
+        ("{max_router_replicas: 65}", "http.max_router_replicas"),
         ("{ssl_keyfile: a.key}", "http.ssl_certfile"),
         ("{ssl_certfile: a.crt, ssl_keyfile: a.key}", None),
     ],

@@ -36,6 +36,8 @@ class ScriptedController:
     def __init__(self) -> None:
         self.view = ClusterView(0, ())
         self.scaled: list[tuple[Role, int]] = []
+        self.routers: list[int | None] = []
+        """How many each wish was for."""
         self.drained: list[tuple[str, bool]] = []
         self.flipped: list[tuple[str, Role]] = []
         self.open_requests: dict[str, int] = {}
@@ -53,10 +55,11 @@ class ScriptedController:
                     await self._changed.wait()
         return self.view
 
-    async def scale(self, sizes: Mapping[Role, int]) -> None:
+    async def scale(self, sizes: Mapping[Role, int], routers: int | None) -> None:
         if self.away:
             raise ConnectionError("the controller is gone")
         self.scaled += sizes.items()
+        self.routers.append(routers)
 
     async def drain(self, worker_id: str, restart: bool) -> None:
         if self.away:

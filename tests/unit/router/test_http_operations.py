@@ -120,6 +120,12 @@ def test_scale_reaches_the_controller(run_cluster: Run) -> None:
         response = await cluster.http.post("/admin/scale", json={"prefill": 2, "decode": 3})
         assert response.json() == {"prefill": 2, "decode": 3}
         assert cluster.controller.scaled == [(Role.PREFILL, 2), (Role.DECODE, 3)]
+        response = await cluster.http.post("/admin/scale", json={"routers": 64})
+        assert response.json() == {"routers": 64}
+        response = await cluster.http.post("/admin/scale", json={"decode": 1, "routers": 2})
+        assert response.json() == {"decode": 1, "routers": 2}
+        assert cluster.controller.scaled[2:] == [(Role.DECODE, 1)]
+        assert cluster.controller.routers == [None, 64, 2]
 
     run_cluster(test)
 

@@ -13,6 +13,8 @@ from typing import IO
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from telemetry.counts_folder import num_places
+
 _ROUTER = """
 import json, sys
 from pathlib import Path
@@ -48,6 +50,10 @@ class Router:
             for family in text_string_to_metric_families(text)
             for sample in family.samples
         }
+
+    def ready(self) -> int:
+        """How many it finds ready."""
+        return int(self.does("metrics.waiting_requests.set(folder.num_ready())")["tandem:router_requests_waiting", self.place])
 
     def kill(self) -> None:
         """Without a chance to write anything."""
@@ -103,6 +109,23 @@ def test_what_a_killed_router_has_counted_stays(start: Start) -> None:
     assert read["tandem:generation_tokens_total", "router-0"] == 6
     assert read["tandem:tenant_prompt_tokens_total", "router-0", "a"] == 10
     assert read["tandem:router_requests_waiting", "router-0"] == 0
+
+
+def test_places_tell_how_many_routers_there_are(start: Start, tmp_path: Path) -> None:
+    folder = tmp_path / "counts"
+    assert num_places(folder) == 0
+    one, two = start(), start()
+    assert num_places(folder) == 2
+    assert one.ready() == 0, "both start"
+    one.does("folder.note_ready()")
+    assert (one.ready(), two.ready()) == (1, 1)
+    two.does("folder.note_ready()")
+    assert (one.ready(), num_places(folder)) == (2, 2)
+    two.kill()
+    assert (one.ready(), num_places(folder)) == (1, 1)
+    again = start()
+    assert again.place == two.place
+    assert (one.ready(), num_places(folder)) == (1, 2), "it starts where a ready one was"
 
 
 def test_a_successor_has_no_more_tenants_than_anybody(start: Start) -> None:

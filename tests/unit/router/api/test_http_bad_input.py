@@ -213,6 +213,8 @@ CASES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     ("/admin/scale", {"decode": "3"}, 400, "decode", "got '3'"),
     ("/admin/scale", {"decode": 5000}, 400, "decode", "got 5000"),
     ("/admin/scale", {"gpu": 1}, 400, "gpu", "unknown field"),
+    ("/admin/scale", {"routers": 0}, 400, "routers", "from 1 to 64; got 0"),
+    ("/admin/scale", {"decode": 2, "routers": 65}, 400, "routers", "from 1 to 64; got 65"),
 ]
 
 NEUTRAL: list[tuple[str, dict[str, Any]]] = [
