@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,34 @@ def test_wrong_orders_are_refused(sleeping: Any, cluster: Any) -> None:
     assert none.returncode == 2
     assert "it was started without --autoscale" in none.stderr
     assert cluster.scale(decode=0).status_code == 400
+
+
+def seconds_to_answer(cluster: Any) -> float:
+    """Of one request, with its only token."""
+    begun = time.monotonic()
+    body = {"model": "smollm2", "prompt": "The capital of France is", "max_tokens": 1}
+    assert httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60).status_code == 200
+    return time.monotonic() - begun
+
+
+@pytest.mark.parametrize("standby", [0, 1])
+def test_from_zero_with_the_real_model(serve: Callable[..., Any], quick: tuple[str, str], standby: int) -> None:
+    """A request waits for a worker's own start and a second, or for two seconds where one is on standby."""
+    flags = ("--dtype", "float32", "--prefill", "1", "--decode", "0", "--autoscale", "prefill=1,decode=0..1")
+    cluster = serve(*flags, "--standby", str(standby), *quick)
+    cluster.wait_ready()
+    ready = ["ready", *["standby"] * standby]
+    cluster.until(lambda: sorted(worker["state"] for worker in cluster.workers()) == ready, 60)
+    seconds_to_answer(cluster)  # it has seen a request: all that is imported on its way is there
+    cluster.until(lambda: wanted(cluster) == (1, 0), 60)
+    cluster.until(lambda: sorted(worker["state"] for worker in cluster.workers()) == ready, 60)
+    with ThreadPoolExecutor() as threads:
+        begun, asked = time.monotonic(), threads.submit(seconds_to_answer, cluster)
+        cluster.until(lambda: [worker["state"] for worker in cluster.workers()].count("ready") == 2, 60)
+        start_s = time.monotonic() - begun
+        took_s = asked.result()
+    print(f"with {standby} on standby the first answer came after {took_s:.2f} s, the worker after {start_s:.2f} s")  # noqa: T201
+    assert took_s < (2.0 if standby else start_s + 1.0)
 
 
 def test_a_ramp_is_met_by_more_workers_and_no_request_fails(serve: Callable[..., Any], quick: tuple[str, str]) -> None:
