@@ -198,7 +198,8 @@ def _pools_and_http(config: ClusterConfig, facts: ModelFacts, place: _Place, rep
 def _check_room(config: ClusterConfig, room: Room) -> None:
     """Raise ConfigError if the workers to begin with do not fit into memory."""
     try:
-        room.check({role: pool_of(config, role).workers for role in Role}, [Role.PREFILL, Role.DECODE])
+        workers = {role: pool_of(config, role).workers for role in Role}
+        room.check({**workers, Role.DECODE: workers[Role.DECODE] + config.autoscale.standby}, [Role.PREFILL, Role.DECODE])
     except InvalidRequestError as error:
         problem = f"{error.message}; want fewer workers, or a smaller {error.param}.kv_cache_tokens"
         raise ConfigError(problem, param=f"{error.param}.workers") from None

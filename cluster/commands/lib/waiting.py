@@ -60,11 +60,16 @@ def what_a_role_lacks(role: Role, number: int) -> Lacking:
     """What keeps a role from having exactly `number` workers, all of them usable."""
 
     def lacking(status: Status) -> str | None:
-        found = [worker for worker in status["workers"] if worker["role"] == role.value]
+        found = of_role(status["workers"], role)
         usable = sum(map(_usable, found))
         return None if len(found) == usable == number else f"{usable} of {number} {role.value} workers are ready"
 
     return lacking
+
+
+def of_role(workers: Workers, role: Role) -> Workers:
+    """The workers of a role. Those on standby have none."""
+    return [worker for worker in workers if worker["role"] == role.value and worker["state"] != "standby"]
 
 
 def epoch_of(workers: Workers, worker_id: str) -> int | None:
@@ -73,5 +78,5 @@ def epoch_of(workers: Workers, worker_id: str) -> int | None:
 
 
 def _usable(worker: Mapping[str, Any]) -> bool:
-    """A worker is usable when it is ready, and in reach of the router that answers."""
-    return worker["state"] == "ready" and worker["running"] is not None
+    """A worker is usable when it is ready or on standby, and in reach of the router that answers."""
+    return worker["state"] in ("ready", "standby") and worker["running"] is not None

@@ -2,14 +2,14 @@
 
     one worker more, if there is room ──► for each of the old ones: drained, restarted, ready again ──► the extra one drained
 
-That is done for one role, then for the other.
+That is done for one role, then for the other. Workers on standby are restarted at the end. An autoscaler keeps quiet meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -21,6 +21,7 @@ from cluster.commands.lib.waiting import (
     Workers,
     current_workers,
     epoch_of,
+    of_role,
     wait_for,
     what_a_drain_lacks,
     what_a_role_lacks,
@@ -49,20 +50,37 @@ def roll_out(client: ApiClient, room_s: float, wait_s: float) -> None:
 
     For each role it waits at most `room_s` seconds for an additional worker; 0 means that it asks for none.
     """
-    now = current_workers(client)
-    old = {role: [w for w in now if w["role"] == role.value and w["state"] != "draining"] for role in Role}
+    status = client.get("/admin/status")
+    now: Workers = status["workers"]
+    old = {role: [worker for worker in of_role(now, role) if worker["state"] != "draining"] for role in Role}
+    waiting = [worker for worker in now if worker["state"] == "standby"]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        bar = progress.add_task("rollout", total=sum(len(workers) for workers in old.values()))
+        bar = progress.add_task("rollout", total=sum(map(len, old.values())) + len(waiting))
 
         def report(text: str) -> None:
             progress.update(bar, description=text)
 
-        for role, workers in old.items():
-            if workers:
-                with _one_more(client, role, len(workers), room_s, wait_s, report):
-                    _restart_each(client, workers, wait_s, report, lambda: progress.advance(bar))
+        with _autoscaler_quiet(client, status.get("autoscaler")):
+            for role, workers in old.items():
+                if workers:
+                    with _one_more(client, role, len(workers), room_s, wait_s, report):
+                        _restart_each(client, workers, wait_s, report, lambda: progress.advance(bar))
+            _restart_each(client, waiting, wait_s, report, lambda: progress.advance(bar))
         report("all workers are new")
+
+
+@contextmanager
+def _autoscaler_quiet(client: ApiClient, state: Mapping[str, Any] | None) -> Iterator[None]:
+    """While the block runs, the autoscaler, whose state is that of /admin/status, changes nothing."""
+    runs = state is not None and not state["paused"]
+    if runs:
+        client.post("/admin/autoscale", {"action": "pause"})
+    try:
+        yield
+    finally:
+        if runs:
+            client.post("/admin/autoscale", {"action": "resume"})
 
 
 def _restart_each(client: ApiClient, workers: Workers, wait_s: float, report: Report, on_restarted: Callable[[], None]) -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from cluster.commands.lib.http_client import ApiClient
 from cluster.commands.lib.options import DEFAULT_URL, AdminKey, Url
-from cluster.commands.lib.waiting import Status, wait_for
+from cluster.commands.lib.waiting import Status, of_role, wait_for
 from protocol.errors import InvalidRequestError
 from protocol.messages import Role
 
@@ -58,8 +58,7 @@ def pending(status: Status, wanted: Mapping[str, int]) -> str | None:
             if ready != number:
                 parts.append(f"{ready} routers of {number} wanted")
             continue
-        serving = (worker for worker in status["workers"] if worker["state"] != "standby")
-        states = [worker["state"] for worker in serving if worker["role"] == name]
+        states = [worker["state"] for worker in of_role(status["workers"], Role(name))]
         if states != ["ready"] * number:
             counts = ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states)))
             parts.append(f"{name} {counts} of {number} wanted")

@@ -16,11 +16,12 @@ from protocol.messages import Role, WorkerRef
 class PooledCluster:
     """Has the two methods of ApiClient that are used. `room` bounds the workers of a role."""
 
-    def __init__(self, room: int = 9, stuck: str | None = None) -> None:
+    def __init__(self, room: int = 9, stuck: str | None = None, autoscaler: dict[str, Any] | None = None) -> None:
         ids = WorkerIds()
         self.pools = {role: Pool(role, ids) for role in Role}
         self.fewest = dict.fromkeys(Role, 99)
         self.orders: list[tuple[str, Any]] = []
+        self.autoscaler = autoscaler
         self._room = room
         self._stuck = stuck
         for role, pool in self.pools.items():
@@ -43,10 +44,12 @@ class PooledCluster:
                         "last_error": info.last_error,
                     }
                 )
-        return {"workers": rows}
+        return {"workers": rows, "autoscaler": self.autoscaler}
 
     def post(self, path: str, body: Any) -> Any:
         self.orders.append((path, body))
+        if path == "/admin/autoscale":
+            return
         if path == "/admin/scale":
             [(name, workers)] = body.items()
             pool = self.pools[Role(name)]
@@ -85,6 +88,16 @@ def test_a_rollout_restarts_all_with_one_more_beside_them() -> None:
     roll_out(cluster, 1, 1)  # type: ignore[arg-type]
     assert cluster.epochs() == NEW
     assert set(cluster.fewest.values()) == {2}, "there were never fewer"
+
+
+@pytest.mark.parametrize(("paused", "told"), [(None, ["pause", "resume"]), ("by hand", [])])
+def test_a_rollout_keeps_the_autoscaler_quiet_and_lets_it_go_on(paused: str | None, told: list[str]) -> None:
+    cluster = PooledCluster(autoscaler={"paused": paused})
+    roll_out(cluster, 1, 1)  # type: ignore[arg-type]
+    assert cluster.epochs() == NEW
+    assert [body["action"] for path, body in cluster.orders if path == "/admin/autoscale"] == told
+    if told:
+        assert cluster.orders[0][0] == cluster.orders[-1][0] == "/admin/autoscale"
 
 
 @pytest.mark.parametrize("room_s", [0.0, 0.01])
