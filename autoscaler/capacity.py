@@ -16,14 +16,17 @@ from configs.profiles import DecodeTime, PrefillTime
 from configs.step_times import StepTimes
 
 _KV_SHARE = 0.85
-"""Of a KV pool, that is to be used: streams grow."""
+"""Share of a KV pool that is planned for; the rest is for streams that grow."""
 _TPOT_SHARE = 0.9
 """Of the limit for each token, that a step may take: a stream also waits for its handover, and for prompts in its steps."""
 _PEAK = 1.0
 """Standard deviations above the mean number of streams for which there is room: an answer lasts longer than most peaks."""
 _LONGEST_SHARE = 0.9
 """Of its time in which a prefill worker may compute at most, however patient its callers are."""
-_MOST = 1024
+_LEAST_STEPS = 1.05
+"""So many times the step of a single stream is allowed in any case: no number of workers makes steps shorter."""
+MOST = 1024
+"""Workers that are looked at, unless somebody says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,9 @@ class Pace:
 class Capacity:
     """Answers for one kind of worker."""
 
-    def __init__(self, times: StepTimes, slo: Slo, limits: WorkerLimits, *, colocated: bool) -> None:
-        """`colocated`: decode workers compute the prompts, and there are no others."""
+    def __init__(self, times: StepTimes, slo: Slo, limits: WorkerLimits, *, colocated: bool, most: int = MOST) -> None:
+        """`colocated`: decode workers compute the prompts, and there are no others. Of more than `most` workers nobody asks."""
+        self._most = most
         self._times = times
         self._slo = slo
         self._limits = limits
@@ -78,16 +82,16 @@ class Capacity:
         # Nobody gets a first token sooner than his own prompt takes.
         patience_s = max(self._slo.ttft_s - prompt_s, 0.2 * prompt_s)
         workers = max(1, math.ceil(offered / _LONGEST_SHARE))
-        while workers < _MOST and _late_share(workers, offered, prompt_s, lengths.variation, patience_s) > self._late:
+        while workers < self._most and _late_share(workers, offered, prompt_s, lengths.variation, patience_s) > self._late:
             workers += 1
-        return workers
+        return min(workers, self._most)
 
     def decode(self, rate: float, lengths: Lengths, pace: Pace, waiting: int = 0) -> int:
         """The fewest decode workers whose steps are short enough, at so many requests per second, and for those that wait."""
         if not rate and not waiting:
             return 0
         workers = 1
-        while workers < _MOST and not self._decodes(workers, rate, lengths, pace, waiting):
+        while workers < self._most and not self._decodes(workers, rate, lengths, pace, waiting):
             workers += 1
         return workers
 
@@ -96,11 +100,12 @@ class Capacity:
         return 1 - self._slo.attainment
 
     def _decodes(self, workers: int, rate: float, lengths: Lengths, pace: Pace, waiting: int) -> bool:
-        """Whether so many workers do it."""
+        """Whether this many workers keep the limit for each token."""
         prompts_share = rate * self.prompt_s(lengths, pace) / workers if self._colocated else 0.0
         if prompts_share >= _LONGEST_SHARE * _TPOT_SHARE:
             return False
         context = lengths.prompt_tokens + lengths.answer_tokens / 2
+        limit_s = max(_TPOT_SHARE * self._slo.tpot_s, _LEAST_STEPS * pace.decode * self._times.decode_s(1, context))
         most = min(self._limits.max_batch_size, _KV_SHARE * self._limits.decode_tokens / max(1.0, context))
         # A stream takes as long as its steps, and these the longer the more streams there are: from few streams upwards,
         # this comes to rest at the number that there will be, or runs away.
@@ -109,7 +114,7 @@ class Capacity:
             step_s = pace.decode * self._times.decode_s(max(1.0, streams / workers), context) / (1 - prompts_share)
             under_way = rate * lengths.answer_tokens * step_s + waiting
             peak = under_way + _PEAK * under_way**0.5
-            if step_s > _TPOT_SHARE * self._slo.tpot_s or streams / workers > most:
+            if step_s > limit_s or streams / workers > most:
                 return False
             if peak <= streams * 1.01:
                 return True
@@ -120,9 +125,9 @@ class Capacity:
 def learned_times(prefill_s: float | None, lengths: Lengths, streams: float, step_s: float) -> StepTimes | None:
     """Step times by what was seen lately, where none were measured: lines through one point each; None where nothing was seen.
 
-    `prefill_s` is per token, `step_s` of a step of so many streams.
+    `prefill_s` is per prompt token, `step_s` of a step of so many streams.
     """
-    if prefill_s is None or not step_s or streams < 1:
+    if prefill_s is None or not step_s:
         return None
     tokens = max(1, round(lengths.prompt_tokens * lengths.computed_share))
     context = max(1, round(lengths.prompt_tokens + lengths.answer_tokens / 2))

@@ -17,14 +17,12 @@ FRESH_S = 5.0
 """Seconds after which a router that has told nothing has ended."""
 SLOW_S = 60.0
 """Window of the rate, and of shares."""
-FAST_S = 10.0
-"""Window of how busy workers are."""
 _BURSTS_S = (10.0, 20.0, 40.0)
 """Windows of the rate that count where they have so many more requests that it can't be chance."""
 LENGTHS_S = 300.0
 """Window of lengths and of the share that is computed."""
 _FEW = 20
-"""Requests that say nothing about a share."""
+"""Fewer requests than this give no share."""
 _NO_CHANCE = 14.0
 """So small is the logarithm of the chance of a burst, by Chernoff's bound for a Poisson number: one false alarm in weeks."""
 
@@ -48,10 +46,7 @@ class RoleState:
 
     workers: int = 0
     """Those that have reported."""
-    busy: float = 0.0
-    """Mean share of the last seconds in which they computed."""
     running: int = 0
-    waiting: int = 0
     queued_tokens: int = 0
     kv_usage: float = 0.0
     """Of the fullest worker."""
@@ -76,6 +71,8 @@ class Demand:
     roles: Mapping[Role, RoleState]
     prefill_s: float | None
     """Seconds of computation for each prompt token that prefill workers have computed lately; None where they computed none."""
+    prompt_s: float | None
+    """The same or, where prefill workers computed none, that of decode workers, their decode steps counted in."""
     idle_s: float
     """Seconds since anything was asked, waited or ran."""
 
@@ -135,7 +132,7 @@ class DemandMeter:
         self._began = self._asked_at = now
         self._routers: dict[str, tuple[float, RouterObservation]] = {}
         self._lives: dict[tuple[str, int], tuple[float, WorkerSeen]] = {}
-        self._fast, self._slow, self._long = _Window(FAST_S), _Window(SLOW_S), _Window(LENGTHS_S)
+        self._slow, self._long = _Window(SLOW_S), _Window(LENGTHS_S)
         self._bursts = [_Window(length_s) for length_s in _BURSTS_S]
         self._lengths: Lengths | None = None
 
@@ -143,12 +140,8 @@ class DemandMeter:
         """Take what a router tells."""
         self._routers = {name: each for name, each in self._routers.items() if now - each[0] < LENGTHS_S}
         before = self._routers.get(seen.router_id)
-        if before is not None:
-            counts = _minus(seen.counts, before[1].counts)
-        elif now - self._began < FRESH_S:
-            counts = DemandCounts()  # it may have counted for days before anybody took note
-        else:
-            counts = seen.counts
+        # A router that is heard for the first time may have counted for days.
+        counts = DemandCounts() if before is None else _minus(seen.counts, before[1].counts)
         self._routers[seen.router_id] = now, seen
         self.num_arrived += counts.arrived
         busy_s, computed = dict.fromkeys(Role, 0.0), dict.fromkeys(Role, 0)
@@ -156,25 +149,25 @@ class DemandMeter:
             self._note(worker, busy_s, computed, now)
         prefill, decode = Role.PREFILL, Role.DECODE
         totals = _Totals(counts, (busy_s[prefill], busy_s[decode]), (computed[prefill], computed[decode]))
-        for window in (self._fast, self._slow, self._long, *self._bursts):
+        for window in (self._slow, self._long, *self._bursts):
             window.add(now, totals.values())
         if counts.arrived or seen.waiting or any(worker.running or worker.waiting for worker in seen.workers):
             self._asked_at = now
 
     def demand(self, now: float, start_s: float = 0.0) -> Demand:
         """What is asked now. What lasts no longer than the start of a worker is no burst: it would come too late."""
-        fast, slow = self._fast.total(now), self._slow.total(now)
+        slow = self._slow.total(now)
         fresh = [seen for at, seen in self._routers.values() if now - at < FRESH_S]
-        busy_prefill_s, _ = slow.busy_s
-        computed, _ = slow.computed
+        spent = [busy_s / computed if computed else None for busy_s, computed in zip(slow.busy_s, slow.computed, strict=True)]
         return Demand(
             rate=self._rate(slow.counts.arrived, now, min(start_s, _BURSTS_S[-1])),
             lengths=self._measure_lengths(now),
             waiting=sum(seen.waiting for seen in fresh),
             ttft_share=_share(slow.counts.first_in_time, slow.counts.first_tokens),
             tpot_share=_share(slow.counts.in_pace, slow.counts.paced),
-            roles={role: self._role_state(role, busy_s, now) for role, busy_s in zip(Role, fast.busy_s, strict=True)},
-            prefill_s=busy_prefill_s / computed if computed else None,
+            roles={role: self._role_state(role, now) for role in Role},
+            prefill_s=spent[0],
+            prompt_s=spent[1] if spent[0] is None else spent[0],
             idle_s=now - self._asked_at,
         )
 
@@ -202,17 +195,14 @@ class DemandMeter:
             )
         return self._lengths
 
-    def _role_state(self, role: Role, busy_s: float, now: float) -> RoleState:
+    def _role_state(self, role: Role, now: float) -> RoleState:
         seen = [worker for at, worker in self._lives.values() if worker.role is role and now - at < FRESH_S]
         if not seen:
             return RoleState()
-        window_s = max(1.0, min(FAST_S, now - self._began))
         steps = [worker.step_s for worker in seen if worker.step_s and worker.running]
         return RoleState(
             workers=len(seen),
-            busy=min(1.0, busy_s / window_s / len(seen)),
             running=sum(worker.running for worker in seen),
-            waiting=sum(worker.waiting for worker in seen),
             queued_tokens=sum(worker.queued_tokens for worker in seen),
             kv_usage=max(worker.kv_usage for worker in seen),
             step_s=sum(steps) / len(steps) if steps else 0.0,

@@ -7,11 +7,12 @@
     a request waits for a role at 0           1, at once
 
 So a size goes down slowly and up at once, and a short lull costs nobody a start. For less than the present size, the needed
-number is that of a tenth more demand: what is near the edge stays.
+number is that of a twentieth more demand: what is near the edge stays.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ from configs.autoscale import SizeRange
 from protocol.messages import Role
 
 _FLIP_HOLD = 0.25
+_REGRET = 4.0
+"""Holds after which a size that grows again is no sign that it shrank too early."""
+_MOST_HOLDS = 16
 _MOST_NEEDS = 4096
 
 
@@ -37,16 +41,36 @@ class Need:
 
 
 class Holds:
-    """What each role has needed for a while."""
+    """What each role has needed for a while.
+
+    A size that has to grow again soon after it has shrunk shrank too early: then the role's hold doubles, up to 16 times. In
+    the time of as many holds without that it halves.
+    """
 
     def __init__(self, hold_s: float) -> None:
-        self._hold_s = hold_s
+        self._least_s = hold_s
+        self._hold_s = dict.fromkeys(Role, hold_s)
+        self._changed_at = dict.fromkeys(Role, -math.inf)
+        """When a role's hold changed last, or should have."""
+        self._shrank_at = dict.fromkeys(Role, -math.inf)
         self._needs: dict[Role, deque[tuple[float, int]]] = {role: deque() for role in Role}
+
+    def sized(self, role: Role, before: int, after: int, now: float) -> None:
+        """Note that a size was changed."""
+        hold_s = self._hold_s[role]
+        if after < before:
+            self._shrank_at[role] = now
+        elif after > before and now - self._shrank_at[role] < _REGRET * hold_s:
+            self._hold_s[role] = min(2 * hold_s, _MOST_HOLDS * self._least_s)
+            self._changed_at[role], self._shrank_at[role] = now, -math.inf
 
     def note(self, role: Role, need: int, now: float) -> None:
         """Note what a role needs. Of needs that a later one exceeds, nobody will ask."""
+        if now - self._changed_at[role] > _MOST_HOLDS * self._hold_s[role]:
+            self._hold_s[role] = max(self._least_s, self._hold_s[role] / 2)
+            self._changed_at[role] = now
         needs = self._needs[role]
-        while needs and needs[0][0] <= now - self._hold_s:
+        while needs and needs[0][0] <= now - self._hold_s[role]:
             needs.popleft()
         while needs and needs[-1][1] <= need:
             needs.pop()
@@ -56,7 +80,7 @@ class Holds:
 
     def most(self, role: Role, now: float, share: float = 1.0) -> int:
         """The most that a role has needed in this share of the hold."""
-        since = now - self._hold_s * share
+        since = now - self._hold_s[role] * share
         return max((need for at, need in self._needs[role] if at > since), default=0)
 
 

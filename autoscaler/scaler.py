@@ -1,6 +1,6 @@
 """The autoscaler: what is observed goes in, wanted sizes with a reason come out. Pure; the clock is an argument.
 
-    observe (each router, twice a second) ──► Demand ──► needs ──► sizes ──► Decision ──► `scale`
+    observe (each router, twice a second) ──► Demand ──► needs ──► sizes ──► decision ──► `scale`
                                                History ──► growth ┘   └ Holds
 
     RUNNING ──an operator scales, flips or drains──► PAUSED ──resume──► RUNNING
@@ -13,12 +13,12 @@ limits. While it is paused, it wakes roles that sleep and decides nothing else.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autoscaler.capacity import Capacity, Pace, Slo, WorkerLimits, learned_times
+from autoscaler.capacity import MOST, Capacity, Pace, Slo, WorkerLimits, learned_times
 from autoscaler.demand import FRESH_S, Demand, DemandMeter
-from autoscaler.forecast import BINS, History
+from autoscaler.forecast import History
 from autoscaler.limits import Sizes, ranges_at
 from autoscaler.policy import Holds, Need, decide
 from autoscaler.trust import Trust
@@ -31,6 +31,9 @@ KEPT_DECISIONS = 50
 FIRST_START_S = 10.0
 """Seconds that a start is taken to last until one was seen."""
 _KEEP = 1.05
+"""So many times the demand is what a size has to be enough for, to be smaller than the present one."""
+_LATE_START = 3.0
+"""So many times the usual start is waited for before fewer workers may be wanted than there are to come."""
 _CLEAR_S = 2.0
 """Seconds in which prompts that wait should be computed."""
 
@@ -92,6 +95,9 @@ class Autoscaler:
         self._history = History(config.season_s, record.bins, record.latest_bin)
         self._trust = Trust(config.attainment)
         self._began = now
+        self._learned: StepTimes | None = None
+        """Step times as they were seen, where none were measured."""
+        self._most = max((each.most for sizes in config.all_sizes() for each in sizes.values()), default=MOST)
         self._num_decisions = record.num_decisions
         self._decisions = deque(record.decisions, KEPT_DECISIONS)
         self.paused = record.paused
@@ -112,10 +118,12 @@ class Autoscaler:
         history = self._history
         return ScalerRecord(self.paused, self.decisions, tuple(history.bins), history.latest, self._num_decisions)
 
-    def know(self, bins: Sequence[float]) -> None:
-        """Take counts of former seasons, of which the last one has just ended, as if it had counted them."""
-        if bins:
-            self._history = History(self._config.season_s, bins, int(self._began // (self._config.season_s / BINS)) - 1)
+    def keep(self, decision: SizeDecision, before: Sizes) -> None:
+        """Note a decision that is done, and the sizes that were wanted before it."""
+        for role, size in decision.sizes.items():
+            self._holds.sized(role, before[role], size, decision.at)
+        self._decisions.append(decision)
+        self._num_decisions += 1
 
     def observe(self, seen: RouterObservation, now: float) -> None:
         """Take what a router tells."""
@@ -130,21 +138,22 @@ class Autoscaler:
         if not asleep or not self._meter.demand(now).waiting:
             return None
         names = " and ".join(role.value for role in asleep)
-        return self._decided({**present.wanted, **dict.fromkeys(asleep, 1)}, f"{names} 0 → 1: a request waits", now)
+        return SizeDecision(now, {**present.wanted, **dict.fromkeys(asleep, 1)}, f"{names} 0 → 1: a request waits")
 
     def decide(self, present: Present, now: float) -> SizeDecision | None:
         """A decision if other sizes are wanted from now on."""
-        if self.paused is not None:
-            return None
         ranges = ranges_at(self._config, now)
         start_s = present.start_s or FIRST_START_S
         demand = self._meter.demand(now, start_s)
-        if now - self._began < FRESH_S or not any(demand.roles[role].workers for role in Role):
-            return None  # what was asked before it began, nobody knows
+        reported = any(demand.role(role).workers for role in Role)
+        if now - self._began < FRESH_S or (any(present.ready.values()) and not reported):
+            return None  # demand from before its start is unknown
         needs = self._needs(demand, present, start_s + 1.0, now)
         needs = {role: need for role, need in needs.items() if role in ranges}
         for role, need in needs.items():
             self._holds.note(role, max(need.workers, need.to_keep), now)
+        if self.paused is not None:
+            return None
         sizes = decide(
             needs,
             self._holds,
@@ -153,11 +162,11 @@ class Autoscaler:
             self._config.max_workers,
             now,
             flips=self._flips,
-            settled=present.settled and now - self._began >= self._config.hold_s,
+            settled=self._settled(present, start_s, now),
         )
         if sizes == dict(present.wanted):
             return None
-        return self._decided(sizes, _words(present.wanted, sizes, needs), now)
+        return SizeDecision(now, sizes, _words(present.wanted, sizes, needs))
 
     def pause(self, reason: str) -> None:
         """Decide nothing until `resume`."""
@@ -167,11 +176,11 @@ class Autoscaler:
         """Decide again."""
         self.paused = None
 
-    def _decided(self, sizes: Sizes, reason: str, now: float) -> SizeDecision:
-        decision = SizeDecision(now, dict(sizes), reason)
-        self._decisions.append(decision)
-        self._num_decisions += 1
-        return decision
+    def _settled(self, present: Present, start_s: float, now: float) -> bool:
+        """Whether workers may be taken away: what is wanted is there, or has had its time to come."""
+        last = self._decisions[-1].at if self._decisions else self._began
+        has_come = present.settled or now - last > max(self._config.hold_s, _LATE_START * start_s)
+        return has_come and now - self._began >= self._config.hold_s
 
     def _needs(self, demand: Demand, present: Present, ahead_s: float, now: float) -> dict[Role, Need]:
         """What each role needs. In `ahead_s` a worker that is wanted now takes requests."""
@@ -213,8 +222,11 @@ class Autoscaler:
         if times is None and demand.lengths is not None:
             decode = demand.role(Role.DECODE)
             streams = decode.running / max(1, decode.workers)
-            times = learned_times(demand.prefill_s, demand.lengths, streams, decode.step_s)
-        return None if times is None else Capacity(times, self._slo, self._limits, colocated=not self._prefills)
+            times = learned_times(demand.prompt_s, demand.lengths, streams, decode.step_s) or self._learned
+            self._learned = times
+        if times is None:
+            return None
+        return Capacity(times, self._slo, self._limits, colocated=not self._prefills, most=self._most)
 
     @property
     def _roles(self) -> tuple[Role, ...]:

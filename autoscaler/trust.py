@@ -42,7 +42,7 @@ class Trust:
         return self._pace
 
     def note(self, demand: Demand, now: float) -> None:
-        """Judge, once a window, whether the limits were kept. Whose fault it is that they were not, its queue says."""
+        """Judge, once a window, whether the limits were kept. If not, the queues tell which role is to blame."""
         if self._judged_at is not None and now - self._judged_at < SLOW_S:
             return
         self._judged_at = now

@@ -32,7 +32,7 @@ import numpy as np
 
 from autoscaler.capacity import WorkerLimits
 from autoscaler.limits import Sizes
-from autoscaler.scaler import Autoscaler, Present
+from autoscaler.scaler import Autoscaler, Present, ScalerRecord
 from benchmarks.lib.environment import write_result
 from benchmarks.lib.journal import add_state, journal_of
 from configs.loader import load_config
@@ -159,10 +159,12 @@ def compared(make: Callable[[], Scene]) -> dict[str, Any]:
     mean = {role: math.ceil(sum(sizes[role] for sizes in wanted) / len(wanted)) for role in Role}
     first = {role: wanted[0][role] for role in Role}
     limits = WorkerLimits(config.decode.max_batch_size, config.decode.kv_cache_tokens)
-    scaler = Autoscaler(config.autoscale, limits, paced, prefills=True, needed=(Role.PREFILL, Role.DECODE), flips=True, now=0.0)
-    scaler.know(scene.warm)
+    needed = (Role.PREFILL, Role.DECODE)
+    record = ScalerRecord(bins=tuple(scene.warm), latest_bin=-1)
+    scaler = Autoscaler(config.autoscale, limits, paced, prefills=True, needed=needed, flips=True, now=0.0, record=record)
+    ours = SizedByAutoscaler(scaler)
     rules: dict[str, tuple[Sizes, Sizer]] = {
-        "autoscaler": (first, SizedByAutoscaler(scaler)),
+        "autoscaler": (first, ours),
         "queue depth": (first, QueueDepth(scene.hold_s)),
         "most": (most, Static()),
         "mean": (mean, Static()),
@@ -172,7 +174,7 @@ def compared(make: Callable[[], Scene]) -> dict[str, Any]:
         shape = Shape(sizes[Role.PREFILL], sizes[Role.DECODE])
         cluster = ScaledCluster(shape, MOST, config, profile, sizer, scene.delays)
         runs[name] = summary(cluster.run(scene.requests()), oracle_s)
-    runs["autoscaler"]["decisions"] = [(round(each.at), each.reason) for each in scaler.decisions]
+    runs["autoscaler"]["decisions"] = [(round(each.at), each.reason) for each in ours.decisions]
     return {
         "requests": len(scene.arrivals),
         "oracle_worker_hours": oracle_s / 3600,

@@ -114,6 +114,8 @@ class Controller:
     @ray.method(max_task_retries=-1)
     async def retire(self, deadline_s: float) -> int:
         """Let in no new requests, and wait until none runs, or for `deadline_s` seconds. Return how many still run."""
+        if self._sizer is not None:
+            await self._sizer.close()
         self._supervisor.stop_admission()
         return await self._open_requests.none_left(deadline_s)
 

@@ -104,7 +104,9 @@ def with_fitting_pools(config: ClusterConfig, facts: ModelFacts, memory_bytes: i
     pools = {"prefill": config.prefill, "decode": config.decode}
     chosen = {name for name, pool in pools.items() if "kv_cache_tokens" in pool.model_fields_set}
     memory = {name: worker_memory(config, pool, facts) for name, pool in pools.items()}
-    counts = {Role.PREFILL.value: most_workers(config, Role.PREFILL), Role.DECODE.value: most_workers(config, Role.DECODE)}
+    counts = {role.value: float(most_workers(config, role)) for role in Role}
+    if (budget := config.autoscale.max_workers) is not None and (all_workers := sum(counts.values())) > budget:
+        counts = {name: count * budget / all_workers for name, count in counts.items()}
     fixed = sum((memory[name].total - (0 if name in chosen else memory[name].kv_pool)) * counts[name] for name in pools)
     wanted = sum(memory[name].kv_pool * counts[name] for name in pools if name not in chosen)
     room = memory_bytes - CLUSTER_BYTES - tier_bytes(config) - fixed
@@ -123,8 +125,8 @@ def with_fitting_pools(config: ClusterConfig, facts: ModelFacts, memory_bytes: i
 def most_workers(config: ClusterConfig, role: Role) -> int:
     """Return how many workers of a role there may be without an operator's word, those on standby among the decode workers."""
     pool, auto = config.prefill if role is Role.PREFILL else config.decode, config.autoscale
-    sizes = auto.sizes.get(role.value)
-    return (pool.workers if sizes is None else sizes.most) + (auto.standby if role is Role.DECODE else 0)
+    most = auto.most(role.value)
+    return (pool.workers if most is None else most) + (auto.standby if role is Role.DECODE else 0)
 
 
 def in_gb(size: float) -> str:

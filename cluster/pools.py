@@ -55,7 +55,7 @@ class Pools:
         """All workers, those of prefill first, those on standby last."""
         serving = tuple(info for pool in self._pools.values() for info in pool.workers())
         waiting = (
-            replace(info, state=WorkerState.STANDBY) if info.state is WorkerState.READY else info
+            replace(info, standby=True, state=WorkerState.STANDBY if info.state is WorkerState.READY else info.state)
             for info in self._standby.workers()
         )
         return (*serving, *waiting)
@@ -69,7 +69,7 @@ class Pools:
         return {role: pool.record() for role, pool in self._pools.items()}
 
     def standby_record(self) -> PoolRecord:
-        """The same of the workers on standby."""
+        """What the pool of the workers on standby can be made from."""
         return self._standby.record()
 
     def ready(self) -> dict[Role, int]:
@@ -92,7 +92,7 @@ class Pools:
     def scale(self, sizes: Mapping[Role, int], check_room: CheckRoom) -> list[Action]:
         """Want this many workers of these roles. Where one gives up what the other takes, workers go over.
 
-        Raises InvalidRequestError for a role that the cluster lacks, for none, for more than is allowed, and what `check_room`
+        Raises InvalidRequestError for a role that the cluster lacks, for fewer or more than are allowed, and what `check_room`
         raises; then nothing has changed.
         """
         for role, workers in sizes.items():

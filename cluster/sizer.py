@@ -14,6 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 from autoscaler.capacity import WorkerLimits
 from autoscaler.limits import Sizes
@@ -30,6 +31,8 @@ from protocol.messages import Role
 log = logging.getLogger(__name__)
 
 DECIDE_S = 1.0
+_ROOM_S = _RECORD_S = 5.0
+"""Deadlines for finding out what the nodes have, and for a record."""
 _SAVE_S = 10.0
 """Seconds between two records of a history that grows."""
 
@@ -55,7 +58,9 @@ class PoolSizer:
         self._deciding: asyncio.Task[None] | None = None
         self._scaling = asyncio.Lock()
         self._problem: str | None = None
+        self._saving = asyncio.Lock()
         self._saved: ScalerRecord | None = None
+        self._closed = False
 
     async def start(self) -> None:
         """Begin, where a former one has ended if there was one."""
@@ -75,20 +80,25 @@ class PoolSizer:
         self._deciding = asyncio.get_running_loop().create_task(self._decide())
 
     async def close(self) -> None:
-        """Stop deciding. Idempotent."""
+        """Decide nothing, and wake nobody, from now on. Idempotent."""
+        self._closed = True
         if self._deciding is not None:
             self._deciding.cancel()
             await asyncio.gather(self._deciding, return_exceptions=True)
 
     async def observe(self, seen: RouterObservation) -> None:
         """Take what a router tells, and wake what sleeps and is asked for."""
-        now = time.time()
-        scaler = self._running()
-        scaler.observe(seen, now)
+        if self._closed:
+            return
+        self._running().observe(seen, time.time())
+        if self._running().wake(self._present(), time.time()) is None:
+            return
+        room = await self._find_room()
         async with self._scaling:
-            decision = scaler.wake(self._present(), now)
-            if decision is not None:
-                await self._do(decision, await self._room())
+            # Others may have woken it meanwhile, and an operator may have said something else.
+            decision = self._running().wake(self._present(), time.time())
+            if decision is not None and not self._closed:
+                await self._do(decision, room)
 
     async def pause(self, reason: str) -> None:
         """Decide nothing from now on."""
@@ -113,11 +123,14 @@ class PoolSizer:
         while True:
             await asyncio.sleep(DECIDE_S)
             try:
-                room = await self._room()  # first, so that an operator's word can't come between deciding and doing
+                room = await self._find_room()  # first, so that an operator's word can't come between deciding and doing
                 async with self._scaling:
                     decision = self._running().decide(self._present(), time.time())
                     if decision is not None:
                         await self._do(decision, room)
+                    elif self._problem is not None:
+                        self._problem = None
+                        await self._changed()
                 if time.monotonic() - saved_at > _SAVE_S:
                     saved_at = time.monotonic()
                     await self._save()
@@ -125,13 +138,23 @@ class PoolSizer:
                 log.exception("no size was decided")  # the next one may be
 
     async def _do(self, decision: SizeDecision, room: Room) -> None:
-        sizes, self._problem = _fitting(decision.sizes, self._supervisor.wanted(), room, self._supervisor.with_standby)
-        if dict(sizes) != self._supervisor.wanted():
+        """Want what there is room for. What has no room is said once."""
+        wanted = self._supervisor.wanted()
+        sizes, problem = _fitting(decision.sizes, wanted, room, self._supervisor.with_standby)
+        if sizes == wanted and problem == self._problem:
+            return
+        if problem not in (None, self._problem):
+            log.warning("autoscaler: %s", problem)
+        self._problem = problem
+        if sizes != wanted:
             log.info("autoscaler: %s", decision.reason)
             self._supervisor.scale(sizes, room.check)
-        if self._problem is not None:
-            log.warning("autoscaler: %s", self._problem)
+            self._running().keep(replace(decision, sizes=sizes), wanted)
         await self._changed()
+
+    async def _find_room(self) -> Room:
+        async with asyncio.timeout(_ROOM_S):
+            return await self._room()
 
     async def _changed(self) -> None:
         self._show()
@@ -142,16 +165,21 @@ class PoolSizer:
         self._supervisor.show(AutoscalerState(scaler.paused, scaler.decisions, scaler.num_decisions, self._problem))
 
     async def _save(self) -> None:
-        record = self._running().record()
-        if record != self._saved:
+        async with self._saving:
+            record = self._running().record()
+            if record == self._saved:
+                return
             try:
-                await self._records.save(record)
+                async with asyncio.timeout(_RECORD_S):
+                    await self._records.save(record)
                 self._saved = record
-            except UnavailableError as failure:
-                log.warning("nothing of the autoscaler is recorded: %s", failure.message)
+            except (UnavailableError, TimeoutError) as failure:
+                log.warning("nothing of the autoscaler is recorded: %s", failure or "the GCS does not answer")
 
 
-def _fitting(sizes: Sizes, present: Sizes, room: Room, with_standby: Callable[[Sizes], Sizes]) -> tuple[Sizes, str | None]:
+def _fitting(
+    sizes: Sizes, present: Sizes, room: Room, with_standby: Callable[[Sizes], Sizes]
+) -> tuple[dict[Role, int], str | None]:
     """As many of the further workers as there is room for, and what keeps the others away."""
     fitting, problem = dict(sizes), None
     while any(fitting[role] > present[role] for role in fitting):

@@ -45,10 +45,11 @@ class SizeRange(_Section):
 
 def _range(value: Any) -> Any:
     """`1..3`, or a number, as the fields of a SizeRange."""
-    least, _, most = str(value).partition("..")
-    if isinstance(value, bool | dict) or not (least.isdecimal() and (most or least).isdecimal()):
+    least, dots, most = str(value).partition("..")
+    most = most if dots else least
+    if isinstance(value, bool | dict) or not (least.isdecimal() and most.isdecimal()):
         return value
-    return {"least": int(least), "most": int(most or least)}
+    return {"least": int(least), "most": int(most)}
 
 
 def _pairs(separator: str) -> Any:
@@ -81,14 +82,15 @@ ClockTime = Annotated[time, BeforeValidator(lambda value: _clock_time(value))]
 
 
 def _clock_time(value: Any) -> Any:
-    if isinstance(value, int) and not isinstance(value, bool) and value < 24 * 60:
-        return time(*divmod(value, 60))  # YAML 1.1 reads 08:30 without quotes as a number of base 60
-    if isinstance(value, str):
-        try:
-            return time.fromisoformat(value)
-        except ValueError:
-            raise ValueError("should be a time of day such as 08:30") from None
-    return value
+    if isinstance(value, int) and not isinstance(value, bool) and 60 <= value < 24 * 60:
+        return time(*divmod(value, 60))  # YAML 1.1 reads 18:30 without quotes as a number of base 60
+    try:
+        found = value if isinstance(value, time) else time.fromisoformat(value)
+    except (ValueError, TypeError):
+        raise ValueError("should be a time of day such as 08:30") from None
+    if found.tzinfo is not None:
+        raise ValueError("times are in UTC: leave the offset out")
+    return found
 
 
 class ScheduleEntry(_Section):
@@ -100,6 +102,12 @@ class ScheduleEntry(_Section):
     end: ClockTime
     """Before `begin`: on the next day."""
     sizes: Sizes
+
+    @model_validator(mode="after")
+    def _lasts(self) -> Self:
+        if self.begin == self.end:
+            raise ValueError(f"begins and ends at {self.begin:%H:%M}: name two times, or leave the entry out")
+        return self
 
 
 class AutoscaleConfig(_Section):
@@ -138,7 +146,14 @@ class AutoscaleConfig(_Section):
         """Whether any pool sizes itself."""
         return bool(self.sizes)
 
+    def all_sizes(self) -> list[Sizes]:
+        """The ranges, and those of each entry of the schedule."""
+        return [self.sizes, *(entry.sizes for entry in self.schedule)]
+
     def least(self, role: RoleName) -> int:
-        """The fewest workers that a role may have: 0 where requests can wake it."""
-        ranges = [sizes[role] for sizes in (self.sizes, *(entry.sizes for entry in self.schedule)) if role in sizes]
-        return min((each.least for each in ranges), default=1)
+        """The fewest workers that a role may ever have: 0 where requests can wake it."""
+        return min((sizes[role].least for sizes in self.all_sizes() if role in sizes), default=1)
+
+    def most(self, role: RoleName) -> int | None:
+        """The most workers that a role may ever have; None if it has no range."""
+        return max((sizes[role].most for sizes in self.all_sizes() if role in sizes), default=None)

@@ -190,22 +190,21 @@ def _autoscaling(config: ClusterConfig) -> list[tuple[str, str]]:
     found, auto = [], config.autoscale
     if not auto.wanted and (auto.schedule or auto.standby):
         found.append(("autoscale.sizes", "missing: a range for a role, such as decode=1..4"))
+    pools: dict[RoleName, PoolConfig] = {"prefill": config.prefill, "decode": config.decode}
     for role, each in auto.sizes.items():
-        pool = config.prefill if role == "prefill" else config.decode
         if role == "prefill" and config.disaggregation == "never":
             found.append(("autoscale.sizes", "prefill has no workers with disaggregation: never"))
-        if each.most > pool.max_workers:
-            found.append(("autoscale.sizes", f"{role}={each} is more than {role}.max_workers ({pool.max_workers})"))
-        if each.clamp(pool.workers) != pool.workers:
-            found.append((f"{role}.workers", f"{pool.workers} is not within the range of autoscale.sizes, {each}"))
-    for number, entry in enumerate(auto.schedule):
-        found += [
-            (f"autoscale.schedule.{number}.sizes", f"{role} has no range in autoscale.sizes")
-            for role in entry.sizes
-            if role not in auto.sizes
-        ]
-    if auto.max_workers is not None and auto.max_workers < sum(each.least for each in auto.sizes.values()):
-        found.append(("autoscale.max_workers", "fewer than the least of all roles together"))
+        if each.clamp(pools[role].workers) != pools[role].workers:
+            found.append((f"{role}.workers", f"{pools[role].workers} is not within the range of autoscale.sizes, {each}"))
+    for number, sizes in enumerate(auto.all_sizes()):
+        key = f"autoscale.schedule.{number - 1}.sizes" if number else "autoscale.sizes"
+        for role, each in sizes.items():
+            if role not in auto.sizes:
+                found.append((key, f"{role} has no range in autoscale.sizes"))
+            if each.most > (most := pools[role].max_workers):
+                found.append((key, f"{role}={each} is more than {role}.max_workers ({most})"))
+        if auto.max_workers is not None and auto.max_workers < sum(each.least for each in (auto.sizes | sizes).values()):
+            found.append(("autoscale.max_workers", f"fewer than the least of all roles together by {key}"))
     if auto.standby and config.disaggregation != "never" and config.unlike is not None:
         problem = f"a standby can be of either role, and prefill.{config.unlike} and decode.{config.unlike} differ"
         found.append(("autoscale.standby", problem))

@@ -46,6 +46,8 @@ class WorkerInfo:
     """Seconds that this life waited, or waits, before it begins."""
     term: int = 0
     """How often this life has changed its role."""
+    standby: bool = False
+    """It belongs to no role until one is wanted."""
 
     @property
     def pid(self) -> int | None:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from configs.facts import Model
 from configs.loader import served_context
 from configs.schema import ClusterConfig
+from protocol.cluster_view import WorkerState
 from protocol.errors import ModelNotFoundError
 from protocol.messages import Role
 from router.access.observer import Observer
@@ -204,7 +205,14 @@ class Router:
         view = self._roster.view
         links = [(info, self._roster.find(info)) for info in view.workers]
         workers = [
-            WorkerSample(info.worker_id, info.role, info.state, info.restarts, info.term, link.report if link else None)
+            WorkerSample(
+                info.worker_id,
+                info.role,
+                WorkerState.STANDBY if info.standby else info.state,
+                info.restarts,
+                info.term,
+                link.report if link else None,
+            )
             for info, link in links
         ]
         return ClusterSample(workers, view.wanted, view.autoscaler)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from configs.schema import ClusterConfig
-from protocol.cluster_view import AutoscalerState, WorkerInfo
+from protocol.cluster_view import AutoscalerState, ClusterView, WorkerInfo, WorkerState
 from protocol.messages import Role, TierReport
 from router.dispatch.links import WorkerLink
 from router.dispatch.roster import Roster
@@ -41,6 +41,7 @@ def worker_status(info: WorkerInfo, link: WorkerLink | None, block_size: int) ->
         "epoch": info.epoch,
         "term": info.term,
         "state": info.state.value,
+        "standby": info.standby,
         "pid": info.pid,
         "rank_pids": list(info.pids),
         "node": info.node,
@@ -80,10 +81,19 @@ def needed_roles(config: ClusterConfig) -> tuple[Role, ...]:
 def health_problem(roster: Roster, config: ClusterConfig) -> str | None:
     """Why no request can get through now; None if one can. A worker can serve if it is linked, reports, and makes steps.
 
-    A role that has no worker by decision is no reason: a request has one started.
+    A role that has no worker by decision is no reason: a request has one started, and waits for it.
     """
-    awake = [role for role in needed_roles(config) if roster.view.wanted.get(role) != 0]
+    awake = [role for role in needed_roles(config) if not _wakes(roster.view, role, config)]
     return _first_problem(roster, awake, config)
+
+
+def _wakes(view: ClusterView, role: Role, config: ClusterConfig) -> bool:
+    """Whether a role sleeps by decision, or has just been woken and its first worker starts."""
+    if view.wanted.get(role) == 0:
+        return True
+    workers = [info for info in view.workers if info.role is role and not info.standby]
+    starts = all(info.state is WorkerState.STARTING and not info.quick_ends for info in workers)
+    return config.autoscale.least(role.value) == 0 and bool(workers) and starts
 
 
 def ready_problem(roster: Roster, config: ClusterConfig) -> str | None:

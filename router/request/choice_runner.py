@@ -75,7 +75,7 @@ class ChoiceRunner:
             metrics.resumed_streams.inc()
             emitted = Tokens(token_ids=tuple(journal.emitted), logprobs=(), finish_reason=None)
             await self._threads.offload(tenant, journal.num_generated, text.push, emitted)
-        if self._demand is not None:
+        if self._demand is not None and not journal.emitted:  # else another router has counted it
             self._demand.arrived(len(journal.prompt_token_ids) if choice.is_first else 0)
         with self._accounting(choice) as outcome, _given_up(choice.prompt if choice.is_first else None):
             async with contextlib.aclosing(self._pipeline.run(journal, times, choice.prompt)) as pieces:
@@ -113,6 +113,7 @@ class ChoiceRunner:
     def _accounting(self, choice: Choice) -> Iterator[list[str]]:
         """Count and log how a choice ended: by what was put into the list, an error, or its client's leaving."""
         outcome: list[str] = []
+        num_before = choice.journal.num_generated
         error_code = "cancelled"
         try:
             yield outcome
@@ -126,7 +127,7 @@ class ChoiceRunner:
             end = outcome[0] if outcome else error_code
             if outcome:
                 self._metrics.succeeded(end)
-                self._observe(choice.times, choice.journal.num_generated)
+                self._observe(choice.times, choice.journal.num_generated - num_before)
             else:
                 self._metrics.failed(end)
             journal = choice.journal

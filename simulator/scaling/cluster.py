@@ -152,9 +152,12 @@ class ScaledCluster:
     def _come(self, role: Role) -> None:
         if self._coming[role] == 0:
             return  # it was called off
-        self._coming[role] -= 1
         taken = {*self._up[role], *self._leaving}
-        worker = next(each for each in self._of_role[role] if each.worker_id not in taken)
+        worker = next((each for each in self._of_role[role] if each.worker_id not in taken), None)
+        if worker is None:  # all of those that go still end what they have
+            self._clock.after(TICK_S, self._come, role)
+            return
+        self._coming[role] -= 1
         self._up[role].append(worker.worker_id)
         for router in self._cluster.routers:
             router.join(worker.worker_id)

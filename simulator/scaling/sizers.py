@@ -6,7 +6,7 @@ from typing import Protocol
 
 from autoscaler.limits import Sizes
 from autoscaler.scaler import Autoscaler, Present
-from protocol.cluster_view import RouterObservation
+from protocol.cluster_view import RouterObservation, SizeDecision
 
 
 class Sizer(Protocol):
@@ -21,9 +21,15 @@ class SizedByAutoscaler:
 
     def __init__(self, scaler: Autoscaler) -> None:
         self.scaler = scaler
+        self.decisions: list[SizeDecision] = []
+        """All of them."""
 
     def sizes(self, seen: RouterObservation, present: Present, now: float) -> Sizes | None:
         """What it decides."""
         self.scaler.observe(seen, now)
         decision = self.scaler.wake(present, now) or self.scaler.decide(present, now)
-        return None if decision is None else decision.sizes
+        if decision is None:
+            return None
+        self.scaler.keep(decision, present.wanted)
+        self.decisions.append(decision)
+        return decision.sizes

@@ -69,7 +69,7 @@ def what_a_role_lacks(role: Role, number: int) -> Lacking:
 
 def of_role(workers: Workers, role: Role) -> Workers:
     """The workers of a role. Those on standby have none."""
-    return [worker for worker in workers if worker["role"] == role.value and worker["state"] != "standby"]
+    return [worker for worker in workers if worker["role"] == role.value and not worker.get("standby")]
 
 
 def epoch_of(workers: Workers, worker_id: str) -> int | None:

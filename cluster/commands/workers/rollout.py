@@ -53,20 +53,19 @@ def roll_out(client: ApiClient, room_s: float, wait_s: float) -> None:
     status = client.get("/admin/status")
     now: Workers = status["workers"]
     old = {role: [worker for worker in of_role(now, role) if worker["state"] != "draining"] for role in Role}
-    waiting = [worker for worker in now if worker["state"] == "standby"]
+    waiting = [worker for worker in now if worker.get("standby")]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with Progress(*columns, console=Console(stderr=True)) as progress, _autoscaler_quiet(client, status.get("autoscaler")):
         bar = progress.add_task("rollout", total=sum(map(len, old.values())) + len(waiting))
 
         def report(text: str) -> None:
             progress.update(bar, description=text)
 
-        with _autoscaler_quiet(client, status.get("autoscaler")):
-            for role, workers in old.items():
-                if workers:
-                    with _one_more(client, role, len(workers), room_s, wait_s, report):
-                        _restart_each(client, workers, wait_s, report, lambda: progress.advance(bar))
-            _restart_each(client, waiting, wait_s, report, lambda: progress.advance(bar))
+        for role, workers in old.items():
+            if workers:
+                with _one_more(client, role, len(workers), room_s, wait_s, report):
+                    _restart_each(client, workers, wait_s, report, lambda: progress.advance(bar))
+        _restart_each(client, waiting, wait_s, report, lambda: progress.advance(bar))
         report("all workers are new")
 
 
@@ -88,9 +87,11 @@ def _restart_each(client: ApiClient, workers: Workers, wait_s: float, report: Re
     for worker in workers:
         worker_id, epoch = worker["worker_id"], worker["epoch"]
         report(f"restarting {worker_id}")
-        if epoch_of(current_workers(client), worker_id) == epoch:  # else it has died meanwhile, and is new
+        present = epoch_of(current_workers(client), worker_id)
+        if present == epoch:  # else it has died meanwhile, and is new, or has gone in the extra one's place
             client.post("/admin/drain", {"worker": worker_id, "restart": True})
-        wait_for(client, what_a_drain_lacks(worker_id, epoch, restart=True), wait_s)
+        if present is not None:
+            wait_for(client, what_a_drain_lacks(worker_id, epoch, restart=True), wait_s)
         on_restarted()
 
 

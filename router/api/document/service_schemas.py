@@ -95,6 +95,7 @@ class WorkerRow(TypedDict):
     epoch: Count
     term: Count
     state: Literal["starting", "ready", "draining", "standby"]
+    standby: bool
     pid: int | None
     rank_pids: list[int]
     node: str | None

@@ -13,7 +13,7 @@ from router.api.chat.messages import MAX_MESSAGES, MESSAGES, ChatMessage, check_
 from router.api.chat.template import TemplateBody
 from router.api.structured import MAX_TOOLS, ToolBody
 
-_WORKERS = "an integer from 1 to 1024"
+_WORKERS = "an integer from 0 to 1024"
 
 
 class TokenizeBody(TemplateBody):

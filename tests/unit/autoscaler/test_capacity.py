@@ -99,3 +99,13 @@ def test_what_was_seen_stands_for_what_was_not_measured() -> None:
     assert times.decode_s(16, 2100) == pytest.approx(0.04), "the worst that can be"
     assert learned_times(None, LENGTHS, 8.0, 0.02) is None
     assert learned_times(1e-4, LENGTHS, 0.0, 0.0) is None
+    assert learned_times(1e-4, LENGTHS, 0.2, 0.02) is not None, "fewer streams than workers say as much"
+
+
+def test_a_limit_that_nobody_can_keep_does_not_want_everybody() -> None:
+    hopeless = capacity(Slo(ttft_s=1e-6, tpot_s=1e-6, attainment=0.95))
+    patient = capacity(Slo(ttft_s=9.0, tpot_s=0.05, attainment=0.95))
+    assert hopeless.decode(1.0, LENGTHS, Pace()) < 20 * patient.decode(1.0, LENGTHS, Pace())
+    assert hopeless.prefill(1.0, LENGTHS, Pace()) < 5
+    few = Capacity(PACED, SLO, LIMITS, colocated=False, most=3)
+    assert few.decode(1e4, LENGTHS, Pace()) == few.prefill(1e4, LENGTHS, Pace()) == 3

@@ -37,12 +37,16 @@ def test_the_rate_is_of_what_came_since() -> None:
     assert demand.ttft_share == 1.0
 
 
-def test_a_router_that_comes_later_counts_from_its_beginning() -> None:
+def test_a_router_counts_from_where_it_is_heard_first() -> None:
+    """It tells as soon as it is up. One that nobody has heard for long may have counted a lot meanwhile."""
     meter = DemandMeter(0.0)
     tell(meter, 1.0, 0)
-    tell(meter, 2 * FRESH_S, 7, router="b")
-    tell(meter, 2 * FRESH_S, 1)
-    assert meter.num_arrived == 8
+    tell(meter, 2.0, 70_000, router="b")
+    tell(meter, 3.0, 70_007, router="b")
+    tell(meter, 3.0, 1)
+    tell(meter, 1000.0, 90_000)
+    tell(meter, 1001.0, 90_001)
+    assert meter.num_arrived == 9
 
 
 def test_a_burst_shows_at_once_and_chance_does_not() -> None:
@@ -51,8 +55,10 @@ def test_a_burst_shows_at_once_and_chance_does_not() -> None:
         tell(meter, float(second), second)
     tell(meter, 120.0, 123)
     assert meter.demand(120.0).rate < 1.2, "three more are chance"
-    tell(meter, 121.0, 160)
-    assert meter.demand(121.0).rate == pytest.approx(20.0, rel=0.1), "forty in two seconds"
+    for second in range(121, 127):
+        tell(meter, float(second), 123 + 6 * (second - 120))
+    assert meter.demand(126.0).rate == pytest.approx(4.3, rel=0.1), "36 in six seconds, with those before them in ten"
+    assert meter.demand(126.0, start_s=30.0).rate < 2.5, "no worker could come before it is over"
 
 
 def test_the_same_life_told_by_two_routers_counts_once() -> None:
@@ -63,9 +69,17 @@ def test_the_same_life_told_by_two_routers_counts_once() -> None:
             tell(meter, float(second), 0, worker, router=router)
         tell(meter, second + 0.1, 0, replace(worker, busy_s=worker.busy_s - 0.2), router="b")  # late news
     demand = meter.demand(10.0)
-    assert demand.prefill_s == pytest.approx(0.01)
-    assert demand.role(Role.PREFILL).busy == pytest.approx(0.45, abs=0.06)
+    assert demand.prefill_s == demand.prompt_s == pytest.approx(0.01)
     assert demand.role(Role.DECODE).workers == 0
+
+
+def test_decode_workers_show_what_prompts_cost_where_nobody_else_does() -> None:
+    meter = DemandMeter(0.0)
+    for second in range(1, 11):
+        tell(meter, float(second), 0, replace(WORKER, role=Role.DECODE, busy_s=0.5 * second, computed_tokens=50 * second))
+    demand = meter.demand(10.0)
+    assert demand.prefill_s is None
+    assert demand.prompt_s == pytest.approx(0.01)
 
 
 def test_it_is_idle_when_nothing_comes_waits_or_runs() -> None:

@@ -34,7 +34,10 @@ class Running:
             for role, need in needs.items():
                 self.holds.note(role, need.to_keep, self.now)
             settled, flips = self.now >= HOLD_S, self.flips
-            self.sizes = decide(needs, self.holds, self.sizes, RANGES, self.most, self.now, flips=flips, settled=settled)
+            before = self.sizes
+            self.sizes = decide(needs, self.holds, before, RANGES, self.most, self.now, flips=flips, settled=settled)
+            for role, size in self.sizes.items():
+                self.holds.sized(role, before[role], size, self.now)
         return self.sizes
 
 
@@ -44,6 +47,19 @@ def test_more_at_once_and_fewer_after_the_hold() -> None:
     assert policy.look(5, 2) == {PREFILL: 5, DECODE: 2}
     assert policy.look(2, 2, 59) == {PREFILL: 5, DECODE: 2}
     assert policy.look(2, 2, 2) == {PREFILL: 2, DECODE: 2}
+
+
+def test_who_shrinks_too_early_waits_longer_the_next_time() -> None:
+    policy = Running({PREFILL: 2, DECODE: 2})
+    policy.look(2, 2, 60)
+    turns = []
+    for _ in range(30):
+        for need, seconds in ((3, 60), (2, 100)):
+            before = policy.sizes[PREFILL]
+            after = policy.look(need, 2, seconds)[PREFILL]
+            turns.append(after != before)
+    assert turns[:3] == [True, True, True]
+    assert sum(turns[3:]) <= 4, "from then on it holds for longer than a lull"
 
 
 def test_a_short_lull_costs_nobody() -> None:

@@ -34,6 +34,8 @@ class Running:
         self.asked = 0.0
         self.counts = DemandCounts()
         self.sizes = {PREFILL: 1, DECODE: 1}
+        self.missing = 0
+        """Prefill workers that are wanted and do not come."""
         self.scaler = Autoscaler(
             self.config.autoscale,
             WorkerLimits(256, 800_000),
@@ -62,9 +64,10 @@ class Running:
         computed = self.counts.prompt_tokens
         workers = (replace(WORKERS[0], busy_s=computed * 3.5e-5, computed_tokens=computed), WORKERS[1])
         self.scaler.observe(RouterObservation("router", self.counts, waiting, workers), self.now)
-        present = Present(self.sizes, self.sizes, 5.0)
+        present = Present(self.sizes, {**self.sizes, PREFILL: self.sizes[PREFILL] - self.missing}, 5.0)
         decision = self.scaler.wake(present, self.now) or self.scaler.decide(present, self.now)
         if decision is not None:
+            self.scaler.keep(decision, self.sizes)
             self.sizes = dict(decision.sizes)
 
     def seconds(self, number: int, rate: float = 0.0) -> dict[Role, int]:
@@ -106,6 +109,16 @@ def test_paused_it_wakes_and_does_nothing_else() -> None:
     assert running.seconds(5, 30.0)[PREFILL] > 1
 
 
+def test_what_was_needed_while_it_was_paused_counts() -> None:
+    running = Running()
+    running.seconds(60, 20.0)
+    grown = dict(running.sizes)
+    running.scaler.pause("a rollout")
+    running.seconds(10, 20.0)
+    running.scaler.resume()
+    assert running.seconds(10, 1.0) == grown, "it was needed within the hold"
+
+
 def test_the_next_one_goes_on() -> None:
     running = Running(season_s=960.0)
     running.seconds(200, 20.0)
@@ -127,11 +140,32 @@ def test_a_season_is_prepared_for() -> None:
     low, high, season_s = 2, 24, 960.0
     bins = ([float(low * 10)] * 48 + [float(high * 10)] * 48) * 4
     begins = 10_000 * season_s
-    before, after = Running(begins + 420.0, season_s=season_s), Running(begins + 100.0, season_s=season_s)
-    before.scaler.know(bins[: 3 * 96 + 42])
-    after.scaler.know(bins[: 3 * 96 + 10])
+
+    def begun(at: int) -> Running:
+        record = ScalerRecord(bins=tuple(bins[: 3 * 96 + at // 10]), latest_bin=960_000 + at // 10 - 1)
+        return Running(begins + at, record, season_s=season_s)
+
+    before, after = begun(420), begun(100)
     assert before.seconds(57, low)[PREFILL] >= 2, "nobody has asked for it yet"
     assert after.seconds(57, low)[PREFILL] == 1
+
+
+def test_a_schedule_starts_what_sleeps_before_anybody_asks() -> None:
+    monday = 1_763_971_200.0  # 2025-11-24 08:00 UTC
+    entry = {"days": ["mon"], "begin": "08:00", "end": "09:00", "sizes": {"decode": "2..4"}}
+    running = Running(monday - 100.0, schedule=[entry])
+    running.sizes = {PREFILL: 1, DECODE: 0}
+    assert running.seconds(95)[DECODE] == 0
+    assert running.seconds(10)[DECODE] == 2
+
+
+def test_a_worker_that_never_comes_keeps_nobody_from_going() -> None:
+    running = Running()
+    running.seconds(60, 20.0)
+    grown = dict(running.sizes)
+    assert grown[PREFILL] > 2
+    running.missing = 1
+    assert running.seconds(60, 1.0)[PREFILL] < grown[PREFILL]
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 60.0), st.integers(1, 20)), min_size=1, max_size=12))

@@ -118,6 +118,10 @@ def test_what_has_no_room_is_not_asked_for_and_said() -> None:
         assert shown is not None
         assert shown.problem is not None
         assert "1 workers do not fit" in shown.problem
+        assert not shown.decisions, "nothing was done"
+        version = supervisor.view().version
+        await sizer.observe(replace(NOTHING_ASKED, waiting=1))
+        assert supervisor.view().version == version, "and it is said once"
 
     sized(scene, workers=1)
 

@@ -71,6 +71,7 @@ def test_a_schedule_may_say_when(tmp_path: Path) -> None:
             "prefill.threads and decode.threads differ",
         ),
         ({"autoscale.sizes": "prefill=2..3,decode=2..3", "autoscale.max_workers": 3}, "autoscale.max_workers", "fewer than"),
+        ({"autoscale.sizes": "decode=1.."}, "autoscale.sizes.decode", "1.."),
         ({"decode.workers": 0}, "decode.workers", "nobody would answer"),
         ({"prefill.workers": 0}, "prefill.workers", "let decode do it all"),
     ],
@@ -79,6 +80,23 @@ def test_what_can_not_be_is_refused(values: dict[str, Any], key: str, said: str)
     with pytest.raises(ConfigError, match=said) as refused:
         load_config(None, values)
     assert (refused.value.param or "").startswith(key)
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ("begin: '08:00+02:00', end: '09:00', sizes: {decode: 1..2}", "leave the offset out"),
+        ("begin: 9, end: '10:00', sizes: {decode: 1..2}", "should be a time of day"),
+        ("begin: '10:00', end: '10:00', sizes: {decode: 1..2}", "begins and ends at 10:00"),
+        ("begin: '10:00', end: '11:00', sizes: {decode: 1..100}", r"more than decode.max_workers \(64\)"),
+        ("begin: '10:00', end: '11:00', sizes: {decode: 6..8}", "fewer than the least of all roles"),
+    ],
+)
+def test_a_schedule_that_can_not_be_is_refused(tmp_path: Path, entry: str, said: str) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(f"autoscale:\n  sizes: decode=1..4\n  max_workers: 5\n  schedule:\n  - {{{entry}}}\n")
+    with pytest.raises(ConfigError, match=said):
+        load_config(path, {})
 
 
 def test_a_schedule_names_roles_that_have_a_range(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_a_role_that_sleeps_by_decision_is_ready_and_one_that_is_missing_is_not(
         change_view(cluster, wanted={Role.PREFILL: 0, Role.DECODE: 1}, routers=3)
         await cluster.until(lambda: cluster.router.ready_problem() is None)
         assert (await cluster.http.get("/ready")).status_code == 200
-        assert (await cluster.http.get("/health")).status_code == 503, "no request gets through before one is started"
+        assert (await cluster.http.get("/health")).status_code == 200, "a request would have one started"
         status = (await cluster.http.get("/admin/status")).json()
         assert status["wanted"] == {"prefill": 0, "decode": 1}
         assert status["routers"] == {"wanted": 3, "ready": 1}

@@ -209,7 +209,7 @@ CASES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     ("/detokenize", {"tokens": [50000]}, 400, "tokens", "from 0 to 49151"),
     ("/detokenize", {"tokens": "x"}, 400, "tokens", "a list of token ids"),
     ("/admin/scale", {}, 400, "prefill", "say how many"),
-    ("/admin/scale", {"prefill": 0}, 400, "prefill", "from 1 to 1024; got 0"),
+    ("/admin/scale", {"prefill": -1}, 400, "prefill", "from 0 to 1024; got -1"),
     ("/admin/scale", {"decode": "3"}, 400, "decode", "got '3'"),
     ("/admin/scale", {"decode": 5000}, 400, "decode", "got 5000"),
     ("/admin/scale", {"gpu": 1}, 400, "gpu", "unknown field"),
