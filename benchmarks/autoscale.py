@@ -3,9 +3,9 @@
     hour    Azure's two traces of 2023 together, an hour in ten minutes, and for a minute five times as many requests
     day     a synthetic day, the fourth of four alike: two peaks, noise, requests of the lengths of Azure's conversations
 
-Workers are paced by the H200's profile, eight times as slow in the hour and 32 times in the day, so that a few requests a second
-keep several of them busy. In the hour, whose holds and seasons are as compressed as itself, a worker starts within a second, as
-paced ones do; in the day within 30 s. Rules:
+Workers are paced by the H200's profile, eight times as slow in the hour and 32 times in the day, so that a few requests a
+second keep several of them busy. In the hour, whose holds and seasons are as compressed as itself, a worker starts within a
+second, as paced ones do; in the day within 30 s. Rules:
 
     autoscaler     Tandem's
     queue depth    one worker more where more than two requests wait for each, one less where none has waited for the hold
