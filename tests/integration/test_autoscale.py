@@ -133,8 +133,8 @@ def test_from_zero_with_the_real_model(serve: Callable[..., Any], quick: tuple[s
 
 
 def test_a_ramp_is_met_by_more_workers_and_no_request_fails(serve: Callable[..., Any], quick: tuple[str, str]) -> None:
-    """The real model. What these two cores can't have in time they have late, and none of it fails."""
-    flags = ("--dtype", "float32", "--autoscale", "prefill=1,decode=1..3", "--slo", "ttft:2000,tpot:40")
+    """The real model. A limit that no processor keeps wants streams apart; what is late all the same does not fail."""
+    flags = ("--dtype", "float32", "--autoscale", "prefill=1,decode=1..3", "--slo", "ttft:2000,tpot:1")
     cluster = serve(*flags, *quick)
     cluster.wait_ready()
     ended = threading.Event()
@@ -160,7 +160,7 @@ def test_a_ramp_is_met_by_more_workers_and_no_request_fails(serve: Callable[...,
     ended.set()
     for each in clients:
         each.join()
-    cluster.until(lambda: wanted(cluster)[1] == 1, 90)
+    cluster.until(lambda: wanted(cluster)[1] == 1, 150)
     assert set(codes) == {200}
     cluster.until(cluster.clean, 60)
     assert cluster.leaks() == []
