@@ -34,8 +34,8 @@ _KEEP = 1.05
 """So many times the demand is what a size has to be enough for, to be smaller than the present one."""
 _LATE_START = 3.0
 """So many times the usual start is waited for before fewer workers may be wanted than there are to come."""
-_CLEAR_S = 2.0
-"""Seconds in which prompts that wait should be computed."""
+_SOONEST_S, _LATEST_S = 1.0, 30.0
+"""Bounds of the time in which prompts that wait should be computed: half of what the first token may take."""
 
 
 @dataclass(frozen=True)
@@ -214,8 +214,9 @@ class Autoscaler:
         if role is Role.DECODE:
             return capacity.decode(demand.rate * times, lengths, pace, demand.waiting)
         prompts = demand.waiting + demand.role(Role.PREFILL).queued_tokens / max(1.0, lengths.prompt_tokens)
-        late = max(0.0, prompts - demand.rate * min(self._slo.ttft_s, _CLEAR_S))  # those that wait in any case are no backlog
-        return capacity.prefill(demand.rate * times + late / _CLEAR_S, lengths, pace)
+        clear_s = min(_LATEST_S, max(_SOONEST_S, self._slo.ttft_s / 2))
+        late = max(0.0, prompts - demand.rate * clear_s)  # those that wait in any case are no backlog
+        return capacity.prefill(demand.rate * times + late / clear_s, lengths, pace)
 
     def _capacity(self, demand: Demand) -> Capacity | None:
         times = self._times
