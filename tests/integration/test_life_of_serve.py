@@ -129,4 +129,4 @@ def test_scale_and_status_commands(cluster: Any) -> None:
     assert [word in status.stdout for word in ("worker-0", "worker-1", "worker-2", "ready")] == [True] * 4
     refused = cluster.command("scale", "decode=0")
     assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1)
-    assert "1 to 1024" in refused.stderr
+    assert "decode must be 1 to 64 workers" in refused.stderr
