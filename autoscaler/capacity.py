@@ -18,11 +18,11 @@ from configs.step_times import StepTimes
 _KV_SHARE = 0.85
 """Share of a KV pool that is planned for; the rest is for streams that grow."""
 _TPOT_SHARE = 0.9
-"""Of the limit for each token, that a step may take: a stream also waits for its handover, and for prompts in its steps."""
+"""Share of the TPOT limit that a step may take. A stream also waits for its handover, and for prompts in its steps."""
 _PEAK = 1.0
 """Standard deviations above the mean number of streams for which there is room: an answer lasts longer than most peaks."""
 _LONGEST_SHARE = 0.9
-"""Of its time in which a prefill worker may compute at most, however patient its callers are."""
+"""Largest share of its time in which a prefill worker is planned to compute, however patient its callers are."""
 _LEAST_STEPS = 1.05
 """So many times the step of a single stream is allowed in any case: no number of workers makes steps shorter."""
 MOST = 1024
@@ -45,7 +45,7 @@ class WorkerLimits:
 
     max_batch_size: int
     decode_tokens: int
-    """Of a decode worker's KV pool."""
+    """Tokens that a decode worker's KV pool holds."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,7 @@ class Capacity:
 
     def prompt_s(self, lengths: Lengths, pace: Pace) -> float:
         """Seconds that a mean prompt takes, of what nobody has cached."""
-        missing = max(1, round(lengths.prompt_tokens * lengths.computed_share))
-        held = max(0, round(lengths.prompt_tokens) - missing)
-        return pace.prefill * self._times.prefill_s([(held, missing)])
+        return pace.prefill * self._times.prefill_s([lengths.chunk])
 
     def prefill(self, rate: float, lengths: Lengths, pace: Pace) -> int:
         """The fewest prefill workers that give first tokens in time, at so many requests per second; 0 for none."""
@@ -104,7 +102,7 @@ class Capacity:
         prompts_share = rate * self.prompt_s(lengths, pace) / workers if self._colocated else 0.0
         if prompts_share >= _LONGEST_SHARE * _TPOT_SHARE:
             return False
-        context = lengths.prompt_tokens + lengths.answer_tokens / 2
+        context = lengths.context
         limit_s = max(_TPOT_SHARE * self._slo.tpot_s, _LEAST_STEPS * pace.decode * self._times.decode_s(1, context))
         most = min(self._limits.max_batch_size, _KV_SHARE * self._limits.decode_tokens / max(1.0, context))
         # A stream takes as long as its steps, and these the longer the more streams there are: from few streams upwards,
@@ -129,8 +127,8 @@ def learned_times(prefill_s: float | None, lengths: Lengths, streams: float, ste
     """
     if prefill_s is None or not step_s:
         return None
-    tokens = max(1, round(lengths.prompt_tokens * lengths.computed_share))
-    context = max(1, round(lengths.prompt_tokens + lengths.answer_tokens / 2))
+    _, tokens = lengths.chunk
+    context = max(1, round(lengths.context))
     return StepTimes(
         prefill=(PrefillTime(tokens=tokens, start=0, seconds=max(1e-6, prefill_s * tokens)),),
         decode=(DecodeTime(batch=max(1, round(streams)), context=context, seconds=step_s),),

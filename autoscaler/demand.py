@@ -32,12 +32,24 @@ class Lengths:
     """What requests are like. Means over the last minutes, or of the last ones that there were."""
 
     prompt_tokens: float
-    """Of a prompt."""
+    """Mean number of tokens of a prompt."""
     computed_share: float
-    """Of prompts' tokens: those that nobody had cached."""
+    """Share of the prompts' tokens that were computed, since nobody had them cached."""
     variation: float
     """Square of the standard deviation of prompts' lengths, by the square of their mean."""
     answer_tokens: float
+    """Mean number of tokens of an answer."""
+
+    @property
+    def chunk(self) -> tuple[int, int]:
+        """(start, number of tokens) of what is computed of a mean prompt, in one step."""
+        missing = max(1, round(self.prompt_tokens * self.computed_share))
+        return max(0, round(self.prompt_tokens) - missing), missing
+
+    @property
+    def context(self) -> float:
+        """Mean number of tokens that a running stream has."""
+        return self.prompt_tokens + self.answer_tokens / 2
 
 
 @dataclass(frozen=True)
@@ -227,8 +239,6 @@ class DemandMeter:
 
 def _is_burst(count: int, expected: float) -> bool:
     """Whether so many requests can't be chance where these are expected."""
-    if count <= expected:
-        return False
     mean = max(expected, 0.5)
     return count > mean and count * math.log(count / mean) - count + mean > _NO_CHANCE
 

@@ -30,9 +30,8 @@ class Trust:
             return Pace()
         prefill, decode = self._pace.prefill, self._pace.decode
         lengths, state = demand.lengths, demand.role(Role.DECODE)
-        missing = max(1, round(lengths.prompt_tokens * lengths.computed_share))
         if demand.prefill_s is not None:
-            expected = times.prefill_s([(max(0, round(lengths.prompt_tokens) - missing), missing)]) / missing
+            expected = times.prefill_s([lengths.chunk]) / lengths.chunk[1]
             prefill += _LEARN * (demand.prefill_s / expected - prefill)
         if state.step_s and state.running:
             streams = state.running / max(1, state.workers)

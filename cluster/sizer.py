@@ -27,6 +27,7 @@ from configs.step_times import StepTimes
 from protocol.cluster_view import AutoscalerState, RouterObservation, SizeDecision
 from protocol.errors import InvalidRequestError, UnavailableError
 from protocol.messages import Role
+from router.dispatch.status import needed_roles
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class PoolSizer:
             WorkerLimits(self._config.decode.max_batch_size, self._config.decode.kv_cache_tokens),
             self._times,
             prefills=not never,
-            needed=(Role.PREFILL, Role.DECODE) if self._config.disaggregation == "always" else (Role.DECODE,),
+            needed=needed_roles(self._config),
             flips=self._supervisor.can_flip,
             now=time.time(),
             record=record or ScalerRecord(),
