@@ -299,6 +299,11 @@ class LoadReport:
         return (self.prefill.computed_tokens if self.prefill else 0) + (self.decode.prefilled_tokens if self.decode else 0)
 
     @property
+    def kv_usage(self) -> float:
+        """Share of the worker's KV blocks that are taken, from 0 to 1."""
+        return 1.0 - self.free_blocks / self.total_blocks if self.total_blocks else 0.0
+
+    @property
     def reservable_blocks(self) -> int:
         """Free KV blocks that a new ticket may take; 0 at a worker that gives no tickets."""
         return self.decode.reservable_blocks if self.decode else 0

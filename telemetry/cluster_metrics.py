@@ -152,11 +152,6 @@ def _hits(reports: _Reports) -> Metric:
     return hits
 
 
-def kv_usage(report: LoadReport) -> float:
-    """Share of the worker's KV blocks that are taken, from 0 to 1."""
-    return 1.0 - report.free_blocks / report.total_blocks if report.total_blocks else 0.0
-
-
 def hits_by_source(report: LoadReport) -> dict[str, int]:
     """Prompt tokens that the worker found in its own pool, and those that came from elsewhere."""
     brought = report.brought
@@ -167,7 +162,7 @@ def hits_by_source(report: LoadReport) -> dict[str, int]:
 _GAUGES: tuple[tuple[str, str, Callable[[LoadReport], float]], ...] = (
     ("num_requests_running", "Sequences in the current batch.", lambda report: report.running),
     ("num_requests_waiting", "Requests that wait at the worker.", lambda report: report.waiting),
-    ("kv_cache_usage_perc", "Share of KV blocks taken; 1 means all.", kv_usage),
+    ("kv_cache_usage_perc", "Share of KV blocks taken; 1 means all.", lambda report: report.kv_usage),
     ("prefix_cache_blocks", "KV blocks in the prefix cache.", lambda report: report.cached_blocks),
     ("queued_prompt_tokens", "Prompt tokens not yet computed.", lambda report: report.queued_tokens),
     ("tickets", "Tickets not in a final state.", lambda report: report.tickets),

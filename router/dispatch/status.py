@@ -10,7 +10,6 @@ from protocol.cluster_view import AutoscalerState, ClusterView, WorkerInfo, Work
 from protocol.messages import Role, TierReport
 from router.dispatch.links import WorkerLink
 from router.dispatch.roster import Roster
-from telemetry.cluster_metrics import kv_usage
 
 _REPORTED = (
     "running",
@@ -52,7 +51,7 @@ def worker_status(info: WorkerInfo, link: WorkerLink | None, block_size: int) ->
         "start_delay_s": info.start_delay_s,
         "linked": link is not None,
         "busy": None if link is None else link.busy.share,
-        "kv_usage": None if report is None else kv_usage(report),
+        "kv_usage": None if report is None else report.kv_usage,
         "cached_tokens": None if report is None else report.cached_blocks * block_size,
         "tiers": None if report is None else {each.name: tier_status(each, block_size) for each in report.tiers},
     }

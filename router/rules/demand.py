@@ -47,7 +47,6 @@ class DemandCounter:
 
 def seen(report: LoadReport, role: Role, block_size: int) -> WorkerSeen:
     """A worker of this role as its load report says."""
-    free = report.free_blocks
     return WorkerSeen(
         worker_id=report.worker_id,
         epoch=report.epoch,
@@ -57,7 +56,7 @@ def seen(report: LoadReport, role: Role, block_size: int) -> WorkerSeen:
         running=report.running,
         waiting=report.waiting,
         queued_tokens=report.queued_tokens,
-        kv_usage=1 - free / report.total_blocks if report.total_blocks else 0.0,
+        kv_usage=report.kv_usage,
         step_s=report.decode.step_s if report.decode else 0.0,
-        held_tokens=(report.total_blocks - free) * block_size,
+        held_tokens=(report.total_blocks - report.free_blocks) * block_size,
     )

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from protocol.cluster_view import WorkerState
 from protocol.messages import Brought, DecodeLoad, GpuReport, LoadReport, Role, TierReport
-from telemetry.cluster_metrics import ClusterSample, WorkerSample, kv_usage
+from telemetry.cluster_metrics import ClusterSample, WorkerSample
 from telemetry.metrics import MOST_TENANTS, OTHERS, Metrics
 from tests.unit.load_reports import load_report
 
@@ -126,4 +126,4 @@ def test_tenants_beyond_a_number_count_as_one() -> None:
 
 
 def test_kv_usage_of_an_empty_pool() -> None:
-    assert kv_usage(load_report("d0", total_blocks=0)) == 0.0
+    assert load_report("d0", total_blocks=0).kv_usage == 0.0
