@@ -28,11 +28,12 @@ from triton.compiler import ASTSource
 from benchmarks.lib.environment import write_result
 from benchmarks.lib.gpu_model import LLAMA_8B
 from engine.kernels.triton.decode_attention import DecodeAttention
-from engine.kernels.triton.kv_cache import gather_tokens, rotate_and_store, scatter_tokens
+from engine.kernels.triton.kv_cache import rotate_and_store
 from engine.kernels.triton.launch import Launch
 from engine.kernels.triton.layers import add_norm, swiglu
 from engine.kernels.triton.prefill_attention import prefill_attention, prefill_tiles
 from engine.kernels.triton.sampling import SamplingRows, sample
+from engine.kernels.triton.token_rows import Rows, copy_rows, hash_rows
 
 CAPABILITIES = (80, 90)
 LAYERS, HIDDEN, INNER = LLAMA_8B.num_layers, LLAMA_8B.hidden_size, LLAMA_8B.intermediate_size
@@ -64,16 +65,22 @@ def launches() -> Iterator[tuple[str, Launch]]:
     ids = _meta(64, dtype=torch.int32)
     angles = _meta(64, HEAD_DIM // 2, dtype=torch.float32)
     yield "rotate and store", rotate_and_store(_meta(64, qkv_width), angles, angles, ids, pool[0], HEADS)
-    slots, dense = _meta(1024, dtype=torch.int64), _meta(LAYERS, 2, 1024, KV_HEADS, HEAD_DIM)
-    yield "gather tokens", gather_tokens(pool, range(LAYERS), slots, dense)
-    yield "scatter tokens", scatter_tokens(pool, range(LAYERS), slots, dense)
+    slots, words = _meta(1024, dtype=torch.int64), KV_HEADS * HEAD_DIM * pool.itemsize // 4
+    rows = Rows(_meta(words, dtype=torch.int32), pool.shape[2], words, words)
+    dense = Rows(_meta(words, dtype=torch.int32), 1024, words, words)
+    yield "copy tokens between pools", copy_rows(rows, rows, (0, 0), LAYERS, (slots, slots), 1024)
+    yield "gather tokens", copy_rows(rows, dense, (0, 0), LAYERS, (slots, None), 1024)
+    yield "scatter tokens", copy_rows(dense, rows, (0, 0), LAYERS, (None, slots), 1024)
+    numbers = _meta(words, dtype=torch.int64)
+    hashes = _meta(2 * LAYERS, 64, dtype=torch.int64)
+    yield "fingerprint tokens", hash_rows(rows, range(LAYERS), slots, numbers, numbers, numbers, hashes)
     x = _meta(64, HIDDEN, dtype=torch.float32)
     yield "add and norm", add_norm(x, _meta(64, HIDDEN), _meta(HIDDEN), 1e-5, _meta(64, HIDDEN))
     yield "swiglu", swiglu(_meta(64, 2 * INNER), _meta(64, INNER))
     kinds = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64, torch.int32, torch.int32)
-    rows = SamplingRows(*(_meta(64, dtype=kind) for kind in kinds))
+    asked = SamplingRows(*(_meta(64, dtype=kind) for kind in kinds))
     logits, gaps = (_meta(64, VOCABULARY, dtype=kind) for kind in (torch.float32, torch.int32))
-    yield from zip(("scale logits", "draw"), sample(logits, rows, gaps, ids), strict=True)
+    yield from zip(("scale logits", "draw"), sample(logits, asked, gaps, ids), strict=True)
 
 
 def compiled(name: str, launch: Launch, capability: int) -> Resources:

@@ -138,11 +138,6 @@ class ForwardBatch:
         )
 
 
-def sendable(values: Tensor, device: torch.device) -> Tensor:
-    """The same, where a copy to `device` need not be waited for. torch uses pinned memory again only after such a copy."""
-    return values.pin_memory() if device.type == "cuda" else values
-
-
 def _row_order(chunks: Sequence[Chunk]) -> list[int]:
     """Indices of the chunks in the order of their rows: those of several tokens as given, then singles by falling context."""
     longer = [i for i, chunk in enumerate(chunks) if len(chunk.token_ids) > 1]

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from configs.arithmetic import ceil_div
-from engine.batch import SampledToken, sendable
+from engine.batch import SampledToken
+from engine.kernels.pinned import sent
 from engine.kernels.triton.sampling import SamplingRows, max_gap
 from engine.kernels.triton.sampling import sample as sampling_launches
 from engine.sampler import SampleRequest, adjusted, logprobs
@@ -58,15 +59,15 @@ def _sampling_rows(requests: Sequence[SampleRequest], device: torch.device) -> S
     packed[4, :count] = [sampling.choice for sampling in asked]
     packed[5, :count] = [request.position for request in requests]
     packed[6:].reshape(-1).view(np.int64)[:count] = [sampling.seed for sampling in asked]
-    sent = sendable(torch.from_numpy(packed), device).to(device, non_blocking=True)
+    asked_S = sent(torch.from_numpy(packed), device)
     return SamplingRows(
-        temperatures_S=sent[0].view(torch.float32),
-        top_ks_S=sent[1],
-        top_ps_S=sent[2].view(torch.float32),
-        max_gaps_S=sent[3].view(torch.float32),
-        seeds_S=sent[6:].reshape(-1).view(torch.int64),
-        choices_S=sent[4],
-        positions_S=sent[5],
+        temperatures_S=asked_S[0].view(torch.float32),
+        top_ks_S=asked_S[1],
+        top_ps_S=asked_S[2].view(torch.float32),
+        max_gaps_S=asked_S[3].view(torch.float32),
+        seeds_S=asked_S[6:].reshape(-1).view(torch.int64),
+        choices_S=asked_S[4],
+        positions_S=asked_S[5],
     )
 
 

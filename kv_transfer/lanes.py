@@ -217,7 +217,7 @@ class _Push:
             cut(span.block_table, block_size, span.start, span.num_tokens, span.digest_block_size) for span in spans
         ]
         self.slots = Slots(slot_runs(itertools.chain(*cuts)), pool.device)
-        self.groups = layer_groups(len(pool.layers), len(self.slots) * pool.layer_bytes)
+        self.groups = layer_groups(len(pool.layers), len(self.slots) * pool.layer_bytes, pool.least_message_bytes)
         self.fingerprints = push_fingerprints(pool, cuts)
 
 
@@ -276,6 +276,7 @@ class _LocalReceiveLane:
             for layers in push.groups:
                 self._channel.receive(layers, push.slots)
                 push.fingerprints.update(layers)
+            self._channel.flush()
             return push.fingerprints.digests()
         finally:
             self._pool.settle()  # also of a push that failed: its blocks may be another's as soon as it has ended

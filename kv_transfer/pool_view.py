@@ -16,7 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kv_transfer.plan import SlotRun
+from engine.kernels.kv_cache import gather_tokens, scatter_tokens
+from engine.kernels.pinned import sent
+from kv_transfer.plan import MIN_MESSAGE_BYTES, SlotRun
 
 ByteArray = npt.NDArray[np.uint8]
 
@@ -36,8 +38,9 @@ class Slots:
 
     @cached_property
     def ids_T(self) -> Tensor:
-        """int64 [T], on the pool's device."""
-        return torch.cat([torch.arange(run.start, run.start + run.length) for run in self.runs]).to(self._device)
+        """int64 [T], on the pool's device, for what the calling thread launches there."""
+        ids = [np.arange(run.start, run.start + run.length) for run in self.runs]
+        return sent(torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *ids])), self._device)
 
 
 class PoolView:
@@ -59,6 +62,9 @@ class PoolView:
         """Where in its slot a row begins."""
         self.row_bytes = len(heads) * head_bytes
 
+    least_message_bytes = MIN_MESSAGE_BYTES
+    """A message of fewer bytes costs more than it brings (`plan.layer_groups`)."""
+
     @property
     def layer_bytes(self) -> int:
         """Bytes that the K and V of one token take in one layer."""
@@ -72,6 +78,24 @@ class PoolView:
 
     def settle(self) -> None:
         """Wait until the calling thread's work is done, and with it all that this work waits for."""
+
+    def gather(self, layers: range, slots: Slots, into_L2THD: Tensor) -> None:
+        """Copy these slots of some layers into a dense buffer, contiguous and of the pool's dtype."""
+        for layer, into_2THD in zip(layers, into_L2THD, strict=True):
+            gather_tokens(self.layers[layer], slots.ids_T, into_2THD)
+
+    def scatter(self, layers: range, slots: Slots, from_L2THD: Tensor) -> None:
+        """Copy a dense buffer, contiguous and of the pool's dtype, into these slots of some layers."""
+        for layer, from_2THD in zip(layers, from_L2THD, strict=True):
+            scatter_tokens(self.layers[layer], slots.ids_T, from_2THD)
+
+    def copy_in(self, source_layers: Sequence[Tensor], source_T: Tensor, layers: range, slots: Slots) -> None:
+        """Copy tokens of another pool, which this one's device can read, into these slots of some layers.
+
+        `source_layers` are all of that pool, each [2 (K, V), slots, KV heads, head size], and `source_T` its slots, int64 [T].
+        """
+        for layer in layers:
+            self.layers[layer].index_copy_(1, slots.ids_T, source_layers[layer].index_select(1, source_T))
 
 
 class CpuPoolView(PoolView):
@@ -96,28 +120,10 @@ class CpuPoolView(PoolView):
                 yield np.concatenate([rows[each] for each in slots]).data.cast("B")
 
 
-class CudaPoolView(PoolView):
-    """A pool in the memory of a GPU, whose engine computes on the device's default stream.
-
-    A lane's thread has a stream of its own, which waits for the engine's where it must and never the other way round: the
-    engine meets what a lane has written only when the host has heard that the push has ended.
-    """
-
-    def begin_thread(self) -> None:
-        """Give the calling thread the pool's device and a stream of its own."""
-        torch.cuda.set_device(self.device)
-        torch.cuda.set_stream(torch.cuda.Stream(self.device))
-
-    def make_ready(self, slots: Slots) -> None:
-        """Have this thread's work wait for what the engine has launched: it may still write what these slots held before."""
-        torch.cuda.current_stream().wait_stream(torch.cuda.default_stream(self.device))
-
-    def settle(self) -> None:
-        """Wait until the calling thread's stream has come to its end."""
-        torch.cuda.current_stream().synchronize()
-
-
 def view_of(layers: Sequence[Tensor], heads: range | None = None) -> PoolView:
     """Make the view that fits the memory in which these layers lie. `heads` are those that are looked at."""
-    kinds = {"cpu": CpuPoolView, "cuda": CudaPoolView}
-    return kinds[layers[0].device.type](layers, heads)
+    if layers[0].device.type == "cpu":
+        return CpuPoolView(layers, heads)
+    from kv_transfer.cuda_pool_view import CudaPoolView  # Triton is imported only where there is a GPU
+
+    return CudaPoolView(layers, heads)

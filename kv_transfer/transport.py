@@ -45,6 +45,9 @@ class ReceiveChannel(Protocol):
         Raises TransportError.
         """
 
+    def flush(self) -> None:
+        """Tell the sender, if it waits for that, that everything received is in the slots. Raises TransportError."""
+
     def close(self) -> None:
         """End the channel and give back what it holds."""
 

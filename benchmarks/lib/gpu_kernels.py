@@ -17,11 +17,12 @@ from torch import Tensor
 
 from configs.facts import ModelFacts
 from engine.kernels.triton.decode_attention import DecodeAttention
-from engine.kernels.triton.kv_cache import gather_tokens, rotate_and_store, scatter_tokens
+from engine.kernels.triton.kv_cache import rotate_and_store
 from engine.kernels.triton.launch import Launch
 from engine.kernels.triton.layers import add_norm, swiglu
 from engine.kernels.triton.prefill_attention import prefill_attention, prefill_tiles
 from engine.kernels.triton.sampling import SamplingRows, sample
+from engine.kernels.triton.token_rows import Rows, copy_rows
 from engine.memory.kv_pool import KVPool
 
 ROUNDS = 20
@@ -190,7 +191,9 @@ def copies(pool: KVPool) -> Iterator[Timing]:
     slots = torch.randperm(data.shape[2] // 4, device="cuda")[:HANDOFF_TOKENS]
     dense = torch.empty((len(layers), 2, HANDOFF_TOKENS, *data.shape[3:]), dtype=DTYPE, device="cuda")
     moved = 2 * dense.nbytes
-    gather, scatter = gather_tokens(data, layers, slots, dense), scatter_tokens(data, layers, slots, dense)
+    rows, dense_rows = Rows.of(data.unbind(0)), Rows.of(dense.unbind(0))
+    gather = copy_rows(rows, dense_rows, (0, 0), len(layers), (slots, None), HANDOFF_TOKENS)
+    scatter = copy_rows(dense_rows, rows, (0, 0), len(layers), (None, slots), HANDOFF_TOKENS)
     yield Timing(
         name=f"gather {HANDOFF_TOKENS:,} tokens of all layers",
         seconds=run_seconds([gather]),

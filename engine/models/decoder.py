@@ -19,8 +19,9 @@ from torch import Tensor
 
 from configs.facts import ModelFacts
 from configs.sharding import vocabulary_of
-from engine.batch import ForwardBatch, sendable
+from engine.batch import ForwardBatch
 from engine.kernels.norm import rms_norm
+from engine.kernels.pinned import sent
 from engine.memory.kv_pool import KVPool
 from engine.operators import StepFactory
 from engine.ranks.tensor_parallel import TensorParallel
@@ -87,7 +88,7 @@ class Decoder:
                 if not batch.sampled_chunks:
                     return None
                 if batch.num_longer or len(batch.sampled_chunks) < x_TD.shape[0]:
-                    rows_S = sendable(batch.sample_rows_S, x_TD.device).to(x_TD.device, non_blocking=True)
+                    rows_S = sent(batch.sample_rows_S, x_TD.device)
                     x_TD, qkv_TA = x_TD[rows_S], qkv_TA[rows_S]
                     step = self._begin_step(batch.sampled_rows(), pool, self._weights.rope_frequencies)
             attended_TD = add_up(layer.output(step.attend(index, qkv_TA)))

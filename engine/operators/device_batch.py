@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from configs.arithmetic import ceil_div
-from engine.batch import ForwardBatch, sendable
+from engine.batch import ForwardBatch
+from engine.kernels.pinned import sendable
 
 _ALIGNED = 4
 """int32 numbers in 16 bytes: Triton compiles a kernel again for a pointer that is aligned otherwise."""

@@ -17,7 +17,6 @@ from typing import Protocol
 
 import xxhash
 
-from kv_transfer.fingerprints.device import MultilinearFingerprints
 from kv_transfer.plan import Piece
 from kv_transfer.pool_view import CpuPoolView, PoolView
 
@@ -36,7 +35,11 @@ class PushFingerprints(Protocol):
 
 def push_fingerprints(pool: PoolView, cuts: Sequence[Sequence[Piece]]) -> PushFingerprints:
     """Begin the fingerprints of a push. `cuts` holds the pieces of each transfer that has a part in it."""
-    return Xxh3Fingerprints(pool, cuts) if isinstance(pool, CpuPoolView) else MultilinearFingerprints(pool, cuts)
+    if isinstance(pool, CpuPoolView):
+        return Xxh3Fingerprints(pool, cuts)
+    from kv_transfer.fingerprints.device import MultilinearFingerprints  # Triton is imported only where there is a GPU
+
+    return MultilinearFingerprints(pool, cuts)
 
 
 class Xxh3Fingerprints:

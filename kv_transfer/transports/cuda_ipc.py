@@ -3,8 +3,9 @@
 The two meet as in `same_host`. The offer carries CUDA's handle of prefill's pool, which decode opens before it answers: where
 the GPUs can't reach each other's memory that is a refusal, and the next transport is tried.
 
-Whose work is done when: prefill waits until its engine has written a chunk before it says that it is there. Decode copies on
-its thread's own stream and waits for the copy before it answers, so no copy is under way once a push has ended.
+Whose work is done when: prefill says that layers are there when its engine has written them (`progress`). Decode launches a
+copy for each message on its thread's own stream, and waits for all of them before it answers, once a push: so no copy is under
+way when that has ended, and workers that share one GPU, which takes turns among them, wait for few turns.
 
 The pool lives as long as prefill's process. CUDA leaves undefined what a reader sees after that; whatever it is, the socket is
 closed then, and nothing is committed that came over it.
@@ -43,7 +44,7 @@ class CudaIpcSender:
         self._handle = handle
 
     def connect_sender(self, exchange: Callable[[bytes], bytes], pool: PoolView, deadline_s: float) -> SendChannel:
-        return SameHostSendChannel(meet_decode(exchange, pool, deadline_s, memory=self._handle), pool)
+        return SameHostSendChannel(meet_decode(exchange, pool, deadline_s, memory=self._handle))
 
 
 class CudaIpcReceiver:
@@ -82,12 +83,16 @@ class _ForeignPool:
             raise TransportError("prefill's memory is not a pool of this layout")
         heads, head_dim = pool.layers[0].shape[2:]
         rows = bytes_[:size].view(shape)[..., place.first_byte : place.first_byte + pool.row_bytes]
-        self.layers = rows.view(pool.layers[0].dtype).view(*shape[:3], heads, head_dim)
+        self.layers = rows.view(pool.layers[0].dtype).view(*shape[:3], heads, head_dim).unbind(0)
+        self._source = Slots((), pool.device)
+        pool.copy_in(self.layers, self._source.ids_T, range(1), self._source)  # of no tokens, so that it is compiled
 
     def copy(self, layers: range, runs: Sequence[SlotRun], slots: Slots) -> None:
-        source_T = Slots(runs, self._pool.device).ids_T
-        for layer in layers:
-            self._pool.layers[layer].index_copy_(1, slots.ids_T, self.layers[layer].index_select(1, source_T))
+        if self._source.runs != runs:  # those of a push are the same for all of its layers
+            self._source = Slots(runs, self._pool.device)
+        self._pool.copy_in(self.layers, self._source.ids_T, layers, slots)
+
+    def settle(self) -> None:
         self._pool.settle()
 
 

@@ -76,7 +76,10 @@ class Source(Protocol):
     """The sender's pool, as the receiver reaches it."""
 
     def copy(self, layers: range, runs: Sequence[SlotRun], slots: Slots) -> None:
-        """Copy these runs of the source's slots into as many slots of the receiver's pool. They are there when it returns."""
+        """Copy these runs of the source's slots into as many slots of the receiver's pool. On a GPU, launch that."""
+
+    def settle(self) -> None:
+        """Wait until all copies are there."""
 
 
 class Pipe:
@@ -178,14 +181,12 @@ def meet_prefill(offer: Offer, deadline_s: float) -> Pipe:
 class SameHostSendChannel:
     """The sending end: tells the receiver which slots to copy, and hears when it has."""
 
-    def __init__(self, pipe: Pipe, pool: PoolView) -> None:
+    def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
-        self._pool = pool
         self._in_flight = 0
 
     def send(self, layers: range, slots: Slots) -> None:
         """Tell the receiver which slots are complete. Which layers they are of, both sides know from their order."""
-        self._pool.settle()
         self._pipe.send(_NOTICE.pack(len(slots.runs)) + b"".join(_RUN.pack(*run) for run in slots.runs))
         self._in_flight += 1
 
@@ -206,11 +207,18 @@ class SameHostReceiveChannel:
         self._pipe = pipe
         self._source: Source | None = source
         self._num_source_slots = num_source_slots
+        self._in_flight = 0
 
     def receive(self, layers: range, slots: Slots) -> None:
         assert self._source is not None, "the channel is closed"
         self._source.copy(layers, self._notice(len(slots)), slots)
-        self._pipe.send(_COPIED)
+        self._in_flight += 1
+
+    def flush(self) -> None:
+        assert self._source is not None, "the channel is closed"
+        self._source.settle()
+        self._pipe.send(_COPIED * self._in_flight)
+        self._in_flight = 0
 
     def close(self) -> None:
         self._pipe.close()

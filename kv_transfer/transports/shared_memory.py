@@ -35,7 +35,7 @@ class SharedMemorySender:
     def connect_sender(self, exchange: Callable[[bytes], bytes], pool: PoolView, deadline_s: float) -> SendChannel:
         read_only = os.open(f"/proc/self/fd/{self._pool_fd}", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            return SameHostSendChannel(meet_decode(exchange, pool, deadline_s, files=[read_only]), pool)
+            return SameHostSendChannel(meet_decode(exchange, pool, deadline_s, files=[read_only]))
         finally:
             os.close(read_only)
 
@@ -86,6 +86,9 @@ class _MappedPool:
             source, destination = self.rows[layer], self._pool.rows[layer]
             for begin, into, count in copies(runs, slots.runs):
                 destination[:, into : into + count] = source[:, begin : begin + count]
+
+    def settle(self) -> None:
+        """Nothing to wait for: what is copied is there."""
 
 
 def _sealed(file: int) -> bool:

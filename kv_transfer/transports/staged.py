@@ -12,7 +12,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.kernels.kv_cache import gather_tokens, scatter_tokens
 from kv_transfer.pool_view import PoolView, Slots
 
 
@@ -57,8 +56,7 @@ class StagedSender:
 
     def send(self, layers: range, slots: Slots) -> None:
         chunk_L2THD = self._staging.chunk(len(layers), len(slots))
-        for layer, chunk_2THD in zip(layers, chunk_L2THD, strict=True):
-            gather_tokens(self._pool.layers[layer], slots.ids_T, chunk_2THD)
+        self._pool.gather(layers, slots, chunk_L2THD)
         self._pipe.send(chunk_L2THD.view(-1).view(torch.uint8))
 
     def flush(self) -> None:
@@ -79,8 +77,10 @@ class StagedReceiver:
     def receive(self, layers: range, slots: Slots) -> None:
         chunk_L2THD = self._staging.chunk(len(layers), len(slots))
         self._pipe.receive(chunk_L2THD.view(-1).view(torch.uint8))
-        for layer, chunk_2THD in zip(layers, chunk_L2THD, strict=True):
-            scatter_tokens(self._pool.layers[layer], slots.ids_T, chunk_2THD)
+        self._pool.scatter(layers, slots, chunk_L2THD)
+
+    def flush(self) -> None:
+        """Return at once: the sender waits for nothing."""
 
     def close(self) -> None:
         self._pipe.close()

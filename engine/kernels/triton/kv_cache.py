@@ -1,4 +1,4 @@
-"""Writing new keys and values to the pool, turned to their positions; moving whole tokens between pool and dense buffers."""
+"""Writing new keys and values to the pool, turned to their positions."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 from configs.arithmetic import ceil_div
-from engine.kernels.triton.launch import Launch, power_of_two
+from engine.kernels.triton.launch import Launch
 
 _HEADS_PER_PROGRAM = 8
-_TOKENS_PER_PROGRAM = 8
-_MAX_COLUMNS = 1024
 
 
 @triton.jit
@@ -55,36 +53,6 @@ def _rotate_and_store_kernel(
     tl.store(v_SKH + v_at_NF + HALF, other_NF, mask=is_v_NF)
 
 
-@triton.jit(do_not_specialize=["first_layer", "num_slots", "num_tokens"])
-def _copy_tokens_kernel(
-    pool_L2SR: tl.tensor,
-    dense_L2TR: tl.tensor,
-    slots_T: tl.tensor,
-    first_layer: tl.tensor,
-    num_slots: tl.tensor,
-    num_tokens: tl.tensor,
-    ROW: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    GATHER: tl.constexpr,
-) -> None:
-    """Some tokens' keys or values of one layer. R, a token's row, is K * H."""
-    half = tl.program_id(1).to(tl.int64)
-    token_T = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    inside_T = token_T < num_tokens
-    slot_T = tl.load(slots_T + token_T, mask=inside_T, other=0).to(tl.int64)
-    pool_T = pool_L2SR + ((first_layer.to(tl.int64) * 2 + half) * num_slots + slot_T) * ROW
-    dense_T = dense_L2TR + (half * num_tokens + token_T) * ROW
-    for first in range(0, ROW, COLUMNS):
-        column_R = first + tl.arange(0, COLUMNS)
-        inside_TR = inside_T[:, None] & (column_R < ROW)[None, :]
-        pool_TR, dense_TR = pool_T[:, None] + column_R[None, :], dense_T[:, None] + column_R[None, :]
-        if GATHER:
-            tl.store(dense_TR, tl.load(pool_TR, mask=inside_TR), mask=inside_TR)
-        else:
-            tl.store(pool_TR, tl.load(dense_TR, mask=inside_TR), mask=inside_TR)
-
-
 def rotate_and_store(
     qkv_TA: Tensor, cos_TF: Tensor, sin_TF: Tensor, slots_T: Tensor, slots_2SKH: Tensor, num_heads: int
 ) -> Launch:
@@ -102,28 +70,3 @@ def rotate_and_store(
     }
     args = (qkv_TA, cos_TF, sin_TF, slots_T, slots_2SKH[0], slots_2SKH[1])
     return Launch(_rotate_and_store_kernel, grid, args, constants, num_warps=2)
-
-
-def gather_tokens(pool_L2SKH: Tensor, layers: range, slots_T: Tensor, out_L2TKH: Tensor) -> Launch:
-    """Copy tokens of consecutive layers out of the pool, in the order of the int64 `slots_T`, into contiguous memory."""
-    return _copy_tokens(pool_L2SKH, layers, slots_T, out_L2TKH, gather=True)
-
-
-def scatter_tokens(pool_L2SKH: Tensor, layers: range, slots_T: Tensor, in_L2TKH: Tensor) -> Launch:
-    """Copy dense tokens into consecutive layers of the pool: the inverse of `gather_tokens`. Slots must be distinct."""
-    return _copy_tokens(pool_L2SKH, layers, slots_T, in_L2TKH, gather=False)
-
-
-def _copy_tokens(pool_L2SKH: Tensor, layers: range, slots_T: Tensor, dense_L2TKH: Tensor, *, gather: bool) -> Launch:
-    num_slots, num_tokens, row = pool_L2SKH.shape[2], len(slots_T), pool_L2SKH[0, 0, 0].numel()
-    assert layers.step == 1, "consecutive layers"
-    assert dense_L2TKH.shape == (len(layers), 2, num_tokens, *pool_L2SKH.shape[3:]), "one dense row per token"
-    grid = (ceil_div(num_tokens, _TOKENS_PER_PROGRAM), 2 * len(layers))
-    args = (pool_L2SKH, dense_L2TKH, slots_T, layers.start, num_slots, num_tokens)
-    constants = {
-        "ROW": row,
-        "COLUMNS": min(power_of_two(row), _MAX_COLUMNS),
-        "TOKENS": _TOKENS_PER_PROGRAM,
-        "GATHER": gather,
-    }
-    return Launch(_copy_tokens_kernel, grid, args, constants, num_warps=4)

@@ -67,6 +67,7 @@ def test_tokens_arrive_and_nothing_else_changes(monkeypatch: pytest.MonkeyPatch,
             expected[layer, :, to_slots.ids_T] = source[layer, :, from_slots.ids_T, heads.start : heads.stop]
         sending.send(layers, from_slots)
         receiving.receive(layers, to_slots)
+        receiving.flush()
         sending.flush()
         assert torch.equal(target, expected)
     sending.close()

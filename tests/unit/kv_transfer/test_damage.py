@@ -91,6 +91,9 @@ class DamagedChannel:
         self.real.receive(layers, slots)
         self.damage(self.pool, layers, slots)
 
+    def flush(self) -> None:
+        self.real.flush()
+
     def close(self) -> None:
         self.real.close()
 

@@ -64,6 +64,7 @@ def test_tokens_arrive_and_nothing_else_changes(num_source_blocks: int) -> None:
     for layers in (range(0, 2), range(2, 3)):
         sending.send(layers, from_slots)
         receiving.receive(layers, to_slots)
+    receiving.flush()
     sending.flush()
     after = destination.data.flatten(2, 3)
     before[:, :, to_slots.ids_T] = source.data.flatten(2, 3)[:, :, from_slots.ids_T]

@@ -19,11 +19,12 @@ from torch import Tensor
 from configs.arithmetic import ceil_div
 from configs.facts import ModelFacts
 from engine.kernels.triton.decode_attention import DecodeAttention
-from engine.kernels.triton.kv_cache import gather_tokens, rotate_and_store, scatter_tokens
+from engine.kernels.triton.kv_cache import rotate_and_store
 from engine.kernels.triton.launch import Launch
 from engine.kernels.triton.layers import add_norm, swiglu
 from engine.kernels.triton.prefill_attention import prefill_attention, prefill_tiles
 from engine.kernels.triton.sampling import SamplingRows, max_gap, sample
+from engine.kernels.triton.token_rows import Rows, copy_rows
 from engine.sampler import SampleRequest
 from tests.tiny_models import tiny_facts
 
@@ -163,11 +164,12 @@ def check_copies(num_layers: int, layers: range, heads: Heads, num_tokens: int, 
     pool_L2SKH = torch.randn(num_layers, 2, 70, heads.kv, heads.size).to(dtype).to(DEVICE)
     slots_T = torch.randperm(70)[:num_tokens].to(DEVICE)
     dense_L2TKH = torch.full((len(layers), 2, num_tokens, heads.kv, heads.size), math.nan, dtype=dtype, device=DEVICE)
-    gather_tokens(pool_L2SKH, layers, slots_T, dense_L2TKH).run()
+    pool, dense = Rows.of(pool_L2SKH.unbind(0)), Rows.of(dense_L2TKH.unbind(0))
+    copy_rows(pool, dense, (layers.start, 0), len(layers), (slots_T, None), num_tokens).run()
     assert torch.equal(dense_L2TKH, pool_L2SKH[layers.start : layers.stop, :, slots_T])
     expected = pool_L2SKH.clone()
     expected[layers.start : layers.stop, :, slots_T] = dense_L2TKH.mul_(2)
-    scatter_tokens(pool_L2SKH, layers, slots_T, dense_L2TKH).run()
+    copy_rows(dense, pool, (0, layers.start), len(layers), (None, slots_T), num_tokens).run()
     assert torch.equal(pool_L2SKH, expected)
 
 

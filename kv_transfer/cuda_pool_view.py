@@ -1,0 +1,60 @@
+"""A KV pool in the memory of a GPU, as the handoff sees it. Imported only where there is one, since it imports Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.kernels.triton.token_rows import Rows, copy_rows, hash_rows
+from kv_transfer.plan import MIN_MESSAGE_BYTES
+from kv_transfer.pool_view import PoolView, Slots
+
+
+class CudaPoolView(PoolView):
+    """A pool in the memory of a GPU, whose engine computes on the device's default stream.
+
+    A lane's thread has a stream of its own, which waits for the engine's where it must and never the other way round: the
+    engine meets what a lane has written only when the host has heard that the push has ended.
+    """
+
+    least_message_bytes = 16 * MIN_MESSAGE_BYTES
+    """What a GPU moves while the two hosts speak about it."""
+
+    def __init__(self, layers: Sequence[Tensor], heads: range | None = None) -> None:
+        super().__init__(layers, heads)
+        self._rows = Rows.of(self.layers)
+
+    def begin_thread(self) -> None:
+        """Give the calling thread the pool's device and a stream of its own, and compile what hashes this pool."""
+        torch.cuda.set_device(self.device)
+        torch.cuda.set_stream(torch.cuda.Stream(self.device))
+        none = torch.zeros(self._rows.row_words, dtype=torch.int64, device=self.device)
+        hash_rows(self._rows, range(1), none, none, none, none, none[:2].view(2, 1)).run()
+
+    def make_ready(self, slots: Slots) -> None:
+        """Have this thread's work wait for what the engine has launched: it may still write what these slots held before."""
+        torch.cuda.current_stream().wait_stream(torch.cuda.default_stream(self.device))
+
+    def settle(self) -> None:
+        """Wait until the calling thread's stream has come to its end."""
+        torch.cuda.current_stream().synchronize()
+
+    def copy_in(self, source_layers: Sequence[Tensor], source_T: Tensor, layers: range, slots: Slots) -> None:
+        """Copy tokens of another pool, which this one's device can read, into these slots of some layers, in one launch."""
+        self._copy(Rows.of(source_layers), self._rows, (layers.start, layers.start), layers, (source_T, slots.ids_T))
+
+    def gather(self, layers: range, slots: Slots, into_L2THD: Tensor) -> None:
+        """Copy these slots of some layers into a dense buffer, in one launch."""
+        self._copy(self._rows, Rows.of(into_L2THD.unbind(0)), (layers.start, 0), layers, (slots.ids_T, None))
+
+    def scatter(self, layers: range, slots: Slots, from_L2THD: Tensor) -> None:
+        """Copy a dense buffer into these slots of some layers, in one launch."""
+        self._copy(Rows.of(from_L2THD.unbind(0)), self._rows, (0, layers.start), layers, (None, slots.ids_T))
+
+    def _copy(
+        self, source: Rows, target: Rows, first: tuple[int, int], layers: range, slots: tuple[Tensor | None, Tensor | None]
+    ) -> None:
+        count = next(len(ids_T) for ids_T in slots if ids_T is not None)
+        copy_rows(source, target, first, len(layers), slots, count).run()

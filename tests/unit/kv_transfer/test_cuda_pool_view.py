@@ -1,0 +1,79 @@
+"""What the handoff does in a GPU's memory, by Triton's interpreter, against the same by torch's operators."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kv_transfer.cuda_pool_view import CudaPoolView
+from kv_transfer.plan import SlotRun
+from kv_transfer.pool_view import PoolView, Slots
+
+LAYERS, HEADS, HEAD_DIM = 4, 4, 16
+
+
+def pool(num_slots: int, seed: int, heads: int = HEADS) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(LAYERS, 2, num_slots, heads, HEAD_DIM, generator=generator).to(torch.bfloat16)
+
+
+def views(content: Tensor, heads: range | None) -> tuple[CudaPoolView, PoolView]:
+    """Two copies of a pool."""
+    return CudaPoolView(content.clone().unbind(0), heads), PoolView(content.clone().unbind(0), heads)
+
+
+def equal(one: PoolView, other: PoolView) -> bool:
+    """Over the whole pool, other heads included."""
+    return all(
+        torch.equal(a, b) for a, b in zip((whole(view) for view in one.layers), (whole(v) for v in other.layers), strict=True)
+    )
+
+
+def whole(layer: Tensor) -> Tensor:
+    return torch.empty(0, dtype=layer.dtype).set_(layer.untyped_storage())
+
+
+SLOTS = st.permutations(range(20)).map(lambda order: Slots([SlotRun(slot, 1) for slot in order[:11]]))
+HEAD_RANGES = st.sampled_from([range(0, 4), range(0, 1), range(1, 3), range(3, 4)])
+LAYER_RANGES = st.sampled_from([range(0, 4), range(1, 2), range(2, 4)])
+
+
+@settings(max_examples=20)
+@given(mine=SLOTS, theirs=SLOTS, heads=HEAD_RANGES, layers=LAYER_RANGES)
+def test_tokens_are_copied_from_a_foreign_pool(mine: Slots, theirs: Slots, heads: range, layers: range) -> None:
+    """Of another size, some of whose heads are this one's."""
+    source = PoolView(pool(24, seed=1).unbind(0), heads)
+    for ours, reference in (views(pool(20, seed=2, heads=len(heads)), None),):
+        for view in (ours, reference):
+            view.copy_in(source.layers, theirs.ids_T, layers, mine)
+        assert equal(ours, reference)
+
+
+@settings(max_examples=20)
+@given(slots=SLOTS, heads=HEAD_RANGES, layers=LAYER_RANGES)
+def test_tokens_go_through_a_dense_buffer(slots: Slots, heads: range, layers: range) -> None:
+    ours, reference = views(pool(20, seed=3), heads)
+    shape = (len(layers), 2, len(slots), len(heads), HEAD_DIM)
+    gathered = [torch.full(shape, torch.nan, dtype=torch.bfloat16) for _ in range(2)]
+    for view, into in zip((ours, reference), gathered, strict=True):
+        view.gather(layers, slots, into)
+    assert torch.equal(*gathered)
+    for view in (ours, reference):
+        view.scatter(layers, slots, -gathered[0])
+    assert equal(ours, reference)
+    assert not torch.equal(ours.layers[layers.start], pool(20, seed=3)[layers.start, :, :, heads.start : heads.stop])
+
+
+def test_nothing_is_copied_to_compile() -> None:
+    ours, reference = views(pool(20, seed=4), None)
+    ours.copy_in(pool(9, seed=5).unbind(0), Slots(()).ids_T, range(1), Slots(()))
+    assert equal(ours, reference)
+
+
+def test_rows_that_do_not_follow_each_other_are_no_pool() -> None:
+    layers = pool(8, seed=6).unbind(0)
+    with pytest.raises(AssertionError, match="layers one behind the other"):
+        CudaPoolView([layers[0], layers[2]])
