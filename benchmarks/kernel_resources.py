@@ -64,6 +64,8 @@ def launches() -> Iterator[tuple[str, Launch]]:
     qkv_width, pool = (HEADS + 2 * KV_HEADS) * HEAD_DIM, _pool(torch.bfloat16)
     ids = _meta(64, dtype=torch.int32)
     angles = _meta(64, HEAD_DIM // 2, dtype=torch.float32)
+    decode = DecodeAttention(64, HEADS, KV_HEADS, HEAD_DIM, torch.bfloat16, torch.device("meta"))
+    yield "parts of contexts", decode.plan(ids)
     yield "rotate and store", rotate_and_store(_meta(64, qkv_width), angles, angles, ids, pool[0], HEADS)
     slots, words = _meta(1024, dtype=torch.int64), KV_HEADS * HEAD_DIM * pool.itemsize // 4
     rows = Rows(_meta(words, dtype=torch.int32), pool.shape[2], words, words)
@@ -139,7 +141,7 @@ def _attention(suffix: str, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
     qkv_width, width, slots = (HEADS + 2 * KV_HEADS) * HEAD_DIM, 4096 // BLOCK_SIZE, _pool(dtype)[0]
     tables, lengths = _meta(64, width, dtype=torch.int32), _meta(64, dtype=torch.int32)
     qkv, out = _meta(64, qkv_width, dtype=dtype), _meta(64, HEADS, HEAD_DIM, dtype=dtype)
-    decode = DecodeAttention(64, 4096, HEADS, KV_HEADS, HEAD_DIM, dtype, torch.device("meta"))
+    decode = DecodeAttention(64, HEADS, KV_HEADS, HEAD_DIM, dtype, torch.device("meta"))
     attend, join = decode.launches(qkv, slots, tables, lengths, BLOCK_SIZE, out)
     yield f"decode attention{suffix}", attend
     yield f"joining its parts{suffix}", join

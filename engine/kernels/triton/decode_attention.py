@@ -1,9 +1,13 @@
 """Attention of one new token per sequence to its whole context in the pool.
 
-The query heads of a group are the rows of one matrix product, so keys and values are read once per group. A context may be
-split among several programs whose sums a second kernel joins: few long sequences then fill the GPU too (Flash-Decoding,
-Dao et al., 2023). Into how many parts depends on the shape of the launch alone, so a sequence's sums are taken in another order
-among other numbers of sequences.
+The query heads of a group are the rows of one matrix product, so keys and values are read once per group. A context is computed
+in parts, whose sums a last kernel joins: few long sequences then fill the GPU too (Flash-Decoding, Dao et al., 2023). Where its
+parts begin depends on the length of the context alone, so a token's bits do not depend on the sequences beside it.
+
+    plan, once a step ──► parts of all contexts, one behind the other ──► each program takes one after the other ──► join
+
+What there is to do is thus shared evenly among programs, whose number is that of the GPU's places for them. A launch depends on
+the number of rows alone: lengths are read on the device.
 """
 
 from __future__ import annotations
@@ -13,16 +17,52 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from configs.arithmetic import ceil_div
 from engine.kernels.triton.launch import Launch, power_of_two
 from engine.kernels.triton.online_softmax import HEAD_DIMS, MIN_DOT, TileConfig, attend_tiles, scale_log2
 
-_PROGRAMS = 4 * 132
+MAX_PARTS = 64
+"""Of one context. Where parts of `_PART` tokens would be more, they are twice as long, or four times."""
+_PART = 512
+_JOINED = 16
+"""Parts that the last kernel takes at once."""
+_PROGRAMS = 6 * 132
 """Programs that keep an H200 busy: its 132 multiprocessors, several times."""
-_MAX_SPLITS = 64
-_TWO_BYTES = TileConfig(tokens=64, num_warps=4, num_stages=3)
-"""Small enough for five programs on a multiprocessor of an H200: some wait for memory while others compute."""
+_TWO_BYTES = TileConfig(tokens=32, num_warps=2, num_stages=2)
+"""Small, so that many programs fit on a multiprocessor: some wait for memory while others compute."""
 _FLOAT32 = TileConfig(tokens=32, num_warps=8, num_stages=3)
+
+
+@triton.jit
+def part_tokens(length: tl.tensor, PART: tl.constexpr, PARTS: tl.constexpr) -> tl.tensor:
+    """Tokens of each part of a context but the last."""
+    part = tl.full((), PART, tl.int32)
+    while part * PARTS < length:
+        part *= 2
+    return part
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _plan_kernel(
+    lengths_R: tl.tensor,
+    parts_I: tl.tensor,
+    num_rows: tl.tensor,
+    ROWS: tl.constexpr,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
+) -> None:
+    """One row's parts, each as row * PARTS + part, behind those of the rows before it. The first row's program counts all."""
+    row, other_R = tl.program_id(0), tl.arange(0, ROWS)
+    lengths = tl.load(lengths_R + other_R, mask=other_R < num_rows, other=0)
+    tokens = tl.full((ROWS,), PART, tl.int32)
+    while tl.max(lengths - tokens * PARTS, axis=0) > 0:
+        tokens = tl.where(tokens * PARTS < lengths, 2 * tokens, tokens)
+    counts_R = tl.cdiv(lengths, tokens)
+    first = 1 + tl.sum(tl.where(other_R < row, counts_R, 0), axis=0)
+    count = tl.sum(tl.where(other_R == row, counts_R, 0), axis=0)
+    part_Z = tl.arange(0, PARTS)
+    tl.store(parts_I + first + part_Z, row * PARTS + part_Z, mask=part_Z < count)
+    if row == 0:
+        tl.store(parts_I, tl.sum(counts_R, axis=0))
 
 
 @triton.jit(do_not_specialize=["table_width"])
@@ -32,6 +72,7 @@ def _decode_kernel(
     v_SKH: tl.tensor,
     tables_RW: tl.tensor,
     lengths_R: tl.tensor,
+    parts_I: tl.tensor,
     out_RNH: tl.tensor,
     sums_RNZH: tl.tensor,
     log_totals_RNZ: tl.tensor,
@@ -43,48 +84,48 @@ def _decode_kernel(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
     SCALE: tl.constexpr,
 ) -> None:
-    """One sequence, key/value head and part of the context."""
-    kv_head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    length = tl.load(lengths_R + row)
-    part = tl.cdiv(tl.cdiv(length, SPLITS), TILE) * TILE
-    begin = split * part
-    end = tl.minimum(begin + part, length)
-    if begin >= end:
-        return
+    """Some parts of some contexts, each for one key/value head."""
     group_M, dim_H = tl.arange(0, ROWS), tl.arange(0, HEAD)
-    head_M = kv_head * GROUP + group_M
     used_M = group_M < GROUP
-    q_MH = tl.load(q_RA + row * WIDTH + head_M[:, None] * HEAD + dim_H[None, :], mask=used_M[:, None], other=0.0)
-    sum_MH, total_M, best_M = attend_tiles(
-        q_MH,
-        tl.zeros((ROWS, HEAD), tl.float32),
-        tl.zeros((ROWS,), tl.float32),
-        tl.full((ROWS,), float("-inf"), tl.float32),
-        tl.zeros((ROWS,), tl.int32) + length,
-        k_SKH + kv_head * HEAD,
-        v_SKH + kv_head * HEAD,
-        tables_RW + row * table_width,
-        begin,
-        end,
-        KV_HEADS * HEAD,
-        HEAD,
-        BLOCK,
-        TILE,
-        SCALE,
-        True,
-    )
-    head_at_M = row * (KV_HEADS * GROUP) + head_M
-    mean_MH = sum_MH / total_M[:, None]
-    if SPLITS == 1:
-        out_at_MH = head_at_M[:, None] * HEAD + dim_H[None, :]
-        tl.store(out_RNH + out_at_MH, mean_MH.to(out_RNH.dtype.element_ty), mask=used_M[:, None])
-    else:
-        split_at_M = head_at_M * SPLITS + split
-        tl.store(sums_RNZH + split_at_M[:, None] * HEAD + dim_H[None, :], mean_MH, mask=used_M[:, None])
-        tl.store(log_totals_RNZ + split_at_M, best_M + tl.log2(total_M), mask=used_M)
+    for item in range(tl.program_id(0), tl.load(parts_I) * KV_HEADS, tl.num_programs(0)):
+        kv_head, place = item % KV_HEADS, tl.load(parts_I + 1 + item // KV_HEADS)
+        row, split = (place // PARTS).to(tl.int64), place % PARTS
+        length = tl.load(lengths_R + row)
+        part = part_tokens(length, PART, PARTS)
+        begin = split * part
+        head_M = kv_head * GROUP + group_M
+        q_MH = tl.load(q_RA + row * WIDTH + head_M[:, None] * HEAD + dim_H[None, :], mask=used_M[:, None], other=0.0)
+        sum_MH, total_M, best_M = attend_tiles(
+            q_MH,
+            tl.zeros((ROWS, HEAD), tl.float32),
+            tl.zeros((ROWS,), tl.float32),
+            tl.full((ROWS,), float("-inf"), tl.float32),
+            tl.zeros((ROWS,), tl.int32) + length,
+            k_SKH + kv_head * HEAD,
+            v_SKH + kv_head * HEAD,
+            tables_RW + row * table_width,
+            begin,
+            tl.minimum(begin + part, length),
+            KV_HEADS * HEAD,
+            HEAD,
+            BLOCK,
+            TILE,
+            SCALE,
+            True,
+        )
+        head_at_M = row * (KV_HEADS * GROUP) + head_M
+        mean_MH = sum_MH / total_M[:, None]
+        if part >= length:
+            out_at_MH = head_at_M[:, None] * HEAD + dim_H[None, :]
+            tl.store(out_RNH + out_at_MH, mean_MH.to(out_RNH.dtype.element_ty), mask=used_M[:, None])
+        else:
+            split_at_M = head_at_M * PARTS + split
+            tl.store(sums_RNZH + split_at_M[:, None] * HEAD + dim_H[None, :], mean_MH, mask=used_M[:, None])
+            tl.store(log_totals_RNZ + split_at_M, best_M + tl.log2(total_M), mask=used_M)
 
 
 @triton.jit
@@ -95,68 +136,69 @@ def _join_kernel(
     out_RNH: tl.tensor,
     HEADS: tl.constexpr,
     HEAD: tl.constexpr,
-    TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
+    JOINED: tl.constexpr,
 ) -> None:
-    """The mean of one head's parts, weighted by their totals."""
+    """The mean of one head's parts, weighted by their totals, if there are several."""
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     length = tl.load(lengths_R + row)
-    if length == 0:
+    part = part_tokens(length, PART, PARTS)
+    if part >= length:
         return
-    part = tl.cdiv(tl.cdiv(length, SPLITS), TILE) * TILE
-    split_Z, dim_H = tl.arange(0, SPLITS), tl.arange(0, HEAD)
-    filled_Z = split_Z * part < length
-    at = row * HEADS + head
-    log_total_Z = tl.load(log_totals_RNZ + at * SPLITS + split_Z, mask=filled_Z, other=float("-inf"))
-    weight_Z = tl.exp2(log_total_Z - tl.max(log_total_Z, axis=0))
-    sums_at_ZH = (at * SPLITS + split_Z)[:, None] * HEAD + dim_H[None, :]
-    mean_ZH = tl.load(sums_RNZH + sums_at_ZH, mask=filled_Z[:, None], other=0.0)
-    mean_H = tl.sum(mean_ZH * weight_Z[:, None], axis=0) / tl.sum(weight_Z, axis=0)
-    tl.store(out_RNH + at * HEAD + dim_H, mean_H.to(out_RNH.dtype.element_ty))
-
-
-def num_splits(num_rows: int, num_kv_heads: int, max_tiles: int) -> int:
-    """Parts of each context, a power of two: enough to fill the GPU, as long as each may hold a tile."""
-    wanted = ceil_div(_PROGRAMS, max(num_rows * num_kv_heads, 1))
-    return min(power_of_two(wanted), power_of_two(max_tiles), _MAX_SPLITS)
+    count = tl.cdiv(length, part)
+    at = (row * HEADS + head) * PARTS
+    all_Z, dim_H = tl.arange(0, PARTS), tl.arange(0, HEAD)
+    best = tl.max(tl.load(log_totals_RNZ + at + all_Z, mask=all_Z < count, other=float("-inf")), axis=0)
+    sum_H, total = tl.zeros((HEAD,), tl.float32), 0.0
+    for first in range(0, count, JOINED):
+        split_Z = first + tl.arange(0, JOINED)
+        filled_Z = split_Z < count
+        weight_Z = tl.exp2(tl.load(log_totals_RNZ + at + split_Z, mask=filled_Z, other=float("-inf")) - best)
+        sums_at_ZH = (at + split_Z)[:, None] * HEAD + dim_H[None, :]
+        mean_ZH = tl.load(sums_RNZH + sums_at_ZH, mask=filled_Z[:, None], other=0.0)
+        sum_H += tl.sum(mean_ZH * weight_Z[:, None], axis=0)
+        total += tl.sum(weight_Z, axis=0)
+    tl.store(out_RNH + (row * HEADS + head) * HEAD + dim_H, (sum_H / total).to(out_RNH.dtype.element_ty))
 
 
 class DecodeAttention:
-    """Attention for up to `num_rows` sequences of `max_tokens` or fewer, with the memory that it needs between its kernels."""
+    """Attention for up to `num_rows` sequences, with the memory that it needs between its kernels."""
 
     def __init__(
-        self,
-        num_rows: int,
-        max_tokens: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, num_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         assert head_dim in HEAD_DIMS, f"a head size of {head_dim}"
         self._config = _FLOAT32 if dtype == torch.float32 else _TWO_BYTES
-        self._splits = num_splits(num_rows, num_kv_heads, ceil_div(max_tokens, self._config.tokens))
         self._num_heads = num_heads
         self._num_kv_heads = num_kv_heads
         self._head_dim = head_dim
-        parts = (num_rows, num_heads, self._splits)
+        parts = (num_rows, num_heads, MAX_PARTS)
         self._sums_RNZH = torch.empty((*parts, head_dim), dtype=torch.float32, device=device)
         self._log_totals_RNZ = torch.empty(parts, dtype=torch.float32, device=device)
+        self._parts_I = torch.empty(1 + num_rows * MAX_PARTS, dtype=torch.int32, device=device)
+        """How many there are; then each one's row and place."""
+
+    def plan(self, lengths_R: Tensor) -> Launch:
+        """Find the parts of contexts of these lengths (int32), before the first layer of a step."""
+        num_rows = len(lengths_R)
+        constants = {"ROWS": power_of_two(num_rows), "PART": _PART, "PARTS": MAX_PARTS}
+        return Launch(_plan_kernel, (num_rows,), (lengths_R, self._parts_I, num_rows), constants, num_warps=2)
 
     def launches(
         self, qkv_RA: Tensor, slots_2SKH: Tensor, tables_RW: Tensor, lengths_R: Tensor, block_size: int, out_RNH: Tensor
     ) -> list[Launch]:
         """Row r of `qkv_RA` starts with its rotated query heads and sees `lengths_R[r]` tokens, its own included, through
-        the blocks `tables_RW[r]`. A row of length 0 is left out: its result is not written.
+        the blocks `tables_RW[r]`. A row of length 0 is left out: its result is not written. `plan` has run for these lengths.
         """
         num_rows, heads, kv_heads, head_dim = len(qkv_RA), self._num_heads, self._num_kv_heads, self._head_dim
         group = heads // kv_heads
+        parts = {"PART": _PART, "PARTS": MAX_PARTS}
         attend = Launch(
             _decode_kernel,
-            (kv_heads, self._splits, num_rows),
+            (min(_PROGRAMS, num_rows * kv_heads * MAX_PARTS),),
             (
-                *(qkv_RA, slots_2SKH[0], slots_2SKH[1], tables_RW, lengths_R, out_RNH),
+                *(qkv_RA, slots_2SKH[0], slots_2SKH[1], tables_RW, lengths_R, self._parts_I, out_RNH),
                 *(self._sums_RNZH, self._log_totals_RNZ, tables_RW.shape[1]),
             ),
             {
@@ -167,14 +209,12 @@ class DecodeAttention:
                 "BLOCK": block_size,
                 "TILE": self._config.tokens,
                 "ROWS": max(MIN_DOT, power_of_two(group)),
-                "SPLITS": self._splits,
+                **parts,
                 "SCALE": scale_log2(head_dim),
             },
             self._config.num_warps,
             self._config.num_stages,
         )
-        if self._splits == 1:
-            return [attend]
-        constants = {"HEADS": heads, "HEAD": head_dim, "TILE": self._config.tokens, "SPLITS": self._splits}
+        constants = {"HEADS": heads, "HEAD": head_dim, **parts, "JOINED": _JOINED}
         args = (self._sums_RNZH, self._log_totals_RNZ, lengths_R, out_RNH)
         return [attend, Launch(_join_kernel, (heads, num_rows), args, constants, num_warps=4)]

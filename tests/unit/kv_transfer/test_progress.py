@@ -78,7 +78,7 @@ def test_a_step_that_is_over_is_waited_for_on_the_device_too() -> None:
     device.launch()
     progress.layer_done(0)
     progress.finish()
-    with pytest.raises(TransportError, match="layer 0 was not computed within 0.02 s"):
+    with pytest.raises(TransportError, match=r"layer 0 was not computed within 0\.02 s"):
         progress.wait_for(first, 0, 0.02)
     progress.begin()
     device.launch()

@@ -21,7 +21,7 @@ def resources() -> dict[tuple[str, int], dict[str, Any]]:
 
 
 def test_nothing_is_spilled(resources: dict[tuple[str, int], dict[str, Any]]) -> None:
-    assert len(resources) == 30
+    assert len(resources) == 32
     assert {name: one["local_bytes"] for name, one in resources.items() if one["local_bytes"]} == {}
 
 

@@ -8,16 +8,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kernels.triton.decode_attention import num_splits
+from engine.kernels.triton import decode_attention
 from engine.kernels.triton.prefill_attention import prefill_tiles, tile_rows
 from tests.unit.engine.triton_kernels.triton_cases import (
+    DEVICE,
     LIMITS,
     Heads,
+    PagedContexts,
     add_norm_error,
     check_copies,
     decode_error,
     prefill_error,
     rotate_and_store_error,
+    run_decode_attention,
     swiglu_error,
 )
 
@@ -44,17 +47,30 @@ def test_decode_attention_with_any_block_size(block_size: int, dtype: torch.dtyp
 
 
 @DTYPES
-@pytest.mark.parametrize("max_tokens", [64, 512, 8192], ids=["one part", "few parts", "many parts"])
-def test_decode_attention_in_parts(max_tokens: int, dtype: torch.dtype) -> None:
-    """More parts than a context has tiles, and rows without a context, as a graph's unused ones."""
+@pytest.mark.parametrize("parts", [1, 4, 64])
+def test_decode_attention_in_parts(parts: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts that grow with a context that has more than there may be, and rows without one, as a graph's unused ones."""
+    monkeypatch.setattr(decode_attention, "_PART", 32)
+    monkeypatch.setattr(decode_attention, "MAX_PARTS", parts)
     torch.manual_seed(1)
-    lengths = [64, 0, 3, 1] if max_tokens == 64 else [500, 64, 0, 65, 1]
-    assert decode_error(Heads(4, 1, 64), lengths, 16, dtype, max_tokens) < LIMITS[dtype]
+    assert decode_error(Heads(4, 1, 64), [500, 64, 0, 65, 1, 128, 129], 16, dtype) < LIMITS[dtype]
 
 
-def test_contexts_are_split_as_long_as_the_gpu_is_not_full() -> None:
-    assert [num_splits(rows, 8, 64) for rows in (1, 4, 16, 64, 128)] == [64, 32, 8, 2, 1]
-    assert [num_splits(1, 8, tiles) for tiles in (1, 2, 9, 1000)] == [1, 2, 16, 64]
+@DTYPES
+def test_an_answer_does_not_depend_on_the_sequences_beside_it(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit: each context is computed in the parts that its own length says."""
+    monkeypatch.setattr(decode_attention, "_PART", 32)
+    monkeypatch.setattr(decode_attention, "MAX_PARTS", 4)
+    torch.manual_seed(2)
+    heads, lengths = Heads(4, 2, 32), [300, 33, 1, 128, 129]
+    contexts = PagedContexts(heads, lengths, 16, dtype)
+    qkv_RA, q_RNH = contexts.queries(len(lengths), dtype)
+    together = torch.empty(q_RNH.shape, dtype=dtype, device=DEVICE)
+    run_decode_attention(contexts, slice(None), lengths, 16, qkv_RA, together)
+    for row, length in enumerate(lengths):
+        alone = torch.empty((1, *q_RNH.shape[1:]), dtype=dtype, device=DEVICE)
+        run_decode_attention(contexts, slice(row, row + 1), [length], 16, qkv_RA, alone)
+        assert torch.equal(alone[0], together[row])
 
 
 @DTYPES

@@ -108,18 +108,27 @@ class PagedContexts:
         return qkv_TA.to(DEVICE), q_TNH
 
 
-def decode_error(heads: Heads, lengths: Sequence[int], block_size: int, dtype: torch.dtype, max_tokens: int = 0) -> float:
-    """Rows of length 0 are to be skipped. `max_tokens` beyond the longest length asks for more splits."""
+def decode_error(heads: Heads, lengths: Sequence[int], block_size: int, dtype: torch.dtype) -> float:
+    """Rows of length 0 are to be skipped."""
     contexts = PagedContexts(heads, lengths, block_size, dtype)
     qkv_RA, q_RNH = contexts.queries(len(lengths), dtype)
     out_RNH = torch.full((len(lengths), heads.query, heads.size), 7.0, dtype=dtype, device=DEVICE)
-    attention = DecodeAttention(len(lengths), max_tokens or max(lengths), heads.query, heads.kv, heads.size, dtype, DEVICE)
-    lengths_R = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    run(attention.launches(qkv_RA, contexts.slots_2SKH, contexts.tables_CW, lengths_R, block_size, out_RNH))
+    run_decode_attention(contexts, slice(None), lengths, block_size, qkv_RA, out_RNH)
     expected = [contexts.attended(i, q_RNH[i : i + 1]) for i, length in enumerate(lengths) if length]
-    used_R = (lengths_R > 0).cpu()
+    used_R = torch.tensor(lengths) > 0
     assert (out_RNH.cpu()[~used_R] == 7).all()
     return relative_error(out_RNH.cpu()[used_R], torch.cat(expected))
+
+
+def run_decode_attention(
+    contexts: PagedContexts, rows: slice, lengths: Sequence[int], block_size: int, qkv_RA: Tensor, out_RNH: Tensor
+) -> None:
+    """Fill `out_RNH` for these rows of the contexts, in a launch of their own."""
+    heads, tables_RW = contexts.heads, contexts.tables_CW[rows].clone()
+    attention = DecodeAttention(len(lengths), heads.query, heads.kv, heads.size, qkv_RA.dtype, torch.device(DEVICE))
+    lengths_R = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    attention.plan(lengths_R).run()
+    run(attention.launches(qkv_RA[rows].clone(), contexts.slots_2SKH, tables_RW, lengths_R, block_size, out_RNH))
 
 
 def prefill_error(heads: Heads, chunks: Sequence[tuple[int, int]], block_size: int, dtype: torch.dtype) -> float:
