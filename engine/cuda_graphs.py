@@ -29,8 +29,8 @@ from engine.operators.triton_step import TritonStep
 from engine.ranks.tensor_parallel import ALONE
 from protocol.sampling import SamplingParams
 
-GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128)
-"""Rows that graphs are captured for; steps of more single tokens are launched one by one."""
+GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+"""Rows of steps of single tokens that graphs may be captured for. Steps of more are launched kernel by kernel."""
 _NO_TILES = np.zeros((0, 4), dtype=np.int64)
 
 Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
@@ -53,13 +53,14 @@ class GraphedDecoder:
         weights: DecoderWeights,
         pool: KVPool,
         capture: Capture,
-        graph_rows: Sequence[int] = GRAPH_ROWS,
+        rows: Sequence[int],
     ) -> None:
+        """Capture graphs for steps of these numbers of rows."""
         self._pool = pool
         self._eager = Decoder(facts, weights, step_factory(facts, None), ALONE)
-        self._rows = sorted(graph_rows)
+        self._rows = sorted(rows)
         width = min(ceil_div(facts.max_model_len, pool.block_size), pool.num_blocks)
-        graphs = [_graph(facts, weights, pool, rows, width, capture) for rows in reversed(self._rows)]
+        graphs = [_graph(facts, weights, pool, count, width, capture) for count in reversed(self._rows)]
         self._graphs = graphs[::-1]
 
     def forward(self, batch: ForwardBatch, on_layer: Callable[[int], None] | None) -> Tensor | None:
@@ -72,6 +73,12 @@ class GraphedDecoder:
         graph.batch.fill(batch, _NO_TILES)
         graph.replay()
         return graph.logits_SV[:rows]
+
+
+def graph_rows(max_rows: int) -> Sequence[int]:
+    """Return the rows of `GRAPH_ROWS` up to the first that hold `max_rows`, or all of them."""
+    holding = next((i for i, rows in enumerate(GRAPH_ROWS) if rows >= max_rows), len(GRAPH_ROWS) - 1)
+    return GRAPH_ROWS[: holding + 1]
 
 
 def _graph(facts: ModelFacts, weights: DecoderWeights, pool: KVPool, rows: int, width: int, capture: Capture) -> _Graph:
@@ -94,10 +101,10 @@ def _graph(facts: ModelFacts, weights: DecoderWeights, pool: KVPool, rows: int, 
 def cuda_capture() -> Capture:
     """Capture into CUDA graphs that share one pool of memory."""
     memory = torch.cuda.graph_pool_handle()
+    before = torch.cuda.Stream()  # one for all: libraries keep memory for each stream that they have seen
 
     def capture(compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         # Kernels are compiled and libraries set up outside of the capture, which allows neither.
-        before = torch.cuda.Stream()
         before.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(before):
             compute()

@@ -20,6 +20,8 @@ from configs.sharding import check_tensor_parallel_size, rank_facts
 from engine.arithmetic import arithmetic_name
 from engine.batch import Chunk, ForwardBatch, SampledToken
 from engine.batch_invariance import what_varies
+from engine.gpu_memory import memory_now, peak_bytes, pool_bytes
+from engine.gpu_trial import SOME_STEP, LargestStep, trial_steps
 from engine.memory.kv_pool import LAYOUT_VERSION, KVPool, token_bytes
 from engine.memory.populator import Populator
 from engine.models.decoder import Decoder, DecoderWeights
@@ -30,6 +32,7 @@ from engine.native.library import NativeLibrary
 from engine.operators import step_factory
 from engine.profiling.key import profile_key
 from engine.ranks.tensor_parallel import ALONE, TensorParallel
+from engine.run_ahead import RunAhead
 from engine.sampler import SampleRequest, sample
 from protocol.errors import ConfigError
 from protocol.messages import KvLayout
@@ -51,8 +54,16 @@ class ModelRunner:
     """One rank's model with its KV pool. `facts` and `layout` are those of the whole model."""
 
     def __init__(
-        self, facts: ModelFacts, forward: Forward, sample: Sample, pool: KVPool, dtype_name: str, arithmetic: str
+        self,
+        facts: ModelFacts,
+        forward: Forward,
+        sample: Sample,
+        pool: KVPool,
+        dtype_name: str,
+        arithmetic: str,
+        run_ahead: RunAhead | None = None,
     ) -> None:
+        """`run_ahead` is told of steps that nothing is sampled in, where `forward` does not wait for the device."""
         self.facts = facts
         self.pool = pool
         self.dtype_name = dtype_name
@@ -60,6 +71,7 @@ class ModelRunner:
         """Its name (`engine.arithmetic`): what this rank computes has the bits of any other rank of this name."""
         self._forward = forward
         self._sample = sample
+        self._run_ahead = run_ahead
         self.populator = Populator(pool) if pool.data.device.type == "cpu" else None
 
     @classmethod
@@ -77,6 +89,7 @@ class ModelRunner:
         ranks: TensorParallel = ALONE,
         device: DeviceName = "cpu",
         gpu_memory_utilization: float = 0.9,
+        largest_step: LargestStep = SOME_STEP,
     ) -> ModelRunner:
         """Read the weights and set aside the pool, for as many threads as torch has. Raises ConfigError for what can't work.
 
@@ -85,8 +98,9 @@ class ModelRunner:
         `ranks` this one reads its share of the weights, and its pool has as many tokens, of its own KV heads. `kept_kv_tokens`
         as in `KVPool.for_model`.
 
-        On `cuda`, the current GPU, weights and pool lie in its memory, of which the two take `gpu_memory_utilization`: the pool
-        has at least `num_kv_tokens`, and as many more as that allows. `auto` is cuda where there is a GPU.
+        On `cuda`, the current GPU, weights and pool lie in its memory, of which this worker takes `gpu_memory_utilization`,
+        what its `largest_step` takes included: the pool has at least `num_kv_tokens`, and as many more as that allows. `auto`
+        is cuda where there is a GPU.
         """
         _check_sizes(facts)
         if device == "auto":
@@ -102,7 +116,9 @@ class ModelRunner:
             format_ = WeightFormat(torch_dtype, quantization, library, torch_device)
             weights = load_weights(facts, format_, ranks.rank, ranks.size, shared=shared_weights)
         if device == "cuda":
-            num_kv_tokens = max(num_kv_tokens, _tokens_that_fit(facts, torch_dtype, gpu_memory_utilization))
+            step_bytes = cls._try_on_gpu(facts, weights, block_size, torch_dtype, largest_step)
+            left = pool_bytes(memory_now(), gpu_memory_utilization, step_bytes)
+            num_kv_tokens = max(num_kv_tokens, left // token_bytes(facts, torch_dtype))
         pool = KVPool.for_model(
             own,
             num_kv_tokens,
@@ -113,7 +129,7 @@ class ModelRunner:
             device=torch_device,
         )
         if device == "cuda":
-            return cls.on_gpu(facts, weights, pool, dtype_name, quantization)
+            return cls.on_gpu(facts, weights, pool, dtype_name, quantization, largest_step.rows)
         begin_step = step_factory(own, library)
         with torch.inference_mode():
             variation = what_varies(own, weights, begin_step, torch_dtype, block_size)
@@ -126,21 +142,44 @@ class ModelRunner:
 
     @classmethod
     def on_gpu(
-        cls, facts: ModelFacts, weights: DecoderWeights, pool: KVPool, dtype_name: str, quantization: Quantization = "none"
+        cls,
+        facts: ModelFacts,
+        weights: DecoderWeights,
+        pool: KVPool,
+        dtype_name: str,
+        quantization: Quantization = "none",
+        max_rows: int = 128,
     ) -> ModelRunner:
-        """With weights and a pool in a GPU's memory; captures the graphs of decode steps.
+        """With weights and a pool in a GPU's memory; captures the graphs of decode steps of up to `max_rows` streams.
 
         `quantization` is how the weights came about. They are not quantized any more.
         """
         # Triton exists for Linux alone, and machines without a GPU need not wait for its import.
-        from engine.cuda_graphs import GraphedDecoder, cuda_capture
+        from engine.cuda_graphs import GraphedDecoder, cuda_capture, graph_rows
         from engine.device_sampler import sample_on_device
 
         with torch.inference_mode():
-            decoder = GraphedDecoder(facts, weights, pool, cuda_capture())
-        # No self-test: into how many parts a context is cut depends on the number of rows (docs/gpu.md).
+            decoder = GraphedDecoder(facts, weights, pool, cuda_capture(), graph_rows(max_rows))
+        # No self-test: cuBLAS computes a row by other kernels among other numbers of rows (docs/gpu.md).
         arithmetic = arithmetic_name("triton", dtype_name, quantization, num_ranks=1, varies=True)
-        return cls(facts, decoder.forward, sample_on_device, pool, dtype_name, arithmetic)
+        ahead = RunAhead(torch.cuda.default_stream(pool.data.device).record_event)
+        return cls(facts, decoder.forward, sample_on_device, pool, dtype_name, arithmetic, ahead)
+
+    @classmethod
+    def _try_on_gpu(
+        cls, facts: ModelFacts, weights: DecoderWeights, block_size: int, dtype: torch.dtype, largest: LargestStep
+    ) -> int:
+        """Compile all that steps launch, by computing the largest ones. Returns the bytes that they take beside the pool."""
+        from engine.device_sampler import sample_on_device
+
+        steps, num_tokens = trial_steps(largest, facts.max_model_len, block_size)
+        pool = KVPool.for_model(facts, num_tokens, block_size, dtype, device=torch.device("cuda"))
+        decoder = Decoder(facts, weights, step_factory(facts, None), ALONE)
+        runner = cls(
+            facts, lambda batch, on_layer: decoder.forward(batch, pool, on_layer), sample_on_device, pool, str(dtype), "trial"
+        )
+        runner.execute(steps[0])  # compiles, and has libraries take what they keep
+        return sum(peak_bytes(lambda step=step: runner.execute(step)) for step in steps)  # type: ignore[misc]
 
     def layout(self) -> KvLayout:
         """What another worker's KV must look like to fit into this one's pool."""
@@ -178,6 +217,8 @@ class ModelRunner:
                 requests = [_request(chunks[i]) for i in sampled]
                 for i, token in zip(sampled, self._sample(logits_SV, requests), strict=True):
                     results[i] = token
+            elif self._run_ahead is not None:
+                self._run_ahead.launched()
         return results
 
 
@@ -225,12 +266,6 @@ def _request(chunk: Chunk) -> SampleRequest:
     assert chunk.sampling is not None, "only chunks that sample have logits"
     allowed_V = None if chunk.constraint is None else chunk.constraint.allowed(chunk.sampling, chunk.num_generated)
     return SampleRequest(chunk.sampling, chunk.end, chunk.num_generated, chunk.history, allowed_V)
-
-
-def _tokens_that_fit(facts: ModelFacts, dtype: torch.dtype, utilization: float) -> int:
-    """Into what the weights have left of this share of the current GPU's memory."""
-    free, total = torch.cuda.mem_get_info()
-    return max(0, int(free - (1 - utilization) * total)) // token_bytes(facts, dtype)
 
 
 def _check_gpu(facts: ModelFacts, ranks: TensorParallel) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from configs.models import resolve_for
 from configs.schema import ClusterConfig, PoolConfig
+from engine.gpu_trial import LargestStep
 from engine.model_runner import ModelRunner
 from engine.ranks.follower import Follower, Share
 from engine.ranks.tensor_parallel import TensorParallel
@@ -36,6 +37,7 @@ def load_share(config: ClusterConfig, pool: PoolConfig, ranks: TensorParallel) -
         facts,
         device=config.device,
         gpu_memory_utilization=config.gpu_memory_utilization,
+        largest_step=LargestStep(max(config.prefill.batch_tokens, config.chunk_tokens), config.decode.max_batch_size),
         dtype=config.dtype,
         quantization=config.quantization,
         block_size=config.block_size,

@@ -23,6 +23,8 @@ from engine.kernels.triton.online_softmax import HEAD_DIMS, MIN_DOT, TileConfig,
 MAX_PARTS = 64
 """Of one context. Where parts of `_PART` tokens would be more, they are twice as long, or four times."""
 _PART = 512
+_PLANNED = 128
+"""Rows that the first kernel looks at at once."""
 _JOINED = 16
 """Parts that the last kernel takes at once."""
 _PROGRAMS = 6 * 132
@@ -50,19 +52,22 @@ def _plan_kernel(
     PART: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> None:
-    """One row's parts, each as row * PARTS + part, behind those of the rows before it. The first row's program counts all."""
-    row, other_R = tl.program_id(0), tl.arange(0, ROWS)
-    lengths = tl.load(lengths_R + other_R, mask=other_R < num_rows, other=0)
-    tokens = tl.full((ROWS,), PART, tl.int32)
-    while tl.max(lengths - tokens * PARTS, axis=0) > 0:
-        tokens = tl.where(tokens * PARTS < lengths, 2 * tokens, tokens)
-    counts_R = tl.cdiv(lengths, tokens)
-    first = 1 + tl.sum(tl.where(other_R < row, counts_R, 0), axis=0)
-    count = tl.sum(tl.where(other_R == row, counts_R, 0), axis=0)
+    """One row's parts, each as row * PARTS + part, behind those of the rows before it. The last row's program counts all."""
+    row = tl.program_id(0)
+    first = tl.full((), 1, tl.int32)
+    for begin in range(0, row, ROWS):
+        before_R = begin + tl.arange(0, ROWS)
+        lengths_before_R = tl.load(lengths_R + before_R, mask=before_R < row, other=0)
+        tokens_R = tl.full((ROWS,), PART, tl.int32)
+        while tl.max(lengths_before_R - tokens_R * PARTS, axis=0) > 0:
+            tokens_R = tl.where(tokens_R * PARTS < lengths_before_R, 2 * tokens_R, tokens_R)
+        first += tl.sum(tl.cdiv(lengths_before_R, tokens_R), axis=0)
+    length = tl.load(lengths_R + row)
+    count = tl.cdiv(length, part_tokens(length, PART, PARTS))
     part_Z = tl.arange(0, PARTS)
     tl.store(parts_I + first + part_Z, row * PARTS + part_Z, mask=part_Z < count)
-    if row == 0:
-        tl.store(parts_I, tl.sum(counts_R, axis=0))
+    if row == num_rows - 1:
+        tl.store(parts_I, first + count - 1)
 
 
 @triton.jit(do_not_specialize=["table_width"])
@@ -182,7 +187,7 @@ class DecodeAttention:
     def plan(self, lengths_R: Tensor) -> Launch:
         """Find the parts of contexts of these lengths (int32), before the first layer of a step."""
         num_rows = len(lengths_R)
-        constants = {"ROWS": power_of_two(num_rows), "PART": _PART, "PARTS": MAX_PARTS}
+        constants = {"ROWS": _PLANNED, "PART": _PART, "PARTS": MAX_PARTS}
         return Launch(_plan_kernel, (num_rows,), (lengths_R, self._parts_I, num_rows), constants, num_warps=2)
 
     def launches(

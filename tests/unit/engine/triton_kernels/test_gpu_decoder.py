@@ -54,7 +54,7 @@ def test_steps_go_to_the_smallest_graph_that_holds_them(small_model: Callable[[s
         first, second = (KVPool.for_model(facts, 512, 8, torch.float32) for _ in range(2))
         first.data.zero_()
         second.data.zero_()
-        graphed = GraphedDecoder(facts, weights, first, recorder, graph_rows=(2, 1))
+        graphed = GraphedDecoder(facts, weights, first, recorder, rows=(2, 1))
         plain = Decoder(facts, weights, step_factory(facts, None), ALONE)
         assert not first.data.any(), "capturing writes nothing"
         steps = [

@@ -1,0 +1,42 @@
+"""The steps that a GPU worker computes before it is ready, for nobody: they compile all that serving launches.
+
+A kernel is compiled for the constants of its launch and for what its arguments are aligned to, both of which depend on the
+model and not on the batch. So a prompt beside single tokens, all sampled from, launches everything that later steps do; the
+compiler takes seconds, for which no request waits then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from configs.arithmetic import ceil_div
+from engine.batch import Chunk
+from protocol.sampling import SamplingParams
+
+_SAMPLING = SamplingParams(seed=0, max_tokens=2, temperature=1.0, top_k=5, top_p=0.9, min_p=0.01)
+
+
+@dataclass(frozen=True)
+class LargestStep:
+    """The most that a step computes."""
+
+    prompt_tokens: int = 2048
+    """Of prompts."""
+    rows: int = 128
+    """Streams of which it computes a token each."""
+
+
+SOME_STEP = LargestStep()
+"""For a model that is loaded by itself."""
+
+
+def trial_steps(step: LargestStep, max_model_len: int, block_size: int) -> tuple[list[list[Chunk]], int]:
+    """Return a step of a prompt beside all rows, and one of the rows alone; and the tokens of a pool that holds them.
+
+    Nothing of what they compute is used. The prompt is cut where the model's context ends.
+    """
+    prompt = max(2, min(step.prompt_tokens, max_model_len))
+    prompt_blocks = ceil_div(prompt, block_size)
+    singles = [Chunk((1,), 0, (prompt_blocks + row,), _SAMPLING, 1) for row in range(step.rows)]
+    longer = Chunk(tuple([1] * prompt), 0, range(prompt_blocks), _SAMPLING, 0)
+    return [[longer, *singles], singles], (prompt_blocks + step.rows) * block_size
