@@ -122,7 +122,10 @@ class PoolConfig(_Section):
     memory; on a GPU, whose pool is allocated as a whole, it is all of the pool.
     """
     resources: dict[str, Annotated[float, Field(gt=0)]] = {}
-    """What Ray sets aside for one worker, such as {GPU: 1, tandem_decode: 1}."""
+    """What Ray sets aside for each rank of a worker, such as {GPU: 1, tandem_decode: 1}.
+
+    Where no role names GPU, workers share the GPUs that there are (`cluster.gpu_shares`).
+    """
 
 
 class PrefillConfig(PoolConfig):
@@ -242,9 +245,9 @@ class ClusterConfig(_Section):
     paced_profile: ProfileName = DEFAULT_PROFILE
     """The profile of paced workers (`configs.paced.profile`): `h200-8b`, or a file, which has to be there on every node."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """What workers compute on. auto: a GPU where Ray has given the worker one, else the processor."""
+    """What workers compute on. auto: GPUs where there are any, else the processor."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """The share of a GPU's memory that weights and KV pool take; the rest is for activations and graphs."""
+    """The part of its share of a GPU's memory that a worker uses; its share is what it reserves of the GPU."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The type of weights and activations. float16 is for GPUs.
 
@@ -285,6 +288,14 @@ class ClusterConfig(_Section):
     def has_workers(self, role: RoleName) -> bool:
         """Whether a role ever has workers."""
         return role in self.autoscale.sizes or bool((self.prefill if role == "prefill" else self.decode).workers)
+
+    def device_of(self, pool: PoolConfig) -> Literal["auto", "cpu", "cuda"]:
+        """What a worker of this pool may compute on. `auto` is the processor for a worker that reserves no GPU."""
+        return "cpu" if self.device == "auto" and not pool.resources.get("GPU") else self.device
+
+    def gpu_memory_share(self, pool: PoolConfig) -> float:
+        """The part of a GPU's memory that a worker of this pool uses: of all of it where the worker reserves no part."""
+        return self.gpu_memory_utilization * min(1.0, pool.resources.get("GPU", 1.0))
 
     @property
     def unlike(self) -> str | None:

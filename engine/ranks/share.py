@@ -34,8 +34,9 @@ def load_share(config: ClusterConfig, pool: PoolConfig, ranks: TensorParallel) -
         )
     return ModelRunner.load(
         facts,
-        device=config.device,
-        gpu_memory_utilization=config.gpu_memory_utilization,
+        # Ray hides no GPU from a worker that reserves none.
+        device=config.device_of(pool),
+        gpu_memory_utilization=config.gpu_memory_share(pool),
         dtype=config.dtype,
         quantization=config.quantization,
         block_size=config.block_size,
