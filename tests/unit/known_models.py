@@ -36,6 +36,7 @@ KNOWN = {
         _qwen3("Qwen/Qwen3-0.6B", layers=28, hidden=1024, inner=3072, heads=16, tied=True),
         _qwen3("Qwen/Qwen3-1.7B", layers=28, hidden=2048, inner=6144, heads=16, tied=True),
         _qwen3("Qwen/Qwen3-8B", layers=36, hidden=4096, inner=12_288, heads=32, tied=False),
+        _qwen3("Qwen/Qwen3-14B", layers=40, hidden=5120, inner=17_408, heads=40, tied=False),
         _qwen3("Qwen/Qwen3-32B", layers=64, hidden=5120, inner=25_600, heads=64, tied=False),
     )
 }
