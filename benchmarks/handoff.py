@@ -38,7 +38,7 @@ from engine.ranks.gang import Gang
 from kv_transfer.choice import receiving_transports, sending_transports
 from kv_transfer.fingerprints.pushes import push_fingerprints
 from kv_transfer.plan import Piece, cut, layer_groups, slot_runs
-from kv_transfer.pool_view import Slots, view_of
+from kv_transfer.pool_view import CpuPoolView, Slots
 from kv_transfer.transport import ReceiveChannel
 from prefill_workers.worker import PrefillWorker
 from protocol.calls import CallClient
@@ -212,7 +212,7 @@ def transport_alone(name: str, rounds: int) -> dict[str, Any]:
     wanted, encrypt = TRANSPORTS[name]
     sending = sending_transports(wanted, HOST, source.data, source.memory_fd, encrypt=encrypt)[0]
     receiving = receiving_transports(wanted, HOST, destination.data.device, encrypt=encrypt)[0]
-    from_view, to_view = view_of(source.layers()), view_of(destination.layers())
+    from_view, to_view = CpuPoolView(source.layers()), CpuPoolView(destination.layers())
     times: dict[str, list[float]] = {"transfer_ms": [], "memcpy_ms": []}
     with ThreadPoolExecutor(1) as decode:
         channels: list[Future[ReceiveChannel]] = []
@@ -249,7 +249,7 @@ def transport_alone(name: str, rounds: int) -> dict[str, Any]:
 def fingerprints_ms(rounds: int) -> list[float]:
     """CPU time of one side's fingerprints of a prompt."""
     source = _pool()
-    view = view_of(source.layers())
+    view = CpuPoolView(source.layers())
     groups = layer_groups(len(view.layers), PROMPT_TOKENS * view.layer_bytes)
 
     def work() -> None:

@@ -23,6 +23,7 @@ from typing import Any, cast
 import httpx
 import redis
 
+from cluster.gpu_shares import with_gpu_shares
 from cluster.memory import role_memory
 from cluster.open_requests import RETIRE_ANSWER_S
 from cluster.ray.front import HEAD_RESOURCES, at_head, check_certificate, check_listener, front_token, prepare
@@ -133,8 +134,8 @@ def running_cluster(config: ClusterConfig, facts: ModelFacts, address: str | Non
 
     `facts` are the model's, which has been checked.
 
-    `address` is a Ray cluster to join; None starts a Ray instance of our own. Raises ConfigError for whatever the operator
-    can mend, UnavailableError when the cluster does not get ready in time.
+    `address` is a Ray cluster to join, whose GPUs workers share; None starts a Ray instance of our own. Raises ConfigError for
+    whatever the operator can mend, UnavailableError when the cluster does not get ready in time.
     """
     if address is None:
         report("Ray")
@@ -146,8 +147,12 @@ def running_cluster(config: ClusterConfig, facts: ModelFacts, address: str | Non
                 remove_left_in_time()
     else:
         report(f"Ray cluster at {address}")
-        with joined_ray(address), _pools_and_http(config, facts, _JOINED, report) as cluster:
-            yield cluster
+        with joined_ray(address):
+            from cluster.ray.actors import node_resources
+
+            sharing = with_gpu_shares(config, node_resources())
+            with _pools_and_http(sharing, facts, _JOINED, report) as cluster:
+                yield cluster
 
 
 @contextmanager

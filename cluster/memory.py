@@ -6,7 +6,7 @@
     memory tier  what all workers of a node share (`kv_offloading.memory_gib`)
 
 A pool's memory is touched only when tokens need it, and then stays: what is enough at the start may not be a day later. On GPUs
-pool and weights lie in the GPU's own memory, and Ray's resources say how many workers there are to one.
+pool and weights lie in the GPU's own memory, and Ray's resources say how many workers there are to one (`cluster.gpu_shares`).
 """
 
 from __future__ import annotations
@@ -60,11 +60,9 @@ class WorkerMemory:
 def computes_on_processor(config: ClusterConfig, pool: PoolConfig) -> bool:
     """Tell whether workers of this pool compute on processors.
 
-    Paced ones do not compute. `auto` is a GPU where a worker reserves one.
+    Paced ones do not compute.
     """
-    if config.engine == "paced":
-        return False
-    return config.device == "cpu" or (config.device == "auto" and not pool.resources.get("GPU"))
+    return config.engine != "paced" and config.device_of(pool) == "cpu"
 
 
 def worker_memory(config: ClusterConfig, pool: PoolConfig, facts: ModelFacts) -> WorkerMemory:

@@ -122,7 +122,15 @@ class PoolConfig(_Section):
     memory; on a GPU, whose pool is allocated as a whole, it is all of the pool.
     """
     resources: dict[str, Annotated[float, Field(gt=0)]] = {}
-    """What Ray sets aside for one worker, such as {GPU: 1, tandem_decode: 1}."""
+    """What Ray sets aside for each rank of a worker, such as {GPU: 1, tandem_decode: 1}.
+
+    Where no role names GPU, workers share the GPUs that there are (`cluster.gpu_shares`).
+    """
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether a worker has a GPU, or a share of one."""
+        return bool(self.resources.get("GPU"))
 
 
 class PrefillConfig(PoolConfig):
@@ -140,16 +148,18 @@ class PrefillConfig(PoolConfig):
 
     @property
     def batch_tokens(self) -> int:
-        """Most tokens of one prompt in a step: what is configured, else 256.
+        """Most tokens of one prompt in a step: what is configured, else 256, or 4,096 on a GPU.
 
-        `tandem serve` configures what was measured on the machine, where nobody has chosen (`cluster.measured`).
+        On processors `tandem serve` configures what was measured on the machine, where nobody has chosen (`cluster.measured`).
         """
-        return self.max_batch_tokens or 256
+        return self.max_batch_tokens or (4096 if self.on_gpu else 256)
 
     @property
     def shared_tokens(self) -> int:
-        """Most tokens of a step that several prompts share: what is configured, else 64, and at most `batch_tokens`."""
-        return min(self.saturation_tokens or 64, self.batch_tokens)
+        """Most tokens of a step that several prompts share: what is configured, else 64, or 2,048 on a GPU; at most
+        `batch_tokens`.
+        """
+        return min(self.saturation_tokens or (2048 if self.on_gpu else 64), self.batch_tokens)
 
 
 class DecodeConfig(PoolConfig):
@@ -242,9 +252,9 @@ class ClusterConfig(_Section):
     paced_profile: ProfileName = DEFAULT_PROFILE
     """The profile of paced workers (`configs.paced.profile`): `h200-8b`, or a file, which has to be there on every node."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """What workers compute on. auto: a GPU where Ray has given the worker one, else the processor."""
+    """What workers compute on. auto: GPUs where there are any, else the processor."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """The share of a GPU's memory that weights and KV pool take; the rest is for activations and graphs."""
+    """The part of its share of a GPU's memory that a worker uses; its share is what it reserves of the GPU."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The type of weights and activations. float16 is for GPUs.
 
@@ -286,6 +296,14 @@ class ClusterConfig(_Section):
         """Whether a role ever has workers."""
         return role in self.autoscale.sizes or bool((self.prefill if role == "prefill" else self.decode).workers)
 
+    def device_of(self, pool: PoolConfig) -> Literal["auto", "cpu", "cuda"]:
+        """What a worker of this pool may compute on. `auto` is the processor for a worker that reserves no GPU."""
+        return "cpu" if self.device == "auto" and not pool.on_gpu else self.device
+
+    def gpu_memory_share(self, pool: PoolConfig) -> float:
+        """The part of a GPU's memory that a worker of this pool uses: of all of it where the worker reserves no part."""
+        return self.gpu_memory_utilization * min(1.0, pool.resources.get("GPU", 1.0))
+
     @property
     def unlike(self) -> str | None:
         """The first key in which workers of the two roles differ, so that none can change its role; None if they are alike."""
@@ -293,9 +311,11 @@ class ClusterConfig(_Section):
 
     @property
     def chunk_tokens(self) -> int:
-        """Most prompt tokens in a step of a decode worker: what is configured, else 64, or 128 in a colocated cluster.
+        """Most prompt tokens in a step of a decode worker: what is configured, else 512 on a GPU, 128 in a colocated cluster on
+        processors, whose workers have all the cores, and else 64.
 
-        Workers of a colocated cluster have all the cores. `tandem serve` configures what was measured on the machine, where
-        nobody has chosen (`cluster.measured`).
+        On processors `tandem serve` configures what was measured on the machine, where nobody has chosen (`cluster.measured`).
         """
+        if self.decode.max_chunk_tokens is None and self.decode.on_gpu:
+            return 512
         return self.decode.max_chunk_tokens or (128 if self.disaggregation == "never" else 64)

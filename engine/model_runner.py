@@ -20,6 +20,7 @@ from configs.sharding import check_tensor_parallel_size, rank_facts
 from engine.arithmetic import arithmetic_name
 from engine.batch import Chunk, ForwardBatch, SampledToken
 from engine.batch_invariance import what_varies
+from engine.gpu_checks import check_gpu, current_gpu
 from engine.gpu_memory import memory_now, peak_bytes, pool_bytes
 from engine.gpu_trial import SOME_STEP, LargestStep, trial_steps
 from engine.memory.kv_pool import LAYOUT_VERSION, KVPool, token_bytes
@@ -111,6 +112,8 @@ class ModelRunner:
         own = rank_facts(facts, ranks.size)
         dtype_name = resolve_dtype(dtype, device)
         torch_dtype, torch_device = DTYPES[dtype_name], torch.device(device)
+        if device == "cuda":
+            check_gpu(current_gpu(), facts, torch_dtype, num_kv_tokens, gpu_memory_utilization)
         library = _native_library(facts, dtype, quantization, ranks.size) if device == "cpu" else None
         with torch.inference_mode():
             format_ = WeightFormat(torch_dtype, quantization, library, torch_device)

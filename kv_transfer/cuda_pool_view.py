@@ -27,9 +27,13 @@ class CudaPoolView(PoolView):
         self._rows = Rows.of(self.layers)
 
     def begin_thread(self) -> None:
-        """Give the calling thread the pool's device and a stream of its own, and compile what hashes this pool."""
+        """Give the calling thread the pool's device and a stream of its own."""
         torch.cuda.set_device(self.device)
         torch.cuda.set_stream(torch.cuda.Stream(self.device))
+
+    def compile(self) -> None:
+        """Hash and copy nothing, from a pool that is alike."""
+        self.copy_in(self.layers, Slots((), self.device).ids_T, range(1), Slots((), self.device))
         none = torch.zeros(self._rows.row_words, dtype=torch.int64, device=self.device)
         hash_rows(self._rows, range(1), none, none, none, none, none[:2].view(2, 1)).run()
 

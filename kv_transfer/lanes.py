@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kv_transfer.fingerprints.pushes import push_fingerprints
 from kv_transfer.plan import Piece, cut, layer_groups, slot_runs
-from kv_transfer.pool_view import PoolView, Slots, view_of
+from kv_transfer.pool_view import CpuPoolView, PoolView, Slots
 from kv_transfer.progress import StepProgress
 from kv_transfer.transport import ReceiveChannel, ReceiveTransport, SendChannel, SendTransport, TransportError
 from protocol.errors import TransportUnavailableError
@@ -98,6 +98,7 @@ class LocalSendRank:
         progress: StepProgress,
         deadline_s: float,
     ) -> None:
+        view_of(layers).compile()
         self._layers = layers
         self._block_size = block_size
         self._transports = {transport.name: transport for transport in transports}
@@ -168,6 +169,15 @@ class LocalReceiveRank:
                 raise
             raise TransportUnavailableError(str(error)) from None
         return _LocalReceiveLane(channel, pool, self._block_size, thread)
+
+
+def view_of(layers: Sequence[Tensor], heads: range | None = None) -> PoolView:
+    """Make the view that fits the memory in which these layers lie. `heads` are those that are looked at."""
+    if layers[0].device.type == "cpu":
+        return CpuPoolView(layers, heads)
+    from kv_transfer.cuda_pool_view import CudaPoolView  # Triton is imported only where there is a GPU
+
+    return CudaPoolView(layers, heads)
 
 
 _Move = TypeVar("_Move", bound=Callable[..., list[bytes]])

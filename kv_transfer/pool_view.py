@@ -47,7 +47,8 @@ class PoolView:
     """Some heads of a KV pool, as a lane reads or writes them.
 
     `layers` are the pool's, each [2 (K, V), S slots, KV heads, head size], contiguous. `heads` are those that are looked at;
-    None means all. This class knows the pool as tensors; `view_of` makes the one that fits the memory in which a pool lies.
+    None means all. This class knows the pool as tensors; `lanes.view_of` makes the one that fits the memory in which a pool
+    lies.
     """
 
     def __init__(self, layers: Sequence[Tensor], heads: range | None = None) -> None:
@@ -69,6 +70,9 @@ class PoolView:
     def layer_bytes(self) -> int:
         """Bytes that the K and V of one token take in one layer."""
         return 2 * self.row_bytes
+
+    def compile(self) -> None:
+        """Compile what lanes of workers that are alike will launch, so that no request waits for it."""
 
     def begin_thread(self) -> None:
         """Prepare the calling thread, which will move this pool's bytes. Called once."""
@@ -118,12 +122,3 @@ class CpuPoolView(PoolView):
         else:
             for rows in self.rows[layer]:
                 yield np.concatenate([rows[each] for each in slots]).data.cast("B")
-
-
-def view_of(layers: Sequence[Tensor], heads: range | None = None) -> PoolView:
-    """Make the view that fits the memory in which these layers lie. `heads` are those that are looked at."""
-    if layers[0].device.type == "cpu":
-        return CpuPoolView(layers, heads)
-    from kv_transfer.cuda_pool_view import CudaPoolView  # Triton is imported only where there is a GPU
-
-    return CudaPoolView(layers, heads)

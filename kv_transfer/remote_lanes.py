@@ -250,13 +250,13 @@ def send_ranks(
     transports: Sequence[SendTransport],
     others: Sequence[Ask],
     deadline_s: float,
-    progress: StepProgress | None = None,
+    progress: StepProgress,
 ) -> list[SendRank]:
     """The sending ranks of one worker: the first rank, whose pool `layers` are, and those of its gang, whom `others` ask.
 
-    Without the `progress` of steps, only what earlier steps have computed can be sent.
+    `progress` tells what the first rank's engine has computed.
     """
-    first = LocalSendRank(layers, block_size, transports, progress or StepProgress(layers[0].device), deadline_s)
+    first = LocalSendRank(layers, block_size, transports, progress, deadline_s)
     return [first, *(RemoteSendRank(ask, first.transports) for ask in others)]
 
 

@@ -32,7 +32,7 @@ from cluster.launcher import Process, Started
 from cluster.memory import WorkerMemory
 from cluster.ray.actors import NAME_PREFIX, PROCESS_PREFIX, NamedActor, find_actors, new_actor, node_resources, take_up_actors
 from cluster.ray.errors import answer
-from cluster.ray.placement import Room, bundle_of, missing, pool_of, threads_per_rank
+from cluster.ray.placement import Room, bundle_of, listed, missing, pool_of, threads_per_rank
 from cluster.ray.worker_process import WorkerProcess
 from configs.schema import ClusterConfig
 from protocol.errors import TandemError, WorkerLostError
@@ -114,8 +114,9 @@ class RayLauncher:
     async def why_not_started(self, role: Role) -> str:
         """Say in words for people what keeps a worker of this role from starting."""
         nodes = await asyncio.to_thread(node_resources)
-        reason = missing(pool_of(self._config, role), nodes)
-        return reason or "its resources are taken, or loading takes longer than limits.worker_start_s"
+        pool = pool_of(self._config, role)
+        taken = f"its resources ({listed(bundle_of(pool))} for each rank) are taken"
+        return missing(pool, nodes) or f"{taken}, or loading takes longer than limits.worker_start_s"
 
     async def close(self) -> None:
         """End the spare process. Call it after the last `create`."""

@@ -22,6 +22,7 @@ _MEMORY = "bytes of memory"
 """Named so that it is none of Ray's resources: Ray's `memory` is only what somebody reserves."""
 _HEAD = "node:__internal_head__"
 _NAMED_NODES = 4
+_SHARES_HOLD = "smaller shares of a GPU need a new start: with more workers, a range in autoscale.sizes, or other resources"
 _TOKEN_CPU = 0.001
 """A placement group needs a bundle that is not empty; a pool that asks for nothing must fit a laptop of any size."""
 
@@ -38,11 +39,11 @@ def bundle_of(pool: PoolConfig) -> dict[str, float]:
 
 def missing(pool: PoolConfig, nodes: Sequence[Resources]) -> str | None:
     """Say why no node could hold a worker of this pool even if it were empty, or None if one could."""
-    need = {name: amount * pool.tensor_parallel_size for name, amount in bundle_of(pool).items()}
+    need = _need(pool)
     if any(_holds(node, need) for node in nodes):
         return None
     best = {name: max((node.get(name, 0.0) for node in nodes), default=0.0) for name in need}
-    return f"a worker needs {_listed(need)} on one node; the most that a node of this cluster has is {_listed(best)}"
+    return f"a worker needs {listed(need)} on one node; the most that a node of this cluster has is {listed(best)}"
 
 
 def unplaceable(config: ClusterConfig, nodes: Sequence[Resources]) -> str | None:
@@ -57,11 +58,11 @@ def unplaceable(config: ClusterConfig, nodes: Sequence[Resources]) -> str | None
             continue
         if (reason := missing(pool, nodes)) is not None:
             return f"{role.value}: {reason}"
-        need = {name: amount * pool.tensor_parallel_size for name, amount in bundle_of(pool).items()}
+        need = _need(pool)
         for index in range(pool.workers):
             node = next((node for node in free if _holds(node, need)), None)
             if node is None:
-                return f"{role.value}: room for {index} of {pool.workers} workers; each needs {_listed(need)} on one node"
+                return f"{role.value}: room for {index} of {pool.workers} workers; each needs {listed(need)} on one node"
             for name, amount in need.items():
                 node[name] -= amount
     return None
@@ -102,12 +103,22 @@ class Room:
                 others = [f"{number} {other.value}" for other, number in wanted.items() if other is not role and number]
                 others += ["the memory tier"] if tier_bytes(self._config) else []
                 beside = f" beside {' and '.join(others)}" if others else ""
-                memory = ", ".join(in_gb(max(0.0, node[_MEMORY])) for node in self._nodes[:_NAMED_NODES])
                 raise InvalidRequestError(
                     f"{role.value}: {wanted[role]} workers do not fit: there is room for at most {most}{beside}; "
-                    f"each takes {self._memory[role]}, and the memory for workers is {memory}",
+                    f"{self._what_is_short(role, {**wanted, role: most + 1})}",
                     param=role.value,
                 )
+
+    def _what_is_short(self, role: Role, wanted: Mapping[Role, int]) -> str:
+        """What keeps so many workers from fitting: the resources that this role's reserve, else memory."""
+        if self._holds_all(wanted, memory=False):
+            memory = ", ".join(in_gb(max(0.0, node[_MEMORY])) for node in self._nodes[:_NAMED_NODES])
+            return f"each takes {self._memory[role]}, and the memory for workers is {memory}"
+        pool = pool_of(self._config, role)
+        need = _need(pool)
+        nodes = ", ".join(listed({name: node.get(name, 0.0) for name in need}) for node in self._nodes[:_NAMED_NODES])
+        hint = f"; {_SHARES_HOLD}" if 0 < pool.resources.get("GPU", 0.0) <= 1 else ""
+        return f"each reserves {listed(need)} on one node, and the nodes have {nodes}{hint}"
 
     def _most(self, role: Role, wanted: Mapping[Role, int]) -> int:
         """The largest number of workers of this role that the nodes hold beside the others."""
@@ -120,15 +131,16 @@ class Room:
                 most = middle - 1
         return least
 
-    def _holds_all(self, wanted: Mapping[Role, int]) -> bool:
-        """Whether the nodes hold so many workers, placed by first fit."""
+    def _holds_all(self, wanted: Mapping[Role, int], *, memory: bool = True) -> bool:
+        """Whether the nodes hold so many workers, placed by first fit. Without `memory`, they may take any amount of it."""
         free = [dict(node) for node in self._nodes]
         for role, number in wanted.items():
             pool = pool_of(self._config, role)
             if pool.resources and self._may_grow:
                 continue
-            need = {name: amount * pool.tensor_parallel_size for name, amount in bundle_of(pool).items()}
-            need[_MEMORY] = self._memory[role].total
+            need = _need(pool)
+            if memory:
+                need[_MEMORY] = self._memory[role].total
             for _ in range(number):
                 node = next((node for node in free if _holds(node, need)), None)
                 if node is None:
@@ -145,10 +157,16 @@ def _memory_of(node: Resources) -> float:
     return node.get("memory", 0.0) + node.get("object_store_memory", 0.0)
 
 
+def _need(pool: PoolConfig) -> dict[str, float]:
+    """What all ranks of a worker reserve together."""
+    return {name: amount * pool.tensor_parallel_size for name, amount in bundle_of(pool).items()}
+
+
 def _holds(node: Resources, need: Resources) -> bool:
     # Ray counts resources in units of 0.0001; the slack keeps sums of floats from deciding.
     return all(node.get(name, 0.0) + 1e-9 >= amount for name, amount in need.items())
 
 
-def _listed(resources: Resources) -> str:
+def listed(resources: Resources) -> str:
+    """Return resources in words for people: `{GPU: 0.5, tandem_decode: 1}`."""
     return "{" + ", ".join(f"{name}: {amount:g}" for name, amount in resources.items()) + "}"

@@ -22,7 +22,7 @@ from typing import Any
 
 import cluster
 from cluster.ray.leftovers import SCRATCH_PREFIX, TEMPORARY, claim, remove_leftovers
-from configs.machine import usable_cores
+from configs.machine import num_gpus, usable_cores
 from protocol.errors import ConfigError
 
 _OBJECT_STORE_BYTES = 128 * 1024 * 1024
@@ -111,6 +111,7 @@ def local_ray() -> Iterator[None]:
                 context: Any = ray.init(
                     address="local",
                     num_cpus=usable_cores(),
+                    num_gpus=num_gpus(),
                     namespace="tandem",
                     include_dashboard=False,
                     log_to_driver=False,

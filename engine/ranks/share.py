@@ -35,8 +35,9 @@ def load_share(config: ClusterConfig, pool: PoolConfig, ranks: TensorParallel) -
         )
     return ModelRunner.load(
         facts,
-        device=config.device,
-        gpu_memory_utilization=config.gpu_memory_utilization,
+        # Ray hides no GPU from a worker that reserves none.
+        device=config.device_of(pool),
+        gpu_memory_utilization=config.gpu_memory_share(pool),
         largest_step=LargestStep(max(config.prefill.batch_tokens, config.chunk_tokens), config.decode.max_batch_size),
         dtype=config.dtype,
         quantization=config.quantization,

@@ -23,9 +23,9 @@ from configs.schema import TransportName
 from kv_transfer.choice import receiving_transports, sending_transports
 from kv_transfer.fingerprints.device import MultilinearFingerprints
 from kv_transfer.fingerprints.pushes import DIGEST_BYTES
-from kv_transfer.lanes import LocalReceiveRank, LocalSendRank, SendLane
+from kv_transfer.lanes import LocalReceiveRank, LocalSendRank, SendLane, view_of
 from kv_transfer.plan import cut
-from kv_transfer.pool_view import PoolView, view_of
+from kv_transfer.pool_view import PoolView
 from kv_transfer.progress import StepProgress
 from kv_transfer.transport import TransportError
 from kv_transfer.transports.nccl_library import find_nccl

@@ -11,6 +11,7 @@ from contextlib import redirect_stdout, suppress
 from rich.console import Console
 
 from cluster.commands.lib.interrupts import Interrupts, Phase
+from cluster.gpu_shares import why_left_alone, with_gpus_here
 from cluster.launch import (
     RunningCluster,
     check_autoscale,
@@ -44,6 +45,8 @@ def serve_until_interrupted(config: ClusterConfig, address: str | None) -> None:
         check_keys(config)
         check_telemetry(config)
         check_autoscale(config)
+        if address is None:
+            config = _with_gpus(config, console)
         facts = check_model(config)
         config = _with_fitting_pools(config, facts, address, console)
         if address is None:
@@ -83,6 +86,16 @@ def retire(cluster: RunningCluster, shutdown_s: float, console: Console) -> None
         return
     if num_cut:
         console.print(f"requests that are cut off: {num_cut}")
+
+
+def _with_gpus(config: ClusterConfig, console: Console) -> ClusterConfig:
+    """The configuration with shares of this machine's GPUs, if there are any and nobody has shared them out."""
+    sharing = with_gpus_here(config)
+    if sharing is not config:
+        console.print(f"each worker gets {sharing.decode.resources['GPU']:g} of a GPU")
+    elif (reason := why_left_alone(config)) is not None:
+        console.print(f"workers compute on the processor, not on a GPU: {reason}")
+    return sharing
 
 
 def _with_fitting_pools(config: ClusterConfig, facts: ModelFacts, address: str | None, console: Console) -> ClusterConfig:

@@ -41,6 +41,12 @@ def test_the_cluster_configuration_fits_on_the_nodes_that_are_always_there(launc
     assert config.decode.resources.keys() == {"GPU", "tandem_decode"}
 
 
+def test_each_role_has_instances_of_its_own(launched: dict[str, Any]) -> None:
+    types = launched["available_node_types"]
+    instances = {types[f"tandem.{role}"]["node_config"]["InstanceType"] for role in ("head", "prefill", "decode")}
+    assert len(instances) == 3
+
+
 def test_nodes_ask_for_the_token_and_keep_to_themselves(launched: dict[str, Any]) -> None:
     setup = "\n".join(launched["setup_commands"])
     for line in ("RAY_AUTH_MODE=token", "RAY_USAGE_STATS_ENABLED=0", "RAY_SERVE_ENABLE_HA_PROXY=1", "tandem-haproxy"):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.machine import cpu_quota, num_cores, usable_cores
+from configs.machine import cpu_quota, num_cores, num_gpus, usable_cores
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -65,3 +65,34 @@ def test_the_tightest_quota_counts(tmp_path: Path, files: dict[str, str], quota:
 
 def test_this_machine_has_a_core() -> None:
     assert 1 <= usable_cores() <= (os.cpu_count() or 1)
+
+
+DRIVER = {"proc/driver/nvidia/gpus/0000:17:00.0/information": "", "proc/driver/nvidia/gpus/0000:65:00.0/information": ""}
+DEVICES = {"dev/nvidia0": "", "dev/nvidia1": "", "dev/nvidiactl": "", "dev/nvidia-uvm": "", "dev/null": ""}
+
+
+@pytest.mark.parametrize("files", [DRIVER, DEVICES, DRIVER | DEVICES])
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (None, 2),
+        ("0,1", 2),
+        ("1", 1),
+        ("0, 1, 2, 3", 2),
+        ("GPU-8a3d0c6e", 1),
+        ("MIG-0f2e", 1),
+        ("0,-1,1", 1),
+        ("-1", 0),
+        ("", 0),
+        ("NoDevFiles", 0),
+    ],
+)
+def test_gpus_are_those_of_the_driver_that_are_visible(
+    tmp_path: Path, files: dict[str, str], visible: str | None, expected: int
+) -> None:
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert num_gpus(write(tmp_path, files), environment) == expected
+
+
+def test_a_machine_without_nvidias_driver_has_no_gpus(tmp_path: Path) -> None:
+    assert num_gpus(write(tmp_path, {"dev/null": "", "dev/nvidiactl": ""}), {"CUDA_VISIBLE_DEVICES": "0"}) is None

@@ -12,12 +12,13 @@ from kv_transfer.cuda_pool_view import CudaPoolView
 from kv_transfer.plan import SlotRun
 from kv_transfer.pool_view import PoolView, Slots
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # where Triton interprets
 LAYERS, HEADS, HEAD_DIM = 4, 4, 16
 
 
 def pool(num_slots: int, seed: int, heads: int = HEADS) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(LAYERS, 2, num_slots, heads, HEAD_DIM, generator=generator).to(torch.bfloat16)
+    return torch.randn(LAYERS, 2, num_slots, heads, HEAD_DIM, generator=generator).to(DEVICE, torch.bfloat16)
 
 
 def views(content: Tensor, heads: range | None) -> tuple[CudaPoolView, PoolView]:
@@ -36,7 +37,7 @@ def whole(layer: Tensor) -> Tensor:
     return torch.empty(0, dtype=layer.dtype).set_(layer.untyped_storage())
 
 
-SLOTS = st.permutations(range(20)).map(lambda order: Slots([SlotRun(slot, 1) for slot in order[:11]]))
+SLOTS = st.permutations(range(20)).map(lambda order: Slots([SlotRun(slot, 1) for slot in order[:11]], DEVICE))
 HEAD_RANGES = st.sampled_from([range(0, 4), range(0, 1), range(1, 3), range(3, 4)])
 LAYER_RANGES = st.sampled_from([range(0, 4), range(1, 2), range(2, 4)])
 
@@ -57,7 +58,7 @@ def test_tokens_are_copied_from_a_foreign_pool(mine: Slots, theirs: Slots, heads
 def test_tokens_go_through_a_dense_buffer(slots: Slots, heads: range, layers: range) -> None:
     ours, reference = views(pool(20, seed=3), heads)
     shape = (len(layers), 2, len(slots), len(heads), HEAD_DIM)
-    gathered = [torch.full(shape, torch.nan, dtype=torch.bfloat16) for _ in range(2)]
+    gathered = [torch.full(shape, torch.nan, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)]
     for view, into in zip((ours, reference), gathered, strict=True):
         view.gather(layers, slots, into)
     assert torch.equal(*gathered)
@@ -69,7 +70,7 @@ def test_tokens_go_through_a_dense_buffer(slots: Slots, heads: range, layers: ra
 
 def test_nothing_is_copied_to_compile() -> None:
     ours, reference = views(pool(20, seed=4), None)
-    ours.copy_in(pool(9, seed=5).unbind(0), Slots(()).ids_T, range(1), Slots(()))
+    ours.copy_in(pool(9, seed=5).unbind(0), Slots((), DEVICE).ids_T, range(1), Slots((), DEVICE))
     assert equal(ours, reference)
 
 

@@ -16,6 +16,7 @@ from kv_transfer.fingerprints.pushes import DIGEST_BYTES, first_difference, push
 from kv_transfer.plan import cut
 from kv_transfer.pool_view import CpuPoolView, PoolView
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton interprets
 BLOCK_SIZE, ROW_BYTES, LAYERS, BLOCKS = 4, 8, 3, 12
 TABLES = st.permutations(range(BLOCKS)).map(lambda table: table[:5])
 # What a view can do decides how it is hashed: xxh3 wants bytes, tensor operators take tensors of any device.
@@ -39,7 +40,8 @@ def fingerprints(
     pool = np.zeros((LAYERS, 2, BLOCKS * BLOCK_SIZE, heads, ROW_BYTES), dtype=np.uint8)
     for slots, token in slots_of(table, block_size, content.shape[2]):
         pool[:, :, slots, head or 0] = content[:, :, token : token + slots.stop - slots.start]
-    view = kind(torch.from_numpy(pool).unbind(0), None if head is None else range(head, head + 1))
+    layers = torch.from_numpy(pool).to("cpu" if kind is CpuPoolView else DEVICE).unbind(0)
+    view = kind(layers, None if head is None else range(head, head + 1))
     digests = b""
     for start, end in itertools.pairwise(borders):
         push = push_fingerprints(view, [cut(table, block_size, start, end - start, BLOCK_SIZE)])
@@ -163,7 +165,7 @@ def test_several_transfers_share_a_push() -> None:
     """Each has the digests of its own blocks, the same as in a push of its own."""
     pool = torch.from_numpy(content_of(7, BLOCKS * BLOCK_SIZE)).unflatten(-1, (1, ROW_BYTES)).unbind(0)
     cuts = [cut([3, 1], BLOCK_SIZE, 0, 6, BLOCK_SIZE), cut([0, 5], BLOCK_SIZE, 2, 4, BLOCK_SIZE)]
-    for view in (CpuPoolView(pool), PoolView(pool)):
+    for view in (CpuPoolView(pool), PoolView(torch.stack(list(pool)).to(DEVICE).unbind(0))):
         together, *alone = (push_fingerprints(view, each) for each in (cuts, cuts[:1], cuts[1:]))
         for push in (together, *alone):
             push.update(range(LAYERS))

@@ -12,7 +12,7 @@ import torch
 
 from engine.memory.kv_pool import KVPool
 from kv_transfer.plan import SlotRun
-from kv_transfer.pool_view import Slots, view_of
+from kv_transfer.pool_view import CpuPoolView, Slots
 from kv_transfer.transport import ReceiveChannel, SendChannel, TransportError
 from kv_transfer.transports.same_host import Offer
 from kv_transfer.transports.shared_memory import SharedMemoryReceiver, SharedMemorySender
@@ -40,7 +40,7 @@ def sender(source: KVPool) -> SharedMemorySender:
 
 
 def connect(source: KVPool, destination: KVPool, deadline_s: float = 5.0) -> tuple[SendChannel, ReceiveChannel]:
-    view = view_of(destination.layers())
+    view = CpuPoolView(destination.layers())
     with ThreadPoolExecutor(1) as decode:
         receiving: list[Future[ReceiveChannel]] = []
 
@@ -50,7 +50,7 @@ def connect(source: KVPool, destination: KVPool, deadline_s: float = 5.0) -> tup
             receiving.append(decode.submit(connect_receiver, offer, answered.set_result, view, deadline_s))
             return answered.result(5)
 
-        sending = sender(source).connect_sender(exchange, view_of(source.layers()), deadline_s)
+        sending = sender(source).connect_sender(exchange, CpuPoolView(source.layers()), deadline_s)
         return sending, receiving[0].result(5)
 
 
@@ -148,13 +148,13 @@ def test_strangers_are_refused() -> None:
 
     connections: list[socket.socket] = []
     with pytest.raises(TransportError, match="somebody else"):
-        sender(source).connect_sender(stranger, view_of(source.layers()), 1.0)
+        sender(source).connect_sender(stranger, CpuPoolView(source.layers()), 1.0)
     assert connections[0].recv(100) == b"", "it learns nothing"
     connections[0].close()
     nobody = Offer(secrets.token_bytes(32), secrets.token_bytes(32), SLOTS, 32, 0, b"")
     for offer, named in ((b"", "an offer of 0 bytes"), (nobody.pack(), "no such prefill worker")):
         with pytest.raises(TransportError, match=named):
-            SharedMemoryReceiver().connect_receiver(offer, lambda answer: None, view_of(source.layers()), 1.0)
+            SharedMemoryReceiver().connect_receiver(offer, lambda answer: None, CpuPoolView(source.layers()), 1.0)
 
 
 def test_memory_is_touched_only_when_written() -> None:

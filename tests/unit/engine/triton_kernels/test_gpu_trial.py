@@ -32,7 +32,7 @@ def key(one: launch.Launch) -> tuple[object, ...]:
     """What decides which binary a launch runs. Numbers that a kernel does not specialize count by their type alone."""
     names = one.kernel.arg_names
     loose = one.kernel.kwargs["do_not_specialize"] or ()  # as Triton's interpreter keeps it
-    kinds = []
+    kinds: list[tuple[str, object]] = []
     for name, value in zip(names, one.args, strict=False):
         if isinstance(value, Tensor):
             kinds.append((str(value.dtype), value.data_ptr() % 16 == 0))

@@ -1,0 +1,114 @@
+"""Shares of GPUs for workers whose `resources` name none. Pure, but for `with_gpus_here`.
+
+    a GPU for each worker ── too few GPUs ──► two workers on each ── too few ──► three ... until all workers fit
+
+All workers reserve the same share, so that they can change their roles. Shares hold until the cluster ends, and are for as many
+workers as there may be without an operator's word: those to begin with, or the most that `autoscale` allows.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import runpy
+from collections.abc import Sequence
+from pathlib import Path
+
+from cluster.memory import most_workers
+from cluster.ray.placement import Resources, pool_of, unplaceable
+from configs.arithmetic import ceil_div
+from configs.machine import memory_bytes, num_gpus, usable_cores
+from configs.schema import ClusterConfig, PoolConfig
+from protocol.errors import ConfigError
+from protocol.messages import Role
+
+_UNITS = 10_000
+"""Ray counts resources in units of 0.0001."""
+_NO_CUDA = "the torch that is installed here is built without CUDA"
+_PROCESSOR_TRANSPORTS = ("shared_memory", "gloo")
+
+
+def with_gpu_shares(config: ClusterConfig, nodes: Sequence[Resources]) -> ClusterConfig:
+    """Return the configuration with a share of a GPU among each worker's resources, if nobody named GPUs there.
+
+    It stays as it is with `device: cpu`. With `auto` it also does where the nodes have no GPUs, where no shares would make room
+    for the workers, and where a setting is for processors (`for_processors`). Raises ConfigError if `device` is cuda and there
+    is no GPU.
+    """
+    pools = [pool_of(config, role) for role in Role]
+    if config.engine == "paced" or config.device == "cpu" or any("GPU" in pool.resources for pool in pools):
+        return config
+    all_gpus = sum(int(node.get("GPU", 0.0)) for node in nodes)
+    if not all_gpus and config.device == "cuda":
+        problem = "cuda needs a GPU, and there is none; if nodes with GPUs are to join, name GPU in the resources of both roles"
+        raise ConfigError(f"device: {problem}", param="device")
+    if config.device == "auto" and (not all_gpus or for_processors(config) is not None):
+        return config
+    all_workers = _most_workers(config)
+    on_each = ceil_div(all_workers, all_gpus)
+    shared = _reserving(config, share(on_each))
+    # Other resources may tie workers to some of the nodes.
+    while unplaceable(shared, nodes) is not None and on_each < all_workers:
+        on_each += 1
+        shared = _reserving(config, share(on_each))
+    return config if config.device == "auto" and unplaceable(shared, nodes) is not None else shared
+
+
+def with_gpus_here(config: ClusterConfig) -> ClusterConfig:
+    """Return the configuration with shares of this machine's GPUs. Raises ConfigError if `device` is cuda and there is none."""
+    gpus = num_gpus() or 0
+    if gpus and not _torch_has_cuda():
+        if config.device == "cuda":
+            raise ConfigError(f"device: cuda computes on GPUs, and {_NO_CUDA}", param="device")
+        gpus = 0
+    return with_gpu_shares(config, [{"CPU": float(usable_cores()), "GPU": float(gpus), "memory": float(memory_bytes())}])
+
+
+def why_left_alone(config: ClusterConfig) -> str | None:
+    """Say what keeps workers off this machine's GPUs with `device: auto`; None if nothing does, or there are no GPUs."""
+    named = any("GPU" in pool_of(config, role).resources for role in Role)
+    if config.engine == "paced" or config.device != "auto" or named or not num_gpus():
+        return None
+    if not _torch_has_cuda():
+        return _NO_CUDA
+    reason = for_processors(config)
+    return None if reason is None else f"{reason} is for processors alone"
+
+
+def for_processors(config: ClusterConfig) -> str | None:
+    """Return the first setting that only workers on processors can have; None if there is none."""
+    if config.transport in _PROCESSOR_TRANSPORTS:
+        return f"transport: {config.transport}"
+    for role in Role:
+        pool = pool_of(config, role)
+        if config.has_workers(role.value) and pool.tensor_parallel_size > 1:
+            return f"{role.value}.tensor_parallel_size: {pool.tensor_parallel_size}"
+    return None
+
+
+def share(on_each: int) -> float:
+    """Return what one of so many workers on a GPU reserves of it, rounded down to what Ray can count."""
+    return _UNITS // on_each / _UNITS
+
+
+def _reserving(config: ClusterConfig, gpus: float) -> ClusterConfig:
+    def reserving(pool: PoolConfig) -> PoolConfig:
+        return pool.model_copy(update={"resources": {**pool.resources, "GPU": gpus}})
+
+    return config.model_copy(update={"prefill": reserving(config.prefill), "decode": reserving(config.decode)})
+
+
+def _most_workers(config: ClusterConfig) -> int:
+    """How many workers of both roles there may be without an operator's word, at least 1."""
+    standby, limit = config.autoscale.standby, config.autoscale.max_workers
+    most = sum(most_workers(config, role) for role in Role) - standby
+    if limit is not None:
+        most = max(config.prefill.workers + config.decode.workers, min(most, limit))
+    return max(1, most + standby)
+
+
+def _torch_has_cuda() -> bool:
+    """Whether the installed torch is built with CUDA, without the seconds that importing it takes."""
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        return False
+    return runpy.run_path(str(Path(torch.origin).with_name("version.py")))["cuda"] is not None

@@ -1,0 +1,76 @@
+"""Whether a GPU is new enough for the kernels, and large enough for a model and its KV pool. Pure, but for `current_gpu`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from configs.facts import ModelFacts
+from engine.memory.kv_pool import token_bytes
+from engine.models.parameters import layer_parameters, model_parameters
+from protocol.errors import ConfigError
+
+OLDEST = (8, 0)
+"""The lowest compute capability that the kernels are compiled for: Ampere, the first with bfloat16 in its matrix units."""
+_STEP_TOKENS = 1000
+"""What is proposed to an operator is a multiple of this, rounded down."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What CUDA says of a GPU."""
+
+    name: str
+    capability: tuple[int, int]
+    """Compute capability: (9, 0) is a Hopper."""
+    total_bytes: int
+
+
+def current_gpu() -> Gpu:
+    """Return what torch says of the current GPU."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return Gpu(properties.name, (properties.major, properties.minor), properties.total_memory)
+
+
+def check_gpu(gpu: Gpu, facts: ModelFacts, dtype: torch.dtype, num_kv_tokens: int, memory_share: float) -> None:
+    """Raise ConfigError, with what would do, if a worker can't run on this GPU.
+
+    `memory_share` is the part of the GPU's memory that weights and a KV pool of `num_kv_tokens` may take.
+    """
+    if gpu.capability < OLDEST:
+        has, needed = (".".join(map(str, version)) for version in (gpu.capability, OLDEST))
+        problem = f"this GPU ({gpu.name}, compute capability {has}) is too old: {needed} or newer is needed"
+        raise ConfigError(f"{problem}; device: cpu computes on the processor", param="device")
+    weights, token = weight_bytes(facts, dtype), token_bytes(facts, dtype)
+    room = int(memory_share * gpu.total_bytes)
+    if weights + num_kv_tokens * token <= room:
+        return
+    share = f"{memory_share:.4g} of this GPU's {_gib(gpu.total_bytes)}"
+    most = (room - weights) // token
+    if most < 1:
+        raise ConfigError(f"{_gib(weights)} of weights do not fit into {share}; {_more(weights, gpu)}", param="model")
+    rounded = most // _STEP_TOKENS * _STEP_TOKENS or most
+    kv = f"{_gib(num_kv_tokens * token)} of KV ({num_kv_tokens:,} tokens)"
+    problem = f"{_gib(weights)} of weights and {kv} do not fit into {share}"
+    raise ConfigError(f"{problem}; kv_cache_tokens of at most {rounded:,} would", param="kv_cache_tokens")
+
+
+def weight_bytes(facts: ModelFacts, dtype: torch.dtype) -> int:
+    """Bytes of a model's weights in a GPU's memory, where quantized ones are unpacked to `dtype`."""
+    layers = (layer_parameters(facts, layer) for layer in range(facts.num_layers))
+    parameters = [*model_parameters(facts), *(parameter for layer in layers for parameter in layer)]
+    return sum(math.prod(parameter.shape) for parameter in parameters) * dtype.itemsize
+
+
+def _more(weights: int, gpu: Gpu) -> str:
+    """What an operator can do about a worker that has too little memory for the weights."""
+    if weights >= gpu.total_bytes:
+        return f"this model needs a GPU with more than {_gib(weights)}"
+    needed = math.ceil(100 * weights / gpu.total_bytes) / 100
+    return f"give the worker more than {needed:g} of it: fewer workers on a GPU, or a higher gpu_memory_utilization"
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
