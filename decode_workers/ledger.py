@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -138,7 +139,7 @@ class Ledger:
             share=share,
             keys=keys,
             held_tokens=held,
-            block_table=block_table,
+            block_table=array("q", block_table),
             deadline=self._deadline(),
             trace_id=trace_id,
         )
@@ -269,7 +270,7 @@ class Ledger:
             more = self._cache.allocate(missing, ())
             if more is None:
                 return False
-            entry.block_table += more
+            entry.block_table.extend(more)
         return True
 
     def keep(self, ticket_id: int, token_ids: Sequence[int]) -> None:
@@ -291,7 +292,7 @@ class Ledger:
         entry = self._attached(ticket_id)
         assert not entry.quarantined, "blocks are in use"
         self._release(entry)
-        entry.block_table.clear()
+        del entry.block_table[:]
 
     def readmit(self, ticket_id: int, num_tokens: int, at_most: int, spare: int | None = None) -> int | None:
         """Give a preempted ticket blocks for all of its tokens, if `spare` blocks stay free as beside a new ticket.
@@ -308,7 +309,7 @@ class Ledger:
             return None
         block_table = self._cache.allocate(num_blocks, cached)
         assert block_table is not None, "as many are free"
-        entry.block_table += block_table
+        entry.block_table.extend(block_table)
         return len(cached) * self._block_size
 
     def begin_step(self, ticket_ids: Iterable[int]) -> None:
@@ -393,7 +394,7 @@ class Ledger:
         more = self._cache.allocate(max(0, num_blocks - len(entry.block_table)), ())
         if more is None:
             return False
-        entry.block_table += more
+        entry.block_table.extend(more)
         entry.token_ids, entry.max_tokens = token_ids, max_tokens
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -29,7 +30,8 @@ class TicketEntry:
     """Keys of its full blocks for the prefix cache, from the first on: the prompt's, and later the answer's too."""
     held_tokens: int
     """Number of leading tokens that were cached here when the ticket was reserved."""
-    block_table: list[int]
+    block_table: array[int]
+    """An array, since every step makes numbers for a device of it."""
     deadline: float
     """Time on the worker's clock by which the present state must have been left."""
     trace_id: str

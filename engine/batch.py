@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from operator import itemgetter
 
 import numpy as np
@@ -18,7 +18,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from configs.arithmetic import ceil_div
 from engine.grammar import Constraint
 from engine.scoring import PromptScores
 from protocol.sampling import SamplingParams, TokenLogprobs
@@ -84,20 +83,21 @@ class ForwardBatch:
     def build(cls, chunks: Sequence[Chunk], block_size: int) -> ForwardBatch:
         """Lay out a step. Chunks are trusted: workers check what comes from outside."""
         assert len(chunks) > 0, "a step computes something"
-        assert all(len(chunk.token_ids) > 0 for chunk in chunks), "a chunk holds tokens"
-        assert all(len(chunk.block_table) * block_size >= chunk.end for chunk in chunks), "a block table is too short"
+        assert all(chunk.token_ids for chunk in chunks), "a chunk holds tokens"
         order = _row_order(chunks)
         ordered = [chunks[i] for i in order]
         lengths = [len(chunk.token_ids) for chunk in ordered]
         row_ends = list(accumulate(lengths))
         sampled = _sampled_rows(ordered, row_ends)
+        starts_C = np.array([chunk.start for chunk in ordered])
+        ends_C = starts_C + np.array(lengths)
         return cls(
-            token_ids_T=np.concatenate([np.asarray(chunk.token_ids, dtype=np.int64) for chunk in ordered]),
-            starts_C=np.array([chunk.start for chunk in ordered]),
-            ends_C=np.array([chunk.end for chunk in ordered]),
+            token_ids_T=np.fromiter(chain.from_iterable([chunk.token_ids for chunk in ordered]), np.int64, row_ends[-1]),
+            starts_C=starts_C,
+            ends_C=ends_C,
             row_ends_C=np.array(row_ends),
             num_longer=len(lengths) - lengths.count(1),
-            tables_CW=_tables(ordered, block_size),
+            tables_CW=_tables(ordered, ends_C, block_size),
             block_size=block_size,
             sampled_chunks=tuple([order[chunk] for _, _, chunk in sampled]),
             sample_rows_S=torch.tensor([row for _, row, _ in sampled], dtype=torch.int64),
@@ -162,10 +162,11 @@ def _sampled_rows(ordered: Sequence[Chunk], row_ends: Sequence[int]) -> list[tup
     return sampled
 
 
-def _tables(chunks: Sequence[Chunk], block_size: int) -> _Ints:
+def _tables(chunks: Sequence[Chunk], ends_C: _Ints, block_size: int) -> _Ints:
     """The blocks of each chunk's context, [C, W]; block 0 where a context has fewer than W."""
-    num_blocks = [ceil_div(chunk.end, block_size) for chunk in chunks]
+    num_blocks = (-(-ends_C // block_size)).tolist()
     tables = np.zeros((len(chunks), max(num_blocks)), dtype=np.int64)
     for table, chunk, used in zip(tables, chunks, num_blocks, strict=True):
+        assert len(chunk.block_table) >= used, "a block table is too short"
         table[:used] = chunk.block_table[:used]
     return tables

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hypothesis import settings
@@ -40,7 +41,7 @@ class Engine:
     def __init__(self) -> None:
         self.slots: dict[int, tuple[int, int]] = {}
 
-    def write(self, block_table: list[int], token_ids: list[int], start: int) -> None:
+    def write(self, block_table: Sequence[int], token_ids: list[int], start: int) -> None:
         for position in range(start, len(token_ids)):
             before = hash(tuple(token_ids[:position]))
             self.slots[block_table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE] = token_ids[position], before
