@@ -3,7 +3,8 @@
     a GPU for each worker ── too few GPUs ──► two workers on each ── too few ──► three ... until all workers fit
 
 All workers reserve the same share, so that they can change their roles. Shares hold until the cluster ends, and are for as many
-workers as there may be without an operator's word: those to begin with, or the most that `autoscale` allows.
+workers as there may be without an operator's word: those to begin with, or the most that `autoscale` allows. Several ranks of
+one worker have a GPU each, for NCCL takes no GPU twice.
 """
 
 from __future__ import annotations
@@ -31,8 +32,7 @@ def with_gpu_shares(config: ClusterConfig, nodes: Sequence[Resources]) -> Cluste
     """Return the configuration with a share of a GPU among each worker's resources, if nobody named GPUs there.
 
     It stays as it is with `device: cpu`. With `auto` it also does where the nodes have no GPUs, where no shares would make room
-    for the workers, and where a setting is for processors (`for_processors`). Raises ConfigError if `device` is cuda and there
-    is no GPU.
+    for the workers, and with a transport for processors. Raises ConfigError if `device` is cuda and there is no GPU.
     """
     pools = [pool_of(config, role) for role in Role]
     if config.engine == "paced" or config.device == "cpu" or any("GPU" in pool.resources for pool in pools):
@@ -41,13 +41,13 @@ def with_gpu_shares(config: ClusterConfig, nodes: Sequence[Resources]) -> Cluste
     if not all_gpus and config.device == "cuda":
         problem = "cuda needs a GPU, and there is none; if nodes with GPUs are to join, name GPU in the resources of both roles"
         raise ConfigError(f"device: {problem}", param="device")
-    if config.device == "auto" and (not all_gpus or for_processors(config) is not None):
+    if config.device == "auto" and (not all_gpus or config.transport in _PROCESSOR_TRANSPORTS):
         return config
     all_workers = _most_workers(config)
-    on_each = ceil_div(all_workers, all_gpus)
+    on_each = 1 if _has_ranks(config) else ceil_div(all_workers, all_gpus)
     shared = _reserving(config, share(on_each))
     # Other resources may tie workers to some of the nodes.
-    while unplaceable(shared, nodes) is not None and on_each < all_workers:
+    while unplaceable(shared, nodes) is not None and on_each < all_workers and not _has_ranks(config):
         on_each += 1
         shared = _reserving(config, share(on_each))
     return config if config.device == "auto" and unplaceable(shared, nodes) is not None else shared
@@ -70,19 +70,14 @@ def why_left_alone(config: ClusterConfig) -> str | None:
         return None
     if not _torch_has_cuda():
         return _NO_CUDA
-    reason = for_processors(config)
-    return None if reason is None else f"{reason} is for processors alone"
-
-
-def for_processors(config: ClusterConfig) -> str | None:
-    """Return the first setting that only workers on processors can have; None if there is none."""
     if config.transport in _PROCESSOR_TRANSPORTS:
-        return f"transport: {config.transport}"
-    for role in Role:
-        pool = pool_of(config, role)
-        if config.has_workers(role.value) and pool.tensor_parallel_size > 1:
-            return f"{role.value}.tensor_parallel_size: {pool.tensor_parallel_size}"
-    return None
+        return f"transport: {config.transport} is for processors alone"
+    return "each rank of a worker needs a GPU of its own, and there are too few" if _has_ranks(config) else None
+
+
+def _has_ranks(config: ClusterConfig) -> bool:
+    """Whether a worker may have several ranks."""
+    return any(config.has_workers(role.value) and pool_of(config, role).tensor_parallel_size > 1 for role in Role)
 
 
 def share(on_each: int) -> float:

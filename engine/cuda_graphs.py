@@ -26,22 +26,23 @@ from engine.models.decoder import Decoder, DecoderWeights
 from engine.operators import step_factory
 from engine.operators.device_batch import BatchShape, DeviceBatch
 from engine.operators.triton_step import TritonStep
-from engine.ranks.tensor_parallel import ALONE
+from engine.ranks.tensor_parallel import ALONE, TensorParallel
 from protocol.sampling import SamplingParams
 
 GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 """Rows of steps of single tokens that graphs may be captured for. Steps of more are launched kernel by kernel."""
 _NO_TILES = np.zeros((0, 4), dtype=np.int64)
 
-Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
-"""Makes of a computation something that repeats it, and the memory where its result will lie."""
+Capture = Callable[[Callable[[], Tensor | None]], tuple[Callable[[], None], Tensor | None]]
+"""Makes of a computation something that repeats it, and the memory where its result will lie, if it has one."""
 
 
 @dataclass(frozen=True)
 class _Graph:
     batch: DeviceBatch
     replay: Callable[[], None]
-    logits_SV: Tensor
+    logits_SV: Tensor | None
+    """None on every rank but the first."""
 
 
 class GraphedDecoder:
@@ -54,13 +55,16 @@ class GraphedDecoder:
         pool: KVPool,
         capture: Capture,
         rows: Sequence[int],
+        ranks: TensorParallel = ALONE,
     ) -> None:
-        """Capture graphs for steps of these numbers of rows."""
+        """Capture graphs for steps of these numbers of rows. With several `ranks`, whose facts, weights and pool these are,
+        collectives are part of the graphs, and all ranks capture in the same order.
+        """
         self._pool = pool
-        self._eager = Decoder(facts, weights, step_factory(facts, None), ALONE)
+        self._eager = Decoder(facts, weights, step_factory(facts, None), ranks)
         self._rows = sorted(rows)
         width = min(ceil_div(facts.max_model_len, pool.block_size), pool.num_blocks)
-        graphs = [_graph(facts, weights, pool, count, width, capture) for count in reversed(self._rows)]
+        graphs = [_graph(facts, weights, pool, count, width, capture, ranks) for count in reversed(self._rows)]
         self._graphs = graphs[::-1]
 
     def forward(self, batch: ForwardBatch, on_layer: Callable[[int], None] | None) -> Tensor | None:
@@ -72,7 +76,7 @@ class GraphedDecoder:
         graph = self._graphs[bisect_left(self._rows, rows)]
         graph.batch.fill(batch, _NO_TILES)
         graph.replay()
-        return graph.logits_SV[:rows]
+        return None if graph.logits_SV is None else graph.logits_SV[:rows]
 
 
 def graph_rows(max_rows: int) -> Sequence[int]:
@@ -81,20 +85,23 @@ def graph_rows(max_rows: int) -> Sequence[int]:
     return GRAPH_ROWS[: holding + 1]
 
 
-def _graph(facts: ModelFacts, weights: DecoderWeights, pool: KVPool, rows: int, width: int, capture: Capture) -> _Graph:
+def _graph(
+    facts: ModelFacts,
+    weights: DecoderWeights,
+    pool: KVPool,
+    rows: int,
+    width: int,
+    capture: Capture,
+    ranks: TensorParallel,
+) -> _Graph:
     shape = BatchShape(num_longer=0, num_longer_rows=0, num_tiles=0, num_singles=rows, table_width=width)
     batch = DeviceBatch(shape, pool.data.device)
-    decoder = Decoder(facts, weights, lambda _, pool, frequencies: TritonStep(facts, batch, pool, frequencies), ALONE)
+    decoder = Decoder(facts, weights, lambda _, pool, frequencies: TritonStep(facts, batch, pool, frequencies), ranks)
     # Says only how many rows there are and that each is sampled from; what is computed with is in `batch`.
     sampled = Chunk((0,), 0, (0,), SamplingParams(seed=0, max_tokens=1), 0)
     plan = ForwardBatch.build([sampled] * rows, pool.block_size)
 
-    def forward() -> Tensor:
-        logits_SV = decoder.forward(plan, pool, None)
-        assert logits_SV is not None
-        return logits_SV
-
-    replay, logits_SV = capture(forward)
+    replay, logits_SV = capture(lambda: decoder.forward(plan, pool, None))
     return _Graph(batch, replay, logits_SV)
 
 
@@ -103,14 +110,15 @@ def cuda_capture() -> Capture:
     memory = torch.cuda.graph_pool_handle()
     before = torch.cuda.Stream()  # one for all: libraries keep memory for each stream that they have seen
 
-    def capture(compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    def capture(compute: Callable[[], Tensor | None]) -> tuple[Callable[[], None], Tensor | None]:
         # Kernels are compiled and libraries set up outside of the capture, which allows neither.
         before.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(before):
             compute()
         torch.cuda.current_stream().wait_stream(before)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=memory):
+        # Other threads, NCCL's watchdog among them, may ask for events meanwhile.
+        with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
             result = compute()
         return graph.replay, result
 

@@ -107,21 +107,21 @@ class ModelRunner:
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         if device == "cuda":
-            _check_gpu(facts, ranks)
+            _check_gpu(facts)
         check_tensor_parallel_size(facts, ranks.size, quantization, param="tensor_parallel_size")
         own = rank_facts(facts, ranks.size)
         dtype_name = resolve_dtype(dtype, device)
         torch_dtype, torch_device = DTYPES[dtype_name], torch.device(device)
         if device == "cuda":
-            check_gpu(current_gpu(), facts, torch_dtype, num_kv_tokens, gpu_memory_utilization)
+            check_gpu(current_gpu(), own, torch_dtype, num_kv_tokens, gpu_memory_utilization)
         library = _native_library(facts, dtype, quantization, ranks.size) if device == "cpu" else None
         with torch.inference_mode():
             format_ = WeightFormat(torch_dtype, quantization, library, torch_device)
             weights = load_weights(facts, format_, ranks.rank, ranks.size, shared=shared_weights)
         if device == "cuda":
-            step_bytes = cls._try_on_gpu(facts, weights, block_size, torch_dtype, largest_step)
+            step_bytes = cls._try_on_gpu(own, weights, block_size, torch_dtype, largest_step, ranks)
             left = pool_bytes(memory_now(), gpu_memory_utilization, step_bytes)
-            num_kv_tokens = max(num_kv_tokens, left // token_bytes(facts, torch_dtype))
+            num_kv_tokens = ranks.least(max(num_kv_tokens, left // token_bytes(own, torch_dtype)), torch_device)
         pool = KVPool.for_model(
             own,
             num_kv_tokens,
@@ -132,7 +132,7 @@ class ModelRunner:
             device=torch_device,
         )
         if device == "cuda":
-            return cls.on_gpu(facts, weights, pool, dtype_name, quantization, largest_step.rows)
+            return cls.on_gpu(facts, weights, pool, dtype_name, quantization, largest_step.rows, ranks)
         begin_step = step_factory(own, library)
         with torch.inference_mode():
             variation = what_varies(own, weights, begin_step, torch_dtype, block_size)
@@ -152,8 +152,9 @@ class ModelRunner:
         dtype_name: str,
         quantization: Quantization = "none",
         max_rows: int = 128,
+        ranks: TensorParallel = ALONE,
     ) -> ModelRunner:
-        """With weights and a pool in a GPU's memory; captures the graphs of decode steps of up to `max_rows` streams.
+        """With one rank's weights and pool in a GPU's memory; captures the graphs of decode steps of up to `max_rows` streams.
 
         `quantization` is how the weights came about. They are not quantized any more.
         """
@@ -162,22 +163,30 @@ class ModelRunner:
         from engine.device_sampler import sample_on_device
 
         with torch.inference_mode():
-            decoder = GraphedDecoder(facts, weights, pool, cuda_capture(), graph_rows(max_rows))
+            own = rank_facts(facts, ranks.size)
+            decoder = GraphedDecoder(own, weights, pool, cuda_capture(), graph_rows(max_rows), ranks)
         # No self-test: cuBLAS computes a row by other kernels among other numbers of rows (docs/gpu.md).
-        arithmetic = arithmetic_name("triton", dtype_name, quantization, num_ranks=1, varies=True)
-        ahead = RunAhead(torch.cuda.default_stream(pool.data.device).record_event)
+        arithmetic = arithmetic_name("triton", dtype_name, quantization, ranks.size, varies=True)
+        # The other ranks sample nothing, and say that a step is over when it is.
+        ahead = RunAhead(torch.cuda.default_stream(pool.data.device).record_event, steps=1 if ranks.rank == 0 else 0)
         return cls(facts, decoder.forward, sample_on_device, pool, dtype_name, arithmetic, ahead)
 
     @classmethod
     def _try_on_gpu(
-        cls, facts: ModelFacts, weights: DecoderWeights, block_size: int, dtype: torch.dtype, largest: LargestStep
+        cls,
+        facts: ModelFacts,
+        weights: DecoderWeights,
+        block_size: int,
+        dtype: torch.dtype,
+        largest: LargestStep,
+        ranks: TensorParallel,
     ) -> int:
         """Compile all that steps launch, by computing the largest ones. Returns the bytes that they take beside the pool."""
         from engine.device_sampler import sample_on_device
 
         steps, num_tokens = trial_steps(largest, facts.max_model_len, block_size)
         pool = KVPool.for_model(facts, num_tokens, block_size, dtype, device=torch.device("cuda"))
-        decoder = Decoder(facts, weights, step_factory(facts, None), ALONE)
+        decoder = Decoder(facts, weights, step_factory(facts, None), ranks)
         runner = cls(
             facts, lambda batch, on_layer: decoder.forward(batch, pool, on_layer), sample_on_device, pool, str(dtype), "trial"
         )
@@ -271,13 +280,11 @@ def _request(chunk: Chunk) -> SampleRequest:
     return SampleRequest(chunk.sampling, chunk.end, chunk.num_generated, chunk.history, allowed_V)
 
 
-def _check_gpu(facts: ModelFacts, ranks: TensorParallel) -> None:
+def _check_gpu(facts: ModelFacts) -> None:
     if not torch.cuda.is_available():
         raise ConfigError("there is no GPU that torch can use here", param="device")
     from engine.kernels.triton.online_softmax import HEAD_DIMS
 
-    if ranks.size > 1:
-        raise ConfigError("several ranks compute on processors only", param="tensor_parallel_size")
     if facts.head_dim not in HEAD_DIMS:
         raise ConfigError(f"{facts.name}: a head size of {facts.head_dim} has no kernel for GPUs", param="model")
 

@@ -1,4 +1,4 @@
-"""How far the host may be ahead of a GPU: one step.
+"""How far the host may be ahead of a GPU: one step, or none.
 
 A step that samples nothing gives the host nothing to wait for. Without a limit it would launch a long prompt's chunks one after
 the other within milliseconds: cancelling would take as many steps as were launched, and what a step takes would be unknown.
@@ -18,16 +18,19 @@ class Mark(Protocol):
 
 
 class RunAhead:
-    """Told of each step that was launched, it returns when the one before is done. `mark` makes a mark behind all that was
-    launched.
+    """Told of each step that was launched, it returns when the one so many `steps` before is done, 0 or 1. `mark` makes a mark
+    behind all that was launched.
     """
 
-    def __init__(self, mark: Callable[[], Mark]) -> None:
+    def __init__(self, mark: Callable[[], Mark], steps: int = 1) -> None:
+        assert steps in (0, 1), "the host waits for one step, or for the one before"
         self._mark = mark
+        self._steps = steps
         self._latest: Mark | None = None
 
     def launched(self) -> None:
-        """Wait for the step before this one."""
+        """Wait as long as the host would be too far ahead."""
         before, self._latest = self._latest, self._mark()
-        if before is not None:
-            before.synchronize()
+        awaited = before if self._steps else self._latest
+        if awaited is not None:
+            awaited.synchronize()

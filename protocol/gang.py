@@ -74,6 +74,8 @@ class RunStep:
     step: int
     """Counts from 1."""
     chunks: tuple[StepChunk, ...]
+    tells_layers: bool
+    """KV of this step is sent while it is computed, so ranks tell of each layer."""
 
 
 @message(54)

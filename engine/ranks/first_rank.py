@@ -16,7 +16,7 @@ from configs.models import resolve_for
 from configs.schema import ClusterConfig, PoolConfig
 from engine.grammar import Grammars
 from engine.ranks.gang import Gang
-from engine.ranks.share import load_share
+from engine.ranks.share import load_share, rank_device
 from engine.runner import Runner
 from protocol.actor import Worker, WorkerActor
 from protocol.messages import WorkerRef
@@ -85,7 +85,7 @@ class FirstRankActor(WorkerActor):
             lease_s=limits.lease_s,
             heartbeat_s=limits.heartbeat_s,
         )
-        ranks = await gang.form(self._host, limits.worker_start_s)
+        ranks = await gang.form(self._host, limits.worker_start_s, rank_device(self._config, self._pool))
         runner = await asyncio.to_thread(load_share, self._config, self._pool, ranks)
         arithmetic = await gang.joined(runner.pool.num_blocks, runner.arithmetic)
         model = await asyncio.to_thread(resolve_for, self._config)

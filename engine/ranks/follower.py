@@ -58,8 +58,16 @@ class Follower:
     """One rank behind the first. `load` runs in the engine's thread: it loads the share once the process group is connected."""
 
     def __init__(
-        self, server: WireServer, rank: int, size: int, host: str, load: Callable[[TensorParallel], Share], lease_s: float
+        self,
+        server: WireServer,
+        rank: int,
+        size: int,
+        host: str,
+        load: Callable[[TensorParallel], Share],
+        lease_s: float,
+        device: torch.device,
     ) -> None:
+        """`device` is of the kind that the ranks compute on."""
         self.address = server.address
         self._server = server
         self._rank = rank
@@ -67,6 +75,7 @@ class Follower:
         self._host = host
         self._load = load
         self._lease_s = lease_s
+        self._device = device
         self._engine = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._first: bytes | None = None
         """Wire identity of the first rank."""
@@ -143,7 +152,7 @@ class Follower:
         deadline_s = STEP_LEASES * self._lease_s
 
         def join() -> Share:
-            return self._load(connect(store, self._rank, self._size, torch.device("cpu"), self._host, deadline_s))
+            return self._load(connect(store, self._rank, self._size, self._device, self._host, deadline_s))
 
         share = self._share = await asyncio.get_running_loop().run_in_executor(self._engine, join)
         return GangJoined(message.call_id, share.runner.pool.num_blocks, share.runner.arithmetic)
@@ -161,7 +170,8 @@ def _run_step(share: Share, message: RunStep) -> None:
     try:
         if step != message.step:
             raise WorkerLostError(f"step {message.step} came where {step} was due")
-        share.runner.execute([_chunk(plan) for plan in message.chunks], share.layer_done)
+        on_layer = share.layer_done if message.tells_layers else None
+        share.runner.execute([_chunk(plan) for plan in message.chunks], on_layer)
     finally:
         share.finish_step()
 

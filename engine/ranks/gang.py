@@ -73,11 +73,12 @@ class Gang:
         """Number of ranks, the first one included."""
         return 1 + len(self._callers)
 
-    async def form(self, host: str, start_s: float) -> TensorParallel:
+    async def form(self, host: str, start_s: float, device: torch.device) -> TensorParallel:
         """Connect the process group, and return the first rank's place in it. The others then load their shares; `joined`
         waits for them.
 
-        `start_s` is the time in seconds that they have for both. Raises WorkerLostError.
+        All ranks compute on devices of the kind of `device`. `start_s` is the time in seconds that they have for both. Raises
+        WorkerLostError.
         """
         if self.size == 1:
             return ALONE
@@ -87,7 +88,7 @@ class Gang:
         )
         self._joining = asyncio.gather(*(self.ask(rank, GangJoin, GangJoined, start_s) for rank in range(1, self.size)))
         try:
-            return await asyncio.to_thread(connect, store, 0, self.size, torch.device("cpu"), host, self._step_s)
+            return await asyncio.to_thread(connect, store, 0, self.size, device, host, self._step_s)
         except BaseException:
             await self.close()
             raise
@@ -104,9 +105,9 @@ class Gang:
                 raise WorkerLostError(f"rank {rank} has {answer.num_blocks} KV blocks, the first one {num_blocks}")
         return whole_arithmetic([arithmetic, *(answer.arithmetic for answer in answers)])
 
-    def begin(self, chunks: Sequence[Chunk]) -> list[Awaitable[StepDone]]:
+    def begin(self, chunks: Sequence[Chunk], *, tells_layers: bool) -> list[Awaitable[StepDone]]:
         """Tell the other ranks to execute these chunks. Each returned awaitable ends when its rank has done so, or raises what
-        kept it.
+        kept it. `tells_layers`: the first rank tells of its layers as they are computed, and the others do so too.
         """
         self._steps += 1
         if not self._callers:
@@ -114,7 +115,7 @@ class Gang:
         step, plan = self._steps, tuple(_plan(chunk) for chunk in chunks)
 
         def build(call_id: int) -> RunStep:
-            return RunStep(call_id, step, plan)
+            return RunStep(call_id, step, plan, tells_layers)
 
         ranks = range(1, self.size)
         return [asyncio.ensure_future(self.ask(rank, build, StepDone, self._step_s)) for rank in ranks]

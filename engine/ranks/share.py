@@ -69,4 +69,12 @@ def follower(
         torch.set_num_threads(threads)
         return share_of(load_share(config, pool, ranks))
 
-    return Follower(WireServer(secret, host), rank, pool.tensor_parallel_size, host, load, config.limits.lease_s)
+    size, lease_s, device = pool.tensor_parallel_size, config.limits.lease_s, rank_device(config, pool)
+    return Follower(WireServer(secret, host), rank, size, host, load, lease_s, device)
+
+
+def rank_device(config: ClusterConfig, pool: PoolConfig) -> torch.device:
+    """Return the kind of device that the ranks of a worker with such a pool compute on."""
+    wanted = config.device_of(pool)
+    on_gpu = wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
+    return torch.device("cuda" if on_gpu and config.engine != "paced" else "cpu")

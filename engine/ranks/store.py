@@ -52,6 +52,11 @@ class RelayStore(_Store):  # type: ignore[misc]  # the base is Any, see above
             if not self._changed.wait_for(lambda: all(key in self._values for key in keys), self._deadline_s):
                 raise TimeoutError("another rank's address did not arrive")
 
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return whether all these keys are set, without waiting. NCCL's watchdog asks."""
+        with self._changed:
+            return all(key in self._values for key in keys)
+
     def has_extended_api(self) -> bool:
         """Always False: torch then uses `set`, `get` and `wait` alone."""
         return False

@@ -8,10 +8,18 @@ A sum is gathered and then added up by rank, which an all-reduce does not do: it
 message, so a row's bits would depend on the rows beside it. Partial sums travel as they were computed and are added in
 float32, so a sum is rounded once. It takes half as many messages one after the other as gloo's ring, and with two ranks
 no more bytes; docs/engine.md has the times.
+
+Among more than two ranks a large sum is cut: each rank gets its part of all ranks' values, adds it up and sends the result
+to all, which moves as many bytes as a ring. Every value is added up in the order of the ranks either way, to the same bits.
+
+On GPUs a collective is work on the rank's stream like a kernel, and may be captured into a graph. The host does not wait for
+it, so no error shows here: a lost rank is noticed by the gang's connections, and the worker's processes end, with kernels that
+wait.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -23,6 +31,12 @@ from torch import Tensor
 
 from protocol.errors import WorkerLostError
 
+_CUT_ELEMENTS = 1 << 20
+"""Values from which on a sum among more than two ranks is cut. A cut sum has two messages one after the other."""
+_NCCL_SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",  # abort what has failed, and do not end the process: the gang does
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # no second watchdog, which would end the process when the first one hangs
+}
 _dist: Any = dist  # torch's stubs know neither the options of process groups nor their collectives
 
 
@@ -36,7 +50,9 @@ class TensorParallel:
         self.rank = rank
         self.size = size
         self._group = group
-        self._buffers: dict[torch.dtype, Tensor] = {}
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._outgrown: list[Tensor] = []
+        """Buffers that were too small. Graphs that were captured still use them."""
 
     def sum(self, part: Tensor) -> Tensor:
         """Add up the ranks' tensors, which have equal shapes and dtypes. The result has the same bits on every rank.
@@ -45,16 +61,43 @@ class TensorParallel:
         """
         if self.size == 1:
             return part
-        parts = self._kept(part, part.dtype, self.size * part.numel()).view(self.size * part.shape[0], *part.shape[1:])
+        if self.size > 2 and part.numel() >= _CUT_ELEMENTS and part.numel() % self.size == 0:
+            return self._sum_of_cuts(part.contiguous())
+        parts = self._kept("parts", part, self.size * part.numel()).view(self.size * part.shape[0], *part.shape[1:])
         self._wait(lambda group: group._allgather_base(parts, part.contiguous()))
+        return self._added(parts)
+
+    def _sum_of_cuts(self, part: Tensor) -> Tensor:
+        cuts, sums = (self._kept(name, part, part.numel()) for name in ("parts", "sums"))
+        self._wait(lambda group: group.alltoall_base(cuts, part.view(-1), [], []))
+        own = self._added(cuts)
+        self._wait(lambda group: group._allgather_base(sums, own))
+        return sums.view(part.shape)
+
+    def _added(self, parts: Tensor) -> Tensor:
+        """The sum of as many equal parts as there are ranks, in their order, in the memory of the first."""
         first, *others = parts.chunk(self.size)
-        if part.dtype == torch.float32:
-            total = first
-        else:
-            total = self._kept(part, torch.float32, part.numel()).view(part.shape).copy_(first)
+        if parts.is_cuda:
+            from engine.kernels.triton.layers import add_parts
+
+            add_parts(parts.view(self.size, -1), first.view(-1)).run()
+            return first
+        total = first if parts.dtype == torch.float32 else self._kept("total", first, first.numel(), torch.float32)
+        total = total.view(first.shape)
+        if total is not first:
+            total.copy_(first)
         for other in others:
             total += other
-        return total if total is first else first.copy_(total)
+        return first.copy_(total)
+
+    def least(self, number: int, device: torch.device) -> int:
+        """Return the smallest of the ranks' numbers, on every rank. Raises WorkerLostError."""
+        if self.size == 1:
+            return number
+        own = torch.tensor([number], dtype=torch.int64, device=device)
+        numbers = torch.empty(self.size, dtype=torch.int64, device=device)
+        self._wait(lambda group: group._allgather_base(numbers, own))
+        return int(numbers.min())
 
     def columns(self, part_SV: Tensor, widths: Sequence[int]) -> Tensor | None:
         """Put all ranks' columns side by side on rank 0: [S, sum of `widths`]. Returns None on the other ranks.
@@ -74,11 +117,14 @@ class TensorParallel:
         """Leave the group: the other ranks' collectives raise from then on, and so do this one's."""
         self._group = None
 
-    def _kept(self, like: Tensor, dtype: torch.dtype, size: int) -> Tensor:
+    def _kept(self, name: str, like: Tensor, size: int, dtype: torch.dtype | None = None) -> Tensor:
         """Memory that stays warm from sum to sum: the first touch of fresh pages takes longer than the sum."""
-        kept = self._buffers.get(dtype)
+        key = (name, dtype or like.dtype)
+        kept = self._buffers.get(key)
         if kept is None or len(kept) < size:
-            kept = self._buffers[dtype] = like.new_empty(size, dtype=dtype)
+            if kept is not None and kept.is_cuda:
+                self._outgrown.append(kept)
+            kept = self._buffers[key] = like.new_empty(size, dtype=key[1])
         return kept[:size]
 
     def _wait(self, begin: Callable[[Any], Any]) -> None:
@@ -101,7 +147,7 @@ def connect(store: dist.Store, rank: int, size: int, device: torch.device, host:
 
     gloo for processors, NCCL for GPUs. gloo listens on `host`, sets one value of the store, its address, and reads every
     other rank's. `deadline_s` is the time for connecting and for each collective. On GPUs, where nobody waits for a
-    collective, torch's watchdog sees to it and ends the process.
+    collective, torch's watchdog aborts what takes longer.
     """
     timeout = timedelta(seconds=deadline_s)
     try:
@@ -120,10 +166,16 @@ def _gloo(store: Any, rank: int, size: int, host: str, timeout: timedelta) -> An
 
 
 def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """NCCL connects with the first collective, so one is done here."""
+    os.environ.update(_NCCL_SETTINGS)  # torch looks at them when it makes a group
     nccl = _dist.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = timeout
-    return nccl(store, rank, size, options)
+    group = nccl(store, rank, size, options)
+    everybody = torch.zeros(size, device="cuda")
+    group._allgather_base(everybody, everybody[:1].clone()).wait()
+    torch.cuda.synchronize()
+    return group
 
 
 def _first_line(error: Exception) -> str:

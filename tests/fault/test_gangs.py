@@ -103,7 +103,7 @@ def test_a_rank_ends_when_the_first_is_silent_or_a_step_goes_wrong(small_model: 
         async with run_gangs(small_model, 2, 2) as (workers, ranks):
             gang = workers.prefill.core.gang
             with pytest.raises(WorkerLostError, match="step 7 came where 1 was due"):
-                await gang.ask(1, lambda call_id: RunStep(call_id, 7, ()), RunStep, 5)
+                await gang.ask(1, lambda call_id: RunStep(call_id, 7, (), tells_layers=False), RunStep, 5)
             gang._heartbeat_s = 100
             with pytest.raises(ExceptionGroup) as ended:
                 await asyncio.wait_for(ranks[Role.PREFILL].running[0], 10)

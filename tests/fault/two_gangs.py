@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+import torch
+
 from configs.facts import ModelFacts
 from decode_workers.worker import DecodeWorker
 from engine.model_runner import ModelRunner
@@ -23,6 +25,7 @@ from worker.core import WorkerCore
 from worker.rank import share_of
 
 HOST = "127.0.0.1"
+CPU = torch.device("cpu")
 LEASE_S = CONFIG.limits.lease_s
 
 
@@ -74,12 +77,12 @@ async def load_gang(
     size: int, load: Callable[[TensorParallel], Runner], share: Callable[[Runner], Share]
 ) -> tuple[Ranks, Gang, Runner, str]:
     followers = [
-        Follower(WireServer(SECRET, HOST), rank, size, HOST, lambda ranks: share(load(ranks)), LEASE_S)
+        Follower(WireServer(SECRET, HOST), rank, size, HOST, lambda ranks: share(load(ranks)), LEASE_S, CPU)
         for rank in range(1, size)
     ]
     running = [asyncio.create_task(follower.run()) for follower in followers]
     addresses = [follower.address for follower in followers]
     gang = await Gang.connect(addresses, SECRET, connect_s=5, lease_s=LEASE_S, heartbeat_s=CONFIG.limits.heartbeat_s)
-    runner = await asyncio.to_thread(load, await gang.form(HOST, 30))
+    runner = await asyncio.to_thread(load, await gang.form(HOST, 30, CPU))
     arithmetic = await gang.joined(runner.pool.num_blocks, runner.arithmetic)
     return Ranks(followers, running), gang, runner, arithmetic

@@ -11,6 +11,7 @@ from engine.kernels.triton.launch import Launch, power_of_two
 
 _ELEMENTS_PER_WARP = 512
 _SWIGLU_COLUMNS = 1024
+_ADDED_ELEMENTS = 1024
 
 
 @triton.jit
@@ -47,6 +48,26 @@ def _swiglu_kernel(gate_up_TI: tl.tensor, out_TI: tl.tensor, WIDTH: tl.constexpr
     up_I = tl.load(gate_up_TI + gate_at_I + WIDTH, mask=inside_I, other=0.0).to(tl.float32)
     product_I = gate_I / (1 + tl.exp(-gate_I)) * up_I
     tl.store(out_TI + row * WIDTH + column_I, product_I.to(out_TI.dtype.element_ty), mask=inside_I)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _add_parts_kernel(
+    parts_ZE: tl.tensor, out_E: tl.tensor, count: tl.tensor, PARTS: tl.constexpr, ELEMENTS: tl.constexpr
+) -> None:
+    """Some values."""
+    at_E = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
+    inside_E = at_E < count
+    total_E = tl.load(parts_ZE + at_E, mask=inside_E, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        total_E += tl.load(parts_ZE + part * count.to(tl.int64) + at_E, mask=inside_E, other=0.0).to(tl.float32)
+    tl.store(out_E + at_E, total_E.to(out_E.dtype.element_ty), mask=inside_E)
+
+
+def add_parts(parts_ZE: Tensor, out_E: Tensor) -> Launch:
+    """Add up Z parts in their order, in float32, and round once. `out_E` may be the first part."""
+    num_parts, count = parts_ZE.shape
+    constants = {"PARTS": num_parts, "ELEMENTS": _ADDED_ELEMENTS}
+    return Launch(_add_parts_kernel, (ceil_div(count, _ADDED_ELEMENTS),), (parts_ZE, out_E, count), constants, num_warps=4)
 
 
 def add_norm(x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float, out_TD: Tensor) -> Launch:

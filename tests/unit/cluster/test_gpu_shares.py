@@ -73,7 +73,6 @@ def test_sizes_that_the_autoscaler_may_reach_have_shares() -> None:
         {"engine": "paced"},
         {"transport": "gloo"},
         {"transport": "shared_memory"},
-        {"decode.tensor_parallel_size": 3},
         {"prefill.resources": {"GPU": 0.3}},
         {"decode.resources": {"GPU": 1.0, "fast": 1.0}, "device": "cuda"},
         {"decode.resources": {"CPU": 65.0}},
@@ -209,3 +208,10 @@ def test_how_torch_was_built_is_known_without_importing_it() -> None:
     import torch
 
     assert gpu_shares._torch_has_cuda() == (torch.version.cuda is not None)
+
+
+def test_each_rank_of_a_worker_gets_a_gpu_of_its_own() -> None:
+    """NCCL takes no GPU twice. Where there are too few, workers stay on the processors."""
+    config = load_config(None, {"prefill.tensor_parallel_size": 3, "decode.tensor_parallel_size": 3})
+    assert with_gpu_shares(config, nodes(6)).decode.resources["GPU"] == 1.0
+    assert with_gpu_shares(config, nodes(5)) is config

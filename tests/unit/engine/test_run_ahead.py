@@ -32,6 +32,15 @@ class Mark:
         self.device.done = max(self.device.done, self.place)
 
 
+def test_a_follower_is_not_ahead() -> None:
+    """It tells the first rank that a step is over when it is."""
+    device = Device()
+    ahead = RunAhead(device.mark, steps=0)
+    for step in range(1, 4):
+        ahead.launched()
+        assert device.done == step
+
+
 def test_one_step_is_under_way_when_the_next_is_launched() -> None:
     device = Device()
     ahead = RunAhead(device.mark)

@@ -34,12 +34,14 @@ class Recorder:
     def __init__(self) -> None:
         self.replayed: list[int] = []
 
-    def __call__(self, compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    def __call__(self, compute: Callable[[], Tensor | None]) -> tuple[Callable[[], None], Tensor | None]:
         result = compute()
 
         def replay() -> None:
-            self.replayed.append(len(result))
-            result.copy_(compute())
+            again = compute()
+            if result is not None and again is not None:
+                self.replayed.append(len(result))
+                result.copy_(again)
 
         return replay, result
 

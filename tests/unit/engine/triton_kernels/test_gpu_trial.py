@@ -43,7 +43,7 @@ def key(one: launch.Launch) -> tuple[object, ...]:
     return (one.kernel.fn.__name__, tuple(kinds), tuple(sorted(one.constants.items())), one.num_warps, one.num_stages)
 
 
-def repeated(compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+def repeated(compute: Callable[[], Tensor | None]) -> tuple[Callable[[], None], Tensor | None]:
     """In place of a capture."""
     result = compute()
     return lambda: None, result
