@@ -8,9 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kernels.triton.decode_attention import num_splits
-from engine.kernels.triton.prefill_attention import prefill_tiles, tile_rows
-from tests.unit.engine.triton_kernels.triton_cases import (
+from certify.kernel_cases import (
     LIMITS,
     Heads,
     add_norm_error,
@@ -20,6 +18,8 @@ from tests.unit.engine.triton_kernels.triton_cases import (
     rotate_and_store_error,
     swiglu_error,
 )
+from engine.kernels.triton.decode_attention import num_splits
+from engine.kernels.triton.prefill_attention import prefill_tiles, tile_rows
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
 HEADS = pytest.mark.parametrize(

@@ -1,13 +1,14 @@
 """Random work for every Triton kernel, with what it should come to in float64.
 
-The tests beside this file run it in float32 and float16, in Triton's interpreter or, where there is one, on a GPU; tests/gpu
-runs it in bfloat16.
+The part `kernels` runs it in sizes that fill a GPU. The tests run small sizes, in float32 and float16, in Triton's interpreter
+or, where there is one, on a GPU.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from configs.arithmetic import ceil_div
-from configs.facts import ModelFacts
 from engine.kernels.triton.decode_attention import DecodeAttention
 from engine.kernels.triton.kv_cache import gather_tokens, rotate_and_store, scatter_tokens
 from engine.kernels.triton.launch import Launch
@@ -25,11 +25,16 @@ from engine.kernels.triton.layers import add_norm, swiglu
 from engine.kernels.triton.prefill_attention import prefill_attention, prefill_tiles
 from engine.kernels.triton.sampling import SamplingRows, max_gap, sample
 from engine.sampler import SampleRequest
-from tests.tiny_models import tiny_facts
+from engine.sampler import sample as sample_on_cpu
+from protocol.sampling import SamplingParams
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LIMITS = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """Relative errors in the 2-norm: a little more than the rounding of the results."""
+
+
+class WrongResultError(Exception):
+    """A kernel wrote what it must not write, or not what it must write bit by bit."""
 
 
 @dataclass(frozen=True)
@@ -38,31 +43,26 @@ class Heads:
     kv: int
     size: int
 
+    def __str__(self) -> str:
+        return f"heads {self.query}x{self.kv}x{self.size}"
+
     @property
     def row(self) -> int:
         """Elements of a row of q, k and v."""
         return (self.query + 2 * self.kv) * self.size
 
 
-def facts_of(heads: Heads) -> ModelFacts:
-    """A model of these heads, for what asks its shape alone."""
-    return tiny_facts(
-        "shape",
-        num_layers=1,
-        hidden_size=heads.query * heads.size,
-        intermediate_size=1536,
-        num_heads=heads.query,
-        num_kv_heads=heads.kv,
-        head_dim=heads.size,
-        vocab_size=1000,
-        max_model_len=8192,
-        tie_word_embeddings=False,
-    )
-
-
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    assert torch.isfinite(actual).all()
+    """Of the 2-norm; infinity if a value is not finite."""
+    if not torch.isfinite(actual).all():
+        return math.inf
     return float((actual.double().cpu() - expected).norm() / expected.norm())
+
+
+def expect(holds: bool | Tensor, what: str) -> None:
+    """Raise WrongResultError, with a sentence, unless it holds."""
+    if not holds:
+        raise WrongResultError(what)
 
 
 def run(launches: Iterable[Launch]) -> None:
@@ -117,7 +117,7 @@ def decode_error(heads: Heads, lengths: Sequence[int], block_size: int, dtype: t
     run(attention.launches(qkv_RA, contexts.slots_2SKH, contexts.tables_CW, lengths_R, block_size, out_RNH))
     expected = [contexts.attended(i, q_RNH[i : i + 1]) for i, length in enumerate(lengths) if length]
     used_R = (lengths_R > 0).cpu()
-    assert (out_RNH.cpu()[~used_R] == 7).all()
+    expect((out_RNH.cpu()[~used_R] == 7).all(), "a row of length 0 was written")
     return relative_error(out_RNH.cpu()[used_R], torch.cat(expected))
 
 
@@ -154,8 +154,8 @@ def rotate_and_store_error(heads: Heads, slots: Sequence[int], num_slots: int, d
     expected_TA[kept_T, : heads.query * heads.size] = q.flatten(1)
     expected_2SKH[:, slots_T[kept_T].long()] = torch.stack((k, v))
     untouched_S = torch.ones(num_slots, dtype=torch.bool).index_fill_(0, slots_T[kept_T].long(), False)
-    assert torch.equal(after_2SKH.cpu()[:, untouched_S], pool_2SKH[:, untouched_S])
-    assert torch.equal(after_TA.cpu()[~kept_T], qkv_TA[~kept_T])
+    expect(torch.equal(after_2SKH.cpu()[:, untouched_S], pool_2SKH[:, untouched_S]), "another slot was written")
+    expect(torch.equal(after_TA.cpu()[~kept_T], qkv_TA[~kept_T]), "a row without a slot was written")
     return max(relative_error(after_TA, expected_TA), relative_error(after_2SKH, expected_2SKH))
 
 
@@ -164,11 +164,11 @@ def check_copies(num_layers: int, layers: range, heads: Heads, num_tokens: int, 
     slots_T = torch.randperm(70)[:num_tokens].to(DEVICE)
     dense_L2TKH = torch.full((len(layers), 2, num_tokens, heads.kv, heads.size), math.nan, dtype=dtype, device=DEVICE)
     gather_tokens(pool_L2SKH, layers, slots_T, dense_L2TKH).run()
-    assert torch.equal(dense_L2TKH, pool_L2SKH[layers.start : layers.stop, :, slots_T])
+    expect(torch.equal(dense_L2TKH, pool_L2SKH[layers.start : layers.stop, :, slots_T]), "other tokens were gathered")
     expected = pool_L2SKH.clone()
     expected[layers.start : layers.stop, :, slots_T] = dense_L2TKH.mul_(2)
     scatter_tokens(pool_L2SKH, layers, slots_T, dense_L2TKH).run()
-    assert torch.equal(pool_L2SKH, expected)
+    expect(torch.equal(pool_L2SKH, expected), "the tokens were scattered to other places")
 
 
 def add_norm_error(num_rows: int, width: int, dtype: torch.dtype, *, add: bool) -> float:
@@ -176,7 +176,7 @@ def add_norm_error(num_rows: int, width: int, dtype: torch.dtype, *, add: bool) 
     total = x + delta if add else x.clone()
     after, out = x.to(DEVICE, copy=True), torch.empty(num_rows, width, dtype=dtype, device=DEVICE)
     add_norm(after, delta.to(DEVICE) if add else None, weight.to(DEVICE), 1e-5, out).run()
-    assert torch.equal(after.cpu(), total)
+    expect(torch.equal(after.cpu(), total), "the sum is another one")
     return relative_error(out, F.rms_norm(total.double(), (width,), weight.double(), 1e-5))
 
 
@@ -188,7 +188,7 @@ def swiglu_error(num_rows: int, width: int, dtype: torch.dtype) -> float:
     swiglu(gate_up.to(DEVICE), out).run()
     gate, up = gate_up.double().chunk(2, dim=1)
     expected = F.silu(gate) * up
-    assert out[0, 0] == 0
+    expect(out[0, 0] == 0, "the silu of the lowest number is not 0")
     return relative_error(out[:, 2:], expected[:, 2:])
 
 
@@ -206,3 +206,33 @@ def picks(logits_SV: Tensor, requests: Sequence[SampleRequest]) -> list[int]:
     gaps_SV = torch.empty(logits_SV.shape, dtype=torch.int32, device=DEVICE)
     run(sample(logits_SV.to(DEVICE), rows, gaps_SV, picks_S))
     return picks_S.tolist()
+
+
+def random_requests(count: int) -> list[SampleRequest]:
+    """Any mixture of sampling parameters."""
+    rng = random.Random(1)
+    return [
+        SampleRequest(
+            SamplingParams(
+                seed=rng.getrandbits(63),
+                choice=rng.randrange(4),
+                max_tokens=9,
+                temperature=rng.choice([0, 0.3, 1, 1, 2.0]),
+                top_k=rng.choice([0, 0, 1, 5, 50, 6000]),
+                top_p=rng.choice([1.0, 1.0, 0.9, 0.5, 0.01]),
+                min_p=rng.choice([0, 0, 0.1, 1.0]),
+            ),
+            position=rng.randrange(10_000),
+            num_generated=3,
+        )
+        for _ in range(count)
+    ]
+
+
+def sampling_error(num_rows: int, vocabulary: int) -> float:
+    """The share of rows for which another token is picked than `engine.sampler` picks, in float64."""
+    logits_SV = torch.randn(num_rows, vocabulary) * 4
+    requests = random_requests(num_rows)
+    expected = [token.token_id for token in sample_on_cpu(logits_SV, requests)]
+    missed = sum(one != other for one, other in zip(picks(logits_SV, requests), expected, strict=True))
+    return missed / num_rows

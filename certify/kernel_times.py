@@ -31,16 +31,6 @@ DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True)
-class Ceilings:
-    """What this GPU reaches in torch's hands."""
-
-    bytes_per_s: float
-    """Bytes per second of a copy, read and written."""
-    flops_per_s: float
-    """Operations per second of a bfloat16 product of random matrices of 8,192."""
-
-
-@dataclass(frozen=True)
 class Timing:
     """The time of a kernel, and the bytes and operations that it needs at least."""
 
@@ -70,15 +60,6 @@ def seconds(work: Callable[[], object], rounds: int = ROUNDS) -> float:
         end.synchronize()
         taken.append(begin.elapsed_time(end) / 1e3)
     return float(statistics.median(taken))
-
-
-def ceilings() -> Ceilings:
-    """Measure what this GPU reaches in torch's hands."""
-    size = 2**32
-    source, target = (torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2))
-    a, b, product = (random(8192, 8192) for _ in range(3))
-    copied, multiplied = seconds(lambda: target.copy_(source)), seconds(lambda: torch.mm(a, b, out=product))
-    return Ceilings(2 * size / copied, 2 * 8192**3 / multiplied)
 
 
 def timings(facts: ModelFacts, pool: KVPool) -> Iterator[Timing]:
