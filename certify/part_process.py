@@ -1,0 +1,31 @@
+"""The process of one part: `python -m certify.part_process MODULE DEVICE FINDINGS`."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import sys
+import traceback
+from pathlib import Path
+
+from certify.findings import Findings, PartSkipped
+
+
+def main() -> None:
+    """Run the function `run` of the module, and write what it finds into the file."""
+    module, device, path = sys.argv[1:]
+    faulthandler.enable()  # a crash then leaves its place in the log
+    findings = Findings(Path(path))
+    try:
+        importlib.import_module(module).run(findings, device)
+    except PartSkipped as skipped:
+        findings.end(skipped=str(skipped))
+    except Exception as error:  # noqa: BLE001 - whatever a part raises is its result
+        traceback.print_exc()
+        findings.end(error=f"{type(error).__name__}: {error}".strip().splitlines()[0])
+    else:
+        findings.end()
+
+
+if __name__ == "__main__":
+    main()
