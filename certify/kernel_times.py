@@ -43,7 +43,7 @@ class Timing:
     """Seconds of `scaled_dot_product_attention` on dense keys and values; None where it does not apply."""
 
 
-def seconds(work: Callable[[], object], rounds: int = ROUNDS) -> float:
+def replay_seconds(work: Callable[[], object], rounds: int = ROUNDS) -> float:
     """Return the median time in seconds of a replay of the work as a CUDA graph."""
     work()
     torch.cuda.synchronize()
@@ -104,7 +104,7 @@ def decode(facts: ModelFacts, pool: KVPool, rows: int) -> Timing:
         seconds=run_seconds(launches) / count,
         moved_bytes=moved,
         flops=4 * rows * CONTEXT * heads * size,
-        torch_seconds=seconds(dense) / count,
+        torch_seconds=replay_seconds(dense) / count,
     )
 
 
@@ -119,7 +119,7 @@ def prefill(facts: ModelFacts, pool: KVPool, tokens: int) -> Timing:
     launch = prefill_attention(qkv, pool.layer_slots(0), table, tiles_P4, pool.block_size, out)
     query = qkv[:, : heads * size].view(1, tokens, heads, size).transpose(1, 2)
     k, v = pool.layer_slots(0)[:, :tokens].view(2, 1, tokens, kv_heads, size).transpose(2, 3)
-    dense = seconds(lambda: F.scaled_dot_product_attention(query, k, v, is_causal=True, enable_gqa=True))
+    dense = replay_seconds(lambda: F.scaled_dot_product_attention(query, k, v, is_causal=True, enable_gqa=True))
     moved = (2 * heads + 2 * kv_heads) * tokens * size * DTYPE.itemsize
     name = f"prefill attention, {tokens:,} tokens"
     return Timing(
@@ -225,4 +225,4 @@ def run_seconds(launches: list[Launch]) -> float:
         for launch in launches:
             launch.run()
 
-    return seconds(work)
+    return replay_seconds(work)

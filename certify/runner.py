@@ -4,7 +4,7 @@
         │  └──► dies ──────────► failed
         └─ limit ─► SIGTERM ─ GRACE_S ─► SIGKILL ──► timed out
 
-Whatever the part has started and left behind ends with it.
+Whatever the part has started ends with it, and its temporary files go.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping
@@ -26,6 +27,8 @@ from certify.findings import Content, Device
 
 GRACE_S = 15.0
 """Seconds that processes have between SIGTERM and SIGKILL: a cluster stops its Ray in them."""
+LOG_CHARACTERS = 4000
+"""Characters of a part's log that the report shows if something went wrong."""
 _PAUSE_S = 0.1
 
 Status = Literal["passed", "failed", "skipped", "timed out"]
@@ -51,11 +54,13 @@ class PartResult:
 def run_part(part: Part, device: Device, folder: Path, grace_s: float = GRACE_S) -> PartResult:
     """Run a part and return its result. What it prints goes to `NAME.log` in the folder."""
     path = folder / f".{part.name}.json"
-    command = [sys.executable, "-m", "certify.part_process", part.module, device, str(path)]
     began = time.monotonic()
-    with (folder / f"{part.name}.log").open("wb") as log:
+    with (
+        (folder / f"{part.name}.log").open("wb") as log,
+        tempfile.TemporaryDirectory(prefix="tandem-certify-", ignore_cleanup_errors=True) as scratch,
+    ):
         process = subprocess.Popen(
-            command,
+            [sys.executable, "-m", "certify.part_process", part.module, device, str(path), scratch],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -72,7 +77,10 @@ def run_part(part: Part, device: Device, folder: Path, grace_s: float = GRACE_S)
     content, problem = _read(path)
     path.unlink(missing_ok=True)
     status, reason = _verdict(part, code, content, problem)
-    return PartResult(part, status, reason, seconds, content)
+    result = PartResult(part, status, reason, seconds, content)
+    if result.is_wrong:
+        content.texts["the end of its log"] = (folder / f"{part.name}.log").read_text(errors="replace")[-LOG_CHARACTERS:]
+    return result
 
 
 def _environment(device: Device) -> Mapping[str, str]:

@@ -145,6 +145,7 @@ async def push_much(findings: Findings, case: Case, copy_bytes_per_s: float) -> 
             await _breaks(findings, f"{case}: a stopped peer breaks the lane", it)
         finally:
             it.decode.kill()
+            it.decode.join(DEADLINE_S)
 
 
 async def _breaks(findings: Findings, name: str, it: Scene) -> None:

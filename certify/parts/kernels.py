@@ -6,6 +6,7 @@ Each group of cases has a process of its own: an illegal access leaves the other
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -106,7 +107,7 @@ _DTYPES: dict[Device, Sequence[torch.dtype]] = {
 
 def run(findings: Findings, device: Device) -> None:
     """Try all groups, several at a time, then measure."""
-    with ThreadPoolExecutor(max(1, min(MOST_PROCESSES, usable_cores() // 2))) as threads:
+    with ThreadPoolExecutor(min(MOST_PROCESSES, len(os.sched_getaffinity(0)))) as threads:
         list(threads.map(lambda group: _run_group(findings, group, device), groups(device)))
     if device == "cuda":
         _measure(findings)

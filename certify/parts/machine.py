@@ -96,8 +96,9 @@ def _look_at_gpus(findings: Findings) -> None:
     listed = _nvidia_smi(f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader")
     for line in (listed or "").splitlines():
         findings.row("What nvidia-smi tells", dict(zip(_GPU_FIELDS, (cell.strip() for cell in line.split(",")), strict=False)))
-    if (topology := _nvidia_smi("topo", "-m")) is not None:
-        findings.text("nvidia-smi topo -m", topology)
+    for arguments in ((), ("topo", "-m")):
+        if (printed := _nvidia_smi(*arguments)) is not None:
+            findings.text(" ".join(("nvidia-smi", *arguments)), printed)
 
 
 def _nvidia_smi(*arguments: str) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 import time
 
 from certify.findings import Device, Findings
@@ -15,5 +16,5 @@ def run(findings: Findings, device: Device) -> None:
     child = subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, start_new_session=True)
     assert child.stdout is not None
     child.stdout.readline()
-    findings.row("children", {"pid": child.pid})
+    findings.row("children", {"pid": child.pid, "folder": tempfile.mkdtemp()})
     time.sleep(600)
