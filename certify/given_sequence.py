@@ -36,10 +36,12 @@ def compute(
     prompt_tokens: int,
     other_blocks: Sequence[int] = (),
     chunk: int | None = None,
+    graphs: bool = True,
 ) -> Computed:
     """Compute a sequence: so many tokens as a prompt, in chunks of a size, the others one by one, as an answer.
 
-    With `other_blocks`, as many other sequences as these hold are in every step beside it.
+    With `other_blocks`, as many other sequences as these hold are in every step beside it. Without `graphs`, a GPU's kernels
+    are launched one by one.
     """
     width = len(table)
     tables = [table, *(other_blocks[i : i + width] for i in range(0, len(other_blocks), width))]
@@ -51,9 +53,13 @@ def compute(
     for end in ends:
         wanted = LIKELIEST if end >= prompt_tokens else None
         chunks = [Chunk(ids[start:end], start, blocks, wanted, 0) for ids, blocks in zip(known, tables, strict=True)]
-        sampled = runner.execute(chunks)[0]
+        sampled = runner.execute(chunks, None if graphs else _ignore)[0]
         if sampled is not None:
             tokens.append(sampled)
         start = end
     data = runner.pool.data[:, :, torch.tensor(table, device=runner.pool.data.device)]
     return Computed(data.flatten(2, 3)[:, :, : len(sequence) - 1].clone(), tokens)
+
+
+def _ignore(layer: int) -> None:
+    """A step that tells of its layers is no graph."""

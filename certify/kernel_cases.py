@@ -39,6 +39,8 @@ class WrongResultError(Exception):
 
 @dataclass(frozen=True)
 class Heads:
+    """Numbers of query and of key/value heads, and the size of a head."""
+
     query: int
     kv: int
     size: int
@@ -53,7 +55,7 @@ class Heads:
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Of the 2-norm; infinity if a value is not finite."""
+    """Return the relative error in the 2-norm; infinity if a value is not finite."""
     if not torch.isfinite(actual).all():
         return math.inf
     return float((actual.double().cpu() - expected).norm() / expected.norm())
@@ -66,6 +68,7 @@ def expect(holds: bool | Tensor, what: str) -> None:
 
 
 def run(launches: Iterable[Launch]) -> None:
+    """Run launches one after the other."""
     for launch in launches:
         launch.run()
 
@@ -92,7 +95,7 @@ class PagedContexts:
         self.slots_2SKH, self.tables_CW = slots_2SKH.to(DEVICE), tables_CW.to(DEVICE)
 
     def attended(self, sequence: int, q_TNH: Tensor) -> Tensor:
-        """The last T tokens of a sequence to all of it, in float64."""
+        """Return the attention of the last T tokens of a sequence to all of it, in float64."""
         end, group = self.ends[sequence], self.heads.query // self.heads.kv
         k, v = (x.double().repeat_interleave(group, dim=1) for x in self._kv[:, self._slots[sequence]])
         scores = torch.einsum("tnh,lnh->ntl", q_TNH.double(), k) / math.sqrt(self.heads.size)
@@ -100,7 +103,7 @@ class PagedContexts:
         return torch.einsum("ntl,lnh->tnh", scores.masked_fill_(later, -math.inf).softmax(-1), v)
 
     def queries(self, num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Rows of q, k and v on the device, of which k and v are NaN; and q [T, N, H]."""
+        """Return rows of q, k and v on the device, of which k and v are NaN; and q [T, N, H]."""
         qkv_TA = torch.full((num_tokens, self.heads.row), math.nan, dtype=dtype)
         q_TNH = torch.randn(num_tokens, self.heads.query, self.heads.size).to(dtype)
         qkv_TA[:, : self.heads.query * self.heads.size] = q_TNH.flatten(1)
@@ -108,7 +111,10 @@ class PagedContexts:
 
 
 def decode_error(heads: Heads, lengths: Sequence[int], block_size: int, dtype: torch.dtype, max_tokens: int = 0) -> float:
-    """Rows of length 0 are to be skipped. `max_tokens` beyond the longest length asks for more splits."""
+    """Return the relative error of attention in a decode step with contexts of these lengths.
+
+    Rows of length 0 are to be skipped. `max_tokens` beyond the longest length asks for more splits.
+    """
     contexts = PagedContexts(heads, lengths, block_size, dtype)
     qkv_RA, q_RNH = contexts.queries(len(lengths), dtype)
     out_RNH = torch.full((len(lengths), heads.query, heads.size), 7.0, dtype=dtype, device=DEVICE)
@@ -122,7 +128,10 @@ def decode_error(heads: Heads, lengths: Sequence[int], block_size: int, dtype: t
 
 
 def prefill_error(heads: Heads, chunks: Sequence[tuple[int, int]], block_size: int, dtype: torch.dtype) -> float:
-    """`chunks` are positions from and to; the sequences hold nothing behind them."""
+    """Return the relative error of attention of several chunks of prompts in one launch.
+
+    `chunks` are positions from and to; the sequences hold nothing behind them.
+    """
     starts, ends = np.array(chunks).T
     contexts = PagedContexts(heads, ends.tolist(), block_size, dtype)
     rows = [0, *itertools.accumulate(end - start for start, end in chunks)]
@@ -136,7 +145,10 @@ def prefill_error(heads: Heads, chunks: Sequence[tuple[int, int]], block_size: i
 
 
 def rotate_and_store_error(heads: Heads, slots: Sequence[int], num_slots: int, dtype: torch.dtype) -> float:
-    """The largest error of q, keys and values; what must not be written is checked to be as it was."""
+    """Return the largest relative error of rotated q, and of stored keys and values. A row with slot -1 is left out.
+
+    Raises WrongResultError if something was written that must stay as it was.
+    """
     qkv_TA = torch.randn(len(slots), heads.row).to(dtype)
     angles_TF = torch.rand(len(slots), heads.size // 2) * 100
     pool_2SKH = torch.randn(2, num_slots, heads.kv, heads.size).to(dtype)
@@ -160,6 +172,7 @@ def rotate_and_store_error(heads: Heads, slots: Sequence[int], num_slots: int, d
 
 
 def check_copies(num_layers: int, layers: range, heads: Heads, num_tokens: int, dtype: torch.dtype) -> None:
+    """Gather tokens of some layers of a pool, and scatter them again. Raises WrongResultError unless every bit is right."""
     pool_L2SKH = torch.randn(num_layers, 2, 70, heads.kv, heads.size).to(dtype).to(DEVICE)
     slots_T = torch.randperm(70)[:num_tokens].to(DEVICE)
     dense_L2TKH = torch.full((len(layers), 2, num_tokens, heads.kv, heads.size), math.nan, dtype=dtype, device=DEVICE)
@@ -172,6 +185,10 @@ def check_copies(num_layers: int, layers: range, heads: Heads, num_tokens: int, 
 
 
 def add_norm_error(num_rows: int, width: int, dtype: torch.dtype, *, add: bool) -> float:
+    """Return the relative error of RMS norm, after the addition of another tensor or without it.
+
+    Raises WrongResultError unless every bit of the sum is right.
+    """
     x, delta, weight = torch.randn(num_rows, width), torch.randn(num_rows, width).to(dtype), torch.randn(width).to(dtype)
     total = x + delta if add else x.clone()
     after, out = x.to(DEVICE, copy=True), torch.empty(num_rows, width, dtype=dtype, device=DEVICE)
@@ -181,6 +198,7 @@ def add_norm_error(num_rows: int, width: int, dtype: torch.dtype, *, add: bool) 
 
 
 def swiglu_error(num_rows: int, width: int, dtype: torch.dtype) -> float:
+    """Return the relative error of `silu(gate) * up`. Raises WrongResultError if the lowest number does not become 0."""
     gate_up = (torch.randn(num_rows, 2 * width) * 5).to(dtype)
     largest = torch.finfo(dtype).max
     gate_up[0, :2], gate_up[0, width : width + 2] = torch.tensor([-largest, largest]), 0.5
@@ -193,6 +211,7 @@ def swiglu_error(num_rows: int, width: int, dtype: torch.dtype) -> float:
 
 
 def picks(logits_SV: Tensor, requests: Sequence[SampleRequest]) -> list[int]:
+    """Return the tokens that the kernels draw, one for each row."""
     rows = SamplingRows(
         temperatures_S=torch.tensor([r.sampling.temperature for r in requests], dtype=torch.float32, device=DEVICE),
         top_ks_S=torch.tensor([r.sampling.top_k for r in requests], dtype=torch.int32, device=DEVICE),
@@ -209,7 +228,7 @@ def picks(logits_SV: Tensor, requests: Sequence[SampleRequest]) -> list[int]:
 
 
 def random_requests(count: int) -> list[SampleRequest]:
-    """Any mixture of sampling parameters."""
+    """Return requests with any mixture of sampling parameters, the same ones each time."""
     rng = random.Random(1)
     return [
         SampleRequest(
@@ -230,7 +249,7 @@ def random_requests(count: int) -> list[SampleRequest]:
 
 
 def sampling_error(num_rows: int, vocabulary: int) -> float:
-    """The share of rows for which another token is picked than `engine.sampler` picks, in float64."""
+    """Return the share of rows for which another token is drawn than by `engine.sampler`, which computes in float64."""
     logits_SV = torch.randn(num_rows, vocabulary) * 4
     requests = random_requests(num_rows)
     expected = [token.token_id for token in sample_on_cpu(logits_SV, requests)]

@@ -1,4 +1,4 @@
-"""The part `kernels`: every Triton kernel against float64, and a small model against torch's operators; then their times.
+"""The part `kernels`: every Triton kernel against float64, small models against other ways to compute them; then the times.
 
 Each group of cases has a process of its own: an illegal access leaves the others, and kernels are compiled beside each other.
 """
@@ -22,14 +22,14 @@ from certify.ceilings import ceilings
 from certify.findings import Device, Findings
 from certify.kernel_cases import LIMITS, Heads
 from certify.shapes import LLAMA_8B, fitting
-from certify.small_model import model_error
+from certify.small_model import graph_error, model_error
 from configs.machine import usable_cores
 from engine.memory.kv_pool import KVPool
 
 MOST_PROCESSES = 8
 """Each takes half a gigabyte of a GPU's memory, and some cores for what is computed in float64."""
-MODEL_LIMIT = 1e-3
-"""Of a logprob, in float32."""
+MODEL_LIMIT, GRAPH_LIMIT = 1e-3, 0.1
+"""Of a logprob, in float32 and in bfloat16."""
 LARGE_VOCABULARY, MISSED_PICKS = 100_000, 1 / 16
 """Masses of top-p are summed in float32, in float64 on the processor: of a large vocabulary a token at the border may fall on
 the other side."""
@@ -118,8 +118,9 @@ def groups(device: Device) -> list[Group]:
     dtypes = _DTYPES[device]
     attention = [Group(kernel, dtype) for kernel in ("prefill attention", "decode attention") for dtype in dtypes]
     small = [Group("between products", dtype) for dtype in dtypes]
+    graphs = [Group("graphs", torch.bfloat16)] if device == "cuda" else []
     whole = [Group("a small model", torch.float32)] if device == "cuda" else []
-    return [*attention, *small, Group("sampling", torch.float32), *whole]
+    return [*graphs, *attention, *small, Group("sampling", torch.float32), *whole]
 
 
 def cases(group: Group, sizes: Sizes) -> Iterator[Case]:
@@ -136,6 +137,8 @@ def cases(group: Group, sizes: Sizes) -> Iterator[Case]:
                 yield Case(f"{heads}, blocks of {block_size}", error, group.limit)
         case "between products":
             yield from _small_cases(group, sizes)
+        case "graphs":
+            yield Case("logprobs beside those of single launches", partial(graph_error, kernel_cases.DEVICE), GRAPH_LIMIT)
         case "a small model":
             error = partial(model_error, kernel_cases.DEVICE)
             yield Case("logprobs beside those of a processor's operators", error, MODEL_LIMIT)
@@ -189,7 +192,7 @@ def _run_group(findings: Findings, group: Group, device: Device) -> None:
                 problem = problem or f"{name}: an error of {error:.2g}, of which {limit:.2g} is allowed"
             else:
                 worst = max(worst, (error, name))
-            findings.row("Errors against float64", row)
+            findings.row("Errors against a reference", row)
         problem = problem or f"no end within {LIMIT_S:g} s"
     except EOFError:
         child.join(LIMIT_S)

@@ -33,7 +33,7 @@ _GPU_FIELDS = (
     "pcie.link.width.current",
 )
 _MPS_FOLDER = "/tmp/nvidia-mps"
-_PEER_BYTES = 2**30
+_PEER_BYTES = 2**28
 _SMI_LIMIT_S = 20.0
 
 
@@ -96,7 +96,8 @@ def _look_at_gpus(findings: Findings) -> None:
     listed = _nvidia_smi(f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader")
     for line in (listed or "").splitlines():
         findings.row("What nvidia-smi tells", dict(zip(_GPU_FIELDS, (cell.strip() for cell in line.split(",")), strict=False)))
-    for arguments in ((), ("topo", "-m")):
+    links = [("nvlink", "--status")] if torch.cuda.device_count() > 1 else []
+    for arguments in ((), ("topo", "-m"), *links):
         if (printed := _nvidia_smi(*arguments)) is not None:
             findings.text(" ".join(("nvidia-smi", *arguments)), printed)
 
