@@ -24,7 +24,7 @@ from certify.findings import Device, Findings, PartSkipped
 from certify.model_folder import END_ID, write_model
 from certify.random_model import random_matrices
 from certify.served import Answer, Served, ServeError, serving, stream
-from certify.shapes import dtype_for, shape_for
+from certify.shapes import dtype_for, matrix_parameters, shape_for
 from configs.facts import ModelFacts
 from loadtest.bench import Finished, run_bench
 from loadtest.options import BenchOptions
@@ -82,9 +82,8 @@ def run(findings: Findings, device: Device) -> None:
     with tempfile.TemporaryDirectory(prefix="tandem-certify-") as name:
         folder = Path(name)
         _check_room(folder, facts)
-        write_model(
-            folder / "model", facts, random_matrices(torch.bfloat16, torch.device("cpu"), drawn_on=torch.device(device), seed=0)
-        )
+        matrices = random_matrices(torch.bfloat16, torch.device("cpu"), drawn_on=torch.device(device), seed=0)
+        write_model(folder / "model", facts, matrices)
         with serving(configuration(folder / "model", device, scale, torch.cuda.device_count()), folder) as served:
             seconds = served.until(lambda: served.settled(WORKERS), START_S, "three workers are ready")
             findings.row("Cluster", {"what": "ready after, s", "value": seconds})
@@ -100,10 +99,7 @@ def run(findings: Findings, device: Device) -> None:
 
 def _check_room(folder: Path, facts: ModelFacts) -> None:
     """Raise PartSkipped if the model's files have no room."""
-    hidden = facts.hidden_size
-    own = facts.num_heads * facts.head_dim
-    layer = hidden * (2 * own + 2 * facts.num_kv_heads * facts.head_dim + 3 * facts.intermediate_size)
-    num_bytes = 2 * (2 * facts.vocab_size * hidden + facts.num_layers * layer)
+    num_bytes = torch.bfloat16.itemsize * (2 * facts.vocab_size * facts.hidden_size + matrix_parameters(facts))
     free = shutil.disk_usage(folder).free
     if free < FREE_FACTOR * num_bytes:
         raise PartSkipped(f"the model takes {num_bytes / 1e9:.1f} GB, and {folder.parent} has {free / 1e9:.1f}; set TMPDIR")
