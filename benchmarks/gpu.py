@@ -1,4 +1,4 @@
-"""Everything about one GPU in one command: `python -m benchmarks.gpu`, made for one with 140 GB.
+"""Everything about one GPU in one command: `python -m benchmarks.gpu`, made for one with 80 GB or more.
 
 First the tests of tests/gpu. Then what the GPU reaches in a copy and in a large product; each Triton kernel beside these; whole
 prefill and decode steps of a model of Llama 8B's shape with random weights, beside transformers on the same weights.
@@ -14,13 +14,15 @@ from importlib.metadata import version
 import torch
 
 from benchmarks.lib.environment import ROOT, write_result
-from benchmarks.lib.gpu_kernels import DTYPE, Ceilings, Timing, ceilings, timings
-from benchmarks.lib.gpu_model import LLAMA_8B, decoder_weights, transformers_model
-from benchmarks.lib.gpu_steps import CONTEXT, DECODE_ROWS, StepTiming, same_tokens, smollm2_tokens, step_timings, token_ids
+from benchmarks.lib.gpu_model import decoder_weights, transformers_model
+from benchmarks.lib.gpu_steps import STEPS, StepTiming, same_tokens, smollm2_tokens, step_timings
+from certify.ceilings import Ceilings, ceilings
+from certify.kernel_times import DTYPE, Timing, timings
+from certify.random_model import BLOCK_SIZE
+from certify.shapes import LLAMA_8B
+from certify.step_times import token_ids
 from engine.memory.kv_pool import KVPool
 from engine.model_runner import ModelRunner
-
-BLOCK_SIZE = 16
 
 
 def main() -> None:
@@ -35,8 +37,8 @@ def main() -> None:
     }
     tests = _tests()
     with torch.inference_mode():
-        best = ceilings()
-        pool = KVPool.for_model(LLAMA_8B, DECODE_ROWS[-1] * CONTEXT, BLOCK_SIZE, DTYPE, device=torch.device("cuda"))
+        best = ceilings(torch.device("cuda"))
+        pool = KVPool.for_model(LLAMA_8B, STEPS.pool_tokens, BLOCK_SIZE, DTYPE, device=torch.device("cuda"))
         pool.data.normal_()
         kernels = list(timings(LLAMA_8B, pool))
         peer = transformers_model(LLAMA_8B, DTYPE, torch.device("cuda"))

@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks.lib.environment import write_result
-from benchmarks.lib.gpu_model import LLAMA_8B
+from certify.shapes import LLAMA_8B
 from engine.kernels.triton.decode_attention import DecodeAttention
 from engine.kernels.triton.kv_cache import rotate_and_store
 from engine.kernels.triton.launch import Launch

@@ -1,4 +1,4 @@
-"""Llama 8B's shape with random weights, in `transformers` and, from the same weights, in the engine."""
+"""A model with random weights in `transformers` and, from the same weights, in the engine."""
 
 from __future__ import annotations
 
@@ -8,33 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from configs.facts import Architecture, ModelFacts, WeightFormat
+from configs.facts import ModelFacts
 from engine.kernels.linear import Linear
 from engine.kernels.rope import inverse_frequencies
 from engine.models.decoder import DecoderWeights, Layer
-
-LLAMA_8B = ModelFacts(
-    name="llama-8b-shape",
-    architecture=Architecture.LLAMA,
-    num_layers=32,
-    hidden_size=4096,
-    intermediate_size=14_336,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    vocab_size=128_256,
-    max_model_len=16_384,
-    rope_theta=500_000.0,
-    rope_scaling=None,
-    rms_norm_eps=1e-5,
-    tie_word_embeddings=False,
-    attention_bias=False,
-    qk_norm=False,
-    eos_token_ids=(128_001,),
-    model_hash="random",
-    weight_format=WeightFormat.SAFETENSORS,
-    weight_files=(),
-)
 
 
 def transformers_model(facts: ModelFacts, dtype: torch.dtype, device: torch.device) -> Any:
@@ -59,10 +36,13 @@ def transformers_model(facts: ModelFacts, dtype: torch.dtype, device: torch.devi
 
 
 def decoder_weights(model: Any, facts: ModelFacts) -> DecoderWeights:
-    """Make the engine's weights from transformers' model, as copies where parts are stacked."""
+    """Make the engine's weights from transformers' model. Both use the same memory: two copies would not fit into 80 GB."""
 
     def linear(*modules: Any) -> Linear:
-        return Linear(torch.cat([module.weight.detach() for module in modules]), same_bits=False)
+        stacked = torch.cat([module.weight.detach() for module in modules])
+        for module, part in zip(modules, stacked.split([len(module.weight) for module in modules]), strict=True):
+            module.weight.data = part
+        return Linear(stacked, same_bits=False)
 
     def layer(block: Any) -> Layer:
         attention, network = block.self_attn, block.mlp
@@ -88,15 +68,3 @@ def decoder_weights(model: Any, facts: ModelFacts) -> DecoderWeights:
         head=lambda x_SD: head(x_SD).float(),
         rope_frequencies=frequencies,
     )
-
-
-def matrix_parameters(facts: ModelFacts) -> int:
-    """Return the number of elements in the layers' matrices."""
-    qkv = (facts.num_heads + 2 * facts.num_kv_heads) * facts.head_dim * facts.hidden_size
-    output = facts.num_heads * facts.head_dim * facts.hidden_size
-    return facts.num_layers * (qkv + output + 3 * facts.hidden_size * facts.intermediate_size)
-
-
-def kv_bytes_per_token(facts: ModelFacts, dtype: torch.dtype) -> int:
-    """Return the bytes of keys and values of one token in all layers."""
-    return facts.num_layers * 2 * facts.num_kv_heads * facts.head_dim * dtype.itemsize

@@ -23,6 +23,7 @@ COMMANDS = (
     "keep-gcs",
     "plan",
     "profile",
+    "certify",
     "serve",
     "stop",
     "status",

@@ -29,8 +29,8 @@ from kv_transfer.plan import Piece
 from kv_transfer.pool_view import PoolView
 
 _MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-_PLACES, _COLUMNS, _CHAIN = 1, 2, 3
-"""Seeds of the multipliers."""
+PLACES, COLUMNS, CHAIN = 1, 2, 3
+"""Seeds of the multipliers: of the rows of a block, of the words of a row, and of the halves."""
 
 
 class MultilinearFingerprints:
@@ -58,8 +58,8 @@ class MultilinearFingerprints:
         packed[begins_at + 1 :] = np.cumsum(sizes)
         places = sent(torch.from_numpy(packed), pool.device)
         self._slots_T, self._begins_N = places[:num_tokens], places[begins_at:]
-        self._columns_W = _on_device(self._rows.row_words, _COLUMNS, pool.device)
-        self._places_T = _on_device(_rounded(max(sizes)), _PLACES, pool.device)
+        self._columns_W = _on_device(self._rows.row_words, COLUMNS, pool.device)
+        self._places_T = _on_device(_rounded(max(sizes)), PLACES, pool.device)
         self._hashes_GN = torch.zeros((2 * len(pool.layers), len(sizes)), dtype=torch.int64, device=pool.device)
 
     def update(self, layers: range) -> None:
@@ -77,7 +77,7 @@ class MultilinearFingerprints:
 @lru_cache(maxsize=16)
 def _powers(count: int) -> npt.NDArray[np.int64]:
     """M^(count - 1), ..., M, 1."""
-    chain = int(multipliers(1, _CHAIN))
+    chain = int(multipliers(1, CHAIN))
     powers = [pow(chain, count - 1 - i, 1 << 64) for i in range(count)]
     return np.array(powers, dtype=np.uint64).view(np.int64)
 

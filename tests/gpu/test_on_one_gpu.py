@@ -8,26 +8,29 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.lib.gpu_model import LLAMA_8B, decoder_weights, transformers_model
-from benchmarks.lib.gpu_steps import same_tokens, token_ids
+from benchmarks.lib.gpu_model import decoder_weights, transformers_model
+from benchmarks.lib.gpu_steps import same_tokens
+from certify.kernel_cases import (
+    LIMITS,
+    Heads,
+    add_norm_error,
+    check_copies,
+    decode_error,
+    prefill_error,
+    relative_error,
+    rotate_and_store_error,
+    swiglu_error,
+)
+from certify.shapes import LLAMA_8B
+from certify.step_times import token_ids
+from configs.facts import ModelFacts
 from engine.batch import Chunk, ForwardBatch
 from engine.kernels.rope import inverse_frequencies
 from engine.memory.kv_pool import KVPool
 from engine.model_runner import ModelRunner
 from engine.operators.device_batch import BatchShape, DeviceBatch
 from engine.operators.triton_step import TritonStep
-from tests.unit.engine.triton_kernels.triton_cases import (
-    LIMITS,
-    Heads,
-    add_norm_error,
-    check_copies,
-    decode_error,
-    facts_of,
-    prefill_error,
-    relative_error,
-    rotate_and_store_error,
-    swiglu_error,
-)
+from tests.tiny_models import tiny_facts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DTYPE = torch.bfloat16
@@ -119,6 +122,22 @@ def test_a_model_says_what_transformers_says() -> None:
         for lengths in ((1, 17, 300), (5, 64)):
             found = same_tokens(runner, peer, [token_ids(length) for length in lengths], steps=16)
             assert found.startswith(f"{16 * len(lengths)} of")
+
+
+def facts_of(heads: Heads) -> ModelFacts:
+    """A model of these heads, for what asks its shape alone."""
+    return tiny_facts(
+        "shape",
+        num_layers=1,
+        hidden_size=heads.query * heads.size,
+        intermediate_size=1536,
+        num_heads=heads.query,
+        num_kv_heads=heads.kv,
+        head_dim=heads.size,
+        vocab_size=1000,
+        max_model_len=8192,
+        tie_word_embeddings=False,
+    )
 
 
 def a_pool(heads: Heads, seed: int) -> KVPool:

@@ -12,6 +12,7 @@ LEAVES = {"protocol", "configs", "telemetry"}
 ALLOWED: dict[str, set[str]] = {
     "cluster": {
         "autoscaler",
+        "certify",
         "router",
         "prefill_workers",
         "decode_workers",
@@ -33,6 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "protocol": set(),
     "telemetry": {"protocol"},
     "loadtest": {"protocol.errors"},
+    "certify": {"engine", "kv_transfer", "loadtest", *LEAVES},
     "simulator": {
         "autoscaler",
         "router.rules",

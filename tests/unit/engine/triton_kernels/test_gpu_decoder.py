@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from certify.kernel_cases import DEVICE, relative_error
 from engine.batch import Chunk, ForwardBatch
 from engine.cuda_graphs import GraphedDecoder
 from engine.device_sampler import sample_on_device
@@ -23,7 +24,6 @@ from engine.ranks.tensor_parallel import ALONE
 from engine.sampler import SampleRequest, sample
 from protocol.errors import ConfigError
 from protocol.sampling import SamplingParams
-from tests.unit.engine.triton_kernels.triton_cases import DEVICE, relative_error
 
 SAMPLED = SamplingParams(seed=0, max_tokens=1)
 

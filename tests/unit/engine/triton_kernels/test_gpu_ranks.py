@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
+from certify.kernel_cases import DEVICE, relative_error
 from configs.facts import ModelFacts
 from configs.sharding import rank_facts
 from engine import cuda_graphs
@@ -30,7 +31,6 @@ from engine.models.weights import load_weights
 from engine.operators.triton_step import TritonStep
 from engine.ranks.tensor_parallel import ALONE, TensorParallel, connect
 from protocol.sampling import SamplingParams
-from tests.unit.engine.triton_kernels.triton_cases import DEVICE, relative_error
 
 SAMPLED = SamplingParams(seed=0, max_tokens=1)
 BLOCK_SIZE = 8

@@ -8,21 +8,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kernels.triton import decode_attention
-from engine.kernels.triton.prefill_attention import prefill_tiles, tile_rows
-from tests.unit.engine.triton_kernels.triton_cases import (
+from certify.kernel_cases import (
     DEVICE,
     LIMITS,
     Heads,
     PagedContexts,
     add_norm_error,
     check_copies,
+    check_fingerprints,
     decode_error,
     prefill_error,
     rotate_and_store_error,
     run_decode_attention,
     swiglu_error,
 )
+from engine.kernels.triton import decode_attention
+from engine.kernels.triton.prefill_attention import prefill_tiles, tile_rows
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
 HEADS = pytest.mark.parametrize(
@@ -114,6 +115,13 @@ def test_rotate_and_store(heads: Heads, dtype: torch.dtype) -> None:
 def test_whole_tokens_are_gathered_and_scattered(layers: range, heads: Heads, num_tokens: int, dtype: torch.dtype) -> None:
     torch.manual_seed(4)
     check_copies(3, layers, heads, num_tokens, dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("num_tokens", [1, 19, 61])
+def test_fingerprints_are_what_their_formula_says(num_tokens: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(6)
+    check_fingerprints(Heads(1, 2, 64), num_tokens, dtype)
 
 
 @DTYPES

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import numpy as np
@@ -11,11 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
+from certify.kernel_cases import DEVICE, picks, random_requests
 from engine.kernels.noise import gumbel, noise_key, noise_words
 from engine.kernels.triton import noise
 from engine.sampler import SampleRequest, sample
 from protocol.sampling import SamplingParams
-from tests.unit.engine.triton_kernels.triton_cases import DEVICE, picks
 
 PLAIN = SamplingParams(seed=11, max_tokens=100)
 
@@ -42,25 +41,9 @@ def test_words_are_the_same(seed: int, choice: int, position: int) -> None:
 @pytest.mark.parametrize(("spread", "rounded"), [(4.0, False), (1.0, True), (0.0, False), (20.0, False)])
 def test_picks_are_the_sampler_s(spread: float, rounded: bool) -> None:
     """Any mixture of parameters; rounded logits have many that are equal, at every border."""
-    rng = random.Random(1)
     logits = torch.randn(16, 1500, generator=torch.Generator().manual_seed(2)) * spread
     logits = logits.round() if rounded else logits
-    requests = [
-        SampleRequest(
-            SamplingParams(
-                seed=rng.getrandbits(63),
-                choice=rng.randrange(4),
-                max_tokens=9,
-                temperature=rng.choice([0, 0.3, 1, 1, 2.0]),
-                top_k=rng.choice([0, 0, 1, 5, 50, 6000]),
-                top_p=rng.choice([1.0, 1.0, 0.9, 0.5, 0.01]),
-                min_p=rng.choice([0, 0, 0.1, 1.0]),
-            ),
-            position=rng.randrange(10_000),
-            num_generated=3,
-        )
-        for _ in range(len(logits))
-    ]
+    requests = random_requests(len(logits))
     assert picks(logits, requests) == [token.token_id for token in sample(logits, requests)]
 
 

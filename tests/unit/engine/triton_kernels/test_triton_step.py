@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from certify.kernel_cases import relative_error
 from configs.facts import ModelFacts
 from engine.batch import Chunk, ForwardBatch
 from engine.kernels.rope import inverse_frequencies
@@ -24,7 +25,6 @@ from engine.operators.torch_step import TorchStep
 from engine.operators.triton_step import TritonStep
 from engine.ranks.tensor_parallel import ALONE
 from protocol.sampling import SamplingParams
-from tests.unit.engine.triton_kernels.triton_cases import relative_error
 
 SAMPLED = SamplingParams(seed=0, max_tokens=1)
 NO_TILES = np.zeros((0, 4), dtype=np.int64)

@@ -32,16 +32,6 @@ DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True)
-class Ceilings:
-    """What this GPU reaches in torch's hands."""
-
-    bytes_per_s: float
-    """Bytes per second of a copy, read and written."""
-    flops_per_s: float
-    """Operations per second of a bfloat16 product of random matrices of 8,192."""
-
-
-@dataclass(frozen=True)
 class Timing:
     """The time of a kernel, and the bytes and operations that it needs at least."""
 
@@ -54,7 +44,7 @@ class Timing:
     """Seconds of `scaled_dot_product_attention` on dense keys and values; None where it does not apply."""
 
 
-def seconds(work: Callable[[], object], rounds: int = ROUNDS) -> float:
+def replay_seconds(work: Callable[[], object], rounds: int = ROUNDS) -> float:
     """Return the median time in seconds of a replay of the work as a CUDA graph."""
     work()
     torch.cuda.synchronize()
@@ -71,29 +61,6 @@ def seconds(work: Callable[[], object], rounds: int = ROUNDS) -> float:
         end.synchronize()
         taken.append(begin.elapsed_time(end) / 1e3)
     return float(statistics.median(taken))
-
-
-def event_seconds(work: Callable[[], object], rounds: int = ROUNDS) -> float:
-    """Return the median time in seconds of the work as it is launched; it keeps the GPU busy for longer than a launch takes."""
-    work()
-    taken = []
-    for _ in range(rounds):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        taken.append(begin.elapsed_time(end) / 1e3)
-    return float(statistics.median(taken))
-
-
-def ceilings() -> Ceilings:
-    """Measure what this GPU reaches in torch's hands."""
-    size = 2**32
-    source, target = (torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2))
-    a, b, product = (random(8192, 8192) for _ in range(3))
-    copied, multiplied = seconds(lambda: target.copy_(source)), seconds(lambda: torch.mm(a, b, out=product))
-    return Ceilings(2 * size / copied, 2 * 8192**3 / multiplied)
 
 
 def timings(facts: ModelFacts, pool: KVPool) -> Iterator[Timing]:
@@ -139,7 +106,7 @@ def decode(facts: ModelFacts, pool: KVPool, rows: int) -> Timing:
         seconds=run_seconds(launches) / count,
         moved_bytes=moved,
         flops=4 * rows * CONTEXT * heads * size,
-        torch_seconds=seconds(dense) / count,
+        torch_seconds=replay_seconds(dense) / count,
     )
 
 
@@ -154,7 +121,7 @@ def prefill(facts: ModelFacts, pool: KVPool, tokens: int) -> Timing:
     launch = prefill_attention(qkv, pool.layer_slots(0), table, tiles_P4, pool.block_size, out)
     query = qkv[:, : heads * size].view(1, tokens, heads, size).transpose(1, 2)
     k, v = pool.layer_slots(0)[:, :tokens].view(2, 1, tokens, kv_heads, size).transpose(2, 3)
-    dense = seconds(lambda: F.scaled_dot_product_attention(query, k, v, is_causal=True, enable_gqa=True))
+    dense = replay_seconds(lambda: F.scaled_dot_product_attention(query, k, v, is_causal=True, enable_gqa=True))
     moved = (2 * heads + 2 * kv_heads) * tokens * size * DTYPE.itemsize
     name = f"prefill attention, {tokens:,} tokens"
     return Timing(
@@ -262,4 +229,4 @@ def run_seconds(launches: list[Launch]) -> float:
         for launch in launches:
             launch.run()
 
-    return seconds(work)
+    return replay_seconds(work)

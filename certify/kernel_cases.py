@@ -1,13 +1,14 @@
 """Random work for every Triton kernel, with what it should come to in float64.
 
-The tests beside this file run it in float32 and float16, in Triton's interpreter or, where there is one, on a GPU; tests/gpu
-runs it in bfloat16.
+The part `kernels` runs it in sizes that fill a GPU. The tests run small sizes, in float32 and float16, in Triton's interpreter
+or, where there is one, on a GPU.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from configs.arithmetic import ceil_div
-from configs.facts import ModelFacts
 from engine.kernels.triton.decode_attention import DecodeAttention
 from engine.kernels.triton.kv_cache import rotate_and_store
 from engine.kernels.triton.launch import Launch
@@ -26,18 +26,31 @@ from engine.kernels.triton.prefill_attention import prefill_attention, prefill_t
 from engine.kernels.triton.sampling import SamplingRows, max_gap, sample
 from engine.kernels.triton.token_rows import Rows, copy_rows
 from engine.sampler import SampleRequest
-from tests.tiny_models import tiny_facts
+from engine.sampler import sample as sample_on_cpu
+from kv_transfer.fingerprints.device import CHAIN, COLUMNS, PLACES, MultilinearFingerprints, multipliers
+from kv_transfer.plan import cut
+from kv_transfer.pool_view import PoolView
+from protocol.sampling import SamplingParams
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LIMITS = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """Relative errors in the 2-norm: a little more than the rounding of the results."""
 
 
+class WrongResultError(Exception):
+    """A kernel wrote what it must not write, or not what it must write bit by bit."""
+
+
 @dataclass(frozen=True)
 class Heads:
+    """Numbers of query and of key/value heads, and the size of a head."""
+
     query: int
     kv: int
     size: int
+
+    def __str__(self) -> str:
+        return f"heads {self.query}x{self.kv}x{self.size}"
 
     @property
     def row(self) -> int:
@@ -45,28 +58,21 @@ class Heads:
         return (self.query + 2 * self.kv) * self.size
 
 
-def facts_of(heads: Heads) -> ModelFacts:
-    """A model of these heads, for what asks its shape alone."""
-    return tiny_facts(
-        "shape",
-        num_layers=1,
-        hidden_size=heads.query * heads.size,
-        intermediate_size=1536,
-        num_heads=heads.query,
-        num_kv_heads=heads.kv,
-        head_dim=heads.size,
-        vocab_size=1000,
-        max_model_len=8192,
-        tie_word_embeddings=False,
-    )
-
-
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    assert torch.isfinite(actual).all()
+    """Return the relative error in the 2-norm; infinity if a value is not finite."""
+    if not torch.isfinite(actual).all():
+        return math.inf
     return float((actual.double().cpu() - expected).norm() / expected.norm())
 
 
+def expect(holds: bool | Tensor, what: str) -> None:
+    """Raise WrongResultError, with a sentence, unless it holds."""
+    if not holds:
+        raise WrongResultError(what)
+
+
 def run(launches: Iterable[Launch]) -> None:
+    """Run launches one after the other."""
     for launch in launches:
         launch.run()
 
@@ -93,7 +99,7 @@ class PagedContexts:
         self.slots_2SKH, self.tables_CW = slots_2SKH.to(DEVICE), tables_CW.to(DEVICE)
 
     def attended(self, sequence: int, q_TNH: Tensor) -> Tensor:
-        """The last T tokens of a sequence to all of it, in float64."""
+        """Return the attention of the last T tokens of a sequence to all of it, in float64."""
         end, group = self.ends[sequence], self.heads.query // self.heads.kv
         k, v = (x.double().repeat_interleave(group, dim=1) for x in self._kv[:, self._slots[sequence]])
         scores = torch.einsum("tnh,lnh->ntl", q_TNH.double(), k) / math.sqrt(self.heads.size)
@@ -101,7 +107,7 @@ class PagedContexts:
         return torch.einsum("ntl,lnh->tnh", scores.masked_fill_(later, -math.inf).softmax(-1), v)
 
     def queries(self, num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Rows of q, k and v on the device, of which k and v are NaN; and q [T, N, H]."""
+        """Return rows of q, k and v on the device, of which k and v are NaN; and q [T, N, H]."""
         qkv_TA = torch.full((num_tokens, self.heads.row), math.nan, dtype=dtype)
         q_TNH = torch.randn(num_tokens, self.heads.query, self.heads.size).to(dtype)
         qkv_TA[:, : self.heads.query * self.heads.size] = q_TNH.flatten(1)
@@ -109,14 +115,17 @@ class PagedContexts:
 
 
 def decode_error(heads: Heads, lengths: Sequence[int], block_size: int, dtype: torch.dtype) -> float:
-    """Rows of length 0 are to be skipped."""
+    """Return the relative error of attention in a decode step with contexts of these lengths.
+
+    Rows of length 0 are to be skipped.
+    """
     contexts = PagedContexts(heads, lengths, block_size, dtype)
     qkv_RA, q_RNH = contexts.queries(len(lengths), dtype)
     out_RNH = torch.full((len(lengths), heads.query, heads.size), 7.0, dtype=dtype, device=DEVICE)
     run_decode_attention(contexts, slice(None), lengths, block_size, qkv_RA, out_RNH)
     expected = [contexts.attended(i, q_RNH[i : i + 1]) for i, length in enumerate(lengths) if length]
     used_R = torch.tensor(lengths) > 0
-    assert (out_RNH.cpu()[~used_R] == 7).all()
+    expect((out_RNH.cpu()[~used_R] == 7).all(), "a row of length 0 was written")
     return relative_error(out_RNH.cpu()[used_R], torch.cat(expected))
 
 
@@ -132,7 +141,10 @@ def run_decode_attention(
 
 
 def prefill_error(heads: Heads, chunks: Sequence[tuple[int, int]], block_size: int, dtype: torch.dtype) -> float:
-    """`chunks` are positions from and to; the sequences hold nothing behind them."""
+    """Return the relative error of attention of several chunks of prompts in one launch.
+
+    `chunks` are positions from and to; the sequences hold nothing behind them.
+    """
     starts, ends = np.array(chunks).T
     contexts = PagedContexts(heads, ends.tolist(), block_size, dtype)
     rows = [0, *itertools.accumulate(end - start for start, end in chunks)]
@@ -146,7 +158,10 @@ def prefill_error(heads: Heads, chunks: Sequence[tuple[int, int]], block_size: i
 
 
 def rotate_and_store_error(heads: Heads, slots: Sequence[int], num_slots: int, dtype: torch.dtype) -> float:
-    """The largest error of q, keys and values; what must not be written is checked to be as it was."""
+    """Return the largest relative error of rotated q, and of stored keys and values. A row with slot -1 is left out.
+
+    Raises WrongResultError if something was written that must stay as it was.
+    """
     qkv_TA = torch.randn(len(slots), heads.row).to(dtype)
     angles_TF = torch.rand(len(slots), heads.size // 2) * 100
     pool_2SKH = torch.randn(2, num_slots, heads.kv, heads.size).to(dtype)
@@ -164,34 +179,66 @@ def rotate_and_store_error(heads: Heads, slots: Sequence[int], num_slots: int, d
     expected_TA[kept_T, : heads.query * heads.size] = q.flatten(1)
     expected_2SKH[:, slots_T[kept_T].long()] = torch.stack((k, v))
     untouched_S = torch.ones(num_slots, dtype=torch.bool).index_fill_(0, slots_T[kept_T].long(), False)
-    assert torch.equal(after_2SKH.cpu()[:, untouched_S], pool_2SKH[:, untouched_S])
-    assert torch.equal(after_TA.cpu()[~kept_T], qkv_TA[~kept_T])
+    expect(torch.equal(after_2SKH.cpu()[:, untouched_S], pool_2SKH[:, untouched_S]), "another slot was written")
+    expect(torch.equal(after_TA.cpu()[~kept_T], qkv_TA[~kept_T]), "a row without a slot was written")
     return max(relative_error(after_TA, expected_TA), relative_error(after_2SKH, expected_2SKH))
 
 
+def check_fingerprints(heads: Heads, num_tokens: int, dtype: torch.dtype) -> None:
+    """Compare the fingerprints of blocks of 32 tokens, in a pool with blocks of 16, with what their formula says.
+
+    Raises WrongResultError where they differ.
+    """
+    num_layers, start = 3, 5
+    content = torch.randn(num_layers, 2, 16 * (num_tokens // 16 + 2), heads.kv, heads.size).to(dtype)
+    pieces = cut(range(content.shape[2] // 16 - 1, -1, -1), 16, start, num_tokens, 32)
+    push = MultilinearFingerprints(PoolView(content.to(DEVICE).unbind(0)), [pieces])
+    push.update(range(0, 1))
+    push.update(range(1, num_layers))
+    words = content.flatten(3).view(torch.int32).numpy().astype(np.int64).view(np.uint64)
+    columns, chain = multipliers(words.shape[-1], COLUMNS).numpy().view(np.uint64), int(multipliers(1, CHAIN))
+    expected = b""
+    for _, of_block in itertools.groupby(pieces, key=lambda piece: piece[0]):
+        slots = [slot + i for _, slot, count in of_block for i in range(count)]
+        places = multipliers(len(slots), PLACES).numpy().view(np.uint64)
+        digest = 0
+        for half_SW in words.reshape(-1, *words.shape[2:]):
+            with np.errstate(over="ignore"):
+                half = int(((half_SW[slots] * columns).sum(axis=1) * places).sum())
+            digest = (digest * chain + half) % 2**64
+        expected += digest.to_bytes(8, "little")
+    expect(push.digests() == [expected], "fingerprints differ from their formula")
+
+
 def check_copies(num_layers: int, layers: range, heads: Heads, num_tokens: int, dtype: torch.dtype) -> None:
+    """Gather tokens of some layers of a pool, and scatter them again. Raises WrongResultError unless every bit is right."""
     pool_L2SKH = torch.randn(num_layers, 2, 70, heads.kv, heads.size).to(dtype).to(DEVICE)
     slots_T = torch.randperm(70)[:num_tokens].to(DEVICE)
     dense_L2TKH = torch.full((len(layers), 2, num_tokens, heads.kv, heads.size), math.nan, dtype=dtype, device=DEVICE)
     pool, dense = Rows.of(pool_L2SKH.unbind(0)), Rows.of(dense_L2TKH.unbind(0))
     copy_rows(pool, dense, (layers.start, 0), len(layers), (slots_T, None), num_tokens).run()
-    assert torch.equal(dense_L2TKH, pool_L2SKH[layers.start : layers.stop, :, slots_T])
+    expect(torch.equal(dense_L2TKH, pool_L2SKH[layers.start : layers.stop, :, slots_T]), "other tokens were gathered")
     expected = pool_L2SKH.clone()
     expected[layers.start : layers.stop, :, slots_T] = dense_L2TKH.mul_(2)
     copy_rows(dense, pool, (0, layers.start), len(layers), (None, slots_T), num_tokens).run()
-    assert torch.equal(pool_L2SKH, expected)
+    expect(torch.equal(pool_L2SKH, expected), "the tokens were scattered to other places")
 
 
 def add_norm_error(num_rows: int, width: int, dtype: torch.dtype, *, add: bool) -> float:
+    """Return the relative error of RMS norm, after the addition of another tensor or without it.
+
+    Raises WrongResultError unless every bit of the sum is right.
+    """
     x, delta, weight = torch.randn(num_rows, width), torch.randn(num_rows, width).to(dtype), torch.randn(width).to(dtype)
     total = x + delta if add else x.clone()
     after, out = x.to(DEVICE, copy=True), torch.empty(num_rows, width, dtype=dtype, device=DEVICE)
     add_norm(after, delta.to(DEVICE) if add else None, weight.to(DEVICE), 1e-5, out).run()
-    assert torch.equal(after.cpu(), total)
+    expect(torch.equal(after.cpu(), total), "the sum is another one")
     return relative_error(out, F.rms_norm(total.double(), (width,), weight.double(), 1e-5))
 
 
 def swiglu_error(num_rows: int, width: int, dtype: torch.dtype) -> float:
+    """Return the relative error of `silu(gate) * up`. Raises WrongResultError if the lowest number does not become 0."""
     gate_up = (torch.randn(num_rows, 2 * width) * 5).to(dtype)
     largest = torch.finfo(dtype).max
     gate_up[0, :2], gate_up[0, width : width + 2] = torch.tensor([-largest, largest]), 0.5
@@ -199,11 +246,12 @@ def swiglu_error(num_rows: int, width: int, dtype: torch.dtype) -> float:
     swiglu(gate_up.to(DEVICE), out).run()
     gate, up = gate_up.double().chunk(2, dim=1)
     expected = F.silu(gate) * up
-    assert out[0, 0] == 0
+    expect(out[0, 0] == 0, "the silu of the lowest number is not 0")
     return relative_error(out[:, 2:], expected[:, 2:])
 
 
 def picks(logits_SV: Tensor, requests: Sequence[SampleRequest]) -> list[int]:
+    """Return the tokens that the kernels draw, one for each row."""
     rows = SamplingRows(
         temperatures_S=torch.tensor([r.sampling.temperature for r in requests], dtype=torch.float32, device=DEVICE),
         top_ks_S=torch.tensor([r.sampling.top_k for r in requests], dtype=torch.int32, device=DEVICE),
@@ -217,3 +265,33 @@ def picks(logits_SV: Tensor, requests: Sequence[SampleRequest]) -> list[int]:
     gaps_SV = torch.empty(logits_SV.shape, dtype=torch.int32, device=DEVICE)
     run(sample(logits_SV.to(DEVICE), rows, gaps_SV, picks_S))
     return picks_S.tolist()
+
+
+def random_requests(count: int) -> list[SampleRequest]:
+    """Return requests with any mixture of sampling parameters, the same ones each time."""
+    rng = random.Random(1)
+    return [
+        SampleRequest(
+            SamplingParams(
+                seed=rng.getrandbits(63),
+                choice=rng.randrange(4),
+                max_tokens=9,
+                temperature=rng.choice([0, 0.3, 1, 1, 2.0]),
+                top_k=rng.choice([0, 0, 1, 5, 50, 6000]),
+                top_p=rng.choice([1.0, 1.0, 0.9, 0.5, 0.01]),
+                min_p=rng.choice([0, 0, 0.1, 1.0]),
+            ),
+            position=rng.randrange(10_000),
+            num_generated=3,
+        )
+        for _ in range(count)
+    ]
+
+
+def sampling_error(num_rows: int, vocabulary: int) -> float:
+    """Return the share of rows for which another token is drawn than by `engine.sampler`, which computes in float64."""
+    logits_SV = torch.randn(num_rows, vocabulary) * 4
+    requests = random_requests(num_rows)
+    expected = [token.token_id for token in sample_on_cpu(logits_SV, requests)]
+    missed = sum(one != other for one, other in zip(picks(logits_SV, requests), expected, strict=True))
+    return missed / num_rows

@@ -1,0 +1,245 @@
+"""The part `kernels`: every Triton kernel against float64, small models against other ways to compute them; then the times.
+
+Each group of cases has a process of its own: an illegal access leaves the others, and kernels are compiled beside each other.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+
+import torch
+
+from certify import kernel_cases, kernel_times
+from certify.ceilings import ceilings
+from certify.findings import Device, Findings
+from certify.kernel_cases import LIMITS, Heads
+from certify.shapes import LLAMA_8B, fitting
+from certify.small_model import graph_error, model_error
+from configs.machine import usable_cores
+from engine.memory.kv_pool import KVPool
+
+MOST_PROCESSES = 8
+"""Each takes half a gigabyte of a GPU's memory, and some cores for what is computed in float64."""
+MODEL_LIMIT, GRAPH_LIMIT = 1e-3, 0.1
+"""Of a logprob, in float32 and in bfloat16."""
+LARGE_VOCABULARY, MISSED_PICKS = 100_000, 1 / 16
+"""Masses of top-p are summed in float32, in float64 on the processor: of a large vocabulary a token at the border may fall on
+the other side."""
+LIMIT_S = 120.0
+"""For one group of cases."""
+_SPAWN = multiprocessing.get_context("spawn")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Work for a kernel, and the relative error that it may have."""
+
+    name: str
+    error: Callable[[], float]
+    limit: float
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cases that share a process."""
+
+    kernel: str
+    dtype: torch.dtype
+
+    @property
+    def limit(self) -> float:
+        """The relative error that its kernels may have."""
+        return LIMITS[self.dtype]
+
+    def __str__(self) -> str:
+        return f"{self.kernel}, {str(self.dtype).removeprefix('torch.')}"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The shapes and lengths that kernels are tried with."""
+
+    heads: Sequence[Heads]
+    block_sizes: Sequence[int]
+    decode_lengths: Sequence[Sequence[int]]
+    prefill_chunks: Sequence[tuple[int, int]]
+    rows: int
+    hidden: int
+    inner: int
+    vocabularies: Sequence[int]
+
+
+SIZES: dict[Device, Sizes] = {
+    "cuda": Sizes(
+        heads=[Heads(32, 8, 128), Heads(9, 3, 64), Heads(14, 2, 64), Heads(16, 1, 128)],
+        block_sizes=[16, 1, 64],
+        decode_lengths=[[4096, 4095, 1, 0, 1000, *range(500, 560)], [7000]],
+        prefill_chunks=[(0, 1500), (1000, 1129), (63, 66), (2047, 2049)],
+        rows=300,
+        hidden=8192,
+        inner=14_336,
+        vocabularies=[1500, 9000, 128_256],
+    ),
+    "cpu": Sizes(
+        heads=[Heads(4, 2, 64)],
+        block_sizes=[16],
+        decode_lengths=[[129, 1, 0]],
+        prefill_chunks=[(0, 19), (63, 66)],
+        rows=5,
+        hidden=64,
+        inner=96,
+        vocabularies=[1500],
+    ),
+}
+_DTYPES: dict[Device, Sequence[torch.dtype]] = {
+    "cuda": (torch.bfloat16, torch.float16, torch.float32),
+    "cpu": (torch.float16, torch.float32),  # Triton's interpreter multiplies no bfloat16
+}
+
+
+def run(findings: Findings, device: Device) -> None:
+    """Try all groups, several at a time, then measure."""
+    with ThreadPoolExecutor(min(MOST_PROCESSES, len(os.sched_getaffinity(0)))) as threads:
+        list(threads.map(lambda group: _run_group(findings, group, device), groups(device)))
+    if device == "cuda":
+        _measure(findings)
+
+
+def groups(device: Device) -> list[Group]:
+    """Return all groups, those that take longest first."""
+    dtypes = _DTYPES[device]
+    attention = [Group(kernel, dtype) for kernel in ("prefill attention", "decode attention") for dtype in dtypes]
+    small = [Group("between products", dtype) for dtype in dtypes]
+    graphs = [Group("graphs", torch.bfloat16)] if device == "cuda" else []
+    whole = [Group("a small model", torch.float32)] if device == "cuda" else []
+    return [*graphs, *attention, *small, Group("sampling", torch.float32), *whole]
+
+
+def cases(group: Group, sizes: Sizes) -> Iterator[Case]:
+    """Yield the cases of a group."""
+    match group.kernel:
+        case "decode attention":
+            for heads, block_size in _layouts(sizes):
+                for lengths in sizes.decode_lengths:
+                    error = partial(kernel_cases.decode_error, heads, lengths, block_size, group.dtype)
+                    yield Case(f"{heads}, {len(lengths)} rows, blocks of {block_size}", error, group.limit)
+        case "prefill attention":
+            for heads, block_size in _layouts(sizes):
+                error = partial(kernel_cases.prefill_error, heads, sizes.prefill_chunks, block_size, group.dtype)
+                yield Case(f"{heads}, blocks of {block_size}", error, group.limit)
+        case "between products":
+            yield from _small_cases(group, sizes)
+        case "graphs":
+            yield Case("logprobs beside those of single launches", partial(graph_error, kernel_cases.DEVICE), GRAPH_LIMIT)
+        case "a small model":
+            error = partial(model_error, kernel_cases.DEVICE)
+            yield Case("logprobs beside those of a processor's operators", error, MODEL_LIMIT)
+        case "sampling":
+            for size in sizes.vocabularies:
+                limit = 0.0 if size < LARGE_VOCABULARY else MISSED_PICKS
+                yield Case(f"16 rows of {size:,}", partial(kernel_cases.sampling_error, 16, size), limit)
+
+
+def _layouts(sizes: Sizes) -> Iterator[tuple[Heads, int]]:
+    """All heads with the first size of blocks, and the other sizes with some heads."""
+    yield from ((heads, sizes.block_sizes[0]) for heads in sizes.heads)
+    yield from ((sizes.heads[1], size) for size in sizes.block_sizes[1:])
+
+
+def _small_cases(group: Group, sizes: Sizes) -> Iterator[Case]:
+    dtype, limit = group.dtype, group.limit
+    for heads in sizes.heads:
+        slots = [*torch.randperm(3000)[: sizes.rows].tolist(), -1]
+        error = partial(kernel_cases.rotate_and_store_error, heads, slots, 3000, dtype)
+        yield Case(f"rotate and store, {heads}", error, limit)
+        yield Case(f"gather, scatter and fingerprints, {heads}", partial(_copies_error, heads, dtype), 0)
+    for name, add in (("add and norm", True), ("norm", False)):
+        yield Case(name, partial(kernel_cases.add_norm_error, sizes.rows, sizes.hidden, dtype, add=add), limit)
+    yield Case("swiglu", partial(kernel_cases.swiglu_error, sizes.rows, sizes.inner, dtype), limit)
+
+
+def _copies_error(heads: Heads, dtype: torch.dtype) -> float:
+    """These have no error: they raise WrongResultError instead."""
+    kernel_cases.check_copies(5, range(1, 4), heads, 61, dtype)
+    kernel_cases.check_fingerprints(heads, 61, dtype)
+    return 0.0
+
+
+def _run_group(findings: Findings, group: Group, device: Device) -> None:
+    """Run a group in a process of its own, and note what it says until it ends."""
+    told, theirs = _SPAWN.Pipe()
+    child = _SPAWN.Process(target=group_process, args=(theirs, group, device))
+    child.start()
+    theirs.close()
+    deadline = time.monotonic() + LIMIT_S
+    count, problem = 0, ""
+    worst: tuple[float, str] = (0.0, "")
+    try:
+        while told.poll(max(0.0, deadline - time.monotonic())):
+            name, error, limit = told.recv()
+            count += 1
+            row = {"kernel": str(group), "case": name, "error": error, "limit": limit}
+            if isinstance(error, str):
+                problem = problem or f"{name}: {error}"
+            elif not error <= limit:
+                problem = problem or f"{name}: an error of {error:.2g}, of which {limit:.2g} is allowed"
+            else:
+                worst = max(worst, (error, name))
+            findings.row("Errors against a reference", row)
+        problem = problem or f"no end within {LIMIT_S:g} s"
+    except EOFError:
+        child.join(LIMIT_S)
+    finally:
+        told.close()
+        child.kill()
+        child.join()
+    if child.exitcode:
+        problem = problem or f"its process ended with {_ending(child.exitcode)} after {count} cases"
+    findings.check(str(group), not problem, problem or f"{count} cases; largest error {worst[0]:.1e}")
+
+
+def _ending(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+def group_process(told: Connection, group: Group, device: Device) -> None:
+    """Be the process of a group: tell the name, error and limit of every case; the error is a text where one was raised."""
+    torch.set_num_threads(max(1, usable_cores() // MOST_PROCESSES))
+    for case in cases(group, SIZES[device]):
+        torch.manual_seed(1)
+        try:
+            error: float | str = case.error()
+        except Exception as raised:  # noqa: BLE001 - whatever a kernel makes torch raise is its result
+            error = f"{type(raised).__name__}: {raised}".strip().splitlines()[0]
+        told.send((case.name, error, case.limit))
+    told.close()
+
+
+def _measure(findings: Findings) -> None:
+    """Measure every kernel in the sizes of an 8B model."""
+    where = torch.device("cuda")
+    best = ceilings(where)
+    num_tokens = kernel_times.DECODE_ROWS[-1] * kernel_times.CONTEXT
+    facts = fitting(LLAMA_8B, kernel_times.DTYPE, num_tokens, torch.cuda.mem_get_info()[0] * 3 // 4)
+    with torch.inference_mode():
+        pool = KVPool.for_model(facts, num_tokens, 16, kernel_times.DTYPE, device=where)
+        pool.data.normal_()
+        for one in kernel_times.timings(facts, pool):
+            findings.row(
+                "Times of one layer of an 8B model, in bfloat16",
+                {
+                    "kernel": one.name,
+                    "ms": one.seconds * 1e3,
+                    "of the copy": f"{one.moved_bytes / one.seconds / best.bytes_per_s:.0%}",
+                    "of the product": f"{one.flops / one.seconds / best.flops_per_s:.0%}",
+                    "torch's attention, ms": None if one.torch_seconds is None else one.torch_seconds * 1e3,
+                },
+            )

@@ -1,0 +1,96 @@
+"""Models of a given shape with random weights, and runners that compute with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from configs.facts import ModelFacts
+from engine.arithmetic import arithmetic_name
+from engine.batch_invariance import what_varies
+from engine.kernels.linear import Linear
+from engine.kernels.rope import inverse_frequencies
+from engine.memory.kv_pool import KVPool
+from engine.model_runner import ModelRunner
+from engine.models.decoder import Decoder, DecoderWeights, Layer
+from engine.native.library import NativeLibrary
+from engine.operators import step_factory
+from engine.ranks.tensor_parallel import ALONE
+from engine.sampler import sample
+
+BLOCK_SIZE = 16
+SPREAD = 0.02
+"""Standard deviation of the weights: what such models start their training with."""
+Matrix = Callable[[int, int], Tensor]
+"""Makes a matrix of so many rows and columns."""
+
+
+def random_matrices(dtype: torch.dtype, device: torch.device, *, drawn_on: torch.device, seed: int) -> Matrix:
+    """Return what makes random matrices on `device`. The same ones come again for the same seed and the same `drawn_on`."""
+    generator = torch.Generator(drawn_on).manual_seed(seed)
+
+    def matrix(rows: int, columns: int) -> Tensor:
+        drawn = torch.empty(rows, columns, dtype=dtype, device=drawn_on).normal_(0, SPREAD, generator=generator)
+        return drawn.to(device)
+
+    return matrix
+
+
+def model_weights(facts: ModelFacts, matrix: Matrix) -> DecoderWeights:
+    """Return weights of this shape, all matrices made by `matrix`, all norms 1."""
+    hidden, inner = facts.hidden_size, facts.intermediate_size
+    own = facts.num_heads * facts.head_dim
+
+    def linear(rows: int, columns: int) -> Linear:
+        return Linear(matrix(rows, columns), same_bits=True)
+
+    embedding_VD = matrix(facts.vocab_size, hidden)
+    norm = embedding_VD.new_ones(hidden)
+
+    def layer() -> Layer:
+        return Layer(
+            attention_norm=norm,
+            qkv=linear(own + 2 * facts.num_kv_heads * facts.head_dim, hidden),
+            q_norm=None,
+            k_norm=None,
+            output=linear(hidden, own),
+            ffn_norm=norm,
+            gate_up=linear(2 * inner, hidden),
+            down=linear(hidden, inner),
+        )
+
+    head = linear(facts.vocab_size, hidden)
+    return DecoderWeights(
+        embed=lambda ids_T: F.embedding(ids_T, embedding_VD),
+        layers=tuple(layer() for _ in range(facts.num_layers)),
+        final_norm=norm,
+        head=lambda x_SD: head(x_SD).float(),
+        rope_frequencies=inverse_frequencies(facts.head_dim, facts.rope_theta).to(embedding_VD.device),
+    )
+
+
+def runner_of(facts: ModelFacts, weights: DecoderWeights, pool: KVPool, dtype_name: str) -> ModelRunner:
+    """Return a runner on the device where the pool lies: with Triton's kernels and graphs, or with a processor's operators."""
+    if pool.data.is_cuda:
+        return ModelRunner.on_gpu(facts, weights, pool, dtype_name)
+    library = NativeLibrary.load(torch.get_num_threads(), pool.dtype)
+    begin_step = step_factory(facts, library)
+    decoder = Decoder(facts, weights, begin_step, ALONE)
+    with torch.inference_mode():
+        varies = what_varies(facts, weights, begin_step, pool.dtype, pool.block_size) is not None
+    arithmetic = arithmetic_name("torch" if library is None else library.arithmetic, dtype_name, "none", 1, varies=varies)
+    return ModelRunner(
+        facts, lambda batch, on_layer: decoder.forward(batch, pool, on_layer), sample, pool, dtype_name, arithmetic
+    )
+
+
+def random_runner(facts: ModelFacts, num_tokens: int, dtype: torch.dtype, dtype_name: str, device: torch.device) -> ModelRunner:
+    """Return a runner with random weights and a pool of `num_tokens` tokens, filled with random keys and values."""
+    with torch.inference_mode():
+        weights = model_weights(facts, random_matrices(dtype, device, drawn_on=device, seed=0))
+        pool = KVPool.for_model(facts, num_tokens, BLOCK_SIZE, dtype, device=device)
+        pool.data.normal_()
+        return runner_of(facts, weights, pool, dtype_name)

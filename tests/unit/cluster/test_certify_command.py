@@ -1,0 +1,58 @@
+"""`tandem certify`: what it says without a GPU, which parts it runs, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from certify import catalogue
+from certify.catalogue import PARTS, Part
+from cluster.commands import cli
+from protocol.errors import InvalidRequestError
+
+FAKES = "tests.unit.certify.fake_parts"
+
+
+def tandem(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, ["certify", *arguments])
+
+
+def test_it_lists_its_parts() -> None:
+    result = tandem("--list")
+    assert result.exit_code == 0
+    assert [line.split()[0] for line in result.output.splitlines()] == [part.name for part in PARTS]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so_in_one_line(tmp_path: Path) -> None:
+    result = tandem("--output", str(tmp_path / "report"))
+    assert result.exit_code == 1
+    (line,) = result.output.splitlines()
+    assert "no GPU" in line
+    assert not (tmp_path / "report").exists()
+
+
+def test_an_unknown_part_is_refused() -> None:
+    result = tandem("--part", "everything")
+    assert isinstance(result.exception, InvalidRequestError)
+
+
+def test_a_rehearsal_of_some_parts(tmp_path: Path) -> None:
+    result = tandem("--device", "cpu", "--part", "machine", "--part", "steps", "--part", "ranks", "--output", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [part["name"] for part in report["parts"]] == ["machine", "steps", "ranks"]
+    assert [part["status"] for part in report["parts"]] == ["passed", "passed", "skipped"]
+    assert (tmp_path / "report.md").read_text() in result.output
+
+
+def test_its_exit_code_tells_of_a_failure_and_the_other_parts_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = tuple(Part(name, "Nothing.", 30, f"{FAKES}.{name}") for name in ("dies", "passes"))
+    monkeypatch.setattr(catalogue, "PARTS", parts)
+    result = tandem("--device", "cpu", "--output", str(tmp_path))
+    assert result.exit_code == 1
+    assert [part["status"] for part in json.loads((tmp_path / "report.json").read_text())["parts"]] == ["failed", "passed"]
