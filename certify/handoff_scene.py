@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -74,7 +75,9 @@ class PoolShape:
 
 
 def decode_process(told: Connection, case: Case, shape: PoolShape, deadline_s: float) -> None:
-    """Be the child of a scene."""
+    """Be the child of a scene. NCCL takes no GPU twice on one host, so on one GPU this is a host of its own."""
+    if case.transport == "nccl" and case.prefill == case.decode:
+        os.environ["NCCL_HOSTID"] = "decode"
     asyncio.run(_decode(told, case, shape, deadline_s))
 
 

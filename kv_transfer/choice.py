@@ -43,7 +43,7 @@ def sending_transports(
     if pool.device.type == "cuda":
         with contextlib.suppress(RuntimeError):  # a driver or a container that does not let processes share
             shared.append(CudaIpcSender(share(pool)))
-        return _chosen(wanted, pool.device, encrypt, [*shared, *_nccl(encrypt, find_nccl)])
+        return _chosen(wanted, pool.device, encrypt, [*shared, *_nccl(encrypt, host, find_nccl)])
     if pool_fd is not None:
         shared.append(SharedMemorySender(pool_fd))
     return _chosen(wanted, pool.device, encrypt, [*shared, _gloo(encrypt, host)])
@@ -58,7 +58,7 @@ def receiving_transports(
     `encrypt` leaves out what lets KV cross a network unencrypted. Raises ConfigError if the wanted transport can't be had.
     """
     if device.type == "cuda":
-        return _chosen(wanted, device, encrypt, [CudaIpcReceiver(), *_nccl(encrypt, find_nccl)])
+        return _chosen(wanted, device, encrypt, [CudaIpcReceiver(), *_nccl(encrypt, host, find_nccl)])
     return _chosen(wanted, device, encrypt, [SharedMemoryReceiver(), _gloo(encrypt, host)])
 
 
@@ -75,9 +75,9 @@ def _gloo(encrypt: bool, host: str) -> GlooTransport:
     return SealedGlooTransport(host) if encrypt else GlooTransport(host)
 
 
-def _nccl(encrypt: bool, find_nccl: _FindNccl) -> list[NcclTransport]:
+def _nccl(encrypt: bool, host: str, find_nccl: _FindNccl) -> list[NcclTransport]:
     library = None if encrypt else find_nccl()
-    return [] if library is None else [NcclTransport(library)]
+    return [] if library is None else [NcclTransport(library, host)]
 
 
 def _chosen(

@@ -15,22 +15,18 @@ not fit, or a ticket that can no longer be committed. The kernel frees names and
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import os
 import socket
 import struct
-import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from kv_transfer.plan import SlotRun
 from kv_transfer.pool_view import PoolView, Slots
 from kv_transfer.transport import TransportError
+from kv_transfer.transports.pipes import KEY_BYTES, Pipe, accept_decode, proof
 
-_KEY_BYTES = 32
-_OFFER = struct.Struct(f"<{_KEY_BYTES}s{_KEY_BYTES}sQQQ")
-_PROOF_BYTES = hashlib.sha256().digest_size
+_OFFER = struct.Struct(f"<{KEY_BYTES}s{KEY_BYTES}sQQQ")
 _NOTICE = struct.Struct("<I")
 """Runs of slots that follow, each as `_RUN`: where the chunk lies in prefill's pool."""
 _RUN = struct.Struct("<QQ")
@@ -82,82 +78,18 @@ class Source(Protocol):
         """Wait until all copies are there."""
 
 
-class Pipe:
-    """A connected socket. Every call ends within the deadline, or raises TransportError."""
-
-    def __init__(self, connection: socket.socket, deadline_s: float) -> None:
-        self._connection = connection
-        self._deadline_s = deadline_s
-        connection.settimeout(deadline_s)
-
-    def send(self, data: bytes, files: Sequence[int] = ()) -> None:
-        """Send all bytes. `files` are passed along with the first ones, which are few enough to be taken at once."""
-        try:
-            self._connection.settimeout(self._deadline_s)
-            if files and socket.send_fds(self._connection, [data], files) != len(data):
-                raise TransportError("the greeting did not fit into the socket")
-            if not files:
-                self._connection.sendall(data)
-        except OSError as error:
-            raise TransportError(f"the peer is gone or stopped: {error}") from None
-
-    def receive(self, count: int) -> bytes:
-        """Read exactly `count` bytes."""
-        data = bytearray()
-        ends = time.monotonic() + self._deadline_s
-        while len(data) < count:
-            try:
-                self._connection.settimeout(max(ends - time.monotonic(), 0.001))
-                part = self._connection.recv(count - len(data))
-            except OSError as error:
-                raise TransportError(f"the peer is gone or stopped: {error}") from None
-            if not part:
-                raise TransportError("the peer is gone")
-            data += part
-        return bytes(data)
-
-    def receive_greeting(self, key: bytes) -> list[int]:
-        """Read the sender's proof, and return the files that came with it, which are the caller's to close."""
-        expected = _proof(key, b"prefill")
-        try:
-            greeting, files, _, _ = socket.recv_fds(self._connection, len(expected), 1, socket.MSG_CMSG_CLOEXEC)
-        except OSError as error:
-            raise TransportError(f"prefill did not answer: {error}") from None
-        if not hmac.compare_digest(greeting, expected):
-            for file in files:
-                os.close(file)
-            raise TransportError("somebody else answered")
-        return files
-
-    def close(self) -> None:
-        """Close the socket."""
-        self._connection.close()
-
-
 def meet_decode(
     exchange: Callable[[bytes], bytes], pool: PoolView, deadline_s: float, memory: bytes = b"", files: Sequence[int] = ()
 ) -> Pipe:
     """Listen, offer, and accept the receiver's connection. Raises TransportError, or what `exchange` raised."""
-    key = os.urandom(_KEY_BYTES)
-    name = os.urandom(_KEY_BYTES)
+    key = os.urandom(KEY_BYTES)
+    name = os.urandom(KEY_BYTES)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(_address(name))
         listener.listen(1)
         listener.settimeout(deadline_s)
         exchange(Offer(name, key, pool.num_slots, pool.stride_bytes, pool.first_byte, memory).pack())
-        try:
-            connection, _ = listener.accept()
-        except OSError as error:
-            raise TransportError(f"decode did not connect: {error}") from None
-    pipe = Pipe(connection, deadline_s)
-    try:
-        if not hmac.compare_digest(pipe.receive(_PROOF_BYTES), _proof(key, b"decode")):
-            raise TransportError("somebody else connected")
-        pipe.send(_proof(key, b"prefill"), files)
-    except BaseException:
-        pipe.close()
-        raise
-    return pipe
+        return accept_decode(listener, key, deadline_s, files)
 
 
 def meet_prefill(offer: Offer, deadline_s: float) -> Pipe:
@@ -168,7 +100,7 @@ def meet_prefill(offer: Offer, deadline_s: float) -> Pipe:
     pipe = Pipe(connection := socket.socket(socket.AF_UNIX), deadline_s)
     try:
         connection.connect(_address(offer.name))
-        pipe.send(_proof(offer.key, b"decode"))
+        pipe.send(proof(offer.key, b"decode"))
     except OSError:
         pipe.close()
         raise TransportError("this host has no such prefill worker") from None
@@ -239,7 +171,3 @@ class SameHostReceiveChannel:
 def _address(name: bytes) -> bytes:
     """In the abstract namespace, where nothing is left behind. The kernel limits a name to 107 bytes."""
     return b"\0tandem-kv-" + name.hex().encode()
-
-
-def _proof(key: bytes, side: bytes) -> bytes:
-    return hmac.new(key, side, hashlib.sha256).digest()

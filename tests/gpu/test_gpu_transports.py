@@ -7,9 +7,7 @@ right.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ import torch
 
 from certify.findings import Content, Findings
 from certify.handoff_scene import HOST, Case, scene
-from certify.parts.handoff import BESIDE_NCCL, DEADLINE_S, LATE_S, NCCL, SMALL, push_content, push_much
+from certify.parts.handoff import DEADLINE_S, LATE_S, NCCL, SMALL, push_content, push_much
 from kv_transfer.choice import receiving_transports, sending_transports
 from kv_transfer.lanes import LocalReceiveRank, LocalSendRank
 from kv_transfer.progress import STEP_OVER, StepProgress
@@ -43,24 +41,12 @@ CASES = pytest.mark.parametrize(
         Case("shared_memory", "cpu", "cpu"),
         Case("gloo", "cpu", "cpu"),
         pytest.param(Case("cuda_ipc", "cuda:0", "cuda:0"), marks=needs(NUM_GPUS > 0, "a GPU")),
-        pytest.param(Case("nccl", "cuda:0", "cuda:0"), marks=needs(nccl_at_least(BESIDE_NCCL), "a GPU and NCCL 2.30")),
+        pytest.param(Case("nccl", "cuda:0", "cuda:0"), marks=needs(nccl_at_least(NCCL), "a GPU and NCCL")),
         pytest.param(Case("cuda_ipc", "cuda:0", "cuda:1"), marks=needs(NUM_GPUS > 1, "two GPUs")),
         pytest.param(Case("nccl", "cuda:0", "cuda:1"), marks=needs(NUM_GPUS > 1 and nccl_at_least(NCCL), "two GPUs and NCCL")),
     ],
     ids=str,
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _two_ranks_on_one_gpu() -> Iterator[None]:
-    """NCCL looks at this once in a process; children inherit it."""
-    before = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE")
-    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
-    yield
-    if before is None:
-        del os.environ["NCCL_MULTI_RANK_GPU_ENABLE"]
-    else:
-        os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = before
 
 
 @CASES

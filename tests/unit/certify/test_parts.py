@@ -33,13 +33,13 @@ def test_workers_share_the_gpus_that_there_are(num_gpus: int, prefill: float, de
 @pytest.mark.parametrize(
     ("num_gpus", "version", "tried", "not_tried"),
     [
-        (1, None, ["cuda_ipc-cuda:0-cuda:0"], ["nccl on one GPU", "between two GPUs"]),
-        (1, 23_000, ["cuda_ipc-cuda:0-cuda:0", "nccl-cuda:0-cuda:0"], ["between two GPUs"]),
+        (1, None, ["cuda_ipc-cuda:0-cuda:0"], ["between two GPUs", "nccl"]),
+        (1, 22_703, ["cuda_ipc-cuda:0-cuda:0", "nccl-cuda:0-cuda:0"], ["between two GPUs"]),
         (
             2,
             22_703,
-            ["cuda_ipc-cuda:0-cuda:0", "cuda_ipc-cuda:0-cuda:1", "nccl-cuda:0-cuda:1"],
-            ["nccl on one GPU"],
+            ["cuda_ipc-cuda:0-cuda:0", "cuda_ipc-cuda:0-cuda:1", "nccl-cuda:0-cuda:0", "nccl-cuda:0-cuda:1"],
+            [],
         ),
     ],
 )

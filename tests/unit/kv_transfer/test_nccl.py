@@ -7,14 +7,20 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
 from kv_transfer.transport import TransportError
-from kv_transfer.transports.nccl import Side, misfit
+from kv_transfer.transports.nccl import NcclPipe, Side, misfit
 from kv_transfer.transports.nccl_library import ID_BYTES, Communicator, NcclLibrary, find_nccl
+from kv_transfer.transports.pipes import accept_decode, connect_prefill, listen
 
 SUCCESS, SYSTEM_ERROR, IN_PROGRESS = 0, 2, 7
 HANDLE = 0x1234
@@ -138,6 +144,92 @@ def test_who_does_not_fit_is_known_before(mine: Side, theirs: Side, allowed: str
     found = misfit(mine, theirs, {} if allowed is None else {"NCCL_MULTI_RANK_GPU_ENABLE": allowed})
     assert (found is None) == (problem is None)
     assert problem is None or problem in str(found)
+
+
+def test_ends_that_are_different_hosts_for_nccl_may_share_a_gpu() -> None:
+    assert misfit(Side(22801, "a", "one"), Side(22801, "a", "other"), {}) is None
+    assert misfit(Side(22801, "a", "one"), Side(22801, "a", "one"), {}) is not None
+
+
+@dataclass
+class Posted:
+    """In place of a communicator: what was posted, all of it there at once."""
+
+    calls: list[str] = field(default_factory=list)
+    aborted: bool = False
+
+    def send(self, address: int, num_bytes: int, stream: int) -> None:
+        self.calls.append(f"send {num_bytes}")
+
+    def receive(self, address: int, num_bytes: int, stream: int) -> None:
+        self.calls.append(f"receive {num_bytes}")
+
+    def wait(self, done: Callable[[], bool]) -> None:
+        assert done()
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+@contextmanager
+def two_ends(deadline_s: float = 5.0) -> Iterator[tuple[NcclPipe, NcclPipe, list[Posted]]]:
+    key = b"k" * 32
+    with listen("127.0.0.1", deadline_s) as listener, ThreadPoolExecutor(1) as other:
+        port = listener.getsockname()[1]
+        connecting = other.submit(connect_prefill, "127.0.0.1", port, key, deadline_s)
+        sending = accept_decode(listener, key, deadline_s)
+        receiving = connecting.result(5)
+        receiving.receive_proof(key)
+    posted = [Posted(), Posted()]
+    ends = [NcclPipe(cast(Communicator, one), pipe) for one, pipe in zip(posted, (sending, receiving), strict=True)]
+    yield ends[0], ends[1], posted
+    for end in ends:
+        end.close()
+    assert all(one.aborted for one in posted)
+
+
+@pytest.fixture
+def _stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    event = SimpleNamespace(query=lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7, record_event=lambda: event))
+
+
+@pytest.mark.usefixtures("_stream")
+def test_a_receive_is_posted_when_its_chunk_is_there() -> None:
+    """Until then decode's multiprocessors are decode's, however long prefill computes."""
+    payload = torch.zeros(40, dtype=torch.uint8)
+    with two_ends() as (sending, receiving, (sent, received)), ThreadPoolExecutor(1) as decode:
+        arriving = decode.submit(receiving.receive, payload)
+        time.sleep(0.1)  # long enough for a receive that does not wait
+        assert received.calls == []
+        sending.send(payload)
+        arriving.result(5)
+        assert (sent.calls, received.calls) == (["send 40"], ["receive 40"])
+
+
+@pytest.mark.usefixtures("_stream")
+def test_a_prefill_that_is_silent_or_gone_posts_nothing() -> None:
+    payload = torch.zeros(8, dtype=torch.uint8)
+    with two_ends(0.2) as (sending, receiving, (_, received)):
+        with pytest.raises(TransportError, match="gone or stopped"):
+            receiving.receive(payload)
+        sending.close()
+        with pytest.raises(TransportError, match="gone"):
+            receiving.receive(payload)
+        assert received.calls == []
+
+
+def test_who_does_not_know_the_key_gets_no_connection() -> None:
+    with listen("127.0.0.1", 5.0) as listener, ThreadPoolExecutor(1) as other:
+        connecting = other.submit(connect_prefill, "127.0.0.1", listener.getsockname()[1], b"x" * 32, 5.0)
+        with pytest.raises(TransportError, match="somebody else connected"):
+            accept_decode(listener, b"k" * 32, 5.0)
+        with pytest.raises(TransportError, match="gone"):
+            connecting.result(5).receive_proof(b"x" * 32)
+    with pytest.raises(TransportError, match="prefill can't be reached"):
+        connect_prefill("127.0.0.1", 1, b"k" * 32, 1.0)
+    with pytest.raises(TransportError, match="can't listen at 192"):
+        listen("192.0.2.1", 1.0)
 
 
 @pytest.mark.skipif(find_nccl() is None, reason="no libnccl.so.2 here")
