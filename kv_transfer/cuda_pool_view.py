@@ -20,7 +20,9 @@ class CudaPoolView(PoolView):
     """
 
     least_message_bytes = 16 * MIN_MESSAGE_BYTES
-    """What a GPU moves while the two hosts speak about it."""
+    most_messages = 8
+    """A GPU moves much while the two hosts speak about it, and one that processes share takes turns among them for each
+    message. What is sent after the last layer is an eighth of the push."""
 
     def __init__(self, layers: Sequence[Tensor], heads: range | None = None) -> None:
         super().__init__(layers, heads)

@@ -227,7 +227,9 @@ class _Push:
             cut(span.block_table, block_size, span.start, span.num_tokens, span.digest_block_size) for span in spans
         ]
         self.slots = Slots(slot_runs(itertools.chain(*cuts)), pool.device)
-        self.groups = layer_groups(len(pool.layers), len(self.slots) * pool.layer_bytes, pool.least_message_bytes)
+        self.groups = layer_groups(
+            len(pool.layers), len(self.slots) * pool.layer_bytes, pool.least_message_bytes, pool.most_messages
+        )
         self.fingerprints = push_fingerprints(pool, cuts)
 
 

@@ -76,11 +76,13 @@ MIN_MESSAGE_BYTES = 1024 * 1024
 """Least size of a message, in bytes. A message costs thread switches on both sides, which take time from the engine."""
 
 
-def layer_groups(num_layers: int, layer_bytes: int, least_bytes: int = MIN_MESSAGE_BYTES) -> list[range]:
-    """Group consecutive layers to messages, each of at least `least_bytes` but the last.
+def layer_groups(
+    num_layers: int, layer_bytes: int, least_bytes: int = MIN_MESSAGE_BYTES, most_messages: int | None = None
+) -> list[range]:
+    """Group consecutive layers to messages, each of at least `least_bytes` but the last, and to at most so many.
 
     `layer_bytes` is what one layer of the push takes. Long pushes go layer by layer, beside the computation of the next
     layers; short ones go in a message or two.
     """
-    size = ceil_div(least_bytes, layer_bytes)
+    size = max(ceil_div(least_bytes, layer_bytes), 1 if most_messages is None else ceil_div(num_layers, most_messages))
     return [range(start, min(start + size, num_layers)) for start in range(0, num_layers, size)]

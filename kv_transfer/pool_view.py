@@ -66,6 +66,9 @@ class PoolView:
     least_message_bytes = MIN_MESSAGE_BYTES
     """A message of fewer bytes costs more than it brings (`plan.layer_groups`)."""
 
+    most_messages: int | None = None
+    """Of one push, if there is a limit."""
+
     @property
     def layer_bytes(self) -> int:
         """Bytes that the K and V of one token take in one layer."""

@@ -34,7 +34,7 @@ def equal(one: PoolView, other: PoolView) -> bool:
 
 
 def whole(layer: Tensor) -> Tensor:
-    return torch.empty(0, dtype=layer.dtype).set_(layer.untyped_storage())
+    return torch.empty(0, dtype=layer.dtype, device=layer.device).set_(layer.untyped_storage())
 
 
 SLOTS = st.permutations(range(20)).map(lambda order: Slots([SlotRun(slot, 1) for slot in order[:11]], DEVICE))

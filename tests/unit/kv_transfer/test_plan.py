@@ -18,6 +18,14 @@ def test_groups_cover_the_layers_in_order(num_layers: int, layer_bytes: int) -> 
     assert all((len(group) - 1) * layer_bytes < MIN_MESSAGE_BYTES for group in groups), "no larger than needed"
 
 
+@given(num_layers=st.integers(1, 200), layer_bytes=st.integers(1, 4 * MIN_MESSAGE_BYTES), most=st.integers(1, 10))
+def test_groups_may_have_a_limit(num_layers: int, layer_bytes: int, most: int) -> None:
+    groups = layer_groups(num_layers, layer_bytes, most_messages=most)
+    assert [layer for group in groups for layer in group] == list(range(num_layers))
+    assert len(groups) <= most
+    assert len(groups) <= len(layer_groups(num_layers, layer_bytes))
+
+
 def slots(pieces: list[Piece]) -> list[int]:
     return [piece.slot + offset for piece in pieces for offset in range(piece.length)]
 

@@ -51,19 +51,19 @@ def test_decode_attention_with_any_block_size(block_size: int, dtype: torch.dtyp
 @pytest.mark.parametrize("parts", [1, 4, 64])
 def test_decode_attention_in_parts(parts: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts that grow with a context that has more than there may be, and rows without one, as a graph's unused ones."""
-    monkeypatch.setattr(decode_attention, "_PART", 32)
+    monkeypatch.setattr(decode_attention, "_PART", 64)
     monkeypatch.setattr(decode_attention, "MAX_PARTS", parts)
     torch.manual_seed(1)
-    assert decode_error(Heads(4, 1, 64), [500, 64, 0, 65, 1, 128, 129], 16, dtype) < LIMITS[dtype]
+    assert decode_error(Heads(4, 1, 64), [500, 64, 0, 65, 1, 256, 257], 16, dtype) < LIMITS[dtype]
 
 
 @DTYPES
 def test_an_answer_does_not_depend_on_the_sequences_beside_it(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit: each context is computed in the parts that its own length says."""
-    monkeypatch.setattr(decode_attention, "_PART", 32)
+    monkeypatch.setattr(decode_attention, "_PART", 64)
     monkeypatch.setattr(decode_attention, "MAX_PARTS", 4)
     torch.manual_seed(2)
-    heads, lengths = Heads(4, 2, 32), [300, 33, 1, 128, 129]
+    heads, lengths = Heads(4, 2, 32), [300, 65, 1, 256, 257]
     contexts = PagedContexts(heads, lengths, 16, dtype)
     qkv_RA, q_RNH = contexts.queries(len(lengths), dtype)
     together = torch.empty(q_RNH.shape, dtype=dtype, device=DEVICE)
