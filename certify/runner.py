@@ -2,7 +2,7 @@
 
     started ──► ends by itself ──► passed, failed or skipped, as its findings say
         │  └──► dies ──────────► failed
-        └─ limit ─► SIGTERM ─ GRACE_S ─► SIGKILL ──► timed out
+        └─ limit ─► SIGTERM ─ GRACE_S ─► SIGKILL ──► timed out; interrupted, if it was ended by Ctrl-C and not by its limit
 
 Whatever the part has started ends with it, and its temporary files go.
 """
@@ -31,7 +31,7 @@ LOG_CHARACTERS = 4000
 """Characters of a part's log that the report shows if something went wrong."""
 _PAUSE_S = 0.1
 
-Status = Literal["passed", "failed", "skipped", "timed out"]
+Status = Literal["passed", "failed", "skipped", "timed out", "interrupted"]
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,12 @@ class PartResult:
     @property
     def is_wrong(self) -> bool:
         """Whether the machine is not certified because of this part."""
-        return self.status in ("failed", "timed out")
+        return self.status in ("failed", "timed out", "interrupted")
 
 
 def run_part(part: Part, device: Device, folder: Path, grace_s: float = GRACE_S) -> PartResult:
-    """Run a part and return its result. What it prints goes to `NAME.log` in the folder."""
+    """Run a part and return its result. What it prints goes to `NAME.log` in the folder. Ctrl-C ends the part."""
+    interrupted = False
     path = folder / f".{part.name}.json"
     began = time.monotonic()
     with (
@@ -71,13 +72,15 @@ def run_part(part: Part, device: Device, folder: Path, grace_s: float = GRACE_S)
             code: int | None = process.wait(part.limit_s)
         except subprocess.TimeoutExpired:
             code = None
+        except KeyboardInterrupt:
+            code, interrupted = None, True
         finally:
             _end(process, grace_s)
     seconds = time.monotonic() - began
     content, problem = _read(path)
     path.unlink(missing_ok=True)
-    status, reason = _verdict(part, code, content, problem)
-    result = PartResult(part, status, reason, seconds, content)
+    verdict: tuple[Status, str] = ("interrupted", "") if interrupted else _verdict(part, code, content, problem)
+    result = PartResult(part, *verdict, seconds, content)
     if result.is_wrong:
         content.texts["the end of its log"] = (folder / f"{part.name}.log").read_text(errors="replace")[-LOG_CHARACTERS:]
     return result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -31,7 +31,8 @@ def certify(
     """Prove on this machine's GPUs that Tandem computes, hands over and serves as it should, and how fast.
 
     Every part runs in a process of its own and has a limit. The report is printed, and written as Markdown and JSON beside the
-    parts' logs. The exit code is 0 only if nothing failed. It takes some minutes, in which nothing else should compute.
+    parts' logs. The exit code is 0 only if nothing failed. It takes some minutes, in which nothing else should compute. Ctrl-C
+    ends it; the report then has what was found until then.
     """
     from certify.catalogue import chosen_parts
     from certify.report import verdict, write_report
@@ -49,9 +50,13 @@ def certify(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InvalidRequestError(f"{folder}: can't be made: {error.strerror}", param="output") from None
-    results = _run(parts, device, folder)
     about = {"version": __version__, "date": time.strftime("%Y-%m-%d %H:%M"), "device": device, "system": platform.system()}
-    typer.echo(write_report(folder, about, results))
+    results: list[PartResult] = []
+    text = ""
+    for result in _run(parts, device, folder):
+        results.append(result)
+        text = write_report(folder, about, results)  # after each part, for what comes may be the machine's last
+    typer.echo(text)
     Console(stderr=True).print(f"{verdict(results)}; the report is in {folder}", soft_wrap=True, highlight=False, markup=False)
     if any(result.is_wrong for result in results):
         raise typer.Exit(1)
@@ -63,15 +68,14 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _run(parts: Sequence[Part], device: Literal["cuda", "cpu"], folder: Path) -> list[PartResult]:
-    """Run the parts one after the other, and show how far they are."""
+def _run(parts: Sequence[Part], device: Literal["cuda", "cpu"], folder: Path) -> Iterator[PartResult]:
+    """Run the parts one after the other until one is interrupted, and show how far they are."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from certify.runner import run_part
 
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    results = []
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("starting", total=len(parts))
         for part in parts:
@@ -80,5 +84,6 @@ def _run(parts: Sequence[Part], device: Literal["cuda", "cpu"], folder: Path) ->
             reason = f": {result.reason}" if result.reason else ""
             progress.console.print(f"{part.name:10} {result.status} in {result.seconds:.1f} s{reason}")
             progress.advance(task)
-            results.append(result)
-    return results
+            yield result
+            if result.status == "interrupted":
+                return

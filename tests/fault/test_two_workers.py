@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 
 from configs.schema import ClusterConfig
 from kv_transfer.transports.loopback import Faults
 from protocol.errors import InvalidRequestError, OverloadedError, TandemError
-from protocol.messages import Release
+from protocol.messages import Release, Role
 from protocol.sampling import SamplingParams
 from tests.fault.scenarios import Factory, Reference, greedy, prompt_of, run, seeds
 
@@ -213,6 +215,35 @@ def test_death_of_decode_gives_prefill_its_blocks_back(two_workers: Factory) -> 
             await asyncio.wait((computing, workers.tasks["decode"]))
             await workers.until(lambda: workers.prefill.core.load().tickets == 0)
             assert workers.prefill.core.load().free_blocks == workers.prefill.core.load().total_blocks
+
+    run(scenario())
+
+
+FAULTS = [torch.OutOfMemoryError("CUDA out of memory"), torch.AcceleratorError("CUDA error: an illegal memory access")]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_fault_of_the_device_ends_its_worker(two_workers: Factory, role: str, fault: Exception) -> None:
+    """A GPU that has failed computes nothing right any more: the process ends, and its streams go on elsewhere."""
+
+    async def scenario() -> None:
+        async with two_workers() as workers:
+            router = await workers.router()
+            assert len(await router.generate(prompt_of(20), greedy(4))) == 4
+            runner: Any = getattr(workers, role).core.rank.runner
+
+            def failing(*_: object) -> None:
+                raise fault
+
+            runner.execute = failing
+            answering = asyncio.create_task(router.generate(prompt_of(20, 1), greedy(4)))
+            with pytest.raises(ExceptionGroup) as ended:
+                await asyncio.wait_for(workers.tasks[role], 10)
+            assert ended.group_contains(type(fault))
+            answering.cancel()
+            await asyncio.wait((answering,))
+            await workers.bury(Role(role))
 
     run(scenario())
 

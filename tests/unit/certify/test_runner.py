@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from pathlib import Path
 
@@ -73,6 +74,23 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_ctrl_c_ends_a_part_and_keeps_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = subprocess.Popen.wait
+
+    def interrupted(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        monkeypatch.setattr(subprocess.Popen, "wait", wait)
+        ends = time.monotonic() + 30
+        while not (tmp_path / ".hangs.json").exists() and time.monotonic() < ends:
+            time.sleep(0.05)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+    result = ran("hangs", tmp_path, grace_s=1.0)
+    assert (result.status, result.reason, result.is_wrong) == ("interrupted", "", True)
+    assert result.seconds < 45
+    assert [path.name for path in tmp_path.iterdir()] == ["hangs.log"]
 
 
 def test_a_rehearsal_sees_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,10 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from certify import catalogue
+from certify import catalogue, runner
 from certify.catalogue import PARTS, Part
+from certify.findings import Content, Device
+from certify.runner import PartResult
 from cluster.commands import cli
 from protocol.errors import InvalidRequestError
 
@@ -56,3 +58,21 @@ def test_its_exit_code_tells_of_a_failure_and_the_other_parts_run(tmp_path: Path
     result = tandem("--device", "cpu", "--output", str(tmp_path))
     assert result.exit_code == 1
     assert [part["status"] for part in json.loads((tmp_path / "report.json").read_text())["parts"]] == ["failed", "passed"]
+
+
+def test_what_was_found_before_an_interrupt_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = tuple(Part(name, "Nothing.", 30, f"{FAKES}.{name}") for name in ("passes", "hangs", "skips"))
+    monkeypatch.setattr(catalogue, "PARTS", parts)
+    run_part = runner.run_part
+
+    def interrupted(part: Part, device: Device, folder: Path) -> PartResult:
+        assert part.name == "passes" or (folder / "report.md").exists(), "there is a report after each part"
+        if part.name == "hangs":
+            return PartResult(part, "interrupted", "", 1.0, Content())
+        return run_part(part, device, folder)
+
+    monkeypatch.setattr(runner, "run_part", interrupted)
+    result = tandem("--device", "cpu", "--output", str(tmp_path))
+    assert result.exit_code == 1
+    found = json.loads((tmp_path / "report.json").read_text())["parts"]
+    assert [(part["name"], part["status"]) for part in found] == [("passes", "passed"), ("hangs", "interrupted")]
