@@ -17,6 +17,7 @@ from configs.sharding import vocabulary_of
 from engine.batch import Chunk, SampledToken
 from engine.model_runner import ModelRunner
 from engine.native.library import NativeLibrary
+from engine.ranks import tensor_parallel
 from engine.ranks.tensor_parallel import connect
 from protocol.errors import ConfigError, WorkerLostError
 from protocol.sampling import SamplingParams
@@ -196,6 +197,23 @@ def test_who_leaves_is_missed() -> None:
     for rank in ranks:
         with pytest.raises(WorkerLostError, match="has left its group"):
             rank.sum(torch.ones(1, 8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [3, 4])
+def test_a_cut_sum_has_the_bits_of_a_gathered_one(size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every value is added up in the order of the ranks."""
+    parts = [torch.randn(6, 20, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(size)]
+    ranks = connect_threads(size)
+    sums = []
+    for least in (1, 10**9):
+        monkeypatch.setattr(tensor_parallel, "_CUT_ELEMENTS", least)
+        sums.append(in_threads(size, lambda rank: ranks[rank].sum(parts[rank].clone()).clone()))
+    for cut, gathered in zip(*sums, strict=True):
+        assert torch.equal(cut, gathered)
+        assert torch.equal(cut, sums[0][0])
+    expected = torch.stack(parts).double().sum(0)
+    assert (sums[0][0].double() - expected).abs().max() < 0.05
 
 
 @pytest.mark.parametrize("fate", ["killed before", "killed during", "stopped"])
