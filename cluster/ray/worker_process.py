@@ -24,6 +24,7 @@ from configs.schema import ClusterConfig
 from protocol.actor import WorkerActor
 from protocol.messages import Role
 from telemetry.logging import setup_logging
+from worker.visible_gpus import show_neighbours
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class WorkerProcess:
         self, role: Role, worker_id: str, rank: int, config: ClusterConfig, secret: bytes, threads: int
     ) -> Following:
         """Become this rank, which is not the first, and listen. The first rank makes it load the model."""
+        show_neighbours()
         module = await asyncio.to_thread(_module)
         setup_logging(f"{worker_id}-rank-{rank}")
         threads = threads_on_node(config, role, threads)
@@ -82,6 +84,7 @@ class WorkerProcess:
         """
         if own_logs:
             setup_logging(worker_id)
+        show_neighbours()
         module = await asyncio.to_thread(_module)
         threads = threads_on_node(config, role, threads)
         if computes_on_processor(config, pool_of(config, role)):
