@@ -23,7 +23,7 @@ from kv_transfer.progress import STEP_OVER
 from kv_transfer.transport import TransportError
 from kv_transfer.transports.nccl_library import find_nccl
 from protocol.errors import TransportUnavailableError
-from protocol.gang import HeadMove
+from protocol.gang import HeadMove, TokenSpan
 
 DEADLINE_S = 3.0
 LATE_S = 5.0
@@ -35,6 +35,8 @@ LARGE = PoolShape(layers=32, blocks=512, block_size=16, heads=8, head_dim=128, m
 MINE, THEIRS, COUNT = range(200, 100, -1), range(3, 103), 1590
 """Blocks of both sides, and tokens of a push between small pools."""
 ROUNDS = 5
+SLOW_LAYER_S = 0.01
+"""What a processor that stands for an engine takes for a layer."""
 NCCL = 21_400
 """The oldest version that Tandem talks to."""
 
@@ -112,6 +114,7 @@ async def push_much(findings: Findings, case: Case, copy_bytes_per_s: float) -> 
         count = LARGE.blocks * LARGE.block_size
         table = torch.randperm(LARGE.blocks, generator=torch.Generator().manual_seed(2)).tolist()
         spans = [it.span(table, count)], [it.span(list(range(LARGE.blocks)), count)]
+        await _overlap(findings, case, it, spans)
         taken = []
         for _ in range(ROUNDS + 1):
             began = time.monotonic()
@@ -138,6 +141,39 @@ async def push_much(findings: Findings, case: Case, copy_bytes_per_s: float) -> 
         finally:
             it.decode.kill()
             it.decode.join(DEADLINE_S)
+
+
+async def _overlap(findings: Findings, case: Case, it: Scene, spans: tuple[list[TokenSpan], list[TokenSpan]]) -> None:
+    """Push while an engine computes layer by layer, and note when each message left."""
+    left_at: list[float] = []
+    wait_for = it.progress.wait_for
+
+    def noted(step: int, layer: int, deadline_s: float) -> None:
+        wait_for(step, layer, deadline_s)
+        left_at.append(time.monotonic())
+
+    it.progress.wait_for = noted  # type: ignore[method-assign]
+    step, began = it.progress.begin(), time.monotonic()
+    pushing = asyncio.create_task(it.push(step, *spans))
+    for layer in range(it.shape.layers):
+        if it.source.is_cuda:
+            torch.cuda._sleep(20_000_000)  # some 10 ms of the device's time, none of the host's
+        await asyncio.sleep(0 if it.source.is_cuda else SLOW_LAYER_S)
+        it.progress.layer_done(layer)
+    if it.source.is_cuda:
+        await asyncio.to_thread(torch.cuda.synchronize)
+    computed_at = time.monotonic()
+    it.progress.finish()
+    sent, arrived = await pushing
+    it.progress.wait_for = wait_for  # type: ignore[method-assign]
+    findings.check(f"{case}: fingerprints of layers that left one after the other agree", sent == arrived)
+    findings.check(
+        f"{case}: the first layers leave while later ones are computed",
+        left_at[0] - began < (computed_at - began) / 2,
+        f"messages left after {', '.join(f'{1e3 * (at - began):.0f}' for at in left_at)} ms, "
+        f"the last layer was computed after {1e3 * (computed_at - began):.0f}, all had arrived after "
+        f"{1e3 * (time.monotonic() - began):.0f}",
+    )
 
 
 async def _breaks(findings: Findings, name: str, it: Scene) -> None:
