@@ -171,6 +171,19 @@ def _suggestion(location: tuple[int | str, ...]) -> str:
     return f"; the keys here are {', '.join(known)}"
 
 
+def _on_gpus(config: ClusterConfig) -> list[tuple[str, str]]:
+    """What can't be of the GPUs that workers reserve by name."""
+    reserving = [role for role, pool in _pools(config) if pool.on_gpu]
+    if config.device == "cpu" and reserving:
+        return [(f"{role}.resources", "device: cpu computes on no GPU: leave GPU out") for role in reserving]
+    both = [role for role, _ in _pools(config) if config.has_workers(role)]
+    if config.device == "cuda" and len(both) == 2 and len(reserving) == 1:
+        return [
+            ("device", f"cuda is for both roles, and {reserving[0]}.resources alone names GPU: name it in both, or in none")
+        ]
+    return []
+
+
 def _offloading(config: ClusterConfig) -> list[tuple[str, str]]:
     """What is wrong with the tiers."""
     found, wanted = [], config.kv_offloading
@@ -248,6 +261,7 @@ def _contradictions(config: ClusterConfig) -> list[tuple[str, str]]:
         found.append(("paced_profile", "a profile is for paced workers: it needs engine: paced"))
     if config.engine == "paced" and config.device == "cuda":
         found.append(("device", "cuda computes, and paced workers do not: leave it out"))
+    found += _on_gpus(config)
     found += _offloading(config)
     if DEFAULT_TIER not in config.tiers:
         found.append(("tiers", f"there must be a tier {DEFAULT_TIER}; keys that name none are of it"))

@@ -67,15 +67,17 @@ def num_gpus(root: Path = _ROOT, environment: Mapping[str, str] = os.environ) ->
 
     Goes by the driver's files and CUDA_VISIBLE_DEVICES, and asks no driver, which takes a tenth of a second.
     """
-    devices = list((root / "proc/driver/nvidia/gpus").glob("*")) or list((root / "dev").glob("nvidia[0-9]*"))
+    told, files = (root / "proc/driver/nvidia/gpus").glob("*"), (root / "dev").glob("nvidia[0-9]*")
+    # A container may have some of the GPUs that the driver tells of.
+    devices = min(filter(None, (len(list(told)), len(list(files)))), default=0)
     if not devices:
         return None
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return len(devices)
+        return devices
     # CUDA sees the devices before the first that is none: -1, NoDevFiles, or nothing.
     named = list(takewhile(_names_gpu, (name.strip() for name in visible.split(","))))
-    return min(len(devices), len(named))
+    return min(devices, len(named))
 
 
 @cache

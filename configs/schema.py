@@ -133,6 +133,11 @@ class PoolConfig(_Section):
         return bool(self.resources.get("GPU"))
 
 
+SAMPLED_TOKENS = 256
+"""Most tokens of prompts in a step whose logits are wanted: one where a prompt ends, and all of a prompt that is scored. On a
+GPU the memory for them is set aside."""
+
+
 class PrefillConfig(PoolConfig):
     """The workers that compute prompts."""
 

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
+from configs.schema import SAMPLED_TOKENS
 from decode_workers.ledger import Ledger
 from decode_workers.room import Room
 from decode_workers.rules.turns import SLICE_STEPS, Turns, turn_wait_s
@@ -177,8 +178,9 @@ class DecodeScheduler:
             self._ledger.keep(stream.ticket_id, stream.token_ids[: chunk.end])
 
     def _chunk_end(self, stream: Stream) -> int:
-        cut = (stream.computed // self._max_chunk_tokens + 1) * self._max_chunk_tokens
-        return min(cut, len(stream.token_ids))
+        is_scored = stream.prefill is not None and stream.prefill.scores is not None
+        most = min(self._max_chunk_tokens, SAMPLED_TOKENS) if is_scored else self._max_chunk_tokens
+        return min((stream.computed // most + 1) * most, len(stream.token_ids))
 
     def _in_order(self) -> Collection[Stream]:
         """All streams, those with a seat first. While a step holds all that have blocks, they are in order of age."""

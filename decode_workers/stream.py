@@ -34,7 +34,7 @@ class Stream:
     ticket_id: int
     owner: bytes
     block_table: Sequence[int]
-    """The ledger's own list: empty while preempted."""
+    """The ledger's own: empty while preempted."""
     sampling: SamplingParams
     token_ids: list[int]
     """Prompt and answer so far. When the stream runs, the next step computes the KV of the newest token."""

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from configs.facts import ModelFacts
+from engine.gpu_memory import CONTEXT_BYTES, memory_now, pool_bytes
 from engine.memory.kv_pool import token_bytes
 from engine.models.parameters import layer_parameters, model_parameters
 from protocol.errors import ConfigError
 
 OLDEST = (8, 0)
 """The lowest compute capability that the kernels are compiled for: Ampere, the first with bfloat16 in its matrix units."""
+NO_GPU = "there is no GPU that torch can use here"
 _STEP_TOKENS = 1000
 """What is proposed to an operator is a multiple of this, rounded down."""
 
@@ -44,7 +46,7 @@ def check_gpu(gpu: Gpu, facts: ModelFacts, dtype: torch.dtype, num_kv_tokens: in
         problem = f"this GPU ({gpu.name}, compute capability {has}) is too old: {needed} or newer is needed"
         raise ConfigError(f"{problem}; device: cpu computes on the processor", param="device")
     weights, token = weight_bytes(facts, dtype), token_bytes(facts, dtype)
-    room = int(memory_share * gpu.total_bytes)
+    room = int(memory_share * gpu.total_bytes) - CONTEXT_BYTES
     if weights + num_kv_tokens * token <= room:
         return
     share = f"{memory_share:.4g} of this GPU's {_gib(gpu.total_bytes)}"
@@ -55,6 +57,37 @@ def check_gpu(gpu: Gpu, facts: ModelFacts, dtype: torch.dtype, num_kv_tokens: in
     kv = f"{_gib(num_kv_tokens * token)} of KV ({num_kv_tokens:,} tokens)"
     problem = f"{_gib(weights)} of weights and {kv} do not fit into {share}"
     raise ConfigError(f"{problem}; kv_cache_tokens of at most {rounded:,} would", param="kv_cache_tokens")
+
+
+def tokens_that_fit(facts: ModelFacts, dtype: torch.dtype, memory_share: float, step_bytes: int, num_kv_tokens: int) -> int:
+    """Return how many tokens of KV the current GPU holds, within this share of it, beside what is there and steps of so many
+    bytes.
+
+    Raises ConfigError, with what would do, if they are fewer than `num_kv_tokens`.
+    """
+    room, token = pool_bytes(memory_now(), memory_share, step_bytes), token_bytes(facts, dtype)
+    check_pool(room, num_kv_tokens, token)
+    return room // token
+
+
+def check_pool(room: int, num_kv_tokens: int, token: int) -> None:
+    """Raise ConfigError, with what would do, if `room` bytes do not hold a pool of so many tokens of `token` bytes."""
+    if num_kv_tokens * token <= room:
+        return
+    kv = f"{_gib(num_kv_tokens * token)} of KV ({num_kv_tokens:,} tokens)"
+    problem = f"{kv} do not fit into the {_gib(room)} that weights and steps leave of the worker's share"
+    would = f"kv_cache_tokens of at most {room // token:,}, smaller steps, or a larger share of the GPU would"
+    raise ConfigError(f"{problem}; {would}", param="kv_cache_tokens")
+
+
+def check_heads(facts: ModelFacts) -> None:
+    """Raise ConfigError if there is no GPU that torch can use here, or no kernel for the model's heads."""
+    if not torch.cuda.is_available():
+        raise ConfigError(NO_GPU, param="device")
+    from engine.kernels.triton.online_softmax import HEAD_DIMS  # Triton is imported only where there is a GPU
+
+    if facts.head_dim not in HEAD_DIMS:
+        raise ConfigError(f"{facts.name}: a head size of {facts.head_dim} has no kernel for GPUs", param="model")
 
 
 def weight_bytes(facts: ModelFacts, dtype: torch.dtype) -> int:

@@ -24,6 +24,8 @@ class LargestStep:
     """Of prompts."""
     rows: int = 128
     """Streams of which it computes a token each."""
+    sampled_tokens: int = 0
+    """Tokens of prompts whose logits are wanted."""
 
 
 SOME_STEP = LargestStep()
@@ -31,12 +33,14 @@ SOME_STEP = LargestStep()
 
 
 def trial_steps(step: LargestStep, max_model_len: int, block_size: int) -> tuple[list[list[Chunk]], int]:
-    """Return a step of a prompt beside all rows, and one of the rows alone; and the tokens of a pool that holds them.
+    """Return a step of a prompt beside all rows, and one that samples from as many rows as may be; and the tokens of a pool
+    that holds them.
 
     Nothing of what they compute is used. The prompt is cut where the model's context ends.
     """
     prompt = max(2, min(step.prompt_tokens, max_model_len))
     prompt_blocks = ceil_div(prompt, block_size)
-    singles = [Chunk((1,), 0, (prompt_blocks + row,), _SAMPLING, 1) for row in range(step.rows)]
+    most = max(step.rows, step.sampled_tokens)
+    singles = [Chunk((1,), 0, (prompt_blocks + row,), _SAMPLING, 1) for row in range(most)]
     longer = Chunk(tuple([1] * prompt), 0, range(prompt_blocks), _SAMPLING, 0)
-    return [[longer, *singles], singles], (prompt_blocks + step.rows) * block_size
+    return [[longer, *singles[: step.rows]], singles], (prompt_blocks + most) * block_size

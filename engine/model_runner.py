@@ -20,10 +20,10 @@ from configs.sharding import check_tensor_parallel_size, rank_facts
 from engine.arithmetic import arithmetic_name
 from engine.batch import Chunk, ForwardBatch, SampledToken
 from engine.batch_invariance import what_varies
-from engine.gpu_checks import check_gpu, current_gpu
-from engine.gpu_memory import memory_now, peak_bytes, pool_bytes
+from engine.gpu_checks import check_gpu, check_heads, current_gpu, tokens_that_fit
+from engine.gpu_memory import peak_bytes
 from engine.gpu_trial import SOME_STEP, LargestStep, trial_steps
-from engine.memory.kv_pool import LAYOUT_VERSION, KVPool, token_bytes
+from engine.memory.kv_pool import LAYOUT_VERSION, KVPool
 from engine.memory.populator import Populator
 from engine.models.decoder import Decoder, DecoderWeights
 from engine.models.packing import Quantization, WeightFormat
@@ -106,13 +106,12 @@ class ModelRunner:
         _check_sizes(facts)
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        if device == "cuda":
-            _check_gpu(facts)
         check_tensor_parallel_size(facts, ranks.size, quantization, param="tensor_parallel_size")
         own = rank_facts(facts, ranks.size)
         dtype_name = resolve_dtype(dtype, device)
         torch_dtype, torch_device = DTYPES[dtype_name], torch.device(device)
         if device == "cuda":
+            check_heads(facts)
             check_gpu(current_gpu(), own, torch_dtype, num_kv_tokens, gpu_memory_utilization)
         library = _native_library(facts, dtype, quantization, ranks.size) if device == "cpu" else None
         with torch.inference_mode():
@@ -120,8 +119,8 @@ class ModelRunner:
             weights = load_weights(facts, format_, ranks.rank, ranks.size, shared=shared_weights)
         if device == "cuda":
             step_bytes = cls._try_on_gpu(own, weights, block_size, torch_dtype, largest_step, ranks)
-            left = pool_bytes(memory_now(), gpu_memory_utilization, step_bytes)
-            num_kv_tokens = ranks.least(max(num_kv_tokens, left // token_bytes(own, torch_dtype)), torch_device)
+            num_tokens = tokens_that_fit(own, torch_dtype, gpu_memory_utilization, step_bytes, num_kv_tokens)
+            num_kv_tokens = ranks.least(num_tokens, torch_device)
         pool = KVPool.for_model(
             own,
             num_kv_tokens,
@@ -165,7 +164,7 @@ class ModelRunner:
         with torch.inference_mode():
             own = rank_facts(facts, ranks.size)
             decoder = GraphedDecoder(own, weights, pool, cuda_capture(), graph_rows(max_rows), ranks)
-        # No self-test: cuBLAS computes a row by other kernels among other numbers of rows (docs/gpu.md).
+        # No self-test: cuBLAS computes a row by other kernels among other numbers of rows (docs/gpu_engine.md).
         arithmetic = arithmetic_name("triton", dtype_name, quantization, ranks.size, varies=True)
         # The other ranks sample nothing, and say that a step is over when it is.
         ahead = RunAhead(torch.cuda.default_stream(pool.data.device).record_event, steps=1 if ranks.rank == 0 else 0)
@@ -278,15 +277,6 @@ def _request(chunk: Chunk) -> SampleRequest:
     assert chunk.sampling is not None, "only chunks that sample have logits"
     allowed_V = None if chunk.constraint is None else chunk.constraint.allowed(chunk.sampling, chunk.num_generated)
     return SampleRequest(chunk.sampling, chunk.end, chunk.num_generated, chunk.history, allowed_V)
-
-
-def _check_gpu(facts: ModelFacts) -> None:
-    if not torch.cuda.is_available():
-        raise ConfigError("there is no GPU that torch can use here", param="device")
-    from engine.kernels.triton.online_softmax import HEAD_DIMS
-
-    if facts.head_dim not in HEAD_DIMS:
-        raise ConfigError(f"{facts.name}: a head size of {facts.head_dim} has no kernel for GPUs", param="model")
 
 
 def _check_sizes(facts: ModelFacts) -> None:

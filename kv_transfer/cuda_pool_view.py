@@ -34,8 +34,12 @@ class CudaPoolView(PoolView):
         torch.cuda.set_stream(torch.cuda.Stream(self.device))
 
     def compile(self) -> None:
-        """Hash and copy nothing, from a pool that is alike."""
-        self.copy_in(self.layers, Slots((), self.device).ids_T, range(1), Slots((), self.device))
+        """Hash nothing, and copy nothing from a pool that is alike and by a dense buffer."""
+        nowhere, (_, _, heads, head_dim) = Slots((), self.device), self.layers[0].shape
+        self.copy_in(self.layers, nowhere.ids_T, range(1), nowhere)
+        dense_L2THD = self.layers[0].new_empty((1, 2, 1, heads, head_dim))
+        self.gather(range(1), nowhere, dense_L2THD)
+        self.scatter(range(1), nowhere, dense_L2THD)
         none = torch.zeros(self._rows.row_words, dtype=torch.int64, device=self.device)
         hash_rows(self._rows, range(1), none, none, none, none, none[:2].view(2, 1)).run()
 

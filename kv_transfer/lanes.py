@@ -123,7 +123,7 @@ class LocalSendRank:
             return asyncio.run_coroutine_threadsafe(ask(ours), loop).result()
 
         connect = self._transports[transport].connect_sender
-        channel = await _connected(thread, lambda: connect(blocking_exchange, pool, self._deadline_s))
+        channel = await _connected(thread, pool, lambda: connect(blocking_exchange, pool, self._deadline_s))
         return _LocalSendLane(channel, pool, self._block_size, thread, self._progress, self._deadline_s)
 
 
@@ -163,7 +163,7 @@ class LocalReceiveRank:
 
         connect = self._transports[transport].connect_receiver
         try:
-            channel = await _connected(thread, lambda: connect(offer, answer_from_thread, pool, self._deadline_s))
+            channel = await _connected(thread, pool, lambda: connect(offer, answer_from_thread, pool, self._deadline_s))
         except TransportError as error:
             if answered:
                 raise
@@ -184,9 +184,17 @@ _Move = TypeVar("_Move", bound=Callable[..., list[bytes]])
 _Channel = TypeVar("_Channel", SendChannel, ReceiveChannel)
 
 
-async def _connected(thread: ThreadPoolExecutor, connect: Callable[[], _Channel]) -> _Channel:
+async def _connected(thread: ThreadPoolExecutor, pool: PoolView, connect: Callable[[], _Channel]) -> _Channel:
     """What `connect` makes in the thread, which ends if it fails. One that comes up after we were cancelled is closed."""
-    connecting = thread.submit(connect)
+
+    def connected() -> _Channel:
+        try:
+            pool.compile()
+            return connect()
+        except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+            raise TransportError(str(error).partition("\n")[0]) from None
+
+    connecting = thread.submit(connected)
     try:
         return await asyncio.wrap_future(connecting)
     except BaseException:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from configs.arithmetic import ceil_div
-from configs.schema import PrefillConfig
+from configs.schema import SAMPLED_TOKENS, PrefillConfig
 from engine.memory.prefix_cache import PrefixCache
 from protocol.cache.keys import block_keys
 from protocol.messages import NOTHING_BROUGHT, Brought
@@ -155,8 +155,9 @@ class PrefillScheduler:
                 continue
             hit = 0 if prompt.block_table else self._cache.match(prompt.usable_keys(self._block_size))
             start = prompt.computed or hit * self._block_size
-            num_tokens = min(self._max_batch_tokens - start % self._max_batch_tokens, len(prompt.token_ids) - start)
-            if num_tokens > room:
+            most = min(self._max_batch_tokens, SAMPLED_TOKENS) if prompt.whole else self._max_batch_tokens
+            num_tokens = min(most - start % most, len(prompt.token_ids) - start)
+            if num_tokens > room or len(chunks) == SAMPLED_TOKENS:
                 break
             if not prompt.block_table and not self._start(prompt, hit):
                 blocks_lack = True  # what would free them may be behind it

@@ -35,7 +35,7 @@ from protocol.sampling import SamplingParams
 SIZE, STEPS, DEADLINE_S, LIMIT_S = 2, 12, 60.0, 75.0
 GREEDY = SamplingParams(seed=0, max_tokens=STEPS, temperature=0.0)
 ROW_COUNTS = (2, 3, 16, 33, 70)
-MEMORY_SHARE, KV_TOKENS = 0.02, 512
+MEMORY_SHARE, KV_TOKENS = 0.1, 512
 _CPU = torch.device("cpu")
 _SPAWN = multiprocessing.get_context("spawn")
 

@@ -86,8 +86,12 @@ class FirstRankActor(WorkerActor):
             heartbeat_s=limits.heartbeat_s,
         )
         ranks = await gang.form(self._host, limits.worker_start_s, rank_device(self._config, self._pool))
-        runner = await asyncio.to_thread(load_share, self._config, self._pool, ranks)
-        arithmetic = await gang.joined(runner.pool.num_blocks, runner.arithmetic)
+        try:
+            runner = await gang.beside(asyncio.to_thread(load_share, self._config, self._pool, ranks))
+            arithmetic = await gang.joined(runner.pool.num_blocks, runner.arithmetic)
+        except BaseException:
+            await gang.close()
+            raise
         model = await asyncio.to_thread(resolve_for, self._config)
         server = WireServer(self._secret, self._host)
         me = WorkerRef(self._worker_id, self._epoch, server.address, gang.size, arithmetic)

@@ -88,10 +88,27 @@ class Gang:
         )
         self._joining = asyncio.gather(*(self.ask(rank, GangJoin, GangJoined, start_s) for rank in range(1, self.size)))
         try:
-            return await asyncio.to_thread(connect, store, 0, self.size, device, host, self._step_s)
+            return await self.beside(asyncio.to_thread(connect, store, 0, self.size, device, host, self._step_s))
         except BaseException:
             await self.close()
             raise
+
+    async def beside(self, work: Awaitable[_Answer]) -> _Answer:
+        """Return what this rank's part of joining returns. Raises what keeps another rank from joining, as soon as it is known.
+
+        On a GPU the part of a rank that waits for a lost one ends only at NCCL's deadline. It goes on in its thread then.
+        """
+        own = asyncio.ensure_future(work)
+        others = {each for each in (self._joining, self._living) if each is not None}
+        try:
+            while not own.done():
+                await asyncio.wait({own, *others}, return_when=asyncio.FIRST_COMPLETED)
+                for each in [each for each in others if each.done()]:
+                    each.result()  # raises, if it has failed
+                    others.remove(each)
+            return own.result()
+        finally:
+            own.add_done_callback(_observe)
 
     async def joined(self, num_blocks: int, arithmetic: str) -> str:
         """Wait until every other rank has loaded its share. Returns the name of the whole worker's arithmetic, where
@@ -173,6 +190,12 @@ class Gang:
         for rank, caller in enumerate(self._callers, start=1):
             if rank != source:
                 caller.send(message)
+
+
+def _observe(work: asyncio.Future[Any]) -> None:
+    """Mark a failure as seen that nobody waits for any more."""
+    if not work.cancelled():
+        work.exception()
 
 
 def _plan(chunk: Chunk) -> StepChunk:

@@ -7,12 +7,14 @@ from collections.abc import Callable
 import torch
 
 from configs.models import resolve_for
-from configs.schema import ClusterConfig, PoolConfig
+from configs.schema import SAMPLED_TOKENS, ClusterConfig, PoolConfig
+from engine.gpu_checks import NO_GPU
 from engine.gpu_trial import LargestStep
 from engine.model_runner import ModelRunner
 from engine.ranks.follower import Follower, Share
 from engine.ranks.tensor_parallel import TensorParallel
 from engine.runner import Runner
+from protocol.errors import ConfigError
 from protocol.wire import WireServer
 
 
@@ -38,7 +40,7 @@ def load_share(config: ClusterConfig, pool: PoolConfig, ranks: TensorParallel) -
         # Ray hides no GPU from a worker that reserves none.
         device=config.device_of(pool),
         gpu_memory_utilization=config.gpu_memory_share(pool),
-        largest_step=LargestStep(max(config.prefill.batch_tokens, config.chunk_tokens), config.decode.max_batch_size),
+        largest_step=_largest_step(config),
         dtype=config.dtype,
         quantization=config.quantization,
         block_size=config.block_size,
@@ -48,6 +50,12 @@ def load_share(config: ClusterConfig, pool: PoolConfig, ranks: TensorParallel) -
         shared_weights=True,
         ranks=ranks,
     )
+
+
+def _largest_step(config: ClusterConfig) -> LargestStep:
+    """Of either role, since workers change theirs."""
+    tokens = max(config.prefill.batch_tokens, config.chunk_tokens)
+    return LargestStep(tokens, config.decode.max_batch_size, SAMPLED_TOKENS)
 
 
 def follower(
@@ -74,7 +82,13 @@ def follower(
 
 
 def rank_device(config: ClusterConfig, pool: PoolConfig) -> torch.device:
-    """Return the kind of device that the ranks of a worker with such a pool compute on."""
+    """Return the kind of device that the ranks of a worker with such a pool compute on.
+
+    Raises ConfigError where that is a GPU and torch can use none here.
+    """
     wanted = config.device_of(pool)
-    on_gpu = wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
-    return torch.device("cuda" if on_gpu and config.engine != "paced" else "cpu")
+    if config.engine == "paced" or wanted == "cpu":
+        return torch.device("cpu")
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(NO_GPU, param="device")
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -82,13 +82,13 @@ class TensorParallel:
 
             add_parts(parts.view(self.size, -1), first.view(-1)).run()
             return first
-        total = first if parts.dtype == torch.float32 else self._kept("total", first, first.numel(), torch.float32)
-        total = total.view(first.shape)
-        if total is not first:
-            total.copy_(first)
+        if parts.dtype == torch.float32:
+            total = first
+        else:
+            total = self._kept("total", first, first.numel(), torch.float32).view(first.shape).copy_(first)
         for other in others:
             total += other
-        return first.copy_(total)
+        return total if total is first else first.copy_(total)
 
     def least(self, number: int, device: torch.device) -> int:
         """Return the smallest of the ranks' numbers, on every rank. Raises WorkerLostError."""
@@ -146,8 +146,8 @@ def connect(store: dist.Store, rank: int, size: int, device: torch.device, host:
     """Make the group of `size` ranks; returns when all are connected. Raises WorkerLostError if one does not come in time.
 
     gloo for processors, NCCL for GPUs. gloo listens on `host`, sets one value of the store, its address, and reads every
-    other rank's. `deadline_s` is the time for connecting and for each collective. On GPUs, where nobody waits for a
-    collective, torch's watchdog aborts what takes longer.
+    other rank's. `deadline_s` is the time for connecting and for each collective. On GPUs torch's watchdog aborts a collective
+    that takes longer; NCCL itself waits for a rank that is lost while it connects, so the caller looks after the others.
     """
     timeout = timedelta(seconds=deadline_s)
     try:

@@ -6,9 +6,8 @@ A communicator does not block: NCCL says "in progress", and what is in progress 
 deadline, so it is asked, ever less often. What is not there by then is aborted, and so is a communicator that has failed. An
 aborted operation ends without an error; the thread that waits is the one that aborts, so it can't take one for a success.
 
-torch's ProcessGroupNCCL has a watchdog for that, which ends the process when a peer is lost. What else it could do is
-set by environment variables, for all groups of the process alike, those of tensor parallelism included; and connecting has
-no deadline there that a pair could choose.
+torch's ProcessGroupNCCL has a watchdog for that, which does with all groups of a process what one environment variable says:
+it aborts a worker's ranks (`engine.ranks.tensor_parallel`). And connecting has no deadline there that a pair could choose.
 """
 
 from __future__ import annotations

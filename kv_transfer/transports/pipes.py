@@ -95,6 +95,8 @@ def accept_decode(listener: socket.socket, key: bytes, deadline_s: float, files:
         connection, _ = listener.accept()
     except OSError as error:
         raise TransportError(f"decode did not connect: {error}") from None
+    if connection.family != socket.AF_UNIX:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     pipe = Pipe(connection, deadline_s)
     try:
         if not hmac.compare_digest(pipe.receive(_PROOF_BYTES), proof(key, b"decode")):
@@ -113,7 +115,6 @@ def connect_prefill(host: str, port: int, key: bytes, deadline_s: float) -> Pipe
     """
     try:
         connection = socket.create_connection((host, port), deadline_s)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except (OSError, OverflowError, TypeError) as error:
         raise TransportError(f"prefill can't be reached: {error}") from None
     pipe = Pipe(connection, deadline_s)

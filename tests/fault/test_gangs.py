@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 
 import pytest
 
 from configs.facts import ModelFacts
+from engine.ranks.follower import Follower, Share
+from engine.ranks.gang import Gang
+from engine.ranks.tensor_parallel import TensorParallel
 from kv_transfer.transports.loopback import Faults
 from protocol.cache.reset import CacheReset
-from protocol.errors import TandemError, WorkerLostError
+from protocol.errors import ConfigError, TandemError, WorkerLostError
 from protocol.gang import RunStep
 from protocol.messages import FetchFrom, Release, Role
+from protocol.wire import WireServer
 from tests.fault.scenarios import Reference, greedy, prompt_of, run
-from tests.fault.two_gangs import run_gangs
+from tests.fault.two_gangs import CPU, HOST, LEASE_S, run_gangs
+from tests.fault.two_workers import SECRET
 
 SIZES = [1, 2, 4]
 
@@ -111,5 +118,45 @@ def test_a_rank_ends_when_the_first_is_silent_or_a_step_goes_wrong(small_model: 
             with pytest.raises(ExceptionGroup):
                 await asyncio.wait_for(workers.tasks["prefill"], 10)
             await workers.bury(Role.PREFILL)
+
+    run(scenario())
+
+
+class StuckError(Exception):
+    """What a rank raises that is no answer."""
+
+
+@pytest.mark.parametrize("kind", ["refuses", "dies"])
+def test_a_rank_that_fails_to_load_is_known_while_the_first_one_loads(kind: str) -> None:
+    """On a GPU the first rank may wait for it inside of its own loading, until NCCL gives up."""
+
+    async def scenario() -> None:
+        failed, over = threading.Event(), threading.Event()
+
+        def load(ranks: TensorParallel) -> Share:
+            failed.set()
+            if kind == "refuses":
+                raise ConfigError("48 GiB of weights do not fit", param="model")
+            raise StuckError
+
+        follower = Follower(WireServer(SECRET, HOST), 1, 2, HOST, load, LEASE_S, CPU)
+        running = asyncio.create_task(follower.run())
+        gang = await Gang.connect([follower.address], SECRET, connect_s=5, lease_s=LEASE_S, heartbeat_s=0.1)
+        await gang.form(HOST, 30, CPU)
+
+        def loading() -> None:
+            assert failed.wait(10)
+            assert over.wait(20), "it is not waited for"
+
+        began = time.monotonic()
+        try:
+            with pytest.raises(TandemError, match="48 GiB" if kind == "refuses" else "lost|gone|broke|closed"):
+                await gang.beside(asyncio.to_thread(loading))
+            assert time.monotonic() - began < 10
+        finally:
+            over.set()
+            await gang.close()
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
 
     run(scenario())

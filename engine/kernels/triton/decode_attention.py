@@ -6,8 +6,8 @@ parts begin depends on the length of the context alone, so a token's bits do not
 
     plan, once a step ──► parts of all contexts, one behind the other ──► each program takes one after the other ──► join
 
-What there is to do is thus shared evenly among programs, whose number is that of the GPU's places for them. A launch depends on
-the number of rows alone: lengths are read on the device.
+What there is to do is thus shared evenly among programs, as many as keep an H200 busy. A launch depends on the number of rows
+alone: lengths are read on the device.
 """
 
 from __future__ import annotations

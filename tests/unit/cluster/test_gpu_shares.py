@@ -74,7 +74,7 @@ def test_sizes_that_the_autoscaler_may_reach_have_shares() -> None:
         {"transport": "gloo"},
         {"transport": "shared_memory"},
         {"prefill.resources": {"GPU": 0.3}},
-        {"decode.resources": {"GPU": 1.0, "fast": 1.0}, "device": "cuda"},
+        {"prefill.resources": {"GPU": 1.0}, "decode.resources": {"GPU": 1.0, "fast": 1.0}, "device": "cuda"},
         {"decode.resources": {"CPU": 65.0}},
     ],
 )

@@ -96,3 +96,9 @@ def test_gpus_are_those_of_the_driver_that_are_visible(
 
 def test_a_machine_without_nvidias_driver_has_no_gpus(tmp_path: Path) -> None:
     assert num_gpus(write(tmp_path, {"dev/null": "", "dev/nvidiactl": ""}), {"CUDA_VISIBLE_DEVICES": "0"}) is None
+
+
+def test_a_container_has_the_gpus_whose_files_it_has(tmp_path: Path) -> None:
+    """The driver tells of all of the host's."""
+    files = {f"proc/driver/nvidia/gpus/0000:{number:02}:00.0/information": "" for number in range(8)}
+    assert num_gpus(write(tmp_path, files | {"dev/nvidia3": "", "dev/nvidia5": "", "dev/nvidiactl": ""}), {}) == 2

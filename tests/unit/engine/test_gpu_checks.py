@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.facts import ModelFacts
-from engine.gpu_checks import Gpu, check_gpu, weight_bytes
+from engine.gpu_checks import Gpu, check_gpu, check_pool, weight_bytes
+from engine.gpu_memory import CONTEXT_BYTES
 from engine.memory.kv_pool import token_bytes
 from protocol.errors import ConfigError
 from tests.unit.known_models import KNOWN
@@ -58,9 +59,9 @@ def test_a_pool_that_is_too_large_is_refused_with_the_largest_that_fits() -> Non
     assert error.param == "kv_cache_tokens"
     assert error.message == (
         "15.3 GiB of weights and 9.0 GiB of KV (65,536 tokens) do not fit into 0.9 of this GPU's 24.0 GiB; "
-        "kv_cache_tokens of at most 46,000 would"
+        "kv_cache_tokens of at most 40,000 would"
     )
-    check_gpu(gpu(24), LARGE, BF16, 46_000, 0.9)
+    check_gpu(gpu(24), LARGE, BF16, 40_000, 0.9)
 
 
 def test_weights_that_are_too_large_for_a_share_are_refused_with_the_share_that_would_do() -> None:
@@ -82,7 +83,8 @@ def test_what_is_proposed_fits_and_what_fits_is_not_refused(
     name: str, gib: float, num_kv_tokens: int, memory_share: float, dtype: torch.dtype
 ) -> None:
     facts, device = KNOWN[name], gpu(gib)
-    room, weights, token = int(memory_share * device.total_bytes), weight_bytes(facts, dtype), token_bytes(facts, dtype)
+    room = int(memory_share * device.total_bytes) - CONTEXT_BYTES
+    weights, token = weight_bytes(facts, dtype), token_bytes(facts, dtype)
     if weights + num_kv_tokens * token <= room:
         check_gpu(device, facts, dtype, num_kv_tokens, memory_share)
         return
@@ -94,3 +96,11 @@ def test_what_is_proposed_fits_and_what_fits_is_not_refused(
         tokens = int(proposed.group(1).replace(",", ""))
         assert 0 < tokens < num_kv_tokens
         check_gpu(device, facts, dtype, tokens, memory_share)
+
+
+def test_what_steps_leave_is_what_a_pool_may_take() -> None:
+    """Measured when the weights are there; smaller than what was reckoned before."""
+    check_pool(GIB, GIB // 1000, 1000)
+    with pytest.raises(ConfigError, match="kv_cache_tokens of at most 1,000, smaller steps, or a larger share") as caught:
+        check_pool(1_000_999, 1_001, 1000)
+    assert caught.value.param == "kv_cache_tokens"

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from configs.loader import load_config
 from engine.model_runner import ModelRunner
-from engine.ranks.share import load_share
+from engine.ranks.share import load_share, rank_device
 from engine.ranks.tensor_parallel import ALONE
+from protocol.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -17,7 +19,12 @@ from engine.ranks.tensor_parallel import ALONE
     [
         ({}, "cpu", 0.9),
         ({"decode.resources": {"GPU": 0.5}}, "auto", 0.45),
-        ({"decode.resources": {"GPU": 1.0}, "device": "cuda", "gpu_memory_utilization": 0.8}, "cuda", 0.8),
+        (
+            {"prefill.workers": 0, "disaggregation": "never", "decode.resources": {"GPU": 1.0}, "device": "cuda"}
+            | {"gpu_memory_utilization": 0.8},
+            "cuda",
+            0.8,
+        ),
     ],
 )
 def test_a_worker_computes_on_what_it_reserves(
@@ -28,3 +35,25 @@ def test_a_worker_computes_on_what_it_reserves(
     config = load_config(None, overrides)
     load_share(config, config.decode, ALONE)
     assert (loaded[0]["device"], loaded[0]["gpu_memory_utilization"]) == (device, pytest.approx(memory_share))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_ranks_on_a_gpu_that_is_not_there_are_refused_before_they_connect() -> None:
+    config = load_config(None, {"device": "cuda"})
+    with pytest.raises(ConfigError, match="there is no GPU that torch can use here"):
+        rank_device(config, config.decode)
+    assert rank_device(load_config(None, {"engine": "paced"}), config.decode).type == "cpu"
+    assert rank_device(load_config(None, {}), config.decode).type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        ({"device": "cpu", "decode.resources": {"GPU": 1.0}}, "decode.resources: device: cpu computes on no GPU"),
+        ({"device": "cuda", "prefill.resources": {"GPU": 0.5}}, "prefill.resources alone names GPU"),
+    ],
+)
+def test_gpus_that_do_not_fit_the_device_are_refused(overrides: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, overrides)
+    assert problem in caught.value.message

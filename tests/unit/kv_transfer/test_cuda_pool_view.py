@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from engine.kernels.triton.launch import Launch
 from kv_transfer.cuda_pool_view import CudaPoolView
-from kv_transfer.plan import SlotRun
+from kv_transfer.fingerprints.device import MultilinearFingerprints
+from kv_transfer.plan import Piece, SlotRun
 from kv_transfer.pool_view import PoolView, Slots
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # where Triton interprets
@@ -71,7 +73,27 @@ def test_tokens_go_through_a_dense_buffer(slots: Slots, heads: range, layers: ra
 def test_nothing_is_copied_to_compile() -> None:
     ours, reference = views(pool(20, seed=4), None)
     ours.copy_in(pool(9, seed=5).unbind(0), Slots((), DEVICE).ids_T, range(1), Slots((), DEVICE))
+    ours.compile()
     assert equal(ours, reference)
+
+
+@pytest.mark.parametrize("heads", [None, range(1, 3)], ids=["all heads", "some heads"])
+def test_lanes_launch_nothing_that_was_not_compiled(heads: range | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the constants that a kernel is compiled for."""
+    seen: set[tuple[object, ...]] = set()
+    monkeypatch.setattr(Launch, "run", lambda one: seen.add((one.kernel.fn.__name__, *sorted(one.constants.items()))))
+    view, slots = views(pool(20, seed=7), heads)[0], Slots([SlotRun(3, 5)], DEVICE)
+    view.compile()
+    compiled = set(seen)
+    seen.clear()
+    view.copy_in(view.layers, slots.ids_T, range(1, 4), slots)
+    dense = view.layers[0].new_empty((3, 2, 5, *view.layers[0].shape[2:]))
+    view.gather(range(1, 4), slots, dense)
+    view.scatter(range(0, 3), slots, dense)
+    push = MultilinearFingerprints(view, [[Piece(0, 3, 5)]])
+    push.update(range(4))
+    assert len(seen) == 4
+    assert seen == compiled
 
 
 def test_rows_that_do_not_follow_each_other_are_no_pool() -> None:

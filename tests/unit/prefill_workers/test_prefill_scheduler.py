@@ -151,6 +151,15 @@ def test_short_prompts_share_a_step_and_long_ones_are_cut() -> None:
     ]
 
 
+def test_no_step_wants_more_logits_than_memory_is_set_aside_for() -> None:
+    """Of a prompt that is scored all tokens are wanted, and of every other one the last."""
+    scheduler = PrefillScheduler(PrefixCache(4000), BLOCK_SIZE, steps_of(4096))
+    scheduler.add(scheduler.new_prompt(range(700), "", whole=True))
+    assert [[chunk.num_tokens for chunk in step(scheduler)] for _ in range(3)] == [[256], [256], [188]]
+    added(scheduler, *(range(1000 + 3 * number, 1002 + 3 * number) for number in range(300)))
+    assert [len(step(scheduler)) for _ in range(2)] == [256, 44]
+
+
 def test_prompts_share_a_step_up_to_its_saturation() -> None:
     scheduler = PrefillScheduler(PrefixCache(100), BLOCK_SIZE, steps_of(16, 8))
     added(scheduler, range(5), range(100, 103), range(200, 201), range(300, 312), range(400, 401))

@@ -116,10 +116,11 @@ def test_graphs_hold_the_largest_step() -> None:
 
 
 def test_a_trial_is_as_large_as_a_step_may_be() -> None:
-    (mixed, singles), num_tokens = trial_steps(LargestStep(100, 7), 40, 16)
+    (mixed, singles), num_tokens = trial_steps(LargestStep(100, 7, sampled_tokens=9), 40, 16)
     batch = ForwardBatch.build(mixed, 16)
     assert len(batch.token_ids_T) == 40 + 7
     assert len(batch.sampled_chunks) == 8
-    assert len(singles) == 7
+    assert len(singles) == 9
+    assert len(trial_steps(LargestStep(100, 7, sampled_tokens=3), 40, 16)[0][1]) == 7
     assert sorted({int(slot) for slot in batch.slots_T}) == sorted(batch.slots_T.tolist())
     assert batch.slots_T.max() < num_tokens
