@@ -88,9 +88,9 @@ def config_of(facts: ModelFacts) -> dict[str, Any]:
         "max_position_embeddings": facts.max_model_len,
         "rope_theta": facts.rope_theta,
         "rms_norm_eps": facts.rms_norm_eps,
-        "tie_word_embeddings": False,
-        "bos_token_id": BEGIN_ID,
-        "eos_token_id": END_ID,
+        "tie_word_embeddings": facts.tie_word_embeddings,
+        "eos_token_id": list(facts.eos_token_ids),
+        "bos_token_id": None,
     }
 
 

@@ -12,11 +12,11 @@ A push that fails with TransportError has broken its lane, and that the pair.
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar, cast
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -180,19 +180,16 @@ def view_of(layers: Sequence[Tensor], heads: range | None = None) -> PoolView:
     return CudaPoolView(layers, heads)
 
 
-_Move = TypeVar("_Move", bound=Callable[..., list[bytes]])
 _Channel = TypeVar("_Channel", SendChannel, ReceiveChannel)
 
 
 async def _connected(thread: ThreadPoolExecutor, pool: PoolView, connect: Callable[[], _Channel]) -> _Channel:
     """What `connect` makes in the thread, which ends if it fails. One that comes up after we were cancelled is closed."""
 
+    @_device_breaks_the_lane()
     def connected() -> _Channel:
-        try:
-            pool.compile()
-            return connect()
-        except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
-            raise TransportError(str(error).partition("\n")[0]) from None
+        pool.compile()
+        return connect()
 
     connecting = thread.submit(connected)
     try:
@@ -214,17 +211,13 @@ def _close(thread: ThreadPoolExecutor, channel: SendChannel | ReceiveChannel) ->
     channel.close()
 
 
-def _breaks_the_lane(move: _Move) -> _Move:
+@contextmanager
+def _device_breaks_the_lane() -> Iterator[None]:
     """What a GPU can't do, for want of memory or because it has failed, ends a lane as a lost peer does."""
-
-    @functools.wraps(move)
-    def moving(*arguments: Any) -> Any:
-        try:
-            return move(*arguments)
-        except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
-            raise TransportError(str(error).partition("\n")[0]) from None
-
-    return cast(_Move, moving)
+    try:
+        yield
+    except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+        raise TransportError(str(error).partition("\n")[0]) from None
 
 
 class _Push:
@@ -261,7 +254,7 @@ class _LocalSendLane:
     async def send(self, step: int, spans: Sequence[TokenSpan]) -> list[bytes]:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._send, step, spans)
 
-    @_breaks_the_lane
+    @_device_breaks_the_lane()
     def _send(self, step: int, spans: Sequence[TokenSpan]) -> list[bytes]:
         push = _Push(self._pool, self._block_size, spans)
         for layers in push.groups:
@@ -288,7 +281,7 @@ class _LocalReceiveLane:
     async def receive(self, spans: Sequence[TokenSpan]) -> list[bytes]:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._receive, spans)
 
-    @_breaks_the_lane
+    @_device_breaks_the_lane()
     def _receive(self, spans: Sequence[TokenSpan]) -> list[bytes]:
         push = _Push(self._pool, self._block_size, spans)
         self._pool.make_ready(push.slots)  # while prefill computes

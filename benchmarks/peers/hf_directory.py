@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from certify.model_folder import config_of
 from configs.facts import Architecture, ModelFacts
 from engine.models.gguf_weights import GgufWeights
 from engine.models.parameters import layer_parameters, model_parameters
@@ -32,7 +33,7 @@ def write(facts: ModelFacts, directory: Path) -> None:
             source.read(part.shard(0, 1), tensor)
             tensors[names.stored_name(part.name)] = tensor
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "config.json").write_text(json.dumps(_config(facts), indent=2) + "\n")
+    (directory / "config.json").write_text(json.dumps(config_of(facts), indent=2) + "\n")
     write_tokenizer(facts, directory)
 
 
@@ -42,25 +43,3 @@ def write_tokenizer(facts: ModelFacts, directory: Path) -> None:
 
     gguf = facts.weight_files[0]
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(directory)
-
-
-def _config(facts: ModelFacts) -> dict[str, object]:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "torch_dtype": "bfloat16",
-        "hidden_act": "silu",
-        "num_hidden_layers": facts.num_layers,
-        "hidden_size": facts.hidden_size,
-        "intermediate_size": facts.intermediate_size,
-        "num_attention_heads": facts.num_heads,
-        "num_key_value_heads": facts.num_kv_heads,
-        "head_dim": facts.head_dim,
-        "vocab_size": facts.vocab_size,
-        "max_position_embeddings": facts.max_model_len,
-        "rope_theta": facts.rope_theta,
-        "rms_norm_eps": facts.rms_norm_eps,
-        "tie_word_embeddings": facts.tie_word_embeddings,
-        "eos_token_id": list(facts.eos_token_ids),
-        "bos_token_id": None,
-    }
