@@ -21,7 +21,15 @@ namespace {
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 constexpr i64 kChunk = 128;  // tokens of context whose scores are held at once
+constexpr i64 kLine = 32;  // values of a line of the caches, which is a register
 constexpr i64 kTileTokens = 16;  // tokens of a prompt that go through the context together
+
+// Where [2 i] is value first + i of one register, and [2 i + 1] that of another one.
+inline __m512i interleaved(int first) {
+  alignas(64) int16_t places[32];
+  for (int i = 0; i < 16; ++i) places[2 * i] = first + i, places[2 * i + 1] = 32 + first + i;
+  return _mm512_load_si512(places);
+}
 
 struct Heads {
   i64 query, key_value, size;
@@ -38,50 +46,62 @@ struct Context {
     return {keys + head * size, values + head * size, table, block_size, stride};
   }
 
-  // Where tokens [begin, begin + count) lie; beyond `length`, where the last one does.
-  void locate(i64 begin, i64 length, i64 count, i64* offsets) const {
-    const i64* block = table + begin / block_size;
-    i64 within = begin % block_size;
-    for (i64 t = 0; t < count; ++t) {
-      offsets[t] = (*block * block_size + within) * stride;
-      if (begin + t + 1 < length && ++within == block_size) {
-        within = 0;
-        ++block;
-      }
+  // Where the `count` tokens from `begin` on lie.
+  void locate(i64 begin, i64 count, i64* offsets) const {
+    for (i64 t = 0; t < count;) {
+      const i64 within = (begin + t) % block_size, end = std::min(count, t + block_size - within);
+      const i64 first = (table[(begin + t) / block_size] * block_size + within - t) * stride;
+      for (; t < end; ++t) offsets[t] = first + t * stride;
     }
   }
 };
 
-// Up to 64 tokens of one head from `begin` on: keys as [H / 2][64][2], values as [32][64][2] for each 64 of H, `stride` apart;
-// tokens from `length` on are zero. Has the tokens at `next` brought near, if there are any: blocks lie anywhere, so the
-// processor can't guess where, and it takes only so many requests at a time. Returns whether all values are numbers.
-bool pack_block(const Context& context, i64 size, i64 begin, i64 length, bf16* keys, bf16* values, i64 stride, const i64* next = nullptr) {
-  i64 offsets[kColumns];
-  context.locate(begin, length, kColumns, offsets);
+// Keys and values that are wanted soon. Blocks lie anywhere, so the processor can't guess where; and it takes only so many
+// requests at a time, so they are made between other work, in the order of the addresses, which it can guess from.
+struct Ahead {
+  const bf16 *keys, *values;
+  i64 width;  // values of a token that are wanted, from here on
+  i64 tokens = 0, token = 0, at = 0;
+  i64 offsets[kChunk];
+
+  void bring(i64 lines) {
+    for (; lines > 0 && token < tokens; --lines) {
+      _mm_prefetch(reinterpret_cast<const char*>(keys + offsets[token] + at), _MM_HINT_T1);
+      _mm_prefetch(reinterpret_cast<const char*>(values + offsets[token] + at), _MM_HINT_T1);
+      at += kLine;
+      if (at >= width) at = 0, ++token;
+    }
+  }
+};
+
+// Up to 64 tokens of one head that lie at `offsets`: keys as [H / 2][64][2], values as [32][64][2] for each 64 of H, `stride`
+// apart; tokens from `count` on are zero. Brings as much near meanwhile. Returns whether all values are numbers.
+bool pack_block(const Context& context, i64 size, const i64* offsets, i64 count, bf16* keys, bf16* values, i64 stride, Ahead& ahead) {
+  alignas(64) static constexpr bf16 kNothing[128] = {};
+  const bf16* from[kColumns];
+  for (i64 t = 0; t < kColumns; ++t) from[t] = t < count ? context.keys + offsets[t] : kNothing;
   for (i64 t = 0; t < kColumns; t += kVector)
     for (i64 p = 0; p < size / 2; p += kVector) {
       __m512i pairs[16];
-      for (int i = 0; i < 16; ++i) {
-        const bool real = begin + t + i < length;
-        pairs[i] = real ? _mm512_loadu_si512(context.keys + offsets[t + i] + 2 * p) : _mm512_setzero_si512();
-        if (next) _mm_prefetch(reinterpret_cast<const char*>(context.keys + next[t + i] + 2 * p), _MM_HINT_T1);
-      }
+      for (int i = 0; i < 16; ++i) pairs[i] = _mm512_loadu_si512(from[t + i] + 2 * p);
       transpose(pairs);
       for (int i = 0; i < 16; ++i) _mm512_storeu_si512(keys + ((p + i) * kColumns + t) * 2, pairs[i]);
+      ahead.bring(kVector / 2);
     }
-  const auto widened = [&](i64 t, i64 h) {
-    if (begin + t >= length) return _mm512_setzero_si512();
-    if (next && h % 32 == 0) _mm_prefetch(reinterpret_cast<const char*>(context.values + next[t] + h), _MM_HINT_T1);
-    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(context.values + offsets[t] + h)));
-  };
-  const __m512i exponent = _mm512_set1_epi16(0x7f80);
+  for (i64 t = 0; t < kColumns; ++t) from[t] = t < count ? context.values + offsets[t] : kNothing;
+  const __m512i exponent = _mm512_set1_epi16(0x7f80), lower = interleaved(0), upper = interleaved(16);
   __mmask32 no_numbers = 0;
-  for (i64 t = 0; t < kColumns; t += 2)
-    for (i64 h = 0; h < size; h += kVector) {
-      const __m512i pairs = _mm512_or_si512(widened(t, h), _mm512_slli_epi32(widened(t + 1, h), 16));
-      no_numbers |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(pairs, exponent), exponent);
-      _mm512_storeu_si512(values + h / kColumns * stride + (t / 2 * kColumns + h % kColumns) * 2, pairs);
+  for (i64 t = 0; t < kColumns; t += 2) {
+    for (i64 h = 0; h < size; h += kLine) {
+      const __m512i one = _mm512_loadu_si512(from[t] + h), other = _mm512_loadu_si512(from[t + 1] + h);
+      no_numbers |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(one, exponent), exponent);
+      no_numbers |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(other, exponent), exponent);
+      bf16* to = values + h / kColumns * stride + (t / 2 * kColumns + h % kColumns) * 2;
+      _mm512_storeu_si512(to, _mm512_permutex2var_epi16(one, lower, other));
+      _mm512_storeu_si512(to + kLine, _mm512_permutex2var_epi16(one, upper, other));
     }
+    ahead.bring(size / kLine);
+  }
   return !no_numbers;
 }
 
@@ -153,8 +173,10 @@ struct Rows {
 // The tokens of a chunk that is packed, if the context ends after `left` tokens.
 inline i64 chunk_tokens(i64 left) { return std::min(kChunk, (left + kColumns - 1) / kColumns * kColumns); }
 
-// One sequence, key/value heads [first, last). `q` and `out` are rows of all query heads.
-void decode_sequence(const bf16* q, const Context& context, i64 length, const Heads& heads, i64 first, i64 last, float scale, bf16* out) {
+// One sequence, key/value heads [first, last). `q` and `out` are rows of all query heads. `after` is the context that is likely
+// to be wanted next.
+void decode_sequence(const bf16* q, const Context& context, i64 length, const Heads& heads, i64 first, i64 last, float scale, bf16* out,
+                     const Context& after, i64 after_length) {
   static thread_local Rows rows;
   static thread_local std::vector<bf16> buffer;
   Multiplier multiply;
@@ -163,16 +185,21 @@ void decode_sequence(const bf16* q, const Context& context, i64 length, const He
   std::memcpy(rows.queries.data(), q + own, count_rows * size * sizeof(bf16));
   buffer.resize(2 * kChunk * size);
   bf16 *keys = buffer.data(), *values = keys + kChunk * size;
+  i64 offsets[kChunk];
   for (i64 begin = 0; begin < length; begin += kChunk) {
-    const i64 count = chunk_tokens(length - begin), next = begin + kChunk;
-    i64 next_offsets[kChunk];
-    if (next < length) context.locate(next, length, kChunk, next_offsets);
+    const i64 left = length - begin, count = chunk_tokens(left);
+    context.locate(begin, std::min(left, kChunk), offsets);
+    const bool is_last = left <= kChunk;
+    const Context& next = is_last ? after : context;
+    Ahead ahead{next.keys + first * size, next.values + first * size, (last - first) * size};
+    ahead.tokens = std::min(is_last ? after_length : left - kChunk, kChunk);
+    next.locate(is_last ? 0 : begin + kChunk, ahead.tokens, ahead.offsets);
     for (i64 head = first; head < last; ++head) {
       for (i64 t = 0; t < count; t += kColumns)
-        pack_block(context.of_head(head, size), size, begin + t, length, keys + t * size, values + t * kColumns, kChunk * kColumns,
-                   next < length ? next_offsets + t : nullptr);
+        pack_block(context.of_head(head, size), size, offsets + t, left - t, keys + t * size, values + t * kColumns, kChunk * kColumns,
+                   ahead);
       const i64 row = (head - first) * group;
-      rows.look(multiply, row, row + group, size, {keys, values, kChunk * kColumns}, count, scale, [&](i64) { return length - begin; });
+      rows.look(multiply, row, row + group, size, {keys, values, kChunk * kColumns}, count, scale, [&](i64) { return left; });
     }
   }
   for (i64 r = 0; r < count_rows; ++r) rows.finish(r, size, out + own + r * size);
@@ -206,9 +233,10 @@ void decode_attention(const bf16* qkv, const bf16* keys, const bf16* values, con
   const i64 parts = sequences >= threads ? 1 : num_kv_heads, heads_each = num_kv_heads / parts;
 #pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1 && sequences * parts > 1)
   for (i64 unit = 0; unit < sequences * parts; ++unit) {
-    const i64 b = unit / parts, first = unit % parts * heads_each;
-    const Context context{keys, values, tables + b * table_width, block_size, num_kv_heads * size};
-    decode_sequence(qkv + b * heads.row(), context, lengths[b], heads, first, first + heads_each, scale * kLog2E, out + b * num_heads * size);
+    const i64 b = unit / parts, first = unit % parts * heads_each, after = std::min(b + threads, sequences - 1);
+    const auto context = [&](i64 b) { return Context{keys, values, tables + b * table_width, block_size, num_kv_heads * size}; };
+    decode_sequence(qkv + b * heads.row(), context(b), lengths[b], heads, first, first + heads_each, scale * kLog2E,
+                    out + b * num_heads * size, context(after), after > b && parts == 1 ? lengths[after] : 0);
   }
 }
 
@@ -225,14 +253,19 @@ void prefill_attention(const bf16* qkv, const bf16* keys, const bf16* values, co
 #pragma omp parallel for num_threads(threads) reduction(&& : numbers) if (threads > 1)
   for (i64 unit = 0; unit < num_kv_heads * blocks; ++unit) {
     const i64 head = unit / blocks, at = head * padded * size, begin = unit % blocks * kColumns;
-    const bool whole = pack_block(context.of_head(head, size), size, begin, length, packed_keys + at + begin * size,
-                                  packed_values + at + begin * kColumns, padded * kColumns);
+    const i64 count = std::min(length - begin, kColumns);
+    i64 offsets[kColumns];
+    context.locate(begin, count, offsets);
+    Ahead nothing{};
+    const bool whole = pack_block(context.of_head(head, size), size, offsets, count, packed_keys + at + begin * size,
+                                  packed_values + at + begin * kColumns, padded * kColumns, nothing);
     numbers = numbers && whole;
   }
   // A tile multiplies values that a row must not see by zero, and zero times infinity is no number.
   if (!numbers) {
     for (i64 t = 0; t < tokens; ++t)
-      decode_sequence(qkv + t * heads.row(), context, start + t + 1, heads, 0, num_kv_heads, scale * kLog2E, out + t * num_heads * size);
+      decode_sequence(qkv + t * heads.row(), context, start + t + 1, heads, 0, num_kv_heads, scale * kLog2E,
+                      out + t * num_heads * size, context, 0);
     return;
   }
   const i64 tiles = (tokens + kTileTokens - 1) / kTileTokens;
