@@ -21,7 +21,7 @@ namespace {
 
 constexpr i64 kGroup = 32, kOutputs = 16, kRows = 8;
 constexpr i64 kTileRows = 4, kTileBlocks = 3;  // rows, and blocks of 16 outputs: 24 sums, and 7 loads for 12 products
-constexpr i64 kRowBlock = 128;  // rows that share unpacked values: their totals, 24 KB, stay in the nearest cache
+constexpr i64 kRowBlock = 256;  // rows that share unpacked values: their totals, 48 KB, and their inputs stay in the second cache
 constexpr i64 kAhead = 4096;  // bytes that few rows ask for ahead: the processor by itself stops at every page
 
 template <bool kEightBits>
@@ -123,13 +123,16 @@ void multiply_block(const bf16* x, i64 rows, i64 inputs, const float* sums, cons
   }
 }
 
-// Add a group's products of `rows` rows, a multiple of R, and 16 B outputs to `totals`, [rows][B][16]. The loop is over the rows
-// of one group, not over the groups of some rows, so that all registers are left to the sums of the group.
-template <int R, int B>
-void add_group(const bf16* x, i64 rows, i64 inputs, const float* sums, const Unpacked* records, float* totals) {
+// Add a group's products of `rows` rows, a multiple of R, and 16 B outputs to `totals`, [rows][B][16], which begin as zeros with
+// the first group and go to `y` with the last. The loop is over the rows of one group, not over the groups of some rows, so that
+// all registers are left to the sums of the group; not inlined, or else values are kept in registers from where they are unpacked.
+template <int R, int B, typename Out>
+__attribute__((noinline)) void add_group(const bf16* x, i64 rows, i64 inputs, const float* sums, const Unpacked* records, float* totals,
+                                         bool is_first, bool is_last, Out* y, i64 outputs) {
+  const __mmask16 had = is_first ? 0 : 0xffff;
   const bf16* row[R];
   for (int r = 0; r < R; ++r) row[r] = x + r * inputs;
-  for (; rows > 0; rows -= R, sums += R, totals += R * B * kOutputs) {
+  for (; rows > 0; rows -= R, sums += R, totals += R * B * kOutputs, y += R * outputs) {
     __m512 dot[2][R][B];
     for (int r = 0; r < R; ++r)
       for (int b = 0; b < B; ++b) dot[0][r][b] = dot[1][r][b] = _mm512_setzero_ps();
@@ -150,10 +153,13 @@ void add_group(const bf16* x, i64 rows, i64 inputs, const float* sums, const Unp
       const __m512 scale = _mm512_load_ps(records[b].scales), minimum = _mm512_load_ps(records[b].minimums);
       for (int r = 0; r < R; ++r) {
         float* at = totals + (r * B + b) * kOutputs;
-        const __m512 total = _mm512_fmadd_ps(scale, _mm512_add_ps(dot[0][r][b], dot[1][r][b]), _mm512_load_ps(at));
+        const __m512 total = _mm512_fmadd_ps(scale, _mm512_add_ps(dot[0][r][b], dot[1][r][b]), _mm512_maskz_load_ps(had, at));
         _mm512_store_ps(at, _mm512_fmadd_ps(minimum, _mm512_set1_ps(sums[r]), total));
       }
     }
+    if (is_last)
+      for (int r = 0; r < R; ++r)
+        for (int b = 0; b < B; ++b) put(y + r * outputs + b * kOutputs, _mm512_load_ps(totals + (r * B + b) * kOutputs));
   }
 }
 
@@ -166,27 +172,45 @@ void multiply_many(const bf16* x, i64 rows, i64 inputs, const float* sums, i64 a
   const i64 groups = inputs / kGroup, bytes = groups * kRecordBytes<kEightBits>, whole = rows / kTileRows * kTileRows;
   Records<kEightBits> weights[B];
   for (int b = 0; b < B; ++b) weights[b] = {records + b * bytes, B * bytes};
-  std::fill_n(totals, rows * B * kOutputs, 0.0f);
   for (i64 g = 0; g < groups; ++g, x += kGroup, sums += all_rows) {
     for (int b = 0; b < B; ++b, weights[b - 1].next()) weights[b].unpack(unpacked[b]);
-    add_group<kTileRows, B>(x, whole, inputs, sums, unpacked, totals);
-    const auto add = [&](auto group) {
-      group(x + whole * inputs, rows - whole, inputs, sums + whole, unpacked, totals + whole * B * kOutputs);
+    const auto add = [&](auto group, i64 first, i64 count) {
+      group(x + first * inputs, count, inputs, sums + first, unpacked, totals + first * B * kOutputs, g == 0, g == groups - 1,
+            y + first * outputs, outputs);
     };
+    add(add_group<kTileRows, B, Out>, 0, whole);
     switch (rows - whole) {
-      case 1: add(add_group<1, B>); break;
-      case 2: add(add_group<2, B>); break;
-      case 3: add(add_group<3, B>); break;
+      case 1: add(add_group<1, B, Out>, whole, 1); break;
+      case 2: add(add_group<2, B, Out>, whole, 2); break;
+      case 3: add(add_group<3, B, Out>, whole, 3); break;
     }
   }
-  for (i64 r = 0; r < rows; ++r)
-    for (int b = 0; b < B; ++b) put(y + r * outputs + b * kOutputs, _mm512_load_ps(totals + (r * B + b) * kOutputs));
+}
+
+// A group of inputs of one row, each added to the one 16 places on.
+inline __m512 halves(const bf16* x) { return _mm512_add_ps(load(x), load(x + kVector)); }
+
+// Halves, quarters, eighths of a register are added up, of two registers at once, and so on: the order of _mm512_reduce_add_ps.
+inline __m512 add_256(__m512 a, __m512 b) { return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee)); }
+inline __m512 add_128(__m512 a, __m512 b) { return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd)); }
+inline __m512 add_64(__m512 a, __m512 b) { return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee)); }
+inline __m512 add_32(__m512 a, __m512 b) { return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd)); }
+
+// The sums of a group of inputs of 16 rows.
+inline __m512 sums_of_rows(const bf16* x, i64 inputs) {
+  const auto two = [&](int r) { return add_256(halves(x + r * inputs), halves(x + (r + 4) * inputs)); };
+  const auto four = [&](int r) { return add_128(two(r), two(r + 8)); };
+  return add_32(add_64(four(0), four(1)), add_64(four(2), four(3)));
 }
 
 // The sums of each group of inputs: [groups][rows].
 void sum_groups(const bf16* x, i64 rows, i64 groups, float* sums) {
-  for (i64 r = 0; r < rows; ++r)
-    for (i64 g = 0; g < groups; ++g, x += kGroup) sums[g * rows + r] = _mm512_reduce_add_ps(_mm512_add_ps(load(x), load(x + kVector)));
+  const i64 inputs = groups * kGroup;
+  i64 r = 0;
+  for (; r + kVector <= rows; r += kVector)
+    for (i64 g = 0; g < groups; ++g) _mm512_storeu_ps(sums + g * rows + r, sums_of_rows(x + r * inputs + g * kGroup, inputs));
+  for (; r < rows; ++r)
+    for (i64 g = 0; g < groups; ++g) sums[g * rows + r] = _mm512_reduce_add_ps(halves(x + r * inputs + g * kGroup));
 }
 
 template <bool kEightBits, typename Out>
