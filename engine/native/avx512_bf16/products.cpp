@@ -76,9 +76,13 @@ struct Records {
   // Of the lowest bits of each word. Eight bits have so few digits that the upper half of their float32 is exact.
   __m512i values(__m512i words) const {
     if constexpr (!kEightBits) return _mm512_permutexvar_epi16(words, _mm512_load_si512(kNibbles));
-    const __m512 even = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(words, 24), 24));
-    const __m512 odd = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(words, 8), 24));
-    return _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(even), 16), _mm512_castps_si512(odd));
+    const __m512i even = small_float(words), odd = small_float(_mm512_srli_epi32(words, 16));
+    return _mm512_or_si512(_mm512_srli_epi32(even, 16), odd);
+  }
+  // The number in the lowest byte, in float32: with its sign's bit turned over, at the end of 2^23, it makes 2^23 + 128 more.
+  static __m512i small_float(__m512i words) {
+    const __m512i sum = _mm512_ternarylogic_epi32(words, _mm512_set1_epi32(0xff), _mm512_set1_epi32(0x4b000080), 0x6a);  // (a & b) ^ c
+    return _mm512_castps_si512(_mm512_sub_ps(_mm512_castsi512_ps(sum), _mm512_set1_ps(0x1p23f + 128)));
   }
 };
 
