@@ -18,11 +18,10 @@ from benchmarks.lib.gpu_model import decoder_weights, transformers_model
 from benchmarks.lib.gpu_steps import STEPS, StepTiming, same_tokens, smollm2_tokens, step_timings
 from certify.ceilings import Ceilings, ceilings
 from certify.kernel_times import DTYPE, Timing, timings
-from certify.random_model import BLOCK_SIZE
+from certify.random_model import BLOCK_SIZE, runner_of
 from certify.shapes import LLAMA_8B
 from certify.step_times import token_ids
 from engine.memory.kv_pool import KVPool
-from engine.model_runner import ModelRunner
 
 
 def main() -> None:
@@ -42,7 +41,7 @@ def main() -> None:
         pool.data.normal_()
         kernels = list(timings(LLAMA_8B, pool))
         peer = transformers_model(LLAMA_8B, DTYPE, torch.device("cuda"))
-        runner = ModelRunner.on_gpu(LLAMA_8B, decoder_weights(peer, LLAMA_8B), pool, "bfloat16")
+        runner = runner_of(LLAMA_8B, decoder_weights(peer, LLAMA_8B), pool, "bfloat16")
         steps = step_timings(LLAMA_8B, runner, peer)
         # Of random weights the best logits lie close together, and bfloat16 decides otherwise now and then.
         checks = {

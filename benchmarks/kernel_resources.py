@@ -24,6 +24,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from benchmarks.lib.environment import write_result
 from certify.shapes import LLAMA_8B
@@ -32,14 +33,17 @@ from engine.kernels.triton.kv_cache import rotate_and_store
 from engine.kernels.triton.launch import Launch
 from engine.kernels.triton.layers import add_norm, swiglu
 from engine.kernels.triton.prefill_attention import prefill_attention, prefill_tiles
+from engine.kernels.triton.product import H100, Multiprocessors, product
 from engine.kernels.triton.sampling import SamplingRows, sample
 from engine.kernels.triton.token_rows import Rows, copy_rows, hash_rows
 
 CAPABILITIES = (80, 90)
+_GPUS = {80: Multiprocessors(108, 166_912, bulk_copies=False), 90: H100}
 LAYERS, HIDDEN, INNER = LLAMA_8B.num_layers, LLAMA_8B.hidden_size, LLAMA_8B.intermediate_size
 HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = LLAMA_8B.num_heads, LLAMA_8B.num_kv_heads, LLAMA_8B.head_dim, LLAMA_8B.vocab_size
 BLOCK_SIZE, NUM_BLOCKS = 16, 8192
 _TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+_INSTRUCTIONS = ("HGMMA", "HMMA", "UTMALDG", "LDGSTS", "LDG.E.128", "STG.E.128")
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
@@ -57,14 +61,14 @@ class Resources:
     instructions: str
 
 
-def launches() -> Iterator[tuple[str, Launch]]:
+def launches(capability: int) -> Iterator[tuple[str, Launch]]:
     """Every kernel in the shapes of an 8B model: 64 sequences of up to 4,096 tokens decode, a chunk of 2,048 is prefilled."""
     yield from _attention("", torch.bfloat16)
     yield from _attention(" float32", torch.float32)
     qkv_width, pool = (HEADS + 2 * KV_HEADS) * HEAD_DIM, _pool(torch.bfloat16)
     ids = _meta(64, dtype=torch.int32)
     angles = _meta(64, HEAD_DIM // 2, dtype=torch.float32)
-    decode = DecodeAttention(64, HEADS, KV_HEADS, HEAD_DIM, torch.bfloat16, torch.device("meta"))
+    decode = DecodeAttention(64, LLAMA_8B.max_model_len, HEADS, KV_HEADS, HEAD_DIM, torch.bfloat16, torch.device("meta"))
     yield "parts of contexts", decode.plan(ids)
     yield "rotate and store", rotate_and_store(_meta(64, qkv_width), angles, angles, ids, pool[0], HEADS)
     slots, words = _meta(1024, dtype=torch.int64), KV_HEADS * HEAD_DIM * pool.itemsize // 4
@@ -76,6 +80,12 @@ def launches() -> Iterator[tuple[str, Launch]]:
     numbers = _meta(words, dtype=torch.int64)
     hashes = _meta(2 * LAYERS, 64, dtype=torch.int64)
     yield "fingerprint tokens", hash_rows(rows, range(LAYERS), slots, numbers, numbers, numbers, hashes)
+    gpu = _GPUS[capability]
+    for count in (16, 64, 128, 2048):
+        x, weight, vocabulary = _meta(count, HIDDEN), _meta(HIDDEN, HIDDEN), _meta(VOCABULARY, HIDDEN)
+        yield f"product of {count} rows", product(x, weight, None, _meta(count, HIDDEN), gpu)
+        yield f"logits of {count} rows", product(x, vocabulary, None, _meta(count, VOCABULARY, dtype=torch.float32), gpu)
+        yield f"wide product of {count} rows", product(x, vocabulary, None, _meta(count, VOCABULARY), gpu)
     x = _meta(64, HIDDEN, dtype=torch.float32)
     yield "add and norm", add_norm(x, _meta(64, HIDDEN), _meta(HIDDEN), 1e-5, _meta(64, HIDDEN))
     yield "swiglu", swiglu(_meta(64, 2 * INNER), _meta(64, INNER))
@@ -91,7 +101,12 @@ def compiled(name: str, launch: Launch, capability: int) -> Resources:
     signature = dict.fromkeys(names, "constexpr") | {
         parameter: _type(value) for parameter, value in zip(names, launch.args, strict=False)
     }
-    aligned = {(i,): [["tt.divisibility", 16]] for i, value in enumerate(launch.args) if isinstance(value, Tensor)}
+    parameters = launch.kernel.params
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, value in enumerate(launch.args)
+        if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0 and not parameters[i].do_not_specialize)
+    }
     source = ASTSource(launch.kernel, signature, dict(launch.constants), aligned)
     binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -106,12 +121,12 @@ def compiled(name: str, launch: Launch, capability: int) -> Resources:
         registers=int(fields["REG"]),
         local_bytes=int(fields["STACK"]) + int(fields["LOCAL"]),
         shared_bytes=int(binary.metadata.shared),
-        instructions=" ".join(kind for kind in ("HGMMA", "HMMA", "LDGSTS", "LDG.E.128", "STG.E.128") if kind in code),
+        instructions=" ".join(kind for kind in _INSTRUCTIONS if kind in code),
     )
 
 
 def all_resources() -> list[Resources]:
-    jobs = [(name, launch, capability) for name, launch in launches() for capability in CAPABILITIES]
+    jobs = [(name, launch, capability) for capability in CAPABILITIES for name, launch in launches(capability)]
     with ThreadPoolExecutor(2) as threads:
         return list(threads.map(lambda job: compiled(*job), jobs))
 
@@ -141,7 +156,7 @@ def _attention(suffix: str, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
     qkv_width, width, slots = (HEADS + 2 * KV_HEADS) * HEAD_DIM, 4096 // BLOCK_SIZE, _pool(dtype)[0]
     tables, lengths = _meta(64, width, dtype=torch.int32), _meta(64, dtype=torch.int32)
     qkv, out = _meta(64, qkv_width, dtype=dtype), _meta(64, HEADS, HEAD_DIM, dtype=dtype)
-    decode = DecodeAttention(64, HEADS, KV_HEADS, HEAD_DIM, dtype, torch.device("meta"))
+    decode = DecodeAttention(64, LLAMA_8B.max_model_len, HEADS, KV_HEADS, HEAD_DIM, dtype, torch.device("meta"))
     attend, join = decode.launches(qkv, slots, tables, lengths, BLOCK_SIZE, out)
     yield f"decode attention{suffix}", attend
     yield f"joining its parts{suffix}", join
@@ -159,7 +174,9 @@ def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _type(value: Tensor | int | float) -> str:
+def _type(value: Tensor | TensorDescriptor | int | float) -> str:
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{_TYPES[value.base.dtype][1:]}{list(value.block_shape)}>"
     if isinstance(value, Tensor):
         return _TYPES[value.dtype]
     return "i32" if isinstance(value, int) else "fp32"

@@ -33,6 +33,8 @@ from kv_transfer.pool_view import PoolView
 from protocol.sampling import SamplingParams
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+MAX_LEN = 16_384
+"""Of the contexts that decode attention is made for."""
 LIMITS = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """Relative errors in the 2-norm: a little more than the rounding of the results."""
 
@@ -134,7 +136,7 @@ def run_decode_attention(
 ) -> None:
     """Fill `out_RNH` for these rows of the contexts, in a launch of their own."""
     heads, tables_RW = contexts.heads, contexts.tables_CW[rows].clone()
-    attention = DecodeAttention(len(lengths), heads.query, heads.kv, heads.size, qkv_RA.dtype, torch.device(DEVICE))
+    attention = DecodeAttention(len(lengths), MAX_LEN, heads.query, heads.kv, heads.size, qkv_RA.dtype, torch.device(DEVICE))
     lengths_R = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     attention.plan(lengths_R).run()
     run(attention.launches(qkv_RA[rows].clone(), contexts.slots_2SKH, tables_RW, lengths_R, block_size, out_RNH))

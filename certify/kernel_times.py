@@ -83,7 +83,7 @@ def decode(facts: ModelFacts, pool: KVPool, rows: int) -> Timing:
     width = CONTEXT // pool.block_size
     tables = torch.randperm(rows * width, device="cuda").to(torch.int32).view(rows, width)
     lengths = torch.full((rows,), CONTEXT, dtype=torch.int32, device="cuda")
-    attention = DecodeAttention(rows, heads, kv_heads, size, DTYPE, qkv.device)
+    attention = DecodeAttention(rows, CONTEXT, heads, kv_heads, size, DTYPE, qkv.device)
     attention.plan(lengths).run()
     layers = range(facts.num_layers)
     launches = [

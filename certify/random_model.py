@@ -9,13 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from configs.facts import ModelFacts
-from engine.arithmetic import arithmetic_name
-from engine.batch_invariance import what_varies
-from engine.kernels.linear import Linear
+from engine.kernels.linear import linear_for
 from engine.kernels.rope import inverse_frequencies
 from engine.memory.kv_pool import KVPool
-from engine.model_runner import ModelRunner
-from engine.models.decoder import Decoder, DecoderWeights, Layer
+from engine.model_runner import ModelRunner, own_arithmetic
+from engine.models.decoder import Decoder, DecoderWeights, Layer, Product
 from engine.native.library import NativeLibrary
 from engine.operators import step_factory
 from engine.ranks.tensor_parallel import ALONE
@@ -44,8 +42,8 @@ def model_weights(facts: ModelFacts, matrix: Matrix) -> DecoderWeights:
     hidden, inner = facts.hidden_size, facts.intermediate_size
     own = facts.num_heads * facts.head_dim
 
-    def linear(rows: int, columns: int) -> Linear:
-        return Linear(matrix(rows, columns), same_bits=True)
+    def linear(rows: int, columns: int) -> Product:
+        return linear_for(matrix(rows, columns), same_bits=True)
 
     embedding_VD = matrix(facts.vocab_size, hidden)
     norm = embedding_VD.new_ones(hidden)
@@ -62,26 +60,23 @@ def model_weights(facts: ModelFacts, matrix: Matrix) -> DecoderWeights:
             down=linear(hidden, inner),
         )
 
-    head = linear(facts.vocab_size, hidden)
+    head = linear_for(matrix(facts.vocab_size, hidden), same_bits=True)
     return DecoderWeights(
         embed=lambda ids_T: F.embedding(ids_T, embedding_VD),
         layers=tuple(layer() for _ in range(facts.num_layers)),
         final_norm=norm,
-        head=lambda x_SD: head(x_SD).float(),
+        head=head.logits,
         rope_frequencies=inverse_frequencies(facts.head_dim, facts.rope_theta).to(embedding_VD.device),
     )
 
 
 def runner_of(facts: ModelFacts, weights: DecoderWeights, pool: KVPool, dtype_name: str) -> ModelRunner:
     """Return a runner on the device where the pool lies: with Triton's kernels and graphs, or with a processor's operators."""
+    library = None if pool.data.is_cuda else NativeLibrary.load(torch.get_num_threads(), pool.dtype)
+    arithmetic = own_arithmetic(facts, weights, library, dtype_name, pool.block_size, "none", 1)
     if pool.data.is_cuda:
-        return ModelRunner.on_gpu(facts, weights, pool, dtype_name)
-    library = NativeLibrary.load(torch.get_num_threads(), pool.dtype)
-    begin_step = step_factory(facts, library)
-    decoder = Decoder(facts, weights, begin_step, ALONE)
-    with torch.inference_mode():
-        varies = what_varies(facts, weights, begin_step, pool.dtype, pool.block_size) is not None
-    arithmetic = arithmetic_name("torch" if library is None else library.arithmetic, dtype_name, "none", 1, varies=varies)
+        return ModelRunner.on_gpu(facts, weights, pool, dtype_name, arithmetic)
+    decoder = Decoder(facts, weights, step_factory(facts, library), ALONE)
     return ModelRunner(
         facts, lambda batch, on_layer: decoder.forward(batch, pool, on_layer), sample, pool, dtype_name, arithmetic
     )

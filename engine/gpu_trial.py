@@ -33,14 +33,29 @@ SOME_STEP = LargestStep()
 
 
 def trial_steps(step: LargestStep, max_model_len: int, block_size: int) -> tuple[list[list[Chunk]], int]:
-    """Return a step of a prompt beside all rows, and one that samples from as many rows as may be; and the tokens of a pool
-    that holds them.
+    """Return a step of a prompt beside all rows, one that samples from as many rows as may be, and some of fewer rows; and the
+    tokens of a pool that holds them.
 
-    Nothing of what they compute is used. The prompt is cut where the model's context ends.
+    Nothing of what they compute is used. A prompt is cut where the model's context ends.
     """
-    prompt = max(2, min(step.prompt_tokens, max_model_len))
-    prompt_blocks = ceil_div(prompt, block_size)
+    tokens = max(2, min(step.prompt_tokens, max_model_len))
+    prompt_blocks = ceil_div(tokens, block_size)
     most = max(step.rows, step.sampled_tokens)
     singles = [Chunk((1,), 0, (prompt_blocks + row,), _SAMPLING, 1) for row in range(most)]
-    longer = Chunk(tuple([1] * prompt), 0, range(prompt_blocks), _SAMPLING, 0)
-    return [[longer, *singles[: step.rows]], singles], (prompt_blocks + most) * block_size
+
+    def prompt(length: int) -> Chunk:
+        return Chunk(tuple([1] * length), 0, range(prompt_blocks), _SAMPLING, 0)
+
+    fewer = [singles[:rows] if rows < most else [prompt(rows)] for rows in row_counts(tokens)]
+    return [[prompt(tokens), *singles[: step.rows]], singles, *fewer], (prompt_blocks + most) * block_size
+
+
+def row_counts(most: int) -> list[int]:
+    """Return numbers of rows below `most` whose products may be cut into other tiles each (`engine.kernels.triton.product`).
+
+    Up to 128 rows there are three kinds; beyond them, tiles become wider as rows are doubled.
+    """
+    counts = [1, 17, 65]
+    while 2 * counts[-1] - 1 < most:
+        counts.append(2 * counts[-1] - 1)
+    return [rows for rows in counts if rows < most]

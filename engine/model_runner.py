@@ -117,6 +117,7 @@ class ModelRunner:
         with torch.inference_mode():
             format_ = WeightFormat(torch_dtype, quantization, library, torch_device)
             weights = load_weights(facts, format_, ranks.rank, ranks.size, shared=shared_weights)
+        arithmetic = own_arithmetic(own, weights, library, dtype_name, block_size, quantization, ranks.size)
         if device == "cuda":
             step_bytes = cls._try_on_gpu(own, weights, block_size, torch_dtype, largest_step, ranks)
             num_tokens = tokens_that_fit(own, torch_dtype, gpu_memory_utilization, step_bytes, num_kv_tokens)
@@ -131,15 +132,8 @@ class ModelRunner:
             device=torch_device,
         )
         if device == "cuda":
-            return cls.on_gpu(facts, weights, pool, dtype_name, quantization, largest_step.rows, ranks)
-        begin_step = step_factory(own, library)
-        with torch.inference_mode():
-            variation = what_varies(own, weights, begin_step, torch_dtype, block_size)
-        if variation is not None:
-            log.info("answers may depend on what runs beside them: %s", variation)
-        operators = "torch" if library is None else library.arithmetic
-        arithmetic = arithmetic_name(operators, dtype_name, quantization, ranks.size, varies=variation is not None)
-        decoder = Decoder(own, weights, begin_step, ranks)
+            return cls.on_gpu(facts, weights, pool, dtype_name, arithmetic, largest_step.rows, ranks)
+        decoder = Decoder(own, weights, step_factory(own, library), ranks)
         return cls(facts, lambda batch, on_layer: decoder.forward(batch, pool, on_layer), sample, pool, dtype_name, arithmetic)
 
     @classmethod
@@ -149,14 +143,11 @@ class ModelRunner:
         weights: DecoderWeights,
         pool: KVPool,
         dtype_name: str,
-        quantization: Quantization = "none",
+        arithmetic: str,
         max_rows: int = 128,
         ranks: TensorParallel = ALONE,
     ) -> ModelRunner:
-        """With one rank's weights and pool in a GPU's memory; captures the graphs of decode steps of up to `max_rows` streams.
-
-        `quantization` is how the weights came about. They are not quantized any more.
-        """
+        """With one rank's weights and pool in a GPU's memory; captures graphs for decode steps of up to `max_rows` streams."""
         # Triton exists for Linux alone, and machines without a GPU need not wait for its import.
         from engine.cuda_graphs import GraphedDecoder, cuda_capture, graph_rows
         from engine.device_sampler import sample_on_device
@@ -164,8 +155,6 @@ class ModelRunner:
         with torch.inference_mode():
             own = rank_facts(facts, ranks.size)
             decoder = GraphedDecoder(own, weights, pool, cuda_capture(), graph_rows(max_rows), ranks)
-        # No self-test: cuBLAS computes a row by other kernels among other numbers of rows (docs/gpu_engine.md).
-        arithmetic = arithmetic_name("triton", dtype_name, quantization, ranks.size, varies=True)
         # The other ranks sample nothing, and say that a step is over when it is.
         ahead = RunAhead(torch.cuda.default_stream(pool.data.device).record_event, steps=1 if ranks.rank == 0 else 0)
         return cls(facts, decoder.forward, sample_on_device, pool, dtype_name, arithmetic, ahead)
@@ -231,6 +220,27 @@ class ModelRunner:
             elif self._run_ahead is not None:
                 self._run_ahead.launched()
         return results
+
+
+def own_arithmetic(
+    facts: ModelFacts,
+    weights: DecoderWeights,
+    library: NativeLibrary | None,
+    dtype_name: str,
+    block_size: int,
+    quantization: Quantization,
+    num_ranks: int,
+) -> str:
+    """Return the name of the arithmetic by which a rank computes with these weights, of these `facts`, after it was tried."""
+    if weights.rope_frequencies.is_cuda:
+        operators = "triton-{}.{}".format(*current_gpu().capability)
+    else:
+        operators = "torch" if library is None else library.arithmetic
+    with torch.inference_mode():
+        variation = what_varies(facts, weights, step_factory(facts, library), DTYPES[dtype_name], block_size)
+    if variation is not None:
+        log.info("answers may depend on what runs beside them: %s", variation)
+    return arithmetic_name(operators, dtype_name, quantization, num_ranks, varies=variation is not None)
 
 
 def resolve_dtype(name: DtypeName, device: DeviceName = "cpu") -> str:

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from configs.facts import ModelFacts
-from engine.kernels.linear import Linear
+from engine.kernels.linear import linear_for
 from engine.kernels.rope import inverse_frequencies
-from engine.models.decoder import DecoderWeights, Layer
+from engine.models.decoder import DecoderWeights, Layer, Product
 
 
 def transformers_model(facts: ModelFacts, dtype: torch.dtype, device: torch.device) -> Any:
@@ -38,11 +38,11 @@ def transformers_model(facts: ModelFacts, dtype: torch.dtype, device: torch.devi
 def decoder_weights(model: Any, facts: ModelFacts) -> DecoderWeights:
     """Make the engine's weights from transformers' model. Both use the same memory: two copies would not fit into 80 GB."""
 
-    def linear(*modules: Any) -> Linear:
+    def linear(*modules: Any) -> Product:
         stacked = torch.cat([module.weight.detach() for module in modules])
         for module, part in zip(modules, stacked.split([len(module.weight) for module in modules]), strict=True):
             module.weight.data = part
-        return Linear(stacked, same_bits=False)
+        return linear_for(stacked, same_bits=False)
 
     def layer(block: Any) -> Layer:
         attention, network = block.self_attn, block.mlp
@@ -58,13 +58,13 @@ def decoder_weights(model: Any, facts: ModelFacts) -> DecoderWeights:
         )
 
     embedding_VD: Tensor = model.model.embed_tokens.weight.detach()
-    head = linear(model.lm_head)
+    head = linear_for(model.lm_head.weight.detach(), same_bits=False)
     frequencies = inverse_frequencies(facts.head_dim, facts.rope_theta).to(embedding_VD.device)
     layers = tuple(layer(block) for block in model.model.layers)
     return DecoderWeights(
         embed=lambda ids_T: F.embedding(ids_T, embedding_VD),
         layers=layers,
         final_norm=model.model.norm.weight.detach(),
-        head=lambda x_SD: head(x_SD).float(),
+        head=head.logits,
         rope_frequencies=frequencies,
     )

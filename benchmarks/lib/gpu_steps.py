@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.lib.gpu_model import decoder_weights
+from certify.random_model import runner_of
 from certify.step_times import GREEDY, SIZES, MeasuredStep, measured_steps, median_s, step_s, token_ids
 from configs.arithmetic import ceil_div
 from configs.facts import ModelFacts
@@ -120,5 +121,5 @@ def smollm2_tokens() -> str:
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         peer = loaded.to("cuda").eval()
     pool = KVPool.for_model(facts, 4096, 16, torch.float32, device=torch.device("cuda"))
-    runner = ModelRunner.on_gpu(facts, decoder_weights(peer, facts), pool, "float32")
+    runner = runner_of(facts, decoder_weights(peer, facts), pool, "float32")
     return same_tokens(runner, peer, [token_ids(length) for length in (1, 17, 300, 64)], steps=64)

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from certify import kernel_cases, kernel_times
+from certify import bit_cases, kernel_cases, kernel_times
 from certify.ceilings import ceilings
 from certify.findings import Device, Findings
 from certify.kernel_cases import LIMITS, Heads
@@ -33,6 +33,8 @@ MODEL_LIMIT, GRAPH_LIMIT = 1e-3, 0.1
 LARGE_VOCABULARY, MISSED_PICKS = 100_000, 1 / 16
 """Masses of top-p are summed in float32, in float64 on the processor: of a large vocabulary a token at the border may fall on
 the other side."""
+POSITIONS = (0, 1, 63, 64, 511, 512, 700, 4095, 8191, 8500, 9300)
+"""Of tokens whose attention is compared: at the borders of tiles and parts, and between them."""
 LIMIT_S = 120.0
 """For one group of cases."""
 _SPAWN = multiprocessing.get_context("spawn")
@@ -71,6 +73,9 @@ class Sizes:
     block_sizes: Sequence[int]
     decode_lengths: Sequence[Sequence[int]]
     prefill_chunks: Sequence[tuple[int, int]]
+    matrices: Sequence[tuple[int, int]]
+    """Inputs and outputs of products."""
+    product_rows: Sequence[int]
     rows: int
     hidden: int
     inner: int
@@ -82,7 +87,9 @@ SIZES: dict[Device, Sizes] = {
         heads=[Heads(32, 8, 128), Heads(9, 3, 64), Heads(14, 2, 64), Heads(16, 1, 128)],
         block_sizes=[16, 1, 64],
         decode_lengths=[[4096, 4095, 1, 0, 1000, *range(500, 560)], [7000]],
-        prefill_chunks=[(0, 1500), (1000, 1129), (63, 66), (2047, 2049)],
+        prefill_chunks=[(0, 1500), (1000, 1129), (63, 66), (2047, 2049), (9100, 9160)],
+        matrices=[(4096, 6144), (576, 1000)],
+        product_rows=[1, 16, 40, 100, 1500],
         rows=300,
         hidden=8192,
         inner=14_336,
@@ -93,6 +100,8 @@ SIZES: dict[Device, Sizes] = {
         block_sizes=[16],
         decode_lengths=[[129, 1, 0]],
         prefill_chunks=[(0, 19), (63, 66)],
+        matrices=[(96, 72)],
+        product_rows=[1, 17, 130],
         rows=5,
         hidden=64,
         inner=96,
@@ -117,10 +126,13 @@ def groups(device: Device) -> list[Group]:
     """Return all groups, those that take longest first."""
     dtypes = _DTYPES[device]
     attention = [Group(kernel, dtype) for kernel in ("prefill attention", "decode attention") for dtype in dtypes]
+    products = [Group("products", dtype) for dtype in dtypes]
     small = [Group("between products", dtype) for dtype in dtypes]
     graphs = [Group("graphs", torch.bfloat16)] if device == "cuda" else []
     whole = [Group("a small model", torch.float32)] if device == "cuda" else []
-    return [*graphs, *attention, *small, Group("sampling", torch.float32), *whole]
+    # What the interpreter multiplies has other bits in other shapes.
+    bits = [Group("bits", dtype) for dtype in dtypes] if device == "cuda" else []
+    return [*graphs, *attention, *products, *bits, *small, Group("sampling", torch.float32), *whole]
 
 
 def cases(group: Group, sizes: Sizes) -> Iterator[Case]:
@@ -135,6 +147,10 @@ def cases(group: Group, sizes: Sizes) -> Iterator[Case]:
             for heads, block_size in _layouts(sizes):
                 error = partial(kernel_cases.prefill_error, heads, sizes.prefill_chunks, block_size, group.dtype)
                 yield Case(f"{heads}, blocks of {block_size}", error, group.limit)
+        case "products":
+            yield from _product_cases(group, sizes)
+        case "bits":
+            yield from _bit_cases(group, sizes)
         case "between products":
             yield from _small_cases(group, sizes)
         case "graphs":
@@ -152,6 +168,36 @@ def _layouts(sizes: Sizes) -> Iterator[tuple[Heads, int]]:
     """All heads with the first size of blocks, and the other sizes with some heads."""
     yield from ((heads, sizes.block_sizes[0]) for heads in sizes.heads)
     yield from ((sizes.heads[1], size) for size in sizes.block_sizes[1:])
+
+
+def _product_cases(group: Group, sizes: Sizes) -> Iterator[Case]:
+    for inputs, outputs in sizes.matrices:
+        for rows in sizes.product_rows:
+            error = partial(bit_cases.product_error, rows, inputs, outputs, group.dtype)
+            yield Case(f"{rows} rows, {inputs} to {outputs}", error, group.limit)
+
+
+def _bit_cases(group: Group, sizes: Sizes) -> Iterator[Case]:
+    """Checks that raise where bits differ."""
+    for inputs, outputs in sizes.matrices:
+        yield Case(
+            f"rows of a product, {inputs} to {outputs}",
+            _no_error(bit_cases.check_rows_keep_their_bits, inputs, outputs, group.dtype),
+            group.limit,
+        )
+    for heads in sizes.heads:
+        check = _no_error(bit_cases.check_prompt_as_answer, heads, POSITIONS, sizes.block_sizes[0], group.dtype)
+        yield Case(f"a prompt and an answer, {heads}", check, group.limit)
+
+
+def _no_error(check: Callable[..., None], *args: object) -> Callable[[], float]:
+    """A check as a case: what it finds it raises."""
+
+    def error() -> float:
+        check(*args)
+        return 0.0
+
+    return error
 
 
 def _small_cases(group: Group, sizes: Sizes) -> Iterator[Case]:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from engine.kernels.triton.product import GpuLinear
 
 _PACK_FOR_ROWS = 8
 """The row count that oneDNN is asked to pack for. On AVX-512 one layout serves 1 to 512 rows equally well."""
@@ -33,6 +38,20 @@ class Linear:
             y_TO: Tensor = torch.ops.mkldnn._linear_pointwise(x_TI, self._weight, self._bias_O, "none", [], "")
             return y_TO
         return F.linear(x_TI, self._weight, self._bias_O)
+
+    def logits(self, x_TI: Tensor) -> Tensor:
+        """The same product, in float32."""
+        return self(x_TI).float()
+
+
+def linear_for(weight_OI: Tensor, bias_O: Tensor | None = None, *, same_bits: bool) -> Linear | GpuLinear:
+    """Return the product with a weight where it lies. On a GPU a row has the same bits in any company, asked for or not."""
+    if not weight_OI.is_cuda:
+        return Linear(weight_OI, bias_O, same_bits=same_bits)
+    # Triton exists for Linux alone, and machines without a GPU need not wait for its import.
+    from engine.kernels.triton.product import GpuLinear
+
+    return GpuLinear(weight_OI, bias_O)
 
 
 def _can_pack(weight_OI: Tensor) -> bool:

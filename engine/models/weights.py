@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from configs.facts import ModelFacts
-from engine.kernels.linear import Linear
+from engine.kernels.linear import Linear, linear_for
 from engine.kernels.rope import inverse_frequencies, stretch_llama3
 from engine.models.decoder import DecoderWeights, Layer, Product
 from engine.models.packing import WeightFormat, packed_tensors
@@ -17,6 +18,9 @@ from engine.models.parameters import Parameter, layer_parameters, model_paramete
 from engine.models.weight_file import mapped_tensors
 from engine.native.library import NativeLibrary
 from engine.native.matrix import DenseMatrix, Matrix, NativeLinear, QuantizedMatrix
+
+if TYPE_CHECKING:
+    from engine.kernels.triton.product import GpuLinear
 
 
 def load_weights(
@@ -55,12 +59,12 @@ class _Assembly:
             embed = self._matrix("embedding", embedding, self.format_.library).embedding
             logits = self._matrix(head.name, head, self.format_.library).logits
             return DecoderWeights(embed, layers, self.tensors["final_norm"], logits, frequencies)
-        linear, embedding_VD = self._linear(head.name, head, None), self.tensors["embedding"]
+        logits, embedding_VD = self._dense(head.name, None).logits, self.tensors["embedding"]
         return DecoderWeights(
             embed=lambda ids_T: F.embedding(ids_T, embedding_VD),
             layers=layers,
             final_norm=self.tensors["final_norm"],
-            head=lambda x_SD: linear(x_SD).float(),
+            head=logits,
             rope_frequencies=frequencies,
         )
 
@@ -90,9 +94,12 @@ class _Assembly:
     def _linear(self, name: str, parameter: Parameter, bias_O: Tensor | None) -> Product:
         if self.format_.library is not None:
             return NativeLinear(self._matrix(name, parameter, self.format_.library), bias_O)
+        return self._dense(name, bias_O)
+
+    def _dense(self, name: str, bias_O: Tensor | None) -> Linear | GpuLinear:
         # Which holds a copy. The lookup needs the head's own, if they are tied.
         weight_OI = self.tensors[name] if name == "embedding" else self.tensors.pop(name)
-        return Linear(weight_OI, bias_O, same_bits=self.format_.dtype == torch.float32)
+        return linear_for(weight_OI, bias_O, same_bits=self.format_.dtype == torch.float32)
 
     def _matrix(self, name: str, parameter: Parameter, library: NativeLibrary) -> Matrix:
         packed = self.tensors[name]

@@ -39,7 +39,9 @@ class TritonStep:
         self._normed_TD = torch.empty((shape.num_rows, facts.hidden_size), dtype=pool.dtype, device=device)
         self._gated_TI = torch.empty((shape.num_rows, facts.intermediate_size), dtype=pool.dtype, device=device)
         self._attended_TNH = torch.empty((shape.num_rows, heads, facts.head_dim), dtype=pool.dtype, device=device)
-        self._decode = DecodeAttention(shape.num_singles, heads, facts.num_kv_heads, facts.head_dim, pool.dtype, device)
+        self._decode = DecodeAttention(
+            shape.num_singles, facts.max_model_len, heads, facts.num_kv_heads, facts.head_dim, pool.dtype, device
+        )
         if shape.num_singles:
             self._decode.plan(batch.lengths_R).run()
 

@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.lib.gpu_model import decoder_weights, transformers_model
 from benchmarks.lib.gpu_steps import same_tokens
+from certify.bit_cases import check_prompt_as_answer, check_rows_keep_their_bits, product_error
 from certify.kernel_cases import (
     LIMITS,
     Heads,
@@ -21,13 +22,13 @@ from certify.kernel_cases import (
     rotate_and_store_error,
     swiglu_error,
 )
+from certify.random_model import runner_of
 from certify.shapes import LLAMA_8B
 from certify.step_times import token_ids
 from configs.facts import ModelFacts
 from engine.batch import Chunk, ForwardBatch
 from engine.kernels.rope import inverse_frequencies
 from engine.memory.kv_pool import KVPool
-from engine.model_runner import ModelRunner
 from engine.operators.device_batch import BatchShape, DeviceBatch
 from engine.operators.triton_step import TritonStep
 from tests.tiny_models import tiny_facts
@@ -53,7 +54,7 @@ def test_decode_attention(heads: Heads, block_size: int) -> None:
 @pytest.mark.parametrize("block_size", [1, 16, 64])
 def test_prefill_attention(heads: Heads, block_size: int) -> None:
     torch.manual_seed(2)
-    assert prefill_error(heads, [(0, 1500), (1000, 1129), (63, 66), (2047, 2049)], block_size, DTYPE) < LIMIT
+    assert prefill_error(heads, [(0, 1500), (1000, 1129), (63, 66), (2047, 2049), (9100, 9160)], block_size, DTYPE) < LIMIT
 
 
 @HEADS
@@ -64,6 +65,20 @@ def test_the_small_ones(heads: Heads) -> None:
     check_copies(5, range(1, 4), heads, 61, DTYPE)
     assert add_norm_error(300, 8192, DTYPE, add=True) < LIMIT
     assert swiglu_error(300, 14336, DTYPE) < LIMIT
+
+
+@pytest.mark.parametrize("rows", [1, 16, 40, 100, 1500])
+@pytest.mark.parametrize(("inputs", "outputs"), [(4096, 6144), (576, 1000), (1536, 49_152)])
+def test_products(inputs: int, outputs: int, rows: int) -> None:
+    torch.manual_seed(4)
+    assert product_error(rows, inputs, outputs, DTYPE) < LIMIT
+    check_rows_keep_their_bits(inputs, outputs, DTYPE)
+
+
+@HEADS
+def test_a_prompt_and_an_answer_have_the_same_bits(heads: Heads) -> None:
+    torch.manual_seed(5)
+    check_prompt_as_answer(heads, [0, 1, 63, 64, 511, 512, 700, 4095, 8191, 8500, 9300], 16, DTYPE)
 
 
 def test_pinned_memory_is_not_reused_too_early() -> None:
@@ -118,7 +133,7 @@ def test_a_model_says_what_transformers_says() -> None:
     with torch.inference_mode():
         peer = transformers_model(facts, torch.float32, torch.device("cuda"))
         pool = KVPool.for_model(facts, 4096, 16, torch.float32, device=torch.device("cuda"))
-        runner = ModelRunner.on_gpu(facts, decoder_weights(peer, facts), pool, "float32")
+        runner = runner_of(facts, decoder_weights(peer, facts), pool, "float32")
         for lengths in ((1, 17, 300), (5, 64)):
             found = same_tokens(runner, peer, [token_ids(length) for length in lengths], steps=16)
             assert found.startswith(f"{16 * len(lengths)} of")

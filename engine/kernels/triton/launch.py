@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class Launch:
     kernel: Any
     """What `triton.jit` made."""
     grid: tuple[int, ...]
-    args: tuple[Tensor | int | float, ...]
+    args: tuple[Tensor | TensorDescriptor | int | float, ...]
     """In the order of the kernel's parameters; its constants follow."""
     constants: Mapping[str, int | float | bool]
     num_warps: int

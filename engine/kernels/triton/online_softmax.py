@@ -1,6 +1,11 @@
-"""What both attention kernels repeat: one tile of the context after the other, with a running maximum and total.
+"""What both attention kernels compute alike, to the bit: the sum over a part of a context, and the sum of parts.
 
-Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; as tiles: Dao, "FlashAttention-2", 2023.
+    part      tiles of its tokens, in order, with a running maximum      Milakov and Gimelshein, 2018; FlashAttention-2, 2023
+    context   its parts, in order, with a running maximum of their own   Flash-Decoding, 2023
+
+Everything that could be rounded in two ways is written out: multiply-adds by name, and the total of a tile's weights as a
+product with ones. A sum across a tile's columns would have the order of the threads that hold them, which is another one in
+each kernel; matrix units take 16 inputs after the other, whatever the tile.
 """
 
 from __future__ import annotations
@@ -15,14 +20,16 @@ MIN_DOT = 16
 """The least extent that a matrix product has in Triton."""
 HEAD_DIMS = (16, 32, 64, 128)
 """Head sizes for which nothing is spilled."""
+TILE_TOKENS = {2: 64, 4: 32}
+"""Tokens of a tile by the bytes of a value. They are part of the arithmetic: a part's maximum moves from tile to tile."""
+
+_ONES: tl.constexpr = tl.constexpr(MIN_DOT)
 
 
 @dataclass(frozen=True)
-class TileConfig:
+class ProgramConfig:
     """How a program goes over its context."""
 
-    tokens: int
-    """Taken in at once."""
     num_warps: int
     num_stages: int
 
@@ -33,10 +40,20 @@ def scale_log2(head_dim: int) -> float:
 
 
 @triton.jit
+def nothing_seen(ROWS: tl.constexpr, HEAD: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The sum, the totals and the maximum of a part before its first tile. All columns of the totals are alike."""
+    return (
+        tl.zeros((ROWS, HEAD), tl.float32),
+        tl.zeros((ROWS, _ONES), tl.float32),
+        tl.full((ROWS,), float("-inf"), tl.float32),
+    )
+
+
+@triton.jit
 def attend_tiles(
     q_MH: tl.tensor,
     sum_MH: tl.tensor,
-    total_M: tl.tensor,
+    totals_MX: tl.tensor,
     best_M: tl.tensor,
     limit_M: tl.tensor,
     k_SKH: tl.tensor,
@@ -51,11 +68,10 @@ def attend_tiles(
     SCALE: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Take in the tokens from `begin` to `end`, of which row m sees those before `limit_M[m]`.
+    """Take in a part's tokens from `begin`, where a tile of it begins, to `end`; row m sees those before `limit_M[m]`.
 
-    `k_SKH` and `v_SKH` point to the head in the pool's first slot; slots are SLOT elements apart. A row that has seen nothing
-    before sees at least one token of the first tile. Without MASKED, `end - begin` is a multiple of TILE and every row
-    sees everything.
+    `k_SKH` and `v_SKH` point to the head in the pool's first slot; slots are SLOT elements apart. Without MASKED, `end - begin`
+    is a multiple of TILE and every row sees everything.
     """
     dim_H = tl.arange(0, HEAD)
     for first in tl.range(begin, end, TILE):
@@ -67,18 +83,55 @@ def attend_tiles(
             slot_L = block_L.to(tl.int64) * BLOCK + token_L % BLOCK
             k_HL = tl.load(k_SKH + slot_L[None, :] * SLOT + dim_H[:, None], mask=inside_L[None, :], other=0.0)
             v_LH = tl.load(v_SKH + slot_L[:, None] * SLOT + dim_H[None, :], mask=inside_L[:, None], other=0.0)
-            scores_ML = tl.dot(q_MH, k_HL, input_precision="ieee") * SCALE
+            scores_ML = tl.dot(q_MH, k_HL, input_precision="ieee")
             scores_ML = tl.where(token_L[None, :] < limit_M[:, None], scores_ML, float("-inf"))
         else:
             block_L = tl.load(table_W + token_L // BLOCK)
             slot_L = block_L.to(tl.int64) * BLOCK + token_L % BLOCK
             k_HL = tl.load(k_SKH + slot_L[None, :] * SLOT + dim_H[:, None])
             v_LH = tl.load(v_SKH + slot_L[:, None] * SLOT + dim_H[None, :])
-            scores_ML = tl.dot(q_MH, k_HL, input_precision="ieee") * SCALE
-        new_best_M = tl.maximum(best_M, tl.max(scores_ML, axis=1))
-        weights_ML = tl.exp2(scores_ML - new_best_M[:, None])
-        shrink_M = tl.exp2(best_M - new_best_M)
-        total_M = total_M * shrink_M + tl.sum(weights_ML, axis=1)
-        sum_MH = tl.dot(weights_ML.to(v_LH.dtype), v_LH, sum_MH * shrink_M[:, None], input_precision="ieee")
-        best_M = new_best_M
-    return sum_MH, total_M, best_M
+            scores_ML = tl.dot(q_MH, k_HL, input_precision="ieee")
+        raised_M, from_M = _raised(best_M, tl.max(scores_ML, axis=1))
+        shrink_M = tl.exp2((best_M - from_M) * SCALE)
+        weights_ML = tl.exp2(_times_plus(scores_ML, SCALE, (from_M * -SCALE)[:, None])).to(v_LH.dtype)
+        ones_LX = tl.full((TILE, _ONES), 1.0, v_LH.dtype)
+        totals_MX = tl.dot(weights_ML, ones_LX, totals_MX * shrink_M[:, None], input_precision="ieee")
+        sum_MH = tl.dot(weights_ML, v_LH, sum_MH * shrink_M[:, None], input_precision="ieee")
+        best_M = raised_M
+    return sum_MH, totals_MX, best_M
+
+
+@triton.jit
+def total_of(totals_MX: tl.tensor) -> tl.tensor:
+    """One of the columns, which are alike."""
+    return tl.max(totals_MX, axis=1)
+
+
+@triton.jit
+def add_part(
+    sum_MH: tl.tensor,
+    total_M: tl.tensor,
+    best_M: tl.tensor,
+    part_sum_MH: tl.tensor,
+    part_total_M: tl.tensor,
+    part_best_M: tl.tensor,
+    SCALE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The sum, total and maximum of the parts so far, with one more. A row may have seen nothing of it, but of the first."""
+    raised_M, from_M = _raised(best_M, part_best_M)
+    shrink_M, weight_M = tl.exp2((best_M - from_M) * SCALE), tl.exp2((part_best_M - from_M) * SCALE)
+    sum_MH = tl.fma(part_sum_MH, tl.broadcast_to(weight_M[:, None], part_sum_MH.shape), sum_MH * shrink_M[:, None])
+    return sum_MH, tl.fma(part_total_M, weight_M, total_M * shrink_M), raised_M
+
+
+@triton.jit
+def _raised(best_M: tl.tensor, other_M: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """The larger of two maxima, and what exponents are counted from then: it, or 0 where nothing was seen."""
+    raised_M = tl.maximum(best_M, other_M)
+    return raised_M, tl.where(raised_M == float("-inf"), 0.0, raised_M)
+
+
+@triton.jit
+def _times_plus(x: tl.tensor, scale: tl.constexpr, base: tl.tensor) -> tl.tensor:
+    """`x * scale + base`, rounded once."""
+    return tl.fma(x, tl.full(x.shape, scale, tl.float32), tl.broadcast_to(base, x.shape))

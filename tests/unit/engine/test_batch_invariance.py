@@ -27,7 +27,6 @@ from engine.models.weights import load_weights
 from engine.native.build import load_library
 from engine.native.matrix import NativeLinear
 from engine.operators.torch_step import TorchStep
-from tests.unit.engine.processors import products_are_known_to_keep_bits
 
 OPERATORS = "torch" if (built := load_library(torch.float32)) is None else built.arithmetic
 """Those for float32 on this machine."""
@@ -97,13 +96,21 @@ def test_every_product_of_the_model_is_tried(facts: ModelFacts) -> None:
         assert product.multiply(torch.zeros(3, product.num_inputs)).shape[0] == 3
 
 
-@pytest.mark.skipif(
-    OPERATORS == "torch" and not products_are_known_to_keep_bits(),
-    reason="nothing is known of this processor's products, or they do not",
-)
-def test_a_worker_loads_where_every_row_keeps_its_bits(facts: ModelFacts) -> None:
+@pytest.mark.skipif(OPERATORS == "torch", reason="torch's attention gives an answer other bits than a prompt")
+def test_a_worker_loads_where_every_row_keeps_its_bits(small_model: Callable[[str], Any]) -> None:
+    facts = small_model("llama-wide").facts
     assert load(facts).arithmetic == f"{OPERATORS} float32 auto"
     assert load(facts, quantization="int8").arithmetic == f"{OPERATORS} float32 int8"
+
+
+def test_a_worker_says_that_an_answer_has_other_bits_than_a_prompt(
+    facts: ModelFacts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Heads of 16 have no native operators."""
+    monkeypatch.setattr(batch_invariance, "product_that_varies", lambda products, dtype, device: None)
+    with caplog.at_level(logging.INFO):
+        assert load(facts).arithmetic == f"{OPERATORS} float32 auto (varies)"
+    assert "the attention in float32 gives a token other bits as an answer than as part of a prompt" in caplog.text
 
 
 def break_products(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +142,7 @@ def test_a_worker_with_a_broken_operator_says_so(
         rows_TX: Tensor = right(step, *arguments)
         return rows_TX * (1 + 1e-3 * (len(rows_TX) > 100))
 
-    monkeypatch.setattr(batch_invariance, "product_that_varies", lambda products, dtype: None)
+    monkeypatch.setattr(batch_invariance, "product_that_varies", lambda products, dtype, device: None)
     monkeypatch.setattr(TorchStep, method, broken)
     with caplog.at_level(logging.INFO):
         assert load(facts).arithmetic == f"{OPERATORS} float32 auto (varies)"

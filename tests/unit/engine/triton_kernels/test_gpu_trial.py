@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine import cuda_graphs
 from engine.batch import Chunk, ForwardBatch
@@ -34,7 +35,9 @@ def key(one: launch.Launch) -> tuple[object, ...]:
     loose = one.kernel.kwargs["do_not_specialize"] or ()  # as Triton's interpreter keeps it
     kinds: list[tuple[str, object]] = []
     for name, value in zip(names, one.args, strict=False):
-        if isinstance(value, Tensor):
+        if isinstance(value, TensorDescriptor):
+            kinds.append((str(value.base.dtype), tuple(value.block_shape)))
+        elif isinstance(value, Tensor):
             kinds.append((str(value.dtype), value.data_ptr() % 16 == 0))
         elif isinstance(value, int) and name not in loose:
             kinds.append(("int", (value == 1, value % 16 == 0)))
@@ -116,11 +119,12 @@ def test_graphs_hold_the_largest_step() -> None:
 
 
 def test_a_trial_is_as_large_as_a_step_may_be() -> None:
-    (mixed, singles), num_tokens = trial_steps(LargestStep(100, 7, sampled_tokens=9), 40, 16)
+    (mixed, singles, alone, some), num_tokens = trial_steps(LargestStep(100, 7, sampled_tokens=9), 40, 16)
     batch = ForwardBatch.build(mixed, 16)
     assert len(batch.token_ids_T) == 40 + 7
     assert len(batch.sampled_chunks) == 8
     assert len(singles) == 9
+    assert [len(alone), len(some[0].token_ids)] == [1, 17]
     assert len(trial_steps(LargestStep(100, 7, sampled_tokens=3), 40, 16)[0][1]) == 7
     assert sorted({int(slot) for slot in batch.slots_T}) == sorted(batch.slots_T.tolist())
     assert batch.slots_T.max() < num_tokens

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 
+from certify.bit_cases import product_error
 from certify.kernel_cases import (
     DEVICE,
     LIMITS,
@@ -22,8 +29,10 @@ from certify.kernel_cases import (
     run_decode_attention,
     swiglu_error,
 )
-from engine.kernels.triton import decode_attention
+from engine.gpu_trial import row_counts
+from engine.kernels.triton import context_parts, product
 from engine.kernels.triton.prefill_attention import prefill_tiles, tile_rows
+from engine.kernels.triton.product import Multiprocessors, multiprocessors, tiles_for
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
 HEADS = pytest.mark.parametrize(
@@ -48,11 +57,11 @@ def test_decode_attention_with_any_block_size(block_size: int, dtype: torch.dtyp
 
 
 @DTYPES
-@pytest.mark.parametrize("parts", [1, 4, 64])
-def test_decode_attention_in_parts(parts: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts that grow with a context that has more than there may be, and rows without one, as a graph's unused ones."""
-    monkeypatch.setattr(decode_attention, "_PART", 64)
-    monkeypatch.setattr(decode_attention, "MAX_PARTS", parts)
+@pytest.mark.parametrize("doubled_after", [1, 2, 16])
+def test_decode_attention_in_parts(doubled_after: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts that grow with their position, and rows without any, as a graph's unused ones."""
+    monkeypatch.setattr(context_parts, "FIRST_TOKENS", 64)
+    monkeypatch.setattr(context_parts, "DOUBLED_AFTER", doubled_after)
     torch.manual_seed(1)
     assert decode_error(Heads(4, 1, 64), [500, 64, 0, 65, 1, 256, 257], 16, dtype) < LIMITS[dtype]
 
@@ -60,8 +69,8 @@ def test_decode_attention_in_parts(parts: int, dtype: torch.dtype, monkeypatch: 
 @DTYPES
 def test_an_answer_does_not_depend_on_the_sequences_beside_it(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit: each context is computed in the parts that its own length says."""
-    monkeypatch.setattr(decode_attention, "_PART", 64)
-    monkeypatch.setattr(decode_attention, "MAX_PARTS", 4)
+    monkeypatch.setattr(context_parts, "FIRST_TOKENS", 64)
+    monkeypatch.setattr(context_parts, "DOUBLED_AFTER", 2)
     torch.manual_seed(2)
     heads, lengths = Heads(4, 2, 32), [300, 65, 1, 256, 257]
     contexts = PagedContexts(heads, lengths, 16, dtype)
@@ -88,6 +97,89 @@ def test_prefill_attention(heads: Heads, dtype: torch.dtype) -> None:
 def test_prefill_attention_with_any_block_size(start: int, block_size: int, dtype: torch.dtype) -> None:
     torch.manual_seed(block_size)
     assert prefill_error(Heads(2, 1, 64), [(start, start + 2), (start, start + 71)], block_size, dtype) < LIMITS[dtype]
+
+
+@DTYPES
+@pytest.mark.parametrize("doubled_after", [1, 2])
+def test_prefill_attention_in_parts(doubled_after: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks that begin and end in parts of several lengths, and at their borders."""
+    monkeypatch.setattr(context_parts, "FIRST_TOKENS", 64)
+    monkeypatch.setattr(context_parts, "DOUBLED_AFTER", doubled_after)
+    torch.manual_seed(7)
+    chunks = [(0, 200), (63, 66), (127, 130), (128, 256), (250, 515), (500, 512)]
+    assert prefill_error(Heads(4, 2, 32), chunks, 16, dtype) < LIMITS[dtype]
+
+
+@given(length=st.integers(1, 2_000_000), first=st.sampled_from([64, 256]), doubled_after=st.sampled_from([1, 2, 16]))
+def test_parts_lie_behind_each_other(length: int, first: int, doubled_after: int) -> None:
+    """They hold every token once, begin where they begin whatever the length, and are short beside what lies before them."""
+    before = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(context_parts, "FIRST_TOKENS", first)
+        patch.setattr(context_parts, "DOUBLED_AFTER", doubled_after)
+        count = context_parts.part_count(length)
+        for part in range(count):
+            begin, end = bounds(part, first, doubled_after)
+            assert begin == before
+            assert end - begin == first or (end - begin) * doubled_after <= begin
+            before = end
+        assert bounds(count - 1, first, doubled_after)[0] < length <= before
+        if length < 5000:
+            assert counted(length, first, doubled_after) == count
+
+
+def bounds(part: int, first: int, doubled_after: int) -> tuple[int, int]:
+    """By the formula that the kernels have."""
+    doublings = max(part // doubled_after - 1, 0)
+    size = first << doublings
+    begin = part * first if part < doubled_after else (doubled_after + part % doubled_after) * size
+    return begin, begin + size
+
+
+@triton.jit
+def parts_kernel(lengths_R: Any, out_R: Any, ROWS: tl.constexpr, FIRST: tl.constexpr, DOUBLED: tl.constexpr) -> None:
+    row_R = tl.arange(0, ROWS)
+    tl.store(out_R + row_R, context_parts.parts_of(tl.load(lengths_R + row_R), FIRST, DOUBLED))
+
+
+def counted(length: int, first: int, doubled_after: int) -> int:
+    """By the kernels' own count, of this length and one beside it."""
+    lengths_R = torch.tensor([length, length + 1], dtype=torch.int32, device=DEVICE)
+    out_R = torch.zeros_like(lengths_R)
+    parts_kernel[(1,)](lengths_R, out_R, 2, first, doubled_after)
+    return int(out_R[0])
+
+
+@DTYPES
+@pytest.mark.parametrize("bulk_copies", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs"), [(1, 64, 48), (16, 96, 200), (17, 576, 33), (70, 264, 129), (300, 32, 520)]
+)
+def test_products(
+    rows: int, inputs: int, outputs: int, bias: bool, bulk_copies: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles of every kind, whose ends lie beyond those of both factors."""
+    gpu = replace(multiprocessors(DEVICE), bulk_copies=bulk_copies)
+    monkeypatch.setattr(product, "multiprocessors", lambda device: gpu)
+    torch.manual_seed(rows)
+    assert product_error(rows, inputs, outputs, dtype, bias=bias) < LIMITS[dtype]
+
+
+@given(
+    rows=st.integers(1, 5000),
+    outputs=st.integers(1, 200_000),
+    most=st.integers(66, 5000),
+    count=st.sampled_from([16, 132]),
+    shared_bytes=st.sampled_from([101_376, 166_912, 232_448]),
+)
+def test_a_trial_computes_all_kinds_of_tiles(rows: int, outputs: int, most: int, count: int, shared_bytes: int) -> None:
+    """Those of a few rows, and those of the largest step: all that serving meets."""
+    gpu = Multiprocessors(count, shared_bytes, bulk_copies=True)
+    types = (torch.float32, torch.bfloat16)
+    for dtype, out_dtype in itertools.product(types, types):
+        tried = {tiles_for(some, outputs, dtype, out_dtype, gpu) for some in (*row_counts(most), most)}
+        assert tiles_for(min(rows, most), outputs, dtype, out_dtype, gpu) in tried
 
 
 @given(chunks=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 300)), min_size=1, max_size=6), group=st.integers(1, 16))
