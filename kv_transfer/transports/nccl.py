@@ -69,7 +69,7 @@ class NcclTransport:
 
     def connect_sender(self, exchange: Callable[[bytes], bytes], pool: PoolView, deadline_s: float) -> SendChannel:
         unique_id, key = self._library.unique_id(), os.urandom(KEY_BYTES)
-        with listen(self._host, deadline_s) as listener:
+        with listen(self._host) as listener:
             exchange(msgpack.packb([unique_id, self._side(pool), self._host, listener.getsockname()[1], key]))
             notices = accept_decode(listener, key, deadline_s)
         return StagedSender(self._pipe(unique_id, _SENDER, notices, deadline_s), pool)

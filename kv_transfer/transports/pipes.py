@@ -20,6 +20,9 @@ from kv_transfer.transport import TransportError
 
 KEY_BYTES = 32
 _PROOF_BYTES = hashlib.sha256().digest_size
+BACKLOG = 8
+_STRANGER_S = 1.0
+"""How long somebody who has connected may say nothing. The receiver proves itself at once."""
 
 
 class Pipe:
@@ -79,33 +82,47 @@ class Pipe:
         self._connection.close()
 
 
-def listen(host: str, deadline_s: float) -> socket.socket:
+def listen(host: str) -> socket.socket:
     """Listen at any port of this address. Raises TransportError."""
     try:
-        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1)
+        return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=BACKLOG)
     except OSError as error:
         raise TransportError(f"can't listen at {host}: {error}") from None
-    listener.settimeout(deadline_s)
-    return listener
 
 
 def accept_decode(listener: socket.socket, key: bytes, deadline_s: float, files: Sequence[int] = ()) -> Pipe:
-    """Accept the receiver's connection, if it knows the key, and give it our proof and these files. Raises TransportError."""
-    try:
-        connection, _ = listener.accept()
-    except OSError as error:
-        raise TransportError(f"decode did not connect: {error}") from None
-    if connection.family != socket.AF_UNIX:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    """Accept the receiver's connection, and give it our proof and these files. Raises TransportError if it does not come.
+
+    Who does not know the key is turned away, and so is who says nothing for a second: the receiver may come after them.
+    """
+    ends, turned_away = time.monotonic() + deadline_s, ""
+    while True:
+        left = ends - time.monotonic()
+        try:
+            listener.settimeout(max(left, 0.001))
+            connection, _ = listener.accept()
+        except OSError as error:
+            raise TransportError(f"decode did not connect: {error}{turned_away}") from None
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if _is_decode(connection, key, min(max(left, 0.001), _STRANGER_S)):
+            break
+        connection.close()
+        turned_away = "; somebody else did"
     pipe = Pipe(connection, deadline_s)
     try:
-        if not hmac.compare_digest(pipe.receive(_PROOF_BYTES), proof(key, b"decode")):
-            raise TransportError("somebody else connected")
         pipe.send(proof(key, b"prefill"), files)
     except BaseException:
         pipe.close()
         raise
     return pipe
+
+
+def _is_decode(connection: socket.socket, key: bytes, deadline_s: float) -> bool:
+    try:
+        return hmac.compare_digest(Pipe(connection, deadline_s).receive(_PROOF_BYTES), proof(key, b"decode"))
+    except TransportError:
+        return False
 
 
 def connect_prefill(host: str, port: int, key: bytes, deadline_s: float) -> Pipe:

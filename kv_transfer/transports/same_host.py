@@ -24,7 +24,7 @@ from typing import NamedTuple, Protocol
 from kv_transfer.plan import SlotRun
 from kv_transfer.pool_view import PoolView, Slots
 from kv_transfer.transport import TransportError
-from kv_transfer.transports.pipes import KEY_BYTES, Pipe, accept_decode, proof
+from kv_transfer.transports.pipes import BACKLOG, KEY_BYTES, Pipe, accept_decode, proof
 
 _OFFER = struct.Struct(f"<{KEY_BYTES}s{KEY_BYTES}sQQQ")
 _NOTICE = struct.Struct("<I")
@@ -86,8 +86,7 @@ def meet_decode(
     name = os.urandom(KEY_BYTES)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(_address(name))
-        listener.listen(1)
-        listener.settimeout(deadline_s)
+        listener.listen(BACKLOG)
         exchange(Offer(name, key, pool.num_slots, pool.stride_bytes, pool.first_byte, memory).pack())
         return accept_decode(listener, key, deadline_s, files)
 

@@ -6,6 +6,7 @@ What NCCL itself does is in tests/gpu/test_gpu_transports.py.
 from __future__ import annotations
 
 import ctypes
+import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 from kv_transfer.transport import TransportError
+from kv_transfer.transports import pipes
 from kv_transfer.transports.nccl import NcclPipe, Side, misfit
 from kv_transfer.transports.nccl_library import ID_BYTES, Communicator, NcclLibrary, find_nccl
 from kv_transfer.transports.pipes import accept_decode, connect_prefill, listen
@@ -174,7 +176,7 @@ class Posted:
 @contextmanager
 def two_ends(deadline_s: float = 5.0) -> Iterator[tuple[NcclPipe, NcclPipe, list[Posted]]]:
     key = b"k" * 32
-    with listen("127.0.0.1", deadline_s) as listener, ThreadPoolExecutor(1) as other:
+    with listen("127.0.0.1") as listener, ThreadPoolExecutor(1) as other:
         port = listener.getsockname()[1]
         connecting = other.submit(connect_prefill, "127.0.0.1", port, key, deadline_s)
         sending = accept_decode(listener, key, deadline_s)
@@ -220,16 +222,35 @@ def test_a_prefill_that_is_silent_or_gone_posts_nothing() -> None:
 
 
 def test_who_does_not_know_the_key_gets_no_connection() -> None:
-    with listen("127.0.0.1", 5.0) as listener, ThreadPoolExecutor(1) as other:
+    with listen("127.0.0.1") as listener, ThreadPoolExecutor(1) as other:
         connecting = other.submit(connect_prefill, "127.0.0.1", listener.getsockname()[1], b"x" * 32, 5.0)
-        with pytest.raises(TransportError, match="somebody else connected"):
-            accept_decode(listener, b"k" * 32, 5.0)
+        with pytest.raises(TransportError, match=r"decode did not connect: .*; somebody else did"):
+            accept_decode(listener, b"k" * 32, 0.5)
         with pytest.raises(TransportError, match="gone"):
             connecting.result(5).receive_proof(b"x" * 32)
     with pytest.raises(TransportError, match="prefill can't be reached"):
         connect_prefill("127.0.0.1", 1, b"k" * 32, 1.0)
     with pytest.raises(TransportError, match="can't listen at 192"):
-        listen("192.0.2.1", 1.0)
+        listen("192.0.2.1")
+
+
+def test_strangers_do_not_keep_the_receiver_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is silent, one leaves at once, one does not know the key; then comes the one who does."""
+    monkeypatch.setattr(pipes, "_STRANGER_S", 0.2)
+    key = b"k" * 32
+    with listen("127.0.0.1") as listener, ThreadPoolExecutor(1) as other:
+        address = listener.getsockname()
+        silent = socket.create_connection(address)
+        socket.create_connection(address).close()
+        wrong = connect_prefill(*address, b"x" * 32, 10.0)
+        accepting = other.submit(accept_decode, listener, key, 10.0)
+        right = connect_prefill(*address, key, 10.0)
+        right.receive_proof(key)
+        accepted = accepting.result(10)
+        accepted.send(b"hello")
+        assert right.receive(5) == b"hello"
+        for end in (silent, wrong, right, accepted):
+            end.close()
 
 
 @pytest.mark.skipif(find_nccl() is None, reason="no libnccl.so.2 here")
