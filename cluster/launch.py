@@ -68,8 +68,10 @@ _JOINED = _Place(HEAD_RESOURCES, may_grow=True, ends_with_us=False)
 class RunningCluster:
     """A cluster that serves; made by `running_cluster`."""
 
-    def __init__(self, controller: Any) -> None:
+    def __init__(self, controller: Any, config: ClusterConfig) -> None:
+        """`config` is what it runs with: shares of GPUs are in it."""
         self._controller = controller
+        self.config = config
 
     def retire(self, deadline_s: float) -> int:
         """Let in no new requests, and wait until none runs, or for `deadline_s` seconds. Return how many still run.
@@ -194,7 +196,7 @@ def _pools_and_http(config: ClusterConfig, facts: ModelFacts, place: _Place, rep
         _ask(settled)
         report("HTTP")
         _wait_healthy(config)
-        yield RunningCluster(controller)
+        yield RunningCluster(controller, config)
     finally:
         if not place.ends_with_us:
             remove_cluster(memory_tiers=config.kv_offloading.memory_gib is not None)

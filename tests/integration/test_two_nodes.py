@@ -80,6 +80,16 @@ def test_prefill_and_decode_on_different_nodes(nodes: Nodes, joined: Any) -> Non
     assert nodes.homes() == {}, "workers and placement groups are gone, Ray is not"
 
 
+def test_a_command_whose_cluster_is_stopped_by_another_says_so(nodes: Nodes, joined: Any) -> None:
+    stopped = joined.command("stop", environment=nodes.environment)
+    assert (stopped.returncode, stopped.stdout) == (0, "stopped\n"), stopped.stderr
+    assert joined.process.wait(timeout=60) == 0, joined.said()
+    said = joined.said().splitlines()
+    assert "stopping: another command asked for it; no new requests are let in" in said
+    assert said[-1] == "stopped"
+    assert nodes.homes() == {}
+
+
 def test_stop_removes_what_a_killed_command_left(nodes: Nodes, joined: Any) -> None:
     joined.end(signal.SIGKILL)
     assert set(nodes.homes()) == {"tandem-worker-0", "tandem-worker-1"}, "detached: they outlive their command"

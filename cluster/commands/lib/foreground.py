@@ -65,6 +65,7 @@ def serve_until_interrupted(config: ClusterConfig, address: str | None) -> None:
             with redirect_stdout(nowhere):
                 try:
                     interrupts.phase = Phase.SERVING
+                    _tell_gpu_shares(config, cluster.config, console)
                     _follow(cluster, config, facts.name, console)
                 except KeyboardInterrupt:
                     retire(cluster, config.limits.shutdown_s, console)
@@ -91,11 +92,17 @@ def retire(cluster: RunningCluster, shutdown_s: float, console: Console) -> None
 def _with_gpus(config: ClusterConfig, console: Console) -> ClusterConfig:
     """The configuration with shares of this machine's GPUs, if there are any and nobody has shared them out."""
     sharing = with_gpus_here(config)
-    if sharing is not config:
-        console.print(f"each worker gets {sharing.decode.resources['GPU']:g} of a GPU")
-    elif (reason := why_left_alone(config)) is not None:
+    _tell_gpu_shares(config, sharing, console)
+    if sharing is config and (reason := why_left_alone(config)) is not None:
         console.print(f"workers compute on the processor, not on a GPU: {reason}")
     return sharing
+
+
+def _tell_gpu_shares(before: ClusterConfig, sharing: ClusterConfig, console: Console) -> None:
+    """Say what each worker gets of a GPU, if nobody had said that before."""
+    share = sharing.decode.resources.get("GPU")
+    if share is not None and share != before.decode.resources.get("GPU"):
+        console.print(f"each worker gets {share:g} of a GPU")
 
 
 def _with_fitting_pools(config: ClusterConfig, facts: ModelFacts, address: str | None, console: Console) -> ClusterConfig:
@@ -109,12 +116,17 @@ def _with_fitting_pools(config: ClusterConfig, facts: ModelFacts, address: str |
 
 
 def _follow(cluster: RunningCluster, config: ClusterConfig, model_name: str, console: Console) -> None:
-    """Print the address, then each change of a worker, for ever."""
+    """Print the address, then each change of a worker, until another command has stopped the cluster."""
     view = cluster.watch(0)
     for line in greeting(view, config, model_name):
         console.print(line)
     while True:
-        fresh = cluster.watch(view.version)
+        try:
+            fresh = cluster.watch(view.version)
+        except UnavailableError:
+            if view.stopping:
+                return
+            raise
         for line in changes(view, fresh):
             console.print(line)
         view = fresh
@@ -133,11 +145,13 @@ def greeting(view: ClusterView, config: ClusterConfig, model_name: str) -> list[
 
 
 def changes(before: ClusterView, after: ClusterView) -> list[str]:
-    """Return one line for each worker that came, went, died, or changed its state or its role, and for a wish of routers."""
+    """Return a line for each worker that came, went, died, or changed its state or role; for a wish of routers; for the end."""
     old = {info.worker_id: info for info in before.workers}
     new = {info.worker_id: info for info in after.workers}
     lines = [line for name, info in new.items() if (line := _change(old.get(name), info)) is not None]
     lines += [f"{name} is gone" for name in old if name not in new]
+    if after.stopping and not before.stopping:
+        lines.append("stopping: another command asked for it; no new requests are let in")
     return lines if after.routers == before.routers else [*lines, f"{after.routers} routers are wanted"]
 
 

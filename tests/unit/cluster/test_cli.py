@@ -170,6 +170,9 @@ def test_changes_of_workers_are_told_once_each() -> None:
     ]
     assert changes(after, before)[0] == "decode-0 is ready to decode, process 17 on 10.0.0.1"
     assert changes(before, replace(before, routers=3)) == ["3 routers are wanted"]
+    stopping = replace(before, stopping=True)
+    assert changes(before, stopping) == ["stopping: another command asked for it; no new requests are let in"]
+    assert changes(stopping, stopping) == []
 
 
 def test_the_greeting_is_a_request_that_can_be_pasted() -> None:
