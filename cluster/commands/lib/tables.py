@@ -47,7 +47,7 @@ def print_status(answer: Mapping[str, Any]) -> None:
     for worker in answer["workers"]:
         if worker.get("last_error"):
             console.print(f"{worker['worker_id']}: {worker['last_error']}{_backoff(worker)}", markup=False, soft_wrap=True)
-    for line in _autoscaler(answer.get("autoscaler")):
+    for line in autoscaler_lines(answer.get("autoscaler")):
         console.print(line, markup=False, soft_wrap=True)
     if (routers := answer.get("routers")) is not None:
         console.print(_routers(routers))
@@ -70,8 +70,8 @@ def _tiers(workers: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _autoscaler(state: Mapping[str, Any] | None) -> list[str]:
-    """What the autoscaler does, and its latest decision."""
+def autoscaler_lines(state: Mapping[str, Any] | None) -> list[str]:
+    """Return what the autoscaler of /admin/status does, what is wrong with it, and its latest decision; nothing without one."""
     if state is None:
         return []
     lines = [f"autoscaler: {'paused, ' + state['paused'] if state['paused'] else 'running'}"]

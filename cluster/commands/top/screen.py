@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from cluster.commands.lib.tables import autoscaler_lines
 from cluster.commands.top.figures import (
     BETWEEN_TOKENS,
     FIRST_TOKEN,
@@ -93,11 +94,10 @@ def _role(poll: Poll, role: str) -> Text:
 
 def _autoscaler(poll: Poll) -> list[Text]:
     """Why the pools have their sizes, where they size themselves."""
-    if poll.autoscaler is None:
-        return []
-    if poll.autoscaler["paused"]:
-        return [Text(f"autoscaler: paused, {poll.autoscaler['paused']}", style="yellow")]
-    return [Text(f"autoscaler: {each['reason']}") for each in poll.autoscaler["decisions"][:1]]
+    state = poll.autoscaler
+    lines = autoscaler_lines(state)
+    wrong = state is not None and (state["paused"] or state["problem"])
+    return [Text("   ".join(lines), style="yellow" if wrong else "")] if lines else []
 
 
 def _stages(before: Poll | None, poll: Poll) -> str:

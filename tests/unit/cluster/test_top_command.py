@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -170,6 +171,21 @@ def test_the_screen_tells_what_is_wrong_with_a_worker() -> None:
     assert "out of reach" in text
     (row,) = (line.split() for line in text.splitlines() if line.startswith("decode-0 "))
     assert row == ["decode-0", "starting", "-", "-", "-", "-", "-", "-", "2"]
+
+
+@pytest.mark.parametrize(
+    ("paused", "problem", "said"),
+    [
+        (None, None, "autoscaler: running   latest: decode 1 -> 2: more"),
+        ("scaled by hand", None, "autoscaler: paused, scaled by hand   latest: decode 1 -> 2: more"),
+        (None, "no measurements", "autoscaler: running   autoscaler: no measurements   latest: decode 1 -> 2: more"),
+    ],
+)
+def test_the_screen_tells_of_the_autoscaler(paused: str | None, problem: str | None, said: str) -> None:
+    state = {"paused": paused, "problem": problem, "decisions": [{"reason": "decode 1 -> 2: more"}, {"reason": "older"}]}
+    polls = Polls()
+    polls.add(replace(poll(0.0, worker("prefill-0")), autoscaler=state))
+    assert said in drawn(polls, None).splitlines()
 
 
 class _Cluster(BaseHTTPRequestHandler):
