@@ -1,9 +1,9 @@
 """What the Triton kernels take of a GPU, compiled ahead of time on any machine: `python -m benchmarks.kernel_resources`.
 
-Every kernel is compiled for compute capabilities 8.0 and 9.0 as it is launched for a model of Llama 8B's shape in bfloat16,
-attention in float32 too, with tensors on the meta device for the real ones. Then it is read with the cuobjdump of the Triton
-package: registers, bytes spilled to local memory, shared memory, and the instructions that tell whether copies are asynchronous
-and products take the matrix units.
+Every kernel is compiled for compute capabilities 8.0, 8.9 and 9.0 as it is launched for a model of Llama 8B's shape in
+bfloat16, attention in float32 too, with tensors on the meta device for the real ones. Then it is read with the cuobjdump of the
+Triton package: registers, bytes spilled to local memory, shared memory, and the instructions that tell whether copies are
+asynchronous and products take the matrix units.
 `--print` prints the figures as JSON and writes no file.
 """
 
@@ -37,8 +37,8 @@ from engine.kernels.triton.product import H100, Multiprocessors, product
 from engine.kernels.triton.sampling import SamplingRows, sample
 from engine.kernels.triton.token_rows import Rows, copy_rows, hash_rows
 
-CAPABILITIES = (80, 90)
-_GPUS = {80: Multiprocessors(108, 166_912, bulk_copies=False), 90: H100}
+CAPABILITIES = (80, 89, 90)
+_GPUS = {80: Multiprocessors(108, 166_912, bulk_copies=False), 89: Multiprocessors(58, 101_376, bulk_copies=False), 90: H100}
 LAYERS, HIDDEN, INNER = LLAMA_8B.num_layers, LLAMA_8B.hidden_size, LLAMA_8B.intermediate_size
 HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = LLAMA_8B.num_heads, LLAMA_8B.num_kv_heads, LLAMA_8B.head_dim, LLAMA_8B.vocab_size
 BLOCK_SIZE, NUM_BLOCKS = 16, 8192
@@ -65,6 +65,7 @@ def launches(capability: int) -> Iterator[tuple[str, Launch]]:
     """Every kernel in the shapes of an 8B model: 64 sequences of up to 4,096 tokens decode, a chunk of 2,048 is prefilled."""
     yield from _attention("", torch.bfloat16)
     yield from _attention(" float32", torch.float32)
+    yield from _products(_GPUS[capability])
     qkv_width, pool = (HEADS + 2 * KV_HEADS) * HEAD_DIM, _pool(torch.bfloat16)
     ids = _meta(64, dtype=torch.int32)
     angles = _meta(64, HEAD_DIM // 2, dtype=torch.float32)
@@ -80,12 +81,6 @@ def launches(capability: int) -> Iterator[tuple[str, Launch]]:
     numbers = _meta(words, dtype=torch.int64)
     hashes = _meta(2 * LAYERS, 64, dtype=torch.int64)
     yield "fingerprint tokens", hash_rows(rows, range(LAYERS), slots, numbers, numbers, numbers, hashes)
-    gpu = _GPUS[capability]
-    for count in (16, 64, 128, 2048):
-        x, weight, vocabulary = _meta(count, HIDDEN), _meta(HIDDEN, HIDDEN), _meta(VOCABULARY, HIDDEN)
-        yield f"product of {count} rows", product(x, weight, None, _meta(count, HIDDEN), gpu)
-        yield f"logits of {count} rows", product(x, vocabulary, None, _meta(count, VOCABULARY, dtype=torch.float32), gpu)
-        yield f"wide product of {count} rows", product(x, vocabulary, None, _meta(count, VOCABULARY), gpu)
     x = _meta(64, HIDDEN, dtype=torch.float32)
     yield "add and norm", add_norm(x, _meta(64, HIDDEN), _meta(HIDDEN), 1e-5, _meta(64, HIDDEN))
     yield "swiglu", swiglu(_meta(64, 2 * INNER), _meta(64, INNER))
@@ -150,6 +145,14 @@ def main() -> None:
         lines.append(f"| {one.kernel} | {capability} | {counts} | {one.instructions} |")
     lines += ["", f"Command: `python -m benchmarks.kernel_resources`, Triton {triton.__version__}"]
     write_result("kernel_resources", {"kernels": [asdict(one) for one in found]}, "\n".join(lines))
+
+
+def _products(gpu: Multiprocessors) -> Iterator[tuple[str, Launch]]:
+    for count in (16, 64, 128, 2048):
+        x, weight, vocabulary = _meta(count, HIDDEN), _meta(HIDDEN, HIDDEN), _meta(VOCABULARY, HIDDEN)
+        yield f"product of {count} rows", product(x, weight, None, _meta(count, HIDDEN), gpu)
+        yield f"logits of {count} rows", product(x, vocabulary, None, _meta(count, VOCABULARY, dtype=torch.float32), gpu)
+        yield f"wide product of {count} rows", product(x, vocabulary, None, _meta(count, VOCABULARY), gpu)
 
 
 def _attention(suffix: str, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:

@@ -33,7 +33,7 @@ from kv_transfer.pool_view import PoolView
 from protocol.sampling import SamplingParams
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-MAX_LEN = 16_384
+MAX_LEN = 32_768
 """Of the contexts that decode attention is made for."""
 LIMITS = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """Relative errors in the 2-norm: a little more than the rounding of the results."""

@@ -19,14 +19,15 @@ from torch import Tensor
 
 from configs.facts import ModelFacts
 from engine.batch import Chunk, ForwardBatch
+from engine.kernels.norm import rms_norm
 from engine.memory.kv_pool import KVPool
 from engine.models.decoder import DecoderWeights
 from engine.operators import StepFactory
 
 LAYER_ROWS = (*range(1, 34), 47, 48, 49, 63, 64, 65, 128, 256)
 """Row counts that a layer's products are tried with: each small one, those around known tiles, and those of prompts."""
-GPU_ROWS = (1, 2, 3, 15, 16, 17, 31, 33, 64, 65, 127, 128, 129, 255, 256, 257, 512, 1024, 2304)
-"""Row counts that all products are tried with on a GPU, whose tiles are larger."""
+GPU_ROWS = (1, 2, 3, 15, 16, 17, 31, 33, 64, 65, 127, 128, 129, 255, 256, 257, 513, 1025, 1153, 2049, 2304, 4097, 4608)
+"""Row counts that all products are tried with on a GPU: each kind of tiles is taken for some of them."""
 HEAD_ROWS = (*range(1, 18), 31, 32, 33, 48, 64)
 """Row counts that the output head is tried with. It is the largest product, and prompts need one row of it."""
 _MOST_SAMPLED = 257
@@ -149,11 +150,16 @@ class _Operators:
         own = {name: rows_TA[rows].clone() for name, rows_TA in self._inputs.items()}
         step.store(0, own["attention"])
         ones_D = torch.ones(self._facts.hidden_size, dtype=self._dtype, device=self._frequencies.device)
-        return {
+        found = {
             "norm": step.add_norm(own["norm"].float(), own["norm"], ones_D, self._facts.rms_norm_eps),
             "attention": step.attend(0, own["attention"]),
             "activation": step.swiglu(own["activation"]),
         }
+        if self._facts.qk_norm:
+            heads_TNH = self._inputs["attention"][rows].unflatten(1, (-1, self._facts.head_dim))
+            ones_H = ones_D.new_ones(self._facts.head_dim)
+            found["norm of heads"] = rms_norm(heads_TNH, ones_H, self._facts.rms_norm_eps).flatten(1)
+        return found
 
 
 def _mixed_chunks(block_size: int, max_len: int) -> list[Chunk]:

@@ -16,6 +16,8 @@ from protocol.errors import ConfigError
 OLDEST = (8, 0)
 """The lowest compute capability that the kernels are compiled for: Ampere, the first with bfloat16 in its matrix units."""
 NO_GPU = "there is no GPU that torch can use here"
+_ROW_BYTES = 16
+"""A row of a product's factors takes whole multiples of them."""
 _STEP_TOKENS = 1000
 """What is proposed to an operator is a multiple of this, rounded down."""
 
@@ -80,14 +82,19 @@ def check_pool(room: int, num_kv_tokens: int, token: int) -> None:
     raise ConfigError(f"{problem}; {would}", param="kv_cache_tokens")
 
 
-def check_heads(facts: ModelFacts) -> None:
-    """Raise ConfigError if there is no GPU that torch can use here, or no kernel for the model's heads."""
+def check_shapes(facts: ModelFacts, dtype: torch.dtype) -> None:
+    """Raise ConfigError if there is no GPU that torch can use here, or no kernel for the shapes of these facts, a rank's."""
     if not torch.cuda.is_available():
         raise ConfigError(NO_GPU, param="device")
     from engine.kernels.triton.online_softmax import HEAD_DIMS  # Triton is imported only where there is a GPU
 
     if facts.head_dim not in HEAD_DIMS:
         raise ConfigError(f"{facts.name}: a head size of {facts.head_dim} has no kernel for GPUs", param="model")
+    multiple = _ROW_BYTES // dtype.itemsize
+    for width in (facts.hidden_size, facts.num_heads * facts.head_dim, facts.intermediate_size):
+        if width % multiple:
+            problem = f"{facts.name}: a rank's products of {width} inputs have no kernel for GPUs"
+            raise ConfigError(f"{problem}; they must be a multiple of {multiple}", param="model")
 
 
 def weight_bytes(facts: ModelFacts, dtype: torch.dtype) -> int:

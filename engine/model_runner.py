@@ -20,7 +20,7 @@ from configs.sharding import check_tensor_parallel_size, rank_facts
 from engine.arithmetic import arithmetic_name
 from engine.batch import Chunk, ForwardBatch, SampledToken
 from engine.batch_invariance import what_varies
-from engine.gpu_checks import check_gpu, check_heads, current_gpu, tokens_that_fit
+from engine.gpu_checks import check_gpu, check_shapes, current_gpu, tokens_that_fit
 from engine.gpu_memory import peak_bytes
 from engine.gpu_trial import SOME_STEP, LargestStep, trial_steps
 from engine.memory.kv_pool import LAYOUT_VERSION, KVPool
@@ -111,7 +111,7 @@ class ModelRunner:
         dtype_name = resolve_dtype(dtype, device)
         torch_dtype, torch_device = DTYPES[dtype_name], torch.device(device)
         if device == "cuda":
-            check_heads(facts)
+            check_shapes(own, torch_dtype)
             check_gpu(current_gpu(), own, torch_dtype, num_kv_tokens, gpu_memory_utilization)
         library = _native_library(facts, dtype, quantization, ranks.size) if device == "cpu" else None
         with torch.inference_mode():
@@ -178,8 +178,9 @@ class ModelRunner:
         runner = cls(
             facts, lambda batch, on_layer: decoder.forward(batch, pool, on_layer), sample_on_device, pool, str(dtype), "trial"
         )
-        runner.execute(steps[0])  # compiles, and has libraries take what they keep
-        return sum(peak_bytes(lambda step=step: runner.execute(step)) for step in steps)  # type: ignore[misc]
+        for step in steps:
+            runner.execute(step)  # compiles, and has libraries take what they keep
+        return sum(peak_bytes(lambda step=step: runner.execute(step)) for step in steps[:2])  # type: ignore[misc]
 
     def layout(self) -> KvLayout:
         """What another worker's KV must look like to fit into this one's pool."""
@@ -239,7 +240,7 @@ def own_arithmetic(
     with torch.inference_mode():
         variation = what_varies(facts, weights, step_factory(facts, library), DTYPES[dtype_name], block_size)
     if variation is not None:
-        log.info("answers may depend on what runs beside them: %s", variation)
+        log.info("answers may depend on what is computed with them, and how: %s", variation)
     return arithmetic_name(operators, dtype_name, quantization, num_ranks, varies=variation is not None)
 
 

@@ -33,7 +33,7 @@ MODEL_LIMIT, GRAPH_LIMIT = 1e-3, 0.1
 LARGE_VOCABULARY, MISSED_PICKS = 100_000, 1 / 16
 """Masses of top-p are summed in float32, in float64 on the processor: of a large vocabulary a token at the border may fall on
 the other side."""
-POSITIONS = (0, 1, 63, 64, 511, 512, 700, 4095, 8191, 8500, 9300)
+POSITIONS = (0, 1, 63, 64, 511, 512, 700, 4095, 8191, 16_383, 16_500, 17_500)
 """Of tokens whose attention is compared: at the borders of tiles and parts, and between them."""
 LIMIT_S = 120.0
 """For one group of cases."""
@@ -87,7 +87,7 @@ SIZES: dict[Device, Sizes] = {
         heads=[Heads(32, 8, 128), Heads(9, 3, 64), Heads(14, 2, 64), Heads(16, 1, 128)],
         block_sizes=[16, 1, 64],
         decode_lengths=[[4096, 4095, 1, 0, 1000, *range(500, 560)], [7000]],
-        prefill_chunks=[(0, 1500), (1000, 1129), (63, 66), (2047, 2049), (9100, 9160)],
+        prefill_chunks=[(0, 1500), (1000, 1129), (63, 66), (2047, 2049), (17_000, 17_040)],
         matrices=[(4096, 6144), (576, 1000)],
         product_rows=[1, 16, 40, 100, 1500],
         rows=300,

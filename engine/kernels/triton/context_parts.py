@@ -3,11 +3,11 @@
 Each part is summed up by itself and then added to those before it, in order. Since parts begin where they begin whatever comes
 after them, a token's bits are the same as part of a prompt and as an answer, and do not depend on how its prompt was cut.
 
-    tokens    0 ... 4,096 ... 8,192 ...  16,384 ...  32,768 ...        (FIRST_TOKENS * DOUBLED_AFTER * 2^i)
-    of a part      512        512       1,024        2,048             so a context of 131,072 tokens has 48 parts
+    tokens    0 ... 8,192 ... 16,384 ... 32,768 ...  65,536 ...        (FIRST_TOKENS * DOUBLED_AFTER * 2^i)
+    of a part      512        512       1,024        2,048             so a context of 131,072 tokens has 80 parts
 
-They grow with their position, so that their number stays small, and are never longer than an eighth of what lies before them,
-so that one long context keeps a whole GPU busy.
+They grow with their position, so that their number stays small, but later ones are never longer than a sixteenth of what lies
+before them, so that one long context keeps many multiprocessors busy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from configs.arithmetic import ceil_div
 
 FIRST_TOKENS = 512
 """Of the first parts. With 256, one context of 4,096 tokens decodes a third faster and prompts take a twentieth longer."""
-DOUBLED_AFTER = 8
+DOUBLED_AFTER = 16
 """Parts of one length. There are twice as many of the first."""
 
 

@@ -40,7 +40,7 @@ _PROGRAMS = 8 * 132
 """Programs that keep an H200 busy: its 132 multiprocessors, several times."""
 _TWO_BYTES = ProgramConfig(num_warps=2, num_stages=2)
 """Small, so that many programs fit on a multiprocessor: some wait for memory while others compute."""
-_FLOAT32 = ProgramConfig(num_warps=4, num_stages=2)
+_FLOAT32 = ProgramConfig(num_warps=8, num_stages=2)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -8,12 +8,12 @@ for all multiprocessors; here tiles are narrow instead.
     few rows      narrow tiles, each read once from memory, as many of them as keep it busy
     many rows     wide tiles, taken one after the other by as many programs as there are multiprocessors
 
-Where the GPU has bulk copies (compute capability 9.0), both factors are read by them.
+Where the GPU has bulk copies (compute capability 9.0 and newer), both factors are read by them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -54,21 +54,17 @@ class Multiprocessors:
 
 
 H100 = Multiprocessors(132, 232_448, bulk_copies=True)
-_DEEP_BYTES = 200_000
-"""Of shared memory, from which on deep tiles fit: an H100 has it, an A100 does not."""
 _FLOAT32 = (Tiles(16, 32, 32, 4, 2, 2), Tiles(64, 64, 32, 8, 2, 1))
 """Outside of the matrix units."""
-_UP_TO_16 = Tiles(16, 32, 256, 4, 4, 2)
+_UP_TO_16 = (Tiles(16, 32, 256, 4, 4, 2),)
 _UP_TO_64 = (Tiles(64, 32, 128, 4, 4, 2), Tiles(64, 64, 128, 4, 3, 2))
-_UP_TO_128 = {
-    True: (Tiles(128, 32, 128, 4, 4, 1), Tiles(128, 64, 128, 4, 4, 1), Tiles(128, 128, 128, 8, 3, 1)),
-    False: (Tiles(128, 32, 64, 4, 4, 1), Tiles(128, 64, 64, 4, 4, 1), Tiles(128, 128, 64, 8, 3, 1)),
-}
-_MORE = {
-    True: (Tiles(128, 64, 128, 8, 4, 1), Tiles(128, 128, 128, 8, 3, 1), Tiles(128, 256, 64, 8, 3, 1)),
-    False: (Tiles(128, 64, 64, 8, 4, 1), Tiles(128, 128, 64, 8, 3, 1)),
-}
-"""By whether deep tiles fit."""
+_UP_TO_128 = (Tiles(128, 32, 128, 4, 4, 1), Tiles(128, 64, 128, 4, 4, 1), Tiles(128, 128, 128, 8, 3, 1))
+_MORE = (Tiles(128, 64, 128, 8, 4, 1), Tiles(128, 128, 128, 8, 3, 1), Tiles(128, 256, 64, 8, 3, 1))
+_WIDEST_FLOAT32 = 128
+"""Columns of a result in float32. Wider ones take registers that there are not."""
+_LEAST_INPUTS, _LEAST_STAGES = 64, 2
+_BARRIER_BYTES = 1024
+"""More than what copies are waited for with."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -147,15 +143,27 @@ def tiles_for(num_rows: int, num_outputs: int, in_dtype: torch.dtype, out_dtype:
     """
     if in_dtype == torch.float32:
         return _FLOAT32[num_rows > _FLOAT32[0].rows]
-    if num_rows <= 16:
-        return _UP_TO_16
-    if num_rows <= 64:
-        return _UP_TO_64[num_outputs > 128 * gpu.count]
-    # A result passes through shared memory, too.
-    deep = gpu.shared_bytes >= _DEEP_BYTES and out_dtype != torch.float32
-    widths = (_UP_TO_128 if num_rows <= 128 else _MORE)[deep]
-    row_tiles = ceil_div(num_rows, 128)
-    return next((tiles for tiles in widths if row_tiles * ceil_div(num_outputs, tiles.columns) <= gpu.count), widths[-1])
+    kinds: tuple[tuple[Tiles, ...], ...] = (_UP_TO_16, _UP_TO_64, _UP_TO_128)
+    widths = next((widths for widths in kinds if num_rows <= widths[0].rows), _MORE)
+    if out_dtype == torch.float32:
+        widths = tuple(tiles for tiles in widths if tiles.columns <= _WIDEST_FLOAT32)
+    fitting = [tiles for tiles in (_fitting(tiles, out_dtype.itemsize, gpu) for tiles in widths) if tiles is not None]
+    row_tiles = ceil_div(num_rows, fitting[0].rows)
+    at_once = (tiles for tiles in fitting if row_tiles * ceil_div(num_outputs, tiles.columns) <= tiles.programs * gpu.count)
+    return next(at_once, fitting[-1])
+
+
+def _fitting(tiles: Tiles, out_bytes: int, gpu: Multiprocessors) -> Tiles | None:
+    """The tiles, or shallower ones, whose program has the shared memory for both factors and its result; None if none has."""
+    stages = tiles.num_stages if gpu.bulk_copies else tiles.num_stages - 1
+    factors = stages * (tiles.rows + tiles.columns) * tiles.inputs * 2
+    if factors + tiles.rows * tiles.columns * out_bytes + _BARRIER_BYTES <= gpu.shared_bytes:
+        return tiles
+    if tiles.inputs > _LEAST_INPUTS:
+        return _fitting(replace(tiles, inputs=tiles.inputs // 2), out_bytes, gpu)
+    if tiles.num_stages > _LEAST_STAGES:
+        return _fitting(replace(tiles, num_stages=tiles.num_stages - 1), out_bytes, gpu)
+    return None
 
 
 @cache

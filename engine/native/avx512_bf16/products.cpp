@@ -194,11 +194,17 @@ void multiply_many(const bf16* x, i64 rows, i64 inputs, const float* sums, i64 a
 // A group of inputs of one row, each added to the one 16 places on.
 inline __m512 halves(const bf16* x) { return _mm512_add_ps(load(x), load(x + kVector)); }
 
-// Halves, quarters, eighths of a register are added up, of two registers at once, and so on: the order of _mm512_reduce_add_ps.
+// Halves of a register are added up, of two registers at once; then quarters, eighths, and neighbours.
 inline __m512 add_256(__m512 a, __m512 b) { return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee)); }
 inline __m512 add_128(__m512 a, __m512 b) { return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd)); }
 inline __m512 add_64(__m512 a, __m512 b) { return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee)); }
 inline __m512 add_32(__m512 a, __m512 b) { return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd)); }
+
+// The sum of a group of inputs of one row.
+inline float sum_of_row(const bf16* x) {
+  const __m512 whole = halves(x), half = add_256(whole, whole), quarter = add_128(half, half), eighth = add_64(quarter, quarter);
+  return _mm512_cvtss_f32(add_32(eighth, eighth));
+}
 
 // The sums of a group of inputs of 16 rows.
 inline __m512 sums_of_rows(const bf16* x, i64 inputs) {
@@ -214,7 +220,7 @@ void sum_groups(const bf16* x, i64 rows, i64 groups, float* sums) {
   for (; r + kVector <= rows; r += kVector)
     for (i64 g = 0; g < groups; ++g) _mm512_storeu_ps(sums + g * rows + r, sums_of_rows(x + r * inputs + g * kGroup, inputs));
   for (; r < rows; ++r)
-    for (i64 g = 0; g < groups; ++g) sums[g * rows + r] = _mm512_reduce_add_ps(halves(x + r * inputs + g * kGroup));
+    for (i64 g = 0; g < groups; ++g) sums[g * rows + r] = sum_of_row(x + r * inputs + g * kGroup);
 }
 
 template <bool kEightBits, typename Out>

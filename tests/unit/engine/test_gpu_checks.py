@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.facts import ModelFacts
-from engine.gpu_checks import Gpu, check_gpu, check_pool, weight_bytes
+from engine.gpu_checks import Gpu, check_gpu, check_pool, check_shapes, weight_bytes
 from engine.gpu_memory import CONTEXT_BYTES
 from engine.memory.kv_pool import token_bytes
 from protocol.errors import ConfigError
@@ -96,6 +98,22 @@ def test_what_is_proposed_fits_and_what_fits_is_not_refused(
         tokens = int(proposed.group(1).replace(",", ""))
         assert 0 < tokens < num_kv_tokens
         check_gpu(device, facts, dtype, tokens, memory_share)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "problem"),
+    [
+        ({"head_dim": 48}, "a head size of 48 has no kernel for GPUs"),
+        ({"hidden_size": 4092}, "products of 4092 inputs have no kernel for GPUs; they must be a multiple of 8"),
+        ({"intermediate_size": 100}, "products of 100 inputs have no kernel for GPUs; they must be a multiple of 8"),
+    ],
+)
+def test_shapes_without_a_kernel_are_refused(sizes: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    check_shapes(LARGE, BF16)
+    with pytest.raises(ConfigError) as caught:
+        check_shapes(replace(LARGE, **sizes), BF16)
+    assert (caught.value.param, problem in caught.value.message) == ("model", True)
 
 
 def test_what_steps_leave_is_what_a_pool_may_take() -> None:

@@ -18,15 +18,18 @@ from engine.cuda_graphs import GRAPH_ROWS, GraphedDecoder, graph_rows
 from engine.device_sampler import sample_on_device
 from engine.gpu_trial import LargestStep, trial_steps
 from engine.kernels.triton import launch
+from engine.kernels.triton.product import GpuLinear
 from engine.memory.kv_pool import KVPool
 from engine.model_runner import ModelRunner
+from engine.models import weights as weights_module
 from engine.models.packing import WeightFormat
 from engine.models.weights import load_weights
 from engine.operators.triton_step import TritonStep
 from protocol.sampling import SamplingParams
 
 BLOCK_SIZE, BLOCKS = 8, 64
-LARGEST = LargestStep(prompt_tokens=30, rows=5)
+KERNELS = {"_decode_kernel", "_prefill_kernel", "_product_kernel", "_draw_kernel", "_plan_kernel"}
+LARGEST = LargestStep(prompt_tokens=200, rows=5)
 
 
 def key(one: launch.Launch) -> tuple[object, ...]:
@@ -60,6 +63,7 @@ def test_serving_launches_nothing_that_was_not_compiled(
     facts = small_model("llama").facts
     seen: set[tuple[object, ...]] = set()
     monkeypatch.setattr(launch.Launch, "run", lambda one: seen.add(key(one)))
+    monkeypatch.setattr(weights_module, "linear_for", lambda weight, bias, *, same_bits: GpuLinear(weight, bias))
     monkeypatch.setattr(cuda_graphs, "step_factory", lambda facts, library: partial(TritonStep.of, facts))
     with torch.inference_mode():
         weights = load_weights(facts, WeightFormat(torch.float32, "none", library=None))
@@ -70,7 +74,7 @@ def test_serving_launches_nothing_that_was_not_compiled(
         for step in trial_steps(LARGEST, facts.max_model_len, BLOCK_SIZE)[0]:
             runner.execute(step)
         compiled = set(seen)
-        assert {name for name, *_ in compiled} >= {"_decode_kernel", "_prefill_kernel", "_draw_kernel", "_plan_kernel"}
+        assert {name for name, *_ in compiled} >= KERNELS
         seen.clear()
         rng = random.Random(1)
         for _ in range(40):
@@ -97,7 +101,7 @@ def some_step(rng: random.Random) -> list[Chunk]:
     """Prompts, their ends, and single tokens in any mixture, as a scheduler plans them."""
     chunks = []
     for _ in range(rng.randint(0, 3)):
-        start, count = rng.choice([0, 8, 24]), rng.randint(1, 10)
+        start, count = rng.choice([0, 8, 24]), rng.choice([rng.randint(1, 10), rng.randint(1, 60)])
         asked = rng.choice([None, SamplingParams(seed=1, max_tokens=9, temperature=rng.choice([0.0, 1.0]))])
         chunks.append(Chunk(tuple([1] * count), start, table(rng), asked, 0))
     for _ in range(rng.randint(0 if chunks else 1, LARGEST.rows)):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-SPILLED = {("prefill attention", 80): 112, ("prefill attention float32", 80): 8}
+MOST_SPILLED = 112
 """Bytes a thread: a tile's sums of a part, and of the parts before it, do not quite fit into the registers of an A100."""
 
 
@@ -23,11 +23,11 @@ def resources() -> dict[tuple[str, int], dict[str, Any]]:
     return {(one["kernel"], one["capability"]): one for one in json.loads(done.stdout)}
 
 
-def test_nothing_is_spilled(resources: dict[tuple[str, int], dict[str, Any]]) -> None:
-    assert len(resources) == 56
+def test_nothing_is_spilled_on_hopper_and_little_elsewhere(resources: dict[tuple[str, int], dict[str, Any]]) -> None:
+    assert len(resources) == 84
     spilled = {name: one["local_bytes"] for name, one in resources.items() if one["local_bytes"]}
-    assert spilled.keys() <= SPILLED.keys()
-    assert all(spilled[name] <= SPILLED[name] for name in spilled)
+    assert max(spilled.values()) <= MOST_SPILLED
+    assert [kernel for kernel, capability in spilled if capability == 90 and "float32" not in kernel] == []
 
 
 def test_attention_uses_matrix_units_and_asynchronous_copies(resources: dict[tuple[str, int], dict[str, Any]]) -> None:
@@ -48,8 +48,8 @@ def test_products_use_matrix_units_and_bulk_copies(resources: dict[tuple[str, in
 
 
 def test_programs_fit(resources: dict[tuple[str, int], dict[str, Any]]) -> None:
-    """Into the shared memory of an A100 and an H100."""
-    most = {80: 166_912, 90: 232_448}
+    """Into the shared memory of an A100, of an L4 and of an H100."""
+    most = {80: 166_912, 89: 101_376, 90: 232_448}
     assert [name for name, one in resources.items() if one["shared_bytes"] > most[one["capability"]]] == []
 
 
