@@ -17,7 +17,7 @@ from benchmarks.lib.environment import ROOT, write_result
 from benchmarks.lib.gpu_model import decoder_weights, transformers_model
 from benchmarks.lib.gpu_steps import STEPS, StepTiming, same_tokens, smollm2_tokens, step_timings
 from certify.ceilings import Ceilings, ceilings
-from certify.kernel_times import DTYPE, Timing, timings
+from certify.kernels.times import DTYPE, Timing, timings
 from certify.random_model import BLOCK_SIZE, runner_of
 from certify.shapes import LLAMA_8B
 from certify.step_times import token_ids

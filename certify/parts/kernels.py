@@ -17,10 +17,12 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from certify import bit_cases, kernel_cases, kernel_times
 from certify.ceilings import ceilings
 from certify.findings import Device, Findings
-from certify.kernel_cases import LIMITS, Heads
+from certify.kernels import bits as bit_cases
+from certify.kernels import cases as kernel_cases
+from certify.kernels import times as kernel_times
+from certify.kernels.cases import LIMITS, Heads
 from certify.shapes import LLAMA_8B, fitting
 from certify.small_model import graph_error, model_error
 from configs.machine import usable_cores

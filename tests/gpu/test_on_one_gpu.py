@@ -10,8 +10,8 @@ import torch
 
 from benchmarks.lib.gpu_model import decoder_weights, transformers_model
 from benchmarks.lib.gpu_steps import same_tokens
-from certify.bit_cases import check_prompt_as_answer, check_rows_keep_their_bits, product_error
-from certify.kernel_cases import (
+from certify.kernels.bits import check_prompt_as_answer, check_rows_keep_their_bits, product_error
+from certify.kernels.cases import (
     LIMITS,
     Heads,
     add_norm_error,

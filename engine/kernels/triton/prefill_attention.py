@@ -37,6 +37,45 @@ _FLOAT32 = ProgramConfig(num_warps=8, num_stages=2)
 """Float32 is multiplied outside of the matrix units, and both factors are held in registers."""
 
 
+@triton.jit
+def _with_part(
+    sum_MH: tl.tensor,
+    total_M: tl.tensor,
+    best_M: tl.tensor,
+    q_MH: tl.tensor,
+    limit_M: tl.tensor,
+    k_SKH: tl.tensor,
+    v_SKH: tl.tensor,
+    table_W: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    SLOT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    SCALE: tl.constexpr,
+    PIECE: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The sum, total and maximum of the parts so far, with that from `begin` to `end`.
+
+    Where its length is known when it is compiled, a loop is a tenth faster. A PIECE cuts a part whose length is not.
+    """
+    HEAD: tl.constexpr = q_MH.shape[1]
+    own_MH, all_MX, top_M = nothing_seen(q_MH.shape[0], HEAD)
+    if PIECE == 0:
+        own_MH, all_MX, top_M = attend_tiles(
+            q_MH, own_MH, all_MX, top_M, limit_M, k_SKH, v_SKH, table_W, begin, end, SLOT, HEAD, BLOCK, TILE, SCALE, MASKED
+        )
+    else:
+        for first in tl.range(begin, end, PIECE, num_stages=1):
+            to = first + PIECE
+            own_MH, all_MX, top_M = attend_tiles(
+                q_MH, own_MH, all_MX, top_M, limit_M, k_SKH, v_SKH, table_W, first, to, SLOT, HEAD, BLOCK, TILE, SCALE, MASKED
+            )
+    sum_MH, total_M, best_M = add_part(sum_MH, total_M, best_M, own_MH, total_of(all_MX), top_M, SCALE)
+    return sum_MH, total_M, best_M
+
+
 @triton.jit(do_not_specialize=["table_width"])
 def _prefill_kernel(
     qkv_TA: tl.tensor,
@@ -72,80 +111,29 @@ def _prefill_kernel(
     limit_M = position + token_M + 1
     k_SKH += kv_head * HEAD
     v_SKH += kv_head * HEAD
-    sum_MH = tl.zeros((ROWS, HEAD), tl.float32)
-    total_M = tl.zeros((ROWS,), tl.float32)
+    sum_MH, total_M = tl.zeros((ROWS, HEAD), tl.float32), tl.zeros((ROWS,), tl.float32)
     best_M = tl.full((ROWS,), float("-inf"), tl.float32)
+    SLOT: tl.constexpr = KV_HEADS * HEAD
     # What the first token sees, all see: whole parts of it need no mask.
     end = position + num_tokens
     whole = parts_of(position + 2, FIRST, DOUBLED) - 1
-    # Loops of a fixed length, for they are a tenth faster: over the parts of the first length, then over pieces of longer ones.
     short = tl.minimum(whole, 2 * DOUBLED)
     for begin in tl.range(0, short * FIRST, FIRST, num_stages=1):
-        part_sum_MH, totals_MX, part_best_M = nothing_seen(ROWS, HEAD)
-        part_sum_MH, totals_MX, part_best_M = attend_tiles(
-            q_MH,
-            part_sum_MH,
-            totals_MX,
-            part_best_M,
-            limit_M,
-            k_SKH,
-            v_SKH,
-            table_W,
-            begin,
-            begin + FIRST,
-            KV_HEADS * HEAD,
-            HEAD,
-            BLOCK,
-            TILE,
-            SCALE,
-            False,
+        last = begin + FIRST
+        sum_MH, total_M, best_M = _with_part(
+            sum_MH, total_M, best_M, q_MH, limit_M, k_SKH, v_SKH, table_W, begin, last, SLOT, BLOCK, TILE, SCALE, 0, False
         )
-        sum_MH, total_M, best_M = add_part(sum_MH, total_M, best_M, part_sum_MH, total_of(totals_MX), part_best_M, SCALE)
     for part in tl.range(short, whole, num_stages=1):
-        begin, next_begin = part_bounds(part, FIRST, DOUBLED)
-        part_sum_MH, totals_MX, part_best_M = nothing_seen(ROWS, HEAD)
-        for first in tl.range(begin, next_begin, FIRST, num_stages=1):
-            part_sum_MH, totals_MX, part_best_M = attend_tiles(
-                q_MH,
-                part_sum_MH,
-                totals_MX,
-                part_best_M,
-                limit_M,
-                k_SKH,
-                v_SKH,
-                table_W,
-                first,
-                first + FIRST,
-                KV_HEADS * HEAD,
-                HEAD,
-                BLOCK,
-                TILE,
-                SCALE,
-                False,
-            )
-        sum_MH, total_M, best_M = add_part(sum_MH, total_M, best_M, part_sum_MH, total_of(totals_MX), part_best_M, SCALE)
-    for part in tl.range(whole, parts_of(end, FIRST, DOUBLED), num_stages=1):
-        begin, next_begin = part_bounds(part, FIRST, DOUBLED)
-        part_sum_MH, totals_MX, part_best_M = nothing_seen(ROWS, HEAD)
-        part_sum_MH, totals_MX, part_best_M = attend_tiles(
-            q_MH,
-            part_sum_MH,
-            totals_MX,
-            part_best_M,
-            limit_M,
-            k_SKH,
-            v_SKH,
-            table_W,
-            begin,
-            tl.minimum(next_begin, end),
-            KV_HEADS * HEAD,
-            HEAD,
-            BLOCK,
-            TILE,
-            SCALE,
-            True,
+        begin, last = part_bounds(part, FIRST, DOUBLED)
+        sum_MH, total_M, best_M = _with_part(
+            sum_MH, total_M, best_M, q_MH, limit_M, k_SKH, v_SKH, table_W, begin, last, SLOT, BLOCK, TILE, SCALE, FIRST, False
         )
-        sum_MH, total_M, best_M = add_part(sum_MH, total_M, best_M, part_sum_MH, total_of(totals_MX), part_best_M, SCALE)
+    for part in tl.range(whole, parts_of(end, FIRST, DOUBLED), num_stages=1):
+        begin, last = part_bounds(part, FIRST, DOUBLED)
+        last = tl.minimum(last, end)
+        sum_MH, total_M, best_M = _with_part(
+            sum_MH, total_M, best_M, q_MH, limit_M, k_SKH, v_SKH, table_W, begin, last, SLOT, BLOCK, TILE, SCALE, 0, True
+        )
     out_at_MH = ((row + token_M) * (KV_HEADS * GROUP) + head_M)[:, None] * HEAD + dim_H[None, :]
     tl.store(out_TNH + out_at_MH, (sum_MH / total_M[:, None]).to(out_TNH.dtype.element_ty), mask=used_M[:, None])
 

@@ -10,7 +10,7 @@ from benchmarks.gpu import table
 from benchmarks.lib.gpu_model import decoder_weights, transformers_model
 from benchmarks.lib.gpu_steps import StepTiming, same_tokens
 from certify.ceilings import Ceilings
-from certify.kernel_times import Timing
+from certify.kernels.times import Timing
 from certify.shapes import LLAMA_8B
 from certify.step_times import token_ids
 from engine.memory.kv_pool import KVPool

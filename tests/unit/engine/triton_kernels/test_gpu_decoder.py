@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from certify.kernel_cases import DEVICE, relative_error
+from certify.kernels.cases import DEVICE, relative_error
 from engine.batch import Chunk, ForwardBatch
 from engine.cuda_graphs import GraphedDecoder
 from engine.device_sampler import sample_on_device

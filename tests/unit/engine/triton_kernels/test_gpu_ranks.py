@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
-from certify.kernel_cases import DEVICE, relative_error
+from certify.kernels.cases import DEVICE, relative_error
 from configs.facts import ModelFacts
 from configs.sharding import rank_facts
 from engine import cuda_graphs

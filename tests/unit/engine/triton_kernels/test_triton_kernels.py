@@ -14,8 +14,8 @@ import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 
-from certify.bit_cases import product_error
-from certify.kernel_cases import (
+from certify.kernels.bits import product_error
+from certify.kernels.cases import (
     DEVICE,
     LIMITS,
     Heads,

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from certify.kernel_cases import DEVICE, picks, random_requests
+from certify.kernels.cases import DEVICE, picks, random_requests
 from engine.kernels.noise import gumbel, noise_key, noise_words
 from engine.kernels.triton import noise
 from engine.sampler import SampleRequest, sample

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from certify.kernel_cases import DEVICE, Heads, PagedContexts, expect, relative_error, run_decode_attention
+from certify.kernels.cases import DEVICE, Heads, PagedContexts, expect, relative_error, run_decode_attention
 from engine.kernels.triton.prefill_attention import prefill_attention, prefill_tiles
 from engine.kernels.triton.product import GpuLinear
 
