@@ -15,7 +15,7 @@ INK, QUIET = "#1f2328", "#59636e"
 OURS, OTHERS = "#0969da", "#9ea7b3"
 WIDTH, LEFT, RIGHT = 960, 220, 860
 BAR, GAP = 24, 8
-LOAD = "SmolLM2-135M, 16 streams at a time, 256 tokens in, 128 out. Weights: vLLM bfloat16, the others four bits."
+LOAD = "SmolLM2-135M, 16 streams at a time, 256 tokens in, 128 out. Weights: vLLM bfloat16, Tandem four bits."
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,6 @@ def read_groups() -> tuple[Group, Group]:
         "tandem:256": "Tandem",
         "tandem-colocated:128": "Tandem, --colocated",
         "vllm:128": "vLLM 0.32 (CPU)",
-        "llama.cpp": "llama.cpp",
     }
     medians = {name: median(run["output_tokens_per_s"] for run in runs) for name, runs in epyc["rounds"].items()}
     return (
