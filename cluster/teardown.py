@@ -1,17 +1,19 @@
 """Take a Tandem cluster off a Ray cluster that stays: workers, placement groups, controller, Serve application.
 
 The controller, if it is there, ends its own workers. What is left after that, or was left by a controller that died, is known
-by its name in Ray's books. Called by `tandem stop`, by the end of a `tandem serve` that joined, and before one starts.
+by its name in Ray's books. Called by `tandem stop`, by the end of a `tandem serve` that joined, and before one starts. Two may
+do it at once: what one of them finds gone, the other has removed.
 """
 
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import Any
 
 import ray
 from ray import serve
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.placement_group import get_placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -74,7 +76,8 @@ def sweep() -> bool:
     groups = [group["name"] for group in placement_group_table().values() if group["state"] != "REMOVED"]
     ours = [name for name in groups if name.startswith(NAME_PREFIX)]
     for name in ours:
-        remove_placement_group(get_placement_group(name))
+        with suppress(ValueError):  # it was removed meanwhile
+            remove_placement_group(get_placement_group(name))
     return bool(actors or ours)
 
 
@@ -95,9 +98,12 @@ def _actor(name: str) -> Any | None:
 
 def _remove_application() -> bool:
     """Delete the application, and Serve itself when it has no other."""
-    applications = serve.status().applications
-    if APPLICATION in applications:
-        remove_application()
-    if applications.keys() <= {APPLICATION}:
-        serve.shutdown()
+    try:
+        applications = serve.status().applications
+        if APPLICATION in applications:
+            remove_application()
+        if applications.keys() <= {APPLICATION}:
+            serve.shutdown()
+    except RayActorError:
+        return True  # Serve's controller ended meanwhile
     return APPLICATION in applications
