@@ -1,1 +1,1 @@
-"""What the part `kernels` tries and measures: random work for every Triton kernel, products, bits, times."""
+"""The work that `tandem certify` gives to every Triton kernel: against references, for its bits, and for its time."""

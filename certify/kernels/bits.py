@@ -8,12 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from certify.kernels.cases import DEVICE, Heads, PagedContexts, expect, relative_error, run_decode_attention
-from engine.kernels.triton.prefill_attention import prefill_attention, prefill_tiles
+from certify.kernels.cases import (
+    DEVICE,
+    Heads,
+    PagedContexts,
+    expect,
+    relative_error,
+    run_decode_attention,
+    run_prefill_attention,
+)
 from engine.kernels.triton.product import GpuLinear
 
 ROWS_TRIED = (1, 2, 16, 17, 41, 64, 65, 128, 129, 512, 2048)
@@ -59,10 +65,7 @@ def check_prompt_as_answer(heads: Heads, positions: Sequence[int], block_size: i
 
     def prompt(start: int, end: int) -> Tensor:
         out_TNH = torch.empty((end - start, heads.query, heads.size), dtype=dtype, device=DEVICE)
-        tiles = prefill_tiles(np.array([start]), np.array([end]), np.array([0]), heads.query // heads.kv, dtype)
-        tiles_P4 = torch.from_numpy(tiles).to(DEVICE, torch.int32)
-        chunk_TA = qkv_TA[start:end].clone()
-        prefill_attention(chunk_TA, contexts.slots_2SKH, contexts.tables_CW, tiles_P4, block_size, out_TNH).run()
+        run_prefill_attention(contexts, [(start, end)], block_size, qkv_TA[start:end].clone(), out_TNH)
         return out_TNH
 
     whole = prompt(0, length)

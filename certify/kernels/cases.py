@@ -34,7 +34,7 @@ from protocol.sampling import SamplingParams
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MAX_LEN = 32_768
-"""Of the contexts that decode attention is made for."""
+"""Tokens of the longest context that decode attention is made for."""
 LIMITS = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """Relative errors in the 2-norm: a little more than the rounding of the results."""
 
@@ -142,19 +142,27 @@ def run_decode_attention(
     run(attention.launches(qkv_RA[rows].clone(), contexts.slots_2SKH, tables_RW, lengths_R, block_size, out_RNH))
 
 
+def run_prefill_attention(
+    contexts: PagedContexts, chunks: Sequence[tuple[int, int]], block_size: int, qkv_TA: Tensor, out_TNH: Tensor
+) -> None:
+    """Fill `out_TNH` for chunks from one position to another, each of the context of its place, in one launch."""
+    starts, ends = np.array(chunks).T
+    rows = np.cumsum(ends - starts) - (ends - starts)
+    tiles = prefill_tiles(starts, ends, rows, contexts.heads.query // contexts.heads.kv, qkv_TA.dtype)
+    tiles_P4 = torch.from_numpy(tiles).to(DEVICE, torch.int32)
+    prefill_attention(qkv_TA, contexts.slots_2SKH, contexts.tables_CW, tiles_P4, block_size, out_TNH).run()
+
+
 def prefill_error(heads: Heads, chunks: Sequence[tuple[int, int]], block_size: int, dtype: torch.dtype) -> float:
     """Return the relative error of attention of several chunks of prompts in one launch.
 
     `chunks` are positions from and to; the sequences hold nothing behind them.
     """
-    starts, ends = np.array(chunks).T
-    contexts = PagedContexts(heads, ends.tolist(), block_size, dtype)
+    contexts = PagedContexts(heads, [end for _, end in chunks], block_size, dtype)
     rows = [0, *itertools.accumulate(end - start for start, end in chunks)]
     qkv_TA, q_TNH = contexts.queries(rows[-1], dtype)
     out_TNH = torch.full_like(q_TNH, math.nan).to(DEVICE)
-    tiles = prefill_tiles(starts, ends, np.array(rows[:-1]), heads.query // heads.kv, dtype)
-    tiles_P4 = torch.from_numpy(tiles).to(DEVICE, torch.int32)
-    prefill_attention(qkv_TA, contexts.slots_2SKH, contexts.tables_CW, tiles_P4, block_size, out_TNH).run()
+    run_prefill_attention(contexts, chunks, block_size, qkv_TA, out_TNH)
     expected = [contexts.attended(i, q_TNH[rows[i] : rows[i + 1]]) for i in range(len(chunks))]
     return relative_error(out_TNH, torch.cat(expected))
 

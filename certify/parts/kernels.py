@@ -36,7 +36,7 @@ LARGE_VOCABULARY, MISSED_PICKS = 100_000, 1 / 16
 """Masses of top-p are summed in float32, in float64 on the processor: of a large vocabulary a token at the border may fall on
 the other side."""
 POSITIONS = (0, 1, 63, 64, 511, 512, 700, 4095, 8191, 16_383, 16_500, 17_500)
-"""Of tokens whose attention is compared: at the borders of tiles and parts, and between them."""
+"""Positions of tokens whose attention is compared: at the borders of tiles and parts, and between them."""
 LIMIT_S = 120.0
 """For one group of cases."""
 _SPAWN = multiprocessing.get_context("spawn")
@@ -180,26 +180,12 @@ def _product_cases(group: Group, sizes: Sizes) -> Iterator[Case]:
 
 
 def _bit_cases(group: Group, sizes: Sizes) -> Iterator[Case]:
-    """Checks that raise where bits differ."""
     for inputs, outputs in sizes.matrices:
-        yield Case(
-            f"rows of a product, {inputs} to {outputs}",
-            _no_error(bit_cases.check_rows_keep_their_bits, inputs, outputs, group.dtype),
-            group.limit,
-        )
+        check = partial(bit_cases.check_rows_keep_their_bits, inputs, outputs, group.dtype)
+        yield Case(f"rows of a product, {inputs} to {outputs}", _no_error(check), 0)
     for heads in sizes.heads:
-        check = _no_error(bit_cases.check_prompt_as_answer, heads, POSITIONS, sizes.block_sizes[0], group.dtype)
-        yield Case(f"a prompt and an answer, {heads}", check, group.limit)
-
-
-def _no_error(check: Callable[..., None], *args: object) -> Callable[[], float]:
-    """A check as a case: what it finds it raises."""
-
-    def error() -> float:
-        check(*args)
-        return 0.0
-
-    return error
+        check = partial(bit_cases.check_prompt_as_answer, heads, POSITIONS, sizes.block_sizes[0], group.dtype)
+        yield Case(f"a prompt and an answer, {heads}", _no_error(check), 0)
 
 
 def _small_cases(group: Group, sizes: Sizes) -> Iterator[Case]:
@@ -208,17 +194,23 @@ def _small_cases(group: Group, sizes: Sizes) -> Iterator[Case]:
         slots = [*torch.randperm(3000)[: sizes.rows].tolist(), -1]
         error = partial(kernel_cases.rotate_and_store_error, heads, slots, 3000, dtype)
         yield Case(f"rotate and store, {heads}", error, limit)
-        yield Case(f"gather, scatter and fingerprints, {heads}", partial(_copies_error, heads, dtype), 0)
+        copies = partial(kernel_cases.check_copies, 5, range(1, 4), heads, 61, dtype)
+        fingerprints = partial(kernel_cases.check_fingerprints, heads, 61, dtype)
+        yield Case(f"gather, scatter and fingerprints, {heads}", _no_error(copies, fingerprints), 0)
     for name, add in (("add and norm", True), ("norm", False)):
         yield Case(name, partial(kernel_cases.add_norm_error, sizes.rows, sizes.hidden, dtype, add=add), limit)
     yield Case("swiglu", partial(kernel_cases.swiglu_error, sizes.rows, sizes.inner, dtype), limit)
 
 
-def _copies_error(heads: Heads, dtype: torch.dtype) -> float:
-    """These have no error: they raise WrongResultError instead."""
-    kernel_cases.check_copies(5, range(1, 4), heads, 61, dtype)
-    kernel_cases.check_fingerprints(heads, 61, dtype)
-    return 0.0
+def _no_error(*checks: Callable[[], None]) -> Callable[[], float]:
+    """Return checks as what a case runs. They have no error: they raise WrongResultError instead."""
+
+    def error() -> float:
+        for check in checks:
+            check()
+        return 0.0
+
+    return error
 
 
 def _run_group(findings: Findings, group: Group, device: Device) -> None:

@@ -18,7 +18,7 @@ import triton.language as tl
 from configs.arithmetic import ceil_div
 
 FIRST_TOKENS = 512
-"""Of the first parts. With 256, one context of 4,096 tokens decodes a third faster and prompts take a twentieth longer."""
+"""Length of the first parts. With 256, one context of 4,096 decodes a third faster, and prompts take a twentieth longer."""
 DOUBLED_AFTER = 16
 """Parts of one length. There are twice as many of the first."""
 
