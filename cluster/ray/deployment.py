@@ -66,8 +66,11 @@ class Deployment:
         """Start the cluster, or go on with it if it is there, and return once every worker is ready.
 
         Raises ConfigError for whatever the operator can mend, UnavailableError if a worker is not ready in time. A cluster that
-        this call has started is gone then.
+        this call has started is gone then. It goes on to its end if Serve cancels the build.
         """
+        return await asyncio.shield(asyncio.create_task(self._start()))
+
+    async def _start(self) -> RouterArguments:
         async with self._starting:
             return await asyncio.to_thread(self._go_on if self._has_cluster else self._begin)
 
