@@ -18,8 +18,6 @@ import os
 from typing import Any
 
 import ray
-from ray import serve
-from ray.exceptions import RayError
 
 from cluster.controller import find_controller
 from cluster.launch import check_model
@@ -28,7 +26,7 @@ from cluster.ray.actors import NAME_PREFIX, start_keeper
 from cluster.ray.front import HEAD_RESOURCES
 from cluster.ray.parts import Parts, ask_controller
 from cluster.ray.serve_app import RouterArguments
-from cluster.router_replicas import APPLICATION
+from cluster.router_replicas import APPLICATION, application_is_gone
 from cluster.teardown import remove_cluster, sweep
 from configs.schema import ClusterConfig
 from telemetry.logging import setup_logging
@@ -105,7 +103,7 @@ class Deployment:
         absent = 0
         while absent < _ABSENT_LOOKS:
             await asyncio.sleep(_LOOK_S)
-            absent = absent + 1 if await asyncio.to_thread(_application_is_gone) else 0
+            absent = absent + 1 if await asyncio.to_thread(application_is_gone) else 0
         log.info("Serve has no application %s any more: its workers end", APPLICATION)
         async with self._starting:
             if self._has_cluster:
@@ -116,11 +114,3 @@ class Deployment:
 def find_or_make_deployment(asked: ClusterConfig, config: ClusterConfig) -> Any:
     """Return the handle of this Ray cluster's Deployment, made for this configuration if there is none."""
     return start_keeper(Deployment, _NAME, HEAD_RESOURCES, asked, config, os.urandom(32))
-
-
-def _application_is_gone() -> bool:
-    """Whether Serve says so, or has ended. While it can't be asked, nothing is known."""
-    try:
-        return APPLICATION not in serve.status().applications
-    except RayError:
-        return False

@@ -1,11 +1,11 @@
-"""What a cluster consists of besides its HTTP entry: controller, workers, what outlives the routers; and what routers must know.
+"""What a cluster consists of besides its routers: controller, workers, keepers; and what the routers are made with.
 
     room? ─► Parts.start: controller ─► HAProxy's settings ─► workers begin
                                                       Parts.settle ─► every worker is ready
                                                       Parts.arguments ─► what the routers are made with
 
-`tandem serve` does this in its own process, and deploys the routers itself (cluster.launch). For `serve deploy` an actor does it
-(cluster.ray.deployment), and Serve deploys them.
+`tandem serve` does this in its own process, and deploys the routers itself (cluster.launch). For `serve deploy` an actor does
+it (cluster.ray.deployment), and Serve deploys them.
 """
 
 from __future__ import annotations

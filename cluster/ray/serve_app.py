@@ -16,8 +16,8 @@ from ray import serve
 from ray.exceptions import RayError
 
 from cluster.controller import RayControllerClient
-from cluster.ray.keepers.audit import RayAuditStore
 from cluster.ray.front import counts_folder
+from cluster.ray.keepers.audit import RayAuditStore
 from cluster.ray.keepers.rates import rate_store
 from cluster.ray.keepers.streams import RayRecordStore
 from cluster.router_replicas import APPLICATION, DEPLOYMENT, drain_s

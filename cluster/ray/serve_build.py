@@ -3,8 +3,8 @@
 The arguments are the keys of Tandem's configuration, nested as in a file or with dots between; `config` is the path of such a
 file on the head node, before which they go. deploy/serve.yaml is an example.
 
-Serve runs `build` in a task of its own, on any node, whenever an application is deployed with other arguments. What it raises is
-the message of `serve status`.
+Serve runs `build` in a task of its own, on any node, whenever an application is deployed with other arguments. What it raises
+is the message of `serve status`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _ANSWER_S = 60.0
 def build(arguments: dict[str, Any]) -> serve.Application:
     """Start the cluster that the arguments describe, and return its routers, once every worker is ready.
 
-    With the arguments of a cluster that runs, it is that one. Raises ConfigError for what the operator can mend, also if a cluster
-    runs with other arguments. What was started is gone then.
+    With the arguments of a cluster that runs, it is that one. Raises ConfigError for what the operator can mend, also if a
+    cluster runs with other arguments. What was started is gone then.
     """
     asked = at_head(HEAD_RESOURCES, read, arguments)
     deployment = find_or_make_deployment(asked, with_gpu_shares(asked, node_resources()))

@@ -1,4 +1,4 @@
-"""`serve deploy deploy/serve.yaml` on a Ray head node that runs already: a stream, a scale, refusals, `serve shutdown`, nothing left."""
+"""`serve deploy deploy/serve.yaml` on a Ray head node that runs already: a stream, a scale, refusals, and nothing is left."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ class Head:
 
     def run(self, *command: str) -> str:
         """What another command says."""
-        done = subprocess.run(command, env=os.environ | self.environment, capture_output=True, text=True, timeout=90, check=False)
+        done = subprocess.run(
+            command, env=os.environ | self.environment, capture_output=True, text=True, timeout=90, check=False
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -66,16 +68,15 @@ class Head:
         found: dict[str, Any] = status["applications"].get("tandem", {"status": "NONE", "message": ""})
         return found
 
-    def await_status(self, *wanted: str) -> str:
-        """Its message, once it has one of these states."""
+    def await_status(self, wanted: str, message: str = "") -> None:
+        """Until it has this state, with this in its message."""
         state: dict[str, Any] = {}
 
         def is_there() -> bool:
             state.update(self.application())
-            return state["status"] in wanted
+            return state["status"] == wanted and message in state["message"]
 
         until(is_there, START_S, lambda: state)
-        return str(state["message"])
 
     def deployed(self) -> None:
         self.await_status("RUNNING")
@@ -83,7 +84,9 @@ class Head:
 
     def inventory(self) -> tuple[Counter[str], Counter[str]]:
         """Processes by name, and listening sockets by the name of their process. Ray keeps some idle processes ahead."""
-        processes = {pid: command for pid, command in marked_processes(self.mark).items() if not command.startswith("ray::IDLE")}
+        processes = {
+            pid: command for pid, command in marked_processes(self.mark).items() if not command.startswith("ray::IDLE")
+        }
         sockets: Counter[str] = Counter()
         for pid, command in processes.items():
             try:
@@ -168,7 +171,7 @@ def test_what_runs_is_not_replaced_and_a_killed_actor_goes_on_watching(head: Hea
     (deployment,) = [pid for pid, command in marked_processes(head.mark).items() if command.startswith("ray::Deployment")]
     os.kill(deployment, signal.SIGKILL)
     head.deploy(decode={"workers": 2})
-    assert "another configuration" in head.await_status("DEPLOY_FAILED")
+    head.await_status("DEPLOY_FAILED", "another configuration")
     assert httpx.get(f"{head.url}/ready", timeout=10).status_code == httpx.codes.OK
     head.deploy()
     head.deployed()
@@ -179,11 +182,11 @@ def test_what_runs_is_not_replaced_and_a_killed_actor_goes_on_watching(head: Hea
 def test_a_configuration_that_can_not_work_is_said_and_leaves_nothing(head: Head) -> None:
     until(lambda: not any(command.startswith("ray::Deployment") for command in marked_processes(head.mark).values()), GONE_S)
     head.deploy(decode={"workerz": 2})
-    assert "decode.workerz: unknown key; did you mean decode.workers?" in head.await_status("DEPLOY_FAILED")
+    head.await_status("DEPLOY_FAILED", "decode.workerz: unknown key; did you mean decode.workers?")
     head.deploy(decode={"kv_cache_tokens": 10**12})
-    assert "do not fit" in head.await_status("DEPLOY_FAILED")
+    head.await_status("DEPLOY_FAILED", "want fewer workers, or a smaller decode.kv_cache_tokens")
     head.deploy(http={"port": free_port()})
-    assert "nobody listens at" in head.await_status("DEPLOY_FAILED")
+    head.await_status("DEPLOY_FAILED", "nobody listens at")
     names = head.inventory()[0]
     assert not [name for name in names if "Deployment" in name or "WorkerProcess" in name or name.startswith("ray::Controller")]
     head.run(SERVE, "shutdown", "-y")
