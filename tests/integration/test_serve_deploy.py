@@ -23,7 +23,7 @@ from cluster.ray.session import free_port, local_environment
 from tests.integration.listening import listening
 from tests.integration.local_processes import TANDEM, marked_processes, ray_head_command
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 SERVE = str(Path(sys.executable).with_name("serve"))
 SHIPPED = Path(__file__).parents[2] / "deploy" / "serve.yaml"
