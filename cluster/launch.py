@@ -26,8 +26,8 @@ import redis
 from cluster.gpu_shares import with_gpu_shares
 from cluster.memory import role_memory
 from cluster.open_requests import RETIRE_ANSWER_S
-from cluster.ray.front import HEAD_RESOURCES, at_head, check_certificate, check_listener, front_token, prepare
-from cluster.ray.placement import Room, pool_of, unplaceable
+from cluster.ray.front import HEAD_RESOURCES, check_certificate
+from cluster.ray.placement import unplaceable
 from cluster.ray.session import check_port_free, joined_ray, local_ray
 from configs.facts import ModelFacts
 from configs.loader import served_context
@@ -35,8 +35,7 @@ from configs.models import resolve_for
 from configs.schema import ClusterConfig
 from kv_transfer.tiers.occupied import remove_left_in_time
 from protocol.cluster_view import ClusterView
-from protocol.errors import ConfigError, InvalidRequestError, UnavailableError
-from protocol.messages import Role
+from protocol.errors import ConfigError, UnavailableError
 from router.access.keyring import check_key_file
 from telemetry.audit_file import AuditFile
 from telemetry.spans import check_installed
@@ -78,11 +77,15 @@ class RunningCluster:
 
         Raises UnavailableError if the controller is gone.
         """
-        return int(_ask(self._controller.retire.remote(deadline_s), deadline_s + RETIRE_ANSWER_S))
+        from cluster.ray.parts import ask_controller
+
+        return int(ask_controller(self._controller.retire.remote(deadline_s), deadline_s + RETIRE_ANSWER_S))
 
     def watch(self, known_version: int) -> ClusterView:
         """Return the view when it is a new one, or after 10 s. Raises UnavailableError if the controller is gone."""
-        return cast(ClusterView, _ask(self._controller.watch.remote(known_version)))
+        from cluster.ray.parts import ask_controller
+
+        return cast(ClusterView, ask_controller(self._controller.watch.remote(known_version)))
 
 
 def check_model(config: ClusterConfig) -> ModelFacts:
@@ -159,75 +162,34 @@ def running_cluster(config: ClusterConfig, facts: ModelFacts, address: str | Non
 
 @contextmanager
 def _pools_and_http(config: ClusterConfig, facts: ModelFacts, place: _Place, report: Report) -> Iterator[RunningCluster]:
-    from cluster.controller import find_controller, start_controller
+    from cluster.controller import find_controller
     from cluster.ray.actors import node_resources
-    from cluster.ray.audit_keeper import start_audit_keeper
-    from cluster.ray.rates import start_rate_keeper
-    from cluster.ray.serve_app import RouterArguments, deploy_router, start_http
-    from cluster.ray.stream_keeper import start_stream_keeper
+    from cluster.ray.parts import Parts, ask_controller
+    from cluster.ray.serve_app import deploy_router, start_http
     from cluster.teardown import remove_cluster, sweep
 
     if not place.may_grow and (reason := unplaceable(config, node_resources())) is not None:
         raise ConfigError(f"impossible pool: {reason}")
-    memory = role_memory(config, facts)
-    _check_room(config, Room(config, memory, node_resources(), may_grow=place.may_grow))
     # Serve sets its own level when it is imported, and says at INFO what the progress line says already.
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    memory = role_memory(config, facts)
     if not place.ends_with_us and find_controller() is None:
         sweep()  # of a cluster whose controller died
-    secret = os.urandom(32)
-    controller = start_controller(config, secret, memory, place.head_resources, may_grow=place.may_grow)
+    parts = Parts.start(config, os.urandom(32), memory, place.head_resources, may_grow=place.may_grow)
     try:
-        # No sooner: where another cluster runs already, its HAProxy must keep its settings.
-        token = front_token(secret)
-        fronted = at_head(place.head_resources, prepare, config, token)
-        settled = controller.settle.remote(config.limits.worker_start_s)
+        parts.prepare_front()
+        settled = parts.begin_settling()
         report("workers and router")
         start_http(config)
-        at_head(place.head_resources, check_listener, config.http.host, config.http.port)
-        rate_keeper = start_rate_keeper(config, place.head_resources)
-        stream_keeper = start_stream_keeper(config, place.head_resources)
-        audit_keeper = start_audit_keeper(config, place.head_resources)
-        arguments = RouterArguments(
-            config, secret, controller, rate_keeper, stream_keeper, audit_keeper, token if fronted else None
-        )
-        deploy_router(arguments, place.head_resources)
+        deploy_router(parts.arguments(), place.head_resources)
         report("workers")
-        _ask(settled)
+        ask_controller(settled)
         report("HTTP")
         _wait_healthy(config)
-        yield RunningCluster(controller, config)
+        yield RunningCluster(parts.controller, config)
     finally:
         if not place.ends_with_us:
             remove_cluster(memory_tiers=config.kv_offloading.memory_gib is not None)
-
-
-def _check_room(config: ClusterConfig, room: Room) -> None:
-    """Raise ConfigError if the workers to begin with do not fit into memory."""
-    try:
-        workers = {role: pool_of(config, role).workers for role in Role}
-        room.check({**workers, Role.DECODE: workers[Role.DECODE] + config.autoscale.standby}, [Role.PREFILL, Role.DECODE])
-    except InvalidRequestError as error:
-        problem = f"{error.message}; want fewer workers, or a smaller {error.param}.kv_cache_tokens"
-        raise ConfigError(problem, param=f"{error.param}.workers") from None
-
-
-def _ask(reference: Any, deadline_s: float | None = None) -> Any:
-    """The controller's answer. A `deadline_s` of None is for calls whose deadline the controller keeps.
-
-    Raises the TandemError that it raised, and UnavailableError if it is gone or late.
-    """
-    import ray
-    from ray.exceptions import RayError, RayTaskError
-
-    from cluster.ray.errors import original
-
-    try:
-        return ray.get(reference, timeout=deadline_s)
-    except RayTaskError as error:
-        raise original(error) from None
-    except RayError as error:
-        raise UnavailableError(f"the controller is gone: {str(error).splitlines()[0]}") from None
 
 
 def _wait_healthy(config: ClusterConfig) -> None:

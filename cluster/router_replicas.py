@@ -17,8 +17,10 @@ import asyncio
 import logging
 import time
 from contextlib import suppress
+from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from configs.schema import LimitsConfig
 
@@ -81,12 +83,34 @@ def remove_application() -> None:
         time.sleep(_LOOK_S)
 
 
+def application_is_gone() -> bool:
+    """Return whether Serve has no such application any more, or has ended. While it can't be asked, nothing is known.
+
+    Blocks for calls to Ray. `serve.status` keeps the handle of a controller that has ended, and then knows nothing for ever.
+    """
+    try:
+        controller = _serve_controller()
+    except ValueError:
+        return True
+    try:
+        details = ray.get(controller.get_serve_instance_details.remote(), timeout=_ANSWER_S)
+    except RayError:
+        return False
+    return APPLICATION not in details["applications"]
+
+
+def _serve_controller() -> Any:
+    """Raises ValueError if there is none."""
+    from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+
+    return ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+
+
 def _set_target(number: int) -> None:
     """Blocks. As Serve's REST API does it (POST .../applications/tandem/deployments/router/scale), which needs a dashboard."""
     from ray.serve._private.common import DeploymentID
-    from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
-    controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+    controller = _serve_controller()
     ray.get(controller.update_deployment_replicas.remote(DeploymentID(DEPLOYMENT, APPLICATION), number), timeout=_ANSWER_S)
 
 

@@ -1,8 +1,8 @@
 """Take a Tandem cluster off a Ray cluster that stays: workers, placement groups, controller, Serve application.
 
 The controller, if it is there, ends its own workers. What is left after that, or was left by a controller that died, is known
-by its name in Ray's books. Called by `tandem stop`, by the end of a `tandem serve` that joined, and before one starts. Two may
-do it at once: what one of them finds gone, the other has removed.
+by its name in Ray's books. Called by `tandem stop`, by the end of a `tandem serve` that joined, before one starts, and after
+`serve shutdown` (cluster.ray.deployment). Two may do it at once: what one of them finds gone, the other has removed.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ def retire_cluster(deadline_s: float) -> None:
             log.warning("requests are cut off: %s", str(error).splitlines()[0])
 
 
-def remove_cluster(*, memory_tiers: bool = True) -> bool:
+def remove_cluster(*, memory_tiers: bool = True, application: bool = True, keep: str | None = None) -> bool:
     """Remove whatever there is of Tandem on the Ray cluster that this process has joined. Return False if there was nothing.
 
-    `memory_tiers`: there may be some.
+    `memory_tiers`: there may be some. Without `application`, the routers are left to Serve. `keep` is the name of an actor of
+    ours that stays: the one that calls this.
     """
     controller = find_controller()
     closing = None if controller is None else controller.close.remote()
-    served = _remove_application()
+    served = application and _remove_application()
     if closing is not None:
         try:
             ray.get(closing, timeout=_CLOSE_S)
@@ -58,15 +59,19 @@ def remove_cluster(*, memory_tiers: bool = True) -> bool:
         at_head(HEAD_RESOURCES, withdraw)
     except UnavailableError as error:
         log.warning("what HAProxy was told is left: %s", error.message)
-    swept = sweep()
+    swept = sweep(keep)
     if memory_tiers:
         _remove_memory_tiers()
     return served or swept
 
 
-def sweep() -> bool:
-    """Kill actors and remove placement groups that carry Tandem's name. Return False if there were none."""
-    actors = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE]
+def sweep(keep: str | None = None) -> bool:
+    """Kill actors, but the one called `keep`, and remove placement groups, that carry Tandem's name.
+
+    Return False if there were none.
+    """
+    named = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE]
+    actors = [name for name in named if name != keep]
     actors.sort(key=lambda name: name != CONTROLLER)  # first, for it would replace its workers
     for name in actors:
         handle = _actor(name)

@@ -57,6 +57,24 @@ def find_actors(names: Sequence[str]) -> list[NamedActor]:
     return actors
 
 
+def start_keeper(kind: type, name: str, head_resources: dict[str, float], *args: Any) -> Any:
+    """Return the handle of the cluster's actor of this name, which is made with these arguments if there is none yet.
+
+    It outlives whoever started it, and Ray starts it again when its process dies.
+    """
+    options: dict[str, Any] = {
+        "name": NAME_PREFIX + name,
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "get_if_exists": True,
+        "num_cpus": 0,
+        "resources": head_resources,
+        "max_restarts": -1,
+    }
+    actor: Any = ray.remote(kind)
+    return actor.options(**options).remote(*args)
+
+
 def new_actor(process_class: type, name: str, bundle: Resources, **placement: Any) -> NamedActor:
     """Make an actor of this class that reserves the bundle. Blocks for a call to Ray, not until the actor is placed."""
     named = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}

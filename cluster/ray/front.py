@@ -83,23 +83,28 @@ def at_head(head_resources: dict[str, float], function: Callable[..., _T], *args
     return answer
 
 
+def has_front() -> bool:
+    """Return whether Serve works with HAProxy on this node."""
+    return os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
+
+
 def counts_folder() -> Path:
     """Return where the routers of this node count, for as long as the cluster is there."""
     return _configuration().parent / "counts"
 
 
-def prepare(config: ClusterConfig, token: str) -> bool:
-    """Leave the settings for the HAProxy of this node where it finds them, before Serve starts or reloads it.
+def prepare(config: ClusterConfig, token: str) -> None:
+    """Leave the settings for the HAProxy of this node, if there is one, where it finds them, before Serve starts or reloads it.
 
-    Returns False if Serve here works without HAProxy, and so without the token. Raises ConfigError for a HAProxy that would
+    Raises ConfigError for a HAProxy that would
     not read the settings, for a certificate that can't be used, and for TLS without HAProxy.
     """
     withdraw()  # whatever a cluster that was killed has left
     files = certificate_files(config.http)
-    if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
+    if not has_front():
         if files is not None:
             raise ConfigError("TLS needs HAProxy, which Ray Serve uses on Linux only", param="http.ssl_certfile")
-        return False
+        return
     if Path(os.environ.get("RAY_SERVE_HAPROXY_BINARY_PATH", "")).name != "tandem-haproxy":
         raise ConfigError(
             "RAY_SERVE_HAPROXY_BINARY_PATH must lead to tandem-haproxy wherever `ray start` runs; see docs/handbook/install.md"
@@ -112,7 +117,6 @@ def prepare(config: ClusterConfig, token: str) -> bool:
         _write_pair(files, certificate_path(configuration))
     limits = config.limits
     FrontSettings(token, limits.header_s, limits.client_s, files).save(settings_path(configuration))
-    return True
 
 
 def withdraw() -> None:

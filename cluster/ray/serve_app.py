@@ -16,14 +16,14 @@ from ray import serve
 from ray.exceptions import RayError
 
 from cluster.controller import RayControllerClient
-from cluster.ray.audit_keeper import RayAuditStore
 from cluster.ray.front import counts_folder
-from cluster.ray.rates import rate_store
-from cluster.ray.stream_keeper import RayRecordStore
+from cluster.ray.keepers.audit import RayAuditStore
+from cluster.ray.keepers.rates import rate_store
+from cluster.ray.keepers.streams import RayRecordStore
 from cluster.router_replicas import APPLICATION, DEPLOYMENT, drain_s
 from configs.models import resolve_for
 from configs.schema import ClusterConfig, HttpConfig
-from protocol.errors import UnavailableError
+from protocol.errors import ConfigError, UnavailableError
 from router.access.audit_trail import AuditQueue
 from router.access.meter import Meter
 from router.app import create_app
@@ -74,6 +74,8 @@ class RouterReplica:
 
     async def __init__(self, given: RouterArguments) -> None:  # type: ignore[misc]  # Serve awaits it
         setup_logging("router")
+        if (name := serve.get_replica_context().app_name) != APPLICATION:
+            raise ConfigError(f"the application has to be called {APPLICATION}, not {name}")
         model = await asyncio.to_thread(resolve_for, given.config)
         counts = CountsFolder(counts_folder())
         self._router = Router(given.config, model, given.secret, RayControllerClient(given.controller), counts)
@@ -128,8 +130,8 @@ def size_of_deployment(http: HttpConfig) -> dict[str, Any]:
     }
 
 
-def deploy_router(given: RouterArguments, head_resources: dict[str, float]) -> None:
-    """Deploy the router and wait until every replica serves. Raises UnavailableError if one can't."""
+def router_application(given: RouterArguments, head_resources: dict[str, float]) -> serve.Application:
+    """Return the router as an application that Serve can run."""
     deployment: Any = serve.deployment(
         name=DEPLOYMENT,
         max_ongoing_requests=_NEVER_REACHED,
@@ -139,10 +141,16 @@ def deploy_router(given: RouterArguments, head_resources: dict[str, float]) -> N
         graceful_shutdown_timeout_s=drain_s(given.config.limits),
         **size_of_deployment(given.config.http),
     )
+    application: serve.Application = deployment(RouterReplica).bind(given)
+    return application
+
+
+def deploy_router(given: RouterArguments, head_resources: dict[str, float]) -> None:
+    """Deploy the router and wait until every replica serves. Raises UnavailableError if one can't."""
     try:
-        replica = deployment(RouterReplica).bind(given)
         by_command = given.config.http.max_router_replicas is None
-        serve.run(replica, name=APPLICATION, route_prefix="/", external_scaler_enabled=by_command)
+        application = router_application(given, head_resources)
+        serve.run(application, name=APPLICATION, route_prefix="/", external_scaler_enabled=by_command)
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[-1]
         raise UnavailableError(f"the router did not start: {reason}") from None

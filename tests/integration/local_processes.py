@@ -9,8 +9,10 @@ from pathlib import Path
 TANDEM = str(Path(sys.executable).with_name("tandem"))
 
 
-def ray_head_command(port: int, scratch: str) -> list[str]:
+def ray_head_command(port: int, scratch: str, dashboard_port: int | None = None) -> list[str]:
     """Return the command that starts a Ray head node of this machine alone, at `port` of 127.0.0.1.
+
+    With a `dashboard_port` it has Ray's dashboard there, whose API the command `serve` talks to.
 
     Ray lets everybody into its folder. HAProxy's files may lie in `scratch`, so Ray's folder is another one below it.
     """
@@ -19,8 +21,10 @@ def ray_head_command(port: int, scratch: str) -> list[str]:
         "node-ip-address": "127.0.0.1",
         "num-cpus": 2,
         "temp-dir": f"{scratch}/ray",
-        "include-dashboard": "false",
+        "include-dashboard": str(dashboard_port is not None).lower(),
     }
+    if dashboard_port is not None:
+        flags |= {"dashboard-host": "127.0.0.1", "dashboard-port": dashboard_port}
     return [str(Path(sys.executable).with_name("ray")), "start", "--head", *(f"--{k}={v}" for k, v in flags.items())]
 
 

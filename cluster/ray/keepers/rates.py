@@ -6,9 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import ray
-
-from cluster.ray.actors import NAME_PREFIX, NAMESPACE
+from cluster.ray.actors import start_keeper
 from configs.schema import ClusterConfig
 from router.access.meter import PATIENCE_S
 from router.access.rates import Buckets, Charge, RateStore
@@ -41,20 +39,11 @@ class RayRates:
 
 
 def start_rate_keeper(config: ClusterConfig, head_resources: dict[str, float]) -> Any | None:
-    """Return the handle of a new RateKeeper. None means that nobody has rates, or that Redis keeps their buckets."""
+    """Return the handle of the RateKeeper. None means that nobody has rates, or that Redis keeps their buckets."""
     limited = any(tier.requests_per_minute or tier.tokens_per_minute for tier in config.tiers.values())
     if config.http.redis_url is not None or (config.http.keys_file is None and not limited):
         return None
-    options: dict[str, Any] = {
-        "name": NAME_PREFIX + "rates",
-        "namespace": NAMESPACE,
-        "lifetime": "detached",
-        "num_cpus": 0,
-        "resources": head_resources,
-        "max_restarts": -1,
-    }
-    actor: Any = ray.remote(RateKeeper)
-    return actor.options(**options).remote()
+    return start_keeper(RateKeeper, "rates", head_resources)
 
 
 def rate_store(config: ClusterConfig, keeper: Any | None) -> RateStore | None:

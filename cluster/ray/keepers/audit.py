@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import ray
-
-from cluster.ray.actors import NAME_PREFIX, NAMESPACE
+from cluster.ray.actors import start_keeper
 from configs.schema import ClusterConfig
 from telemetry.audit_file import AuditFile, Line
 
@@ -36,16 +34,7 @@ class RayAuditStore:
 
 
 def start_audit_keeper(config: ClusterConfig, head_resources: dict[str, float]) -> Any | None:
-    """Return the handle of a new AuditKeeper. None means that nobody wants an audit log."""
+    """Return the handle of the AuditKeeper. None means that nobody wants an audit log."""
     if config.telemetry.audit_log is None:
         return None
-    options: dict[str, Any] = {
-        "name": NAME_PREFIX + "audit",
-        "namespace": NAMESPACE,
-        "lifetime": "detached",
-        "num_cpus": 0,
-        "resources": head_resources,
-        "max_restarts": -1,
-    }
-    actor: Any = ray.remote(AuditKeeper)
-    return actor.options(**options).remote(config.telemetry.audit_log)
+    return start_keeper(AuditKeeper, "audit", head_resources, config.telemetry.audit_log)

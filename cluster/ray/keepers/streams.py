@@ -6,9 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, cast
 
-import ray
-
-from cluster.ray.actors import NAME_PREFIX, NAMESPACE
+from cluster.ray.actors import start_keeper
 from configs.schema import ClusterConfig, ResumableConfig
 from router.resume.stream_records import Entry, StreamKey, StreamRecords, WriteOutcome
 
@@ -53,14 +51,5 @@ class RayRecordStore:
 
 
 def start_stream_keeper(config: ClusterConfig, head_resources: dict[str, float]) -> Any:
-    """Return the handle of a new StreamKeeper."""
-    options: dict[str, Any] = {
-        "name": NAME_PREFIX + "streams",
-        "namespace": NAMESPACE,
-        "lifetime": "detached",
-        "num_cpus": 0,
-        "resources": head_resources,
-        "max_restarts": -1,
-    }
-    actor: Any = ray.remote(StreamKeeper)
-    return actor.options(**options).remote(config.resumable)
+    """Return the handle of the StreamKeeper."""
+    return start_keeper(StreamKeeper, "streams", head_resources, config.resumable)

@@ -1,0 +1,110 @@
+"""What a cluster consists of besides its routers: controller, workers, keepers; and what the routers are made with.
+
+    room? ─► Parts.start: controller ─► HAProxy's settings ─► workers begin
+                                                      Parts.settle ─► every worker is ready
+                                                      Parts.arguments ─► what the routers are made with
+
+`tandem serve` does this in its own process, and deploys the routers itself (cluster.launch). For `serve deploy` an actor does
+it (cluster.ray.deployment), and Serve deploys them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from cluster.controller import start_controller
+from cluster.memory import WorkerMemory
+from cluster.ray.actors import node_resources
+from cluster.ray.errors import original
+from cluster.ray.front import at_head, check_listener, front_token, has_front, prepare
+from cluster.ray.keepers.audit import start_audit_keeper
+from cluster.ray.keepers.rates import start_rate_keeper
+from cluster.ray.keepers.streams import start_stream_keeper
+from cluster.ray.placement import Room, pool_of
+from cluster.ray.serve_app import RouterArguments
+from configs.schema import ClusterConfig
+from protocol.errors import ConfigError, InvalidRequestError, UnavailableError
+from protocol.messages import Role
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A cluster's parts on a Ray cluster. Every method raises UnavailableError if the controller is gone."""
+
+    config: ClusterConfig
+    secret: bytes
+    """What the cluster's processes prove themselves to each other with."""
+    controller: Any
+    head_resources: dict[str, float]
+    """What pins an actor to the head node, where routers and the controller belong; empty where there is one node."""
+
+    @classmethod
+    def start(
+        cls,
+        config: ClusterConfig,
+        secret: bytes,
+        memory: Mapping[Role, WorkerMemory],
+        head_resources: dict[str, float],
+        *,
+        may_grow: bool,
+    ) -> Parts:
+        """Start the controller, whose workers begin. `memory` is what a worker of each role takes.
+
+        With `may_grow`, nodes may be added to the Ray cluster. Raises ConfigError if the Ray cluster has a controller, or if
+        the workers do not fit into memory.
+        """
+        _check_room(config, Room(config, memory, node_resources(), may_grow=may_grow))
+        return cls(config, secret, start_controller(config, secret, memory, head_resources, may_grow=may_grow), head_resources)
+
+    def prepare_front(self) -> None:
+        """Leave HAProxy's settings where it finds them. Raises ConfigError as `front.prepare` does.
+
+        No sooner than the controller is there: where another cluster runs already, its HAProxy must keep its settings.
+        """
+        at_head(self.head_resources, prepare, self.config, front_token(self.secret))
+
+    def arguments(self) -> RouterArguments:
+        """Return what the routers are made with. Raises ConfigError if the entry does not listen where it should."""
+        http = self.config.http
+        at_head(self.head_resources, check_listener, http.host, http.port)
+        return RouterArguments(
+            self.config,
+            self.secret,
+            self.controller,
+            start_rate_keeper(self.config, self.head_resources),
+            start_stream_keeper(self.config, self.head_resources),
+            start_audit_keeper(self.config, self.head_resources),
+            front_token(self.secret) if at_head(self.head_resources, has_front) else None,
+        )
+
+    def begin_settling(self) -> Any:
+        """Return a reference to ask with `ask_controller` until every worker is ready."""
+        return self.controller.settle.remote(self.config.limits.worker_start_s)
+
+
+def ask_controller(reference: Any, deadline_s: float | None = None) -> Any:
+    """Return the controller's answer. A `deadline_s` of None is for calls whose deadline the controller keeps.
+
+    Raises the TandemError that it raised, and UnavailableError if it is gone or late.
+    """
+    try:
+        return ray.get(reference, timeout=deadline_s)
+    except RayTaskError as error:
+        raise original(error) from None
+    except RayError as error:
+        raise UnavailableError(f"the controller is gone: {str(error).splitlines()[0]}") from None
+
+
+def _check_room(config: ClusterConfig, room: Room) -> None:
+    """Raise ConfigError if the workers to begin with do not fit into memory."""
+    try:
+        workers = {role: pool_of(config, role).workers for role in Role}
+        room.check({**workers, Role.DECODE: workers[Role.DECODE] + config.autoscale.standby}, [Role.PREFILL, Role.DECODE])
+    except InvalidRequestError as error:
+        problem = f"{error.message}; want fewer workers, or a smaller {error.param}.kv_cache_tokens"
+        raise ConfigError(problem, param=f"{error.param}.workers") from None

@@ -1,0 +1,87 @@
+"""What `serve deploy` names as import path, `cluster.ray.serve_build:build`: it starts a cluster and returns its routers.
+
+The arguments are the keys of Tandem's configuration, nested as in a file or with dots between; `config` is the path of such a
+file on the head node, before which they go. deploy/serve.yaml is an example.
+
+Serve runs `build` in a task of its own, on any node, whenever an application is deployed with other arguments. What it raises
+is the message of `serve status`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+import yaml
+from ray import serve
+from ray.exceptions import RayError, RayTaskError
+
+from cluster.gpu_shares import with_gpu_shares
+from cluster.launch import check_autoscale, check_keys, check_telemetry
+from cluster.ray.actors import node_resources
+from cluster.ray.deployment import find_or_make_deployment
+from cluster.ray.errors import original
+from cluster.ray.front import HEAD_RESOURCES, at_head
+from cluster.ray.serve_app import RouterArguments, router_application
+from configs.loader import load_config
+from configs.schema import ClusterConfig
+from protocol.errors import ConfigError, UnavailableError
+
+_ANSWER_S = 60.0
+
+
+def build(arguments: dict[str, Any]) -> serve.Application:
+    """Start the cluster that the arguments describe, and return its routers, once every worker is ready.
+
+    With the arguments of a cluster that runs, it is that one. Raises ConfigError for what the operator can mend, also if a
+    cluster runs with other arguments. What was started is gone then.
+    """
+    asked = at_head(HEAD_RESOURCES, read, arguments)
+    deployment = find_or_make_deployment(asked, with_gpu_shares(asked, node_resources()))
+    if _ask(deployment.asked.remote(), _ANSWER_S) != asked:
+        problem = "a Tandem cluster runs here with another configuration"
+        raise ConfigError(f"{problem}: end it first with `serve shutdown`, or change it with `tandem rollout --config`")
+    try:
+        given: RouterArguments = _ask(deployment.start.remote(), None)  # which has deadlines of its own
+    except BaseException:
+        if not _ask(deployment.has_cluster.remote(), _ANSWER_S):
+            ray.kill(deployment)  # what is mended is another configuration
+        raise
+    return router_application(given, HEAD_RESOURCES)
+
+
+def read(arguments: Mapping[str, Any]) -> ClusterConfig:
+    """Return the configuration that the arguments describe, checked where this runs. Raises ConfigError."""
+    path = arguments.get("config")
+    if not isinstance(path, str | None):
+        raise ConfigError(f"config: should be the path of a file, not {path!r:.40}", param="config")
+    settings = {key: value for key, value in arguments.items() if key != "config"}
+    config = load_config(None if path is None else Path(path), dict(dotted(settings)))
+    check_keys(config)
+    check_telemetry(config)
+    check_autoscale(config)
+    return config
+
+
+def dotted(settings: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each setting with its whole key, such as `decode.workers`.
+
+    Text is read as YAML reads it: `serve deploy` hands all arguments of its command line over as text.
+    """
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from dotted(value, f"{section}{key}.")
+        else:
+            yield f"{section}{key}", yaml.safe_load(value) if isinstance(value, str) else value
+
+
+def _ask(reference: Any, deadline_s: float | None) -> Any:
+    """Raises the TandemError that the actor raised, and UnavailableError if it is gone or late."""
+    try:
+        return ray.get(reference, timeout=deadline_s)
+    except RayTaskError as error:
+        raise original(error) from None
+    except RayError as error:
+        raise UnavailableError(f"the cluster's actor on the head node is gone: {str(error).splitlines()[0]}") from None
