@@ -99,7 +99,7 @@ def check_keys(config: ClusterConfig) -> None:
     """Raise ConfigError if the routers could not read the API keys, or if nobody would keep their rates."""
     http = config.http
     if http.keys_file is not None:
-        check_key_file(Path(http.keys_file), config.tiers)
+        check_key_file(Path(http.keys_file), config.tiers, has_usage_log=config.telemetry.usage_log is not None)
     if http.redis_url is not None:
         try:
             with redis.Redis.from_url(http.redis_url, socket_timeout=_REDIS_S, socket_connect_timeout=_REDIS_S) as client:
@@ -109,9 +109,13 @@ def check_keys(config: ClusterConfig) -> None:
 
 
 def check_telemetry(config: ClusterConfig) -> None:
-    """Raise ConfigError if the routers could not send spans, or if the audit log could not be written."""
+    """Raise ConfigError if the routers could not send spans, if a log could not be written, or if Kafka could not get it."""
     if config.telemetry.audit_log is not None:
         AuditFile(Path(config.telemetry.audit_log)).check()
+    if config.telemetry.usage_log is not None:
+        from cluster.ray.usage.settings import check_usage
+
+        check_usage(config.telemetry)
     if config.telemetry.otlp_endpoint is not None:
         check_installed()
 
@@ -188,8 +192,16 @@ def _pools_and_http(config: ClusterConfig, facts: ModelFacts, place: _Place, rep
         rate_keeper = start_rate_keeper(config, place.head_resources)
         stream_keeper = start_stream_keeper(config, place.head_resources)
         audit_keeper = start_audit_keeper(config, place.head_resources)
+        usage_keeper = _start_usage_keeper(config, place.head_resources)
         arguments = RouterArguments(
-            config, secret, controller, rate_keeper, stream_keeper, audit_keeper, token if fronted else None
+            config,
+            secret,
+            controller,
+            rate_keeper,
+            stream_keeper,
+            audit_keeper,
+            usage_keeper,
+            token if fronted else None,
         )
         deploy_router(arguments, place.head_resources)
         report("workers")
@@ -200,6 +212,15 @@ def _pools_and_http(config: ClusterConfig, facts: ModelFacts, place: _Place, rep
     finally:
         if not place.ends_with_us:
             remove_cluster(memory_tiers=config.kv_offloading.memory_gib is not None)
+
+
+def _start_usage_keeper(config: ClusterConfig, head_resources: dict[str, float]) -> Any | None:
+    """The handle of a new owner of the usage log. None means that nobody wants one."""
+    if config.telemetry.usage_log is None:
+        return None
+    from cluster.ray.usage.keeper import start_usage_keeper
+
+    return start_usage_keeper(config.telemetry, head_resources)
 
 
 def _check_room(config: ClusterConfig, room: Room) -> None:
