@@ -136,9 +136,9 @@ def parse_line(line: bytes) -> Used | None:
             int(found["answer_tokens"]),
             found["outcome"],
         )
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
-    texts = (used.month, used.tenant, used.tier, used.model, used.outcome, used.key or "")
+    texts = [used.month, used.tenant, used.tier, used.model, used.outcome, "" if used.key is None else used.key]
     return used if dash and all(isinstance(text, str) for text in texts) else None
 
 

@@ -16,6 +16,7 @@ import contextlib
 import fcntl
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -26,6 +27,8 @@ _MODE = 0o600
 _LONGEST_LINE = 64 * 1024
 """Bytes; those of ours have some hundreds."""
 _BLOCK = 64 * 1024
+_ENDING_S, _AGAIN_S = 5.0, 0.05
+"""Seconds that a cluster which has just been killed may take to be gone, and until it is looked at again."""
 PARAM = "telemetry.usage_log"
 
 
@@ -40,16 +43,16 @@ class Place(NamedTuple):
 class UsageLog:
     """The writer of the log, of which there is one at a time. Its methods block; `append` and `rotate` are for one thread."""
 
-    def __init__(self, path: Path, least_number: int = 1) -> None:
+    def __init__(self, path: Path, least_number: int = 1, patience_s: float = 0.0) -> None:
         """Open the log, and cut off what a crash within a write has left. `least_number`: the file that is written has this
-        number or a higher one.
+        number or a higher one. `patience_s`: so long another process may take to end.
 
         Raises ConfigError if another process writes the log, or if it can't be written.
         """
         self.path = path
         self._moving = threading.Lock()
         with _explained(path):
-            self._lock = _locked(path)
+            self._lock = _locked(path, patience_s)
             try:
                 rotated = rotated_files(path)
                 number = max(least_number, rotated[-1][0] + 1 if rotated else 1)
@@ -122,7 +125,7 @@ class UsageLog:
 
 def check_usage_log(path: Path) -> None:
     """Raise ConfigError if the log can't be written, or if another cluster writes it. Makes it if there is none."""
-    UsageLog(path).close()
+    UsageLog(path, patience_s=_ENDING_S).close()
 
 
 def rotated_files(path: Path) -> list[tuple[int, Path]]:
@@ -182,14 +185,19 @@ def whole_lines(file: BinaryIO) -> Iterator[bytes]:
         inside = not whole
 
 
-def _locked(path: Path) -> int:
+def _locked(path: Path, patience_s: float) -> int:
     lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, _MODE)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise ConfigError(f"{path}: another cluster writes this usage log", param=PARAM) from None
-    return lock
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                os.close(lock)
+                raise ConfigError(f"{path}: another cluster writes this usage log", param=PARAM) from None
+            time.sleep(_AGAIN_S)  # the kernel tells nobody when a lock is free
+        else:
+            return lock
 
 
 def _opened(path: Path) -> int:

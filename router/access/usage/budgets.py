@@ -46,12 +46,9 @@ class MonthlyBudgets:
         """Take over what the keeper has told, which has these events in it."""
         for event in events:
             used = event.used
-            waiting = self._waiting[used.month]
-            for name in used.budgets:
-                waiting[name] -= used.tokens
-            self._waiting[used.month] = +waiting
-        for month in [month for month, waiting in self._waiting.items() if not waiting]:
-            del self._waiting[month]
+            if (waiting := self._waiting.get(used.month)) is not None:
+                waiting.subtract(dict.fromkeys(used.budgets, used.tokens))
+        self._waiting = {month: left for month, waiting in self._waiting.items() if (left := +waiting)}
         if told.whole:
             self._used = dict(told.used)
         else:
