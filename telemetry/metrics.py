@@ -74,6 +74,7 @@ class Metrics:
         self.kv_transfer_failures = self._counter("kv_transfer_failures", "KV caches that did not arrive whole.")
         self.workers_lost = self._counter("workers_lost", "Connections to workers that broke or fell silent.")
         self.usage_events_lost = self._counter("usage_events_lost", "Events for which the usage log had no room in time.")
+        self.usage_events_waiting = self._gauge("usage_events_waiting", "Events that are not in the usage log yet.")
         self._success = self._labelled("request_success", "Requests that ended well.", "finished_reason")
         self._errors = self._labelled("request_errors", "Requests that ended in an error.", "code")
         self._decisions = self._labelled(

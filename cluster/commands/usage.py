@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -46,8 +47,6 @@ def usage(
 
 
 def _check_month(month: str | None) -> None:
-    import re
-
     if month is not None and re.fullmatch(_MONTH, month) is None:
         raise ConfigError(f"--month is a year and a month, such as 2026-11; got {month!r:.40}", param="month")
 
@@ -58,7 +57,7 @@ def _budgets(config: ClusterConfig, sums: UsageSums) -> Iterator[tuple[str, int,
 
     for name, used in sorted(sums.budgets.items()):
         if name.startswith("tier/"):
-            _, tenant, tier = name.split("/")
+            _, tenant, tier = name.split("/", 2)
             budget = config.tiers[tier].tokens_per_month if tier in config.tiers else None
             whose = f"{tenant or 'clients without a key'} in tier {tier}"
         else:

@@ -83,7 +83,7 @@ def check_kafka(target: KafkaTarget) -> None:
     try:
         target.producer()
     except (KafkaException, TypeError, ValueError) as error:
-        raise ConfigError(f"{_PARAM}_options: {error}", param=f"{_PARAM}_options") from None
+        raise ConfigError(f"{_PARAM}_options: {_said(error)}", param=f"{_PARAM}_options") from None
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,11 @@ class KafkaFeed:
         pause_s = _FIRST_PAUSE_S
         while not self._closing.is_set():
             self._news.clear()
-            batch = self._next_batch()
+            try:
+                batch = self._next_batch()
+            except OSError as error:
+                log.error("the usage log can't be read for Kafka: %s", error.strerror)
+                batch = None
             if batch is None:
                 self._note(self.state)
                 self._news.wait(_LOOK_S)
@@ -234,7 +238,7 @@ class KafkaFeed:
                 if self._closing.is_set() or time.monotonic() > deadline or failed:
                     break
         except (KafkaException, BufferError) as error:
-            log.error("the usage log does not get to Kafka: %s", error)
+            log.error("the usage log does not get to Kafka: %s", _said(error))
             return False
         if failed:
             log.error("the usage log does not get to Kafka: %s", failed[0])
@@ -288,6 +292,12 @@ class KafkaFeed:
             self._producer.purge()
             self._producer.flush(_SLICE_S)
             self._producer = None
+
+
+def _said(error: Exception) -> str:
+    """What an error says: librdkafka's are in an exception of the package."""
+    inner = error.args[0] if error.args else error
+    return str(inner.str()) if hasattr(inner, "str") else str(error)
 
 
 def _id_of(line: bytes) -> str | None:

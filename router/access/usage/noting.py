@@ -28,7 +28,7 @@ class UsageNotes:
 
     def __init__(self, store: UsageStore, model: str, metrics: Metrics) -> None:
         self._budgets = MonthlyBudgets()
-        self._queue = UsageQueue(store, self._budgets, metrics.usage_events_lost.inc)
+        self._queue = UsageQueue(store, self._budgets, metrics)
         self._model = model
         self._life = secrets.token_hex(_LIFE_BYTES)
         self._num_ended = 0

@@ -14,10 +14,11 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from router.access.usage.budgets import MonthlyBudgets
+from telemetry.metrics import Metrics
 from telemetry.usage.event import UsageEvent
 from telemetry.usage.ledger import MonthUse
 
@@ -49,11 +50,10 @@ class UsageStore(Protocol):
 class UsageQueue:
     """Events that wait to be written. `start` and `close` in the loop that serves the requests."""
 
-    def __init__(self, store: UsageStore, budgets: MonthlyBudgets, on_lost: Callable[[], None]) -> None:
-        """`on_lost` is called for each event for which there is no room."""
+    def __init__(self, store: UsageStore, budgets: MonthlyBudgets, metrics: Metrics) -> None:
         self._store = store
         self._budgets = budgets
-        self._on_lost = on_lost
+        self._metrics = metrics
         self._events: deque[UsageEvent] = deque()
         self._news = asyncio.Event()
         self._writing: asyncio.Task[None] | None = None
@@ -81,10 +81,11 @@ class UsageQueue:
     def put(self, event: UsageEvent) -> None:
         """Queue an event, whose number is higher than those before. It is counted as lost if there is no room."""
         if len(self._events) >= MAX_QUEUED:
-            self._on_lost()
+            self._metrics.usage_events_lost.inc()
             self._complain("events of the usage log are lost: %d wait for its owner", MAX_QUEUED)
             return
         self._events.append(event)
+        self._metrics.usage_events_waiting.set(len(self._events))
         self._budgets.ended(event)
         self._news.set()
 
@@ -112,6 +113,7 @@ class UsageQueue:
             return False
         for _ in events:
             self._events.popleft()
+        self._metrics.usage_events_waiting.set(len(self._events))
         self._budgets.acknowledged(events, told)
         return True
 
