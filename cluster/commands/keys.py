@@ -86,7 +86,18 @@ def show(keys_file: KeysFile = None, config: Config = None) -> None:
 
     path = _file(_config(keys_file, config))
     table = Table(box=None, pad_edge=False)
-    for title in ("id", "tenant", "tier", "requests/min", "tokens/min", "tokens/month", "running", "context", "models", "state"):
+    for title in (
+        "id",
+        "tenant",
+        "tier",
+        "requests/min",
+        "tokens/min",
+        "tokens/month",
+        "running",
+        "context",
+        "models",
+        "state",
+    ):
         table.add_column(title, overflow="fold")
     file = read_key_file(path)
     for key_id, key in sorted(file.keys.items(), key=lambda item: (item[1].tenant, item[1].created)):

@@ -37,7 +37,9 @@ def usage(
     _check_month(month)
     loaded = load_config(config, {} if log is None else {"telemetry.usage_log": str(log)})
     if loaded.telemetry.usage_log is None:
-        raise ConfigError("name the usage log, or with --config a file that has telemetry.usage_log", param="telemetry.usage_log")
+        raise ConfigError(
+            "name the usage log, or with --config a file that has telemetry.usage_log", param="telemetry.usage_log"
+        )
     sums = sum_usage(Path(loaded.telemetry.usage_log), Wanted(tenant, key, month))
     budgets = [] if month is None else list(_budgets(loaded, sums))
     if as_json:

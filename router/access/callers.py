@@ -106,9 +106,7 @@ class Caller:
 
 def _limits(name: str, whose: str, of: TierConfig | ApiKey) -> Limits:
     """The limits that a tier or a key sets."""
-    return Limits(
-        name, whose, of.requests_per_minute, of.tokens_per_minute, of.tokens_per_month, of.max_running_requests
-    )
+    return Limits(name, whose, of.requests_per_minute, of.tokens_per_minute, of.tokens_per_month, of.max_running_requests)
 
 
 def anonymous(tiers: dict[str, TierConfig]) -> Caller:

@@ -35,9 +35,7 @@ class Authenticator:
         self._anonymous = anonymous(config.tiers)
         keys_file = config.http.keys_file
         has_usage_log = config.telemetry.usage_log is not None
-        self.keyring = (
-            None if keys_file is None else Keyring(Path(keys_file), config.tiers, has_usage_log=has_usage_log)
-        )
+        self.keyring = None if keys_file is None else Keyring(Path(keys_file), config.tiers, has_usage_log=has_usage_log)
         """The keys; None if the configuration names no file of them."""
 
     def caller(self, scope: Scope) -> Caller:

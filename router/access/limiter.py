@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _VISIT = "visit"
 _GENERATING = "/v1/"
-"""Each POST below it generates. `/tokenize` and `/detokenize` use nothing of a budget, so they are not refused for want of it."""
+"""Each POST below it generates. `/tokenize` and `/detokenize` use nothing of a budget, so they are never refused for it."""
 _MAX_DIGITS = 18
 _BYTES_PER_TOKEN = 1024
 """Text work on so many bytes of a body counts as one token: that takes well under a millisecond, as prompts are computed."""

@@ -3,8 +3,8 @@
     events of any routers ──► those that are not there yet ──► append, fsync ──► ledger ──► metrics ──► acknowledged
                                                      └─ fails: nothing has happened, the routers send them again
 
-    dies before the fsync has returned    the lines may be there or not. The next owner cuts off half a line, reads the rest into
-                                          its ledger, and what is sent again finds itself there
+    dies before the fsync has returned    the lines may be there or not. The next owner cuts off half a line and reads the
+                                          rest into its ledger, and what is sent again finds itself there
     dies after it, before it answers      the same
     dies while it rotates                 `FILE.state` may be older than the files. The ledger is read from the place in it on
 

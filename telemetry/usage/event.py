@@ -71,7 +71,7 @@ class UsageEvent:
     """How many of these need not be computed, as their KV was there."""
     answer_tokens: int
     resumed_tokens: int
-    """How many of these the client had before, since it has resumed a stream. The line of the connection before has them too."""
+    """How many of these the client had before, since it has resumed a stream. An earlier line has them, too."""
     outcome: Outcome
     code: str | None = None
     """The code of the error that a failed request ended with."""

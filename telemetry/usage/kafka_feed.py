@@ -1,6 +1,6 @@
 """Sends the lines of the usage log to a topic of Kafka, each at least once, from the files.
 
-    place in FILE.kafka ──► up to a thousand lines ──► delivery reports of all of them ──► the place behind them, on disk ──► ...
+    place in FILE.kafka ──► up to a thousand lines ──► delivery reports of all of them ──► the place behind them, on disk
                                       ▲                      └─ one failed, or none came in time: a new producer, after a pause
                                       └───────────────────────────────────────────────────────────┘
 

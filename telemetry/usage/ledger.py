@@ -85,9 +85,7 @@ class UsageLedger:
 
     def as_json(self) -> dict[str, Any]:
         """All of it, for a file."""
-        totals = {
-            model: {tenant: each.as_json() for tenant, each in tenants.items()} for model, tenants in self.totals.items()
-        }
+        totals = {model: {tenant: each.as_json() for tenant, each in tenants.items()} for model, tenants in self.totals.items()}
         return {"totals": totals, "months": self._months, "latest": dict(self._latest)}
 
     @classmethod

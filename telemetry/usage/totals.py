@@ -1,4 +1,4 @@
-"""The sums of the usage log in `/metrics`: the log's keeper leaves them in a file of the counts folder, and every router reads it.
+"""The sums of the usage log in `/metrics`: the owner of the log leaves them in the counts folder, where all routers read them.
 
 The file is replaced as a whole before an event is acknowledged, and says what the ledger says. So the metrics are the sums of
 the log at any time, whichever router is asked, and whoever was killed meanwhile.

@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,24 +104,25 @@ class Load:
 
     async def _ask(self, client: httpx.AsyncClient, number: int, attempt: int) -> bool:
         tenant = TENANTS[number % 2]
+        num_tokens, stream = 5 + number % 20, number % 3 == 0
         body = {"model": "smollm2", "prompt": [100 + number + each for each in range(PROMPT_TOKENS)], "ignore_eos": True}
-        body |= {"max_tokens": 5 + number % 20, "stream": number % 3 == 0}
+        body |= {"max_tokens": num_tokens, "stream": stream}
         request_id = f"r{number}-{attempt}"
         headers = {"authorization": f"Bearer {self._keys[tenant]}", "x-request-id": request_id}
         try:
             answer = await client.post("/v1/completions", json=body, headers=headers)
         except httpx.TransportError:
             return False
-        whole = answer.text.endswith("data: [DONE]\n\n") if body["stream"] else answer.status_code == 200
+        whole = answer.text.endswith("data: [DONE]\n\n") if stream else answer.status_code == 200
         if whole:
-            self.answered.append(Answered(request_id, tenant, time.monotonic(), int(body["max_tokens"])))
+            self.answered.append(Answered(request_id, tenant, time.monotonic(), num_tokens))
         return whole
 
 
 def shown(cluster: Any) -> dict[tuple[str, ...], float]:
     """The sums of the log in /metrics: name and tenant."""
     answer = httpx.get(f"{cluster.url}/metrics", headers={"authorization": "Bearer look"}, timeout=30)
-    found: Counter[tuple[str, ...]] = Counter()
+    found: defaultdict[tuple[str, ...], float] = defaultdict(float)
     for family in text_string_to_metric_families(answer.text):
         for sample in family.samples:
             if sample.name.startswith("tandem:usage_") and "tenant" in sample.labels:
@@ -182,7 +183,10 @@ def test_each_acknowledged_event_is_once_in_the_log_and_in_metrics_and_in_kafka(
     for line in lines:
         assert line["prompt_tokens"] == PROMPT_TOKENS
         if line["request"] in answered and line["outcome"] == "done":
-            assert (line["tenant"], line["answer_tokens"]) == (answered[line["request"]].tenant, answered[line["request"]].tokens)
+            assert (line["tenant"], line["answer_tokens"]) == (
+                answered[line["request"]].tenant,
+                answered[line["request"]].tokens,
+            )
     counts = shown(cluster)
     for tenant in TENANTS:
         own = [line for line in lines if line["tenant"] == tenant]

@@ -56,23 +56,20 @@ class UsageNotes:
 
         `num_choices` is the number of choices that are to come to their end.
         """
-        outcome: Outcome = "cancelled"
         code: str | None = None
         try:
             async with contextlib.aclosing(answer):
                 async for delta in answer:
-                    if delta.finish_reason is not None:
-                        num_choices -= 1
-                        if not num_choices:
-                            outcome = "done"
+                    num_choices -= delta.finish_reason is not None
                     yield delta
         except TandemError as error:
-            outcome, code = "failed", error.code
+            code = error.code
             raise
         except Exception:
-            outcome, code = "failed", TandemError.code
+            code = TandemError.code
             raise
         finally:
+            outcome: Outcome = "failed" if code is not None else "cancelled" if num_choices else "done"
             self._note(caller, request, endpoint, outcome, code)
 
     def _note(self, caller: Caller, request: RequestIdentity, endpoint: str, outcome: Outcome, code: str | None) -> None:

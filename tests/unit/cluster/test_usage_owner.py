@@ -40,7 +40,7 @@ def test_batches_that_wait_share_one_write(
         keeper = owner()
         told = await keeper.append([], None)
         assert told.whole
-        await keeper.append([event(1, "first")], None)
+        await keeper.append([event(1, "first", ended=1e9)], None)
         monkeypatch.setattr(os, "fsync", counted)
         answers = await asyncio.gather(*(keeper.append([event(1, life, ended=time.time())], None) for life in "abcdefgh"))
         # The first one is under way when the others come.
