@@ -102,7 +102,7 @@ def check_keys(config: ClusterConfig) -> None:
     """Raise ConfigError if the routers could not read the API keys, or if nobody would keep their rates."""
     http = config.http
     if http.keys_file is not None:
-        check_key_file(Path(http.keys_file), config.tiers)
+        check_key_file(Path(http.keys_file), config.tiers, has_usage_log=config.telemetry.usage_log is not None)
     if http.redis_url is not None:
         try:
             with redis.Redis.from_url(http.redis_url, socket_timeout=_REDIS_S, socket_connect_timeout=_REDIS_S) as client:
@@ -112,9 +112,13 @@ def check_keys(config: ClusterConfig) -> None:
 
 
 def check_telemetry(config: ClusterConfig) -> None:
-    """Raise ConfigError if the routers could not send spans, or if the audit log could not be written."""
+    """Raise ConfigError if the routers could not send spans, if a log could not be written, or if Kafka could not get it."""
     if config.telemetry.audit_log is not None:
         AuditFile(Path(config.telemetry.audit_log)).check()
+    if config.telemetry.usage_log is not None:
+        from cluster.ray.usage.settings import check_usage
+
+        check_usage(config.telemetry)
     if config.telemetry.otlp_endpoint is not None:
         check_installed()
 

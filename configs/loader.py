@@ -224,6 +224,21 @@ def _autoscaling(config: ClusterConfig) -> list[tuple[str, str]]:
     return found
 
 
+def _usage(config: ClusterConfig) -> list[tuple[str, str]]:
+    """What needs a usage log, where there is none."""
+    telemetry = config.telemetry
+    if telemetry.usage_log is not None:
+        return []
+    found = [
+        (f"tiers.{name}.tokens_per_month", "a budget needs a usage log: name telemetry.usage_log (--usage-log)")
+        for name, tier in config.tiers.items()
+        if tier.tokens_per_month is not None
+    ]
+    if telemetry.usage_kafka is not None:
+        found.append(("telemetry.usage_kafka", "it gets the lines of a usage log: name telemetry.usage_log (--usage-log)"))
+    return found
+
+
 def _contradictions(config: ClusterConfig) -> list[tuple[str, str]]:
     """Values that are right one by one and impossible together, as (key, sentence)."""
     found = _too_small(config, config.max_model_len or 1)
@@ -263,6 +278,7 @@ def _contradictions(config: ClusterConfig) -> list[tuple[str, str]]:
         found.append(("device", "cuda computes, and paced workers do not: leave it out"))
     found += _on_gpus(config)
     found += _offloading(config)
+    found += _usage(config)
     if DEFAULT_TIER not in config.tiers:
         found.append(("tiers", f"there must be a tier {DEFAULT_TIER}; keys that name none are of it"))
     limits = config.limits

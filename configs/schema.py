@@ -100,6 +100,8 @@ class TierConfig(_Section):
     """Requests of a tenant at all routers; None sets no limit."""
     tokens_per_minute: Positive | None = None
     """Tokens of a tenant's prompts and answers at all routers; None sets no limit."""
+    tokens_per_month: Positive | None = None
+    """The same of a calendar month, in UTC. It needs `telemetry.usage_log`."""
 
 
 class PoolConfig(_Section):
@@ -242,6 +244,16 @@ class TelemetryConfig(_Section):
 
     audit_log: LocalPath | None = None
     """File of JSON lines that tells of refused requests, of what operators did and of changes of keys; on the head node."""
+    usage_log: LocalPath | None = None
+    """File of JSON lines, one for each request, that tells who has used how many tokens; on the head node."""
+    usage_log_file_mib: Annotated[float, Field(gt=0, le=65_536)] = 64.0
+    """MiB of a file from which on another one is begun."""
+    usage_log_files: Annotated[int, Field(ge=0, le=10_000)] = 15
+    """Files that are kept besides the one that is written."""
+    usage_kafka: Annotated[str, Field(pattern=r"^[^\s/]+/[A-Za-z0-9._-]{1,249}$")] | None = None
+    """Kafka's servers and a topic, `host:9092,other:9092/usage`, that gets the lines of `usage_log`."""
+    usage_kafka_options: dict[Text, Text] = {}
+    """Further settings of librdkafka's for that, such as {security.protocol: SSL}."""
     otlp_endpoint: Annotated[str, Field(pattern="^https?://[^/]")] | None = None
     """Base URL of an OpenTelemetry collector that takes OTLP over HTTP: it gets a trace of every request."""
 

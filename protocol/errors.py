@@ -96,6 +96,14 @@ class RateLimitError(OverloadedError):
     code = "rate_limit_exceeded"
 
 
+class InsufficientQuotaError(TandemError):
+    """A caller has used up its tokens of this month. Type and code are OpenAI's. It is no use to try again soon."""
+
+    code = "insufficient_quota"
+    http_status = 429
+    openai_type = "insufficient_quota"
+
+
 class UnavailableError(TandemError):
     """No worker can take the request, or the one that had it was lost."""
 

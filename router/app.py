@@ -18,6 +18,8 @@ Who may use /v1 is checked in `router.access.gate`, who may use /admin and /metr
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -40,6 +42,9 @@ from router.page.routes import page_routes
 from router.resume.recorder import Recorder
 from router.service import Router
 
+if TYPE_CHECKING:
+    from router.access.usage.noting import UsageNotes
+
 _READABLE_HEADERS = ("x-request-id", "traceparent", "retry-after", DROPPED_HEADER)
 """Headers of answers that pages of other origins may read, besides those that browsers always show."""
 
@@ -49,14 +54,15 @@ def create_app(
     meter: Meter,
     recorder: Recorder,
     audit: AuditQueue | None = None,
+    usage: UsageNotes | None = None,
     *,
     echo_request_id: bool = True,
     front_token: str | None = None,
 ) -> FastAPI:
     """Build the app of one started router. `echo_request_id` False leaves the x-request-id header of answers to the server.
 
-    `audit` takes the lines of the audit log. None means that nobody keeps one. `front_token` is what the HAProxy before it
-    proves itself with. None means that there is none.
+    `audit` takes the lines of the audit log, and `usage` what requests have used. None means that nobody keeps such a log.
+    `front_token` is what the HAProxy before it proves itself with. None means that there is none.
 
     Raises ConfigError if the API keys can't be read.
     """
@@ -65,7 +71,7 @@ def create_app(
     install_error_handlers(app)
     authenticator = Authenticator(router.config)
     http = router.config.http
-    app.add_middleware(Limiter, meter=meter, http=http)
+    app.add_middleware(Limiter, meter=meter, http=http, usage=usage)
     app.add_middleware(Gate, authenticator=authenticator, peers=PeerReader(front_token), web_pages=WebPageRules(http))
     app.add_middleware(Entrance, shutdown=router.shutdown)
     if audit is not None:
@@ -87,7 +93,7 @@ def create_app(
         Access.WATCHERS: http.metrics_key is not None or not is_loopback(http.host),
     }
     keyed = frozenset(access for access, needed in keys.items() if needed)
-    for method, path, function, operation in endpoint_table(router, meter, recorder, authenticator.keyring):
+    for method, path, function, operation in endpoint_table(router, meter, recorder, authenticator.keyring, usage):
         described = operation.described(router.facts.name, keyed)
         app.add_api_route(
             path, function, methods=[method], response_model=None, response_class=Response, openapi_extra=described

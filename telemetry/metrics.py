@@ -73,6 +73,8 @@ class Metrics:
         )
         self.kv_transfer_failures = self._counter("kv_transfer_failures", "KV caches that did not arrive whole.")
         self.workers_lost = self._counter("workers_lost", "Connections to workers that broke or fell silent.")
+        self.usage_events_lost = self._counter("usage_events_lost", "Events for which the usage log had no room in time.")
+        self.usage_events_waiting = self._gauge("usage_events_waiting", "Events that are not in the usage log yet.")
         self._success = self._labelled("request_success", "Requests that ended well.", "finished_reason")
         self._errors = self._labelled("request_errors", "Requests that ended in an error.", "code")
         self._decisions = self._labelled(
@@ -107,6 +109,7 @@ class Metrics:
             "tenant_generation_tokens", "Tokens given to a tenant's clients.", "tenant"
         )
         self._tenants: dict[str, TenantCounts] = {}
+        self._others: list[Collector] = []
         for tenant in () if folder is None else folder.values_of(self._tenant_prompt_tokens, "tenant"):
             self.tenant(tenant)
 
@@ -158,6 +161,10 @@ class Metrics:
         """
         self._copies.labels(*self._whose, outcome).inc()
 
+    def show(self, collector: Collector) -> None:
+        """Tell from now on what this collector tells, too."""
+        self._others.append(collector)
+
     def sample(self) -> ClusterSample:
         """What is known of the cluster now, for `render`. To be called in the router's loop."""
         return self._cluster()
@@ -166,7 +173,8 @@ class Metrics:
         """All metrics in Prometheus' text format. It reads files of all routers, and is to be called in a thread."""
         read = CollectorRegistry()
         read.register(ClusterCollector(self._model_name, cluster))
-        read.register(self._counts)
+        for collector in (self._counts, *self._others):
+            read.register(collector)
         return generate_latest(read)
 
     def _counter(self, name: str, text: str) -> Counter:

@@ -38,6 +38,7 @@ COMMANDS = (
     "models",
     "chat",
     "keys",
+    "usage",
 )
 """The modules of the commands, in the order of the help."""
 

@@ -39,6 +39,9 @@ def add(
     tier: Annotated[str, typer.Option(help="One of the tiers of the configuration.")] = "standard",
     requests_per_minute: Annotated[int | None, typer.Option(help="No limit if not given.")] = None,
     tokens_per_minute: Annotated[int | None, typer.Option(help="Prompts and answers; no limit if not given.")] = None,
+    tokens_per_month: Annotated[
+        int | None, typer.Option(help="The same of a calendar month, in UTC; the cluster needs a usage log.")
+    ] = None,
     max_running_requests: Annotated[int | None, typer.Option(help="Answers under way at a time, at each router.")] = None,
     max_context: Annotated[int | None, typer.Option(help="Tokens of prompt and answer of one request.")] = None,
     model: Annotated[list[str] | None, typer.Option(help="A model that it is for (again for more); otherwise all.")] = None,
@@ -61,6 +64,7 @@ def add(
         "tier": tier,
         "requests_per_minute": requests_per_minute,
         "tokens_per_minute": tokens_per_minute,
+        "tokens_per_month": tokens_per_month,
         "max_running_requests": max_running_requests,
         "max_context": max_context,
         "models": tuple(model) if model else None,
@@ -82,15 +86,32 @@ def show(keys_file: KeysFile = None, config: Config = None) -> None:
 
     path = _file(_config(keys_file, config))
     table = Table(box=None, pad_edge=False)
-    for title in ("id", "tenant", "tier", "requests/min", "tokens/min", "running", "context", "models", "state"):
+    for title in (
+        "id",
+        "tenant",
+        "tier",
+        "requests/min",
+        "tokens/min",
+        "tokens/month",
+        "running",
+        "context",
+        "models",
+        "state",
+    ):
         table.add_column(title, overflow="fold")
     file = read_key_file(path)
     for key_id, key in sorted(file.keys.items(), key=lambda item: (item[1].tenant, item[1].created)):
-        limits = [key.requests_per_minute, key.tokens_per_minute, key.max_running_requests, key.max_context]
+        limits = [
+            key.requests_per_minute,
+            key.tokens_per_minute,
+            key.tokens_per_month,
+            key.max_running_requests,
+            key.max_context,
+        ]
         cells = ["-" if limit is None else str(limit) for limit in limits]
         table.add_row(key_id, key.tenant, key.tier, *cells, ", ".join(key.models or ["all"]), _state(key))
     for key_id, problem in sorted(file.skipped.items()):
-        table.add_row(key_id, *["-"] * 7, f"refused, the entry is wrong: {problem}")
+        table.add_row(key_id, *["-"] * 8, f"refused, the entry is wrong: {problem}")
     Console(width=None, highlight=False).print(table)
 
 

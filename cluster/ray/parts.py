@@ -79,6 +79,7 @@ class Parts:
             start_rate_keeper(self.config, self.head_resources),
             start_stream_keeper(self.config, self.head_resources),
             start_audit_keeper(self.config, self.head_resources),
+            _start_usage_keeper(self.config, self.head_resources),
             front_token(self.secret) if at_head(self.head_resources, has_front) else None,
         )
 
@@ -98,6 +99,15 @@ def ask_controller(reference: Any, deadline_s: float | None = None) -> Any:
         raise original(error) from None
     except RayError as error:
         raise UnavailableError(f"the controller is gone: {str(error).splitlines()[0]}") from None
+
+
+def _start_usage_keeper(config: ClusterConfig, head_resources: dict[str, float]) -> Any | None:
+    """The handle of the owner of the usage log. None means that nobody wants one."""
+    if config.telemetry.usage_log is None:
+        return None
+    from cluster.ray.usage.keeper import start_usage_keeper
+
+    return start_usage_keeper(config.telemetry, head_resources)
 
 
 def _check_room(config: ClusterConfig, room: Room) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from ray import serve
@@ -31,6 +31,9 @@ from router.resume.recorder import Recorder
 from router.service import Router
 from telemetry.counts_folder import CountsFolder
 from telemetry.logging import setup_logging
+
+if TYPE_CHECKING:
+    from router.access.usage.noting import UsageNotes
 
 _NEVER_REACHED = 100_000
 """Requests in one replica; above what HAProxy lets through (RAY_SERVE_HAPROXY_MAXCONN)."""
@@ -64,6 +67,7 @@ class RouterArguments:
     rate_keeper: Any | None
     stream_keeper: Any
     audit_keeper: Any | None
+    usage_keeper: Any | None
     front_token: str | None
     """What the HAProxy before the routers proves itself with; None means that there is none."""
 
@@ -85,13 +89,24 @@ class RouterReplica:
         self._audit = None if given.audit_keeper is None else AuditQueue(RayAuditStore(given.audit_keeper))
         if self._audit is not None:
             self._audit.start()
+        self._usage: UsageNotes | None = None
+        if given.usage_keeper is not None:
+            from cluster.ray.usage.notes import start_usage_notes
+
+            self._usage = start_usage_notes(self._router, given.usage_keeper)
         await self._router.start()
         await self._router.settle(_SETTLE_S)
         counts.note_ready()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_app(
-            self._router, self._meter, self._recorder, self._audit, echo_request_id=False, front_token=self._front_token
+            self._router,
+            self._meter,
+            self._recorder,
+            self._audit,
+            self._usage,
+            echo_request_id=False,
+            front_token=self._front_token,
         )
 
     async def __del__(self) -> None:
@@ -100,6 +115,8 @@ class RouterReplica:
         await self._recorder.close()
         if self._audit is not None:
             await self._audit.close()
+        if self._usage is not None:
+            await self._usage.close()
 
 
 def start_http(config: ClusterConfig) -> None:

@@ -23,6 +23,8 @@ class Limits:
     """Who is limited, as the subject of a sentence."""
     requests_per_minute: int | None
     tokens_per_minute: int | None
+    tokens_per_month: int | None
+    """Of a calendar month, in UTC."""
     max_running_requests: int | None
 
 
@@ -49,10 +51,10 @@ class Caller:
         whose = "clients without an API key" if key is None else f"the tenant {self.tenant} in tier {self.tier_name}"
         # A tenant has no slash in its name, and an id has none either.
         name = f"tier/{self.tenant}/{self.tier_name}"
-        shared = Limits(name, whose, tier.requests_per_minute, tier.tokens_per_minute, tier.max_running_requests)
+        shared = _limits(name, whose, tier)
         if key is None:
             return (shared,)
-        own = Limits(str(self.key_id), "this API key", key.requests_per_minute, key.tokens_per_minute, key.max_running_requests)
+        own = _limits(str(self.key_id), "this API key", key)
         return own, shared
 
     def may_use(self, model: str) -> bool:
@@ -100,6 +102,11 @@ class Caller:
                 param=prompt_param if room < 1 else "max_tokens",
             )
         return dataclasses.replace(generation, sampling=dataclasses.replace(generation.sampling, max_tokens=room))
+
+
+def _limits(name: str, whose: str, of: TierConfig | ApiKey) -> Limits:
+    """The limits that a tier or a key sets."""
+    return Limits(name, whose, of.requests_per_minute, of.tokens_per_minute, of.tokens_per_month, of.max_running_requests)
 
 
 def anonymous(tiers: dict[str, TierConfig]) -> Caller:

@@ -34,7 +34,8 @@ class Authenticator:
         self._http = config.http
         self._anonymous = anonymous(config.tiers)
         keys_file = config.http.keys_file
-        self.keyring = None if keys_file is None else Keyring(Path(keys_file), config.tiers)
+        has_usage_log = config.telemetry.usage_log is not None
+        self.keyring = None if keys_file is None else Keyring(Path(keys_file), config.tiers, has_usage_log=has_usage_log)
         """The keys; None if the configuration names no file of them."""
 
     def caller(self, scope: Scope) -> Caller:

@@ -41,8 +41,12 @@ class KeyringState:
 class Keyring:
     """The API keys that are good now, by id, and the caller that each stands for."""
 
-    def __init__(self, path: Path, tiers: Mapping[str, TierConfig]) -> None:
-        """Read the file. Raises ConfigError if it can't be read; entries that are wrong are skipped."""
+    def __init__(self, path: Path, tiers: Mapping[str, TierConfig], *, has_usage_log: bool = False) -> None:
+        """Read the file. Raises ConfigError if it can't be read; entries that are wrong are skipped.
+
+        Without a usage log nobody counts the tokens of a month: `has_usage_log` False makes each key with such a budget wrong.
+        """
+        self._has_usage_log = has_usage_log
         self._path = path
         self._tiers = tiers
         self._seen = self._version()
@@ -84,10 +88,12 @@ class Keyring:
         keys: dict[str, ApiKey] = {}
         skipped = dict(file.skipped)
         for key_id, key in file.keys.items():
-            if key.tier in self._tiers:
-                keys[key_id] = key
-            else:
+            if key.tier not in self._tiers:
                 skipped[key_id] = f"it is of tier {key.tier!r}, but the configuration has {', '.join(self._tiers)}"
+            elif key.tokens_per_month is not None and not self._has_usage_log:
+                skipped[key_id] = "it has tokens_per_month, which needs a usage log: name telemetry.usage_log (--usage-log)"
+            else:
+                keys[key_id] = key
         for key_id, problem in skipped.items():
             log.error("%s: the entry %s is skipped: %s", self._path, key_id, problem)
         return KeyFile(keys, skipped)
@@ -100,7 +106,7 @@ class Keyring:
         return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def check_key_file(path: Path, tiers: Mapping[str, TierConfig]) -> None:
+def check_key_file(path: Path, tiers: Mapping[str, TierConfig], *, has_usage_log: bool = False) -> None:
     """Raise ConfigError if the file of API keys can't be read, or if one of its entries would be skipped."""
-    for key_id, problem in Keyring(path, tiers).state().skipped.items():
+    for key_id, problem in Keyring(path, tiers, has_usage_log=has_usage_log).state().skipped.items():
         raise ConfigError(f"{path}: keys.{key_id}: {problem}", param="http.keys_file")

@@ -1,12 +1,15 @@
 """Holds each request to its caller's limits, or refuses it before its body is read.
 
-    gate ──► running requests ──► rates: one request, and tokens for its body ──► the endpoint ──► all that runs is given back
+    gate ──► budgets ──► running requests ──► rates: one request, and tokens for its body ──► the endpoint
+                                                                  all that runs is given back ◄──┘
 
 What the gate has charged is kept whatever becomes of the request: a refused one costs as much work. The tokens of prompt and
 answer are charged when they are known (router/endpoints/metered.py).
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from configs.schema import HttpConfig
 from protocol.errors import TandemError
@@ -17,7 +20,12 @@ from router.access.meter import Meter
 from router.api.envelope import AsgiApp, Message, Receive, Scope, Send
 from router.api.errors import error_response
 
+if TYPE_CHECKING:
+    from router.access.usage.noting import UsageNotes
+
 _VISIT = "visit"
+_GENERATING = "/v1/"
+"""Each POST below it generates. `/tokenize` and `/detokenize` use nothing of a budget, so they are never refused for it."""
 _MAX_DIGITS = 18
 _BYTES_PER_TOKEN = 1024
 """Text work on so many bytes of a body counts as one token: that takes well under a millisecond, as prompts are computed."""
@@ -26,9 +34,11 @@ _BYTES_PER_TOKEN = 1024
 class Limiter:
     """ASGI middleware around every request with a body. It stands inside the Gate, which knows the caller."""
 
-    def __init__(self, app: AsgiApp, meter: Meter, http: HttpConfig) -> None:
+    def __init__(self, app: AsgiApp, meter: Meter, http: HttpConfig, usage: UsageNotes | None = None) -> None:
+        """`usage` knows what is left of monthly budgets. None means that there is no usage log, and so no budget."""
         self._app = app
         self._meter = meter
+        self._usage = usage
         self._in_flight = InFlight(http.max_body_bytes_in_flight)
         self._max_body_bytes = http.max_body_bytes
 
@@ -38,6 +48,8 @@ class Limiter:
             await self._app(scope, receive, send)
             return
         try:
+            if self._usage is not None and scope["path"].startswith(_GENERATING):
+                self._usage.check_budget(caller)
             visit = self._in_flight.enter(caller)
         except TandemError as error:
             await error_response(error)(scope, receive, send)

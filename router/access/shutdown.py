@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from protocol.errors import UnavailableError
@@ -31,7 +31,12 @@ class Shutdown:
         self._roster = roster
         self._router_id = uuid.uuid4().hex
         self._num_open = 0
+        self._num_unwritten: Callable[[], int] = lambda: 0
         self._reporting: asyncio.Task[None] | None = None
+
+    def wait_for_log(self, num_unwritten: Callable[[], int]) -> None:
+        """Count requests that have ended as running until they are in the usage log: so the end of the cluster loses none."""
+        self._num_unwritten = num_unwritten
 
     def start(self) -> None:
         """Begin to watch for the end."""
@@ -61,9 +66,10 @@ class Shutdown:
         """Tell the controller how many requests run, again and again once the cluster ends."""
         while True:
             await self._roster.stopping.wait()
+            num_open = self._num_open + self._num_unwritten()
             try:
                 async with asyncio.timeout(_REPORT_DEADLINE_S):
-                    await self._controller.note_open_requests(self._router_id, self._num_open)
+                    await self._controller.note_open_requests(self._router_id, num_open)
             except Exception as error:  # noqa: BLE001 (without a controller there is nobody left who waits)
-                log.warning("nobody hears of the %d requests that run: %s", self._num_open, type(error).__name__)
+                log.warning("nobody hears of the %d requests that run: %s", num_open, type(error).__name__)
             await asyncio.sleep(_REPORT_EVERY_S)

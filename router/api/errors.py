@@ -11,7 +11,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
-from protocol.errors import AuthenticationError, InvalidRequestError, OverloadedError, TandemError, UnavailableError
+from protocol.errors import (
+    AuthenticationError,
+    InsufficientQuotaError,
+    InvalidRequestError,
+    OverloadedError,
+    TandemError,
+    UnavailableError,
+)
 from router.api.shapes import Json
 
 log = logging.getLogger(__name__)
@@ -50,7 +57,8 @@ def error_body(error: TandemError) -> Json:
 def error_response(error: TandemError) -> Response:
     """Return the HTTP answer of a request that failed before its first byte was sent.
 
-    It has the error's own status. A `retry-after` header tells when to try again, `www-authenticate` that a key is needed.
+    It has the error's own status. A `retry-after` header tells when to try again, `www-authenticate` that a key is needed, and
+    `x-should-retry: false`, which OpenAI's clients read, that it is no use to try again.
     """
     headers = {}
     if isinstance(error, OverloadedError | UnavailableError):
@@ -58,6 +66,8 @@ def error_response(error: TandemError) -> Response:
         headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
     if isinstance(error, AuthenticationError):
         headers["www-authenticate"] = "Bearer"
+    if isinstance(error, InsufficientQuotaError):
+        headers["x-should-retry"] = "false"
     return JSONResponse(error_body(error), error.http_status, headers)
 
 

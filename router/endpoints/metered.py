@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import AsyncGenerator, Sequence
+from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
@@ -17,13 +18,18 @@ from router.request.choices import MAX_AT_ONCE, EmittedChoice
 from router.request.generation import Generation, RequestIdentity
 from router.service import Router
 
+if TYPE_CHECKING:
+    from router.access.usage.noting import UsageNotes
+
 
 class MeteredRouter:
     """The router as one caller may use it, who is found in each request."""
 
-    def __init__(self, router: Router, meter: Meter) -> None:
+    def __init__(self, router: Router, meter: Meter, usage: UsageNotes | None) -> None:
+        """`usage` notes what each request has used. None means that there is no usage log."""
         self._router = router
         self._meter = meter
+        self._usage = usage
 
     def fit(
         self, request: Request, generations: Sequence[Generation], body: ChatBody | CompletionBody, prompt_param: str
@@ -57,10 +63,15 @@ class MeteredRouter:
         before = emitted or [EmittedChoice()] * sum(generation.num_choices for generation in generations)
         visit, identity = visit_of(request.scope), _identity(request)
         visit.text_done()
-        visit.grow(min(MAX_AT_ONCE, sum(not choice.ended for choice in before)))
+        num_running = sum(not choice.ended for choice in before)
+        visit.grow(min(MAX_AT_ONCE, num_running))
         answer = self._router.generate(generations, identity, emitted)
         most_tokens = _most_tokens(generations, before)
-        return self._meter.metered(caller_of(request.scope), most_tokens, visit.prepaid_tokens, identity.usage, answer)
+        caller = caller_of(request.scope)
+        metered = self._meter.metered(caller, most_tokens, visit.prepaid_tokens, identity.usage, answer)
+        if self._usage is None:
+            return metered
+        return self._usage.noted(caller, identity, request.scope["path"], num_running, metered)
 
 
 def _most_tokens(generations: Sequence[Generation], before: Sequence[EmittedChoice]) -> int:

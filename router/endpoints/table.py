@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -25,6 +25,9 @@ from router.endpoints.resumption import ResumptionEndpoint
 from router.resume.recorder import Recorder
 from router.service import Router
 
+if TYPE_CHECKING:
+    from router.access.usage.noting import UsageNotes
+
 _CALLERS, _OPERATORS, _WATCHERS, _ANYBODY = Access.CALLERS, Access.OPERATORS, Access.WATCHERS, Access.ANYBODY
 
 
@@ -37,12 +40,14 @@ class Endpoint(NamedTuple):
     operation: Operation
 
 
-def endpoint_table(router: Router, meter: Meter, recorder: Recorder, keyring: Keyring | None) -> list[Endpoint]:
-    """Return all endpoints of one router; `keyring` is None on a cluster without API keys.
+def endpoint_table(
+    router: Router, meter: Meter, recorder: Recorder, keyring: Keyring | None, usage: UsageNotes | None
+) -> list[Endpoint]:
+    """Return all endpoints of one router; `keyring` is None on a cluster without API keys, `usage` on one without a usage log.
 
     In an Operation: who may call, the answer, the body, and a stream's event.
     """
-    metered = MeteredRouter(router, meter)
+    metered = MeteredRouter(router, meter, usage)
     generation = GenerationEndpoints(router, metered, ResumptionEndpoint(router, metered, recorder))
     model, probes, operators = ModelEndpoints(router), ProbeEndpoints(router, keyring), OperatorEndpoints(router, keyring)
 

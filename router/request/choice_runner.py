@@ -82,7 +82,7 @@ class ChoiceRunner:
                 async for tokens in pieces:
                     now = time.monotonic()
                     if latest is None:
-                        self._note_first(choice, now)
+                        self._note_first(choice, now, tokens.cached_tokens)
                     else:
                         metrics.inter_token_latency.observe(now - latest)
                     latest = now
@@ -99,10 +99,11 @@ class ChoiceRunner:
                     yield delta
             yield delta  # the last one, when the workers have been released
 
-    def _note_first(self, choice: Choice, now: float) -> None:
+    def _note_first(self, choice: Choice, now: float, cached_tokens: int) -> None:
         """Count a choice's first token, and the prompt with the first choice's."""
         journal, ttft_s = choice.journal, now - choice.times.arrival
         num_prompt_tokens = len(journal.prompt_token_ids) if choice.is_first else 0
+        choice.usage.num_cached_tokens += min(num_prompt_tokens, cached_tokens)
         self._metrics.prompt_tokens.inc(num_prompt_tokens)
         self._metrics.tenant(journal.scheduling_class.tenant).prompt_tokens.inc(num_prompt_tokens)
         self._metrics.time_to_first_token.observe(ttft_s)
@@ -134,6 +135,8 @@ class ChoiceRunner:
             if choice.times.was_admitted:
                 choice.usage.computed = True
                 choice.usage.num_answer_tokens += journal.num_generated
+                choice.usage.num_resumed_tokens += num_before
+            choice.request.usage.latest = choice.times
             sizes = {"prompt_tokens": len(journal.prompt_token_ids), "tokens": journal.num_generated}
             request, summary = choice.request, choice.times.summary(time.monotonic())
             ids = {"request": request.request_id, "trace": journal.trace.trace_id}

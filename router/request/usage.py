@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from telemetry.request_times import RequestTimes
+
 
 @dataclass
 class PromptUsage:
@@ -14,6 +16,10 @@ class PromptUsage:
     """The prompt was given to a worker, whatever became of it."""
     num_answer_tokens: int = 0
     """Tokens of all answers, with those that a resumed stream had before: they were computed again."""
+    num_resumed_tokens: int = 0
+    """Those that a resumed stream had before."""
+    num_cached_tokens: int = 0
+    """Tokens of the prompt that need not be computed, as their KV was there."""
 
 
 @dataclass
@@ -21,6 +27,8 @@ class Usage:
     """What was computed of one request so far; choices add to it when they end."""
 
     prompts: list[PromptUsage] = field(default_factory=list)
+    latest: RequestTimes | None = None
+    """Where the time of the choice went that ended last; None before one has."""
 
     def of_prompt(self, num_prompt_tokens: int) -> PromptUsage:
         """Return the usage of one more prompt, of which nothing was computed yet."""

@@ -84,6 +84,8 @@ FLAGS = (
     ConfigFlag("--metrics-key", "http.metrics_key", help="Key for /metrics.", envvar="TANDEM_METRICS_KEY"),
     ConfigFlag("--keys-file", "http.keys_file", help="API keys, as `tandem keys` makes them."),
     ConfigFlag("--audit-log", "telemetry.audit_log", help="File for refusals, operators' actions and changes of keys."),
+    ConfigFlag("--usage-log", "telemetry.usage_log", help="File for what each request has used: tenant, key, tokens, stages."),
+    ConfigFlag("--usage-kafka", "telemetry.usage_kafka", help="SERVERS/TOPIC of Kafka that gets its lines, too."),
     ConfigFlag("--shutdown-timeout", "limits.shutdown_s", help="Seconds that requests have to end on Ctrl-C or SIGTERM."),
     ConfigFlag("--ssl-keyfile", "http.ssl_keyfile", help="Private key of the certificate, PEM."),
     ConfigFlag("--ssl-certfile", "http.ssl_certfile", help="Certificate, PEM: the cluster answers https."),

@@ -1,4 +1,4 @@
-"""Tables for `tandem status` and `tandem models`."""
+"""Tables for `tandem status`, `tandem models` and `tandem usage`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from configs.models import ListedModel
+    from telemetry.usage.reading import UsageSum, UsageSums
 
 _COLUMNS = {
     "worker": "worker_id",
@@ -100,6 +101,24 @@ def print_models(models: Sequence[ListedModel]) -> None:
     for model in models:
         table.add_row(model.name, model.source, f"{model.num_bytes / 1e6:.0f} MB", str(model.path or "-"))
     _console().print(table)
+
+
+def print_usage(sums: UsageSums) -> None:
+    """Print one row per tenant, key and model, the sum of all, and from when on the log tells."""
+    table = Table("tenant", "key", "model", box=None, pad_edge=False)
+    for title in ("requests", "prompt", "cached", "answer", "tokens"):
+        table.add_column(title, justify="right")
+    for (tenant, key, model), row in sums.sorted_rows():
+        table.add_row(tenant or "-", key or "-", model, *_numbers(row))
+    if len(sums.rows) != 1:
+        table.add_row("all", "", "", *_numbers(sums.total()))
+    console = _console()
+    console.print(table)
+    console.print("the log is empty" if sums.since is None else f"the log begins at {sums.since}", markup=False)
+
+
+def _numbers(row: UsageSum) -> list[str]:
+    return [str(n) for n in (row.requests, row.prompt_tokens, row.cached_tokens, row.answer_tokens, row.tokens)]
 
 
 def _console() -> Console:

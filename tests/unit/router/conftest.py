@@ -22,6 +22,8 @@ from protocol.cluster_view import ClusterView, RouterObservation, WorkerInfo, Wo
 from protocol.messages import Role
 from router.access.meter import Meter
 from router.access.rates import RateStore
+from router.access.usage.noting import UsageNotes
+from router.access.usage.queue import UsageStore
 from router.app import create_app
 from router.resume.recorder import Recorder
 from router.resume.stream_records import Entry, StreamKey, StreamRecords, WriteOutcome
@@ -200,7 +202,11 @@ async def eventually(condition: Callable[[], bool], what: str = "it did not happ
 
 @contextlib.asynccontextmanager
 async def serving(
-    model: Model, tokenizer: Tokenizer, store: RateStore | None = None, **overrides: Any
+    model: Model,
+    tokenizer: Tokenizer,
+    store: RateStore | None = None,
+    usage_store: UsageStore | None = None,
+    **overrides: Any,
 ) -> AsyncIterator[Cluster]:
     config = ClusterConfig.model_validate({"disaggregation": "always", "limits": {"heartbeat_s": 0.05}} | overrides)
     secret = os.urandom(32)
@@ -208,12 +214,20 @@ async def serving(
     router = Router(config, model, secret, controller)
     meter, records = Meter(store), MemoryRecords(config.resumable)
     recorder = Recorder(records)
+    usage = None if usage_store is None else UsageNotes(usage_store, model.facts.name, router.metrics)
+    if usage is not None:
+        usage.start()
     await router.start()
     # Without the protocol, asyncio does not know it for TCP and leaves Nagle's algorithm on: 40 ms per answer.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.bind(("127.0.0.1", 0))
         server = uvicorn.Server(
-            uvicorn.Config(create_app(router, meter, recorder), log_config=None, lifespan="off", timeout_graceful_shutdown=1)
+            uvicorn.Config(
+                create_app(router, meter, recorder, None, usage),
+                log_config=None,
+                lifespan="off",
+                timeout_graceful_shutdown=1,
+            )
         )
         serving_task = asyncio.create_task(server.serve(sockets=[listener]))
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -229,6 +243,8 @@ async def serving(
             await router.close()
             await meter.close()
             await recorder.close()
+            if usage is not None:
+                await usage.close()
             for worker in (*cluster.prefill, *cluster.decode):
                 await worker.die()
 
@@ -249,7 +265,7 @@ def run_cluster(model: Model, tokenizer: Tokenizer) -> Callable[..., None]:
 
     def run(test: Callable[[Cluster], Coroutine[Any, Any, None]], prefill: int = 1, decode: int = 1, **overrides: Any) -> None:
         blocks = overrides.pop("total_blocks", 4096)
-        store = overrides.pop("store", None)
+        stores = {name: overrides.pop(name, None) for name in ("store", "usage_store")}
         deadline_s = overrides.pop("deadline_s", 60)
         if "max_batch_tokens" in overrides:
             step_tokens = overrides.pop("max_batch_tokens")
@@ -259,7 +275,7 @@ def run_cluster(model: Model, tokenizer: Tokenizer) -> Callable[..., None]:
             overrides["prefill"] = overrides.get("prefill", {}) | {"workers": 0}
 
         async def main() -> None:
-            async with asyncio.timeout(deadline_s), serving(model, tokenizer, store, **overrides) as cluster:
+            async with asyncio.timeout(deadline_s), serving(model, tokenizer, **stores, **overrides) as cluster:
                 for _ in range(prefill):
                     cluster.add(Role.PREFILL)
                 for _ in range(decode):

@@ -1,0 +1,1 @@
+"""What requests use: noted for the usage log, and held against monthly budgets. Imported only where there is a usage log."""

@@ -1,0 +1,124 @@
+"""Usage events of one router, on their way to the owner of the log.
+
+    a request has ended ──► queue, bounded ──► at most four times a second ──► UsageStore: one owner writes the file, fsync
+                                ▲                                                   │ acknowledged, and the sums of the month
+                                └──────────── no answer: the same events again ─────┘
+
+An event that waits here dies with its router: it was not acknowledged. Events are numbered, so one whose acknowledgement was
+lost is not written twice. No request waits for any of this. When the queue is full, what ends then is counted as lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from router.access.usage.budgets import MonthlyBudgets
+from telemetry.metrics import Metrics
+from telemetry.usage.event import UsageEvent
+from telemetry.usage.ledger import MonthUse
+
+log = logging.getLogger(__name__)
+
+MAX_QUEUED = 10_000
+_AT_ONCE = 1000
+"""Events in one call."""
+_PAUSE_S = 0.25
+"""Seconds from one call to the next: what ends meanwhile goes together."""
+_QUIET_S = 2.0
+"""Seconds after which the sums of the month are asked for, though nothing has ended here."""
+_ANSWER_S = 10.0
+_CLOSE_S = 5.0
+_COMPLAIN_S = 10.0
+"""Seconds between two lines of the log about the same trouble."""
+
+
+class UsageStore(Protocol):
+    """Whoever writes the usage log."""
+
+    async def append(self, events: Sequence[UsageEvent], known: tuple[str, int] | None) -> MonthUse:
+        """Add those events that are not there yet, and tell what of this month's sums is news to who knows `known`.
+
+        All events are on disk when this returns. Any exception means that they may be, or not.
+        """
+
+
+class UsageQueue:
+    """Events that wait to be written. `start` and `close` in the loop that serves the requests."""
+
+    def __init__(self, store: UsageStore, budgets: MonthlyBudgets, metrics: Metrics) -> None:
+        self._store = store
+        self._budgets = budgets
+        self._metrics = metrics
+        self._events: deque[UsageEvent] = deque()
+        self._news = asyncio.Event()
+        self._writing: asyncio.Task[None] | None = None
+        self._complained: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def start(self) -> None:
+        """Begin to write."""
+        self._writing = asyncio.get_running_loop().create_task(self._write())
+
+    async def close(self) -> None:
+        """Write what waits, if that takes no more than some seconds, and end. Idempotent."""
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.gather(self._writing, return_exceptions=True)
+            self._writing = None
+            deadline = time.monotonic() + _CLOSE_S
+            while self._events and time.monotonic() < deadline and await self._write_once(_CLOSE_S):
+                pass
+            if self._events:
+                log.error("%d events of the usage log are lost: its owner did not answer", len(self._events))
+
+    def put(self, event: UsageEvent) -> None:
+        """Queue an event, whose number is higher than those before. It is counted as lost if there is no room."""
+        if len(self._events) >= MAX_QUEUED:
+            self._metrics.usage_events_lost.inc()
+            self._complain("events of the usage log are lost: %d wait for its owner", MAX_QUEUED)
+            return
+        self._events.append(event)
+        self._metrics.usage_events_waiting.set(len(self._events))
+        self._budgets.ended(event)
+        self._news.set()
+
+    async def _write(self) -> None:
+        await self._write_once(_ANSWER_S)  # what the month has used so far
+        while True:
+            try:
+                async with asyncio.timeout(_QUIET_S):
+                    await self._news.wait()
+            except TimeoutError:
+                pass
+            self._news.clear()
+            if not await self._write_once(_ANSWER_S) or self._events:
+                self._news.set()
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _write_once(self, answer_s: float) -> bool:
+        """Write the oldest events. Returns whether they are written."""
+        events = [self._events[index] for index in range(min(len(self._events), _AT_ONCE))]
+        try:
+            async with asyncio.timeout(answer_s):
+                told = await self._store.append(events, self._budgets.known)
+        except Exception as error:  # noqa: BLE001 (whatever ails the owner of the log, serving goes on without it)
+            self._complain("%d events wait for the usage log: %s", len(self._events), str(error) or type(error).__name__)
+            return False
+        for _ in events:
+            self._events.popleft()
+        self._metrics.usage_events_waiting.set(len(self._events))
+        self._budgets.acknowledged(events, told)
+        return True
+
+    def _complain(self, text: str, *values: object) -> None:
+        now = time.monotonic()
+        if now >= self._complained.get(text, 0.0):
+            self._complained[text] = now + _COMPLAIN_S
+            log.warning(text, *values)
