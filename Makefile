@@ -85,6 +85,7 @@ docs: $(VENV)/.installed-test
 	$(BIN)/python docs/throughput_chart.py
 	$(BIN)/python docs/module_map.py
 	$(BIN)/python -m deploy.grafana.build
+	$(BIN)/python -m deploy.kubernetes.build
 	$(BIN)/pytest tests/unit/test_docs.py $(ARGS)
 
 update: | $(BIN)/python

@@ -1,7 +1,10 @@
-"""`ray_cluster.yaml` is one that `ray up` takes, and configs/cluster.yaml fits on its nodes."""
+"""`ray_cluster.yaml` and its like for machines of one's own: `ray up` takes them, and configurations fit on their nodes."""
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +13,10 @@ import yaml
 
 from cluster.ray.placement import unplaceable
 from configs.loader import load_config
+from tests.unit.deploy.ray_environment import exported, fixed, wanted
 
 ROOT = Path(__file__).parents[3]
+ONPREM = ROOT / "deploy" / "ray_cluster.onprem.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -20,13 +25,26 @@ def launched() -> dict[str, Any]:
     return loaded
 
 
-def test_ray_up_accepts_it(launched: dict[str, Any]) -> None:
+@pytest.fixture(scope="module")
+def onprem() -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load(ONPREM.read_text())
+    return loaded
+
+
+def accepted(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration as `ray up` goes on with it."""
     from ray.autoscaler._private.util import prepare_config, validate_config
 
-    prepared = prepare_config(launched)
+    prepared: dict[str, Any] = prepare_config(config)
     validate_config(prepared)
+    return prepared
+
+
+def test_ray_up_accepts_it(launched: dict[str, Any]) -> None:
+    prepared = accepted(launched)
     assert prepared["head_node_type"] == "tandem.head"
-    assert set(prepared["available_node_types"]) == {"tandem.head", "tandem.prefill", "tandem.decode"}
+    types = {"tandem.head", "tandem.prefill", "tandem.decode", "tandem.prefill8", "tandem.decode8"}
+    assert prepared["available_node_types"].keys() == types
 
 
 def test_the_cluster_configuration_fits_on_the_nodes_that_are_always_there(launched: dict[str, Any]) -> None:
@@ -41,19 +59,75 @@ def test_the_cluster_configuration_fits_on_the_nodes_that_are_always_there(launc
     assert config.decode.resources.keys() == {"GPU", "tandem_decode"}
 
 
+@pytest.mark.parametrize(("ranks", "fitting"), [(1, 8), (2, 4), (4, 2), (8, 1)])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_workers_and_gangs_fill_a_node_of_eight_gpus(launched: dict[str, Any], role: str, ranks: int, fitting: int) -> None:
+    node = {"CPU": 96.0, **launched["available_node_types"][f"tandem.{role}8"]["resources"]}
+    other = {"CPU": 96.0, "GPU": 8, "tandem_prefill": 8, "tandem_decode": 8}
+    del other[f"tandem_{role}"]
+    for workers in (fitting, fitting + 1):
+        sizes = {f"{role}.workers": workers, f"{role}.tensor_parallel_size": ranks, f"{role}.max_workers": workers}
+        config = load_config(ROOT / "configs" / "cluster.yaml", sizes)
+        assert (unplaceable(config, [node, other]) is None) == (workers == fitting)
+
+
 def test_each_role_has_instances_of_its_own(launched: dict[str, Any]) -> None:
     types = launched["available_node_types"]
-    instances = {types[f"tandem.{role}"]["node_config"]["InstanceType"] for role in ("head", "prefill", "decode")}
-    assert len(instances) == 3
+    instances = {each["node_config"]["InstanceType"] for each in types.values()}
+    assert len(instances) == len(types)
 
 
-def test_nodes_ask_for_the_token_and_keep_to_themselves(launched: dict[str, Any]) -> None:
-    setup = "\n".join(launched["setup_commands"])
+def test_a_node_offers_as_much_of_its_role_as_it_has_gpus(launched: dict[str, Any]) -> None:
+    for name, node_type in launched["available_node_types"].items():
+        if name != "tandem.head":
+            role = re.sub(r"^tandem\.|\d", "", name)
+            assert node_type["resources"] == {
+                "GPU": node_type["resources"]["GPU"],
+                f"tandem_{role}": node_type["resources"]["GPU"],
+            }
+
+
+@pytest.mark.parametrize("path", [ROOT / "ray_cluster.yaml", ONPREM], ids=lambda path: path.name)
+def test_nodes_ask_for_the_token_and_keep_to_themselves(path: Path) -> None:
+    config = yaml.safe_load(path.read_text())
+    setup = "\n".join(config["setup_commands"])
     for line in ("RAY_AUTH_MODE=token", "RAY_USAGE_STATS_ENABLED=0", "RAY_SERVE_ENABLE_HA_PROXY=1", "tandem-haproxy"):
         assert line in setup
     starts = [
-        command for name in ("head", "worker") for command in launched[f"{name}_start_ray_commands"] if "ray start" in command
+        command for name in ("head", "worker") for command in config[f"{name}_start_ray_commands"] if "ray start" in command
     ]
     assert len(starts) == 2
     assert all(command.startswith(". ~/.tandem_environment") for command in starts)
     assert "--include-dashboard=false" in starts[0]
+
+
+def test_ray_up_accepts_machines_of_ones_own(onprem: dict[str, Any]) -> None:
+    prepared = accepted(onprem)
+    [node_type] = prepared["available_node_types"].values()
+    assert node_type["min_workers"] == node_type["max_workers"] == len(onprem["provider"]["worker_ips"])
+
+
+def test_machines_of_ones_own_have_the_same_environment() -> None:
+    assert exported(ONPREM).keys() == wanted().keys() | {"PATH"}
+    assert fixed().items() <= exported(ONPREM).items()
+
+
+def test_a_cluster_fits_on_machines_that_say_what_they_offer(onprem: dict[str, Any]) -> None:
+    """The files that the head of the page tells to write, as the start commands read them."""
+    offers = [json.loads(found) for found in re.findall(r"echo '(\{.*?\})' > ~/\.tandem_resources", ONPREM.read_text())]
+    assert offers == [{"tandem_prefill": 4}, {"tandem_decode": 8}, {}]
+    nodes = [{"CPU": 32.0, "GPU": float(sum(offer.values())), **offer} for offer in offers]
+    assert (
+        unplaceable(load_config(ROOT / "configs" / "cluster.yaml", {"prefill.workers": 4, "decode.workers": 8}), nodes) is None
+    )
+
+
+@pytest.mark.parametrize("role", ["head", "worker"])
+def test_ray_start_reads_what_the_machine_offers(onprem: dict[str, Any], role: str, tmp_path: Path) -> None:
+    """The last command, in a shell, with something in Ray's place that prints what it gets."""
+    (tmp_path / ".tandem_resources").write_text('{"tandem_decode": 8}\n')
+    (tmp_path / ".tandem_environment").write_text("ray() { printf '%s\\n' \"$@\"; }\n")
+    command = onprem[f"{role}_start_ray_commands"][-1]
+    environment = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin", "RAY_HEAD_IP": "10.0.0.1"}
+    done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, timeout=30, check=True)
+    assert '--resources={"tandem_decode": 8}' in done.stdout.splitlines()

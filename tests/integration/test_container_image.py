@@ -1,0 +1,231 @@
+"""The image of `deploy/Dockerfile` is built, and serves as a user that it does not know, where it can write into volumes alone.
+
+`crun` runs it, as Kubernetes would, in a network of its own. Once as `docker run` does, and once as KubeRay runs the head's
+pod of `deploy/kubernetes/raycluster`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from configs.packaged import SMOLLM2, fetch
+from tests.integration.containers import Container, Images, bind, missing_tools, start, tmpfs
+from tests.integration.local_processes import TANDEM
+from tests.unit.deploy.manifests import main_container, of_kind, ray_clusters
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
+
+ROOT = Path(__file__).parents[2]
+TAG = "localhost/tandem:test"
+SOMEBODY = 23_456
+"""A user that is not in the image's /etc/passwd."""
+READY_S = 240.0
+END_S = 90.0
+
+
+def why_not() -> str | None:
+    """Why no image can be built here."""
+    if os.geteuid() != 0:
+        return "this needs root, to make a base image"
+    if missing := missing_tools():
+        return f"not installed: {', '.join(missing)}"
+    allowed = subprocess.run(["unshare", "--mount", "--pid", "--net", "--fork", "true"], capture_output=True, check=False)
+    return None if allowed.returncode == 0 else "namespaces are not allowed here"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The files of the image. They take some gigabytes, and are gone afterwards."""
+    if reason := why_not():
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp("images")
+    images = Images(folder)
+    images.make_base()
+    # pip takes torch from where it does on this machine: PyTorch's own index may be out of reach.
+    images.build(ROOT / "deploy" / "Dockerfile", ROOT, TAG, TORCH_INDEX="")
+    with images.mounted(TAG) as mounted:
+        settings = images.settings(TAG)
+        (folder / "settings.json").write_text(json.dumps(settings))
+        yield mounted
+    images.buildah("rmi", "--all", "--force")
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def settings(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the image says of how it is to be run."""
+    [path] = tmp_path_factory.getbasetemp().glob("images*/settings.json")
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+@pytest.fixture
+def volumes(tmp_path: Path) -> Path:
+    """A folder for volumes: `cache`, with the model, where group 0 may write, and `etc`, for a file of keys."""
+    model = tmp_path / "cache" / "models" / f"{SMOLLM2.distribution}-{SMOLLM2.version}"
+    model.mkdir(parents=True)
+    shutil.copyfile(fetch(SMOLLM2), model / SMOLLM2.path.name)
+    subprocess.run(["chmod", "-R", "g=u", tmp_path / "cache"], check=True)
+    (tmp_path / "etc").mkdir(mode=0o755)
+    return tmp_path
+
+
+@pytest.fixture
+def key(volumes: Path) -> str:
+    """An API key of the file `etc/keys.json`."""
+    path = volumes / "etc" / "keys.json"
+    done = subprocess.run(
+        [TANDEM, "keys", "add", "--tenant", "me", "--keys-file", path], capture_output=True, text=True, timeout=60, check=True
+    )
+    path.chmod(0o644)
+    return done.stdout.strip().splitlines()[-1].split()[-1]
+
+
+def until(container: Container, condition: Callable[[], bool], deadline_s: float) -> None:
+    """Wait until the condition holds. Fails at the deadline, or if the container ends, with what it said."""
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        assert container.process.poll() is None, f"it ended with {container.process.returncode}:\n{container.said()}"
+        assert time.monotonic() < deadline, f"not within {deadline_s} s:\n{container.said()}"
+        time.sleep(0.5)
+
+
+def succeeds(container: Container, *command: str) -> bool:
+    return container.run(*command).returncode == 0
+
+
+def answer(container: Container, key: str) -> str:
+    body = json.dumps({"model": "smollm2", "prompt": "The capital of France is", "max_tokens": 8, "temperature": 0})
+    headers = (f"--header=Authorization: Bearer {key}", "--header=Content-Type: application/json")
+    said = container.run("wget", "-q", "-O-", *headers, f"--post-data={body}", "http://127.0.0.1:8000/v1/completions")
+    assert said.returncode == 0, said.stderr + container.said()
+    text: str = json.loads(said.stdout)["choices"][0]["text"]
+    return text
+
+
+def written_elsewhere(container: Container) -> list[str]:
+    """Places outside of the volumes where a file can be made."""
+    places = ("/", "/etc", "/opt/tandem", "/usr/local/bin", "/var/lib/tandem", "/home", "/run")
+    return [place for place in places if succeeds(container, "touch", f"{place}/x")]
+
+
+def test_it_serves_as_docker_runs_it(root: Path, settings: dict[str, Any], volumes: Path, key: str) -> None:
+    process = {
+        "args": [*settings["Entrypoint"], *settings["Cmd"], "--keys-file", "/etc/tandem/keys.json"],
+        "env": settings["Env"],
+        "user": {"uid": SOMEBODY, "gid": 0},
+        "cwd": settings["WorkingDir"],
+    }
+    mounts = [
+        tmpfs("/tmp", "mode=1777", "noexec"),
+        tmpfs("/dev/shm", "mode=1777", "size=1g"),
+        bind(volumes / "cache", "/var/cache/tandem"),
+        bind(volumes / "etc", "/etc/tandem", "ro"),
+    ]
+    healthy = settings["Healthcheck"]["Test"]
+    assert healthy[0] == "CMD"
+    container = start(root, volumes / "docker", process, mounts)
+    try:
+        until(container, lambda: succeeds(container, *healthy[1:]), READY_S)
+        assert "Paris" in answer(container, key)
+        assert written_elsewhere(container) == []
+        assert container.run("id", "-u").stdout.strip() == str(SOMEBODY)
+        container.signal(signal.SIGTERM)
+        assert container.process.wait(timeout=END_S) == 0, container.said()
+    finally:
+        container.end()
+
+
+def kuberay_command(group: Mapping[str, Any]) -> str:
+    """What KubeRay puts into KUBERAY_GEN_RAY_START_CMD for this head: its own flags, and the group's."""
+    limits = main_container(group["template"])["resources"]["limits"]
+    own = {"block": "true", "dashboard-agent-listen-port": "52365", "dashboard-host": "0.0.0.0", "metrics-export-port": "8080"}
+    flags = {**own, "num-cpus": limits["cpu"], **group["rayStartParams"]}
+    shown = [f" --{name} " if value == "true" else f" --{name}={value} " for name, value in sorted(flags.items())]
+    return f"ray start --head {''.join(shown)}"
+
+
+def in_pod(spec: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The head's process as KubeRay and Kubernetes would start it."""
+    group = spec["headGroupSpec"]
+    container, security = main_container(group["template"]), group["template"]["spec"]["securityContext"]
+    [environment] = of_kind("ConfigMap")
+    secret = {variable["name"]: "0123456789abcdef" for variable in container["env"]}
+    variables = {
+        **dict(line.split("=", 1) for line in settings["Env"]),
+        **environment["data"],
+        **secret,
+        "RAY_AUTH_TOKEN": "0123456789abcdef" * 4,
+        "RAY_ADDRESS": "127.0.0.1:6379",
+        "KUBERAY_GEN_RAY_START_CMD": kuberay_command(group),
+    }
+    return {
+        "args": [*container["command"], *container["args"]],
+        "env": [f"{name}={value}" for name, value in variables.items()],
+        "user": {"uid": security["runAsUser"], "gid": security["runAsGroup"], "additionalGids": [security["fsGroup"]]},
+        "cwd": settings["WorkingDir"],
+    }
+
+
+def empty_dir(path: Path) -> Path:
+    """As Kubernetes makes one: root's, and open to every user."""
+    path.mkdir()
+    path.chmod(0o777)
+    return path
+
+
+def local_configuration() -> str:
+    """That of the manifests, for a node without GPUs and the default model."""
+    values = yaml.safe_load((ROOT / "deploy" / "kubernetes" / "base" / "cluster.yaml").read_text())
+    changed = {"model": "smollm2", "dtype": "float32", "disaggregation": "auto"}
+    pool = {"workers": 1, "kv_cache_tokens": 8192}
+    kept = {name: values[name] for name in ("http", "limits")}
+    return yaml.safe_dump({**kept, **changed, "prefill": pool, "decode": pool})
+
+
+def test_it_serves_as_kuberay_runs_the_head(root: Path, settings: dict[str, Any], volumes: Path, key: str) -> None:
+    spec = ray_clusters()["RayCluster"]
+    template = spec["headGroupSpec"]["template"]
+    process = in_pod(spec, settings)
+    (volumes / "etc" / "cluster.yaml").write_text(local_configuration())
+    scratch, shm = empty_dir(volumes / "scratch"), empty_dir(volumes / "shm")
+    [folders] = template["spec"]["initContainers"]
+    first = start(root, volumes / "init", process | {"args": folders["command"]}, [bind(scratch, "/scratch")])
+    assert first.process.wait(timeout=END_S) == 0, first.said()
+    first.end()
+
+    mounts = [
+        bind(scratch / "tmp", "/tmp"),
+        bind(shm, "/dev/shm"),
+        bind(volumes / "cache", "/var/cache/tandem"),
+        bind(volumes / "etc", "/etc/tandem", "ro"),
+    ]
+    container = start(root, volumes / "pod", process, mounts)
+    try:
+        probes = main_container(template)
+        get = {name: probes[name]["httpGet"] for name in ("livenessProbe", "readinessProbe")}
+        for name in get:
+            until(container, lambda name=name: succeeds(container, *probe(get[name]["path"], 8000)), READY_S)  # type: ignore[misc]
+        # What KubeRay asks of the pods that have no HTTP of Tandem's, of the same agent here.
+        assert succeeds(container, *probe("/api/healthz", 52365))
+        assert "Paris" in answer(container, key)
+        assert written_elsewhere(container) == []
+        container.signal(signal.SIGTERM)
+        assert container.process.wait(timeout=template["spec"]["terminationGracePeriodSeconds"]) == 0, container.said()
+    finally:
+        container.end()
+
+
+def probe(path: str, port: int) -> tuple[str, ...]:
+    return ("wget", "-q", "-O-", "--tries=1", "--timeout=5", f"http://127.0.0.1:{port}{path}")
