@@ -28,8 +28,21 @@ class NamedActor:
 
 
 def node_resources() -> list[Resources]:
-    """Return the total resources of each node that is up."""
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    """Return the total resources of each node that is up and stays: nothing is placed on one that Ray drains."""
+    leaving = ray._private.state.state.get_draining_nodes()  # type: ignore[attr-defined]
+    return [node["Resources"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in leaving]
+
+
+def node_of_group(group: PlacementGroup) -> str | None:
+    """Return the id of the node where a group with one node is, or None if it is nowhere yet. Blocks."""
+    nodes = placement_group_table(group).get("bundles_to_node_id", {})
+    return next((node for node in nodes.values() if node), None)
+
+
+def node_of_actor(handle: Any) -> str | None:
+    """Return the id of the node where an actor is, or None if it is nowhere. Blocks for a call to Ray."""
+    found = ray._private.state.state.actor_table(handle._actor_id.hex())  # type: ignore[attr-defined]
+    return found["Address"]["NodeID"] or None if found else None
 
 
 def take_up_actors(kept: Collection[str], worker_ids: Collection[str]) -> dict[str, PlacementGroup]:
