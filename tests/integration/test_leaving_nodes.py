@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -106,16 +107,24 @@ def under_way(cluster: Any, streams: list[Stream]) -> None:
     cluster.until(lambda: all(len(stream.times) > 10 for stream in streams), 60)
 
 
-def left(nodes: Nodes, leaving: subprocess.Popen[str], timeout_s: float) -> None:
+def left(cluster: Any, nodes: Nodes, node: str, leaving: subprocess.Popen[str], timeout_s: float) -> None:
+    """Until the command has said that the node is empty, Ray has ended there, and all workers are elsewhere."""
     _, said = leaving.communicate(timeout=timeout_s)
     assert leaving.returncode == 0, said
     assert said.splitlines()[-1].endswith("is empty"), said
+    moved(cluster, nodes, node)
+
+
+def moved(cluster: Any, nodes: Nodes, node: str) -> None:
+    cluster.until(lambda: node not in nodes.order("up"), 30)
+    cluster.until(lambda: cluster.settled(1, 1), 60)
+    assert node not in nodes.order("where").values()
 
 
 def test_a_node_with_the_only_decode_worker_is_left(nodes: Nodes, joined: Any) -> None:
     expected = run_all(variants(joined, 8, TOKENS))
     joined.until(joined.clean, 20)
-    moved, resumed = counted(joined, "migrations_total"), counted(joined, "resumed_streams_total")
+    migrated, resumed = counted(joined, "migrations_total"), counted(joined, "resumed_streams_total")
     victim = worker(joined, "decode")
     node = nodes.node_of(victim)
     streams = variants(joined, 8, TOKENS)
@@ -124,15 +133,12 @@ def test_a_node_with_the_only_decode_worker_is_left(nodes: Nodes, joined: Any) -
     leaving = nodes.leave(node[:12], "--deadline", "100")
     joined.until(lambda: any(row["leaves_at"] for row in joined.workers()), 20)
     assert "its node leaves at" in joined.command("status").stdout
-    left(nodes, leaving, 100)
+    left(joined, nodes, node, leaving, 100)
     took_s = time.monotonic() - begun
     assert finished(streams) == expected
-    assert counted(joined, "migrations_total") - moved >= 8
+    assert counted(joined, "migrations_total") - migrated >= 8
     assert counted(joined, "resumed_streams_total") == resumed, "nothing was computed anew"
     assert counted(joined, "workers_leaving") == 0
-    joined.until(lambda: joined.settled(1, 1), 60)
-    assert nodes.node_of(worker(joined, "decode")) != node
-    joined.until(lambda: node not in nodes.order("up"), 30)
     assert f"{victim} is gone" in joined.said()
     print(f"left after {took_s:.1f} s, longest gap {max(stream.longest_gap() for stream in streams):.3f} s")  # noqa: T201
 
@@ -145,9 +151,7 @@ def test_a_node_with_the_only_prefill_worker_is_left_while_requests_come(nodes: 
     while leaving.poll() is None or rounds < 2:
         assert run_all(variants(joined, 8, 60)) == expected
         rounds += 1
-    left(nodes, leaving, 10)
-    joined.until(lambda: joined.settled(1, 1), 60)
-    assert nodes.node_of(worker(joined, "prefill")) != node
+    left(joined, nodes, node, leaving, 10)
 
 
 def test_a_deadline_that_is_too_short_has_streams_resumed_elsewhere(nodes: Nodes, joined: Any) -> None:
@@ -156,11 +160,12 @@ def test_a_deadline_that_is_too_short_has_streams_resumed_elsewhere(nodes: Nodes
     node = nodes.node_of(worker(joined, "decode"))
     streams = variants(joined, 8, TOKENS)
     under_way(joined, streams)
-    left(nodes, nodes.leave(node, "--deadline", "3"), 20)
+    leaving = nodes.leave(node, "--deadline", "3")  # shorter than a start takes
+    _, said = leaving.communicate(timeout=30)
+    assert leaving.returncode in (0, 1), said
     assert finished(streams) == expected
     assert counted(joined, "resumed_streams_total") > resumed
-    joined.until(lambda: joined.settled(1, 1), 60)
-    assert nodes.node_of(worker(joined, "decode")) != node
+    moved(joined, nodes, node)
 
 
 def test_a_controller_that_dies_meanwhile_goes_on(nodes: Nodes, joined: Any) -> None:
@@ -171,10 +176,45 @@ def test_a_controller_that_dies_meanwhile_goes_on(nodes: Nodes, joined: Any) -> 
     leaving = nodes.leave(node, "--deadline", "100")
     joined.until(lambda: any(row["leaves_at"] for row in joined.workers()), 20)
     os.kill(nodes.order("controller"), signal.SIGKILL)
-    left(nodes, leaving, 110)
+    left(joined, nodes, node, leaving, 110)
     assert finished(streams) == expected
-    joined.until(lambda: joined.settled(1, 1), 60)
-    assert nodes.node_of(worker(joined, "decode")) != node
+
+
+def test_a_ray_start_that_gets_sigterm_is_left_as_well(nodes: Nodes, joined: Any, tmp_path: Path) -> None:
+    """As a pod that Kubernetes ends: `ray start --block` drains its node for RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S."""
+    expected = run_all(variants(joined, 8, TOKENS))
+    (empty,) = set(nodes.order("up")) - set(nodes.order("where").values()) - {nodes.ray["head"]}
+    left(joined, nodes, empty, nodes.leave(empty), 30)
+    known = set(nodes.order("up"))
+    with ray_start(nodes, tmp_path) as pod:
+        joined.until(lambda: len(nodes.order("up")) > len(known), 60)
+        former = nodes.node_of(worker(joined, "decode"))
+        left(joined, nodes, former, nodes.leave(former, "--deadline", "60"), 60)
+        (own,) = set(nodes.order("up")) - known
+        assert nodes.node_of(worker(joined, "decode")) == own
+        nodes.order(f"add {RESOURCES}")
+        streams = variants(joined, 8, TOKENS)
+        under_way(joined, streams)
+        pod.send_signal(signal.SIGTERM)
+        assert finished(streams) == expected
+        pod.wait(timeout=90)
+    moved(joined, nodes, own)
+
+
+@contextmanager
+def ray_start(nodes: Nodes, scratch: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A Ray node of its own process, as in a pod."""
+    flags = ["--address", nodes.ray["address"], "--node-ip-address", "127.0.0.1", "--num-cpus", "2", "--resources", RESOURCES]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | nodes.environment
+    environment |= {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "60"}
+    with (scratch / "ray_start.log").open("wb") as log:
+        command = [str(Path(sys.executable).with_name("ray")), "start", "--block", *flags]
+        pod = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        try:
+            yield pod
+        finally:
+            pod.kill()
+            pod.wait()
 
 
 def test_which_nodes_can_be_left(nodes: Nodes, joined: Any) -> None:
