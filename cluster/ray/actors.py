@@ -33,10 +33,10 @@ def node_resources() -> list[Resources]:
     return [node["Resources"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in leaving]
 
 
-def node_of_group(group: PlacementGroup) -> str | None:
-    """Return the id of the node where a group with one node is, or None if it is nowhere yet. Blocks."""
-    nodes = placement_group_table(group).get("bundles_to_node_id", {})
-    return next((node for node in nodes.values() if node), None)
+def nodes_of_groups() -> dict[str, str]:
+    """Return the id of the node of every placement group that is on one node, by the group's id. Blocks for a call to Ray."""
+    groups = {group: set(entry["bundles_to_node_id"].values()) for group, entry in placement_group_table().items()}
+    return {group: next(iter(nodes)) for group, nodes in groups.items() if len(nodes) == 1}
 
 
 def node_of_actor(handle: Any) -> str | None:

@@ -36,8 +36,8 @@ from cluster.ray.actors import (
     NamedActor,
     find_actors,
     new_actor,
-    node_of_group,
     node_resources,
+    nodes_of_groups,
     take_up_actors,
 )
 from cluster.ray.errors import answer
@@ -118,9 +118,10 @@ class RayLauncher:
     async def leave_nodes(self, nodes: Collection[str]) -> dict[WorkerLife, str]:
         """Begin nothing on these nodes from now on, and return the lives that are there, each with its node's id."""
         self._leaving = frozenset(nodes)
+        found = await asyncio.to_thread(nodes_of_groups)
         groups = {WorkerLife(worker_id, epoch): self._groups[worker_id] for worker_id, epoch in self._epochs.items()}
-        found = await asyncio.to_thread(lambda: {life: node_of_group(group) for life, group in groups.items()})
-        return {life: node for life, node in found.items() if node in self._leaving}
+        homes = {life: found.get(group.id.hex()) for life, group in groups.items()}
+        return {life: node for life, node in homes.items() if node in self._leaving}
 
     async def release(self, worker_id: str) -> None:
         """Give the worker's resources back, once none of its lives needs them. Idempotent."""
@@ -172,7 +173,9 @@ class RayLauncher:
 
     def _fits(self, former: PlacementGroup, bundles: Sequence[Resources]) -> bool:
         """Not one of a worker of another role that had this id, nor one on a node that goes."""
-        return former.bundle_specs == bundles and (not self._leaving or node_of_group(former) not in self._leaving)
+        return former.bundle_specs == bundles and (
+            not self._leaving or nodes_of_groups().get(former.id.hex()) not in self._leaving
+        )
 
     def _begin_spare(self) -> None:
         if self._spare is None:
