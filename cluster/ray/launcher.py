@@ -119,7 +119,8 @@ class RayLauncher:
         """Begin nothing on these nodes from now on, and return the lives that are there, each with its node's id."""
         self._leaving = frozenset(nodes)
         found = await asyncio.to_thread(nodes_of_groups)
-        groups = {WorkerLife(worker_id, epoch): self._groups[worker_id] for worker_id, epoch in self._epochs.items()}
+        lives = [WorkerLife(*each) for each in list(self._epochs.items())]  # a copy: lives begin in other threads
+        groups = {life: group for life in lives if (group := self._groups.get(life.worker_id)) is not None}
         homes = {life: found.get(group.id.hex()) for life, group in groups.items()}
         return {life: node for life, node in homes.items() if node in self._leaving}
 
