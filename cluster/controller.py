@@ -17,6 +17,8 @@ import ray
 from ray.exceptions import RayTaskError
 
 from cluster.memory import WorkerMemory
+from cluster.nodes.gcs import own_gcs
+from cluster.nodes.watch import NodeWatch
 from cluster.open_requests import OpenRequests
 from cluster.ray.actors import NAME_PREFIX, NAMESPACE
 from cluster.ray.errors import original
@@ -51,6 +53,11 @@ class Controller:
         goes_on = await self._supervisor.start()
         if goes_on and (routers := self._supervisor.view().routers) is not None:
             self._router_replicas.want(routers)  # of which Serve may not have heard yet
+        self._nodes: NodeWatch | None = None
+        if may_grow:  # a Ray cluster that was joined, whose nodes come and go
+            gcs = await asyncio.to_thread(own_gcs)
+            self._nodes = NodeWatch(gcs.drained_nodes, self._launcher, self._supervisor, config.limits.drain_s)
+            self._nodes.start()
         self._sizer: PoolSizer | None = None
         if config.autoscale.wanted:
             times = await asyncio.to_thread(step_times, config)
@@ -125,6 +132,8 @@ class Controller:
 
     async def close(self) -> None:
         """End all workers. The caller then kills the actor."""
+        if self._nodes is not None:
+            await self._nodes.close()
         if self._sizer is not None:
             await self._sizer.close()
         await self._supervisor.close()

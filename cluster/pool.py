@@ -5,6 +5,7 @@
                     └──┴──────────────────┴──── restart: drained, died ─┘ next epoch
     scale down or drain of a STARTING worker: gone at once
     READY ──hand_over──► READY in the other role's pool, the same life, one term later (take)
+    READY ──leave──► READY, but no longer counted: another one begins in its place (begin_missing) ──due──► DRAINING ──► gone
 
 A pool can be made from the record of a former one (`resume`): who was READY stays so, drains go on, and what was starting
 begins anew, for nobody knows how far it came.
@@ -20,6 +21,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from cluster.nodes.leaving import Leaving, which_drain
 from protocol.cluster_view import WorkerInfo, WorkerState
 from protocol.errors import InvalidRequestError
 from protocol.messages import Role, WorkerRef
@@ -97,11 +99,13 @@ class Member:
     info: WorkerInfo
     comes_back: bool = False
     """Whether the worker is DRAINING in order to be started anew."""
+    leaving: Leaving | None = None
+    """What was said of its node, if that will go."""
 
     @property
     def leaves(self) -> bool:
-        """Whether the worker is DRAINING and will not come back."""
-        return self.info.state is WorkerState.DRAINING and not self.comes_back
+        """Whether the worker is DRAINING and will not come back, or is to leave its node."""
+        return self.leaving is not None or (self.info.state is WorkerState.DRAINING and not self.comes_back)
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,7 @@ class WorkerIds:
 
 
 class Pool:
-    """The workers of one role. Between calls, exactly `desired` of them are not DRAINING for good."""
+    """The workers of one role. Between calls, exactly `desired` of them stay; fewer only while `num_missing` says so."""
 
     def __init__(self, role: Role, ids: WorkerIds, record: PoolRecord = PoolRecord(), *, least: int = 1) -> None:
         """`ids` are shared with the pools of other roles. `least`: 0 where the last worker may go as well, else 1."""
@@ -173,8 +177,7 @@ class Pool:
 
     def settled(self) -> bool:
         """Whether every wanted worker takes requests."""
-        ready = sum(info.state is WorkerState.READY for info in self.workers())
-        return ready == self.desired
+        return self.num_unready == 0
 
     def scale(self, workers: int) -> list[Action]:
         """Want `workers` from now on. Raises InvalidRequestError for fewer than the least, or more than 1024.
@@ -185,10 +188,10 @@ class Pool:
             raise InvalidRequestError(
                 f"{self.role.value} must be {self._least} to {MAX_WORKERS} workers, got {workers}", param=self.role.value
             )
-        self.desired = workers
+        missing, self.desired = self.num_missing, workers
         active = self._staying()
         active.sort(key=lambda member: (member.info.state is not WorkerState.READY, member.index))
-        actions: list[Action] = [self._begin() for _ in range(workers - len(active))]
+        actions: list[Action] = [self._begin() for _ in range(workers - len(active) - missing)]
         for member in reversed(active[workers:]):
             actions += self._dismiss(member)
         return actions
@@ -196,9 +199,12 @@ class Pool:
     def drain(self, worker_id: str, *, restart: bool) -> list[Action]:
         """Let a worker go when it has given its work away: it starts anew, or one worker less is wanted from now on.
 
-        It must be one of this pool's. Idempotent. Raises InvalidRequestError if its role can't do with one worker less.
+        It must be one of this pool's. Idempotent. Raises InvalidRequestError if its role can't do with one worker less, or
+        for a restart on a node that will go.
         """
         member = self._members[worker_id]
+        if restart and member.leaving is not None:
+            raise InvalidRequestError(f"{worker_id} goes with its node, and another one takes its place", param="worker")
         if restart:
             ready = member.info.state is WorkerState.READY  # else it is about to start, or leaves
             return [self._begin_drain(member, comes_back=True)] if ready else []
@@ -214,24 +220,41 @@ class Pool:
 
     @property
     def num_unready(self) -> int:
-        """Number of workers that are to stay, and are not READY. They are the first to go when fewer are wanted."""
-        return sum(member.info.state is not WorkerState.READY for member in self._staying())
+        """Number of workers that are to stay, or are missing, and are not READY: the first to go when fewer are wanted."""
+        return self.num_missing + sum(member.info.state is not WorkerState.READY for member in self._staying())
+
+    @property
+    def num_missing(self) -> int:
+        """Number of workers that are wanted in place of those that leave their nodes, and have not begun."""
+        return max(0, self.desired - self.num_staying)
+
+    @property
+    def num_ready(self) -> int:
+        """Number of workers that are to stay, and take requests."""
+        return len(self._ready())
+
+    @property
+    def num_staying(self) -> int:
+        """Number of workers that are to stay, whatever they do now."""
+        return len(self._staying())
 
     def spare(self) -> str | None:
         """The id of the worker that is the first to go over to another role: the READY one with the highest index. None if no
         other one is READY, and its role can't do without any.
         """
-        ready = [member for member in self._members.values() if member.info.state is WorkerState.READY]
+        ready = self._ready()
         return max(ready, key=lambda member: member.index).info.worker_id if len(ready) > self._least else None
 
     def hand_over(self, worker_id: str) -> Member:
         """Give a READY worker of this pool up to the pool of another role, with one worker less wanted here from now on.
 
-        Raises InvalidRequestError if it is not READY, or if its role can't do without it.
+        Raises InvalidRequestError if it is not READY, leaves its node, or if its role can't do without it.
         """
         member = self._members[worker_id]
         if member.info.state is not WorkerState.READY:
             raise InvalidRequestError(f"{worker_id} is {member.info.state.value}: only a ready worker flips", param="worker")
+        if member.leaves:
+            raise InvalidRequestError(f"{worker_id} goes with its node, and another one takes its place", param="worker")
         if self.desired <= self._least:
             raise InvalidRequestError(
                 f"{worker_id} is the only {self.role.value} worker that is wanted: add another first", param="worker"
@@ -246,6 +269,46 @@ class Pool:
         self.desired += 1
         info = replace(member.info, role=self.role, term=member.info.term + 1)
         self._members[info.worker_id] = replace(member, info=info)
+
+    def leave(self, worker_id: str, epoch: int, told: Leaving) -> list[Action]:
+        """Have this life leave its node, which will go. Idempotent; what is said later about the same node counts.
+
+        It takes requests until it is `due`. Another worker is wanted in its place (`num_missing`). One that is STARTING is gone
+        at once.
+        """
+        member = self._living(worker_id, epoch)
+        if member is None or (member.leaving is not None and member.leaving.leaves_at == told.leaves_at):
+            return []
+        if member.info.state is WorkerState.STARTING:
+            return [self._forget(member)]
+        info = replace(member.info, leaves_at=told.leaves_at, last_error=told.in_words())
+        self._members[worker_id] = replace(member, info=info, comes_back=False, leaving=told)
+        return []
+
+    def begin_missing(self) -> list[Action]:
+        """Begin one worker in the place of one that leaves its node."""
+        return [self._begin()] if self.num_missing else []
+
+    def due(self, now: float, no_room: str | None) -> list[Action]:
+        """What is to happen by now (seconds since 1970) to workers whose nodes will go.
+
+        `no_room` says why no other worker can begin in their place, None if one can.
+        """
+        actions: list[Action] = [self._forget(member) for member, told in self._going() if now >= told.end_by]
+        ready = [(member, told) for member, told in self._going() if member.info.state is WorkerState.READY]
+        drains = which_drain(
+            [told for _, told in ready], self.num_ready, self.desired, now, has_room=no_room is None
+        )
+        actions += [self._begin_drain(member, comes_back=False) for (member, _), drain in zip(ready, drains, strict=True) if drain]
+        for member, told in self._going():
+            info = replace(member.info, last_error=told.in_words(no_room))
+            self._members[info.worker_id] = replace(member, info=info)
+        return actions
+
+    @property
+    def any_leaving(self) -> bool:
+        """Whether workers leave their nodes, or are missing because some have."""
+        return bool(self._going() or self.num_missing)
 
     def started(self, ref: WorkerRef, pids: tuple[int, ...], node: str) -> list[Action]:
         """This life listens at `ref` and takes requests from now on."""
@@ -297,6 +360,14 @@ class Pool:
 
     def _staying(self) -> list[Member]:
         return [member for member in self._members.values() if not member.leaves]
+
+    def _ready(self) -> list[Member]:
+        return [member for member in self._staying() if member.info.state is WorkerState.READY]
+
+    def _going(self) -> list[tuple[Member, Leaving]]:
+        """Those that leave their nodes, in the order in which they should."""
+        going = [(member, member.leaving) for member in self._members.values() if member.leaving is not None]
+        return sorted(going, key=lambda each: (each[1].leaves_at, each[0].index))
 
     def _living(self, worker_id: str, epoch: int) -> Member | None:
         member = self._members.get(worker_id)

@@ -5,6 +5,8 @@ not alike, they stay in theirs.
 
     STANDBY ──a role wants more──► its pool ──a role wants fewer, and a standby is missing──► STANDBY
 
+A worker whose node will go stays until another one is ready in its place, or until it has to go (`heed`, cluster.nodes.leaving).
+
 Workers on standby (`autoscale.standby`) are up and have the model. They are a pool of their own, which counts as one of decode
 workers to whom nobody gives work; going over from it is a flip, and as quick.
 """
@@ -14,12 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
+from cluster.nodes.leaving import Leaving
 from cluster.pool import Action, Pool, PoolRecord, TakeRole, WorkerIds
 from cluster.ray.placement import pool_of
 from configs.schema import ClusterConfig
 from protocol.cluster_view import WorkerInfo, WorkerState
 from protocol.errors import InvalidRequestError
-from protocol.messages import Role
+from protocol.messages import Role, WorkerLife
 
 CheckRoom = Callable[[Mapping[Role, int], Collection[Role]], None]
 """Raises InvalidRequestError, naming one of the second argument's roles, if the first one's workers can't all be had."""
@@ -73,8 +76,8 @@ class Pools:
         return self._standby.record()
 
     def ready(self) -> dict[Role, int]:
-        """How many workers of each role take requests."""
-        return {role: sum(info.state is WorkerState.READY for info in self._pools[role].workers()) for role in self.roles}
+        """How many workers of each role take requests, and stay."""
+        return {role: self._pools[role].num_ready for role in self.roles}
 
     def settled(self) -> bool:
         """Whether every wanted worker takes requests."""
@@ -125,6 +128,38 @@ class Pools:
         if pool is self._standby and not restart:
             raise InvalidRequestError(f"{worker_id} is on standby and has no work; it can be restarted", param="worker")
         return pool.drain(worker_id, restart=restart)
+
+    def heed(self, told: Mapping[WorkerLife, Leaving], now: float, check_room: CheckRoom) -> list[Action]:
+        """Have these lives leave their nodes, which will go, and go on with those that do so already.
+
+        `now` is in seconds since 1970. Others begin in their place as far as `check_room` finds room for them.
+        """
+        actions: list[Action] = []
+        for life, leaving in told.items():
+            pool = self._find(life.worker_id)
+            actions += [] if pool is None else pool.leave(*life, leaving)
+        for pool in (*self._pools.values(), self._standby):
+            begun, no_room = self._begin_missing(pool, check_room)
+            actions += begun + pool.due(now, no_room)
+        return actions
+
+    @property
+    def any_leaving(self) -> bool:
+        """Whether workers leave their nodes, or are missing because some have."""
+        return any(pool.any_leaving for pool in (*self._pools.values(), self._standby))
+
+    def _begin_missing(self, pool: Pool, check_room: CheckRoom) -> tuple[list[Action], str | None]:
+        """As many as there is room for, and why there is none for the next one."""
+        actions: list[Action] = []
+        while pool.num_missing:
+            sizes = {role: self._pools[role].num_staying for role in self.roles}
+            sizes[Role.DECODE] += self._standby.num_staying
+            try:
+                check_room({**sizes, pool.role: sizes[pool.role] + 1}, (pool.role,))
+            except InvalidRequestError as error:
+                return actions, error.message
+            actions += pool.begin_missing()
+        return actions, None
 
     def flip(self, worker_id: str, role: Role) -> list[Action]:
         """Have a worker do the work of this role from now on. Its streams move, its prompts go elsewhere.
@@ -197,8 +232,7 @@ class Pools:
         return actions
 
     def _standby_lacks(self) -> bool:
-        ready = sum(info.state is WorkerState.READY for info in self._standby.workers())
-        return ready < self._config.autoscale.standby
+        return self._standby.num_ready < self._config.autoscale.standby
 
     def _find(self, worker_id: str) -> Pool | None:
         return next((pool for pool in (*self._pools.values(), self._standby) if worker_id in pool), None)

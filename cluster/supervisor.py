@@ -23,6 +23,7 @@ from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from cluster.launcher import Launcher, Process, Started
+from cluster.nodes.leaving import Leaving
 from cluster.pool import Action, Drain, Remove, Resume, Start, Stop, TakeRole
 from cluster.pools import CheckRoom, Pools
 from cluster.records import ClusterRecord, RecordStore
@@ -116,6 +117,21 @@ class Supervisor:
     def flip(self, worker_id: str, role: Role) -> None:
         """Have this worker do the work of this role from now on; returns at once. Raises as `Pools.flip`."""
         self._obey(self._pools.flip(worker_id, role))
+
+    def heed(self, told: Mapping[WorkerLife, Leaving], now: float, check_room: CheckRoom) -> None:
+        """Empty the workers whose nodes will go, in time; returns at once. As `Pools.heed`: call it again until none leaves."""
+        before = self._pools.workers()
+        actions = self._pools.heed(told, now, check_room)
+        for action in actions:
+            if isinstance(action, Drain):
+                log.info("%s epoch %d drains: its node leaves", action.worker_id, action.epoch)
+        if actions or self._pools.workers() != before:
+            self._obey(actions)
+
+    @property
+    def any_leaving(self) -> bool:
+        """Whether workers leave nodes that will go, or are missing because some have."""
+        return self._pools.any_leaving
 
     def show(self, autoscaler: AutoscalerState) -> None:
         """Have the view say from now on what the autoscaler does."""

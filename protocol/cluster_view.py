@@ -39,7 +39,7 @@ class WorkerInfo:
     node: str | None
     restarts: int
     last_error: str | None
-    """Why the former life ended, for `tandem status`."""
+    """Why the former life ended, or what is to be said of a node that will go; for `tandem status`."""
     quick_ends: int = 0
     """Number of former lives in a row that failed to start, or ended soon after they were ready."""
     start_delay_s: float = 0.0
@@ -48,6 +48,8 @@ class WorkerInfo:
     """How often this life has changed its role."""
     standby: bool = False
     """It belongs to no role until one is wanted."""
+    leaves_at: float | None = None
+    """When its node is gone, as was said, in seconds since 1970; None for a node that stays."""
 
     @property
     def pid(self) -> int | None:

@@ -212,6 +212,7 @@ class Router:
                 info.restarts,
                 info.term,
                 link.report if link else None,
+                leaves=info.leaves_at is not None,
             )
             for info, link in links
         ]

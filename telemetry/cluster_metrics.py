@@ -27,6 +27,8 @@ class WorkerSample:
     term: int
     """How often its life has changed its role."""
     report: LoadReport | None
+    leaves: bool = False
+    """Whether its node will go."""
 
 
 @dataclass(frozen=True)
@@ -97,13 +99,19 @@ class ClusterCollector(Collector):
             "tandem:workers_wanted", "Number of workers that there should be.", labels=("model_name", "role")
         )
         there = GaugeMetricFamily("tandem:workers", "Number of workers, by state.", labels=("model_name", "role", "state"))
+        leaving = GaugeMetricFamily(
+            "tandem:workers_leaving", "Number of workers whose node will go.", labels=("model_name", "role")
+        )
         numbers = Counter((sample.role, sample.state) for sample in cluster.workers)
+        going = Counter(sample.role for sample in cluster.workers if sample.leaves)
         for role, number in cluster.wanted.items():
             wanted.add_metric((self._model_name, role.value), number)
+            leaving.add_metric((self._model_name, role.value), going[role])
             for state in WorkerState:
                 there.add_metric((self._model_name, role.value, state.value), numbers[role, state])
         yield wanted
         yield there
+        yield leaving
 
 
 _Reports = Sequence[tuple[tuple[str, ...], LoadReport]]

@@ -32,6 +32,7 @@ COMMANDS = (
     "autoscale",
     "workers/flip",
     "workers/drain",
+    "workers/leave",
     "workers/rollout",
     "audit",
     "cache",

@@ -28,8 +28,21 @@ class NamedActor:
 
 
 def node_resources() -> list[Resources]:
-    """Return the total resources of each node that is up."""
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    """Return the total resources of each node that is up and stays: nothing is placed on one that Ray drains."""
+    leaving = ray._private.state.state.get_draining_nodes()  # type: ignore[attr-defined]
+    return [node["Resources"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in leaving]
+
+
+def nodes_of_groups() -> dict[str, str]:
+    """Return the id of the node of every placement group that is on one node, by the group's id. Blocks for a call to Ray."""
+    groups = {group: set(entry["bundles_to_node_id"].values()) for group, entry in placement_group_table().items()}
+    return {group: next(iter(nodes)) for group, nodes in groups.items() if len(nodes) == 1}
+
+
+def node_of_actor(handle: Any) -> str | None:
+    """Return the id of the node where an actor is, or None if it is nowhere. Blocks for a call to Ray."""
+    found = ray._private.state.state.actor_table(handle._actor_id.hex())  # type: ignore[attr-defined]
+    return found["Address"]["NodeID"] or None if found else None
 
 
 def take_up_actors(kept: Collection[str], worker_ids: Collection[str]) -> dict[str, PlacementGroup]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from typing import Any, cast
 
 import ray
@@ -30,9 +30,18 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.launcher import Process, Started
 from cluster.memory import WorkerMemory
-from cluster.ray.actors import NAME_PREFIX, PROCESS_PREFIX, NamedActor, find_actors, new_actor, node_resources, take_up_actors
+from cluster.ray.actors import (
+    NAME_PREFIX,
+    PROCESS_PREFIX,
+    NamedActor,
+    find_actors,
+    new_actor,
+    node_resources,
+    nodes_of_groups,
+    take_up_actors,
+)
 from cluster.ray.errors import answer
-from cluster.ray.placement import Room, bundle_of, listed, missing, pool_of, threads_per_rank
+from cluster.ray.placement import Resources, Room, bundle_of, listed, missing, pool_of, threads_per_rank
 from cluster.ray.worker_process import WorkerProcess
 from configs.schema import ClusterConfig
 from protocol.errors import TandemError, WorkerLostError
@@ -54,6 +63,10 @@ class RayLauncher:
         self._memory = memory
         self._may_grow = may_grow
         self._groups: dict[str, PlacementGroup] = {}
+        self._epochs: dict[str, int] = {}
+        """The latest life that was begun in each worker's group."""
+        self._leaving: frozenset[str] = frozenset()
+        """Ids of the nodes on which nothing is begun."""
         self._keeps_spare = False
         self._spare: asyncio.Task[NamedActor] | None = None
         self._next_spare: asyncio.TimerHandle | None = None
@@ -66,6 +79,7 @@ class RayLauncher:
         """Take over from a former launcher: keep these lives and the resources of these workers, and remove all else."""
         kept = {name for names in lives.values() for name in names}
         self._groups = await asyncio.to_thread(take_up_actors, kept, worker_ids)
+        self._epochs = dict(lives.keys())
         await self.keep_spare()
 
     async def create(self, role: Role, worker_id: str, epoch: int) -> list[NamedActor]:
@@ -101,8 +115,18 @@ class RayLauncher:
         if self._keeps_spare:
             self._begin_spare()
 
+    async def leave_nodes(self, nodes: Collection[str]) -> dict[WorkerLife, str]:
+        """Begin nothing on these nodes from now on, and return the lives that are there, each with its node's id."""
+        self._leaving = frozenset(nodes)
+        found = await asyncio.to_thread(nodes_of_groups)
+        lives = [WorkerLife(*each) for each in list(self._epochs.items())]  # a copy: lives begin in other threads
+        groups = {life: group for life in lives if (group := self._groups.get(life.worker_id)) is not None}
+        homes = {life: found.get(group.id.hex()) for life, group in groups.items()}
+        return {life: node for life, node in homes.items() if node in self._leaving}
+
     async def release(self, worker_id: str) -> None:
         """Give the worker's resources back, once none of its lives needs them. Idempotent."""
+        self._epochs.pop(worker_id, None)
         group = self._groups.pop(worker_id, None)
         if group is not None:
             await asyncio.to_thread(remove_placement_group, group)
@@ -133,19 +157,26 @@ class RayLauncher:
         bundle = bundle_of(pool)
         bundles = [bundle] * pool.tensor_parallel_size
         former = self._groups.get(worker_id)
-        if former is not None and former.bundle_specs != bundles:  # of a worker of another role that had this id
+        if former is not None and not self._fits(former, bundles):
             remove_placement_group(former)
             former = None
         if former is None:
             self._groups[worker_id] = placement_group(
                 bundles, strategy="STRICT_PACK", name=NAME_PREFIX + worker_id, lifetime="detached"
             )
+        self._epochs[worker_id] = epoch
         actors = []
         for rank in range(first, pool.tensor_parallel_size):
             group = PlacementGroupSchedulingStrategy(self._groups[worker_id], placement_group_bundle_index=rank)
             name = f"{PROCESS_PREFIX}{worker_id}-{epoch}" + (f"-rank-{rank}" if rank else "")
             actors.append(new_actor(WorkerProcess, name, bundle, scheduling_strategy=group))
         return actors
+
+    def _fits(self, former: PlacementGroup, bundles: Sequence[Resources]) -> bool:
+        """Not one of a worker of another role that had this id, nor one on a node that goes."""
+        return former.bundle_specs == bundles and (
+            not self._leaving or nodes_of_groups().get(former.id.hex()) not in self._leaving
+        )
 
     def _begin_spare(self) -> None:
         if self._spare is None:

@@ -130,12 +130,7 @@ def joined_ray(address: str) -> Iterator[None]:
     """Connect to the Ray cluster at `address` (host:port, or `auto` on one of its nodes). Raises ConfigError."""
     if address != "auto":
         check_reachable(address)
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # One attempt, and our one line about it; by default Ray tries 20 times for half a minute each, with warnings.
-    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")
-    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
+    client_environment()
     import ray
     from ray.exceptions import AuthenticationError
 
@@ -149,6 +144,16 @@ def joined_ray(address: str) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def client_environment() -> None:
+    """Set what Ray reads in a process that talks to a Ray cluster of somebody else. Call it before Ray is imported."""
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # One attempt, and our one line about it; by default Ray tries 20 times for half a minute each, with warnings.
+    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 
 
 def check_reachable(address: str) -> None:

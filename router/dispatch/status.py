@@ -49,6 +49,7 @@ def worker_status(info: WorkerInfo, link: WorkerLink | None, block_size: int) ->
         "last_error": info.last_error,
         "quick_ends": info.quick_ends,
         "start_delay_s": info.start_delay_s,
+        "leaves_at": info.leaves_at,
         "linked": link is not None,
         "busy": None if link is None else link.busy.share,
         "kv_usage": None if report is None else report.kv_usage,

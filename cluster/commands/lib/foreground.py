@@ -145,7 +145,7 @@ def greeting(view: ClusterView, config: ClusterConfig, model_name: str) -> list[
 
 
 def changes(before: ClusterView, after: ClusterView) -> list[str]:
-    """Return a line for each worker that came, went, died, or changed its state or role; for a wish of routers; for the end."""
+    """Return a line for each worker that came, went, died, is to leave its node, or changed its state or role; for a wish of routers; for the end."""
     old = {info.worker_id: info for info in before.workers}
     new = {info.worker_id: info for info in after.workers}
     lines = [line for name, info in new.items() if (line := _change(old.get(name), info)) is not None]
@@ -157,6 +157,8 @@ def changes(before: ClusterView, after: ClusterView) -> list[str]:
 
 def _change(old: WorkerInfo | None, new: WorkerInfo) -> str | None:
     if old is not None and (old.epoch, old.state) == (new.epoch, new.state):
+        if old.leaves_at != new.leaves_at:
+            return f"{new.worker_id}: {new.last_error}"
         return None if old.role is new.role else f"{new.worker_id} is a {new.role.value} worker now"
     match new.state:
         case WorkerState.STARTING if old is not None:

@@ -18,7 +18,15 @@ import ray
 
 from cluster.launcher import Process, Started
 from cluster.memory import WORKERS_PER_HOST, WorkerMemory
-from cluster.ray.actors import PROCESS_PREFIX, NamedActor, find_actors, new_actor, node_resources, take_up_actors
+from cluster.ray.actors import (
+    PROCESS_PREFIX,
+    NamedActor,
+    find_actors,
+    new_actor,
+    node_of_actor,
+    node_resources,
+    take_up_actors,
+)
 from cluster.ray.errors import answer
 from cluster.ray.paced.host import PacedHost
 from cluster.ray.placement import Room
@@ -38,6 +46,8 @@ class Host:
     actor: asyncio.Future[NamedActor]
     lives: dict[WorkerLife, Role]
     """Those that live here, and those that begin."""
+    leaves: bool = False
+    """Whether its node will go, so that nothing begins here."""
 
 
 class PacedLauncher:
@@ -68,9 +78,10 @@ class PacedLauncher:
 
         Lives are spread over as many hosts as the configured workers need, and those of a role first.
         """
-        room = [host for host in self._hosts.values() if len(host.lives) < WORKERS_PER_HOST]
+        stay = [host for host in self._hosts.values() if not host.leaves]
+        room = [host for host in stay if len(host.lives) < WORKERS_PER_HOST]
         wanted = ceil_div(self._config.prefill.workers + self._config.decode.workers, WORKERS_PER_HOST)
-        if not room or len(self._hosts) < wanted:
+        if not room or len(stay) < wanted:
             name = f"{PROCESS_PREFIX}host-{secrets.token_hex(4)}"
             host = self._hosts[name] = Host(asyncio.ensure_future(asyncio.to_thread(new_actor, PacedHost, name, {})), {})
         else:
@@ -103,6 +114,16 @@ class PacedLauncher:
 
     async def keep_spare(self) -> None:
         """Do nothing: a host that is there is as quick as a spare process."""
+
+    async def leave_nodes(self, nodes: Collection[str]) -> dict[WorkerLife, str]:
+        """Begin nothing on these nodes from now on, and return the lives that are there, each with its node's id."""
+        found: dict[WorkerLife, str] = {}
+        for host in [host for host in self._hosts.values() if host.actor.done() and not host.actor.exception()]:
+            node = await asyncio.to_thread(node_of_actor, host.actor.result().handle)
+            host.leaves = node in nodes
+            if node is not None and host.leaves:
+                found |= dict.fromkeys(host.lives, node)
+        return found
 
     async def release(self, worker_id: str) -> None:
         """Do nothing: no resources belong to a paced worker beyond its life."""

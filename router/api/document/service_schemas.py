@@ -104,6 +104,7 @@ class WorkerRow(TypedDict):
     last_error: str | None
     quick_ends: Count
     start_delay_s: Annotated[float, Field(ge=0)]
+    leaves_at: float | None
     linked: bool
     busy: Annotated[float, Field(ge=0, le=1)] | None
     kv_usage: Annotated[float, Field(ge=0, le=1)] | None

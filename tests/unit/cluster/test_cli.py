@@ -170,6 +170,10 @@ def test_changes_of_workers_are_told_once_each() -> None:
     ]
     assert changes(after, before)[0] == "decode-0 is ready to decode, process 17 on 10.0.0.1"
     assert changes(before, replace(before, routers=3)) == ["3 routers are wanted"]
+    told = replace(before.workers[1], leaves_at=100.0, last_error="its node leaves at 1970-01-01 00:01:40 UTC")
+    leaving = replace(before, workers=(before.workers[0], told, *before.workers[2:]))
+    assert changes(before, leaving) == ["decode-0: its node leaves at 1970-01-01 00:01:40 UTC"]
+    assert changes(leaving, leaving) == []
     stopping = replace(before, stopping=True)
     assert changes(before, stopping) == ["stopping: another command asked for it; no new requests are let in"]
     assert changes(stopping, stopping) == []

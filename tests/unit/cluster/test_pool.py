@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from pydantic import TypeAdapter
 
+from cluster.nodes.leaving import Leaving
 from cluster.pool import (
     MAX_RETRY_S,
     MAX_WORKERS,
@@ -229,7 +230,7 @@ def test_absurd_sizes_are_refused_and_change_nothing(workers: int) -> None:
 
 
 class PoolHistory(RuleBasedStateMachine):
-    """Any order of scaling, births, deaths and late news."""
+    """Any order of scaling, births, deaths, late news, and nodes that will go."""
 
     @initialize(workers=st.integers(1, 4))
     def begin(self, workers: int) -> None:
@@ -238,6 +239,7 @@ class PoolHistory(RuleBasedStateMachine):
         self.lives: list[tuple[str, int]] = []
         self.removed: Counter[tuple[str, int]] = Counter()
         self.draining: set[tuple[str, int]] = set()
+        self.now, self.told = 1000.0, False
         self.obey(self.pool.scale(workers))
 
     def obey(self, actions: list[Action]) -> None:
@@ -275,7 +277,7 @@ class PoolHistory(RuleBasedStateMachine):
         try:
             self.obey(self.pool.drain(info.worker_id, restart=restart))
         except InvalidRequestError:
-            assert wanted == 1
+            assert wanted == 1 or (restart and info.leaves_at is not None)
         assert self.pool.desired in ((wanted,) if restart else (wanted, wanted - 1))
 
     @precondition(lambda self: self.lives)
@@ -294,6 +296,34 @@ class PoolHistory(RuleBasedStateMachine):
     def drained(self, data: st.DataObject) -> None:
         self.obey(self.pool.drained(*data.draw(st.sampled_from(sorted(self.draining)))))
 
+    @precondition(lambda self: self.pool.workers())
+    @rule(data=st.data(), notice_s=st.floats(-10.0, 100.0))
+    def its_node_will_go(self, data: st.DataObject, notice_s: float) -> None:
+        info = data.draw(st.sampled_from(self.pool.workers()))
+        self.told = True
+        self.obey(self.pool.leave(info.worker_id, info.epoch, Leaving(self.now, self.now + notice_s)))
+        left = {info.worker_id: info for info in self.pool.workers()}
+        if info.state is WorkerState.STARTING:
+            assert info.worker_id not in left, "nothing is lost with one that takes no requests yet"
+        else:
+            assert left[info.worker_id].state is info.state, "there is time"
+
+    @rule(later_s=st.floats(0.0, 60.0), room=st.integers(0, 3))
+    def time_passes(self, later_s: float, room: int) -> None:
+        self.now += later_s
+        for _ in range(room):
+            self.obey(self.pool.begin_missing())
+        lacks = "a node" if self.pool.num_missing else None
+        over = {member.info.worker_id for member, told in self.pool._going() if self.now >= told.end_by}
+        serve = [info for info in self.pool.workers() if info.state is WorkerState.READY and info.worker_id not in over]
+        self.obey(self.pool.due(self.now, lacks))
+        for member, _ in self.pool._going():
+            assert member.info.worker_id not in over
+            assert ("a node" in str(member.info.last_error)) == (lacks is not None)
+        if serve:
+            left = [info for info in self.pool.workers() if info.state is WorkerState.READY]
+            assert left, "nobody drains who is the only one to serve"
+
     @rule()
     def the_controller_is_followed_by_another(self) -> None:
         before = {info.worker_id: info for info in self.pool.workers()}
@@ -309,8 +339,10 @@ class PoolHistory(RuleBasedStateMachine):
     @invariant()
     def as_many_as_wanted(self) -> None:
         infos = self.pool.workers()
-        assert len(self.pool._staying()) == self.pool.desired >= 1
-        assert sum(info.state is not WorkerState.DRAINING for info in infos) <= self.pool.desired
+        assert self.pool.num_staying + self.pool.num_missing == self.pool.desired >= 1
+        assert self.told or not self.pool.num_missing
+        stay = [info for info in infos if info.leaves_at is None]
+        assert sum(info.state is not WorkerState.DRAINING for info in stay) <= self.pool.desired
         assert len({info.worker_id for info in infos}) == len(infos)
         for info in infos:
             life = (info.worker_id, info.epoch)
@@ -409,3 +441,119 @@ def test_workers_are_in_one_pool_each_whatever_they_do(events: list[tuple[Role, 
         for each in pools.values():
             assert all(info.role is each.role for info in each.workers())
             assert len(each._staying()) == each.desired >= 1
+
+
+def soon(leaves_at: float = 100.0) -> Leaving:
+    return Leaving(0.0, leaves_at)
+
+
+def test_a_worker_whose_node_goes_serves_until_another_one_is_ready() -> None:
+    pool = pool_of(1)
+    assert pool.leave("worker-0", 1, soon()) == []
+    assert (pool.num_missing, pool.num_ready, pool.settled()) == (1, 0, False)
+    assert pool.begin_missing() == [Start("worker-1", 1, 0.0)]
+    assert pool.begin_missing() == [], "one is enough"
+    assert pool.due(1.0, None) == []
+    assert states(pool)["worker-0"] is WorkerState.READY
+    ready(pool, "worker-1", 1)
+    assert pool.due(2.0, None) == [Drain("worker-0", 1)]
+    assert pool.drained("worker-0", 1) == [Remove("worker-0", 1)]
+    assert (pool.settled(), pool.any_leaving, pool.desired) == (True, False, 1)
+
+
+def test_the_only_worker_of_a_role_serves_until_its_end() -> None:
+    pool = pool_of(1)
+    pool.leave("worker-0", 1, soon())
+    assert pool.due(94.0, "there is room for at most 0") == []
+    (info,) = pool.workers()
+    said = "its node leaves at 1970-01-01 00:01:40 UTC, and no other has room: there is room for at most 0"
+    assert (info.last_error, info.leaves_at) == (said, 100.0)
+    assert pool.due(95.0, "there is room for at most 0") == [Remove("worker-0", 1)]
+    assert (pool.num_missing, pool.any_leaving) == (1, True), "it is still wanted"
+    assert pool.begin_missing() == [Start("worker-0", 2, 0.0)]
+
+
+def test_without_room_it_drains_at_once_where_others_serve() -> None:
+    pool = pool_of(2)
+    pool.leave("worker-1", 1, soon())
+    assert pool.due(1.0, "there is room for at most 1") == [Drain("worker-1", 1)]
+
+
+def test_it_drains_when_half_of_the_notice_has_passed() -> None:
+    pool = pool_of(2)
+    pool.leave("worker-1", 1, soon())
+    pool.begin_missing()
+    assert pool.due(49.0, None) == []
+    assert pool.due(50.0, None) == [Drain("worker-1", 1)], "the other one serves"
+
+
+def test_workers_of_one_node_drain_as_others_take_their_places() -> None:
+    pool = pool_of(2)
+    for worker_id in ("worker-0", "worker-1"):
+        pool.leave(worker_id, 1, soon())
+        pool.begin_missing()
+    ready(pool, "worker-3", 1)
+    assert pool.due(1.0, None) == [Drain("worker-0", 1)]
+    assert pool.due(2.0, None) == []
+    ready(pool, "worker-2", 1)
+    assert pool.due(3.0, None) == [Drain("worker-1", 1)]
+
+
+def test_one_that_starts_on_a_node_that_goes_starts_elsewhere() -> None:
+    pool = pool_of(1)
+    pool.scale(2)
+    assert pool.leave("worker-1", 1, soon()) == [Remove("worker-1", 1)]
+    assert pool.begin_missing() == [Start("worker-1", 2, 0.0)]
+
+
+def test_one_that_is_lost_on_a_node_that_goes_is_not_started_again_there() -> None:
+    pool = pool_of(1)
+    pool.leave("worker-0", 1, soon())
+    assert pool.lost("worker-0", 1, "killed") == [Remove("worker-0", 1)]
+    assert pool.num_missing == 1
+
+
+def test_what_an_operator_asks_of_a_worker_whose_node_goes() -> None:
+    pool = pool_of(2)
+    pool.leave("worker-1", 1, soon())
+    assert pool.drain("worker-1", restart=False) == [], "it goes anyway"
+    assert pool.desired == 2
+    with pytest.raises(InvalidRequestError, match="goes with its node"):
+        pool.drain("worker-1", restart=True)
+    with pytest.raises(InvalidRequestError, match="goes with its node"):
+        pool.hand_over("worker-1")
+    assert pool.spare() is None, "worker-0 would be the only one that stays"
+
+
+def test_fewer_wanted_means_fewer_replacements() -> None:
+    pool = pool_of(2)
+    pool.leave("worker-1", 1, soon())
+    pool.begin_missing()
+    assert pool.scale(1) == [Remove("worker-2", 1)]
+    assert pool.due(1.0, None) == [Drain("worker-1", 1)], "nobody has to take its place"
+
+
+def test_more_wanted_does_not_begin_what_had_no_room() -> None:
+    pool = pool_of(2)
+    pool.leave("worker-1", 1, soon())
+    assert pool.scale(3) == [Start("worker-2", 1, 0.0)]
+    assert pool.num_missing == 1
+
+
+def test_another_time_counts_from_when_it_was_said() -> None:
+    pool = pool_of(2)
+    pool.leave("worker-1", 1, soon())
+    pool.begin_missing()
+    assert pool.leave("worker-1", 1, Leaving(10.0, 100.0)) == [], "nothing new"
+    assert pool.due(50.0, None) == [Drain("worker-1", 1)]
+    pool.leave("worker-1", 1, Leaving(51.0, 61.0))
+    assert pool.due(58.9, None) == []
+    assert pool.due(59.0, None) == [Remove("worker-1", 1)]
+
+
+def test_a_restart_becomes_a_farewell() -> None:
+    pool = pool_of(2)
+    assert pool.drain("worker-1", restart=True) == [Drain("worker-1", 1)]
+    pool.leave("worker-1", 1, soon())
+    assert pool.num_missing == 1
+    assert pool.drained("worker-1", 1) == [Remove("worker-1", 1)]

@@ -6,13 +6,14 @@ from collections.abc import Collection, Mapping
 
 import pytest
 
+from cluster.nodes.leaving import Leaving
 from cluster.pool import Drain, Remove, Start, TakeRole
-from cluster.pools import Pools
+from cluster.pools import CheckRoom, Pools
 from configs.loader import load_config
 from configs.schema import ClusterConfig, DecodeConfig, PrefillConfig
 from protocol.cluster_view import WorkerState
 from protocol.errors import InvalidRequestError
-from protocol.messages import Role, WorkerRef
+from protocol.messages import Role, WorkerLife, WorkerRef
 
 
 def anything_fits(wanted: Mapping[Role, int], asked: Collection[Role]) -> None:
@@ -161,3 +162,60 @@ def test_standbys_count_for_the_room() -> None:
     asked: list[Mapping[Role, int]] = []
     pools.scale({Role.DECODE: 2}, lambda wanted, roles: asked.append(wanted))
     assert asked == [{Role.PREFILL: 1, Role.DECODE: 4}]
+
+
+def for_at_most(workers: int) -> CheckRoom:
+    """A check of the room that finds enough for so many workers."""
+
+    def check(wanted: Mapping[Role, int], asked: Collection[Role]) -> None:
+        if sum(wanted.values()) > workers:
+            raise InvalidRequestError(f"there is room for at most {workers}", param=tuple(asked)[0].value)
+
+    return check
+
+
+def told(*worker_ids: str) -> dict[WorkerLife, Leaving]:
+    return {WorkerLife(worker_id, 1): Leaving(0.0, 100.0) for worker_id in worker_ids}
+
+
+def test_workers_of_both_roles_leave_a_node() -> None:
+    pools = started(1, 2)
+    actions = pools.heed(told("worker-0", "worker-2"), 1.0, anything_fits)
+    assert actions == [Start("worker-3", 1, 0.0), Start("worker-4", 1, 0.0)]
+    assert pools.ready() == {Role.PREFILL: 0, Role.DECODE: 1}
+    ready(pools, "worker-4")
+    assert pools.heed(told("worker-0", "worker-2"), 2.0, anything_fits) == [Drain("worker-2", 1)]
+    ready(pools, "worker-3")
+    assert pools.heed({}, 3.0, anything_fits) == [Drain("worker-0", 1)], "the notice is known"
+    pools.tell("worker-0", lambda pool: pool.drained("worker-0", 1))
+    pools.tell("worker-2", lambda pool: pool.drained("worker-2", 1))
+    assert pools.settled()
+    assert not pools.any_leaving
+    assert pools.wanted() == {Role.PREFILL: 1, Role.DECODE: 2}
+
+
+def test_as_many_are_replaced_as_there_is_room_for() -> None:
+    pools = started(1, 2)
+    leaving = told("worker-1", "worker-2")
+    assert pools.heed(leaving, 1.0, for_at_most(2)) == [Start("worker-3", 1, 0.0)]
+    assert states(pools)["worker-1"][1] is WorkerState.READY, "no other one of its role serves"
+    ready(pools, "worker-3")
+    assert pools.heed(leaving, 2.0, for_at_most(2)) == [Drain("worker-1", 1), Drain("worker-2", 1)]
+    errors = {info.worker_id: info.last_error for info in pools.workers()}
+    assert "there is room for at most 2" in str(errors["worker-2"])
+    assert pools.heed(leaving, 3.0, for_at_most(3)) == [Start("worker-4", 1, 0.0)], "a node has joined"
+
+
+def test_a_standby_on_a_node_that_goes_is_replaced_and_not_taken() -> None:
+    pools = sized("1..2", "1..3", standby=1)
+    assert pools.heed(told("worker-2"), 1.0, anything_fits) == [Start("worker-3", 1, 0.0)]
+    assert pools.scale({Role.DECODE: 2}, anything_fits)[0] == Start("worker-4", 1, 0.0)
+    ready(pools, "worker-3")
+    assert pools.heed({}, 2.0, anything_fits) == [Drain("worker-2", 1)]
+
+
+def test_a_notice_of_a_former_life_is_ignored() -> None:
+    pools = started(1, 1)
+    assert pools.heed({WorkerLife("worker-1", 0): Leaving(0.0, 100.0)}, 1.0, anything_fits) == []
+    assert pools.heed({WorkerLife("worker-9", 1): Leaving(0.0, 100.0)}, 1.0, anything_fits) == []
+    assert not pools.any_leaving

@@ -54,10 +54,12 @@ def test_workers_are_read_at_scrape_time() -> None:
     assert before["tandem:workers_wanted", ("decode",)] == 2
     assert before["tandem:workers", ("decode", "ready")] == 1
     assert before["tandem:workers", ("decode", "starting")] == 0
+    assert before["tandem:workers_leaving", ("decode",)] == 0
     assert before["tandem:worker_restarts_total", ("decode", "d0")] == 2
     assert ("tandem:num_requests_running", ("decode", "d0")) not in before, "unknown is not zero"
-    samples[:] = [WorkerSample("d0", Role.DECODE, WorkerState.READY, 2, 1, REPORT)]
+    samples[:] = [WorkerSample("d0", Role.DECODE, WorkerState.READY, 2, 1, REPORT, leaves=True)]
     after = read(metrics)
+    assert after["tandem:workers_leaving", ("decode",)] == 1
     assert after["tandem:num_requests_running", ("decode", "d0")] == 3
     assert after["tandem:num_requests_waiting", ("decode", "d0")] == 4
     assert after["tandem:kv_cache_usage_perc", ("decode", "d0")] == 0.75
