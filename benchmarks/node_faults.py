@@ -75,7 +75,7 @@ NAMES = {
 DEFAULT_LEASE_S = LimitsConfig().lease_s
 RUNS = {
     DEFAULT_LEASE_S: (Run("kill", 8), Run("power", 2), Run("cut", 4), Run("part", 3), Run("head", 3)),
-    3.0: (Run("power", 2), Run("cut", 6), Run("part", 3)),
+    3.0: (Run("kill", 4), Run("power", 2), Run("cut", 6), Run("part", 3)),
 }
 """By lease in seconds; each on a cluster of its own."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group_table, remove_placement_group
 
-from cluster.ray.placement import Resources
+from cluster.ray.placement import HEAD_RESOURCE, Resources
 
 NAMESPACE = "tandem"
 NAME_PREFIX = "tandem-"
@@ -30,6 +30,12 @@ class NamedActor:
 def node_resources() -> list[Resources]:
     """Return the total resources of each node that is up."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def worker_node() -> str | None:
+    """Return the id of a node that is up and is not the head node, or None if there is none."""
+    others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and HEAD_RESOURCE not in node["Resources"]]
+    return min(others, default=None)
 
 
 def take_up_actors(kept: Collection[str], worker_ids: Collection[str]) -> dict[str, PlacementGroup]:

@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 
 from cluster.controller import RayControllerClient
 from cluster.ray.audit_keeper import RayAuditStore
-from cluster.ray.front import counts_folder
+from cluster.ray.front import counts_folder, restore
 from cluster.ray.rates import rate_store
 from cluster.ray.stream_keeper import RayRecordStore
 from cluster.router_replicas import APPLICATION, DEPLOYMENT, drain_s
@@ -75,6 +75,8 @@ class RouterReplica:
     async def __init__(self, given: RouterArguments) -> None:  # type: ignore[misc]  # Serve awaits it
         setup_logging("router")
         model = await asyncio.to_thread(resolve_for, given.config)
+        if given.front_token is not None:
+            await asyncio.to_thread(restore, given.config, given.front_token)
         counts = CountsFolder(counts_folder())
         self._router = Router(given.config, model, given.secret, RayControllerClient(given.controller), counts)
         self._meter = Meter(rate_store(given.config, given.rate_keeper))

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.ray.actors import NAME_PREFIX, NAMESPACE
+from cluster.ray.actors import NAME_PREFIX, NAMESPACE, worker_node
 from configs.schema import ClusterConfig, ResumableConfig
 from router.resume.stream_records import Entry, StreamKey, StreamRecords, WriteOutcome
 
@@ -53,14 +54,22 @@ class RayRecordStore:
 
 
 def start_stream_keeper(config: ClusterConfig, head_resources: dict[str, float]) -> Any:
-    """Return the handle of a new StreamKeeper."""
+    """Return the handle of a new StreamKeeper.
+
+    It is kept away from the head node where there is another one: if that is lost, the routers are, and just then clients want
+    to come back. With `encrypt_kv` it stays there, for Ray sends it prompts and answers as they are.
+    """
+    elsewhere = None if config.encrypt_kv or not head_resources else worker_node()
+    where: dict[str, Any] = {"resources": head_resources}
+    if elsewhere is not None:
+        where = {"scheduling_strategy": NodeAffinitySchedulingStrategy(elsewhere, soft=True)}
     options: dict[str, Any] = {
         "name": NAME_PREFIX + "streams",
         "namespace": NAMESPACE,
         "lifetime": "detached",
         "num_cpus": 0,
-        "resources": head_resources,
         "max_restarts": -1,
+        **where,
     }
     actor: Any = ray.remote(StreamKeeper)
     return actor.options(**options).remote(config.resumable)
