@@ -92,7 +92,9 @@ class ScriptedWorker:
         self.mute = False
         """Stop reporting, as a stopped process would."""
         self.step_age_s = 0.0
-        self.fail_with: TandemError | None = None
+        self.fail_with: TandemError |        self.kv_arrives = True
+        """Without it, streams whose prompts are computed elsewhere wait for their KV without end."""
+        self.die_after: int | None = None
         """Answer the next questions with this."""
         self._server = WireServer(secret, "127.0.0.1")
         self.ref = WorkerRef(worker_id, epoch, self._server.address, arithmetic=arithmetic)
@@ -188,6 +190,8 @@ class ScriptedPrefill(ScriptedWorker):
         """Prompts are answered while it is set."""
         self.gate.set()
         self._engine = asyncio.Lock()
+        self.handoff_s: float | None = None
+        """After so long it says that a handoff has failed whose first token it has sent."""
         self.cached_tokens = 0
         """What is said to have been cached of each prompt."""
         super().__init__(*args)
@@ -218,6 +222,9 @@ class ScriptedPrefill(ScriptedWorker):
         prompt_logprobs = None if message.num_generated else self.script.prompt_logprobs(message.token_ids, message.sampling)
         prefilled = Prefilled(0.002, self.cached_tokens, prompt_logprobs)
         self.send(router, FirstToken(message.call_id, token_id, logprobs, finish, prefilled))
+        if self.handoff_s is not None:
+            await asyncio.sleep(self.handoff_s)
+            self.send(router, Failed.from_error(message.call_id, KvTransferError("no answer to PushAnnounce")))
 
     def _audit(self, router: bytes, message: Audit) -> None:
         tickets = [prefill.ticket for prefill in self.working.values()]
@@ -293,6 +300,8 @@ class ScriptedDecode(ScriptedWorker):
         if self.refuse_attach:
             self.refuse_attach -= 1
             self.send(router, Failed.from_error(message.call_id, KvTransferError("bytes were lost")))
+            return
+        if message.first_token is not None and not self.kv_arrives:
             return
         self.attached.append(message)
         self.send(router, Attached(message.call_id, 0.0))
