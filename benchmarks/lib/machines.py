@@ -145,7 +145,7 @@ class Machine:
 def switch() -> Iterator[None]:
     """Set up this process's own namespace, in which no network may be yet, with the switch for all machines."""
     _ip("link", "set", "lo", "up")
-    _ip("link", "add", _BRIDGE, "type", "bridge", "forward_delay", "0")
+    _ip("link", "add", _BRIDGE, "type", "bridge")
     _ip("addr", "add", f"{OUTSIDE}/24", "dev", _BRIDGE)
     _ip("link", "set", _BRIDGE, "up")
     try:
