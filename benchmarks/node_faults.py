@@ -1,7 +1,7 @@
 """What do clients notice when a node fails? `python -m benchmarks.node_faults`, on an idle machine; needs redis-server.
 
-A head and two nodes, each with a prefill and a decode worker of the default model in the default format, as machines of their own
-(benchmarks/lib/machines.py). Sixteen streams run at a time, greedy and seeded ones, each followed by the next, while
+A head and two nodes, each with a prefill and a decode worker of the default model in the default format, as machines of their
+own (benchmarks/lib/machines.py). Sixteen streams run at a time, greedy and seeded ones, each followed by the next, while
 
 - a node is killed, and started again;
 - a node loses its power: it vanishes without a word;
@@ -215,11 +215,14 @@ def table(rows: Sequence[dict[str, Any]], tokens: int) -> str:
         numbers = [row[key] for key in ("faults", "streams", "finished", "exact", "resumed", "asked_anew")]
         times = [statistics.median(gaps), quantile(gaps), max(gaps), max(row["first_tokens_s"]), max(row["undisturbed_gaps_s"])]
         cells = [row["name"], *map(str, numbers), *(f"{seconds:.2f} s" for seconds in times)]
-        cells += [f"{max(row[key]):.1f} s" if row[key] else "–" for key in ("no_http_s", "whole_s")]
+        cells += [f"{max(row[key]):.1f} s" if row[key] else "none" for key in ("no_http_s", "whole_s")]
         lines.append(f"| {' | '.join([*cells, str(len(row['leaks']))])} |")
     notes = [f"- {row['name']}: {each}" for row in rows for each in row["differences"]]
-    notes += [f"- {row['name']}: {sum(row['taken_up'])} of {row['faults']} times with the same lives of all workers"
-              for row in rows if row["taken_up"]]
+    notes += [
+        f"- {row['name']}: {sum(row['taken_up'])} of {row['faults']} times with the same lives of all workers"
+        for row in rows
+        if row["taken_up"]
+    ]
     about = (
         f"{STREAMS} streams of {tokens} tokens at a time, on a head and {len(NODES)} nodes with a prefill and a decode worker "
         "each. Gaps and first tokens are of streams that a fault touched. Whole again: from the end of a fault, with the node "

@@ -31,6 +31,7 @@ NETWORK = "10.77.0"
 OUTSIDE = f"{NETWORK}.100"
 """The address of this process's namespace."""
 HEAD = f"{NETWORK}.1"
+_ADDRESSES = [HEAD, OUTSIDE, *(f"{NETWORK}.{number}" for number in range(10, 20))]
 _BRIDGE = "switch"
 _APPEAR_S = 10.0
 _END_S = 20.0
@@ -39,12 +40,17 @@ _LOOK_S = 0.02
 
 def why_no_machines() -> str | None:
     """Return why this system lets us make no machines, or None if it does."""
-    script = f"command -v bridge nsenter >/dev/null && ip link add {_BRIDGE} type bridge && ip link add a type veth peer name b"
+    links = f"ip link add name {_BRIDGE} type bridge && ip link add name probe-a type veth peer name probe-b"
+    script = f"command -v bridge nsenter >/dev/null && {links}"
     try:
         done = subprocess.run([*IN_OWN_NETWORK, "sh", "-c", script], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"no network namespaces: {error}"
-    return None if done.returncode == 0 else f"no network namespaces: {done.stderr.strip()[:200] or 'nsenter or bridge is missing'}"
+    return (
+        None
+        if done.returncode == 0
+        else f"no network namespaces: {done.stderr.strip()[:200] or 'nsenter or bridge is missing'}"
+    )
 
 
 class Machine:
@@ -128,9 +134,20 @@ class Machine:
         return inode
 
     def _connect(self) -> None:
-        # An address keeps its hardware address wherever it is, so that nobody has to learn a new one.
-        hardware = "02:77:00:00:00:{:02x}".format(int(self.address.rpartition(".")[2]))
-        _ip("link", "add", self._port, "type", "veth", "peer", "name", "eth0", "address", hardware, "netns", str(self._holder.pid))
+        _ip(
+            "link",
+            "add",
+            self._port,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "eth0",
+            "address",
+            hardware,
+            "netns",
+            str(self._holder.pid),
+        )
         _ip("link", "set", self._port, "master", _BRIDGE, "up")
         for words in (
             ("link", "set", "lo", "up"),
@@ -139,19 +156,32 @@ class Machine:
             ("route", "add", "default", "via", f"{NETWORK}.254"),  # leads nowhere; Ray asks for it to know its own address
         ):
             _run(*self.inside(("ip", *words)))
+        _know_all(self.inside(("ip", "-batch", "-")), "eth0")
 
 
 @contextmanager
 def switch() -> Iterator[None]:
     """Set up this process's own namespace, in which no network may be yet, with the switch for all machines."""
     _ip("link", "set", "lo", "up")
-    _ip("link", "add", _BRIDGE, "type", "bridge")
+    _ip("link", "add", "name", _BRIDGE, "type", "bridge")
     _ip("addr", "add", f"{OUTSIDE}/24", "dev", _BRIDGE)
-    _ip("link", "set", _BRIDGE, "up")
+    _ip("link", "set", _BRIDGE, "address", _hardware(OUTSIDE), "up")
+    _know_all(("ip", "-batch", "-"), _BRIDGE)
     try:
         yield
     finally:
         _ip("link", "del", _BRIDGE)
+
+
+def _hardware(address: str) -> str:
+    """An address has the same hardware address wherever it is, so that nobody has to learn a new one."""
+    return f"02:77:00:00:00:{int(address.rpartition('.')[2]):02x}"
+
+
+def _know_all(batch: Sequence[str], device: str) -> None:
+    """Let nobody ask for hardware addresses: who gets no answer to that is told that a machine is gone."""
+    lines = [f"neigh replace {address} lladdr {_hardware(address)} dev {device} nud permanent" for address in _ADDRESSES]
+    subprocess.run(batch, input="\n".join(lines), text=True, check=True, timeout=_END_S)
 
 
 def _ip(*words: str) -> None:

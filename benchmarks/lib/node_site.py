@@ -14,6 +14,7 @@ import httpx
 
 from benchmarks.lib.lanes import Lanes
 from benchmarks.lib.ray_nodes import RayNodes
+from benchmarks.lib.streams import Answered
 
 NODES = (1, 2)
 WORKERS = 2 * len(NODES)
@@ -34,7 +35,7 @@ class Site:
     no_http_s: list[float] = field(default_factory=list)
     """Seconds after a fault for which nobody answered."""
     whole_s: list[float] = field(default_factory=list)
-    """Seconds until all workers took requests, from when all streams flowed again and the node was started or connected again."""
+    """Seconds until all workers took requests, from when streams flowed again and the node was started or connected."""
     taken_up: list[bool] = field(default_factory=list)
     """Whether the next head had the same lives of all workers."""
     _faults: list[tuple[float, float]] = field(default_factory=list)
@@ -56,7 +57,7 @@ class Site:
             mend = await self._cut(number, fault)
         await lanes.until_flowing(FLOWING_S)
         self._faults.append((begun, time.monotonic()))
-        gone = {life[-1] for life in before.values() if not Path(f"/proc/{life[-1]}").exists()}
+        gone = {life[-1] for life in before.values() if _ended(life[-1])}
         begun = time.monotonic()
         await asyncio.to_thread(mend)
         await self.until_whole(gone)
@@ -136,3 +137,5 @@ class Site:
         return found
 
 
+def _ended(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()

@@ -26,7 +26,6 @@ from router.rules.disaggregation import PrefillCosts
 from router.rules.pace import PaceMeter
 from router.rules.pair import Reason
 
-
 _DECODE_SAYS_S = 1.0
 """Seconds that a decode worker has to say itself that a handoff has failed, or to be lost, before prefill's word counts."""
 

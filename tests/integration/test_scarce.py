@@ -1,8 +1,8 @@
 """A node that is short of something: 64 MiB of /dev/shm, a full disk, memory. Streams go on, and say what they would have.
 
 /dev/shm and disk are real ones, in a mount namespace of the cluster's own; they are filled through /proc/PID/root. Memory is
-taken from one worker: by a limit of its address space, so that its allocations fail, and by a control group, in which the kernel
-kills it.
+taken from one worker: by a limit of its address space, so that its allocations fail, and by a control group, in which the
+kernel kills it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def small_tandem(tmp_path: Path) -> str:
     """A `tandem` that has little in /dev/shm and /tmp, and its own files of models."""
     mounts = f"mount -t tmpfs -o size={SHM_MIB}m tmpfs /dev/shm && mount -t tmpfs -o size={TMP_MIB}m,mode=1777 tmpfs /tmp"
     script = tmp_path / "small-tandem"
-    script.write_text(f"#!/bin/sh\nexec {' '.join(MOUNTS)} sh -c '{mounts} && exec {TANDEM} \"$@\"' tandem \"$@\"\n")
+    script.write_text(f'#!/bin/sh\nexec {" ".join(MOUNTS)} sh -c \'{mounts} && exec {TANDEM} "$@"\' tandem "$@"\n')
     script.chmod(0o755)
     return str(script)
 
@@ -68,9 +68,8 @@ def filled(folder: Path) -> Iterator[None]:
                 with suppress(OSError):
                     while file.write(b"x" * size):
                         pass
-        with pytest.raises(OSError) as error, (folder / "more").open("wb", buffering=0) as file:
+        with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)), (folder / "more").open("wb", buffering=0) as file:
             file.write(b"x" * 4096)
-        assert error.value.errno == errno.ENOSPC
         yield
     finally:
         for path in (filler, folder / "more"):

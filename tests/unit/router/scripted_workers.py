@@ -92,7 +92,7 @@ class ScriptedWorker:
         self.mute = False
         """Stop reporting, as a stopped process would."""
         self.step_age_s = 0.0
-        self.fail_with: TandemError |        self.kv_arrives = True
+        self.fail_with: TandemError | self.kv_arrives = True
         """Without it, streams whose prompts are computed elsewhere wait for their KV without end."""
         self.die_after: int | None = None
         """Answer the next questions with this."""
