@@ -73,7 +73,7 @@ class Jobs:
             self.leave(job)
 
     def handoff_failed(self, job: Job, error: TandemError) -> None:
-        """Stop a job whose router has its first token, and tell that router: the decode worker may be out of reach from here."""
+        """Stop a job whose router has its first token, and tell that router: the decode worker may be out of reach."""
         if not job.stopped:
             self._send(job.router, Failed.from_error(job.message.call_id, KvTransferError(error.message)))
         self.stop(job)

@@ -65,8 +65,13 @@ class Machine:
             ["unshare", "--net", "sleep", "infinity"], stdin=subprocess.DEVNULL, start_new_session=True
         )
         self._space = f"/proc/{self._holder.pid}/ns/net"
-        self._inode = self._own_namespace()
-        self._connect()
+        try:
+            self._inode = self._own_namespace()
+            self._connect()
+        except BaseException:
+            self._holder.kill()
+            self._holder.wait()
+            raise
 
     def inside(self, command: Sequence[str]) -> list[str]:
         """Return the command that runs this one on the machine."""
@@ -144,7 +149,7 @@ class Machine:
             "name",
             "eth0",
             "address",
-            hardware,
+            _hardware(self.address),
             "netns",
             str(self._holder.pid),
         )

@@ -268,7 +268,7 @@ class Claim:
         return waited_s
 
     async def _attach_there(self, first_token: int, sampling: SamplingParams, num_generated: int) -> float:
-        """What the prefill worker says of the handoff counts if the decode worker says nothing: they may not reach each other."""
+        """What prefill says of the handoff counts if the decode worker says nothing: they may not reach each other."""
         attach = self.decode.calls.attach(self._reservation.ticket.ticket_id, first_token, sampling, num_generated)
         attaching = asyncio.ensure_future(attach)
         try:

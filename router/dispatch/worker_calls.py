@@ -142,7 +142,7 @@ class WorkerCalls:
             self.num_prefills -= 1
 
     def follow_handoff(self, call_id: int, on_failure: Callable[[TandemError], None]) -> None:
-        """Have `on_failure` told if a prefill worker can't hand over what it has computed for this call, until `forget_handoff`."""
+        """Have `on_failure` told, until `forget_handoff`, if a prefill worker can't hand over what it has computed."""
         self._handoffs[call_id] = on_failure
 
     def forget_handoff(self, call_id: int) -> None:

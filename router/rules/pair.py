@@ -222,7 +222,7 @@ def _better_here(
     costs: Costs | None,
     reach: Reach,
 ) -> bool:
-    """The decode worker had better compute the prompt itself: nobody reaches it, only it is not to be avoided, or it is quicker."""
+    """It is better computed by the decode worker: nobody reaches it, all others are to be avoided, or it is sooner done."""
     if request.unreached and prefills.all_in(request.not_reaching(decode.worker_id)):
         return True
     all_avoided = prefills.all_in(request.avoid_beside(decode.worker_id))

@@ -1,7 +1,7 @@
 """Nodes are killed, lose their power, are cut off, and the head moves to another machine: each stream says what it would have.
 
-The cluster is that of `benchmarks.node_faults`, on machines that are network namespaces, at a small scale. `make chaos` has more of
-it: TANDEM_NODE_FAULTS_SCALE.
+The cluster is that of `benchmarks.node_faults`, on machines that are network namespaces, at a small scale. `make chaos` has
+more of it: TANDEM_NODE_FAULTS_SCALE.
 """
 
 from __future__ import annotations
