@@ -92,9 +92,7 @@ class ScriptedWorker:
         self.mute = False
         """Stop reporting, as a stopped process would."""
         self.step_age_s = 0.0
-        self.fail_with: TandemError | self.kv_arrives = True
-        """Without it, streams whose prompts are computed elsewhere wait for their KV without end."""
-        self.die_after: int | None = None
+        self.fail_with: TandemError | None = None
         """Answer the next questions with this."""
         self._server = WireServer(secret, "127.0.0.1")
         self.ref = WorkerRef(worker_id, epoch, self._server.address, arithmetic=arithmetic)
@@ -255,6 +253,8 @@ class ScriptedDecode(ScriptedWorker):
         self.attached: list[Attach] = []
         self.refuse_attach = 0
         """This many attaches are answered with a KV transfer error."""
+        self.kv_arrives = True
+        """Without it, streams whose prompts are computed elsewhere wait for their KV without end."""
         self.die_after: int | None = None
         """Sudden death after this many tokens of a stream."""
         self.error_after: int | None = None
