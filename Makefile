@@ -9,7 +9,7 @@
 # make unit-newest  the same on the newest Python that is installed and that all dependencies support
 # make docs     draw the pictures and the module map anew, then check every link
 # make update   renew requirements.lock: the newest versions that the ranges in pyproject.toml allow
-# make chaos    workers and connections fail under load for twenty minutes (TANDEM_CHAOS_S=seconds); report in benchmarks/results/chaos.md
+# make chaos    workers, connections and nodes fail under load: twenty minutes (TANDEM_CHAOS_S=seconds), then half an hour of nodes
 # make clean    forget the environment and every cache in this folder
 #
 # Needs Python 3.11 or newer (PYTHON=... names another one), for the tests curl too, and nothing else; everything goes into .venv.
@@ -98,7 +98,8 @@ update: | $(BIN)/python
 	rm -rf build/update
 
 chaos: $(VENV)/.installed-test
-	TANDEM_CHAOS_S=$${TANDEM_CHAOS_S:-1200} $(BIN)/pytest -s tests/integration/test_chaos.py $(ARGS)
+	TANDEM_CHAOS_S=$${TANDEM_CHAOS_S:-1200} TANDEM_NODE_FAULTS_SCALE=$${TANDEM_NODE_FAULTS_SCALE:-0.4} \
+		$(BIN)/pytest -s tests/integration/test_chaos.py tests/integration/test_node_faults.py tests/integration/test_scarce.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) .venv-newest .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info

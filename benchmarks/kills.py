@@ -17,9 +17,8 @@ import random
 import signal
 import statistics
 import tempfile
-import time
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,6 +26,7 @@ import httpx
 
 from benchmarks.lib.environment import operators, write_result
 from benchmarks.lib.journal import Journal, add_state, journal_of
+from benchmarks.lib.lanes import Lanes, quantile
 from benchmarks.lib.servers import HOST, cluster
 from benchmarks.lib.streams import Answered, Request
 
@@ -94,11 +94,6 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def quantile(values: Sequence[float], share: float = 0.99) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))]
-
-
 async def measure(port: int, scale: float, journal: Journal) -> list[dict[str, Any]]:
     """One row for each run, each dtype on a cluster of its own at `port`. `scale` multiplies the numbers of kills."""
     rows = []
@@ -161,54 +156,22 @@ async def answered(client: httpx.AsyncClient, requests: Sequence[Request]) -> li
     return list(await asyncio.gather(*(one(request) for request in requests)))
 
 
-@dataclass
-class _Load:
-    """Requests one after the other on STREAMS lanes until `over`."""
-
-    client: httpx.AsyncClient
-    requests: Sequence[Request]
-    answers: list[Answered] = field(default_factory=list)
-    running: dict[int, Answered] = field(default_factory=dict)
-    """By lane."""
-    over: bool = False
-    next: int = 0
-
-    async def lane(self, number: int) -> None:
-        while not self.over:
-            request = self.requests[self.next % len(self.requests)]
-            self.next += 1
-            self.running[number] = Answered(request)
-            self.answers.append(await self.running[number].run(self.client))
-
-    def flows_since(self, then: float) -> bool:
-        """Whether every stream has brought something after this moment of `time.monotonic`."""
-        return all(answer.times and answer.times[-1] > then for answer in self.running.values())
-
-
 async def disturbed(client: httpx.AsyncClient, requests: Sequence[Request], kills: int, rng: random.Random) -> list[Answered]:
     """The answers of a load under which this many decode workers are killed; all of it runs to its end."""
-    load = _Load(client, requests)
+    load = Lanes(client, requests)
     async with asyncio.TaskGroup() as tasks:
         for lane in range(STREAMS):
             tasks.create_task(load.lane(lane))
         killed: set[int] = set()
         for number in range(kills):
             await until_up(client, killed)
-            await until_flowing(load)
+            await load.until_flowing(START_S)
             await asyncio.sleep(rng.uniform(*CALM_S))
             pid, whom = await kill_one(client, rng)
             killed.add(pid)
             print(f"kill {number + 1} of {kills}: {whom}", flush=True)
         load.over = True
     return load.answers
-
-
-async def until_flowing(load: _Load) -> None:
-    """Every stream has gone on."""
-    now = time.monotonic()
-    async with asyncio.timeout(START_S):
-        while not load.flows_since(now):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
 
 
 async def kill_one(client: httpx.AsyncClient, rng: random.Random) -> tuple[int, str]:

@@ -134,7 +134,8 @@ class SendingPair:
 
         Raises WorkerLostError, IncompatiblePeerError or KvTransferError.
         """
-        client = await WireClient.connect(peer.address, secret, connect_s)
+        # Who takes no connection for a lease is as silent as who says nothing for so long.
+        client = await WireClient.connect(peer.address, secret, min(connect_s, lease_s))
         pair = cls(me, peer, layout, client, lease_s=lease_s, heartbeat_s=heartbeat_s)
         pair._tasks.append(asyncio.create_task(pair._caller.run()))
 

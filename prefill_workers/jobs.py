@@ -55,7 +55,7 @@ class Jobs:
         self._by_prompt[job.prompt] = job
 
     def fail(self, job: Job, error: TandemError) -> None:
-        """Stop a job and tell its router, unless that has its token already: then it hears of the loss from decode."""
+        """Stop a job and tell its router, unless that has its token already."""
         if not job.answered:
             job.answered = True
             self._send(job.router, Failed.from_error(job.message.call_id, error))
@@ -71,6 +71,12 @@ class Jobs:
             job.pair.abort(job.transfer)
         if not job.in_step:
             self.leave(job)
+
+    def handoff_failed(self, job: Job, error: TandemError) -> None:
+        """Stop a job whose router has its first token, and tell that router: the decode worker may be out of reach."""
+        if not job.stopped:
+            self._send(job.router, Failed.from_error(job.message.call_id, KvTransferError(error.message)))
+        self.stop(job)
 
     def stop_request(self, router: bytes, request_id: str) -> None:
         """A router has cancelled one of its requests."""

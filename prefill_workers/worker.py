@@ -285,6 +285,6 @@ class PrefillWorker:
         except TandemError as error:
             trace = fields(trace=job.message.trace.trace_id)
             log.warning("handoff to %s failed: %s", job.pair.peer.worker_id, error.message, extra=trace)
-            self._jobs.stop(job)
+            self._jobs.handoff_failed(job, error)
         else:
             self._jobs.handed_over(job)

@@ -31,10 +31,18 @@ def expect(answer: Any, kind: type[_Answer]) -> _Answer:
 class CallClient:
     """Asks questions over one WireClient, which it owns: `run` closes it on the way out."""
 
-    def __init__(self, client: WireClient, on_message: Callable[[Any], None]) -> None:
-        """`on_message` gets every message that answers no question, in the loop that reads the connection."""
+    def __init__(
+        self,
+        client: WireClient,
+        on_message: Callable[[Any], None],
+        on_late_failure: Callable[[Failed], None] = lambda failure: None,
+    ) -> None:
+        """`on_message` gets every message that answers no question, in the loop that reads the connection. `on_late_failure`
+        gets a Failed to a question that was answered or given up before.
+        """
         self._client = client
         self._on_message = on_message
+        self._on_late_failure = on_late_failure
         self._open: dict[int, asyncio.Future[Any]] = {}
         self._ids = itertools.count(1)
         self._lost: str | None = None
@@ -96,6 +104,8 @@ class CallClient:
         answer = self._open.get(call_id)
         if answer is None or answer.done():
             log.debug("a late %s", type(message).__name__)
+            if isinstance(message, Failed):
+                self._on_late_failure(message)
         elif isinstance(message, Failed):
             answer.set_exception(message.to_error())
         else:

@@ -28,6 +28,10 @@ from prometheus_client.registry import Collector
 _LOCKS = "*.lock"
 _READY = b"ready\n"
 """What the lock of a router that serves has in it."""
+_KINDS = ("counter", "histogram", "gauge_livesum")
+"""What prometheus_client calls the files of a place by."""
+_ROOM_BYTES = 1 << 20
+"""Of each file: a few thousand counts. One that outgrows it is doubled by prometheus_client."""
 _TRIES, _AGAIN_S = 3, 0.01
 """A reader holds the lock of a free place for some microseconds, which must not make a second place of it."""
 
@@ -44,6 +48,7 @@ class CountsFolder(Collector):
         self._folder = folder
         self.place, self._lock = _taken_place(folder)
         mark_process_dead(self.place, str(folder))
+        _make_room(folder, self.place)
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
         # As uWSGI's users are told to do it (prometheus_client's documentation, multiprocess mode).
         values.ValueClass = values.MultiProcessValue(lambda: self.place)
@@ -83,6 +88,19 @@ class CountsFolder(Collector):
 def num_places(folder: Path) -> int:
     """Number of routers that have a place in the folder: all that run, also those that start or end."""
     return len(_taken(folder))
+
+
+def _make_room(folder: Path, place: str) -> None:
+    """Have the disk give the files of a place their room now. Raises OSError if it is full.
+
+    They are mapped into memory: a disk that is full when such a page is first written ends the process (SIGBUS).
+    """
+    for kind in _KINDS:
+        file = os.open(folder / f"{kind}_{place}.db", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(file, 0, _ROOM_BYTES)
+        finally:
+            os.close(file)
 
 
 def _taken(folder: Path) -> list[Path]:

@@ -96,9 +96,12 @@ class Answered:
     """Id of the last event, if the stream can be resumed."""
     failure: str | None = None
     complete: bool = False
+    asked_at: float | None = None
+    """The moment at which the client first asked, on `time.monotonic`."""
 
     async def run(self, client: httpx.AsyncClient, headers: Mapping[str, str] | None = None) -> Answered:
         """Send the request and follow its stream to the end, or to its failure."""
+        self.asked_at = time.monotonic() if self.asked_at is None else self.asked_at
         try:
             async with client.stream("POST", self.request.path, json=self.request.body, headers=headers) as answer:
                 if answer.status_code != httpx.codes.OK:
@@ -118,6 +121,11 @@ class Answered:
         """The longest time in seconds between two events of the stream."""
         pairs = zip(self.times, self.times[1:], strict=False)
         return max((after - before for before, after in pairs), default=0.0)
+
+    def first_token_s(self) -> float:
+        """Seconds from the first request to the first event with tokens. Call it once there was one."""
+        assert self.asked_at is not None, "it was asked"
+        return self.times[0] - self.asked_at
 
     def differs(self, other: Answered) -> str | None:
         """Say how this answer differs from another one to the same request; None if it doesn't."""

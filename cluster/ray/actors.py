@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group_table, remove_placement_group
 
-from cluster.ray.placement import Resources
+from cluster.ray.placement import HEAD_RESOURCE, Resources
 
 NAMESPACE = "tandem"
 NAME_PREFIX = "tandem-"
@@ -45,6 +45,12 @@ def node_of_actor(handle: Any) -> str | None:
     return found["Address"]["NodeID"] or None if found else None
 
 
+def worker_node() -> str | None:
+    """Return the id of a node that is up and is not the head node, or None if there is none."""
+    others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and HEAD_RESOURCE not in node["Resources"]]
+    return min(others, default=None)
+
+
 def take_up_actors(kept: Collection[str], worker_ids: Collection[str]) -> dict[str, PlacementGroup]:
     """Return the groups of these workers. Ends every other one, and every process but those that are kept. Blocks."""
     named = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE]
@@ -70,7 +76,7 @@ def find_actors(names: Sequence[str]) -> list[NamedActor]:
     return actors
 
 
-def start_keeper(kind: type, name: str, head_resources: dict[str, float], *args: Any) -> Any:
+def start_keeper(kind: type, name: str, resources: dict[str, float], *args: Any, **placement: Any) -> Any:
     """Return the handle of the cluster's actor of this name, which is made with these arguments if there is none yet.
 
     It outlives whoever started it, and Ray starts it again when its process dies.
@@ -81,8 +87,9 @@ def start_keeper(kind: type, name: str, head_resources: dict[str, float], *args:
         "lifetime": "detached",
         "get_if_exists": True,
         "num_cpus": 0,
-        "resources": head_resources,
+        "resources": resources,
         "max_restarts": -1,
+        **placement,
     }
     actor: Any = ray.remote(kind)
     return actor.options(**options).remote(*args)

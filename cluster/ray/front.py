@@ -109,7 +109,12 @@ def prepare(config: ClusterConfig, token: str) -> None:
         raise ConfigError(
             "RAY_SERVE_HAPROXY_BINARY_PATH must lead to tandem-haproxy wherever `ray start` runs; see docs/handbook/install.md"
         )
-    configuration = _configuration()
+    _write(config, _configuration(), token)
+    return True
+
+
+def _write(config: ClusterConfig, configuration: Path, token: str) -> None:
+    files = certificate_files(config.http)
     configuration.parent.mkdir(parents=True, exist_ok=True)
     if (reason := close_folder(configuration.parent)) is not None:
         raise ConfigError(f"{reason}; name another folder for HAProxy with RAY_SERVE_HAPROXY_CONFIG_FILE_LOC")
@@ -117,6 +122,17 @@ def prepare(config: ClusterConfig, token: str) -> None:
         _write_pair(files, certificate_path(configuration))
     limits = config.limits
     FrontSettings(token, limits.header_s, limits.client_s, files).save(settings_path(configuration))
+
+
+def restore(config: ClusterConfig, token: str) -> None:
+    """Prepare the HAProxy of this node as `prepare` did where the cluster began, unless that was here.
+
+    A head node that takes over for one that was lost has been told nothing. Raises ConfigError as `prepare`. HAProxy heeds it
+    from its next reload on: when a router is there.
+    """
+    configuration = _configuration()
+    if not settings_path(configuration).exists():
+        _write(config, configuration, token)
 
 
 def withdraw() -> None:

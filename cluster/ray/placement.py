@@ -20,7 +20,8 @@ Resources = Mapping[str, float]
 
 _MEMORY = "bytes of memory"
 """Named so that it is none of Ray's resources: Ray's `memory` is only what somebody reserves."""
-_HEAD = "node:__internal_head__"
+HEAD_RESOURCE = "node:__internal_head__"
+"""What the head node of every Ray cluster has, and no other node."""
 _NAMED_NODES = 4
 _SHARES_HOLD = "smaller shares of a GPU need a new start: with more workers, a range in autoscale.sizes, or other resources"
 _TOKEN_CPU = 0.001
@@ -152,7 +153,7 @@ class Room:
 
 def _memory_of(node: Resources) -> float:
     """Bytes that a node has for workers. The head node is this machine; what others have Ray has found out at their start."""
-    if _HEAD in node:
+    if HEAD_RESOURCE in node:
         return memory_bytes() - CLUSTER_BYTES
     return node.get("memory", 0.0) + node.get("object_store_memory", 0.0)
 

@@ -16,7 +16,7 @@ from ray import serve
 from ray.exceptions import RayError
 
 from cluster.controller import RayControllerClient
-from cluster.ray.front import counts_folder
+from cluster.ray.front import counts_folder, restore
 from cluster.ray.keepers.audit import RayAuditStore
 from cluster.ray.keepers.rates import rate_store
 from cluster.ray.keepers.streams import RayRecordStore
@@ -81,6 +81,8 @@ class RouterReplica:
         if (name := serve.get_replica_context().app_name) != APPLICATION:
             raise ConfigError(f"the application has to be called {APPLICATION}, not {name}")
         model = await asyncio.to_thread(resolve_for, given.config)
+        if given.front_token is not None:
+            await asyncio.to_thread(restore, given.config, given.front_token)
         counts = CountsFolder(counts_folder())
         self._router = Router(given.config, model, given.secret, RayControllerClient(given.controller), counts)
         self._meter = Meter(rate_store(given.config, given.rate_keeper))

@@ -16,13 +16,21 @@ lets requests wait.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 
 from configs.schema import ClusterConfig
 from protocol.cache.keys import block_keys, keys_of
-from protocol.errors import InvalidRequestError, OverloadedError, TandemError, UnavailableError
+from protocol.errors import (
+    InvalidRequestError,
+    KvTransferError,
+    OverloadedError,
+    TandemError,
+    UnavailableError,
+    WorkerLostError,
+)
 from protocol.messages import FetchFrom, Role
 from protocol.ticket import reserved_tokens
 from router.dispatch.claim import Claim, Placed, PromptWork
@@ -39,8 +47,11 @@ from router.rules.disaggregation import PrefillCosts
 from router.rules.line_rules import LEVELS_PER_QUEUE_TIME
 from router.rules.pair import Pair, PairSearch
 from router.rules.pair_request import Moment, PairRequest, PairTerms
+from router.rules.retry_policy import UnreachedPairs
 from router.rules.worker_load import blocks_for
 from telemetry.metrics import Metrics
+
+log = logging.getLogger(__name__)
 
 _RETRY_WHEN_DOWN_S = 5.0
 _KEYS_AT_ONCE = 512
@@ -59,6 +70,7 @@ class Admission:
         self._costs = PrefillCosts()
         self._terms = PairTerms.of(config)
         self._not_lending = NotLending(time.monotonic)
+        self._unreached = UnreachedPairs()
         self._kin = Kin()
         self._line = WaitingLine(config.limits.max_waiting_requests, config.limits.queue_s / LEVELS_PER_QUEUE_TIME)
 
@@ -91,6 +103,20 @@ class Admission:
                     await self._roster.next_change(seen, deadline)
         except TimeoutError:
             raise self._refusal(journal) from None
+
+    def note_failure(self, claim: Claim, error: UnavailableError) -> set[str]:
+        """Note why an attempt has failed. Return the ids of the workers that its next attempt had better avoid.
+
+        Where a handoff has failed late though both workers are there, these may not reach each other, and others may not
+        either: the request had better be computed where it is decoded.
+        """
+        late = claim.age_s > self._config.limits.lease_s / 2
+        if claim.lost or claim.here or not late or not isinstance(error, KvTransferError | WorkerLostError):
+            return claim.lost or {link.ref.worker_id for link in claim.workers}
+        computes, decode = claim.computes.ref.worker_id, claim.decode.ref.worker_id
+        self._unreached.note(computes, decode, time.monotonic())
+        log.warning("nothing gets from %s to %s: others are tried first", computes, decode)
+        return {decode, *(link.ref.worker_id for link in self._roster.ready(Role.PREFILL))}
 
     @contextmanager
     def _placed(self, journal: Journal, deadline: float, *, ahead: bool) -> Iterator[Place]:
@@ -213,6 +239,7 @@ class Admission:
             held={} if cached is None or scores_prompt else cached,  # who scores a prompt computes all of it
             lendable=None if cached is None else cached.lendable,
             not_lending=self._not_lending,
+            unreached=self._unreached.pairs(time.monotonic()),
         )
 
     def _moment(self) -> Moment:

@@ -26,6 +26,9 @@ from router.rules.disaggregation import PrefillCosts
 from router.rules.pace import PaceMeter
 from router.rules.pair import Reason
 
+_DECODE_SAYS_S = 1.0
+"""Seconds that a decode worker has to say itself that a handoff has failed, or to be lost, before prefill's word counts."""
+
 
 @dataclass(frozen=True)
 class First:
@@ -106,6 +109,10 @@ class Claim:
         self._pace = pace
         self._attaching = False
         self._handed_over = False
+        self._began = time.monotonic()
+        self._handoff: int | None = None
+        """The call that asked the prefill worker for it."""
+        self._handoff_failure: asyncio.Future[TandemError] = asyncio.get_running_loop().create_future()
         self._stream = reservation.decode.streams.open(reservation.ticket.ticket_id)
 
     def __enter__(self) -> Claim:
@@ -113,6 +120,8 @@ class Claim:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._prompt.done()
+        if self._handoff is not None:
+            self.computes.calls.forget_handoff(self._handoff)
         if not self._handed_over and not self.here:
             self.computes.calls.cancel(self._attempt_id)
         self._reservation.release()
@@ -158,6 +167,11 @@ class Claim:
         """The ids of its workers that are lost."""
         return {link.ref.worker_id for link in self.workers if link.gone.done()}
 
+    @property
+    def age_s(self) -> float:
+        """Seconds since the pair was chosen."""
+        return time.monotonic() - self._began
+
     async def first_token(self, journal: Journal) -> First:
         """Have the prompt computed, here or there, and return the token that follows it.
 
@@ -192,22 +206,7 @@ class Claim:
         )
 
     async def _first_there(self, journal: Journal) -> First:
-        asking = asyncio.ensure_future(
-            self.computes.calls.prefill(
-                lambda call_id: Prefill(
-                    call_id=call_id,
-                    request_id=self._attempt_id,
-                    ticket=self._reservation.ticket,
-                    token_ids=journal.token_ids,
-                    num_generated=journal.num_generated,
-                    sampling=journal.sampling,
-                    cache_salt=journal.cache_salt,
-                    trace=journal.trace,
-                    ahead=self._prompt.ahead,
-                    fetch=self.placed.fetch,
-                )
-            )
-        )
+        asking = asyncio.ensure_future(self.computes.calls.prefill(lambda call_id: self._question(call_id, journal)))
         try:
             await asyncio.wait((asking, self.decode.gone), return_when=asyncio.FIRST_COMPLETED)
             if not asking.done():
@@ -219,6 +218,26 @@ class Claim:
                 asking.cancel()
                 with contextlib.suppress(asyncio.CancelledError, TandemError):
                     await asking
+
+    def _question(self, call_id: int, journal: Journal) -> Prefill:
+        self._handoff = call_id
+        self.computes.calls.follow_handoff(call_id, self._note_handoff_failure)
+        return Prefill(
+            call_id=call_id,
+            request_id=self._attempt_id,
+            ticket=self._reservation.ticket,
+            token_ids=journal.token_ids,
+            num_generated=journal.num_generated,
+            sampling=journal.sampling,
+            cache_salt=journal.cache_salt,
+            trace=journal.trace,
+            ahead=self._prompt.ahead,
+            fetch=self.placed.fetch,
+        )
+
+    def _note_handoff_failure(self, error: TandemError) -> None:
+        if not self._handoff_failure.done():
+            self._handoff_failure.set_result(error)
 
     def refused(self) -> None:
         """Note that the queue of the prefill worker is full."""
@@ -242,11 +261,27 @@ class Claim:
         if not self.here:
             self._attaching = True
             began = time.monotonic()
-            waited_s = await self.decode.calls.attach(self._reservation.ticket.ticket_id, first_token, sampling, num_generated)
+            waited_s = await self._attach_there(first_token, sampling, num_generated)
             now = time.monotonic()
             self._costs.handed_over(self._num_tokens - self._reservation.ticket.held_tokens, now - began, now)
         self._handed_over = True
         return waited_s
+
+    async def _attach_there(self, first_token: int, sampling: SamplingParams, num_generated: int) -> float:
+        """What prefill says of the handoff counts if the decode worker says nothing: they may not reach each other."""
+        attach = self.decode.calls.attach(self._reservation.ticket.ticket_id, first_token, sampling, num_generated)
+        attaching = asyncio.ensure_future(attach)
+        try:
+            await asyncio.wait((attaching, self._handoff_failure), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((attaching,), timeout=_DECODE_SAYS_S)
+            if not attaching.done():
+                raise self._handoff_failure.result()
+            return attaching.result()
+        finally:
+            if not attaching.done():
+                attaching.cancel()
+                with contextlib.suppress(asyncio.CancelledError, TandemError):
+                    await attaching
 
     def tokens(self) -> Awaitable[Tokens]:
         """What the decode worker made since the last call. Raises what ends the stream without a finish reason."""

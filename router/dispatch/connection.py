@@ -14,7 +14,7 @@ from typing import Any
 
 from protocol.calls import CallClient
 from protocol.errors import WorkerLostError
-from protocol.messages import WorkerRef
+from protocol.messages import Failed, WorkerRef
 from protocol.wire import WireClient
 
 
@@ -22,9 +22,16 @@ class Connection:
     """Owns the client, and remembers why it was lost."""
 
     def __init__(
-        self, ref: WorkerRef, client: WireClient, on_message: Callable[[Any], None], on_lost: Callable[[], None]
+        self,
+        ref: WorkerRef,
+        client: WireClient,
+        on_message: Callable[[Any], None],
+        on_lost: Callable[[], None],
+        on_late_failure: Callable[[Failed], None] = lambda failure: None,
     ) -> None:
-        """`on_message` gets what answers no question. `on_lost` is called once, as soon as the connection is lost."""
+        """`on_message` gets what answers no question, and `on_late_failure` what fails after its answer. `on_lost` is called
+        once, as soon as the connection is lost.
+        """
         self.ref = ref
         self.gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done, with the reason, when the connection is lost."""
@@ -32,7 +39,7 @@ class Connection:
         """It is lost because it broke, as it does when the worker's process ends."""
         self.progress_at = time.monotonic()
         """When the worker last showed that it works, or last had nothing to do."""
-        self._client = CallClient(client, on_message)
+        self._client = CallClient(client, on_message, on_late_failure)
         self._on_lost = on_lost
 
     async def read(self) -> None:

@@ -50,7 +50,7 @@ class WorkerLink:
         `on_report` when a report has arrived. `caches` follow what the worker tells of its prefix cache, unless nobody wants to
         know."""
         self.ref = ref
-        self.connection = Connection(ref, client, self._on_message, on_load)
+        self.connection = Connection(ref, client, self._on_message, on_load, lambda failure: self.calls.failed_late(failure))
         self.streams = OpenStreams()
         self.calls = WorkerCalls(self.connection, self.streams, limits.lease_s)
         self.gone = self.connection.gone

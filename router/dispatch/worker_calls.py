@@ -16,13 +16,14 @@ from typing import Any, TypeVar
 
 from protocol.audit import Audit, Books
 from protocol.cache.reset import CacheErased, CacheReset
-from protocol.errors import ProtocolError, UnavailableError
+from protocol.errors import ProtocolError, TandemError, UnavailableError
 from protocol.messages import (
     Attach,
     Attached,
     Cancel,
     Copied,
     Copy,
+    Failed,
     FirstToken,
     Migrate,
     Migrated,
@@ -56,6 +57,8 @@ class WorkerCalls:
         self._streams = streams
         self._lease_s = lease_s
         self._late: set[asyncio.Future[Ticket]] = set()
+        self._handoffs: dict[int, Callable[[TandemError], None]] = {}
+        """Who wants to know if a handoff fails after the prompt's first token has come, by the call that asked for it."""
 
     async def reserve(self, build: Callable[[int], Reserve], patience_s: float) -> Ticket:
         """Ask a decode worker for blocks; `build` makes the question of its call id. The caller releases the ticket.
@@ -137,6 +140,20 @@ class WorkerCalls:
             return self._expect(await self._connection.ask(build, _LONGEST_PREFILL_S), FirstToken)
         finally:
             self.num_prefills -= 1
+
+    def follow_handoff(self, call_id: int, on_failure: Callable[[TandemError], None]) -> None:
+        """Have `on_failure` told, until `forget_handoff`, if a prefill worker can't hand over what it has computed."""
+        self._handoffs[call_id] = on_failure
+
+    def forget_handoff(self, call_id: int) -> None:
+        """Nobody wants to know any more what becomes of that handoff; idempotent."""
+        self._handoffs.pop(call_id, None)
+
+    def failed_late(self, failure: Failed) -> None:
+        """Take what a worker says of a call that it has answered before: a handoff has failed, if anybody follows it."""
+        told = self._handoffs.get(failure.call_id)
+        if told is not None:
+            told(failure.to_error())
 
     def cancel(self, request_id: str) -> None:
         """Stop a prefill; idempotent, also when the worker is gone."""

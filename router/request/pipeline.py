@@ -138,7 +138,7 @@ class Pipeline:
         if journal.num_generated:
             self._metrics.resumed_streams.inc()
             times.resumes += 1
-        attempts.failed(claim.lost or {link.ref.worker_id for link in claim.workers}, self._deadline())
+        attempts.failed(self._admission.note_failure(claim, error), self._deadline())
 
     def _deadline(self) -> float:
         """Until when a request may wait for room that begins to wait now, on the loop's clock."""

@@ -180,7 +180,8 @@ def computing_worker(
     if mode != "never":
         overtaking = _overtaking(request.tenant, moment.waiting_of)
         reach = request.reach(moment.lasting_costs)
-        there = prefills.best(request.num_tokens, terms.prefill_window, overtaking, request.avoid, request.held, reach)
+        avoid = request.avoid_beside(decode.worker_id)
+        there = prefills.best(request.num_tokens, terms.prefill_window, overtaking, avoid, request.held, reach)
     if _needs_prefill(request, terms) or (mode == "always" and there is not None):
         return there
     takes = decode.prompts.takes_prompt(request.num_tokens - held_tokens, terms.decode_window + held_tokens)
@@ -221,8 +222,10 @@ def _better_here(
     costs: Costs | None,
     reach: Reach,
 ) -> bool:
-    """The decode worker had better compute the prompt itself: only it is not to be avoided, or it is sooner done."""
-    all_avoided = prefills.all_in(request.avoid)
+    """It is better computed by the decode worker: nobody reaches it, all others are to be avoided, or it is sooner done."""
+    if request.unreached and prefills.all_in(request.not_reaching(decode.worker_id)):
+        return True
+    all_avoided = prefills.all_in(request.avoid_beside(decode.worker_id))
     if all_avoided != (decode.worker_id in request.avoid):
         return all_avoided
     if costs is None:

@@ -49,6 +49,8 @@ class PairRequest:
     """Length of that copy."""
     avoid: Container[str] = ()
     """Ids of workers that are chosen only if no other is left."""
+    unreached: frozenset[tuple[str, str]] = frozenset()
+    """Pairs of a prefill and a decode worker that are chosen only if no others are left: nothing got through lately."""
     held: Mapping[str, int] = field(default_factory=dict)
     """Tokens at the prompt's beginning whose KV workers have cached, by worker, as far as is known. Empty if nobody asks."""
     lendable: Mapping[str, int] | None = None
@@ -61,6 +63,14 @@ class PairRequest:
         copied = self.copied_tokens if worker_id == self.copied_to else 0
         return max(copied, min(self.held.get(worker_id, 0), self.num_tokens - 1))
 
+    def not_reaching(self, decode: str) -> frozenset[str]:
+        """Ids of the prefill workers from which nothing gets through to this decode worker."""
+        return frozenset(computes for computes, there in self.unreached if there == decode)
+
+    def avoid_beside(self, decode: str) -> Container[str]:
+        """Ids of the workers that had better not compute the prompt for this decode worker."""
+        return _Either(self.avoid, self.not_reaching(decode)) if self.unreached else self.avoid
+
     def reach(self, costs: Costs | None) -> Reach:
         """What prefill workers save of the prompt by fetching."""
         lendable = self.held if self.lendable is None else self.lendable
@@ -70,6 +80,17 @@ class PairRequest:
     def resumed(self) -> bool:
         """Some of the answer was emitted before."""
         return self.num_tokens > self.num_prompt_tokens
+
+
+class _Either(Container[str]):
+    """What is in one of two containers."""
+
+    def __init__(self, first: Container[str], second: Container[str]) -> None:
+        self._first = first
+        self._second = second
+
+    def __contains__(self, element: object) -> bool:
+        return element in self._first or element in self._second
 
 
 @dataclass(frozen=True)

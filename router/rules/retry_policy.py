@@ -26,6 +26,8 @@ request may meet both of the first deaths, and nobody else has seen one yet."""
 _DEATHS_AMONG_OTHERS = 5
 """So many deaths are no accident where workers also die without the request."""
 _MEMORY_S = 60.0
+_NOT_TRIED_S = 30.0
+"""So long a pair is chosen only if there is no other. Each trial costs a request a lease."""
 _FAILURES = 3
 """So many failures in a row, without a lost worker and without a decoded token, are the last."""
 _RESUMES = 16
@@ -48,6 +50,23 @@ class RecentDeaths:
     def any_but(self, lives: Container[WorkerLife]) -> bool:
         """Whether a life that is not among `lives` ended within the minute before the latest `note`."""
         return any(life not in lives for life in self._at)
+
+
+class UnreachedPairs:
+    """Pairs of workers between which a handoff came to nothing lately, though the router reaches both."""
+
+    def __init__(self) -> None:
+        self._until: dict[tuple[str, str], float] = {}
+
+    def note(self, computes: str, decode: str, now: float) -> None:
+        """Remember that nothing came from this prefill worker to this decode worker. `now` is in seconds, on one clock."""
+        self._until[computes, decode] = now + _NOT_TRIED_S
+
+    def pairs(self, now: float) -> frozenset[tuple[str, str]]:
+        """Return those that had better not be tried now, and forget the others."""
+        if self._until:
+            self._until = {pair: until for pair, until in self._until.items() if until > now}
+        return frozenset(self._until)
 
 
 class RetryPolicy:

@@ -5,6 +5,7 @@ The nodes are Ray's own test cluster on this machine, in a process of its own (t
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import subprocess
@@ -16,6 +17,9 @@ from typing import Any
 
 import httpx
 import pytest
+
+from benchmarks.lib.streams import Answered, Request
+from tests.integration.disturbed import begun, disturbed, until
 
 pytestmark = pytest.mark.slow
 
@@ -40,8 +44,15 @@ class Nodes:
 
     def homes(self) -> dict[str, str]:
         """Nodes of Tandem's placement groups."""
+        return self._ask("where")
+
+    def replace_decode_node(self) -> None:
+        """Kill the decode node, and start another one."""
+        self._ask("replace")
+
+    def _ask(self, line: str) -> dict[str, str]:
         assert self.process.stdin is not None
-        self.process.stdin.write("where\n")
+        self.process.stdin.write(f"{line}\n")
         self.process.stdin.flush()
         homes: dict[str, str] = self.read(self.process)
         return homes
@@ -97,3 +108,21 @@ def test_stop_removes_what_a_killed_command_left(nodes: Nodes, joined: Any) -> N
     stopped = joined.command("stop", environment=nodes.environment)
     assert (stopped.returncode, stopped.stdout) == (0, "stopped\n"), stopped.stderr
     assert nodes.homes() == {}
+
+
+def test_streams_wait_for_another_node_when_theirs_was_killed(nodes: Nodes, joined: Any) -> None:
+    """The only decode worker was on it. Ray notices in its own time, and then places the worker's next life."""
+    before = joined.worker("worker-1")
+
+    async def disturb(client: httpx.AsyncClient, answers: list[Answered]) -> None:
+        await until(begun(answers))
+        await asyncio.to_thread(nodes.replace_decode_node)
+
+    requests = [Request(kind, number, 80) for number in range(4) for kind in ("greedy", "seeded")]
+    asyncio.run(disturbed(joined, requests, disturb))
+    after = joined.worker("worker-1")
+    assert (after["epoch"], after["state"]) == (before["epoch"] + 1, "ready")
+    assert nodes.homes()["tandem-worker-1"] != nodes.ray["decode_node"]
+    joined.until(joined.clean, 30)
+    assert joined.leaks() == []
+    assert joined.end() < 60

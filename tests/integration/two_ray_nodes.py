@@ -1,7 +1,7 @@
 """Two Ray nodes on this machine, until stdin closes; run by test_two_nodes.py.
 
-Writes one line of JSON: how to join, and the id of the node with each role's resource. Answers each line on stdin with the
-nodes of Tandem's placement groups, by name.
+Writes one line of JSON: how to join, and the id of the node with each role's resource. On the line "replace" the decode node is
+killed, and another one starts. Answers each line on stdin with the nodes of Tandem's placement groups, by name.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> None:
             head_node_args={"num_cpus": 2, "resources": {"tandem_prefill": 1}, "include_dashboard": False},
         )
         try:
-            cluster.add_node(num_cpus=2, resources={"tandem_decode": 1})
+            decode_node = cluster.add_node(num_cpus=2, resources={"tandem_decode": 1})
             ray.init(address=cluster.address, logging_level=logging.ERROR, log_to_driver=False)
             homes = {name: node["NodeID"] for node in ray.nodes() for name in node["Resources"]}
             first = {
@@ -38,7 +38,10 @@ def main() -> None:
                 "decode_node": homes["tandem_decode"],
             }
             print(json.dumps(first), flush=True)  # noqa: T201
-            for _ in sys.stdin:
+            for line in sys.stdin:
+                if line.strip() == "replace":
+                    cluster.remove_node(decode_node, allow_graceful=False)
+                    decode_node = cluster.add_node(num_cpus=2, resources={"tandem_decode": 1})
                 groups = ray.util.placement_group_table().values()
                 alive = {group["name"]: group["bundles_to_node_id"][0] for group in groups if group["state"] == "CREATED"}
                 print(json.dumps(alive), flush=True)  # noqa: T201

@@ -6,7 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, cast
 
-from cluster.ray.actors import start_keeper
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from cluster.ray.actors import start_keeper, worker_node
 from configs.schema import ClusterConfig, ResumableConfig
 from router.resume.stream_records import Entry, StreamKey, StreamRecords, WriteOutcome
 
@@ -51,5 +53,13 @@ class RayRecordStore:
 
 
 def start_stream_keeper(config: ClusterConfig, head_resources: dict[str, float]) -> Any:
-    """Return the handle of the StreamKeeper."""
-    return start_keeper(StreamKeeper, "streams", head_resources, config.resumable)
+    """Return the handle of the StreamKeeper.
+
+    It is kept away from the head node where there is another one: if that is lost, the routers are, and just then clients want
+    to come back. With `encrypt_kv` it stays there, for Ray sends it prompts and answers as they are.
+    """
+    elsewhere = None if config.encrypt_kv or not head_resources else worker_node()
+    if elsewhere is None:
+        return start_keeper(StreamKeeper, "streams", head_resources, config.resumable)
+    there = NodeAffinitySchedulingStrategy(elsewhere, soft=True)
+    return start_keeper(StreamKeeper, "streams", {}, config.resumable, scheduling_strategy=there)

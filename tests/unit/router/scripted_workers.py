@@ -188,6 +188,8 @@ class ScriptedPrefill(ScriptedWorker):
         """Prompts are answered while it is set."""
         self.gate.set()
         self._engine = asyncio.Lock()
+        self.handoff_s: float | None = None
+        """After so long it says that a handoff has failed whose first token it has sent."""
         self.cached_tokens = 0
         """What is said to have been cached of each prompt."""
         super().__init__(*args)
@@ -218,6 +220,9 @@ class ScriptedPrefill(ScriptedWorker):
         prompt_logprobs = None if message.num_generated else self.script.prompt_logprobs(message.token_ids, message.sampling)
         prefilled = Prefilled(0.002, self.cached_tokens, prompt_logprobs)
         self.send(router, FirstToken(message.call_id, token_id, logprobs, finish, prefilled))
+        if self.handoff_s is not None:
+            await asyncio.sleep(self.handoff_s)
+            self.send(router, Failed.from_error(message.call_id, KvTransferError("no answer to PushAnnounce")))
 
     def _audit(self, router: bytes, message: Audit) -> None:
         tickets = [prefill.ticket for prefill in self.working.values()]
@@ -248,6 +253,8 @@ class ScriptedDecode(ScriptedWorker):
         self.attached: list[Attach] = []
         self.refuse_attach = 0
         """This many attaches are answered with a KV transfer error."""
+        self.kv_arrives = True
+        """Without it, streams whose prompts are computed elsewhere wait for their KV without end."""
         self.die_after: int | None = None
         """Sudden death after this many tokens of a stream."""
         self.error_after: int | None = None
@@ -293,6 +300,8 @@ class ScriptedDecode(ScriptedWorker):
         if self.refuse_attach:
             self.refuse_attach -= 1
             self.send(router, Failed.from_error(message.call_id, KvTransferError("bytes were lost")))
+            return
+        if message.first_token is not None and not self.kv_arrives:
             return
         self.attached.append(message)
         self.send(router, Attached(message.call_id, 0.0))

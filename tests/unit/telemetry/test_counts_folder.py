@@ -111,6 +111,15 @@ def test_what_a_killed_router_has_counted_stays(start: Start) -> None:
     assert read["tandem:router_requests_waiting", "router-0"] == 0
 
 
+def test_the_disk_has_given_its_room_before_anything_is_counted(start: Start, tmp_path: Path) -> None:
+    """The files are mapped: a page that a full disk can't give would end the router."""
+    router = start()
+    router.does("[metrics.tenant(f't{n}').prompt_tokens.inc() for n in range(100)]")
+    files = [path.stat() for path in (tmp_path / "counts").glob("*.db")]
+    assert len(files) == 3
+    assert all(file.st_blocks * 512 >= file.st_size == 1 << 20 for file in files)
+
+
 def test_places_tell_how_many_routers_there_are(start: Start, tmp_path: Path) -> None:
     folder = tmp_path / "counts"
     assert num_places(folder) == 0

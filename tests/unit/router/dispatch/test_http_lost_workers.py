@@ -199,3 +199,34 @@ def test_refusals_of_workers_reach_the_client_and_are_not_retried(run_cluster: R
         await cluster.clean()
 
     run_cluster(test)
+
+
+def test_a_handoff_that_decode_hears_nothing_of_ends_by_the_word_of_prefill(run_cluster: Run) -> None:
+    """The two don't reach each other, and the router reaches both. Later requests don't try the pair again."""
+
+    async def test(cluster: Any) -> None:
+        cluster.says(TEXT)
+        [prefill], [decode] = cluster.prefill, cluster.decode
+        prefill.handoff_s, decode.kv_arrives = 1.1, False
+        body = (await cluster.complete(return_token_ids=True)).json()
+        assert body["choices"][0]["token_ids"] == list(cluster.script.answer)
+        assert [message.first_token for message in decode.attached] == [None], "it has computed the prompt itself"
+        body = (await cluster.complete(return_token_ids=True)).json()
+        assert body["choices"][0]["token_ids"] == list(cluster.script.answer)
+        assert len(prefill.seen) == 1
+        await cluster.clean()
+
+    run_cluster(test, disaggregation="auto", limits=FAST | {"lease_s": 2.0})
+
+
+def test_what_a_worker_says_of_a_handoff_that_is_over_changes_nothing(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        cluster.says(TEXT)
+        cluster.script.step_s = 0.02
+        cluster.prefill[0].handoff_s = 0.05
+        body = (await cluster.complete(return_token_ids=True)).json()
+        assert body["choices"][0]["token_ids"] == list(cluster.script.answer)
+        assert len(cluster.prefill[0].seen) == len(cluster.decode[0].attached) == 1
+        await cluster.clean()
+
+    run_cluster(test)

@@ -25,6 +25,7 @@ EVEN = Costs(here=Line(0.0, 0.001), there=Line(0.0, 0.001), handoff=Line(0.0, 0.
 """Computing takes as long on both ways, so the handoff speaks for here and a queue against it."""
 DEAR_HERE = Costs(here=Line(1.0, 0.01), there=Line(0.0, 0.001), handoff=Line(0.0, 0.0))
 HERE = "decode-0"
+UNREACHED = frozenset({("prefill-0", HERE), ("prefill-1", HERE)})
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,12 @@ TABLE = {
     "always: any length goes to an idle worker": Row(
         "always", "prefill-1", request=replace(FRESH, num_tokens=999, num_prompt_tokens=999), prefills=(FULL, At())
     ),
+    "always: one that reaches the decode worker": Row(
+        "always", "prefill-1", request=replace(FRESH, unreached=frozenset({("prefill-0", HERE)}))
+    ),
+    "always: one that did not is better than none": Row(
+        "always", "prefill-0", request=replace(FRESH, unreached=UNREACHED), prefills=(At(),)
+    ),
     # always, resumed
     "always, resumed: prefill if it is free": Row("always", "prefill-0", request=RESUMED),
     "always, resumed: where it is decoded while prefill is busy": Row(
@@ -144,6 +151,12 @@ TABLE = {
     "auto: the decode worker is to be avoided": Row("auto", "prefill-0", request=replace(FRESH, avoid={HERE}), costs=EVEN),
     "auto: all prefill workers are to be avoided": Row(
         "auto", HERE, request=replace(FRESH, avoid={"prefill-0", "prefill-1"}), costs=DEAR_HERE
+    ),
+    "auto: no prefill worker reaches it": Row(
+        "auto", HERE, request=replace(FRESH, unreached=UNREACHED, avoid={HERE}), costs=DEAR_HERE
+    ),
+    "auto: they don't reach others, which says nothing": Row(
+        "auto", "prefill-0", request=replace(FRESH, unreached=frozenset({("prefill-0", "decode-9")})), costs=DEAR_HERE
     ),
     "auto: all workers are, so the costs decide": Row(
         "auto", "prefill-0", request=replace(FRESH, avoid={HERE, "prefill-0", "prefill-1"}), costs=DEAR_HERE

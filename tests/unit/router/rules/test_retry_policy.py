@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from protocol.errors import KvTransferError, PoisonError, UnavailableError, WorkerLostError
 from protocol.messages import Attach, Role, WorkerLife
-from router.rules.retry_policy import RecentDeaths, RetryPolicy
+from router.rules.retry_policy import RecentDeaths, RetryPolicy, UnreachedPairs
 
 Run = Callable[..., None]
 LOST = WorkerLostError("gone")
@@ -137,3 +137,15 @@ def _dies_of(worker: Any, seed: int) -> None:
             attach(router, message)
 
     worker.endpoint._handlers[Attach] = deadly
+
+
+def test_a_pair_is_tried_again_after_a_while() -> None:
+    unreached = UnreachedPairs()
+    assert unreached.pairs(0.0) == frozenset()
+    unreached.note("prefill-0", "decode-0", 0.0)
+    unreached.note("prefill-0", "decode-1", 20.0)
+    assert unreached.pairs(29.0) == {("prefill-0", "decode-0"), ("prefill-0", "decode-1")}
+    assert unreached.pairs(31.0) == {("prefill-0", "decode-1")}
+    unreached.note("prefill-0", "decode-1", 40.0)
+    assert unreached.pairs(69.0) == {("prefill-0", "decode-1")}
+    assert unreached.pairs(71.0) == frozenset()

@@ -1,0 +1,164 @@
+"""A Tandem cluster on Ray nodes that are machines of their own (benchmarks.lib.machines), with its Redis outside.
+
+    Redis ─► head: GCS, controller, routers, HTTP ─► nodes, each with room for a prefill and a decode worker ─► `tandem serve`
+
+    node:  start_node ──kill, cut, part──► heal, or start_node again
+    head:  lost (killed, with `tandem serve`) ──► another machine takes its address, and starts what Redis has kept
+
+Made by `ray_nodes`, which ends all of it. Blocks: call it in a thread where a loop measures.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from benchmarks.lib.environment import ROOT
+from benchmarks.lib.machines import HEAD, NETWORK, OUTSIDE, Machine, switch
+from cluster.ray.session import local_environment
+
+ADMIN_KEY = "sesame"
+REDIS = shutil.which("redis-server")
+HTTP_PORT = 8000
+_GCS_PORT, _REDIS_PORT = 6379, 6380
+_FIRST_NODE = 10
+_START_S = 120.0
+_READY_S = 240.0
+_LOOK_S = 0.2
+_OBJECT_STORE_BYTES = 128 * 1024 * 1024
+
+
+class RayNodes:
+    """The machines, and what was started on them. Call `start_head`, `start_node`, then `serve`."""
+
+    def __init__(self, folder: Path, log: IO[bytes], environment: Mapping[str, str]) -> None:
+        """Everything is written below `folder`, whose path must be short: Ray's Unix sockets lie there. `environment` is of all
+        processes.
+        """
+        self._folder = folder
+        self._log = log
+        self._environment = environment
+        self._num_heads = 0
+        self.url = f"http://{HEAD}:{HTTP_PORT}"
+        self.head: Machine | None = None
+        self.nodes: dict[int, Machine] = {}
+
+    def start_head(self) -> None:
+        """Make the machine of the head node, and start Ray on it. It goes on with what Redis has of a former one."""
+        self._num_heads += 1
+        self.head = Machine(f"head{self._num_heads}", HEAD)
+        flags = ("--head", f"--port={_GCS_PORT}", "--include-dashboard=false", "--num-cpus=1")
+        self._start_ray(self.head, flags)
+
+    def lose_head(self) -> None:
+        """Kill everything on the head node, and take its machine away."""
+        assert self.head is not None, "start_head comes first"
+        self.head.close()
+        self.head = None
+
+    def start_node(self, number: int) -> None:
+        """Start Ray on a machine, which is made if it is not there, with room for a prefill and a decode worker."""
+        if number not in self.nodes:
+            self.nodes[number] = Machine(f"node{number}", f"{NETWORK}.{_FIRST_NODE + number}")
+        resources = json.dumps({"tandem_prefill": 1, "tandem_decode": 1})
+        flags = (f"--address={HEAD}:{_GCS_PORT}", f"--resources={resources}", "--num-cpus=1")
+        self._start_ray(self.nodes[number], flags)
+
+    def serve(self, config: Path) -> None:
+        """Run `tandem serve` on the head node until it says that it is ready. Raises RuntimeError if it ends."""
+        assert self.head is not None, "start_head comes first"
+        tandem = str(Path(sys.executable).with_name("tandem"))
+        command = [tandem, "serve", "--address", f"{HEAD}:{_GCS_PORT}", "--config", str(config), "--allow-anonymous"]
+        command += ["--host", HEAD, "--port", str(HTTP_PORT)]
+        said = self._folder / "serve.log"
+        with said.open("wb") as output:
+            process = subprocess.Popen(
+                self.head.inside(command),
+                env={**self._environment_on(self.head), "TANDEM_ADMIN_KEY": ADMIN_KEY},
+                cwd=self._folder,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        deadline = time.monotonic() + _READY_S
+        while "ready:" not in said.read_text():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"tandem serve is not ready:\n{said.read_text()}")
+            time.sleep(_LOOK_S)
+
+    def close(self) -> None:
+        """End all machines."""
+        for machine in (*self.nodes.values(), *([] if self.head is None else [self.head])):
+            machine.close()
+
+    def _start_ray(self, machine: Machine, flags: Sequence[str]) -> None:
+        ray = str(Path(sys.executable).with_name("ray"))
+        command = [ray, "start", *flags, f"--node-ip-address={machine.address}"]
+        command += [f"--temp-dir={self._own_folder(machine)}/ray", f"--object-store-memory={_OBJECT_STORE_BYTES}"]
+        subprocess.run(
+            machine.inside(command),
+            env=self._environment_on(machine),
+            cwd=self._folder,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            timeout=_START_S,
+            check=True,
+        )
+
+    def _environment_on(self, machine: Machine) -> dict[str, str]:
+        own = local_environment(self._own_folder(machine))
+        del own["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"]  # it keeps a node on loopback
+        plain = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        return {**plain, **own, **self._environment}
+
+    def _own_folder(self, machine: Machine) -> Path:
+        folder = self._folder / machine.name
+        folder.mkdir(mode=0o700, exist_ok=True)
+        return folder
+
+
+@contextmanager
+def ray_nodes(num_nodes: int, config: str, environment: Mapping[str, str] | None = None) -> Iterator[RayNodes]:
+    """Run a cluster with this configuration (YAML) on a head and so many nodes; yields when it is ready. `environment` is what
+    its processes have besides.
+
+    Needs a network of this process's own, and Redis. If something fails, the end of the logs is printed.
+    """
+    assert REDIS is not None, "redis-server is not installed"
+    own = {
+        "PYTHONPATH": str(ROOT),
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_REDIS_ADDRESS": f"{OUTSIDE}:{_REDIS_PORT}",
+        "RAY_external_storage_namespace": secrets.token_hex(8),
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
+    }
+    # In /tmp: a Unix socket's path has about 100 bytes.
+    with tempfile.TemporaryDirectory(prefix="tnf-", dir="/tmp", ignore_cleanup_errors=True) as scratch, switch():
+        folder = Path(scratch)
+        redis = [REDIS, "--port", str(_REDIS_PORT), "--bind", OUTSIDE, "--protected-mode", "no", "--save", "", "--dir", scratch]
+        with (folder / "ray.log").open("wb") as log, subprocess.Popen(redis, stdout=log, stderr=log) as keeper:
+            nodes = RayNodes(folder, log, own | dict(environment or {}))
+            try:
+                (folder / "cluster.yaml").write_text(config)
+                nodes.start_head()
+                for number in range(1, num_nodes + 1):
+                    nodes.start_node(number)
+                nodes.serve(folder / "cluster.yaml")
+                yield nodes
+            except BaseException:
+                print((folder / "ray.log").read_text()[-4000:], file=sys.stderr)
+                raise
+            finally:
+                nodes.close()
+                keeper.kill()
