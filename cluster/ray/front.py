@@ -96,8 +96,8 @@ def counts_folder() -> Path:
 def prepare(config: ClusterConfig, token: str) -> None:
     """Leave the settings for the HAProxy of this node, if there is one, where it finds them, before Serve starts or reloads it.
 
-    Raises ConfigError for a HAProxy that would
-    not read the settings, for a certificate that can't be used, and for TLS without HAProxy.
+    Raises ConfigError for a HAProxy that would not read the settings, for a certificate that can't be used, and for TLS without
+    HAProxy.
     """
     withdraw()  # whatever a cluster that was killed has left
     files = certificate_files(config.http)
@@ -110,7 +110,6 @@ def prepare(config: ClusterConfig, token: str) -> None:
             "RAY_SERVE_HAPROXY_BINARY_PATH must lead to tandem-haproxy wherever `ray start` runs; see docs/handbook/install.md"
         )
     _write(config, _configuration(), token)
-    return True
 
 
 def _write(config: ClusterConfig, configuration: Path, token: str) -> None:
