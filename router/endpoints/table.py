@@ -16,7 +16,7 @@ from router.api.document import answer_schemas as answers
 from router.api.document import service_schemas as service
 from router.api.document.openapi import Access, Operation
 from router.api.responses.body import ResponsesBody
-from router.api.tools.bodies import AutoscaleBody, CacheBody, DetokenizeBody, DrainBody, FlipBody, ScaleBody, TokenizeBody
+from router.api.tools.bodies import AutoscaleBody, CacheBody, DetokenizeBody, DrainBody, FlipBody, RolloutBody, ScaleBody, TokenizeBody
 from router.endpoints.generation import GenerationEndpoints
 from router.endpoints.metered import MeteredRouter
 from router.endpoints.model import ModelEndpoints
@@ -62,6 +62,7 @@ def endpoint_table(router: Router, meter: Meter, recorder: Recorder, keyring: Ke
     flip = Operation(_OPERATORS, service.Flipped, FlipBody, unavailable=answers.Refusal)
     autoscale = Operation(_OPERATORS, service.Autoscaled, AutoscaleBody, unavailable=answers.Refusal)
     cache = Operation(_OPERATORS, service.CacheReset, CacheBody, unavailable=answers.Refusal)
+    rollout = Operation(_OPERATORS, service.RolledOut, RolloutBody, unavailable=answers.Refusal)
     drain = Operation(_OPERATORS, service.Drained, DrainBody, unavailable=answers.Refusal)
 
     return [
@@ -82,5 +83,6 @@ def endpoint_table(router: Router, meter: Meter, recorder: Recorder, keyring: Ke
         Endpoint("POST", "/admin/flip", operators.flip, flip),
         Endpoint("POST", "/admin/autoscale", operators.autoscale, autoscale),
         Endpoint("POST", "/admin/drain", operators.drain, drain),
+        Endpoint("POST", "/admin/rollout", operators.rollout, rollout),
         Endpoint("POST", "/admin/cache", operators.cache, cache),
     ]
