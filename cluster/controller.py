@@ -120,7 +120,10 @@ class Controller:
         await (self._sizer.resume() if paused is None else self._sizer.pause(paused))
 
     async def roll_out(self, order: RolloutOrder) -> int:
-        """Begin to roll a new configuration out. Return its revision. Raises InvalidRequestError if it can't be, or another one is."""
+        """Begin to roll a new configuration out. Return its revision.
+
+        Raises InvalidRequestError if it can't be, or another one is.
+        """
         revision = self._rollouts.begin(order)
         if self._sizer is not None and self._sizer.paused is None:
             await self._sizer.pause(_ROLLOUT)
@@ -254,7 +257,10 @@ class RayControllerClient:
         await _answered(self._controller.autoscale.remote(paused))
 
     async def roll_out(self, order: RolloutOrder) -> int:
-        """Begin to roll a new configuration out. Return its revision. Raises InvalidRequestError if it can't be, or another one is."""
+        """Begin to roll a new configuration out. Return its revision.
+
+        Raises InvalidRequestError if it can't be, or another one is.
+        """
         return int(await _answered(self._controller.roll_out.remote(order)))
 
     async def abort_rollout(self) -> int:

@@ -200,7 +200,7 @@ class WireClient:
             raise WorkerLostError(f"{address} did not answer within {deadline_s:g} s") from None
         except WorkerLostError:
             client.close()
-            raise WorkerLostError(f"{address} hung up: it is gone, of an older version, or has another cluster secret") from None
+            raise WorkerLostError(f"{address} hung up: it is gone, of an older version or has another cluster secret") from None
         except BaseException:
             client.close()
             raise

@@ -178,7 +178,7 @@ class Router:
         return await self._orders.roll_out(order)
 
     async def abort_rollout(self) -> int:
-        """Have the controller roll the new configuration back. Return its revision. Raises as `ControllerOrders.abort_rollout`."""
+        """Have the controller roll back. Return the revision that is given up. Raises as `ControllerOrders.abort_rollout`."""
         return await self._orders.abort_rollout()
 
     def health_problem(self) -> str | None:

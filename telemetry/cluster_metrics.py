@@ -107,7 +107,7 @@ class ClusterCollector(Collector):
             phase.add_metric((self._model_name, each.value), float(each is state.phase))
         yield phase
         there = GaugeMetricFamily(
-            "tandem:rollout_workers", "Number of workers, by the revision of their configuration.", labels=_OF_GENERATIONS
+            "tandem:rollout_workers", "Number of workers, by the revision of their configuration.", labels=_OF_REVISIONS
         )
         for (role, revision), number in sorted(Counter((each.role.value, str(each.revision)) for each in workers).items()):
             there.add_metric((self._model_name, role, revision), number)
@@ -127,7 +127,7 @@ class ClusterCollector(Collector):
         yield there
 
 
-_OF_GENERATIONS = ("model_name", "role", "revision")
+_OF_REVISIONS = ("model_name", "role", "revision")
 
 _Reports = Sequence[tuple[tuple[str, ...], LoadReport]]
 """The labels of each worker, and its latest report."""

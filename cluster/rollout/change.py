@@ -49,7 +49,7 @@ def changed_config(current: ClusterConfig, changes: Mapping[str, Any]) -> tuple[
         raise InvalidRequestError("the configuration is the one that the workers have", param="config")
     weights = [key for key in differing if key in _WEIGHTS]
     if weights and current.kv_offloading.wanted:
-        problem = f"{weights[0]} can't change while the cluster runs: the tiers (kv_offloading) hold the KV of one model and format"
+        problem = f"{weights[0]} can't change while the cluster runs: its tiers (kv_offloading) hold the KV of one model"
         raise InvalidRequestError(problem, param="config")
     return config, tuple(f"{key}: {_shown(former.get(key))} -> {_shown(after.get(key))}" for key in differing)
 
@@ -65,7 +65,7 @@ def check_models(current: ClusterConfig, config: ClusterConfig) -> Mapping[Role,
         raise ConfigError(f"model: it serves {after} tokens of context, and routers count on {before}", param="model")
     for name in ("vocab_size", "eos_token_ids"):
         if getattr(former.facts, name) != getattr(new.facts, name):
-            raise ConfigError(f"model: its {name} differs, which routers would have to know: restart the cluster", param="model")
+            raise ConfigError(f"model: its {name} differs, and routers count on it: restart the cluster", param="model")
     if _comparable(former.tokenizer) != _comparable(new.tokenizer):
         raise ConfigError("model: its tokenizer or chat template differs: restart the cluster", param="model")
     return role_memory(config, new.facts)

@@ -110,7 +110,7 @@ class Rollouts:
         return revision
 
     def abort(self) -> int:
-        """Roll the rollout back that is under way; returns its revision at once. Raises InvalidRequestError if there is none."""
+        """Roll back what is under way; returns its revision at once. Raises InvalidRequestError if there is nothing."""
         if not self.runs:
             raise InvalidRequestError("no rollout is under way", param="action")
         self._aborted = self._aborted or "an operator has ended it"
@@ -218,7 +218,11 @@ class Rollouts:
                 if (problem := failing(current_counts, new_counts)) is not None:
                     raise _WorseError(problem)
             await asyncio.sleep(LOOK_S)
-            room = await self._find_room()
+            try:
+                room = await self._find_room()
+            except Exception as error:  # noqa: BLE001 (whatever ails Ray: it is asked again)
+                log.warning("the rollout goes on when the nodes are known: %r", error)
+                continue
             former, new = self._supervisor.pools.numbers()
             wanted = {role: former[role].wanted + new[role].wanted for role in targets}
             sizes = next_sizes(targets, former, new, lambda role: _has_room(room, wanted, role))
@@ -240,7 +244,8 @@ class Rollouts:
     async def _roll_back(self, reason: str) -> None:
         """Give the requests to the former workers alone, bring these back to their number, and end the new ones."""
         log.warning("revision %d is rolled back: %s", self._state.revision, reason)
-        self._note(self._state.verdict, *self._counts())
+        if self._seen:
+            self._note(self._state.verdict, *self._counts())
         state = replace(self._state, phase=RolloutPhase.ROLLING_BACK, share=0.0, reason=reason)
         self._size(state.targets, dict.fromkeys(state.targets, 0), state=state)
         while any(each.present for each in self._supervisor.pools.numbers()[1].values()):

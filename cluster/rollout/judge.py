@@ -53,7 +53,7 @@ def judge(
     if fewest < min_requests:
         return Verdict(Outcome.WAIT, f"too few requests yet: {fewest} of {min_requests} at each kind of workers")
     if watched_s < watch_s:
-        return Verdict(Outcome.WAIT, f"as good as the others so far; watched for {watch_s:g} s")
+        return Verdict(Outcome.WAIT, f"as good as the others so far; it takes {watch_s:g} s to be sure")
     return Verdict(Outcome.PASS, f"as good as the others in {new.requests} requests")
 
 

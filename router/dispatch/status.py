@@ -33,7 +33,10 @@ _REPORTED = (
 
 
 def worker_status(info: WorkerInfo, link: WorkerLink | None, problem: str | None, block_size: int) -> dict[str, Any]:
-    """One worker's row of `/admin/status`. `problem` is why there is no link, if one was tried. Figures of its load report are null until it has sent one."""
+    """One worker's row of `/admin/status`. `problem` is why there is no link, if one was tried.
+
+    Figures of its load report are null until it has sent one.
+    """
     report = link.report if link is not None else None
     row: dict[str, Any] = {
         "worker_id": info.worker_id,

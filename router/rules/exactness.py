@@ -21,8 +21,8 @@ def why_inexact(before: str | None, now: str, way: Way) -> Reason | None:
     """Tell why a stream that comes to a worker ceases to be exact, or None if it does not.
 
     `now` names the computation of that worker (`WorkerRef.computation`), and `before` that of the worker which computed the
-    stream before; None if there was none, or if its name is not known. Where an arithmetic varies, tokens that are computed again
-    may get other KV.
+    stream before; None if there was none, or if its name is not known. Where an arithmetic varies, tokens that are computed
+    again may get other KV.
     """
     differs = before is not None and before != now
     if way == "handoff":

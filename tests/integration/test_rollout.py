@@ -154,7 +154,8 @@ def test_an_equal_configuration_is_taken_and_an_operator_may_end_the_next(paced:
     assert revisions(paced) == {revision}
     paced.until(lambda: paced.settled(2, 2), 60)
     lines = httpx.get(f"{paced.url}/metrics", timeout=30).text.splitlines()
-    assert any(line.startswith("tandem:rollout_phase{") and 'phase="rolled_back"' in line and line.endswith(" 1.0") for line in lines)
+    phases = [line for line in lines if line.startswith("tandem:rollout_phase{") and 'phase="rolled_back"' in line]
+    assert [line.rsplit(" ", 1)[1] for line in phases] == ["1.0"]
 
 
 def test_the_controllers_death_rolls_back(paced: Any) -> None:

@@ -86,7 +86,7 @@ def autoscaler_lines(state: Mapping[str, Any] | None) -> list[str]:
 
 
 def rollout_lines(state: Mapping[str, Any] | None) -> list[str]:
-    """Return how the latest rollout of /admin/status goes or has ended, and how both kinds of workers do; nothing without one."""
+    """Return how the latest rollout of /admin/status goes or has ended, and how both kinds of workers do."""
     if state is None:
         return []
     phase = state["phase"].replace("_", " ")

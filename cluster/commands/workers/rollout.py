@@ -44,7 +44,7 @@ def rollout(
     ] = 120.0,
     wait_s: Annotated[float, typer.Option("--wait", help="Seconds that one worker may take to drain and to start.")] = 780.0,
     config: Annotated[
-        Path | None, typer.Option(help="YAML file with what changes for workers: tried on some requests first, then taken by all.")
+        Path | None, typer.Option(help="YAML file with what changes for workers: tried on some requests, then taken by all.")
     ] = None,
     canary: Annotated[str, typer.Option(help="With --config: the share of new requests that try it.")] = "10%",
     watch_s: Annotated[float, typer.Option("--watch", help="With --config: seconds to compare it at least.")] = 300.0,

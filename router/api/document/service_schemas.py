@@ -214,7 +214,10 @@ class ApiKeys(TypedDict):
 
 @exact
 class Status(TypedDict):
-    """Without API keys, `api_keys` is null. Where pools do not size themselves, `autoscaler` is. `rollout` is until there was one."""
+    """Without API keys, `api_keys` is null. Where pools do not size themselves, `autoscaler` is.
+
+    `rollout` is null until there was one.
+    """
 
     workers: list[WorkerRow]
     wanted: WantedSizes

@@ -2,8 +2,8 @@
 
     no rollout: nothing is counted ──► one runs: a meter for it, and the task tells ──► it is over: nothing is told
 
-A message that is lost costs nothing, since counts are since the rollout's beginning. A router that starts during a rollout counts
-from then on.
+A message that is lost costs nothing, since counts are since the rollout's beginning. A router that starts during a rollout
+counts from then on.
 """
 
 from __future__ import annotations

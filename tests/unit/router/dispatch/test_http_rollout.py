@@ -158,7 +158,8 @@ def test_operators_begin_and_end_it(run_cluster: Run) -> None:
         body = {"action": "start", "config": {"quantization": "int8"}, "canary": 0.2, "watch_s": 5, "min_requests": 30}
         answer = await cluster.http.post("/admin/rollout", json=body)
         assert answer.json() == {"action": "start", "revision": 2}
-        assert (await cluster.http.post("/admin/rollout", json={"action": "abort"})).json() == {"action": "abort", "revision": 2}
+        ended = await cluster.http.post("/admin/rollout", json={"action": "abort"})
+        assert ended.json() == {"action": "abort", "revision": 2}
         order, end = cluster.controller.rollouts
         assert (order.changes, order.canary, order.watch_s, order.min_requests) == ({"quantization": "int8"}, 0.2, 5.0, 30)
         assert end is None
