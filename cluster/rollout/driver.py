@@ -168,13 +168,15 @@ class Rollouts:
         self._around.expect(larger(self._memory, memory))
         room = await self._find_room()
         sizes, former = dict(state.targets), dict(state.targets)
-        new = {role: canary_workers(target, order.canary) for role, target in state.targets.items()}
-        for role, number in new.items():
+        new: dict[Role, int] = {}
+        for role, target in state.targets.items():
             try:
-                room.check({**sizes, role: sizes[role] + number}, [role])
-                sizes[role] += number
+                new[role] = canary_workers(target, order.canary, beside=True)
+                room.check({**sizes, role: target + new[role]}, [role])
+                sizes[role] += new[role]
             except InvalidRequestError as error:
-                former[role] -= number
+                new[role] = canary_workers(target, order.canary, beside=False)
+                former[role] -= new[role]
                 if former[role] < 1:
                     raise _WorseError(f"there is no room for a new worker beside the others: {error.message}") from None
         self._size(former, dict.fromkeys(new, 0))

@@ -15,9 +15,13 @@ from protocol.messages import Role
 Sizes = Mapping[Role, int]
 
 
-def canary_workers(target: int, share: float) -> int:
-    """Workers that the first requests take, of a role that has `target`: their share, at least one."""
-    return max(1, math.ceil(share * target))
+def canary_workers(target: int, share: float, *, beside: bool) -> int:
+    """Number of new workers that a share of the requests takes, of a role that has `target`; at least one.
+
+    Each has as much to do as a former one, whether they come `beside` all of these or take the place of some.
+    """
+    number = target * (share / (1.0 - share) if beside else share)
+    return max(1, math.ceil(round(number, 6)))
 
 
 def next_sizes(

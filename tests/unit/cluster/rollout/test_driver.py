@@ -242,6 +242,7 @@ def test_one_death_is_an_accident_and_two_are_none() -> None:
         await all_of_it.phase(RolloutPhase.CANARY)
         all_of_it.launcher.new_lives()[0].die()
         await all_of_it.until(lambda view: any(info.revision == 2 and info.restarts for info in view.workers))
+        await all_of_it.until(lambda view: all(info.state is WorkerState.READY for info in view.workers))
         assert all_of_it.state.phase is RolloutPhase.CANARY
         all_of_it.launcher.new_lives()[-1].die()
         view = await all_of_it.phase(RolloutPhase.ROLLED_BACK)
