@@ -258,7 +258,10 @@ class Roster:
         """Take over what has changed about a worker: its state, its link, its load."""
         link = entry.linked
         if link is not None and not link.wedged:
-            self._fleets.setdefault(entry.revision, Fleet()).of(entry.role).put(link)
+            fleet = self._fleets.get(entry.revision)
+            if fleet is None:
+                fleet = self._fleets[entry.revision] = Fleet()
+            fleet.of(entry.role).put(link)
         else:
             self.fleet(entry.revision).of(entry.role).discard(entry.link)
 
