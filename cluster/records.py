@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from pydantic import TypeAdapter
@@ -38,7 +38,7 @@ class ClusterRecord:
     processes: tuple[tuple[WorkerLife, tuple[str, ...]], ...]
     routers: int | None
     """Number of routers that there should be; None where Ray Serve sizes them."""
-    revisions: RevisionsRecord = RevisionsRecord()
+    revisions: RevisionsRecord = field(default_factory=RevisionsRecord)
     rollout: RolloutState | None = None
     """The latest rollout of a configuration."""
 

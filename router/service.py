@@ -27,9 +27,9 @@ from router.api.large.helper import BodyHelper
 from router.api.prepare import Preparer
 from router.dispatch.admission import Admission
 from router.dispatch.controller_client import ControllerClient, ControllerOrders
-from router.dispatch.revisions.watch import RolloutWatch
 from router.dispatch.migrator import Migrator
 from router.dispatch.of_all import RegularAudits, audit, reset_caches
+from router.dispatch.revisions.watch import RolloutWatch
 from router.dispatch.roster import Roster
 from router.dispatch.status import autoscaler_status, health_problem, ready_problem, rollout_status, worker_status
 from router.request.answer import Delta

@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from cluster.memory import WorkerMemory
 from cluster.pools import Numbers
@@ -227,7 +228,7 @@ class Rollouts:
                 continue
             former, new = self._supervisor.pools.numbers()
             wanted = {role: former[role].wanted + new[role].wanted for role in targets}
-            sizes = next_sizes(targets, former, new, lambda role: _has_room(room, wanted, role))
+            sizes = next_sizes(targets, former, new, partial(_has_room, room, wanted))
             share = _share(former, new)
             if sizes is not None:
                 self._size(*sizes, share=share)

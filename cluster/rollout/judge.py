@@ -43,9 +43,7 @@ class Verdict:
     """In words for people."""
 
 
-def judge(
-    current: RevisionCounts, new: RevisionCounts, *, watched_s: float, watch_s: float, min_requests: int
-) -> Verdict:
+def judge(current: RevisionCounts, new: RevisionCounts, *, watched_s: float, watch_s: float, min_requests: int) -> Verdict:
     """The verdict after `watched_s` seconds of at least `watch_s`, with at least `min_requests` first tokens of either kind."""
     if (problem := failing(current, new) or slower(current, new)) is not None:
         return Verdict(Outcome.STOP, problem)

@@ -27,21 +27,21 @@ from protocol.errors import InvalidRequestError, OverloadedError, TandemError, U
 from protocol.messages import FetchFrom, Role
 from protocol.ticket import reserved_tokens
 from router.dispatch.claim import Claim, Placed, PromptWork
-from router.dispatch.revisions.watch import RolloutWatch
 from router.dispatch.journal import Journal
 from router.dispatch.line import Place, WaitingLine
 from router.dispatch.links import WorkerLink
 from router.dispatch.reservation import Reservation, Room, reserve
+from router.dispatch.revisions.watch import RolloutWatch
 from router.dispatch.roster import Roster
 from router.dispatch.status import needed_roles
 from router.rules.caching.caches import CachedParts
 from router.rules.caching.kin import Kin
 from router.rules.caching.reach import NotLending
 from router.rules.disaggregation import PrefillCosts
-from router.rules.rollout.revisions import revisions_for
 from router.rules.line_rules import LEVELS_PER_QUEUE_TIME
 from router.rules.pair import Pair, PairSearch
 from router.rules.pair_request import Moment, PairRequest, PairTerms
+from router.rules.rollout.revisions import revisions_for
 from router.rules.worker_load import blocks_for
 from telemetry.logging import fields
 from telemetry.metrics import Metrics

@@ -23,8 +23,8 @@ from protocol.errors import ProtocolError, UnavailableError, WorkerLostError
 from protocol.messages import Role, WorkerLife, WorkerRef
 from protocol.wire import WireClient
 from router.dispatch.controller_client import ControllerClient
-from router.dispatch.revisions.fleets import Fleet
 from router.dispatch.links import WorkerLink
+from router.dispatch.revisions.fleets import Fleet
 from router.rules.caching.caches import Caches
 from router.rules.pace import PaceMeter
 from telemetry.logging import fields

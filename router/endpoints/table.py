@@ -16,7 +16,16 @@ from router.api.document import answer_schemas as answers
 from router.api.document import service_schemas as service
 from router.api.document.openapi import Access, Operation
 from router.api.responses.body import ResponsesBody
-from router.api.tools.bodies import AutoscaleBody, CacheBody, DetokenizeBody, DrainBody, FlipBody, RolloutBody, ScaleBody, TokenizeBody
+from router.api.tools.bodies import (
+    AutoscaleBody,
+    CacheBody,
+    DetokenizeBody,
+    DrainBody,
+    FlipBody,
+    RolloutBody,
+    ScaleBody,
+    TokenizeBody,
+)
 from router.endpoints.generation import GenerationEndpoints
 from router.endpoints.metered import MeteredRouter
 from router.endpoints.model import ModelEndpoints

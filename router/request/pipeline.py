@@ -84,7 +84,8 @@ class Pipeline:
 
         Closing the generator, or cancelling whoever waits in it, frees what the request holds in any phase. Raises a
         worker's refusal as it is, unless its configuration is not taken yet; OverloadedError and UnavailableError as
-        `Admission.admit`; UnavailableError's kinds and PoisonError after the last attempt, as `router.rules.retry_policy` has it.
+        `Admission.admit`; UnavailableError's kinds and PoisonError after the last attempt, as `router.rules.retry_policy` has
+        it.
         """
         times.prepared()
         follows = prompt is not None and journal.sampling.choice > 0

@@ -25,9 +25,9 @@ from protocol.messages import Role, WorkerRef
 from protocol.sampling import SamplingParams, TokenLogprobs
 from protocol.wire import WireServer
 from router.dispatch.admission import Admission
-from router.dispatch.revisions.watch import RolloutWatch
 from router.dispatch.journal import Journal
 from router.dispatch.migrator import Migrator
+from router.dispatch.revisions.watch import RolloutWatch
 from router.dispatch.roster import Roster
 from router.request.pipeline import Pipeline
 from router.rules.caching.caches import Caches

@@ -136,7 +136,9 @@ def test_workers_that_compute_something_else_are_not_asked(two_workers: Factory,
             router = await workers.router()
             prompt = prompt_of(LENGTH)
             fetch = await only_decode_holds(workers, router, prompt)
-            other = dataclasses.replace(fetch, worker=dataclasses.replace(fetch.worker, **{named: "another"}))
+            changes: dict[str, Any] = {named: "another"}
+            replaced = dataclasses.replace(fetch.worker, **changes)
+            other = dataclasses.replace(fetch, worker=replaced)
             prefilled, tokens = await ask(workers, router, prompt, other)
             assert tokens == reference(prompt, 8)
             assert prefilled.brought.num_tokens == 0

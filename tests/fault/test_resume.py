@@ -18,9 +18,9 @@ from kv_transfer.transports.loopback import Faults
 from protocol.cluster_view import ClusterView, RolloutObservation, RolloutOrder, RouterObservation, WorkerInfo, WorkerState
 from protocol.messages import Role
 from router.dispatch.admission import Admission
-from router.dispatch.revisions.watch import RolloutWatch
 from router.dispatch.journal import Journal
 from router.dispatch.migrator import Migrator
+from router.dispatch.revisions.watch import RolloutWatch
 from router.dispatch.roster import Roster
 from router.request.pipeline import Pipeline
 from telemetry.cluster_metrics import ClusterSample

@@ -10,9 +10,9 @@ import pytest
 from kv_transfer.transports.loopback import Faults
 from protocol.messages import PushCommit
 from router.dispatch.admission import Admission
-from router.dispatch.revisions.watch import RolloutWatch
 from router.dispatch.journal import Journal
 from router.dispatch.migrator import Migrator
+from router.dispatch.revisions.watch import RolloutWatch
 from router.dispatch.roster import Roster
 from router.request.pipeline import Pipeline
 from telemetry.cluster_metrics import ClusterSample

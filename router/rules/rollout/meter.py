@@ -1,6 +1,6 @@
 """Counts how the workers of both revisions do while a new configuration is rolled out. Pure.
 
-    begin ──► first ──► more ... ──► over        of each attempt: with an end, or after `failed`, or since its client left
+begin ──► first ──► more ... ──► over        of each attempt: with an end, or after `failed`, or since its client left
 """
 
 from __future__ import annotations

@@ -18,7 +18,15 @@ import uvicorn
 from configs.facts import Model
 from configs.models import resolve
 from configs.schema import ClusterConfig, ResumableConfig
-from protocol.cluster_view import ClusterView, RolloutObservation, RolloutOrder, RolloutState, RouterObservation, WorkerInfo, WorkerState
+from protocol.cluster_view import (
+    ClusterView,
+    RolloutObservation,
+    RolloutOrder,
+    RolloutState,
+    RouterObservation,
+    WorkerInfo,
+    WorkerState,
+)
 from protocol.messages import Role
 from router.access.meter import Meter
 from router.access.rates import RateStore

@@ -17,7 +17,9 @@ from protocol.errors import ConfigError, InvalidRequestError
 
 
 def test_a_key_of_workers_may_change_and_the_rest_stays() -> None:
-    current = ClusterConfig.model_validate({"decode": {"workers": 3, "max_batch_size": 16}, "autoscale": {"sizes": "decode=1..4"}})
+    current = ClusterConfig.model_validate(
+        {"decode": {"workers": 3, "max_batch_size": 16}, "autoscale": {"sizes": "decode=1..4"}}
+    )
     config, changes = changed_config(current, {"quantization": "int8", "decode": {"max_batch_size": 32}})
     assert changes == ("decode.max_batch_size: 16 -> 32", "quantization: auto -> int8")
     assert config == current.model_copy(

@@ -104,7 +104,8 @@ def rig(supervisor: Supervisor, launcher: IdleLauncher, config: ClusterConfig, c
         assert supervisor.rollout is not None
         ended.append(supervisor.rollout.phase)
 
-    surroundings = Surroundings(**({"room": room, "expect": lambda memory: None, "memory": MEMORY, "check": check} | around))
+    values: dict[str, Any] = {"room": room, "expect": lambda memory: None, "memory": MEMORY, "check": check} | around
+    surroundings = Surroundings(**values)
     return Rig(supervisor, launcher, Rollouts(supervisor, surroundings, on_over), ended)
 
 
@@ -363,4 +364,3 @@ class AllRecords(ScriptedRecords):
         await super().save(adapter.validate_json(adapter.dump_json(record)))
         assert self.record == record
         self.all.append(record)
-

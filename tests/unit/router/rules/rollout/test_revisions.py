@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from protocol.cluster_view import ClusterView, RolloutPhase, RolloutState
 from protocol.trace import TraceContext, new_trace
-from router.rules.rollout.revisions import revisions_for, place_of
 from router.rules.rollout.meter import RolloutMeter
+from router.rules.rollout.revisions import place_of, revisions_for
 
 BOTH = frozenset((1, 2))
 
@@ -74,4 +74,9 @@ def test_a_meter_counts_each_attempt_once_in_the_end() -> None:
     seen = meter.observation("r", 20.0)
     assert (seen.revision, seen.new.requests, seen.new.failures, sum(seen.new.first_tokens)) == (2, 3, 1, 1)
     assert (sum(seen.new.paces), sum(seen.new.unanswered), sum(seen.new.running_paces)) == (1, 0, 0)
-    assert (seen.current.requests, seen.current.failures, sum(seen.current.first_tokens), sum(seen.current.paces)) == (1, 0, 1, 1)
+    assert (seen.current.requests, seen.current.failures, sum(seen.current.first_tokens), sum(seen.current.paces)) == (
+        1,
+        0,
+        1,
+        1,
+    )
