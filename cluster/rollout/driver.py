@@ -251,7 +251,7 @@ class Rollouts:
             self._note(self._state.verdict, *self._counts())
         state = replace(self._state, phase=RolloutPhase.ROLLING_BACK, share=0.0, reason=reason)
         self._size(state.targets, dict.fromkeys(state.targets, 0), state=state)
-        while any(each.present for each in self._supervisor.pools.numbers()[1].values()):
+        while any(each.present for each in self._supervisor.pools.numbers()[1].values()):  # noqa: ASYNC110 (as above)
             await asyncio.sleep(LOOK_S)
         self._around.expect(self._memory)
         await self._over(replace(state, phase=RolloutPhase.ROLLED_BACK), taken=False)
