@@ -191,10 +191,14 @@ def test_sixteen_streams_notice_nothing_of_a_good_configuration(real: Any) -> No
     streams = variants(real, 16, 300)
     with streams_beside(real, streams):
         revision = begin(real, {"decode": {"kv_cache_tokens": 24_576}, "prefill": {"kv_cache_tokens": 24_576}})
-        while state(real)["phase"] not in ("done", "rolled_back"):
+        seen: set[str] = set()
+        """Phases in which long streams ran."""
+        while (phase := state(real)["phase"]) not in ("done", "rolled_back"):
+            seen |= {phase} if any(stream.is_alive() for stream in streams) else set()
             run_all(variants(real, 4, 8))
     found = ended(real, revision)
     assert found["phase"] == "done", found
+    assert "canary" in seen, seen
     assert [stream.token_ids for stream in streams] == expected
     assert counted(real, "inexact_streams_total") == inexact
     assert revisions(real) == {revision}
