@@ -27,6 +27,7 @@ from cluster.launcher import Process, Started
 from cluster.records import ClusterRecord
 from cluster.supervisor import Supervisor
 from configs.loader import load_config
+from configs.schema import ClusterConfig
 from protocol.messages import Role, WorkerLife, WorkerRef
 from router.rules.pair import PairSearch
 from simulator.cluster import Cluster, Shape
@@ -155,7 +156,7 @@ class IdleProcess:
 
 
 class IdleLauncher:
-    def process(self, role: Role, worker_id: str, epoch: int) -> Process:
+    def process(self, role: Role, worker_id: str, epoch: int, config: ClusterConfig) -> Process:
         return IdleProcess(WorkerRef(worker_id=worker_id, epoch=epoch, address="tcp://127.0.0.1:1"))
 
     async def take_up(self, lives: Mapping[WorkerLife, Sequence[str]], worker_ids: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ from typing import Any, cast
 import ray
 from ray.exceptions import RayTaskError
 
-from cluster.memory import WorkerMemory
+from cluster.memory import WorkerMemory, role_memory
 from cluster.nodes.gcs import own_gcs
 from cluster.nodes.watch import NodeWatch
 from cluster.open_requests import OpenRequests
@@ -26,17 +26,20 @@ from cluster.ray.front import counts_folder
 from cluster.ray.launcher import RayLauncher
 from cluster.ray.paced.launcher import PacedLauncher
 from cluster.records import pool_records, scaler_records
+from cluster.rollout.driver import Rollouts, Surroundings
 from cluster.router_replicas import RouterReplicas
 from cluster.sizer import PoolSizer, step_times
 from cluster.supervisor import Supervisor
+from configs.models import resolve_for
 from configs.schema import ClusterConfig
-from protocol.cluster_view import ClusterView, RouterObservation
+from protocol.cluster_view import ClusterView, RolloutObservation, RolloutOrder, RouterObservation
 from protocol.errors import ConfigError, InvalidRequestError
 from protocol.messages import Role
 from telemetry.counts_folder import num_places
 from telemetry.logging import setup_logging
 
 CONTROLLER = NAME_PREFIX + "controller"
+_ROLLOUT = "a new configuration is rolled out"
 
 
 class Controller:
@@ -63,6 +66,11 @@ class Controller:
             times = await asyncio.to_thread(step_times, config)
             self._sizer = PoolSizer(config, times, self._supervisor, self._launcher.room, scaler_records())
             await self._sizer.start()
+        if (changed := self._supervisor.pools.config) is not config:
+            self._expect(await asyncio.to_thread(lambda: role_memory(changed, resolve_for(changed).facts)))
+        around = Surroundings(self._launcher.room, self._expect, self._launcher.memory)
+        self._rollouts = Rollouts(self._supervisor, around, self._rolled_out)
+        self._rollouts.resume()
 
     @ray.method(max_task_retries=-1)
     async def settle(self, deadline_s: float) -> None:
@@ -84,6 +92,8 @@ class Controller:
         Raises InvalidRequestError for impossible numbers.
         """
         room = await self._launcher.room()
+        if sizes:
+            self._rollouts.check_none()
         self._supervisor.scale(sizes, room.check, routers)
         if routers is not None:
             self._router_replicas.want(routers)
@@ -92,12 +102,14 @@ class Controller:
 
     async def drain(self, worker_id: str, restart: bool) -> None:
         """Let a worker go, or start it anew with `restart`. Raises InvalidRequestError if it can't be spared."""
+        self._rollouts.check_none()
         self._supervisor.drain(worker_id, restart)
         if not restart:
             await self._pause(f"{worker_id} was drained by hand")
 
     async def flip(self, worker_id: str, role: Role) -> None:
         """Have a worker do the work of this role from now on. Raises InvalidRequestError if it can't."""
+        self._rollouts.check_none()
         self._supervisor.flip(worker_id, role)
         await self._pause(f"{worker_id} was flipped by hand")
 
@@ -111,7 +123,36 @@ class Controller:
         if self._sizer is None:
             problem = "this cluster does not size itself: it was started without --autoscale"
             raise InvalidRequestError(problem, param="autoscale")
+        self._rollouts.check_none()
         await (self._sizer.resume() if paused is None else self._sizer.pause(paused))
+
+    async def roll_out(self, order: RolloutOrder) -> int:
+        """Begin to roll a new configuration out. Return its revision.
+
+        Raises InvalidRequestError if it can't be, or another one is.
+        """
+        revision = self._rollouts.begin(order)
+        if self._sizer is not None and self._sizer.paused is None:
+            await self._sizer.pause(_ROLLOUT)
+        return revision
+
+    async def abort_rollout(self) -> int:
+        """Have the workers' former configuration back. Return the revision that is given up.
+
+        Raises InvalidRequestError if none is rolled out.
+        """
+        return self._rollouts.abort()
+
+    async def observe_rollout(self, seen: RolloutObservation) -> None:
+        """Take what a router sees of a rollout."""
+        self._rollouts.observe(seen)
+
+    async def _rolled_out(self) -> None:
+        if self._sizer is not None and self._sizer.paused == _ROLLOUT:
+            await self._sizer.resume()
+
+    def _expect(self, memory: Mapping[Role, WorkerMemory]) -> None:
+        self._launcher.memory = memory
 
     async def _pause(self, reason: str) -> None:
         """An operator has the last word."""
@@ -121,6 +162,7 @@ class Controller:
     @ray.method(max_task_retries=-1)
     async def retire(self, deadline_s: float) -> int:
         """Let in no new requests, and wait until none runs, or for `deadline_s` seconds. Return how many still run."""
+        await self._rollouts.close()
         if self._sizer is not None:
             await self._sizer.close()
         self._supervisor.stop_admission()
@@ -134,6 +176,7 @@ class Controller:
         """End all workers. The caller then kills the actor."""
         if self._nodes is not None:
             await self._nodes.close()
+        await self._rollouts.close()
         if self._sizer is not None:
             await self._sizer.close()
         await self._supervisor.close()
@@ -222,14 +265,32 @@ class RayControllerClient:
         """Pause the autoscaler for this reason, or have it go on. Raises InvalidRequestError if there is none."""
         await _answered(self._controller.autoscale.remote(paused))
 
+    async def roll_out(self, order: RolloutOrder) -> int:
+        """Begin to roll a new configuration out. Return its revision.
+
+        Raises InvalidRequestError if it can't be, or another one is.
+        """
+        return int(await _answered(self._controller.roll_out.remote(order)))
+
+    async def abort_rollout(self) -> int:
+        """Have the workers' former configuration back. Return the revision that is given up.
+
+        Raises InvalidRequestError if none is rolled out.
+        """
+        return int(await _answered(self._controller.abort_rollout.remote()))
+
+    async def observe_rollout(self, seen: RolloutObservation) -> None:
+        """Tell what this router sees of a rollout."""
+        await self._controller.observe_rollout.remote(seen)
+
     async def note_open_requests(self, router_id: str, count: int) -> None:
         """Tell how many requests still run at this router."""
         await self._controller.note_open_requests.remote(router_id, count)
 
 
-async def _answered(reference: Any) -> None:
-    """Raises the TandemError that the controller raised."""
+async def _answered(reference: Any) -> Any:
+    """What the controller answers. Raises the TandemError that it raised."""
     try:
-        await reference
+        return await reference
     except RayTaskError as error:
         raise original(error) from None

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from configs.schema import ClusterConfig
 from protocol.messages import Role, WorkerLife, WorkerRef
 
 
@@ -51,8 +52,11 @@ class Process(Protocol):
 class Launcher(Protocol):
     """Makes processes, on resources that belong to a worker id over all its lives."""
 
-    def process(self, role: Role, worker_id: str, epoch: int) -> Process:
-        """Return a process that begins with its `start` or `resume`. The call itself starts nothing."""
+    def process(self, role: Role, worker_id: str, epoch: int, config: ClusterConfig) -> Process:
+        """Return a process that begins with its `start` or `resume`. The call itself starts nothing.
+
+        The worker is configured with `config`. It reserves the same as all workers of its role.
+        """
 
     async def take_up(self, lives: Mapping[WorkerLife, Sequence[str]], worker_ids: Sequence[str]) -> None:
         """Take over from a former launcher: keep these lives and the resources of these workers, and remove all else."""

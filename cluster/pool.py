@@ -144,10 +144,14 @@ class WorkerIds:
 class Pool:
     """The workers of one role. Between calls, exactly `desired` of them stay; fewer only while `num_missing` says so."""
 
-    def __init__(self, role: Role, ids: WorkerIds, record: PoolRecord = PoolRecord(), *, least: int = 1) -> None:
-        """`ids` are shared with the pools of other roles. `least`: 0 where the last worker may go as well, else 1."""
+    def __init__(
+        self, role: Role, ids: WorkerIds, record: PoolRecord = PoolRecord(), *, least: int = 1, revision: int = 1
+    ) -> None:
+        """`ids` are shared with the other pools. `least`: 0 where the last worker may go as well, else 1. `revision`: of the
+        configuration of its workers."""
         self.role = role
-        self._least = least
+        self.revision = revision
+        self.least = least
         self.desired = record.desired
         self._ids = ids
         self._members = {member.info.worker_id: member for member in record.members}
@@ -184,9 +188,9 @@ class Pool:
 
         Scaling down takes workers that are not ready yet first, then the ones with the highest index.
         """
-        if not self._least <= workers <= MAX_WORKERS:
+        if not self.least <= workers <= MAX_WORKERS:
             raise InvalidRequestError(
-                f"{self.role.value} must be {self._least} to {MAX_WORKERS} workers, got {workers}", param=self.role.value
+                f"{self.role.value} must be {self.least} to {MAX_WORKERS} workers, got {workers}", param=self.role.value
             )
         missing, self.desired = self.num_missing, workers
         active = self._staying()
@@ -210,7 +214,7 @@ class Pool:
             return [self._begin_drain(member, comes_back=True)] if ready else []
         if member.leaves:
             return []
-        if self.desired <= self._least:
+        if self.desired <= self.least:
             raise InvalidRequestError(
                 f"{worker_id} is the only {self.role.value} worker that is wanted: add another first, or restart it",
                 param="worker",
@@ -243,7 +247,7 @@ class Pool:
         other one is READY, and its role can't do without any.
         """
         ready = self._ready()
-        return max(ready, key=lambda member: member.index).info.worker_id if len(ready) > self._least else None
+        return max(ready, key=lambda member: member.index).info.worker_id if len(ready) > self.least else None
 
     def hand_over(self, worker_id: str) -> Member:
         """Give a READY worker of this pool up to the pool of another role, with one worker less wanted here from now on.
@@ -255,7 +259,7 @@ class Pool:
             raise InvalidRequestError(f"{worker_id} is {member.info.state.value}: only a ready worker flips", param="worker")
         if member.leaves:
             raise InvalidRequestError(f"{worker_id} goes with its node, and another one takes its place", param="worker")
-        if self.desired <= self._least:
+        if self.desired <= self.least:
             raise InvalidRequestError(
                 f"{worker_id} is the only {self.role.value} worker that is wanted: add another first", param="worker"
             )
@@ -390,6 +394,7 @@ class Pool:
             node=None,
             restarts=restarts,
             last_error=last_error,
+            revision=self.revision,
         )
 
     def _dismiss(self, member: Member) -> list[Action]:

@@ -7,6 +7,9 @@ not alike, they stay in theirs.
 
 A worker whose node will go stays until another one is ready in its place, or until it has to go (`heed`, cluster.nodes.leaving).
 
+While a new configuration is rolled out (cluster.rollout), each role has a second pool, of the workers that have it: the new
+revision. In the end one of the two revisions is empty, and forgotten.
+
 Workers on standby (`autoscale.standby`) are up and have the model. They are a pool of their own, which counts as one of decode
 workers to whom nobody gives work; going over from it is a flip, and as quick.
 """
@@ -14,7 +17,7 @@ workers to whom nobody gives work; going over from it is a flip, and as quick.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from cluster.nodes.leaving import Leaving
 from cluster.pool import Action, Pool, PoolRecord, TakeRole, WorkerIds
@@ -28,6 +31,34 @@ CheckRoom = Callable[[Mapping[Role, int], Collection[Role]], None]
 """Raises InvalidRequestError, naming one of the second argument's roles, if the first one's workers can't all be had."""
 
 
+@dataclass(frozen=True)
+class RevisionsRecord:
+    """What pools know of the revisions of the cluster's configuration."""
+
+    current: int = 1
+    latest: int = 1
+    """The highest that there ever was."""
+    config: ClusterConfig | None = None
+    """The configuration of the current revision; None as long as it is the one that the cluster was started with."""
+    new_config: ClusterConfig | None = None
+    """That of the revision `latest` while it is rolled out; None without a rollout."""
+    new_pools: Mapping[Role, PoolRecord] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """How many workers of one role and revision there are."""
+
+    wanted: int
+    ready: int
+    present: int
+    """Those that leave among them."""
+    ended: int
+    """Lives of present workers that have ended: they died, or did not start."""
+    last_error: str | None
+    """Why one of them has ended."""
+
+
 class Pools:
     """All workers of a cluster, by role. A worker is in one pool at a time."""
 
@@ -37,15 +68,22 @@ class Pools:
         records: Mapping[Role, PoolRecord] | None = None,
         standby: PoolRecord | None = None,
         epochs: Mapping[str, int] | None = None,
+        revisions: RevisionsRecord = RevisionsRecord(),
     ) -> None:
-        """`records`, `standby` and `epochs` are those of former pools, if there were some."""
-        self._config = config
+        """`config` is what the cluster was started with. The others are those of former pools, if there were some."""
+        self._config = revisions.config or config
+        self._changed = revisions.config
+        self.new_config = revisions.new_config
+        """That of the new revision, while there is one."""
+        self.revision, self.latest = revisions.current, revisions.latest
+        """The current revision, and the latest that there ever was."""
         self._ids = WorkerIds(epochs)
-        self._pools = {
-            role: Pool(role, self._ids, (records or {}).get(role, PoolRecord()), least=config.autoscale.least(role.value))
-            for role in Role
-        }
-        self._standby = Pool(Role.DECODE, self._ids, standby or PoolRecord(), least=0)
+        self._pools = {role: self._pool(role, (records or {}).get(role), self.revision) for role in Role}
+        self._standby = Pool(Role.DECODE, self._ids, standby or PoolRecord(), least=0, revision=self.revision)
+        self._new: dict[Role, Pool] = {}
+        """Of the new revision, while there is one."""
+        if self.new_config is not None:
+            self._new = {role: self._pool(role, revisions.new_pools.get(role), self.latest) for role in Role}
         self.roles = [role for role in Role if config.disaggregation != "never" or role is Role.DECODE]
         """Those that the cluster has."""
 
@@ -56,7 +94,7 @@ class Pools:
 
     def workers(self) -> tuple[WorkerInfo, ...]:
         """All workers, those of prefill first, those on standby last."""
-        serving = tuple(info for pool in self._pools.values() for info in pool.workers())
+        serving = tuple(info for pool in self._serving() for info in pool.workers())
         waiting = (
             replace(info, standby=True, state=WorkerState.STANDBY if info.state is WorkerState.READY else info.state)
             for info in self._standby.workers()
@@ -65,7 +103,7 @@ class Pools:
 
     def wanted(self) -> dict[Role, int]:
         """How many workers there should be of each role that the cluster has."""
-        return {role: self._pools[role].desired for role in self.roles}
+        return {role: sum(pool.desired for pool in self._serving() if pool.role is role) for role in self.roles}
 
     def records(self) -> dict[Role, PoolRecord]:
         """What other pools can be made from."""
@@ -77,7 +115,7 @@ class Pools:
 
     def ready(self) -> dict[Role, int]:
         """How many workers of each role take requests, and stay."""
-        return {role: self._pools[role].num_ready for role in self.roles}
+        return {role: sum(pool.num_ready for pool in self._serving() if pool.role is role) for role in self.roles}
 
     def settled(self) -> bool:
         """Whether every wanted worker takes requests."""
@@ -90,7 +128,7 @@ class Pools:
 
     def resume(self) -> list[Action]:
         """Go on where the former pools have ended. Call it once, before anything else."""
-        return [action for pool in (*self._pools.values(), self._standby) for action in pool.resume()]
+        return [action for pool in (*self._serving(), self._standby) for action in pool.resume()]
 
     def scale(self, sizes: Mapping[Role, int], check_room: CheckRoom) -> list[Action]:
         """Want this many workers of these roles. Where one gives up what the other takes, workers go over.
@@ -138,7 +176,7 @@ class Pools:
         for life, leaving in told.items():
             pool = self._find(life.worker_id)
             actions += [] if pool is None else pool.leave(*life, leaving)
-        for pool in (*self._pools.values(), self._standby):
+        for pool in (*self._serving(), self._standby):
             begun, no_room = self._begin_missing(pool, check_room)
             actions += begun + pool.due(now, no_room)
         return actions
@@ -146,13 +184,13 @@ class Pools:
     @property
     def any_leaving(self) -> bool:
         """Whether workers leave their nodes, or are missing because some have."""
-        return any(pool.any_leaving for pool in (*self._pools.values(), self._standby))
+        return any(pool.any_leaving for pool in (*self._serving(), self._standby))
 
     def _begin_missing(self, pool: Pool, check_room: CheckRoom) -> tuple[list[Action], str | None]:
         """As many as there is room for, and why there is none for the next one."""
         actions: list[Action] = []
         while pool.num_missing:
-            sizes = {role: self._pools[role].num_staying for role in self.roles}
+            sizes = {role: sum(each.num_staying for each in self._serving() if each.role is role) for role in self.roles}
             sizes[Role.DECODE] += self._standby.num_staying
             try:
                 check_room({**sizes, pool.role: sizes[pool.role] + 1}, (pool.role,))
@@ -178,6 +216,54 @@ class Pools:
             problem = f"there are {most} {role.value} workers already ({role.value}.max_workers)"
             raise InvalidRequestError(problem, param="role")
         return self._hand_over(worker_id, pool, self._pools[role])
+
+    def begin_revision(self, config: ClusterConfig) -> list[Action]:
+        """Have a new revision, with this configuration and no workers yet. There must be no other one."""
+        assert self.new_config is None, "one rollout at a time"
+        self.latest, self.new_config = self.latest + 1, config
+        self._new = {role: self._pool(role, None, self.latest) for role in Role}
+        return []
+
+    def size_revisions(self, current: Mapping[Role, int], new: Mapping[Role, int]) -> list[Action]:
+        """Want this many workers of each role in both revisions, which may be none of one of them."""
+        actions: list[Action] = []
+        for sizes, pools in ((current, self._pools), (new, self._new)):
+            for role, workers in sizes.items():
+                pools[role].least = 0
+                actions += pools[role].scale(workers) if workers != pools[role].desired else []
+        return actions
+
+    def end_revision(self, *, taken: bool) -> list[Action]:
+        """Forget the new revision, which must have no workers; or, if it is `taken`, the current one in its place."""
+        assert self.new_config is not None, "there is one"
+        if taken:
+            self._pools, self.revision = self._new, self.latest
+            self._config = self._changed = self.new_config
+            self._standby.revision = self.revision
+        for role, pool in self._pools.items():
+            pool.least = self._config.autoscale.least(role.value)
+        self._new, self.new_config = {}, None
+        return []
+
+    def numbers(self) -> tuple[dict[Role, Numbers], dict[Role, Numbers]]:
+        """How many workers of each role there are, of the current revision and of the new one."""
+        return _numbers(self._pools, self.roles), _numbers(self._new, self.roles)
+
+    def revisions_record(self) -> RevisionsRecord:
+        """What other pools must know of the revisions."""
+        records = {role: pool.record() for role, pool in self._new.items()}
+        return RevisionsRecord(self.revision, self.latest, self._changed, self.new_config, records)
+
+    @property
+    def config(self) -> ClusterConfig:
+        """The configuration of the current revision."""
+        return self._config
+
+    def config_of(self, worker_id: str) -> ClusterConfig:
+        """The configuration of a worker. Raises InvalidRequestError if there is no such worker."""
+        if self.new_config is not None and self._pool_with(worker_id).revision == self.latest:
+            return self.new_config
+        return self._config
 
     def role_of(self, worker_id: str) -> Role:
         """The role that a worker has now. Raises InvalidRequestError if there is no such worker."""
@@ -234,11 +320,34 @@ class Pools:
     def _standby_lacks(self) -> bool:
         return self._standby.num_ready < self._config.autoscale.standby
 
+    def _pool(self, role: Role, record: PoolRecord | None, revision: int) -> Pool:
+        least = self._config.autoscale.least(role.value)
+        return Pool(role, self._ids, record or PoolRecord(), least=least, revision=revision)
+
+    def _serving(self) -> tuple[Pool, ...]:
+        """Those whose workers have a role, of both revisions."""
+        return (*self._pools.values(), *self._new.values())
+
     def _find(self, worker_id: str) -> Pool | None:
-        return next((pool for pool in (*self._pools.values(), self._standby) if worker_id in pool), None)
+        return next((pool for pool in (*self._serving(), self._standby) if worker_id in pool), None)
 
     def _pool_with(self, worker_id: str) -> Pool:
         pool = self._find(worker_id)
         if pool is None:
             raise InvalidRequestError(f"there is no worker {worker_id!r:.100}; `tandem status` lists them", param="worker")
         return pool
+
+
+def _numbers(pools: Mapping[Role, Pool], roles: Collection[Role]) -> dict[Role, Numbers]:
+    found = {}
+    for role in roles:
+        workers = pools[role].workers() if role in pools else ()
+        errors = [info.last_error for info in workers if info.restarts]
+        found[role] = Numbers(
+            wanted=pools[role].desired if role in pools else 0,
+            ready=sum(info.state is WorkerState.READY for info in workers),
+            present=len(workers),
+            ended=sum(info.restarts for info in workers),
+            last_error=errors[-1] if errors else None,
+        )
+    return found

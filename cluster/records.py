@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from pydantic import TypeAdapter
@@ -17,6 +17,8 @@ from ray.experimental import internal_kv
 
 from autoscaler.scaler import ScalerRecord
 from cluster.pool import PoolRecord
+from cluster.pools import RevisionsRecord
+from protocol.cluster_view import RolloutState
 from protocol.errors import UnavailableError
 from protocol.messages import Role, WorkerLife
 
@@ -36,6 +38,9 @@ class ClusterRecord:
     processes: tuple[tuple[WorkerLife, tuple[str, ...]], ...]
     routers: int | None
     """Number of routers that there should be; None where Ray Serve sizes them."""
+    revisions: RevisionsRecord = field(default_factory=RevisionsRecord)
+    rollout: RolloutState | None = None
+    """The latest rollout of a configuration."""
 
 
 class RecordStore(Protocol[_Record]):

@@ -101,6 +101,11 @@ class PoolSizer:
             if decision is not None and not self._closed:
                 await self._do(decision, room)
 
+    @property
+    def paused(self) -> str | None:
+        """Why it is paused; None if it is not."""
+        return self._running().paused
+
     async def pause(self, reason: str) -> None:
         """Decide nothing from now on."""
         self._running().pause(reason)

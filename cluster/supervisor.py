@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from cluster.launcher import Launcher, Process, Started
@@ -28,7 +28,7 @@ from cluster.pool import Action, Drain, Remove, Resume, Start, Stop, TakeRole
 from cluster.pools import CheckRoom, Pools
 from cluster.records import ClusterRecord, RecordStore
 from configs.schema import ClusterConfig
-from protocol.cluster_view import AutoscalerState, ClusterView, WorkerState
+from protocol.cluster_view import AutoscalerState, ClusterView, RolloutState, WorkerState
 from protocol.errors import ConfigError, InvalidRequestError, TandemError, UnavailableError
 from protocol.messages import Role, WorkerLife
 
@@ -65,6 +65,8 @@ class Supervisor:
         self._refused: ConfigError | None = None
         self._stopping = False
         self._autoscaler: AutoscalerState | None = None
+        self.rollout: RolloutState | None = None
+        """The latest rollout of a configuration."""
         self.start_s: float | None = None
         """Seconds that the latest starts took; None before the first."""
 
@@ -77,8 +79,8 @@ class Supervisor:
         if record is None:
             self._obey(self._pools.start())
             return False
-        self._pools = Pools(self._config, record.pools, record.standby, record.epochs)
-        self._routers = record.routers
+        self._pools = Pools(self._config, record.pools, record.standby, record.epochs, record.revisions)
+        self._routers, self.rollout = record.routers, record.rollout
         lives = [WorkerLife(info.worker_id, info.epoch) for info in self.view().workers]
         self._names = {life: names for life, names in record.processes if life in lives}
         log.info("taking up %d of %d workers of a former controller", len(self._names), len(lives))
@@ -138,6 +140,16 @@ class Supervisor:
         self._autoscaler = autoscaler
         self._changed()
 
+    def arrange(self, change: Callable[[Pools], list[Action]], rollout: RolloutState) -> None:
+        """Change the revisions of workers, and have the view say from now on how their rollout goes."""
+        self.rollout = rollout
+        self._obey(change(self._pools))
+
+    @property
+    def pools(self) -> Pools:
+        """The pools, to read. Only `arrange` and the orders above change them."""
+        return self._pools
+
     def wanted(self) -> dict[Role, int]:
         """Return how many workers there should be of each role."""
         return self._pools.wanted()
@@ -158,7 +170,14 @@ class Supervisor:
     def view(self) -> ClusterView:
         """Return the workers as routers and operators see them, with a version that every change raises."""
         return ClusterView(
-            self._version, self._pools.workers(), self._pools.wanted(), self._stopping, self._autoscaler, self._routers
+            self._version,
+            self._pools.workers(),
+            self._pools.wanted(),
+            self._stopping,
+            self._autoscaler,
+            self._routers,
+            self._pools.revision,
+            self.rollout,
         )
 
     async def watch(self, known_version: int) -> ClusterView:
@@ -240,6 +259,8 @@ class Supervisor:
                     self._pools.epochs,
                     tuple(self._names.items()),
                     routers=self._routers,
+                    revisions=self._pools.revisions_record(),
+                    rollout=self.rollout,
                 )
                 try:
                     await self._records.save(record)
@@ -257,7 +278,8 @@ class Supervisor:
         ready_at: float | None = None
         try:
             role = self._pools.role_of(worker_id)
-            process = self._processes[WorkerLife(worker_id, epoch)] = self._launcher.process(role, worker_id, epoch)
+            process = self._launcher.process(role, worker_id, epoch, self._pools.config_of(worker_id))
+            self._processes[WorkerLife(worker_id, epoch)] = process
             if (names := self._names.get(WorkerLife(worker_id, epoch))) is not None:
                 await process.resume(names)
                 self._up.add(WorkerLife(worker_id, epoch))

@@ -29,22 +29,25 @@ def load_config(path: Path | None, overrides: Mapping[str, Any]) -> ClusterConfi
 
     Raises ConfigError for a file that can't be read, unknown keys, wrong types and values that can't work.
     """
-    values = _read_yaml(path) if path is not None else {}
+    values = read_values(path) if path is not None else {}
     for key, value in overrides.items():
         _override(values, key, value)
     _derive(values)
     try:
-        config = ClusterConfig.model_validate(values)
-    except ValidationError as invalid:
-        problems = [(_key(detail), _sentence(detail)) for detail in invalid.errors(include_url=False)]
-    else:
-        config = _within_ranges(config)
-        problems = _contradictions(config)
-        if not problems:
-            return config
-    first = problems[0][0]
-    source = f"{path}: " if path is not None and first not in overrides else ""
-    raise ConfigError(source + "; ".join(f"{key}: {problem}" for key, problem in problems), param=first)
+        return _checked(values)
+    except ConfigError as error:
+        if path is None or error.param in overrides:
+            raise
+        raise ConfigError(f"{path}: {error.message}", param=error.param) from None
+
+
+def checked_config(values: dict[str, Any]) -> ClusterConfig:
+    """Return the configuration that has these values, in sections as in a file.
+
+    Raises ConfigError for unknown keys, wrong types and values that can't work.
+    """
+    _derive(values)
+    return _checked(values)
 
 
 def served_context(config: ClusterConfig, facts: ModelFacts) -> int:
@@ -62,6 +65,19 @@ def served_context(config: ClusterConfig, facts: ModelFacts) -> int:
     for key, problem in _too_small(config, wanted):
         raise ConfigError(f"{key}: {problem}; raise it or lower max_model_len", param=key)
     return wanted
+
+
+def _checked(values: Mapping[str, Any]) -> ClusterConfig:
+    try:
+        config = ClusterConfig.model_validate(values)
+    except ValidationError as invalid:
+        problems = [(_key(detail), _sentence(detail)) for detail in invalid.errors(include_url=False)]
+    else:
+        config = _within_ranges(config)
+        problems = _contradictions(config)
+        if not problems:
+            return config
+    raise ConfigError("; ".join(f"{key}: {problem}" for key, problem in problems), param=problems[0][0])
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -82,7 +98,8 @@ def _mapping(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Any, Any]:
 _StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_values(path: Path) -> dict[str, Any]:
+    """Return the keys of a configuration file, unchecked. Raises ConfigError if it can't be read."""
     try:
         with path.open("rb") as file:
             values = yaml.load(file, Loader=_StrictLoader)

@@ -143,7 +143,7 @@ class ReceivingPair:
             self._send(Failed.from_error(message.call_id, error))
             return
         self._moves = moves
-        self._foreign = message.prefill.arithmetic != self._me.arithmetic
+        self._foreign = message.prefill.computation != self._me.computation
         self._connecting[message.lane] = asyncio.create_task(self._connect(message, move))
         self._life = self._life or asyncio.create_task(self._live(message.prefill.worker_id))
 

@@ -147,7 +147,7 @@ class Fetching:
             assert self._reader is not None, "only a tier that there is has a name"
             return self._reader.pays(source)
         peer = source.worker
-        ours = peer.arithmetic == self._me.arithmetic and peer.life != self._me.life
+        ours = peer.computation == self._me.computation and peer.life != self._me.life
         return ours and self._failed_at.get(peer.life, -math.inf) < time.monotonic() - _LEFT_ALONE_S
 
     async def _end(self, source: str | FetchFrom, keys: Sequence[bytes], held: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from protocol.messages import Role, WorkerRef
 
@@ -50,6 +51,8 @@ class WorkerInfo:
     """It belongs to no role until one is wanted."""
     leaves_at: float | None = None
     """When its node is gone, as was said, in seconds since 1970; None for a node that stays."""
+    revision: int = 1
+    """Of its configuration. Workers of one revision have the same one."""
 
     @property
     def pid(self) -> int | None:
@@ -81,6 +84,107 @@ class AutoscalerState:
     """What kept the latest decision from being done in full."""
 
 
+class RolloutPhase(Enum):
+    """STARTING → CANARY → REPLACING → DONE; from each of the first three → ROLLING_BACK → ROLLED_BACK."""
+
+    STARTING = "starting"
+    """The first workers of the new revision start. They get no requests."""
+    CANARY = "canary"
+    """A share of new requests goes to them, and they are compared with the others."""
+    REPLACING = "replacing"
+    """They were good: the others are replaced one by one."""
+    DONE = "done"
+    ROLLING_BACK = "rolling_back"
+    """They get no new requests, and end; the former workers come back to their number."""
+    ROLLED_BACK = "rolled_back"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the rollout has ended, one way or the other."""
+        return self in (RolloutPhase.DONE, RolloutPhase.ROLLED_BACK)
+
+
+@dataclass(frozen=True)
+class RolloutOrder:
+    """What an operator wants: another configuration for workers, tried on a share of the requests first."""
+
+    changes: Mapping[str, Any]
+    """The configuration's keys that get other values, in sections as in the file."""
+    canary: float
+    """Share of new requests that the new workers get until they are judged."""
+    watch_s: float
+    """Seconds for which they are watched at least."""
+    min_requests: int
+    """Requests that they must have begun to answer at least before they are found good."""
+
+
+@dataclass(frozen=True)
+class RevisionFigures:
+    """How the workers of one revision have done since the canary began. Times are in seconds, None without a request."""
+
+    requests: int
+    failures: int
+    """Requests that failed at these workers, and went on elsewhere."""
+    ttft_p50_s: float | None
+    """From the choice of the workers to the first token."""
+    ttft_p90_s: float | None
+    tpot_p50_s: float | None
+    tpot_p90_s: float | None
+
+
+@dataclass(frozen=True)
+class RolloutState:
+    """The latest rollout of a configuration: the one that runs, or how it has ended."""
+
+    revision: int
+    """Of the new workers."""
+    phase: RolloutPhase
+    share: float
+    """Share of new requests that go to the new workers now."""
+    changes: tuple[str, ...]
+    """Such as `quantization: auto -> int8`."""
+    targets: Mapping[Role, int]
+    """Number of workers of each role before it, and after it."""
+    verdict: str
+    """What is found out about the new workers so far, in words for people."""
+    reason: str | None = None
+    """Why it is, or was, rolled back; None if it is not."""
+    figures: Mapping[str, RevisionFigures] = field(default_factory=dict)
+    """How both revisions do, by `current` and `new`."""
+
+
+@dataclass(frozen=True)
+class RevisionCounts:
+    """What a router has seen of the workers of one revision since a rollout began.
+
+    Durations are counted in bins (`router.rules.rollout.duration_bins`).
+    """
+
+    requests: int = 0
+    """Attempts that were given to a pair of these workers."""
+    failures: int = 0
+    """Those that failed there."""
+    first_tokens: tuple[int, ...] = ()
+    """First tokens, by the time from the choice of the pair on."""
+    unanswered: tuple[int, ...] = ()
+    """Attempts without a first token now, by their age."""
+    paces: tuple[int, ...] = ()
+    """Answers that have ended, by the mean time of a token after the first."""
+    running_paces: tuple[int, ...] = ()
+    """Answers that run now, likewise."""
+
+
+@dataclass(frozen=True)
+class RolloutObservation:
+    """What one router has seen of both revisions during a rollout."""
+
+    router_id: str
+    revision: int
+    """Of the new workers: it names the rollout."""
+    current: RevisionCounts
+    new: RevisionCounts
+
+
 @dataclass(frozen=True)
 class ClusterView:
     """A snapshot; `version` grows with every change."""
@@ -95,6 +199,10 @@ class ClusterView:
     """None where pools keep the sizes that operators give them."""
     routers: int | None = None
     """Number of routers that there should be; None where Ray Serve sizes them."""
+    revision: int = 1
+    """Whose workers get the requests, but for those that `rollout` says."""
+    rollout: RolloutState | None = None
+    """The latest rollout of a configuration; None if there was none."""
 
     def usable(self, role: Role) -> tuple[WorkerRef, ...]:
         """Workers of this role that take new requests, by worker id."""

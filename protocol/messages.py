@@ -56,6 +56,17 @@ class WorkerRef:
     arithmetic: str = ""
     """The name of the arithmetic by which it computes (`engine.arithmetic`). It ends with `VARIES` where a token's bits depend
     on what is computed beside it. No part of the layout: workers of different arithmetics hand over KV to each other."""
+    weights: str = ""
+    """Which weights it has: the first digits of `ModelFacts.model_hash`."""
+
+    @property
+    def computation(self) -> str:
+        """The name of what it computes: weights and arithmetic.
+
+        Workers of one name give a token the same KV and logits from the same tokens before it. It ends with `VARIES` if the
+        arithmetic does.
+        """
+        return f"{self.weights} {self.arithmetic}" if self.weights else self.arithmetic
 
     @property
     def life(self) -> WorkerLife:

@@ -10,6 +10,8 @@ Below, ZeroMQ has encrypted the connection with keys that are made from the clus
 (`protocol.sockets`). Both sides prove that they know the secret itself; a recorded handshake is worthless because the nonces
 are fresh. What an unknown peer sends before its proof is dropped with a log line and answered with an empty message, so that
 a client whom the server has given up (one of the two was stopped for longer than a lease) learns of it at its next heartbeat.
+A hello of another version is answered with ours alone: both ends then say which two met.
+
 A ZeroMQ identity belongs to one TCP connection, so an authenticated identity is an authenticated connection; clients never
 reconnect by themselves, they report the loss.
 """
@@ -35,16 +37,22 @@ from protocol.sockets import HANDSHAKE_S, LoopSocket, client_socket, server_sock
 
 log = logging.getLogger(__name__)
 
-WIRE_VERSION = b"tandem/9"
+WIRE_VERSION = b"tandem/10"
 _NONCE_BYTES = 32
 _NOT_KNOWN = b""
 _MAX_UNPROVEN = 1024
 """Handshakes that may be under way at once."""
+_VERSION = re.compile(rb"tandem/\d{1,4}")
 _ADDRESS = re.compile(r"tcp://[^\s/@]{1,253}:\d{1,5}")
 
 
 def _prove(secret: bytes, side: bytes, client_nonce: bytes, server_nonce: bytes) -> bytes:
     return hmac.new(secret, side + client_nonce + server_nonce, hashlib.sha256).digest()
+
+
+def _differ(theirs: bytes) -> str:
+    """What keeps two versions apart, in words for people."""
+    return f"it speaks {theirs.decode()}, and this process {WIRE_VERSION.decode()}; all of a cluster must be of one version"
 
 
 class PeerGone(Exception):
@@ -124,9 +132,10 @@ class WireServer:
 
     def _handshake(self, identity: bytes, peer: _Peer | None, body: bytes) -> None:
         now = time.monotonic()
-        if peer is None and body.startswith(WIRE_VERSION) and len(body) == len(WIRE_VERSION) + _NONCE_BYTES:
+        version, nonce = body[:-_NONCE_BYTES], body[-_NONCE_BYTES:]
+        if peer is None and version == WIRE_VERSION:
             self._drop_stale_handshakes(now)
-            fresh = _Peer(body[len(WIRE_VERSION) :], os.urandom(_NONCE_BYTES), False, now)
+            fresh = _Peer(nonce, os.urandom(_NONCE_BYTES), False, now)
             self._peers[identity] = fresh
             self._answer(identity, fresh.server_nonce + _prove(self._secret, b"server", fresh.client_nonce, fresh.server_nonce))
             return
@@ -138,6 +147,10 @@ class WireServer:
                 self._answer(identity, WIRE_VERSION)
                 return
             self.forget(identity)
+        elif _VERSION.fullmatch(version):
+            self._refusals.warn("refused a peer: %s", _differ(version))
+            self._answer(identity, WIRE_VERSION)
+            return
         self._refusals.warn("refused a peer that does not know the cluster secret, or was given up")
         self._answer(identity, _NOT_KNOWN)
 
@@ -187,7 +200,7 @@ class WireClient:
             raise WorkerLostError(f"{address} did not answer within {deadline_s:g} s") from None
         except WorkerLostError:
             client.close()
-            raise WorkerLostError(f"{address} hung up: it is gone, or it has another cluster secret") from None
+            raise WorkerLostError(f"{address} hung up: it is gone, of an older version or has another cluster secret") from None
         except BaseException:
             client.close()
             raise
@@ -222,12 +235,14 @@ class WireClient:
         nonce = os.urandom(_NONCE_BYTES)
         self._send_raw(WIRE_VERSION + nonce)
         answer = await self._receive_raw()
+        if _VERSION.fullmatch(answer):
+            raise ProtocolError(f"{self._address} is of another version: {_differ(answer)}")
         server_nonce, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
         if not hmac.compare_digest(proof, _prove(secret, b"server", nonce, server_nonce)):
             raise ProtocolError(f"{self._address} does not know the cluster secret")
         self._send_raw(_prove(secret, b"client", nonce, server_nonce))
-        if await self._receive_raw() != WIRE_VERSION:
-            raise ProtocolError(f"{self._address} speaks another version")
+        if (welcome := await self._receive_raw()) != WIRE_VERSION:
+            raise ProtocolError(f"{self._address} greets with {welcome[:20]!r} instead of {WIRE_VERSION!r}")
 
     def _arrived(self, parts: list[bytes]) -> None:
         body = b"".join(parts)

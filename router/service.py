@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from configs.facts import Model
 from configs.loader import served_context
 from configs.schema import ClusterConfig
-from protocol.cluster_view import WorkerState
+from protocol.cluster_view import RolloutOrder, WorkerState
 from protocol.errors import ModelNotFoundError
 from protocol.messages import Role
 from router.access.observer import Observer
@@ -29,8 +29,9 @@ from router.dispatch.admission import Admission
 from router.dispatch.controller_client import ControllerClient, ControllerOrders
 from router.dispatch.migrator import Migrator
 from router.dispatch.of_all import RegularAudits, audit, reset_caches
+from router.dispatch.revisions.watch import RolloutWatch
 from router.dispatch.roster import Roster
-from router.dispatch.status import autoscaler_status, health_problem, ready_problem, worker_status
+from router.dispatch.status import autoscaler_status, health_problem, ready_problem, rollout_status, worker_status
 from router.request.answer import Delta
 from router.request.choice_runner import ChoiceRunner
 from router.request.choices import EmittedChoice
@@ -73,7 +74,8 @@ class Router:
         self._roster = Roster(controller, secret, config.limits, self.metrics.workers_lost.inc, caches)
         self._audits = RegularAudits(self._roster, config.limits.lease_s, self.metrics.audit_leaks.set)
         self.shutdown = Shutdown(controller, self._roster)
-        self._admission = Admission(config, self._roster, self.metrics)
+        self._rollout_watch = RolloutWatch(controller, self._roster)
+        self._admission = Admission(config, self._roster, self.metrics, self._rollout_watch)
         self._migrator = Migrator(config, self._roster, self.metrics)
         self._demand: DemandCounter | None = None
         self._observer: Observer | None = None
@@ -81,7 +83,7 @@ class Router:
             self._demand = DemandCounter(config.autoscale.ttft_s, config.autoscale.tpot_s)
             waiting = self._admission.num_waiting
             self._observer = Observer(controller, self._roster, self._demand, waiting, config.block_size)
-        self._pipeline = Pipeline(self._admission, self._migrator, config.limits, self.metrics)
+        self._pipeline = Pipeline(self._admission, self._migrator, config.limits, self.metrics, self._rollout_watch)
         endpoint = config.telemetry.otlp_endpoint
         self._spans = None if endpoint is None else SpanExport(endpoint, "tandem-router")
         self._threads = TextThreads()
@@ -103,6 +105,7 @@ class Router:
         self.shutdown.start()
         self._migrator.start()
         self._audits.start()
+        self._rollout_watch.start()
         if self._observer is not None:
             self._observer.start()
 
@@ -119,6 +122,7 @@ class Router:
         await self.shutdown.close()
         if self._observer is not None:
             await self._observer.close()
+        await self._rollout_watch.close()
         await self._audits.close()
         await self._migrator.close()
         await self._roster.close()
@@ -169,6 +173,14 @@ class Router:
         """Have the autoscaler pause for this reason, or go on. Raises as `ControllerOrders.autoscale`."""
         await self._orders.autoscale(paused)
 
+    async def roll_out(self, order: RolloutOrder) -> int:
+        """Have the controller roll a new configuration out. Return its revision. Raises as `ControllerOrders.roll_out`."""
+        return await self._orders.roll_out(order)
+
+    async def abort_rollout(self) -> int:
+        """Have the controller roll back. Return the revision that is given up. Raises as `ControllerOrders.abort_rollout`."""
+        return await self._orders.abort_rollout()
+
     def health_problem(self) -> str | None:
         """Return why no request can get through, or None if one can."""
         return health_problem(self._roster, self.config)
@@ -181,11 +193,13 @@ class Router:
         """Return what `/admin/status` shows: a row for each worker, how many there should be of each role and of routers, and
         why.
         """
-        view = self._roster.view
+        view, roster = self._roster.view, self._roster
+        rows = [(info, roster.find(info), roster.problem(info)) for info in view.workers]
         return {
-            "workers": [worker_status(info, self._roster.find(info), self.config.block_size) for info in view.workers],
+            "workers": [worker_status(info, link, problem, self.config.block_size) for info, link, problem in rows],
             "wanted": {role.value: number for role, number in view.wanted.items()},
             "autoscaler": None if view.autoscaler is None else autoscaler_status(view.autoscaler),
+            "rollout": None if view.rollout is None else rollout_status(view.rollout),
             "routers": {"wanted": view.routers, "ready": 1 if self._counts is None else self._counts.num_ready()},
         }
 
@@ -213,7 +227,8 @@ class Router:
                 info.term,
                 link.report if link else None,
                 leaves=info.leaves_at is not None,
+                revision=info.revision,
             )
             for info, link in links
         ]
-        return ClusterSample(workers, view.wanted, view.autoscaler)
+        return ClusterSample(workers, view.wanted, view.autoscaler, view.rollout)

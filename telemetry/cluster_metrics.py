@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from protocol.cluster_view import AutoscalerState, WorkerState
+from protocol.cluster_view import AutoscalerState, RolloutPhase, RolloutState, WorkerState
 from protocol.messages import LoadReport, Role
 
 
@@ -29,6 +29,7 @@ class WorkerSample:
     report: LoadReport | None
     leaves: bool = False
     """Whether its node will go."""
+    revision: int = 1
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class ClusterSample:
     wanted: Mapping[Role, int] = field(default_factory=dict)
     """How many workers of each role there should be."""
     autoscaler: AutoscalerState | None = None
+    rollout: RolloutState | None = None
 
 
 ClusterSource = Callable[[], ClusterSample]
@@ -57,6 +59,8 @@ class ClusterCollector(Collector):
         yield from self._pools(cluster)
         if cluster.autoscaler is not None:
             yield from self._autoscaler(cluster.autoscaler)
+        if cluster.rollout is not None:
+            yield from self._rollout(cluster.rollout, cluster.workers)
         labels = ("model_name", "worker", "role")
         reports = [(self._of(sample), sample.report) for sample in cluster.workers if sample.report is not None]
         for name, text, value in _GAUGES:
@@ -94,6 +98,23 @@ class ClusterCollector(Collector):
         paused.add_metric((self._model_name,), float(state.paused is not None))
         return iter((decisions, paused))
 
+    def _rollout(self, state: RolloutState, workers: Sequence[WorkerSample]) -> Iterator[Metric]:
+        share = GaugeMetricFamily(
+            "tandem:rollout_share", "Share of new requests that go to workers of a new configuration.", labels=("model_name",)
+        )
+        share.add_metric((self._model_name,), state.share)
+        yield share
+        phase = GaugeMetricFamily("tandem:rollout_phase", "1 for where the latest rollout is.", labels=("model_name", "phase"))
+        for each in RolloutPhase:
+            phase.add_metric((self._model_name, each.value), float(each is state.phase))
+        yield phase
+        there = GaugeMetricFamily(
+            "tandem:rollout_workers", "Number of workers, by the revision of their configuration.", labels=_OF_REVISIONS
+        )
+        for (role, revision), number in sorted(Counter((each.role.value, str(each.revision)) for each in workers).items()):
+            there.add_metric((self._model_name, role, revision), number)
+        yield there
+
     def _pools(self, cluster: ClusterSample) -> Iterator[Metric]:
         wanted = GaugeMetricFamily(
             "tandem:workers_wanted", "Number of workers that there should be.", labels=("model_name", "role")
@@ -113,6 +134,8 @@ class ClusterCollector(Collector):
         yield there
         yield leaving
 
+
+_OF_REVISIONS = ("model_name", "role", "revision")
 
 _Reports = Sequence[tuple[tuple[str, ...], LoadReport]]
 """The labels of each worker, and its latest report."""

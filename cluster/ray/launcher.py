@@ -60,7 +60,8 @@ class RayLauncher:
         """`memory` is what a worker of each role takes. With `may_grow`, nodes may be added to the Ray cluster."""
         self._config = config
         self._secret = secret
-        self._memory = memory
+        self.memory = memory
+        """What a worker of each role takes."""
         self._may_grow = may_grow
         self._groups: dict[str, PlacementGroup] = {}
         self._epochs: dict[str, int] = {}
@@ -71,9 +72,9 @@ class RayLauncher:
         self._spare: asyncio.Task[NamedActor] | None = None
         self._next_spare: asyncio.TimerHandle | None = None
 
-    def process(self, role: Role, worker_id: str, epoch: int) -> Process:
+    def process(self, role: Role, worker_id: str, epoch: int, config: ClusterConfig) -> Process:
         """Return a process that begins with its `start` or `resume`. The call itself starts nothing."""
-        return RayProcess(self, role, worker_id, epoch)
+        return RayProcess(self, role, worker_id, epoch, config)
 
     async def take_up(self, lives: Mapping[WorkerLife, Sequence[str]], worker_ids: Sequence[str]) -> None:
         """Take over from a former launcher: keep these lives and the resources of these workers, and remove all else."""
@@ -97,10 +98,10 @@ class RayLauncher:
                 first, actors = 1, [spare.result()]
         return actors + await asyncio.to_thread(self._create_in_group, role, worker_id, epoch, first)
 
-    async def start_arguments(self, role: Role) -> tuple[ClusterConfig, bytes, int]:
+    async def start_arguments(self, role: Role, config: ClusterConfig) -> tuple[ClusterConfig, bytes, int]:
         """Return what a process needs to know to become a rank of a worker of this role."""
         nodes = await asyncio.to_thread(node_resources)
-        return self._config, self._secret, threads_per_rank(self._config, role, nodes)
+        return config, self._secret, threads_per_rank(config, role, nodes)
 
     def changed(self) -> None:
         """Note that a worker has come or gone. The next spare process waits until the present workers have settled."""
@@ -133,7 +134,7 @@ class RayLauncher:
 
     async def room(self) -> Room:
         """Return what the nodes have for workers now."""
-        return Room(self._config, self._memory, await asyncio.to_thread(node_resources), may_grow=self._may_grow)
+        return Room(self._config, self.memory, await asyncio.to_thread(node_resources), may_grow=self._may_grow)
 
     async def why_not_started(self, role: Role) -> str:
         """Say in words for people what keeps a worker of this role from starting."""
@@ -201,11 +202,12 @@ class RayLauncher:
 class RayProcess:
     """A `cluster.launcher.Process` of Ray actors, one for each rank of one life, from their creation to their end."""
 
-    def __init__(self, launcher: RayLauncher, role: Role, worker_id: str, epoch: int) -> None:
+    def __init__(self, launcher: RayLauncher, role: Role, worker_id: str, epoch: int, config: ClusterConfig) -> None:
         self._launcher = launcher
         self._role = role
         self._worker_id = worker_id
         self._epoch = epoch
+        self._config = config
         self._creation: asyncio.Task[list[NamedActor]] | None = None
         self._following: list[asyncio.Future[Any]] = []
         """The calls of `run` on the ranks other than the first."""
@@ -221,7 +223,7 @@ class RayProcess:
         self._creation = asyncio.get_running_loop().create_task(creation)
         await asyncio.shield(self._creation)
         first, *others = self._handles()
-        arguments = await self._launcher.start_arguments(self._role)
+        arguments = await self._launcher.start_arguments(self._role, self._config)
         following = await asyncio.gather(
             *(
                 answer(other.follow.remote(self._role, self._worker_id, rank, *arguments))

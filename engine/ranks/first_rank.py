@@ -22,6 +22,9 @@ from protocol.actor import Worker, WorkerActor
 from protocol.messages import WorkerRef
 from protocol.wire import WireServer
 
+_HASH_DIGITS = 16
+"""Of the hash of the weights, as routers and peers are told it. They mix up no two models of a cluster by it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FirstRank:
@@ -94,7 +97,9 @@ class FirstRankActor(WorkerActor):
             raise
         model = await asyncio.to_thread(resolve_for, self._config)
         server = WireServer(self._secret, self._host)
-        me = WorkerRef(self._worker_id, self._epoch, server.address, gang.size, arithmetic)
+        me = WorkerRef(
+            self._worker_id, self._epoch, server.address, gang.size, arithmetic, model.facts.model_hash[:_HASH_DIGITS]
+        )
         try:
             return self.worker(
                 FirstRank(

@@ -38,6 +38,7 @@ from router.dispatch.journal import Journal
 from router.dispatch.line import Place, WaitingLine
 from router.dispatch.links import WorkerLink
 from router.dispatch.reservation import Reservation, Room, reserve
+from router.dispatch.revisions.watch import RolloutWatch
 from router.dispatch.roster import Roster
 from router.dispatch.status import needed_roles
 from router.rules.caching.caches import CachedParts
@@ -48,7 +49,9 @@ from router.rules.line_rules import LEVELS_PER_QUEUE_TIME
 from router.rules.pair import Pair, PairSearch
 from router.rules.pair_request import Moment, PairRequest, PairTerms
 from router.rules.retry_policy import UnreachedPairs
+from router.rules.rollout.revisions import revisions_for
 from router.rules.worker_load import blocks_for
+from telemetry.logging import fields
 from telemetry.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -63,10 +66,12 @@ _IMPATIENCE = 0.25
 class Admission:
     """Finds a pair of workers for each request of one router, and lets requests wait while there is no room."""
 
-    def __init__(self, config: ClusterConfig, roster: Roster, metrics: Metrics) -> None:
+    def __init__(self, config: ClusterConfig, roster: Roster, metrics: Metrics, watch: RolloutWatch) -> None:
+        """`watch` hears of workers of a new configuration that refuse what they should not."""
         self._config = config
         self._roster = roster
         self._metrics = metrics
+        self._watch = watch
         self._costs = PrefillCosts()
         self._terms = PairTerms.of(config)
         self._not_lending = NotLending(time.monotonic)
@@ -94,7 +99,7 @@ class Admission:
                     self._roster.check_open()
                     seen = self._roster.changes
                     asked: list[WorkerLink] = []
-                    claim = await self._try(attempt_id, journal, cached, avoid, asked)
+                    claim = await self._try(attempt_id, journal, cached, avoid, asked, again=retried)
                     if claim is not None:
                         place.served = True
                         return claim
@@ -185,10 +190,41 @@ class Admission:
         cached: CachedParts | None,
         avoid: Container[str],
         asked: list[WorkerLink],
+        *,
+        again: bool,
     ) -> Claim | None:
-        """A claim if some pair has room now; decode workers are asked in turn, and added to `asked`."""
-        request, lease_s = self._pair_request(journal, cached, avoid), self._config.limits.lease_s
-        search = PairSearch(request, self._roster.prefills, self._roster.decodes, self._terms)
+        """A claim if some pair has room now; decode workers are asked in turn, and added to `asked`.
+
+        `again`: an earlier attempt has failed.
+        """
+        request, roster = self._pair_request(journal, cached, avoid), self._roster
+        ready = roster.revisions_with(Role.DECODE)
+        for revision in revisions_for(roster.view, journal.trace, again=again or journal.num_generated > 0, ready=ready):
+            fleet = roster.fleet(revision)
+            search = PairSearch(request, fleet.prefills, fleet.decodes, self._terms)
+            try:
+                claim = await self._try_fleet(attempt_id, journal, cached, search, request, asked)
+            except TandemError as error:
+                if revision == roster.view.revision:
+                    raise
+                self._watch.refused(revision)
+                log.warning("a new worker refuses: %s", error.message, extra=fields(trace=journal.trace.trace_id))
+                continue
+            if claim is not None:
+                return claim
+        return None
+
+    async def _try_fleet(
+        self,
+        attempt_id: str,
+        journal: Journal,
+        cached: CachedParts | None,
+        search: PairSearch,
+        request: PairRequest,
+        asked: list[WorkerLink],
+    ) -> Claim | None:
+        """A claim at the workers of one revision."""
+        lease_s = self._config.limits.lease_s
         while (question := search.next_decode(self._moment())) is not None:
             decode = self._roster.ready_decode(question.worker_id)
             assert decode is not None, "the search knows the workers that are ready"
@@ -256,7 +292,7 @@ class Admission:
         tenant = journal.scheduling_class.tenant
         prompt = PromptWork(computes, pair.num_missing, tenant, self._roster.note_change, ahead=pair.ahead)
         lender = None if pair.fetch_from is None else self._roster.ready_worker(pair.fetch_from)
-        if lender is not None and lender.ref.arithmetic != computes.ref.arithmetic:
+        if lender is not None and lender.ref.computation != computes.ref.computation:
             self._not_lending.note(lender.ref.worker_id, time.monotonic())
             lender = None
         fetch = None if lender is None else FetchFrom(lender.ref, pair.fetch_tokens)

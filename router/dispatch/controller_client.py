@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Mapping
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from protocol.cluster_view import ClusterView, RouterObservation
+from protocol.cluster_view import ClusterView, RolloutObservation, RolloutOrder, RouterObservation
 from protocol.errors import TandemError, UnavailableError
 from protocol.messages import Role
 
 log = logging.getLogger(__name__)
 
 _ORDER_DEADLINE_S = 10.0
+_T = TypeVar("_T")
 
 
 class ControllerClient(Protocol):
@@ -55,6 +56,24 @@ class ControllerClient(Protocol):
         """
         ...
 
+    async def roll_out(self, order: RolloutOrder) -> int:
+        """Ask that a new configuration is rolled out; returns its revision once that has begun.
+
+        Raises InvalidRequestError if it can't be, or another one is.
+        """
+        ...
+
+    async def abort_rollout(self) -> int:
+        """Ask for the workers' former configuration; returns the revision that is given up.
+
+        Raises InvalidRequestError if none is rolled out.
+        """
+        ...
+
+    async def observe_rollout(self, seen: RolloutObservation) -> None:
+        """Tell what this router sees of a rollout."""
+        ...
+
     async def note_open_requests(self, router_id: str, count: int) -> None:
         """Tell how many requests still run at this router; told again and again while the cluster ends."""
         ...
@@ -94,10 +113,24 @@ class ControllerOrders:
         """
         await self._obeyed(self._controller.autoscale(paused))
 
-    async def _obeyed(self, order: Awaitable[None]) -> None:
+    async def roll_out(self, order: RolloutOrder) -> int:
+        """Have the controller roll a new configuration out. Return its revision.
+
+        Raises what the controller answers, and UnavailableError if it is away.
+        """
+        return await self._obeyed(self._controller.roll_out(order))
+
+    async def abort_rollout(self) -> int:
+        """Have the controller roll the new configuration back. Return its revision.
+
+        Raises what the controller answers, and UnavailableError if it is away.
+        """
+        return await self._obeyed(self._controller.abort_rollout())
+
+    async def _obeyed(self, order: Awaitable[_T]) -> _T:
         try:
             async with asyncio.timeout(_ORDER_DEADLINE_S):
-                await order
+                return await order
         except TandemError:
             raise
         except Exception as error:

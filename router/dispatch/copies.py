@@ -118,10 +118,8 @@ class Copies:
             self._metrics.copied(outcome)
 
     def _other(self, running: Running, need_blocks: int) -> WorkerLink | None:
-        """The worker with the most room, other than the stream's own; one of another arithmetic would not cache the copy."""
-        own = running.claim.decode.ref
-        for worker_id in self._roster.decode_order(need_blocks, avoid=(own.worker_id,)):
-            link = self._roster.ready_decode(worker_id)
-            if link is not None and worker_id != own.worker_id and link.ref.arithmetic == own.arithmetic:
-                return link
-        return None
+        """The worker with the most room, other than the stream's own; one of another computation would not cache the copy."""
+        own = running.claim.decode
+        others = self._roster.successors(own, need_blocks, avoid=(own.ref.worker_id,))
+        alike = (link for link in others if link is not own and link.ref.computation == own.ref.computation)
+        return next(alike, None)

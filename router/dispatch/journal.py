@@ -64,10 +64,10 @@ class Journal:
     emitted: list[int] = field(default_factory=list)
     copy: KvCopy | None = None
     """The latest copy of its KV at another worker, which may have been evicted by now; None if there was none."""
-    arithmetic: str | None = None
-    """The name of the arithmetic of the worker that computed it last; None if none has yet, or another router saw to it."""
+    computation: str | None = None
+    """`WorkerRef.computation` of the worker that computed it last; None if none has yet, or another router saw to it."""
     exact: bool = True
-    """All of it was computed by one arithmetic, as far as is known."""
+    """All of it was computed by one arithmetic, with the same weights, as far as is known."""
 
     def record(self, tokens: Tokens) -> Tokens:
         """Note tokens *before* they leave the router: what is noted is never asked for again, so nothing is said twice."""
@@ -75,10 +75,10 @@ class Journal:
         assert len(self.emitted) <= self.sampling.max_tokens
         return tokens
 
-    def comes_to(self, arithmetic: str, way: Way) -> Reason | None:
-        """Note by which arithmetic the choice is computed from now on. If that makes it inexact, return why, the first time."""
-        reason = why_inexact(self.arithmetic, arithmetic, way) if self.exact else None
-        self.arithmetic = arithmetic
+    def comes_to(self, computation: str, way: Way) -> Reason | None:
+        """Note what computes the choice from now on. If that makes it inexact, return why, the first time."""
+        reason = why_inexact(self.computation, computation, way) if self.exact else None
+        self.computation = computation
         self.exact = self.exact and reason is None
         return reason
 

@@ -45,6 +45,7 @@ class WorkerLink:
         on_report: Callable[[], None],
         caches: Caches | None = None,
         role: Role = Role.DECODE,
+        revision: int = 1,
     ) -> None:
         """`on_load` is called when anything that is known of the worker's load changes, and when the link is lost;
         `on_report` when a report has arrived. `caches` follow what the worker tells of its prefix cache, unless nobody wants to
@@ -57,6 +58,8 @@ class WorkerLink:
         """Done, with the reason, when the link is lost."""
         self.role = role
         """What the worker is asked for now. The roster sets it."""
+        self.revision = revision
+        """Of the worker's configuration."""
         self.claims = Outstanding(on_change=on_load)
         """The tickets that this router has there, in KV blocks."""
         self.prompts = Outstanding(on_change=on_load)

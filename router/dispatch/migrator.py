@@ -14,7 +14,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from configs.schema import ClusterConfig
 from protocol.errors import OverloadedError, TandemError
@@ -108,18 +108,25 @@ class Migrator:
 
     def _target(self, running: Running, need_blocks: int) -> WorkerLink | None:
         """The worker that has a copy of the stream, or else the one with the most room; None if none has room."""
-        order, place = self._roster.decode_order(need_blocks), self._copies.place(running)
-        if place is not None and place.ref.worker_id in order:
-            return place
-        return self._roster.ready_decode(order[0]) if order else None
+        place, first = self._copies.place(running), None
+        for link in self._roster.successors(running.claim.decode, need_blocks):
+            if place is None or link is place:
+                return link
+            first = first or link
+        return first
 
     def _balance(self) -> None:
         if self._moves:
             return  # loads will differ when they are over
-        links = {link.ref.worker_id: link for link in self._roster.ready(Role.DECODE)}
-        loads = [link.load() for link in links.values()]
         candidates = self._candidates()
-        long = (running for running in candidates if running.journal.remaining_tokens >= _WORTH_TOKENS)
+        for fleet in self._roster.fleets().values():
+            self._balance_among(fleet.of(Role.DECODE).links, candidates)
+
+    def _balance_among(self, links: Mapping[str, WorkerLink], candidates: Sequence[Running]) -> None:
+        """Move streams between workers of one revision, if their loads differ."""
+        loads = [link.load() for link in links.values()]
+        here = (running for running in candidates if running.claim.decode.ref.worker_id in links)
+        long = (running for running in here if running.journal.remaining_tokens >= _WORTH_TOKENS)
         own = Counter(running.claim.decode.ref.worker_id for running in long)
         batch_size = self._config.decode.max_batch_size
         shift = evening(loads, own, batch_size) or rebalancing(loads, batch_size)
@@ -154,7 +161,7 @@ class Migrator:
         try:
             await running.claim.move(target, running.journal, need_blocks, self._config.limits.lease_s, gap)
             outcome, running.failures = "moved", 0
-            inexact = running.journal.comes_to(target.ref.arithmetic, "migration")
+            inexact = running.journal.comes_to(target.ref.computation, "migration")
             if inexact is not None:
                 self._metrics.inexact(inexact)
         except OverloadedError:

@@ -14,19 +14,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Container, Coroutine, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Coroutine, Iterator
+from dataclasses import dataclass
 
 from configs.schema import LimitsConfig
-from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState
+from protocol.cluster_view import ClusterView, RolloutPhase, WorkerInfo, WorkerState
 from protocol.errors import ProtocolError, UnavailableError, WorkerLostError
 from protocol.messages import Role, WorkerLife, WorkerRef
 from protocol.wire import WireClient
 from router.dispatch.controller_client import ControllerClient
 from router.dispatch.links import WorkerLink
+from router.dispatch.revisions.fleets import Fleet
 from router.rules.caching.caches import Caches
 from router.rules.pace import PaceMeter
-from router.rules.ranking import DecodeRanking, PrefillRanking
 from telemetry.logging import fields
 
 log = logging.getLogger(__name__)
@@ -45,6 +45,9 @@ class _Entry:
     task: asyncio.Task[None]
     link: WorkerLink | None = None
     retired: bool = False
+    revision: int = 1
+    problem: str | None = None
+    """Why there is no link; None if there is one, or none was tried."""
 
     @property
     def linked(self) -> WorkerLink | None:
@@ -52,30 +55,6 @@ class _Entry:
         if self.link is None or self.retired or self.state is not WorkerState.READY or self.link.gone.done():
             return None
         return self.link
-
-
-@dataclass
-class _Ready:
-    """The workers of one role that can start on a request now, with the sizes of their KV pools in blocks, if known."""
-
-    ranking: PrefillRanking | DecodeRanking
-    links: dict[str, WorkerLink] = field(default_factory=dict)
-    sizes: dict[str, int] = field(default_factory=dict)
-
-    def put(self, link: WorkerLink) -> None:
-        worker_id = link.ref.worker_id
-        self.links[worker_id] = link
-        self.ranking.put(link.load())
-        if link.report is not None:
-            self.sizes[worker_id] = link.report.total_blocks
-
-    def discard(self, link: WorkerLink | None) -> None:
-        """Forget this link, for its worker can't start on requests. A link to a later life of the same worker stays."""
-        if link is not None and self.links.get(link.ref.worker_id) is link:
-            worker_id = link.ref.worker_id
-            del self.links[worker_id]
-            self.sizes.pop(worker_id, None)
-            self.ranking.discard(worker_id)
 
 
 class Roster:
@@ -101,12 +80,13 @@ class Roster:
         self.pace = PaceMeter()
         """What steps and answers take at decode workers, if there are `caches`."""
         self._entries: dict[WorkerLife, _Entry] = {}
-        self.prefills, self.decodes = PrefillRanking(), DecodeRanking()
-        """The workers that are ready, in the order in which they should be chosen."""
-        self._ready = {Role.PREFILL: _Ready(self.prefills), Role.DECODE: _Ready(self.decodes)}
+        self._fleets: dict[int, Fleet] = {}
+        """The workers that are ready, by revision. Those without any are left out, but for the view's own."""
         self._changed = asyncio.Event()
         self.stopping = asyncio.Event()
         """Set while the cluster ends."""
+        self.rollout_runs = asyncio.Event()
+        """Set while a new configuration is rolled out."""
         self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -136,19 +116,43 @@ class Roster:
 
     def ready(self, role: Role) -> list[WorkerLink]:
         """Links to workers of this role that can start on a request now; a worker that is stuck in a step can't."""
-        return list(self._ready[role].links.values())
+        return [link for fleet in self._fleets.values() for link in fleet.of(role).links.values()]
 
-    def decode_order(self, need_blocks: int, avoid: Container[str] = ()) -> Sequence[str]:
-        """Ids of the ready decode workers that may have room, the one with the most first, those in `avoid` last."""
-        return self.decodes.order(need_blocks, avoid)
+    def fleet(self, revision: int) -> Fleet:
+        """The workers of one revision that can start on a request now."""
+        return self._fleets.get(revision) or Fleet()
+
+    def fleets(self) -> dict[int, Fleet]:
+        """The workers that can start on a request now, by revision."""
+        return self._fleets
+
+    def revisions_with(self, role: Role) -> frozenset[int]:
+        """The revisions of which a worker of this role is ready."""
+        return frozenset(revision for revision, fleet in self._fleets.items() if fleet.of(role).links)
+
+    def successors(self, link: WorkerLink, need_blocks: int, avoid: Container[str] = ()) -> Iterator[WorkerLink]:
+        """The ready decode workers that may have room for what a worker decodes, the one with the most first, those in `avoid`
+        last.
+
+        Those of its own revision come first, unless that is being replaced. Those of another one must compute the same.
+        """
+        rollout = self.view.rollout
+        replaced = rollout is not None and rollout.phase is RolloutPhase.REPLACING
+        preferred = rollout.revision if rollout is not None and replaced else link.revision
+        for revision, fleet in sorted(self._fleets.items(), key=lambda each: each[0] != preferred):
+            links = fleet.of(Role.DECODE).links
+            for worker_id in fleet.decodes.order(need_blocks, avoid):
+                found = links[worker_id]
+                if revision == link.revision or found.ref.computation == link.ref.computation:
+                    yield found
 
     def ready_prefill(self, worker_id: str) -> WorkerLink | None:
         """The link to this prefill worker, if it is still ready."""
-        return self._ready[Role.PREFILL].links.get(worker_id)
+        return self._ready_of(Role.PREFILL, worker_id)
 
     def ready_decode(self, worker_id: str) -> WorkerLink | None:
         """The link to this decode worker, if it is still ready."""
-        return self._ready[Role.DECODE].links.get(worker_id)
+        return self._ready_of(Role.DECODE, worker_id)
 
     def ready_worker(self, worker_id: str) -> WorkerLink | None:
         """The link to this worker of any role, if it is still ready."""
@@ -156,11 +160,12 @@ class Roster:
 
     def largest_pool(self, role: Role) -> int | None:
         """Size in blocks of the largest KV pool of the ready workers of this role; None if none of them has reported."""
-        return max(self._ready[role].sizes.values(), default=None)
+        sizes = (max(fleet.of(role).sizes.values(), default=None) for fleet in self._fleets.values())
+        return max((size for size in sizes if size is not None), default=None)
 
     def num_known(self, role: Role) -> int:
         """Number of ready workers of this role whose load is known."""
-        return len(self._ready[role].sizes)
+        return sum(len(fleet.of(role).sizes) for fleet in self._fleets.values())
 
     def to_empty(self) -> list[WorkerLink]:
         """Live links to workers whose streams are to go elsewhere: those that drain or went on standby, and those whose role is
@@ -176,6 +181,11 @@ class Roster:
         """The live link to this life of a worker, or None."""
         entry = self._entries.get(WorkerLife(info.worker_id, info.epoch))
         return entry.link if entry else None
+
+    def problem(self, info: WorkerInfo) -> str | None:
+        """Why there is no link to this life of a worker, as far as one was tried."""
+        entry = self._entries.get(WorkerLife(info.worker_id, info.epoch))
+        return None if entry is None else entry.problem
 
     def members(self) -> list[tuple[WorkerRef, WorkerLink | None]]:
         """Every life of a worker that may hold something, and the link to it if it is up."""
@@ -198,6 +208,10 @@ class Roster:
             self.stopping.set()
         else:
             self.stopping.clear()
+        if view.rollout is None or view.rollout.phase.is_over:
+            self.rollout_runs.clear()
+        else:
+            self.rollout_runs.set()
         listed = {info.worker_id: info for info in view.workers}
         for key, entry in list(self._entries.items()):
             info = listed.get(entry.ref.worker_id)
@@ -214,14 +228,15 @@ class Roster:
         for info in view.workers:
             if info.ref is not None and info.ref.life not in self._entries:
                 self._open(info.ref, info)
+        self._fleets = {each: fleet for each, fleet in self._fleets.items() if not fleet.is_empty}
         self.note_change()
 
     def _open(self, ref: WorkerRef, info: WorkerInfo) -> None:
-        self._entries[ref.life] = _Entry(ref, info.role, info.state, self._spawn(self._keep(ref)))
+        self._entries[ref.life] = _Entry(ref, info.role, info.state, self._spawn(self._keep(ref)), revision=info.revision)
 
     def _set_role(self, entry: _Entry, role: Role) -> None:
         if entry.role is not role:
-            self._ready[entry.role].discard(entry.link)
+            self.fleet(entry.revision).of(entry.role).discard(entry.link)
             entry.role = role
             if entry.link is not None:
                 entry.link.role = role
@@ -241,12 +256,14 @@ class Roster:
 
     def _rank(self, entry: _Entry) -> None:
         """Take over what has changed about a worker: its state, its link, its load."""
-        ready = self._ready[entry.role]
         link = entry.linked
         if link is not None and not link.wedged:
-            ready.put(link)
+            fleet = self._fleets.get(entry.revision)
+            if fleet is None:
+                fleet = self._fleets[entry.revision] = Fleet()
+            fleet.of(entry.role).put(link)
         else:
-            ready.discard(entry.link)
+            self.fleet(entry.revision).of(entry.role).discard(entry.link)
 
     async def _keep(self, ref: WorkerRef) -> None:
         """Hold a link to one life of a worker for as long as its entry stands."""
@@ -256,10 +273,11 @@ class Roster:
             try:
                 client = await WireClient.connect(ref.address, self._secret, self._limits.connect_s)
             except (WorkerLostError, ProtocolError) as error:
+                entry.problem = error.message
                 level = logging.WARNING if pause_s == _FIRST_PAUSE_S else logging.DEBUG
                 log.log(level, "no link: %s", error.message, extra=fields(worker=ref.worker_id, epoch=ref.epoch))
             else:
-                pause_s = _FIRST_PAUSE_S
+                pause_s, entry.problem = _FIRST_PAUSE_S, None
                 await self._hold(entry, client)
             if not entry.retired:
                 await asyncio.sleep(pause_s)
@@ -275,6 +293,7 @@ class Roster:
             on_report=lambda: self._reported(link),
             caches=self.caches,
             role=entry.role,
+            revision=entry.revision,
         )
         self._rank(entry)
         log.info("linked", extra=fields(worker=entry.ref.worker_id, epoch=entry.ref.epoch))
@@ -303,6 +322,10 @@ class Roster:
             pause_s = _FIRST_PAUSE_S
             if view.version != self.view.version:
                 self.update(view)
+
+    def _ready_of(self, role: Role, worker_id: str) -> WorkerLink | None:
+        found = (fleet.of(role).links.get(worker_id) for fleet in self._fleets.values())
+        return next((link for link in found if link is not None), None)
 
     def _reported(self, link: WorkerLink) -> None:
         if self.caches is not None and link.report is not None and link.role is Role.DECODE:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
 from configs.schema import ClusterConfig
-from protocol.cluster_view import AutoscalerState, ClusterView, WorkerInfo, WorkerState
+from protocol.cluster_view import AutoscalerState, ClusterView, RolloutState, WorkerInfo, WorkerState
 from protocol.messages import Role, TierReport
 from router.dispatch.links import WorkerLink
 from router.dispatch.roster import Roster
@@ -31,8 +32,11 @@ _REPORTED = (
 )
 
 
-def worker_status(info: WorkerInfo, link: WorkerLink | None, block_size: int) -> dict[str, Any]:
-    """One worker's row of `/admin/status`. Figures of its load report are null until it has sent one."""
+def worker_status(info: WorkerInfo, link: WorkerLink | None, problem: str | None, block_size: int) -> dict[str, Any]:
+    """One worker's row of `/admin/status`. `problem` is why there is no link, if one was tried.
+
+    Figures of its load report are null until it has sent one.
+    """
     report = link.report if link is not None else None
     row: dict[str, Any] = {
         "worker_id": info.worker_id,
@@ -51,6 +55,8 @@ def worker_status(info: WorkerInfo, link: WorkerLink | None, block_size: int) ->
         "start_delay_s": info.start_delay_s,
         "leaves_at": info.leaves_at,
         "linked": link is not None,
+        "link_error": problem,
+        "revision": info.revision,
         "busy": None if link is None else link.busy.share,
         "kv_usage": None if report is None else report.kv_usage,
         "cached_tokens": None if report is None else report.cached_blocks * block_size,
@@ -66,6 +72,19 @@ def autoscaler_status(state: AutoscalerState) -> dict[str, Any]:
         for each in reversed(state.decisions)
     ]
     return {"paused": state.paused, "problem": state.problem, "decisions": decisions}
+
+
+def rollout_status(state: RolloutState) -> dict[str, Any]:
+    """How the latest rollout of a configuration goes, or has ended."""
+    return {
+        "revision": state.revision,
+        "phase": state.phase.value,
+        "share": state.share,
+        "changes": list(state.changes),
+        "verdict": state.verdict,
+        "reason": state.reason,
+        "figures": {name: dataclasses.asdict(figures) for name, figures in state.figures.items()},
+    }
 
 
 def tier_status(tier: TierReport, block_size: int) -> dict[str, int]:

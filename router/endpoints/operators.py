@@ -14,12 +14,13 @@ from starlette.responses import JSONResponse, Response
 
 from configs.addresses import is_loopback
 from configs.schema import HttpConfig
+from protocol.cluster_view import RolloutOrder
 from protocol.errors import AuthenticationError, NotAllowedError
 from protocol.messages import Role
 from router.access.audit_trail import note_action
 from router.access.keyring import Keyring
 from router.access.peers import peer_of
-from router.api.tools.bodies import AutoscaleBody, CacheBody, DrainBody, FlipBody, ScaleBody
+from router.api.tools.bodies import AutoscaleBody, CacheBody, DrainBody, FlipBody, RolloutBody, ScaleBody
 from router.endpoints.reading import read_body
 from router.service import Router
 
@@ -66,7 +67,7 @@ def _probe(problem: str | None) -> Response:
 
 
 class OperatorEndpoints:
-    """GET /admin/status and /admin/audit, POST /admin/scale, /admin/autoscale, /admin/flip, /admin/drain and /admin/cache."""
+    """GET /admin/status and /admin/audit, and POST to change workers, their configuration, and what they have cached."""
 
     def __init__(self, router: Router, keyring: Keyring | None) -> None:
         """`keyring` is None on a cluster without API keys."""
@@ -124,6 +125,21 @@ class OperatorEndpoints:
         note_action(request.scope, "drain", worker=body.worker, restart=body.restart)
         await self._router.drain(body.worker, body.restart)
         return JSONResponse({"worker": body.worker, "restart": body.restart})
+
+    async def rollout(self, request: Request) -> Response:
+        """Roll another configuration out to the workers, or back."""
+        check_operator(self._router.config.http, request)
+        body, _ = await read_body(self._router, request, RolloutBody)
+        body.check_together()
+        if body.action == "abort":
+            note_action(request.scope, "rollout", do=body.action)
+            revision = await self._router.abort_rollout()
+        else:
+            assert body.config is not None, "it was checked"
+            note_action(request.scope, "rollout", do=body.action, keys=sorted(body.config), canary=body.canary)
+            order = RolloutOrder(body.config, body.canary, body.watch_s, body.min_requests)
+            revision = await self._router.roll_out(order)
+        return JSONResponse({"action": body.action, "revision": revision})
 
     async def cache(self, request: Request) -> Response:
         """Erase cached KV: a tenant's, or everybody's."""

@@ -16,7 +16,16 @@ from router.api.document import answer_schemas as answers
 from router.api.document import service_schemas as service
 from router.api.document.openapi import Access, Operation
 from router.api.responses.body import ResponsesBody
-from router.api.tools.bodies import AutoscaleBody, CacheBody, DetokenizeBody, DrainBody, FlipBody, ScaleBody, TokenizeBody
+from router.api.tools.bodies import (
+    AutoscaleBody,
+    CacheBody,
+    DetokenizeBody,
+    DrainBody,
+    FlipBody,
+    RolloutBody,
+    ScaleBody,
+    TokenizeBody,
+)
 from router.endpoints.generation import GenerationEndpoints
 from router.endpoints.metered import MeteredRouter
 from router.endpoints.model import ModelEndpoints
@@ -67,6 +76,7 @@ def endpoint_table(
     flip = Operation(_OPERATORS, service.Flipped, FlipBody, unavailable=answers.Refusal)
     autoscale = Operation(_OPERATORS, service.Autoscaled, AutoscaleBody, unavailable=answers.Refusal)
     cache = Operation(_OPERATORS, service.CacheReset, CacheBody, unavailable=answers.Refusal)
+    rollout = Operation(_OPERATORS, service.RolledOut, RolloutBody, unavailable=answers.Refusal)
     drain = Operation(_OPERATORS, service.Drained, DrainBody, unavailable=answers.Refusal)
 
     return [
@@ -87,5 +97,6 @@ def endpoint_table(
         Endpoint("POST", "/admin/flip", operators.flip, flip),
         Endpoint("POST", "/admin/autoscale", operators.autoscale, autoscale),
         Endpoint("POST", "/admin/drain", operators.drain, drain),
+        Endpoint("POST", "/admin/rollout", operators.rollout, rollout),
         Endpoint("POST", "/admin/cache", operators.cache, cache),
     ]

@@ -9,6 +9,7 @@ copied there (`router.dispatch.migrator`), which is not noticed here.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
@@ -19,6 +20,7 @@ from router.dispatch.links import WorkerLink
 from router.dispatch.migrator import Migrator
 from router.request.choices import SharedPrompt
 from router.rules.exactness import Way
+from router.rules.rollout.meter import Watched
 from telemetry.metrics import Metrics
 from telemetry.request_times import RequestTimes
 
@@ -36,8 +38,10 @@ class Attempt:
         migrator: Migrator,
         metrics: Metrics,
         cleared: Callable[[], None],
+        watched: Watched | None = None,
     ) -> None:
-        """`cleared` is called when a token was decoded. `prompt` is set if the choice shares its prompt with others."""
+        """`cleared` is called when a token was decoded. `prompt` is set if the choice shares its prompt with others, `watched`
+        while a new configuration is rolled out."""
         self.claim = claim
         self.journal = journal
         self.times = times
@@ -47,6 +51,7 @@ class Attempt:
         self._migrator = migrator
         self._metrics = metrics
         self._cleared = cleared
+        self._watched = watched
         self._held = ExitStack()
 
     def __enter__(self) -> Attempt:
@@ -64,6 +69,7 @@ class Attempt:
         first = await self.claim.first_token(self.journal)
         self.times.prefilled(first.prefilled.prefill_s, first.prefilled.brought.seconds)
         self._note_arithmetic(self.claim.computes, "resumption" if self.journal.num_generated else "prefill")
+        self._note_tokens(1)
         if first.finish_reason is not None:
             self.finished = True
             self.claim.finished()
@@ -89,6 +95,7 @@ class Attempt:
     async def next_tokens(self) -> Tokens:
         """Wait for what decode makes, and return all that is there. Raises UnavailableError if the attempt has failed."""
         tokens = self.journal.record(await self.claim.tokens())
+        self._note_tokens(len(tokens.token_ids))
         self._cleared()
         for arrival in tokens.arrivals:
             self.times.stepped(*arrival)
@@ -97,8 +104,17 @@ class Attempt:
             self.claim.answered(self.journal.num_generated)
         return tokens
 
+    def note_failure(self) -> None:
+        """Note that the attempt failed at its workers."""
+        if self._watched is not None:
+            self._watched.failed = True
+
+    def _note_tokens(self, num_tokens: int) -> None:
+        if self._watched is not None:
+            self._watched.tokens(num_tokens, time.monotonic())
+
     def _note_arithmetic(self, link: WorkerLink, way: Way) -> None:
-        reason = self.journal.comes_to(link.ref.arithmetic, way)
+        reason = self.journal.comes_to(link.ref.computation, way)
         if reason is not None:
             self._metrics.inexact(reason)
 

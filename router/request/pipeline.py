@@ -20,10 +20,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Container
 from contextlib import asynccontextmanager
 
 from configs.schema import LimitsConfig
-from protocol.errors import KvTransferError, OverloadedError, UnavailableError
+from protocol.errors import KvTransferError, OverloadedError, TandemError, UnavailableError
 from router.dispatch.admission import Admission
 from router.dispatch.journal import Journal, Tokens
 from router.dispatch.migrator import Migrator
+from router.dispatch.revisions.watch import RolloutWatch
 from router.request.attempt import Attempt
 from router.request.choices import SharedPrompt
 from router.request.suspect_queue import SuspectQueue
@@ -62,11 +63,15 @@ class _Attempts:
 class Pipeline:
     """Runs requests; holds nothing of any of them."""
 
-    def __init__(self, admission: Admission, migrator: Migrator, limits: LimitsConfig, metrics: Metrics) -> None:
+    def __init__(
+        self, admission: Admission, migrator: Migrator, limits: LimitsConfig, metrics: Metrics, watch: RolloutWatch
+    ) -> None:
+        """`watch` counts attempts while a new configuration is rolled out."""
         self._admission = admission
         self._migrator = migrator
         self._limits = limits
         self._metrics = metrics
+        self._watch = watch
         self._suspects = SuspectQueue()
         self._deaths = RecentDeaths()
 
@@ -78,8 +83,9 @@ class Pipeline:
         With other choices of the same `prompt`, all but the first wait until its KV is there, and go there.
 
         Closing the generator, or cancelling whoever waits in it, frees what the request holds in any phase. Raises a
-        worker's refusal as it is; OverloadedError and UnavailableError as `Admission.admit`; UnavailableError's kinds and
-        PoisonError after the last attempt, as `router.rules.retry_policy` has it.
+        worker's refusal as it is, unless its configuration is not taken yet; OverloadedError and UnavailableError as
+        `Admission.admit`; UnavailableError's kinds and PoisonError after the last attempt, as `router.rules.retry_policy` has
+        it.
         """
         times.prepared()
         follows = prompt is not None and journal.sampling.choice > 0
@@ -98,6 +104,12 @@ class Pipeline:
                     attempt.claim.refused()
                 except UnavailableError as error:
                     self._note_failure(error, attempt, attempts)
+                except TandemError as error:
+                    attempt.note_failure()
+                    if not self._watch.on_trial(attempt.claim):
+                        raise
+                    # Whatever a new configuration does to a request, those that are known have the last word.
+                    self._note_failure(UnavailableError(error.message), attempt, attempts)
 
     @asynccontextmanager
     async def _attempt(
@@ -109,6 +121,7 @@ class Pipeline:
             # A client that comes back to its stream has a first attempt like any other: it could bring many at once.
             retried = attempts.num_begun > 1
             claim = await self._admission.admit(attempt_id, journal, attempts.deadline, retried=retried, avoid=attempts.avoid)
+            watched = self._watch.begin(claim)
             with Attempt(
                 claim,
                 journal,
@@ -117,14 +130,19 @@ class Pipeline:
                 migrator=self._migrator,
                 metrics=self._metrics,
                 cleared=cleared,
+                watched=watched,
             ) as attempt:
                 times.admitted(claim.placed.reason)
-                yield attempt
+                try:
+                    yield attempt
+                finally:
+                    self._watch.over(watched, claim, ended=attempt.finished)
 
     def _note_failure(self, error: UnavailableError, attempt: Attempt, attempts: _Attempts) -> None:
         """Raises what ends the request, if it may not go on."""
         claim, journal, times = attempt.claim, attempt.journal, attempt.times
         times.lost()
+        attempt.note_failure()
         if isinstance(error, KvTransferError):
             self._metrics.kv_transfer_failures.inc()
         self._deaths.note(claim.deaths, time.monotonic())

@@ -1,4 +1,4 @@
-"""Whether a stream is still what workers of one arithmetic would have made of it.
+"""Whether a stream is still what workers of one computation (weights and arithmetic) would have made of it.
 
     prefill ──► handoff ──► migration or resumption, any number of times
 
@@ -20,8 +20,9 @@ Reason = Literal["mixed_kv", "resumed"]
 def why_inexact(before: str | None, now: str, way: Way) -> Reason | None:
     """Tell why a stream that comes to a worker ceases to be exact, or None if it does not.
 
-    `now` names the arithmetic of that worker, and `before` that of the worker which computed the stream before; None if there
-    was none, or if its name is not known. Where an arithmetic varies, tokens that are computed again may get other KV.
+    `now` names the computation of that worker (`WorkerRef.computation`), and `before` that of the worker which computed the
+    stream before; None if there was none, or if its name is not known. Where an arithmetic varies, tokens that are computed
+    again may get other KV.
     """
     differs = before is not None and before != now
     if way == "handoff":

@@ -20,13 +20,14 @@ from engine.ranks.tensor_parallel import ALONE, TensorParallel
 from engine.runner import Runner
 from kv_transfer.transports.loopback import LoopbackNetwork, LoopbackTransport
 from prefill_workers.worker import PrefillWorker
-from protocol.cluster_view import ClusterView, RouterObservation, WorkerInfo, WorkerState
+from protocol.cluster_view import ClusterView, RolloutObservation, RolloutOrder, RouterObservation, WorkerInfo, WorkerState
 from protocol.messages import Role, WorkerRef
 from protocol.sampling import SamplingParams, TokenLogprobs
 from protocol.wire import WireServer
 from router.dispatch.admission import Admission
 from router.dispatch.journal import Journal
 from router.dispatch.migrator import Migrator
+from router.dispatch.revisions.watch import RolloutWatch
 from router.dispatch.roster import Roster
 from router.request.pipeline import Pipeline
 from router.rules.caching.caches import Caches
@@ -92,6 +93,15 @@ class ScriptedController:
     async def drain(self, worker_id: str, restart: bool) -> None:
         raise AssertionError("nor drains but by `ManyDecodes.drain`")
 
+    async def roll_out(self, order: RolloutOrder) -> int:
+        raise NotImplementedError
+
+    async def abort_rollout(self) -> int:
+        raise NotImplementedError
+
+    async def observe_rollout(self, seen: RolloutObservation) -> None:
+        raise NotImplementedError
+
     async def observe(self, seen: RouterObservation) -> None:
         raise AssertionError("nothing sizes itself here")
 
@@ -134,7 +144,9 @@ class ManyDecodes:
         caches = Caches() if config.routing == "cache" else None
         self.roster = Roster(self.controller, SECRET, config.limits, self.metrics.workers_lost.inc, caches)
         self.migrator = Migrator(config, self.roster, self.metrics)
-        self._pipeline = Pipeline(Admission(config, self.roster, self.metrics), self.migrator, config.limits, self.metrics)
+        watch = RolloutWatch(self.controller, self.roster)
+        admission = Admission(config, self.roster, self.metrics, watch)
+        self._pipeline = Pipeline(admission, self.migrator, config.limits, self.metrics, watch)
         self.roster.start()
         self.migrator.start()
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from protocol.cluster_view import ClusterView, RouterObservation, WorkerInfo, WorkerState
+from protocol.cluster_view import ClusterView, RolloutObservation, RolloutOrder, RouterObservation, WorkerInfo, WorkerState
 from protocol.errors import TandemError
 from protocol.messages import Release, Role
 from router.dispatch.of_all import audit
@@ -37,6 +37,15 @@ class FixedController:
         raise AssertionError("nobody flips here")
 
     async def drain(self, worker_id: str, restart: bool) -> None:
+        raise NotImplementedError
+
+    async def roll_out(self, order: RolloutOrder) -> int:
+        raise NotImplementedError
+
+    async def abort_rollout(self) -> int:
+        raise NotImplementedError
+
+    async def observe_rollout(self, seen: RolloutObservation) -> None:
         raise NotImplementedError
 
     async def observe(self, seen: RouterObservation) -> None:

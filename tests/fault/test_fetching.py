@@ -129,13 +129,16 @@ def test_tenants_fetch_nothing_of_each_other(two_workers: Factory, reference: Re
     run(scenario())
 
 
-def test_workers_of_another_arithmetic_are_not_asked(two_workers: Factory, reference: Reference) -> None:
+@pytest.mark.parametrize("named", ["arithmetic", "weights"])
+def test_workers_that_compute_something_else_are_not_asked(two_workers: Factory, reference: Reference, named: str) -> None:
     async def scenario() -> None:
         async with two_workers(CONFIG) as workers:
             router = await workers.router()
             prompt = prompt_of(LENGTH)
             fetch = await only_decode_holds(workers, router, prompt)
-            other = dataclasses.replace(fetch, worker=dataclasses.replace(fetch.worker, arithmetic="another"))
+            changes: dict[str, Any] = {named: "another"}
+            replaced = dataclasses.replace(fetch.worker, **changes)
+            other = dataclasses.replace(fetch, worker=replaced)
             prefilled, tokens = await ask(workers, router, prompt, other)
             assert tokens == reference(prompt, 8)
             assert prefilled.brought.num_tokens == 0

@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 
 from kv_transfer.transports.loopback import Faults
-from protocol.cluster_view import ClusterView, RouterObservation, WorkerInfo, WorkerState
+from protocol.cluster_view import ClusterView, RolloutObservation, RolloutOrder, RouterObservation, WorkerInfo, WorkerState
 from protocol.messages import Role
 from router.dispatch.admission import Admission
 from router.dispatch.journal import Journal
 from router.dispatch.migrator import Migrator
+from router.dispatch.revisions.watch import RolloutWatch
 from router.dispatch.roster import Roster
 from router.request.pipeline import Pipeline
 from telemetry.cluster_metrics import ClusterSample
@@ -52,6 +53,15 @@ class FixedController:
     async def drain(self, worker_id: str, restart: bool) -> None:
         raise AssertionError("nobody scales here")
 
+    async def roll_out(self, order: RolloutOrder) -> int:
+        raise NotImplementedError
+
+    async def abort_rollout(self) -> int:
+        raise NotImplementedError
+
+    async def observe_rollout(self, seen: RolloutObservation) -> None:
+        raise NotImplementedError
+
     async def observe(self, seen: RouterObservation) -> None:
         raise AssertionError("nothing sizes itself here")
 
@@ -80,9 +90,10 @@ def test_damage_is_computed_again_and_counted(
     async def scenario() -> None:
         async with two_workers() as workers:
             metrics = Metrics("small", ClusterSample)
-            roster = Roster(FixedController(workers), SECRET, CONFIG.limits, metrics.workers_lost.inc)
-            migrator = Migrator(CONFIG, roster, metrics)
-            pipeline = Pipeline(Admission(CONFIG, roster, metrics), migrator, CONFIG.limits, metrics)
+            controller = FixedController(workers)
+            roster = Roster(controller, SECRET, CONFIG.limits, metrics.workers_lost.inc)
+            migrator, watch = Migrator(CONFIG, roster, metrics), RolloutWatch(controller, roster)
+            pipeline = Pipeline(Admission(CONFIG, roster, metrics, watch), migrator, CONFIG.limits, metrics, watch)
             roster.start()
             prompt = prompt_of(70)
             workers.network.faults = faults

@@ -12,6 +12,7 @@ from protocol.messages import PushCommit
 from router.dispatch.admission import Admission
 from router.dispatch.journal import Journal
 from router.dispatch.migrator import Migrator
+from router.dispatch.revisions.watch import RolloutWatch
 from router.dispatch.roster import Roster
 from router.request.pipeline import Pipeline
 from telemetry.cluster_metrics import ClusterSample
@@ -27,8 +28,10 @@ HELD_UP_S = 0.3
 async def answer(workers: object, num_tokens: int, faults: Faults | None = None) -> tuple[RequestTimes, float, float]:
     """The ledger of a whole answer, the wall time by this function's own clock, and the moment of its end."""
     metrics = Metrics("small", ClusterSample)
-    roster = Roster(FixedController(workers), SECRET, CONFIG.limits, metrics.workers_lost.inc)  # type: ignore[arg-type]
-    pipeline = Pipeline(Admission(CONFIG, roster, metrics), Migrator(CONFIG, roster, metrics), CONFIG.limits, metrics)
+    controller = FixedController(workers)  # type: ignore[arg-type]
+    roster = Roster(controller, SECRET, CONFIG.limits, metrics.workers_lost.inc)
+    migrator, watch = Migrator(CONFIG, roster, metrics), RolloutWatch(controller, roster)
+    pipeline = Pipeline(Admission(CONFIG, roster, metrics, watch), migrator, CONFIG.limits, metrics, watch)
     roster.start()
     if faults is not None:
         workers.network.faults = faults  # type: ignore[attr-defined]

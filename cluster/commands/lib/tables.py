@@ -28,6 +28,7 @@ _COLUMNS = {
     "restarts": "restarts",
 }
 """Headings short enough for 80 columns, and the fields of /admin/status below them."""
+_TIMES = {"ttft p50": "ttft_p50_s", "ttft p90": "ttft_p90_s", "tpot p50": "tpot_p50_s", "tpot p90": "tpot_p90_s"}
 _PIPE_WIDTH = 200
 
 
@@ -48,6 +49,10 @@ def print_status(answer: Mapping[str, Any]) -> None:
     for worker in answer["workers"]:
         if worker.get("last_error"):
             console.print(f"{worker['worker_id']}: {worker['last_error']}{_backoff(worker)}", markup=False, soft_wrap=True)
+        if worker.get("link_error"):
+            console.print(f"{worker['worker_id']}: no link: {worker['link_error']}", markup=False, soft_wrap=True)
+    for line in rollout_lines(answer.get("rollout")):
+        console.print(line, markup=False, soft_wrap=True)
     for line in autoscaler_lines(answer.get("autoscaler")):
         console.print(line, markup=False, soft_wrap=True)
     if (routers := answer.get("routers")) is not None:
@@ -79,6 +84,21 @@ def autoscaler_lines(state: Mapping[str, Any] | None) -> list[str]:
     if state["problem"]:
         lines.append(f"autoscaler: {state['problem']}")
     return lines + [f"latest: {each['reason']}" for each in state["decisions"][:1]]
+
+
+def rollout_lines(state: Mapping[str, Any] | None) -> list[str]:
+    """Return how the latest rollout of /admin/status goes or has ended, and how both kinds of workers do."""
+    if state is None:
+        return []
+    phase = state["phase"].replace("_", " ")
+    share = f", {state['share']:.0%} of new requests" if state["share"] else ""
+    what = ", ".join(state["changes"])
+    lines = [f"rollout of revision {state['revision']} ({what}): {phase}{share}; {state['reason'] or state['verdict']}"]
+    for name, each in sorted(state["figures"].items()):
+        times = (f"{label} {each[key] * 1e3:.0f} ms" for label, key in _TIMES.items() if each[key] is not None)
+        counts = [f"{each['requests']} requests", f"{each['failures']} failed"]
+        lines.append(f"{name} workers: {', '.join([*counts, *times])}")
+    return lines
 
 
 def _routers(routers: Mapping[str, Any]) -> str:

@@ -1,14 +1,16 @@
-"""`tandem rollout`: restarts all workers of a cluster, one after the other.
+"""`tandem rollout`: restarts all workers of a cluster, one after the other, or has them take another configuration.
 
     one worker more, if there is room ──► for each of the old ones: drained, restarted, ready again ──► the extra one drained
 
 That is done for one role, then for the other. Workers on standby are restarted at the end. An autoscaler keeps quiet meanwhile.
+With `--config`, the controller does all of it (`cluster.commands.workers.new_config`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -26,6 +28,7 @@ from cluster.commands.lib.waiting import (
     what_a_drain_lacks,
     what_a_role_lacks,
 )
+from cluster.commands.workers.new_config import abort, parse_share, try_config
 from protocol.errors import InvalidRequestError, UnavailableError
 from protocol.messages import Role
 
@@ -40,9 +43,25 @@ def rollout(
         float, typer.Option("--room", help="Seconds to wait for one worker more of each role; 0 does without.")
     ] = 120.0,
     wait_s: Annotated[float, typer.Option("--wait", help="Seconds that one worker may take to drain and to start.")] = 780.0,
+    config: Annotated[
+        Path | None, typer.Option(help="YAML file with what changes for workers: tried on some requests, then taken by all.")
+    ] = None,
+    canary: Annotated[str, typer.Option(help="With --config: the share of new requests that try it.")] = "10%",
+    watch_s: Annotated[float, typer.Option("--watch", help="With --config: seconds to compare it at least.")] = 300.0,
+    min_requests: Annotated[int, typer.Option(help="With --config: requests to compare at least, of either kind.")] = 20,
+    give_up: Annotated[bool, typer.Option("--abort", help="End the rollout of a configuration that is under way.")] = False,
 ) -> None:
-    """Restart all workers, one after the other, while requests run."""
-    roll_out(ApiClient(url, admin_key), room_s, wait_s)
+    """Restart all workers, one after the other, while requests run, or give them another configuration (--config).
+
+    A configuration that is worse on its share of the requests is rolled back by itself.
+    """
+    client = ApiClient(url, admin_key)
+    if give_up:
+        abort(client)
+    elif config is not None:
+        try_config(client, config, parse_share(canary), watch_s, min_requests)
+    else:
+        roll_out(client, room_s, wait_s)
 
 
 def roll_out(client: ApiClient, room_s: float, wait_s: float) -> None:

@@ -57,12 +57,13 @@ class PacedLauncher:
         """`memory` is what a worker of each role takes."""
         self._config = config
         self._secret = secret
-        self._memory = memory
+        self.memory = memory
+        """What a worker of each role takes."""
         self._hosts: dict[str, Host] = {}
 
-    def process(self, role: Role, worker_id: str, epoch: int) -> Process:
+    def process(self, role: Role, worker_id: str, epoch: int, config: ClusterConfig) -> Process:
         """Return a process that begins with its `start` or `resume`. The call itself starts nothing."""
-        return PacedProcess(self, role, WorkerLife(worker_id, epoch))
+        return PacedProcess(self, role, WorkerLife(worker_id, epoch), config)
 
     async def take_up(self, lives: Mapping[WorkerLife, Sequence[str]], worker_ids: Sequence[str]) -> None:
         """Take over from a former launcher: keep the hosts of these lives, and remove all else."""
@@ -96,10 +97,10 @@ class PacedLauncher:
         self._hosts[name].lives[life] = role
         return self._hosts[name]
 
-    async def start_in(self, host: Host, role: Role, life: WorkerLife) -> Started:
+    async def start_in(self, host: Host, role: Role, life: WorkerLife, config: ClusterConfig) -> Started:
         """Start a life in its host. Raises TandemError."""
         actor = await asyncio.shield(host.actor)
-        return cast(Started, await answer(actor.handle.start.remote(role, life, self._config, self._secret)))
+        return cast(Started, await answer(actor.handle.start.remote(role, life, config, self._secret)))
 
     async def end_in(self, host: Host, life: WorkerLife) -> None:
         """End a life in its host, and the host with its last one, or if it does not answer."""
@@ -130,7 +131,7 @@ class PacedLauncher:
 
     async def room(self) -> Room:
         """Return what the nodes have for workers now."""
-        return Room(self._config, self._memory, await asyncio.to_thread(node_resources), may_grow=False)
+        return Room(self._config, self.memory, await asyncio.to_thread(node_resources), may_grow=False)
 
     async def why_not_started(self, role: Role) -> str:
         """Say in words for people what keeps a worker of this role from starting."""
@@ -143,10 +144,11 @@ class PacedLauncher:
 class PacedProcess:
     """A `cluster.launcher.Process`: one life in a host."""
 
-    def __init__(self, launcher: PacedLauncher, role: Role, life: WorkerLife) -> None:
+    def __init__(self, launcher: PacedLauncher, role: Role, life: WorkerLife, config: ClusterConfig) -> None:
         self._launcher = launcher
         self._role = role
         self._life = life
+        self._config = config
         self._host: Host | None = None
         self._ending: asyncio.Future[None] | None = None
 
@@ -158,7 +160,7 @@ class PacedProcess:
     async def start(self) -> Started:
         """Start the worker in a host with room. Raises TandemError if it can't start."""
         self._host = self._launcher.host_for(self._role, self._life)
-        return await self._launcher.start_in(self._host, self._role, self._life)
+        return await self._launcher.start_in(self._host, self._role, self._life, self._config)
 
     async def resume(self, names: Sequence[str]) -> None:
         """Take up the life that a former supervisor has started in the host of this name. Takes the place of `start`."""

@@ -106,6 +106,8 @@ class WorkerRow(TypedDict):
     start_delay_s: Annotated[float, Field(ge=0)]
     leaves_at: float | None
     linked: bool
+    link_error: str | None
+    revision: Count
     busy: Annotated[float, Field(ge=0, le=1)] | None
     kv_usage: Annotated[float, Field(ge=0, le=1)] | None
     cached_tokens: Count | None
@@ -162,6 +164,39 @@ class Autoscaled(TypedDict):
 
 
 @exact
+class RevisionRow(TypedDict):
+    """How the workers of one revision have done since the canary began. Times are in seconds, null without a request."""
+
+    requests: Count
+    failures: Count
+    ttft_p50_s: float | None
+    ttft_p90_s: float | None
+    tpot_p50_s: float | None
+    tpot_p90_s: float | None
+
+
+@exact
+class RolloutStatus(TypedDict):
+    """How the latest rollout of a configuration goes, or has ended. `figures` has `current` and `new`, once there are some."""
+
+    revision: Count
+    phase: Literal["starting", "canary", "replacing", "done", "rolling_back", "rolled_back"]
+    share: Annotated[float, Field(ge=0, le=1)]
+    changes: list[str]
+    verdict: str
+    reason: str | None
+    figures: dict[str, RevisionRow]
+
+
+@exact
+class RolledOut(TypedDict):
+    """What was begun, and the revision of the new configuration."""
+
+    action: Literal["start", "abort"]
+    revision: Count
+
+
+@exact
 class Routers(TypedDict):
     """How many routers there should be, and how many serve. Where Ray Serve sizes them, `wanted` is null."""
 
@@ -180,11 +215,15 @@ class ApiKeys(TypedDict):
 
 @exact
 class Status(TypedDict):
-    """Without API keys, `api_keys` is null. Where pools do not size themselves, `autoscaler` is."""
+    """Without API keys, `api_keys` is null. Where pools do not size themselves, `autoscaler` is.
+
+    `rollout` is null until there was one.
+    """
 
     workers: list[WorkerRow]
     wanted: WantedSizes
     autoscaler: AutoscalerStatus | None
+    rollout: RolloutStatus | None
     routers: Routers
     api_keys: ApiKeys | None
 

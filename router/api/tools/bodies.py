@@ -1,8 +1,8 @@
-"""The bodies of the smaller endpoints: /tokenize, /detokenize, /admin/scale, /admin/drain and /admin/cache."""
+"""The bodies of the smaller endpoints: /tokenize, /detokenize, /admin/scale, /admin/rollout, /admin/drain and others."""
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -74,6 +74,25 @@ class AutoscaleBody(Body):
     """The body of POST /admin/autoscale: what the autoscaler is to do."""
 
     action: Literal["pause", "resume"] = Field(description="pause: leave all sizes; resume: decide again")
+
+
+class RolloutBody(Body):
+    """The body of POST /admin/rollout: a configuration that is to be tried and taken, or the end of such a trial."""
+
+    together: ClassVar[Together] = (either(given({"const": "abort"}, "action"), given({"type": "object"}, "config")),)
+
+    action: Literal["start", "abort"] = Field(description="start: roll `config` out; abort: roll it back")
+    config: dict[str, Any] | None = Field(
+        default=None, description="an object with those keys of the configuration that change, in their sections"
+    )
+    canary: float = Field(default=0.1, gt=0, le=0.5, description="a number above 0 and up to 0.5")
+    watch_s: float = Field(default=300.0, gt=0, le=86_400, description="a number of seconds above 0 and up to 86400")
+    min_requests: int = Field(default=20, ge=10, le=1_000_000, description="an integer from 10 to 1000000")
+
+    def check_together(self) -> None:
+        """Raise InvalidRequestError if nothing is said of the configuration that is to be rolled out."""
+        if self.action == "start" and self.config is None:
+            raise InvalidRequestError("say what changes: `config` is missing", param="config")
 
 
 class FlipBody(Body):

@@ -77,6 +77,7 @@ class ScriptedProcess:
 class ScriptedLauncher:
     def __init__(self) -> None:
         self.processes: dict[tuple[str, int], ScriptedProcess] = {}
+        self.configs: dict[tuple[str, int], ClusterConfig] = {}
         self.released: list[str] = []
         self.release_seen = asyncio.Event()
         self.left: set[WorkerLife] = set()
@@ -89,7 +90,8 @@ class ScriptedLauncher:
     def lives_of(self, worker_id: str) -> list[ScriptedProcess]:
         return [process for (name, _), process in self.processes.items() if name == worker_id]
 
-    def process(self, role: Role, worker_id: str, epoch: int) -> Process:
+    def process(self, role: Role, worker_id: str, epoch: int, config: ClusterConfig) -> Process:
+        self.configs[worker_id, epoch] = config
         process = self.processes[worker_id, epoch] = ScriptedProcess(self, role, worker_id, epoch)
         return process
 

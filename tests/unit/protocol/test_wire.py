@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 import zmq
 
+from protocol import wire
 from protocol.codec import MAX_MESSAGE_BYTES
 from protocol.errors import ProtocolError, WorkerLostError
 from protocol.messages import Ping, Release
@@ -200,5 +201,27 @@ def test_what_is_no_address_is_named(address: str) -> None:
             await WireClient.connect(address, SECRET, 5)
         assert refusal.value.param == "address"
         assert len(refusal.value.message) < 200
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("theirs", [b"tandem/9", b"tandem/11", b"tandem/1000"])
+def test_two_versions_refuse_each_other_by_name_at_both_ends(theirs: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    """A client of one version and a server of another, over a real socket. The process stands for both in turn."""
+
+    async def scenario() -> None:
+        async with serving() as server:
+            ours = wire.WIRE_VERSION
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(wire, "WIRE_VERSION", theirs)
+                connecting = asyncio.ensure_future(WireClient.connect(server.address, SECRET, 5))
+                await asyncio.sleep(0)  # the hello is on its way
+                patch.setattr(wire, "WIRE_VERSION", ours)
+                with pytest.raises(ProtocolError, match=f"another version: it speaks {ours.decode()}"):
+                    await connecting
+            assert f"it speaks {theirs.decode()}, and this process {ours.decode()}" in caplog.text
+            assert server.peers() == []
+            client = await WireClient.connect(server.address, SECRET, 5)
+            client.close()
 
     run(scenario)

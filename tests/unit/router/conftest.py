@@ -18,7 +18,15 @@ import uvicorn
 from configs.facts import Model
 from configs.models import resolve
 from configs.schema import ClusterConfig, ResumableConfig
-from protocol.cluster_view import ClusterView, RouterObservation, WorkerInfo, WorkerState
+from protocol.cluster_view import (
+    ClusterView,
+    RolloutObservation,
+    RolloutOrder,
+    RolloutState,
+    RouterObservation,
+    WorkerInfo,
+    WorkerState,
+)
 from protocol.messages import Role
 from router.access.meter import Meter
 from router.access.rates import RateStore
@@ -45,6 +53,10 @@ class ScriptedController:
         self.open_requests: dict[str, int] = {}
         self.observed: list[RouterObservation] = []
         self.autoscaled: list[str | None] = []
+        self.rollouts: list[RolloutOrder | None] = []
+        """None for an end."""
+        self.rollout_seen: list[RolloutObservation] = []
+        self.rollout: RolloutState | None = None
         self.away = False
         self._changed = asyncio.Event()
 
@@ -76,6 +88,21 @@ class ScriptedController:
     async def observe(self, seen: RouterObservation) -> None:
         self.observed.append(seen)
 
+    async def roll_out(self, order: RolloutOrder) -> int:
+        if self.away:
+            raise ConnectionError("the controller is gone")
+        self.rollouts.append(order)
+        return 2
+
+    async def abort_rollout(self) -> int:
+        if self.away:
+            raise ConnectionError("the controller is gone")
+        self.rollouts.append(None)
+        return 2
+
+    async def observe_rollout(self, seen: RolloutObservation) -> None:
+        self.rollout_seen.append(seen)
+
     async def autoscale(self, paused: str | None) -> None:
         if self.away:
             raise ConnectionError("the controller is gone")
@@ -85,7 +112,7 @@ class ScriptedController:
         self.open_requests[router_id] = count
 
     def show(self, *infos: WorkerInfo) -> None:
-        self.view = ClusterView(self.view.version + 1, infos)
+        self.view = ClusterView(self.view.version + 1, infos, rollout=self.rollout)
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -130,6 +157,8 @@ class Cluster:
     prefill: list[ScriptedPrefill] = field(default_factory=list)
     decode: list[ScriptedDecode] = field(default_factory=list)
     states: dict[str, WorkerState] = field(default_factory=dict)
+    revisions: dict[str, int] = field(default_factory=dict)
+    """Of workers that are not of the first one."""
 
     def add(
         self,
@@ -153,7 +182,18 @@ class Cluster:
         states = {worker: self.states.get(worker.ref.worker_id, WorkerState.READY) for worker in listed}
         self.controller.show(
             *(
-                WorkerInfo(w.ref.worker_id, w.role, w.ref.epoch, state, w.ref, (4711,), "node", w.ref.epoch - 1, None)
+                WorkerInfo(
+                    w.ref.worker_id,
+                    w.role,
+                    w.ref.epoch,
+                    state,
+                    w.ref,
+                    (4711,),
+                    "node",
+                    w.ref.epoch - 1,
+                    None,
+                    revision=self.revisions.get(w.ref.worker_id, 1),
+                )
                 for w, state in states.items()
             )
         )

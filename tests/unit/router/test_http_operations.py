@@ -210,7 +210,7 @@ def test_admin_key(run_cluster: Run, header: str | None) -> None:
     async def test(cluster: Any) -> None:
         headers = {} if header is None else {"authorization": header.encode()}
         asked = [("GET", "/admin/status"), ("GET", "/admin/audit"), ("POST", "/admin/scale"), ("POST", "/admin/drain")]
-        asked += [("POST", "/admin/cache"), ("POST", "/admin/flip"), ("POST", "/admin/autoscale")]
+        asked += [("POST", "/admin/cache"), ("POST", "/admin/flip"), ("POST", "/admin/autoscale"), ("POST", "/admin/rollout")]
         for method, path in asked:
             response = await cluster.http.request(method, path, headers=headers)
             assert response.status_code == 401

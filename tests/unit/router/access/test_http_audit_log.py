@@ -93,15 +93,19 @@ def test_what_operators_do_is_noted_also_where_it_fails(run_cluster: Run) -> Non
         async with client:
             assert (await client.post("/admin/scale", json={"decode": 2}, headers=key)).status_code == 200
             assert (await client.post("/admin/drain", json={"worker": "decode-1"}, headers=key)).status_code == 200
+            rollout = {"action": "start", "config": {"http": {"admin_key": "sesame"}, "dtype": "float32"}}
+            assert (await client.post("/admin/rollout", json=rollout, headers=key)).status_code == 200
             cluster.controller.away = True
             assert (await client.post("/admin/scale", json={"decode": 3}, headers=key)).status_code == 503
             assert (await client.post("/admin/scale", json={"decode": 4})).status_code == 401
             assert (await client.get("/admin/status", headers=key)).status_code == 200
         await queue.close()
+        assert store.lines[2]["keys"] == ["dtype", "http"], "their values may be secrets"
         kept = ("event", "who", "status", "decode", "worker", "restart")
         assert [tuple(line.get(name) for name in kept) for line in store.lines] == [
             ("scale", "operator", 200, 2, None, None),
             ("drain", "operator", 200, None, "decode-1", False),
+            ("rollout", "operator", 200, None, None, None),
             ("scale", "operator", 503, 3, None, None),
             ("refused", "unknown", 401, None, None, None),
         ]

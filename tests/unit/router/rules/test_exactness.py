@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from protocol.messages import WorkerRef
 from protocol.sampling import SamplingParams
 from router.dispatch.journal import Journal
 from router.rules.exactness import Reason, Way, why_inexact
@@ -52,3 +53,12 @@ def test_each_change_is_compared_with_the_one_before() -> None:
     ways: list[Way] = ["prefill", "handoff", "migration", "resumption", "handoff"]
     assert [stream.comes_to(ONE, way) for way in ways] == [None] * 5
     assert stream.comes_to(OTHER, "migration") == "resumed"
+
+
+@pytest.mark.parametrize(("way", "reason"), [("handoff", "mixed_kv"), ("migration", "resumed"), ("resumption", "resumed")])
+def test_the_same_arithmetic_with_other_weights_is_something_else(way: Way, reason: Reason) -> None:
+    one, other = (WorkerRef("worker-0", 1, "tcp://here:1", arithmetic=ONE, weights=weights) for weights in ("ab12", "cd34"))
+    assert why_inexact(one.computation, one.computation, way) is None
+    assert why_inexact(one.computation, other.computation, way) == reason
+    varying = WorkerRef("worker-0", 1, "tcp://here:1", arithmetic=VARYING, weights="ab12")
+    assert why_inexact(varying.computation, varying.computation, "resumption") == "resumed"

@@ -1,0 +1,67 @@
+"""`tandem rollout --config`: has a cluster try another configuration for its workers, and shows how that goes.
+
+The controller does it (`cluster.rollout.driver`). This only asks and looks on: it goes on when the command is interrupted.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from cluster.commands.lib.http_client import ApiClient
+from cluster.commands.lib.tables import rollout_lines
+from cluster.commands.lib.waiting import Lacking, Status, wait_for
+from configs.loader import read_values
+from protocol.errors import InvalidRequestError, UnavailableError
+
+_LONGEST_S = 7 * 86_400.0
+"""Seconds for which the command looks on. A cluster without requests has no verdict."""
+
+
+def parse_share(text: str) -> float:
+    """`10%` or `0.1` as a number. Raises InvalidRequestError for what is no share above 0 and up to a half."""
+    number = text.removesuffix("%")
+    try:
+        share = float(number) / (100.0 if number != text else 1.0)
+    except ValueError:
+        share = 0.0
+    if not 0.0 < share <= 0.5:
+        raise InvalidRequestError(f"{text}: write a share such as 10%, above 0 and up to 50%", param="canary")
+    return share
+
+
+def try_config(client: ApiClient, path: Path, canary: float, watch_s: float, min_requests: int) -> None:
+    """Have the cluster roll out the keys of a file, and look on until it is done.
+
+    Raises InvalidRequestError if it can't be rolled out, UnavailableError if it was rolled back.
+    """
+    body = {"action": "start", "config": read_values(path), "canary": canary, "watch_s": watch_s, "min_requests": min_requests}
+    revision = client.post("/admin/rollout", body)["revision"]
+    console = Console(stderr=True)
+    with console.status("rolling out") as progress:
+        wait_for(client, _what_lacks(revision), _LONGEST_S, progress.update)
+    state = client.get("/admin/status")["rollout"]
+    if state["phase"] != "done":
+        raise UnavailableError(f"rolled back: {state['reason']}")
+    for line in rollout_lines(state):
+        console.print(line, markup=False, highlight=False)
+
+
+def abort(client: ApiClient) -> None:
+    """Have the cluster roll back, and look on until it is done. Raises InvalidRequestError if nothing is rolled out."""
+    revision = client.post("/admin/rollout", {"action": "abort"})["revision"]
+    wait_for(client, _what_lacks(revision), _LONGEST_S)
+    Console(stderr=True).print("the workers have their former configuration", highlight=False)
+
+
+def _what_lacks(revision: int) -> Lacking:
+    """What the rollout of this revision does, as long as it is under way."""
+
+    def lacking(status: Status) -> str | None:
+        state = status["rollout"]
+        if state is None or state["revision"] < revision:
+            return "it begins"  # this router has not heard of it yet
+        return None if state["phase"] in ("done", "rolled_back") else rollout_lines(state)[0]
+
+    return lacking

@@ -1,0 +1,366 @@
+"""Whole rollouts over the real supervisor, with scripted processes and made-up observations of routers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from cluster.memory import WorkerMemory
+from cluster.ray.placement import Room
+from cluster.records import ClusterRecord
+from cluster.rollout.driver import Rollouts, Surroundings
+from cluster.supervisor import Supervisor
+from configs.schema import ClusterConfig, DecodeConfig, LimitsConfig, PrefillConfig
+from protocol.cluster_view import (
+    ClusterView,
+    RevisionCounts,
+    RolloutObservation,
+    RolloutOrder,
+    RolloutPhase,
+    RolloutState,
+    WorkerState,
+)
+from protocol.errors import ConfigError, InvalidRequestError
+from protocol.messages import Role, WorkerLife, WorkerRef
+from router.rules.rollout.duration_bins import binned
+from tests.unit.cluster.test_supervisor import ScriptedLauncher, ScriptedProcess, ScriptedRecords, seen
+
+KV_TOKENS = 32_768
+ORDER = RolloutOrder({"decode": {"kv_cache_tokens": KV_TOKENS}}, canary=0.2, watch_s=0.01, min_requests=20)
+MEMORY = dict.fromkeys(Role, WorkerMemory(kv_pool=10**9, weights=0, process=0))
+
+
+class Idle(ScriptedProcess):
+    """Has no work: a drain is done at once."""
+
+    async def drain(self) -> None:
+        return None
+
+
+class IdleLauncher(ScriptedLauncher):
+    def process(self, role: Role, worker_id: str, epoch: int, config: ClusterConfig) -> Idle:
+        self.configs[worker_id, epoch] = config
+        process = Idle(self, role, worker_id, epoch)
+        self.processes[worker_id, epoch] = process
+        return process
+
+    def new_lives(self) -> list[Idle]:
+        """Living processes with the new configuration."""
+        return [
+            process
+            for key, process in self.processes.items()
+            if self.configs[key].decode.kv_cache_tokens == KV_TOKENS and process.alive and isinstance(process, Idle)
+        ]
+
+
+@dataclass
+class Rig:
+    """A supervised cluster with rollouts. `cores` bound the workers, each of which reserves one."""
+
+    supervisor: Supervisor
+    launcher: IdleLauncher
+    rollouts: Rollouts
+    ended: list[RolloutPhase]
+
+    @property
+    def state(self) -> RolloutState:
+        state = self.supervisor.rollout
+        assert state is not None
+        return state
+
+    def observe(self, *, current: RevisionCounts, new: RevisionCounts, router_id: str = "one") -> None:
+        self.rollouts.observe(RolloutObservation(router_id, self.state.revision, current, new))
+
+    async def until(self, wanted: Callable[[ClusterView], bool]) -> ClusterView:
+        return await seen(self.supervisor, wanted)
+
+    async def phase(self, phase: RolloutPhase) -> ClusterView:
+        return await self.until(lambda view: view.rollout is not None and view.rollout.phase is phase)
+
+
+def settings(cores: int, prefill: int = 1, decode: int = 2) -> ClusterConfig:
+    resources = {"CPU": 1.0} if cores else {}
+    return ClusterConfig(
+        prefill=PrefillConfig(workers=prefill, resources=resources),
+        decode=DecodeConfig(workers=decode, resources=resources),
+        limits=LimitsConfig(drain_s=5),
+    )
+
+
+def rig(supervisor: Supervisor, launcher: IdleLauncher, config: ClusterConfig, cores: int, **around: Any) -> Rig:
+    ended: list[RolloutPhase] = []
+
+    async def room() -> Room:
+        return Room(config, MEMORY, [{"CPU": float(cores or 99), "memory": 1e12}], may_grow=False)
+
+    def check(current: ClusterConfig, new: ClusterConfig) -> Mapping[Role, WorkerMemory]:
+        return MEMORY
+
+    async def on_over() -> None:
+        assert supervisor.rollout is not None
+        ended.append(supervisor.rollout.phase)
+
+    values: dict[str, Any] = {"room": room, "expect": lambda memory: None, "memory": MEMORY, "check": check} | around
+    surroundings = Surroundings(**values)
+    return Rig(supervisor, launcher, Rollouts(supervisor, surroundings, on_over), ended)
+
+
+def rolled(scenario: Callable[[Rig], Coroutine[Any, Any, None]], cores: int = 0, decode: int = 2, **around: Any) -> None:
+    """Run a scenario on a cluster of one prefill worker and some decode workers, all ready."""
+
+    async def run() -> None:
+        launcher, config = IdleLauncher(), settings(cores, decode=decode)
+        supervisor = Supervisor(config, launcher, ScriptedRecords())
+        all_of_it = rig(supervisor, launcher, config, cores, **around)
+        async with asyncio.timeout(30):
+            await supervisor.start()
+            await supervisor.settle(5)
+            await scenario(all_of_it)
+            await all_of_it.rollouts.close()
+            await supervisor.close()
+        assert not any(process.alive for process in launcher.processes.values())
+
+    asyncio.run(run())
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.rollout.driver.LOOK_S", 0.005)
+    monkeypatch.setattr("cluster.rollout.driver._NOTE_S", 0.0)
+
+
+def counts(seconds: float, number: int = 30, failures: int = 0) -> RevisionCounts:
+    return RevisionCounts(requests=number + failures, failures=failures, first_tokens=binned([seconds] * number))
+
+
+def revisions(view: ClusterView) -> list[int]:
+    return sorted(info.revision for info in view.workers)
+
+
+@pytest.mark.parametrize("cores", [0, 5, 3])
+def test_a_good_configuration_is_taken_by_all(cores: int) -> None:
+    """With room for all of both, for the canary alone, and for no more than there are now: then the second decode worker goes
+    first. Three cores leave no room for a second prefill worker, so that the rollout ends."""
+
+    async def scenario(all_of_it: Rig) -> None:
+        all_of_it.rollouts.begin(ORDER)
+        if cores == 3:
+            view = await all_of_it.phase(RolloutPhase.ROLLED_BACK)
+            assert view.rollout is not None
+            assert "there is no room for a new worker beside the others: prefill" in (view.rollout.reason or "")
+            return
+        view = await all_of_it.phase(RolloutPhase.CANARY)
+        assert revisions(view) == [1, 1, 1, 2, 2]
+        assert view.rollout is not None
+        assert (view.revision, view.rollout.revision, view.rollout.share) == (1, 2, 0.2)
+        assert view.rollout.changes == (f"decode.kv_cache_tokens: 65536 -> {KV_TOKENS}",)
+        all_of_it.observe(current=counts(0.2), new=counts(0.2))
+        view = await all_of_it.phase(RolloutPhase.DONE)
+        assert (view.revision, revisions(view)) == (2, [2, 2, 2])
+        assert dict(view.wanted) == {Role.PREFILL: 1, Role.DECODE: 2}
+        assert {config.decode.kv_cache_tokens for config in [all_of_it.supervisor.pools.config]} == {KV_TOKENS}
+        assert len(all_of_it.launcher.new_lives()) == 3
+        all_of_it.launcher.new_lives()[0].die()
+        await all_of_it.until(lambda view: any(info.restarts for info in view.workers))
+        view = await all_of_it.until(lambda view: all(info.state is WorkerState.READY for info in view.workers))
+        assert revisions(view) == [2, 2, 2], "the next life has the same configuration"
+        assert all_of_it.ended == [RolloutPhase.DONE]
+
+    rolled(scenario, cores)
+
+
+def test_where_there_is_no_room_a_former_worker_makes_some() -> None:
+    async def scenario(all_of_it: Rig) -> None:
+        all_of_it.rollouts.begin(ORDER)
+        view = await all_of_it.phase(RolloutPhase.CANARY)
+        assert revisions(view) == [1, 1, 2, 2]
+        all_of_it.observe(current=counts(0.2), new=counts(0.2))
+        view = await all_of_it.phase(RolloutPhase.DONE)
+        assert revisions(view) == [2, 2, 2]
+
+    rolled(scenario, cores=4)
+
+
+@pytest.mark.parametrize(
+    ("new", "reason"),
+    [(counts(0.9), "time to the first token is longer"), (counts(0.2, failures=12), "12 of 42 requests failed")],
+)
+def test_a_worse_configuration_is_rolled_back(new: RevisionCounts, reason: str) -> None:
+    async def scenario(all_of_it: Rig) -> None:
+        all_of_it.rollouts.begin(ORDER)
+        await all_of_it.phase(RolloutPhase.CANARY)
+        all_of_it.observe(current=counts(0.2, number=200), new=new)
+        view = await all_of_it.until(lambda view: view.rollout is not None and view.rollout.reason is not None)
+        assert view.rollout is not None
+        assert view.rollout.share == 0.0
+        view = await all_of_it.phase(RolloutPhase.ROLLED_BACK)
+        assert view.rollout is not None
+        assert reason in (view.rollout.reason or "")
+        assert (view.revision, revisions(view)) == (1, [1, 1, 1])
+        assert all_of_it.launcher.new_lives() == []
+        assert all_of_it.rollouts.begin(ORDER) == 3, "no number is used twice"
+
+    rolled(scenario)
+
+
+def test_a_worker_that_cannot_start_rolls_back_with_its_error() -> None:
+    async def scenario(all_of_it: Rig) -> None:
+        async def refuse(ref: WorkerRef) -> None:
+            if all_of_it.launcher.configs[ref.worker_id, ref.epoch].decode.kv_cache_tokens == KV_TOKENS:
+                raise ConfigError("the model does not fit", param="model")
+
+        all_of_it.launcher.on_start = refuse
+        all_of_it.rollouts.begin(ORDER)
+        view = await all_of_it.phase(RolloutPhase.ROLLED_BACK)
+        assert view.rollout is not None
+        assert view.rollout.reason == "new workers end: the model does not fit"
+        assert revisions(view) == [1, 1, 1]
+
+    rolled(scenario)
+
+
+def test_a_model_that_routers_would_have_to_know_is_refused_before_anything_starts() -> None:
+    def check(current: ClusterConfig, new: ClusterConfig) -> Mapping[Role, WorkerMemory]:
+        raise ConfigError("model: its vocab_size differs", param="model")
+
+    async def scenario(all_of_it: Rig) -> None:
+        all_of_it.rollouts.begin(ORDER)
+        view = await all_of_it.phase(RolloutPhase.ROLLED_BACK)
+        assert view.rollout is not None
+        assert view.rollout.reason == "model: its vocab_size differs"
+        assert len(all_of_it.launcher.processes) == 3
+
+    rolled(scenario, check=check)
+
+
+def test_one_death_is_an_accident_and_two_are_none() -> None:
+    async def scenario(all_of_it: Rig) -> None:
+        all_of_it.rollouts.begin(ORDER)
+        await all_of_it.phase(RolloutPhase.CANARY)
+        all_of_it.launcher.new_lives()[0].die()
+        await all_of_it.until(lambda view: any(info.revision == 2 and info.restarts for info in view.workers))
+        await all_of_it.until(lambda view: all(info.state is WorkerState.READY for info in view.workers))
+        assert all_of_it.state.phase is RolloutPhase.CANARY
+        all_of_it.launcher.new_lives()[-1].die()
+        view = await all_of_it.phase(RolloutPhase.ROLLED_BACK)
+        assert view.rollout is not None
+        assert view.rollout.reason == "new workers end: killed by signal 9"
+
+    rolled(scenario)
+
+
+def test_failures_while_workers_are_replaced_bring_the_former_ones_back() -> None:
+    async def scenario(all_of_it: Rig) -> None:
+        all_of_it.rollouts.begin(ORDER)
+        await all_of_it.phase(RolloutPhase.CANARY)
+        all_of_it.observe(current=counts(0.2), new=counts(0.2))
+        await all_of_it.until(lambda view: revisions(view).count(1) == 4)
+        all_of_it.observe(current=counts(0.2, number=200), new=counts(0.2, failures=12))
+        view = await all_of_it.phase(RolloutPhase.ROLLED_BACK)
+        assert revisions(view) == [1] * 6
+        assert dict(view.wanted) == {Role.PREFILL: 1, Role.DECODE: 5}
+
+    rolled(scenario, decode=5)
+
+
+def test_an_operator_ends_it_at_any_moment() -> None:
+    async def scenario(all_of_it: Rig) -> None:
+        with pytest.raises(InvalidRequestError, match="no rollout is under way"):
+            all_of_it.rollouts.abort()
+        all_of_it.rollouts.begin(ORDER)
+        with pytest.raises(InvalidRequestError, match="--abort"):
+            all_of_it.rollouts.begin(ORDER)
+        with pytest.raises(InvalidRequestError, match="--abort"):
+            all_of_it.rollouts.check_none()
+        assert all_of_it.rollouts.abort() == 2
+        view = await all_of_it.phase(RolloutPhase.ROLLED_BACK)
+        assert view.rollout is not None
+        assert view.rollout.reason == "an operator has ended it"
+        all_of_it.rollouts.check_none()
+
+    rolled(scenario)
+
+
+def test_what_cannot_be_rolled_out_changes_nothing() -> None:
+    async def scenario(all_of_it: Rig) -> None:
+        before = all_of_it.supervisor.view()
+        for changes, named in (
+            ({"http": {"port": 9000}}, "http.port"),
+            ({"decode": {"workers": 3}}, "decode.workers"),
+            ({"decode": {"kv_cache_tokens": 65_536}}, "the one that the workers have"),
+            ({"decode": {"kv_tokens": 1}}, "decode.kv_tokens: unknown key"),
+        ):
+            with pytest.raises(InvalidRequestError, match=named):
+                all_of_it.rollouts.begin(RolloutOrder(changes, 0.1, 1.0, 20))
+        assert all_of_it.supervisor.view() == before
+
+    rolled(scenario)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_new_controller_rolls_back_what_is_half_done_and_ends_what_is_all_but_done(replaced: bool) -> None:
+    """Of the record of each moment of a rollout, as a controller would find it that comes after a death."""
+
+    async def scenario() -> None:
+        config, records = settings(0), AllRecords()
+        launcher = IdleLauncher()
+        supervisor = Supervisor(config, launcher, records)
+        first = rig(supervisor, launcher, config, 0)
+        await supervisor.start()
+        await supervisor.settle(5)
+        first.rollouts.begin(ORDER)
+        await first.phase(RolloutPhase.CANARY)
+        first.observe(current=counts(0.2), new=counts(0.2))
+        await first.phase(RolloutPhase.DONE)
+        await first.rollouts.close()
+        await supervisor.close()
+        under_way = [
+            record
+            for record in records.all
+            if record.rollout is not None
+            and not record.rollout.phase.is_over
+            and replaced == (not any(pool.desired for pool in record.pools.values()))
+        ]
+        assert under_way
+        for record in under_way:
+            await taken_up(config, record, RolloutPhase.DONE if replaced else RolloutPhase.ROLLED_BACK)
+
+    async def taken_up(config: ClusterConfig, record: ClusterRecord, end: RolloutPhase) -> None:
+        launcher = IdleLauncher()
+        launcher.left = {WorkerLife(*life) for life, _ in record.processes}
+        supervisor = Supervisor(config, launcher, AllRecords(record))
+        second = rig(supervisor, launcher, config, 0)
+        assert await supervisor.start()
+        second.rollouts.resume()
+        view = await second.phase(end)
+        assert set(revisions(view)) == ({2} if end is RolloutPhase.DONE else {1})
+        assert dict(view.wanted) == {Role.PREFILL: 1, Role.DECODE: 2}
+        await second.rollouts.close()
+        await supervisor.close()
+
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await scenario()
+
+    asyncio.run(bounded())
+
+
+class AllRecords(ScriptedRecords):
+    """Remembers every record that was saved, each as JSON brings it back."""
+
+    def __init__(self, record: ClusterRecord | None = None) -> None:
+        super().__init__()
+        self.record = record
+        self.all: list[ClusterRecord] = []
+
+    async def save(self, record: ClusterRecord) -> None:
+        from pydantic import TypeAdapter
+
+        adapter = TypeAdapter(ClusterRecord)
+        await super().save(adapter.validate_json(adapter.dump_json(record)))
+        assert self.record == record
+        self.all.append(record)
