@@ -22,7 +22,7 @@ _MONTH = r"[0-9]{4}-(0[1-9]|1[0-2])"
 
 def usage(
     log: Annotated[
-        Path | None, typer.Argument(metavar="[FILE]", help="The usage log; otherwise the one that --config names.")
+        Path | None, typer.Argument(metavar="FILE", help="The usage log; otherwise the one that --config names.")
     ] = None,
     tenant: Annotated[str | None, typer.Option(help="This tenant alone.")] = None,
     key: Annotated[str | None, typer.Option(metavar="ID", help="This key alone, as `tandem keys list` shows it.")] = None,

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from pydantic_core import from_json  # a third of the time that json takes, for logs of millions of lines
+
 Outcome = Literal["done", "cancelled", "failed"]
 """done: the answer came to its end. cancelled: the client left before. failed: it got an error, whose code is in the line."""
 
@@ -121,7 +123,7 @@ class UsageEvent:
 def parse_line(line: bytes) -> Used | None:
     """Return what a line of the log says; None for a line that is none of ours, such as what a crash of the machine left."""
     try:
-        found = json.loads(line)
+        found = from_json(line)
         life, dash, number = found["id"].rpartition("-")
         used = Used(
             life,

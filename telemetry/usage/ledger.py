@@ -12,12 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from telemetry.metrics import MOST_TENANTS, OTHERS
 from telemetry.usage.event import Used
 
-MOST_TENANTS = 100
-"""Tenants of one model that have sums of their own. Those of the router's metrics are as many."""
-OTHERS = "(others)"
-"""Stands for all further tenants. No tenant's name has parentheses."""
 _MOST_MONTHS = 3
 """The running one, the one before, and one for a clock that is wrong."""
 _MOST_LIVES = 4096

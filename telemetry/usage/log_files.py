@@ -194,7 +194,9 @@ def _locked(path: Path, patience_s: float) -> int:
         except BlockingIOError:
             if time.monotonic() >= deadline:
                 os.close(lock)
-                raise ConfigError(f"{path}: another cluster writes this usage log", param=PARAM) from None
+                raise ConfigError(
+                    f"{path}: another cluster writes this usage log; `tandem stop` ends one that was left", param=PARAM
+                ) from None
             time.sleep(_AGAIN_S)  # the kernel tells nobody when a lock is free
         else:
             return lock

@@ -36,6 +36,8 @@ from protocol.wire import WIRE_VERSION
 from router.app import create_app
 from telemetry.cluster_metrics import ClusterCollector, ClusterSample
 from telemetry.metrics import Metrics
+from telemetry.usage.ledger import UsageLedger
+from telemetry.usage.totals import TOTALS, KafkaState, UsageTotals, write_totals
 
 FOLDER = Path(__file__).with_name("snapshots")
 RENEW = "TANDEM_RENEW_SNAPSHOTS"
@@ -79,10 +81,12 @@ def _output(*arguments: str) -> str:
 
 def metrics(tmp_path: Path) -> str:
     """Every family that `/metrics` can show: the name of its samples, type, labels, help and buckets."""
+    write_totals(tmp_path / TOTALS, UsageLedger(), KafkaState(0, 0, 0, 0))
     shown = []
     for collector in (
         *Metrics("smollm2", ClusterSample).registry._collector_to_names,
         ClusterCollector("smollm2", ClusterSample()),
+        UsageTotals(tmp_path / TOTALS),
     ):
         for family in collector.collect():
             # The families of workers come from a collector of their own, and have the labels; the others are the collector.

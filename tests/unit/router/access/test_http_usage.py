@@ -81,6 +81,16 @@ def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
+async def acknowledged(cluster: Any) -> None:
+    """Wait until the router has heard that all of its events are in the log."""
+    async with asyncio.timeout(20):
+        while (
+            'tandem:usage_events_waiting{model_name="smollm2",router="router-0"} 0.0'
+            not in (await cluster.http.get("/metrics")).text
+        ):
+            pass
+
+
 LOG = {"usage_log": "/nowhere/usage.jsonl"}
 """The configuration says that there is one, so budgets may be set; the test has the store."""
 
@@ -233,8 +243,7 @@ def test_a_used_up_budget_of_a_key(run_cluster: Run, path: Path, store: BookStor
         store.away = False
         for known in (False, True):
             if known:
-                await store.until(2)
-                await asyncio.sleep(0.2)
+                await acknowledged(cluster)
             refused = await cluster.complete(**body)
             assert refused.status_code == 429
             error = refused.json()["error"]
@@ -252,7 +261,8 @@ def test_a_used_up_budget_of_a_key(run_cluster: Run, path: Path, store: BookStor
         async def note(request: httpx.Request) -> None:
             sent.append(request)
 
-        async with httpx.AsyncClient(event_hooks={"request": [note]}) as http_client:
+        http_client: Any = httpx.AsyncClient(event_hooks={"request": [note]})
+        async with http_client:
             client = openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key=key, http_client=http_client)
             with pytest.raises(openai.RateLimitError) as raised:
                 await client.completions.create(model="smollm2", prompt="a")

@@ -8,8 +8,9 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
+from telemetry.metrics import MOST_TENANTS, OTHERS
 from telemetry.usage.event import Used
-from telemetry.usage.ledger import MOST_TENANTS, OTHERS, MonthNews, UsageLedger
+from telemetry.usage.ledger import MonthNews, UsageLedger
 from tests.unit.telemetry.usage.events import event
 
 USED = st.lists(
