@@ -27,6 +27,7 @@ BUILD_S = 1200.0
 GONE_S = 60.0
 _OF_APT = ("etc/apt/sources.list", "etc/apt/sources.list.d", "etc/apt/apt.conf.d")
 _OF_CERTIFICATES = ("etc/ssl/certs", "usr/share/ca-certificates", "usr/local/share/ca-certificates")
+_WHERE_PACKAGES_ARE = ("cert", "default-timeout", "extra-index-url", "find-links", "index-url", "no-index", "trusted-host")
 
 
 def missing_tools() -> list[str]:
@@ -49,6 +50,7 @@ class Images:
         """Make the image that the Dockerfile begins with: Debian's smallest, with where this machine gets packages from."""
         root = self.folder / "base"
         said(["debootstrap", "--variant=minbase", SUITE, str(root), mirror()], BUILD_S)
+        (root / "etc" / "apt" / "sources.list").unlink()
         for name in (*_OF_APT, *_OF_CERTIFICATES):
             copy(Path("/") / name, root / name)
         (root / "etc" / "pip.conf").write_text(pip_settings())
@@ -88,10 +90,11 @@ def mirror() -> str:
 
 def pip_settings() -> str:
     """Where pip on this machine gets packages, as one file: from its files and from the environment."""
-    found = re.findall(
-        r"^(?:global|:env:)\.([a-z-]+)='(.*)'$", said([sys.executable, "-m", "pip", "config", "list"], 60), re.MULTILINE
-    )
-    lines = (f"{name} = {value.encode().decode('unicode_escape')}".replace("\n", "\n    ") for name, value in found)
+    listed = said([sys.executable, "-m", "pip", "config", "list"], 60)
+    found = re.findall(r"^(?:global|:env:)\.([a-z-]+)='(.*)'$", listed, re.MULTILINE)
+    # What is in the environment comes last, and counts.
+    settings = {name: value.encode().decode("unicode_escape") for name, value in found if name in _WHERE_PACKAGES_ARE}
+    lines = (f"{name} = {value}".replace("\n", "\n    ") for name, value in settings.items())
     return "\n".join(["[global]", *lines, ""])
 
 
@@ -157,7 +160,7 @@ def start(root: Path, folder: Path, process: Mapping[str, Any], mounts: Sequence
     `process` is as in the OCI's specification: `args`, `env`, `user`, `cwd`. `folder` gets what the container needs outside.
     """
     folder.mkdir()
-    capabilities = {kind: [] for kind in ("bounding", "effective", "inheritable", "permitted", "ambient")}
+    capabilities: dict[str, list[str]] = {kind: [] for kind in ("bounding", "effective", "inheritable", "permitted", "ambient")}
     limits = [{"type": "RLIMIT_NOFILE", "soft": 65536, "hard": 65536}]
     config = {
         "ociVersion": "1.0.2",

@@ -66,7 +66,7 @@ def test_the_cuda_image_is_built_like_the_other_one() -> None:
     words = [[word for each in lines for word in each] for lines in (cpu, cuda)]
     differing = {
         word
-        for tag, a, b, c, d in difflib.SequenceMatcher(None, *words, autojunk=False).get_opcodes()
+        for tag, a, b, c, d in difflib.SequenceMatcher(None, words[0], words[1], autojunk=False).get_opcodes()
         if tag != "equal"
         for word in (*words[0][a:b], *words[1][c:d])
     }
