@@ -296,10 +296,10 @@ class Pool:
         """
         actions: list[Action] = [self._forget(member) for member, told in self._going() if now >= told.end_by]
         ready = [(member, told) for member, told in self._going() if member.info.state is WorkerState.READY]
-        drains = which_drain(
-            [told for _, told in ready], self.num_ready, self.desired, now, has_room=no_room is None
-        )
-        actions += [self._begin_drain(member, comes_back=False) for (member, _), drain in zip(ready, drains, strict=True) if drain]
+        drains = which_drain([told for _, told in ready], self.num_ready, self.desired, now, has_room=no_room is None)
+        actions += [
+            self._begin_drain(member, comes_back=False) for (member, _), drain in zip(ready, drains, strict=True) if drain
+        ]
         for member, told in self._going():
             info = replace(member.info, last_error=told.in_words(no_room))
             self._members[info.worker_id] = replace(member, info=info)

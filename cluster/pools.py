@@ -5,7 +5,7 @@ not alike, they stay in theirs.
 
     STANDBY ──a role wants more──► its pool ──a role wants fewer, and a standby is missing──► STANDBY
 
-A worker whose node will go stays until another one is ready in its place, or until it has to go (`heed`, cluster.nodes.leaving).
+A worker whose node will go stays until another one is ready in its place, or until it has to go (`heed`).
 
 Workers on standby (`autoscale.standby`) are up and have the model. They are a pool of their own, which counts as one of decode
 workers to whom nobody gives work; going over from it is a flip, and as quick.

@@ -205,7 +205,7 @@ def ray_start(nodes: Nodes, scratch: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A Ray node of its own process, as in a pod."""
     flags = ["--address", nodes.ray["address"], "--node-ip-address", "127.0.0.1", "--num-cpus", "2", "--resources", RESOURCES]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | nodes.environment
-    environment |= {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "60"}
+    environment |= {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "60", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
     with (scratch / "ray_start.log").open("wb") as log:
         command = [str(Path(sys.executable).with_name("ray")), "start", "--block", *flags]
         pod = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
