@@ -5,7 +5,7 @@ not alike, they stay in theirs.
 
     STANDBY ──a role wants more──► its pool ──a role wants fewer, and a standby is missing──► STANDBY
 
-A worker whose node will go stays until another one is ready in its place, or until it has to go (`heed`, cluster.nodes.leaving).
+A worker whose node will go stays until another one is ready in its place, or until it has to go (`heed`).
 
 While a new configuration is rolled out (cluster.rollout), each role has a second pool, of the workers that have it: the new
 revision. In the end one of the two revisions is empty, and forgotten.

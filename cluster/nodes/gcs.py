@@ -52,15 +52,15 @@ class Gcs:
 
     def __init__(self, address: str) -> None:
         """`address` is the GCS's, host:port. Raises UnavailableError if there is no answer in time."""
-        from ray._raylet import GcsClient
+        from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
         with _answering():
             self._client: Any = GcsClient(address=address)
 
     def nodes(self) -> list[RayNode]:
         """Return all nodes, those that are gone too."""
-        from ray.core.generated.common_pb2 import NodeDeathInfo
-        from ray.core.generated.gcs_pb2 import GcsNodeInfo
+        from ray.core.generated.common_pb2 import NodeDeathInfo  # type: ignore[attr-defined]
+        from ray.core.generated.gcs_pb2 import GcsNodeInfo  # type: ignore[attr-defined]
 
         with _answering():
             infos = self._client.get_all_node_info(timeout=_ANSWER_S).values()
@@ -90,8 +90,11 @@ class Gcs:
         ]
 
     def drain(self, node_id: str, reason: str, deadline_s: float) -> None:
-        """Have Ray place nothing more on a node, which is gone in `deadline_s` seconds. Raises UnavailableError if it refuses."""
-        from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+        """Have Ray place nothing more on a node, which is gone in `deadline_s` seconds.
+
+        Raises UnavailableError if Ray refuses.
+        """
+        from ray.core.generated.autoscaler_pb2 import DrainNodeReason  # type: ignore[attr-defined]
 
         leaves_at_ms = int((time.time() + deadline_s) * 1000)
         # The one reason for which Ray never refuses: a node that is not idle goes, too.
@@ -103,7 +106,7 @@ class Gcs:
 
     def workers_on(self, node_id: str) -> list[str]:
         """Return the ids of the workers with processes on this node; of paced workers, the names of their processes."""
-        from ray.core.generated.gcs_pb2 import ActorTableData
+        from ray.core.generated.gcs_pb2 import ActorTableData  # type: ignore[attr-defined]
 
         with _answering():
             actors = asyncio.run(self._actors())
@@ -155,8 +158,8 @@ def chosen_node(nodes: Sequence[RayNode], wanted: str | None) -> RayNode:
         raise InvalidRequestError(f"several nodes of the Ray cluster are {what}; name one by its id: {listed}", param="node")
     if found[0].is_head:
         raise InvalidRequestError(
-            "that is the head node, where the routers, the controller and Ray's GCS are: it can't be left. End the cluster with "
-            "`tandem stop`, or see docs/handbook/failures.md on the head node",
+            "that is the head node, where the routers, the controller and Ray's GCS are: it can't be left. End the cluster "
+            "with `tandem stop`, or see docs/handbook/failures.md on the head node",
             param="node",
         )
     return found[0]

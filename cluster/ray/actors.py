@@ -29,7 +29,7 @@ class NamedActor:
 
 def node_resources() -> list[Resources]:
     """Return the total resources of each node that is up and stays: nothing is placed on one that Ray drains."""
-    leaving = ray._private.state.state.get_draining_nodes()  # type: ignore[attr-defined]
+    leaving = ray._private.state.state.get_draining_nodes()
     return [node["Resources"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in leaving]
 
 
@@ -41,7 +41,7 @@ def nodes_of_groups() -> dict[str, str]:
 
 def node_of_actor(handle: Any) -> str | None:
     """Return the id of the node where an actor is, or None if it is nowhere. Blocks for a call to Ray."""
-    found = ray._private.state.state.actor_table(handle._actor_id.hex())  # type: ignore[attr-defined]
+    found = ray._private.state.state.actor_table(handle._actor_id.hex())
     return found["Address"]["NodeID"] or None if found else None
 
 

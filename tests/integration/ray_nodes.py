@@ -38,7 +38,7 @@ def answer(cluster: Any, order: str) -> Any:
             return cluster.add_node(num_cpus=2, resources=json.loads(argument)).node_id
         case "controller":
             handle: Any = find_controller()
-            return ray._private.state.state.actor_table(handle._actor_id.hex())["Pid"]  # type: ignore[attr-defined]
+            return ray._private.state.state.actor_table(handle._actor_id.hex())["Pid"]
     raise ValueError(order)
 
 
@@ -49,7 +49,7 @@ def main() -> None:
         import ray
         from ray.cluster_utils import Cluster
 
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+        cluster: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
         try:
             others = [cluster.add_node(num_cpus=2, resources=json.loads(each)).node_id for each in sys.argv[1:]]
             ray.init(address=cluster.address, logging_level=logging.ERROR, log_to_driver=False)

@@ -34,6 +34,12 @@ prefill: {resources: {tandem: 1}}
 decode: {resources: {tandem: 1}}
 """
 TOKENS = 400
+RAY = """
+import ray._private.services as services
+services.resolve_ip_for_localhost = lambda host: host  # the test's nodes are on loopback, where Ray allows one alone
+from ray.scripts.scripts import main
+main()
+"""
 
 
 class Nodes:
@@ -205,10 +211,9 @@ def ray_start(nodes: Nodes, scratch: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A Ray node of its own process, as in a pod."""
     flags = ["--address", nodes.ray["address"], "--node-ip-address", "127.0.0.1", "--num-cpus", "2", "--resources", RESOURCES]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | nodes.environment
-    environment |= {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "60"}
+    environment |= {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "60", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
     with (scratch / "ray_start.log").open("wb") as log:
-        command = [str(Path(sys.executable).with_name("ray")), "start", "--block", *flags]
-        pod = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        pod = subprocess.Popen([sys.executable, "-c", RAY, "start", "--block", *flags], stdout=log, stderr=log, env=environment)
         try:
             yield pod
         finally:

@@ -145,7 +145,9 @@ def greeting(view: ClusterView, config: ClusterConfig, model_name: str) -> list[
 
 
 def changes(before: ClusterView, after: ClusterView) -> list[str]:
-    """Return a line for each worker that came, went, died, is to leave its node, or changed its state or role; for a wish of routers; for the end."""
+    """Return a line for each worker that came, went, died, is to leave its node, or changed its state or role; for a wish of
+    routers; for the end.
+    """
     old = {info.worker_id: info for info in before.workers}
     new = {info.worker_id: info for info in after.workers}
     lines = [line for name, info in new.items() if (line := _change(old.get(name), info)) is not None]

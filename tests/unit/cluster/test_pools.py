@@ -169,7 +169,7 @@ def for_at_most(workers: int) -> CheckRoom:
 
     def check(wanted: Mapping[Role, int], asked: Collection[Role]) -> None:
         if sum(wanted.values()) > workers:
-            raise InvalidRequestError(f"there is room for at most {workers}", param=tuple(asked)[0].value)
+            raise InvalidRequestError(f"there is room for at most {workers}", param=next(iter(asked)).value)
 
     return check
 
