@@ -170,6 +170,6 @@ def deploy_router(given: RouterArguments, head_resources: dict[str, float]) -> N
         by_command = given.config.http.max_router_replicas is None
         application = router_application(given, head_resources)
         serve.run(application, name=APPLICATION, route_prefix="/", external_scaler_enabled=by_command)
-    except RuntimeError as error:
+    except (RuntimeError, TimeoutError) as error:
         reason = str(error).strip().splitlines()[-1]
         raise UnavailableError(f"the router did not start: {reason}") from None

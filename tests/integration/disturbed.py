@@ -17,15 +17,15 @@ async def disturbed(
     """All requests at once, undisturbed and then disturbed; the answers of the second time, which are those of the first."""
     async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as client:
         expected = await asyncio.gather(*(Answered(request).run(client) for request in requests))
-        assert [answer.failure for answer in expected] == [None] * len(requests)
+        assert all(answer.failure is None for answer in expected), [answer.failure for answer in expected]
         answers = [Answered(request) for request in requests]
         async with asyncio.TaskGroup() as tasks:
             for answer in answers:
                 tasks.create_task(answer.run(client))
             await disturb(client, answers)
-    assert [answer.failure for answer in answers] == [None] * len(requests)
+    assert all(answer.failure is None for answer in answers), [answer.failure for answer in answers]
     differences = [answer.differs(right) for answer, right in zip(answers, expected, strict=True)]
-    assert differences == [None] * len(requests)
+    assert not any(differences), differences
     return answers
 
 
