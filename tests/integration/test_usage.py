@@ -230,11 +230,17 @@ def test_a_budget_ends_at_every_router_and_stays_used_up(cluster: Any, folder: P
     assert ask().json()["error"]["code"] == "insufficient_quota", "the next router knows"
 
 
-def test_the_end_of_the_cluster_loses_nothing(serve: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_end_of_the_cluster_loses_nothing_and_lines_say_what_clients_were_told(
+    serve: Callable[..., Any], tmp_path: Path
+) -> None:
     served = serve("--engine", "paced", "--usage-log", str(tmp_path / "usage.jsonl"))
     served.wait_ready()
-    body = {"model": "smollm2", "prompt": [7] * 5, "max_tokens": 5, "ignore_eos": True}
-    for _ in range(20):
-        assert httpx.post(f"{served.url}/v1/completions", json=body, timeout=60).status_code == 200
+    body = {"model": "smollm2", "prompt": [7] * 100, "max_tokens": 5, "ignore_eos": True}
+    answers = [httpx.post(f"{served.url}/v1/completions", json=body, timeout=60).json()["usage"] for _ in range(20)]
     served.end()
-    assert len(lines_of(tmp_path / "usage.jsonl")) == 20
+    lines = lines_of(tmp_path / "usage.jsonl")
+    told = [
+        (each["prompt_tokens"], each["completion_tokens"], each["prompt_tokens_details"]["cached_tokens"]) for each in answers
+    ]
+    assert [(line["prompt_tokens"], line["answer_tokens"], line["cached_tokens"]) for line in lines] == told
+    assert told[-1][2] > 0, "the same prompt is cached"

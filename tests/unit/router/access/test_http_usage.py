@@ -23,6 +23,7 @@ from telemetry.usage.book import LogBounds, UsageBook
 from telemetry.usage.event import UsageEvent
 from telemetry.usage.ledger import MonthUse
 from tests.unit.router.conftest import completion_body
+from tests.unit.router.resume.test_http_resumable import Client
 from tests.unit.telemetry.usage.events import lines_of, month_now
 
 Run = Callable[..., None]
@@ -166,6 +167,35 @@ def test_who_leaves_and_what_fails_is_noted_as_such(run_cluster: Run, store: Boo
         lines = await store.until(2)
         assert (lines[1]["outcome"], lines[1]["code"]) == ("failed", answer.json()["error"]["code"])
         assert lines[1]["prompt_tokens"] > 0
+
+    run_cluster(test, usage_store=store)
+
+
+def test_a_stream_that_is_resumed_has_a_line_for_each_connection(run_cluster: Run, store: BookStore) -> None:
+    async def test(cluster: Any) -> None:
+        cluster.says("one two three four " * 20)
+        cluster.script.step_s = 0.02
+        client = Client(cluster, prompt="Count:", max_tokens=200, ignore_eos=True)
+        await client.read(5)
+        [broken] = await store.until(1)
+        assert (broken["outcome"], broken["resumed_tokens"]) == ("cancelled", 0)
+        cluster.script.step_s = 0.0
+        await client.again()
+        _, rest = await store.until(2)
+        assert (rest["outcome"], rest["answer_tokens"], rest["request"]) == ("done", 200, broken["request"])
+        assert 4 <= rest["resumed_tokens"] <= broken["answer_tokens"] < 200
+
+    run_cluster(test, usage_store=store)
+
+
+def test_cached_tokens_are_those_that_the_client_is_told(run_cluster: Run, store: BookStore) -> None:
+    async def test(cluster: Any) -> None:
+        cluster.prefill[0].cached_tokens = 2
+        body = {"prompt": [5, 6, 7, 8], "n": 3, "max_tokens": 2, "ignore_eos": True}
+        used = (await cluster.complete(**body)).json()["usage"]
+        [line] = await store.until(1)
+        assert (line["prompt_tokens"], line["cached_tokens"], line["answer_tokens"]) == (4, 2, 6)
+        assert used["prompt_tokens_details"]["cached_tokens"] == 2
 
     run_cluster(test, usage_store=store)
 
