@@ -45,29 +45,33 @@ def why_not() -> str | None:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The files of the image. They take some gigabytes, and are gone afterwards."""
+def images(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Images]:
+    """The image, built here. It takes some gigabytes meanwhile, which are gone afterwards."""
     if reason := why_not():
         pytest.skip(reason)
-    folder = tmp_path_factory.mktemp("images")
-    images = Images(folder)
-    images.make_base()
-    # pip takes torch from where it does on this machine: PyTorch's own index may be out of reach.
-    images.build(ROOT / "deploy" / "Dockerfile", ROOT, TAG, TORCH_INDEX="")
-    with images.mounted(TAG) as mounted:
-        settings = images.settings(TAG)
-        (folder / "settings.json").write_text(json.dumps(settings))
-        yield mounted
-    images.buildah("rmi", "--all", "--force")
-    shutil.rmtree(folder)
+    built = Images(tmp_path_factory.mktemp("images"))
+    try:
+        built.make_base()
+        # pip takes torch from where it does on this machine: PyTorch's own index may be out of reach.
+        built.build(ROOT / "deploy" / "Dockerfile", ROOT, TAG, TORCH_INDEX="")
+        yield built
+    finally:
+        built.buildah("rm", "--all")
+        built.buildah("rmi", "--all", "--force")
+        shutil.rmtree(built.folder)
 
 
 @pytest.fixture(scope="module")
-def settings(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def root(images: Images) -> Iterator[Path]:
+    """The files of the image."""
+    with images.mounted(TAG) as mounted:
+        yield mounted
+
+
+@pytest.fixture(scope="module")
+def settings(images: Images) -> dict[str, Any]:
     """What the image says of how it is to be run."""
-    [path] = tmp_path_factory.getbasetemp().glob("images*/settings.json")
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    return images.settings(TAG)
 
 
 @pytest.fixture
