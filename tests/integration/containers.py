@@ -1,4 +1,4 @@
-"""Images built with buildah, and run by crun as Kubernetes would: as another user, with a root that can't be written.
+"""Images built with buildah, and run as a container is: as another user, in namespaces, with a root that can't be written.
 
 No registry is asked. The image that `deploy/Dockerfile` begins with is made with debootstrap, from where apt on this machine
 gets its packages, and pip asks the index that it asks on this machine. Everything lies in one folder and goes with it.
@@ -10,21 +10,23 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
-import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TOOLS = ("buildah", "crun", "debootstrap")
+TOOLS = ("buildah", "debootstrap", "ip", "nsenter", "setpriv", "unshare")
 BASE = "docker.io/library/debian:bookworm-slim"
 """What the Dockerfile names in its first FROM."""
 SUITE = "bookworm"
 BUILD_S = 1200.0
 GONE_S = 60.0
+BEGIN_S = 20.0
 _OF_APT = ("etc/apt/sources.list", "etc/apt/sources.list.d", "etc/apt/apt.conf.d")
 _OF_CERTIFICATES = ("etc/ssl/certs", "usr/share/ca-certificates", "usr/local/share/ca-certificates")
 _WHERE_PACKAGES_ARE = ("cert", "default-timeout", "extra-index-url", "find-links", "index-url", "no-index", "trusted-host")
@@ -119,77 +121,100 @@ def said(command: Sequence[str], timeout_s: float, environment: Mapping[str, str
 
 
 @dataclass(frozen=True)
+class User:
+    """Whom a container runs as: numbers."""
+
+    uid: int
+    gid: int = 0
+    groups: tuple[int, ...] = ()
+
+    def flags(self) -> list[str]:
+        """Of setpriv: this user, no capability, and no way to one."""
+        groups = f"--groups={','.join(map(str, self.groups))}" if self.groups else "--clear-groups"
+        none = ("--inh-caps=-all", "--ambient-caps=-all", "--bounding-set=-all", "--no-new-privs")
+        return [f"--reuid={self.uid}", f"--regid={self.gid}", groups, *none]
+
+
+@dataclass(frozen=True)
 class Container:
     """A container that runs, in a network where it is alone."""
 
-    name: str
     process: subprocess.Popen[bytes]
+    pid: int
+    """The process that is the first one inside, as this machine numbers it."""
     log: Path
-    state: Path
+    user: User
 
     def said(self) -> str:
         return self.log.read_text(errors="replace")
 
     def run(self, *command: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
-        """Another command inside."""
-        return subprocess.run(
-            ["crun", "--root", str(self.state), "exec", self.name, *command],
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
+        """Another command inside, of the same user."""
+        spaces = (f"--target={self.pid}", "--mount", "--pid", "--net", "--ipc", "--uts", "--root", "--wd")
+        inside = ["nsenter", *spaces, "/usr/bin/setpriv", *self.user.flags(), *command]
+        return subprocess.run(inside, capture_output=True, text=True, timeout=timeout_s, check=False)
 
     def signal(self, number: int) -> None:
-        said(["crun", "--root", str(self.state), "kill", self.name, str(number)], 30)
+        os.kill(self.pid, number)
 
     def end(self) -> None:
-        """Kill what still runs, and forget it."""
+        """Kill what still runs. With its first process all others inside end."""
         if self.process.poll() is None:
-            with contextlib.suppress(AssertionError):
-                self.signal(signal.SIGKILL)
+            self.process.kill()
         self.process.wait(timeout=GONE_S)
-        subprocess.run(
-            ["crun", "--root", str(self.state), "delete", "--force", self.name], check=False, timeout=30, capture_output=True
-        )
 
 
-def start(root: Path, folder: Path, process: Mapping[str, Any], mounts: Sequence[Mapping[str, Any]]) -> Container:
-    """Start a process on the files in `root`, which it can't write, without any capability.
+@dataclass(frozen=True)
+class Mount:
+    """Something writable, or a folder of this machine, inside of a container."""
 
-    `process` is as in the OCI's specification: `args`, `env`, `user`, `cwd`. `folder` gets what the container needs outside.
-    """
-    folder.mkdir()
-    capabilities: dict[str, list[str]] = {kind: [] for kind in ("bounding", "effective", "inheritable", "permitted", "ambient")}
-    limits = [{"type": "RLIMIT_NOFILE", "soft": 65536, "hard": 65536}]
-    config = {
-        "ociVersion": "1.0.2",
-        "root": {"path": str(root), "readonly": True},
-        "process": {"terminal": False, "noNewPrivileges": True, "capabilities": capabilities, "rlimits": limits, **process},
-        "mounts": [*_of_the_kernel(), *mounts],
-        "linux": {"namespaces": [{"type": kind} for kind in ("pid", "mount", "ipc", "uts", "network")]},
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    name, log, state = f"tandem-{os.getpid()}-{folder.name}", folder / "log", folder / "state"
-    command = ["crun", "--root", str(state), "--cgroup-manager=disabled", "run", "--bundle", str(folder), name]
-    with log.open("wb") as output:
-        running = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
-    return Container(name, running, log, state)
+    target: str
+    source: Path | None = None
+    """None is an empty place in memory."""
+    options: str = ""
+    """Of mount, with commas between them."""
+
+    def commands(self, root: Path) -> list[list[str]]:
+        target = f"{root}{self.target}"
+        made = ["mkdir", "-p", target]
+        if self.source is None:
+            return [made, ["mount", "-t", "tmpfs", "-o", f"nosuid,nodev,{self.options}", "tmpfs", target]]
+        bound = [made, ["mount", "--bind", str(self.source), target]]
+        return [*bound, ["mount", "-o", f"remount,bind,{self.options}", target]] if self.options else bound
 
 
-def tmpfs(path: str, *options: str) -> dict[str, Any]:
-    return {"destination": path, "type": "tmpfs", "source": "tmpfs", "options": ["nosuid", "nodev", *options]}
-
-
-def bind(source: Path, path: str, *options: str) -> dict[str, Any]:
-    return {"destination": path, "type": "bind", "source": str(source), "options": ["rbind", *options]}
-
-
-def _of_the_kernel() -> list[dict[str, Any]]:
-    return [
-        {"destination": "/proc", "type": "proc", "source": "proc"},
-        {"destination": "/dev", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid", "mode=755", "size=65536k"]},
-        {"destination": "/dev/pts", "type": "devpts", "source": "devpts", "options": ["nosuid", "noexec", "newinstance"]},
-        {"destination": "/sys", "type": "sysfs", "source": "sysfs", "options": ["nosuid", "noexec", "nodev", "ro"]},
-        bind(Path("/etc/resolv.conf"), "/etc/resolv.conf", "ro"),
+def start(
+    root: Path, log: Path, user: User, arguments: Sequence[str], environment: Mapping[str, str], mounts: Sequence[Mount]
+) -> Container:
+    """Start a process on the files in `root`, which it can't write, without any capability. What it says goes into `log`."""
+    devices = [f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom")]
+    steps = [
+        ["mount", "--rbind", str(root), str(root)],
+        *Mount("/dev", options="mode=755").commands(root),
+        *(step for name in devices for step in (["touch", f"{root}{name}"], ["mount", "--bind", name, f"{root}{name}"])),
+        ["ln", "-s", "/proc/self/fd", f"{root}/dev/fd"],
+        ["mount", "-t", "proc", "proc", f"{root}/proc"],
+        *(step for mount in mounts for step in mount.commands(root)),
+        ["mount", "-o", "remount,bind,ro", str(root)],
+        ["ip", "link", "set", "lo", "up"],
     ]
+    variables = [f"{name}={value}" for name, value in environment.items()]
+    inside = ["chroot", str(root), "/usr/bin/setpriv", *user.flags(), "/usr/bin/env", "-i", *variables, *arguments]
+    script = "\n".join(["set -e", *(shlex.join(step) for step in steps), f"exec {shlex.join(inside)}"])
+    spaces = ("--mount", "--pid", "--net", "--ipc", "--uts", "--propagation=private", "--fork", "--kill-child")
+    with log.open("wb") as output:
+        running = subprocess.Popen(
+            ["unshare", *spaces, "sh", "-c", script], stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+        )
+    return Container(running, _first_inside(running), log, user)
+
+
+def _first_inside(unshare: subprocess.Popen[bytes]) -> int:
+    """The process that `unshare` begins its namespaces with."""
+    children = Path(f"/proc/{unshare.pid}/task/{unshare.pid}/children")
+    deadline = time.monotonic() + BEGIN_S
+    while not (found := children.read_text().split()):
+        assert unshare.poll() is None, "unshare has failed"
+        assert time.monotonic() < deadline, "unshare has begun nothing"
+        time.sleep(0.01)
+    return int(found[0])

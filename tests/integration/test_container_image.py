@@ -1,7 +1,7 @@
 """The image of `deploy/Dockerfile` is built, and serves as a user that it does not know, where it can write into volumes alone.
 
-`crun` runs it, as Kubernetes would, in a network of its own. Once as `docker run` does, and once as KubeRay runs the head's
-pod of `deploy/kubernetes/raycluster`.
+It runs in a network of its own. Once as `docker run` does, and once as KubeRay runs the head's pod of
+`deploy/kubernetes/raycluster`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from configs.packaged import SMOLLM2, fetch
-from tests.integration.containers import Container, Images, bind, missing_tools, start, tmpfs
+from tests.integration.containers import Container, Images, Mount, User, missing_tools, start
 from tests.integration.local_processes import TANDEM
 from tests.unit.deploy.manifests import main_container, of_kind, ray_clusters
 
@@ -45,29 +45,33 @@ def why_not() -> str | None:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The files of the image. They take some gigabytes, and are gone afterwards."""
+def images(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Images]:
+    """The image, built here. It takes some gigabytes meanwhile, which are gone afterwards."""
     if reason := why_not():
         pytest.skip(reason)
-    folder = tmp_path_factory.mktemp("images")
-    images = Images(folder)
-    images.make_base()
-    # pip takes torch from where it does on this machine: PyTorch's own index may be out of reach.
-    images.build(ROOT / "deploy" / "Dockerfile", ROOT, TAG, TORCH_INDEX="")
-    with images.mounted(TAG) as mounted:
-        settings = images.settings(TAG)
-        (folder / "settings.json").write_text(json.dumps(settings))
-        yield mounted
-    images.buildah("rmi", "--all", "--force")
-    shutil.rmtree(folder)
+    built = Images(tmp_path_factory.mktemp("images"))
+    try:
+        built.make_base()
+        # pip takes torch from where it does on this machine: PyTorch's own index may be out of reach.
+        built.build(ROOT / "deploy" / "Dockerfile", ROOT, TAG, TORCH_INDEX="")
+        yield built
+    finally:
+        built.buildah("rm", "--all")
+        built.buildah("rmi", "--all", "--force")
+        shutil.rmtree(built.folder)
 
 
 @pytest.fixture(scope="module")
-def settings(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def root(images: Images) -> Iterator[Path]:
+    """The files of the image."""
+    with images.mounted(TAG) as mounted:
+        yield mounted
+
+
+@pytest.fixture(scope="module")
+def settings(images: Images) -> dict[str, Any]:
     """What the image says of how it is to be run."""
-    [path] = tmp_path_factory.getbasetemp().glob("images*/settings.json")
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    return images.settings(TAG)
 
 
 @pytest.fixture
@@ -121,23 +125,18 @@ def written_elsewhere(container: Container) -> list[str]:
 
 
 def test_it_serves_as_docker_runs_it(root: Path, settings: dict[str, Any], volumes: Path, key: str) -> None:
-    process = {
-        "args": [*settings["Entrypoint"], *settings["Cmd"], "--keys-file", "/etc/tandem/keys.json"],
-        "env": settings["Env"],
-        "user": {"uid": SOMEBODY, "gid": 0},
-        "cwd": settings["WorkingDir"],
-    }
+    arguments = [*settings["Entrypoint"], *settings["Cmd"], "--keys-file", "/etc/tandem/keys.json"]
     mounts = [
-        tmpfs("/tmp", "mode=1777", "noexec"),
-        tmpfs("/dev/shm", "mode=1777", "size=1g"),
-        bind(volumes / "cache", "/var/cache/tandem"),
-        bind(volumes / "etc", "/etc/tandem", "ro"),
+        Mount("/tmp", options="mode=1777,noexec"),
+        Mount("/dev/shm", options="mode=1777,size=1g"),
+        Mount("/var/cache/tandem", volumes / "cache"),
+        Mount("/etc/tandem", volumes / "etc", "ro"),
     ]
-    healthy = settings["Healthcheck"]["Test"]
-    assert healthy[0] == "CMD"
-    container = start(root, volumes / "docker", process, mounts)
+    container = start(root, volumes / "log", User(SOMEBODY), arguments, variables(settings), mounts)
     try:
-        until(container, lambda: succeeds(container, *healthy[1:]), READY_S)
+        kind, *healthy = settings["Healthcheck"]["Test"]
+        assert kind == "CMD"
+        until(container, lambda: succeeds(container, *healthy), READY_S)
         assert "Paris" in answer(container, key)
         assert written_elsewhere(container) == []
         assert container.run("id", "-u").stdout.strip() == str(SOMEBODY)
@@ -145,6 +144,11 @@ def test_it_serves_as_docker_runs_it(root: Path, settings: dict[str, Any], volum
         assert container.process.wait(timeout=END_S) == 0, container.said()
     finally:
         container.end()
+
+
+def variables(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The image's environment."""
+    return dict(line.split("=", 1) for line in settings["Env"])
 
 
 def kuberay_command(group: Mapping[str, Any]) -> str:
@@ -156,26 +160,12 @@ def kuberay_command(group: Mapping[str, Any]) -> str:
     return f"ray start --head {''.join(shown)}"
 
 
-def in_pod(spec: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The head's process as KubeRay and Kubernetes would start it."""
-    group = spec["headGroupSpec"]
-    container, security = main_container(group["template"]), group["template"]["spec"]["securityContext"]
+def in_pod(group: Mapping[str, Any]) -> dict[str, str]:
+    """What KubeRay and Kubernetes put into the environment of the head, on top of the image's."""
     [environment] = of_kind("ConfigMap")
-    secret = {variable["name"]: "0123456789abcdef" for variable in container["env"]}
-    variables = {
-        **dict(line.split("=", 1) for line in settings["Env"]),
-        **environment["data"],
-        **secret,
-        "RAY_AUTH_TOKEN": "0123456789abcdef" * 4,
-        "RAY_ADDRESS": "127.0.0.1:6379",
-        "KUBERAY_GEN_RAY_START_CMD": kuberay_command(group),
-    }
-    return {
-        "args": [*container["command"], *container["args"]],
-        "env": [f"{name}={value}" for name, value in variables.items()],
-        "user": {"uid": security["runAsUser"], "gid": security["runAsGroup"], "additionalGids": [security["fsGroup"]]},
-        "cwd": settings["WorkingDir"],
-    }
+    secret = {variable["name"]: "0123456789abcdef" for variable in main_container(group["template"])["env"]}
+    own = {"RAY_ADDRESS": "127.0.0.1:6379", "KUBERAY_GEN_RAY_START_CMD": kuberay_command(group)}
+    return {**environment["data"], **secret, **own, "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
 
 
 def empty_dir(path: Path) -> Path:
@@ -188,44 +178,42 @@ def empty_dir(path: Path) -> Path:
 def local_configuration() -> str:
     """That of the manifests, for a node without GPUs and the default model."""
     values = yaml.safe_load((ROOT / "deploy" / "kubernetes" / "base" / "cluster.yaml").read_text())
-    changed = {"model": "smollm2", "dtype": "float32", "disaggregation": "auto"}
     pool = {"workers": 1, "kv_cache_tokens": 8192}
     kept = {name: values[name] for name in ("http", "limits")}
-    return yaml.safe_dump({**kept, **changed, "prefill": pool, "decode": pool})
+    return yaml.safe_dump({**kept, "model": "smollm2", "dtype": "float32", "prefill": pool, "decode": pool})
 
 
 def test_it_serves_as_kuberay_runs_the_head(root: Path, settings: dict[str, Any], volumes: Path, key: str) -> None:
-    spec = ray_clusters()["RayCluster"]
-    template = spec["headGroupSpec"]["template"]
-    process = in_pod(spec, settings)
+    group = ray_clusters()["RayCluster"]["headGroupSpec"]
+    pod, main = group["template"]["spec"], main_container(group["template"])
+    security = pod["securityContext"]
+    user = User(security["runAsUser"], security["runAsGroup"], (security["fsGroup"],))
     (volumes / "etc" / "cluster.yaml").write_text(local_configuration())
     scratch, shm = empty_dir(volumes / "scratch"), empty_dir(volumes / "shm")
-    [folders] = template["spec"]["initContainers"]
-    first = start(root, volumes / "init", process | {"args": folders["command"]}, [bind(scratch, "/scratch")])
+    [folders] = pod["initContainers"]
+    first = start(root, volumes / "init.log", user, folders["command"], variables(settings), [Mount("/scratch", scratch)])
     assert first.process.wait(timeout=END_S) == 0, first.said()
-    first.end()
 
     mounts = [
-        bind(scratch / "tmp", "/tmp"),
-        bind(shm, "/dev/shm"),
-        bind(volumes / "cache", "/var/cache/tandem"),
-        bind(volumes / "etc", "/etc/tandem", "ro"),
+        Mount("/tmp", scratch / "tmp"),
+        Mount("/dev/shm", shm),
+        Mount("/var/cache/tandem", volumes / "cache"),
+        Mount("/etc/tandem", volumes / "etc", "ro"),
     ]
-    container = start(root, volumes / "pod", process, mounts)
+    command = [*main["command"], *main["args"]]
+    container = start(root, volumes / "log", user, command, variables(settings) | in_pod(group), mounts)
     try:
-        probes = main_container(template)
-        get = {name: probes[name]["httpGet"] for name in ("livenessProbe", "readinessProbe")}
-        for name in get:
-            until(container, lambda name=name: succeeds(container, *probe(get[name]["path"], 8000)), READY_S)  # type: ignore[misc]
-        # What KubeRay asks of the pods that have no HTTP of Tandem's, of the same agent here.
-        assert succeeds(container, *probe("/api/healthz", 52365))
+        until(container, lambda: answers(container, main["livenessProbe"]["httpGet"]["path"], 8000), READY_S)
+        until(container, lambda: answers(container, main["readinessProbe"]["httpGet"]["path"], 8000), READY_S)
+        # What the kubelet asks of pods that have no HTTP of Tandem's: Ray's agent, of the head here.
+        assert answers(container, "/api/healthz", 52365)
         assert "Paris" in answer(container, key)
         assert written_elsewhere(container) == []
         container.signal(signal.SIGTERM)
-        assert container.process.wait(timeout=template["spec"]["terminationGracePeriodSeconds"]) == 0, container.said()
+        assert container.process.wait(timeout=pod["terminationGracePeriodSeconds"]) == 0, container.said()
     finally:
         container.end()
 
 
-def probe(path: str, port: int) -> tuple[str, ...]:
-    return ("wget", "-q", "-O-", "--tries=1", "--timeout=5", f"http://127.0.0.1:{port}{path}")
+def answers(container: Container, path: str, port: int) -> bool:
+    return succeeds(container, "wget", "-q", "-O-", "--tries=1", "--timeout=5", f"http://127.0.0.1:{port}{path}")

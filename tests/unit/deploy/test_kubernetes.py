@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import shutil
+import subprocess
 from typing import Any
 
 import pytest
@@ -84,3 +86,16 @@ def test_a_kustomization_takes_every_file_of_its_folder(folder: str) -> None:
     generated = [file for each in taken.get("configMapGenerator", ()) for file in each["files"]]
     files = {path.name for path in (KUBERNETES / folder).iterdir()} - {"kustomization.yaml"}
     assert files == {*taken["resources"], *generated} - {"../base"}
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+@pytest.mark.parametrize("folder", ["raycluster", "rayservice", "monitoring"])
+def test_kubectl_makes_one_list_of_them(folder: str) -> None:
+    """Its `kustomize` needs no cluster. What is generated keeps its name, which pod templates refer to."""
+    command = ["kubectl", "kustomize", str(KUBERNETES / folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    made = {(each["kind"], each["metadata"]["name"]) for each in yaml.safe_load_all(done.stdout)}
+    folders = (folder,) if folder == "monitoring" else (folder, "base")
+    written = [each for name, each in documents().items() if name.startswith(folders) and each["kind"] != "Kustomization"]
+    generated = set() if folder == "monitoring" else {("ConfigMap", "tandem-config")}
+    assert made == {(each["kind"], each["metadata"]["name"]) for each in written} | generated
