@@ -31,6 +31,9 @@ def setup_logging(component: str, level: str = "info") -> None:
     root.handlers = [handler]
     root.setLevel(level.upper())
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    # A full disk costs lines, and nothing else. In a router, stderr is a log, too: complaints of lost lines would come back
+    # here without end.
+    logging.raiseExceptions = False
 
 
 def name_component(component: str) -> None:

@@ -6,6 +6,8 @@ import logging
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -16,8 +18,9 @@ from telemetry.logging import fields, setup_logging
 @pytest.fixture(autouse=True)
 def _restore_root() -> Iterator[None]:
     root = logging.getLogger()
-    handlers, level = root.handlers, root.level
+    handlers, level, complains = root.handlers, root.level, logging.raiseExceptions
     yield
+    logging.raiseExceptions = complains
     root.handlers = handlers
     root.setLevel(level)
 
@@ -56,3 +59,24 @@ def test_logs_go_to_stderr() -> None:
     [handler] = logging.getLogger().handlers
     assert isinstance(handler, logging.StreamHandler)
     assert handler.stream is sys.stderr
+
+
+def test_a_full_disk_costs_lines_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where stderr is itself a log on that disk, as in a router: complaints must not go in circles."""
+    served = logging.Logger("served")
+
+    class Stderr:
+        def write(self, text: str) -> int:
+            served.info(text)
+            return len(text)
+
+        def flush(self) -> None:
+            pass
+
+    full = Path("/dev/full").open("w")  # noqa: SIM115 - it can't be closed without an error
+    served.addHandler(logging.StreamHandler(full))
+    monkeypatch.setattr(sys, "stderr", Stderr())
+    setup_logging("router")
+    logging.getLogger("some.part").info("nobody reads this")
+    with suppress(OSError):
+        full.close()
