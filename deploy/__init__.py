@@ -1,1 +1,1 @@
-"""What others run beside a cluster: rules for Prometheus and dashboards for Grafana."""
+"""How a cluster is deployed (images, Kubernetes, systemd), and what others run beside it: rules for Prometheus, dashboards."""
