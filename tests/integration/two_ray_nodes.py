@@ -17,6 +17,7 @@ from cluster.ray.session import local_environment
 
 
 def main() -> None:
+    answers, sys.stdout = sys.stdout, sys.stderr  # Ray says there what becomes of its nodes
     with tempfile.TemporaryDirectory(prefix="tandem-", dir="/tmp") as scratch:
         environment = local_environment(Path(scratch)) | {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0"}
         os.environ.update(environment)
@@ -37,14 +38,14 @@ def main() -> None:
                 "prefill_node": homes["tandem_prefill"],
                 "decode_node": homes["tandem_decode"],
             }
-            print(json.dumps(first), flush=True)  # noqa: T201
+            print(json.dumps(first), file=answers, flush=True)  # noqa: T201
             for line in sys.stdin:
                 if line.strip() == "replace":
                     cluster.remove_node(decode_node, allow_graceful=False)
                     decode_node = cluster.add_node(num_cpus=2, resources={"tandem_decode": 1})
                 groups = ray.util.placement_group_table().values()
                 alive = {group["name"]: group["bundles_to_node_id"][0] for group in groups if group["state"] == "CREATED"}
-                print(json.dumps(alive), flush=True)  # noqa: T201
+                print(json.dumps(alive), file=answers, flush=True)  # noqa: T201
             ray.shutdown()
         finally:
             cluster.shutdown()
