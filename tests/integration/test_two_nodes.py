@@ -121,7 +121,8 @@ def test_streams_wait_for_another_node_when_theirs_was_killed(nodes: Nodes, join
     requests = [Request(kind, number, 80) for number in range(4) for kind in ("greedy", "seeded")]
     asyncio.run(disturbed(joined, requests, disturb))
     after = joined.worker("worker-1")
-    assert (after["epoch"], after["state"]) == (before["epoch"] + 1, "ready")
+    assert after["epoch"] > before["epoch"], "perhaps twice: the first start may meet a node that Ray has not given up yet"
+    assert after["state"] == "ready"
     assert nodes.homes()["tandem-worker-1"] != nodes.ray["decode_node"]
     joined.until(joined.clean, 30)
     assert joined.leaks() == []

@@ -38,14 +38,14 @@ def main() -> None:
                 "prefill_node": homes["tandem_prefill"],
                 "decode_node": homes["tandem_decode"],
             }
-            print(json.dumps(first), file=answers, flush=True)  # noqa: T201
+            print(json.dumps(first), file=answers, flush=True)
             for line in sys.stdin:
                 if line.strip() == "replace":
                     cluster.remove_node(decode_node, allow_graceful=False)
                     decode_node = cluster.add_node(num_cpus=2, resources={"tandem_decode": 1})
                 groups = ray.util.placement_group_table().values()
                 alive = {group["name"]: group["bundles_to_node_id"][0] for group in groups if group["state"] == "CREATED"}
-                print(json.dumps(alive), file=answers, flush=True)  # noqa: T201
+                print(json.dumps(alive), file=answers, flush=True)
             ray.shutdown()
         finally:
             cluster.shutdown()
