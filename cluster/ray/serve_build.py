@@ -1,7 +1,8 @@
 """What `serve deploy` names as import path, `cluster.ray.serve_build:build`: it starts a cluster and returns its routers.
 
 The arguments are the keys of Tandem's configuration, nested as in a file or with dots between; `config` is the path of such a
-file on the head node, before which they go. deploy/serve.yaml is an example.
+file on the head node, before which they go. deploy/serve.yaml is an example. Keys that `tandem serve` takes from its
+environment come from the head node's.
 
 Serve runs `build` in a task of its own, on any node, whenever an application is deployed with other arguments. What it raises
 is the message of `serve status`.
@@ -9,6 +10,7 @@ is the message of `serve status`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import yaml
 from ray import serve
 from ray.exceptions import RayError, RayTaskError
 
+from cluster.commands.lib.config_flags import FLAGS
 from cluster.gpu_shares import with_gpu_shares
 from cluster.launch import check_autoscale, check_keys, check_telemetry
 from cluster.ray.actors import node_resources
@@ -58,7 +61,8 @@ def read(arguments: Mapping[str, Any]) -> ClusterConfig:
     if not isinstance(path, str | None):
         raise ConfigError(f"config: should be the path of a file, not {path!r:.40}", param="config")
     settings = {key: value for key, value in arguments.items() if key != "config"}
-    config = load_config(None if path is None else Path(path), dict(dotted(settings)))
+    named = {each.keys[0]: os.environ[each.envvar] for each in FLAGS if each.envvar is not None and each.envvar in os.environ}
+    config = load_config(None if path is None else Path(path), named | dict(dotted(settings)))
     check_keys(config)
     check_telemetry(config)
     check_autoscale(config)

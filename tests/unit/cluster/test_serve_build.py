@@ -31,6 +31,14 @@ def test_arguments_go_before_the_file(tmp_path: Path) -> None:
     assert (config.prefill.workers, config.decode.workers) == (2, 4)
 
 
+def test_keys_come_from_the_environment_of_the_head_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_ADMIN_KEY", "operators-only-and-long-enough")
+    admin_key = read({}).http.admin_key
+    assert admin_key is not None
+    assert admin_key == read({"http.admin_key": "operators-only-and-long-enough"}).http.admin_key
+    assert read({"http.admin_key": "another-one-that-is-long-enough"}).http.admin_key != admin_key
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -22,6 +22,7 @@ USED = {
     "kubernetes/*/kustomization.yaml": MANIFESTS,
     "kubernetes/build.py": MANIFESTS,
     "kubernetes/secrets.example.yaml": f"{UNIT}/test_kubernetes_references.py",
+    "serve.yaml": "tests/integration/test_serve_deploy.py",
     "prometheus/*.yml": "tests/integration/test_prometheus.py",
     "systemd/*": f"{UNIT}/test_systemd.py",
     "**/__init__.py": f"{UNIT}/test_files.py",
