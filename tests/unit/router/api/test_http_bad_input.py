@@ -240,7 +240,7 @@ def body_for(path: str, fields: dict[str, Any]) -> dict[str, Any]:
         good |= {"prompt": [1]}
     elif path == CHAT:
         good |= {"messages": MESSAGES, "max_tokens": 3}
-    elif path == "/admin/scale":
+    elif path in ("/admin/scale", "/admin/rollout"):
         good = {}
     if path in (PLAIN,) and "max_tokens" not in fields:
         good |= {"max_tokens": 3}
