@@ -39,7 +39,7 @@ class Site:
     taken_up: list[bool] = field(default_factory=list)
     """Whether the next head had the same lives of all workers."""
     _faults: list[tuple[float, float]] = field(default_factory=list)
-    """When each began, and when all streams flowed again."""
+    """When each began, and when nothing was left of it."""
 
     def touched(self, answer: Answered) -> bool:
         """Return whether a fault fell into the time of a stream."""
@@ -48,20 +48,22 @@ class Site:
 
     async def befall(self, fault: str, lanes: Lanes, rng: random.Random) -> None:
         """Do a fault to the cluster, wait until all streams flow again, and make the cluster whole."""
-        number, before, begun = rng.choice(NODES), await self._lives(), time.monotonic()
+        number, before, fell_at = rng.choice(NODES), await self._lives(), time.monotonic()
         if fault in ("kill", "power"):
             mend = await self._lose_node(number, fault)
         elif fault == "head":
-            mend = await self._lose_head(begun)
+            mend = await self._lose_head(fell_at)
         else:
             mend = await self._cut(number, fault)
         await lanes.until_flowing(FLOWING_S)
-        self._faults.append((begun, time.monotonic()))
         gone = {life[-1] for life in before.values() if _ended(life[-1])}
         begun = time.monotonic()
         await asyncio.to_thread(mend)
         await self.until_whole(gone)
         self.whole_s.append(time.monotonic() - begun)
+        if fault in ("cut", "part"):  # old connections are given up within a lease, and streams may meet them until then
+            await asyncio.sleep(self.lease_s)
+        self._faults.append((fell_at, time.monotonic()))
         if fault == "head":
             self.taken_up.append(await self._lives() == before)
 
@@ -111,9 +113,13 @@ class Site:
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"tandem:{name}"))
 
     async def leaks(self) -> list[dict[str, Any]]:
-        """What an audit finds."""
-        found: list[dict[str, Any]] = (await self.operator.get("/admin/audit")).json()["leaks"]
-        return found
+        """What an audit still finds when a lease has passed: so long may a worker wait for a peer that was cut off."""
+        deadline = time.monotonic() + 2 * self.lease_s
+        while True:
+            found: list[dict[str, Any]] = (await self.operator.get("/admin/audit")).json()["leaks"]
+            if not found or time.monotonic() > deadline:
+                return found
+            await asyncio.sleep(1.0)
 
     async def _until_http(self, begun: float) -> None:
         async with asyncio.timeout(_WHOLE_S):
