@@ -20,7 +20,6 @@ from contextlib import suppress
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
 
 from configs.schema import LimitsConfig
 
@@ -83,34 +82,43 @@ def remove_application() -> None:
         time.sleep(_LOOK_S)
 
 
-def application_is_gone() -> bool:
-    """Return whether Serve has no such application any more, or has ended. While it can't be asked, nothing is known.
+def serve_id() -> str | None:
+    """Return the id of Serve's controller, which it keeps when its process dies, or None if Serve does not run.
 
-    Blocks for calls to Ray. `serve.status` keeps the handle of a controller that has ended, and then knows nothing for ever.
+    Blocks for calls to Ray. Raises RayError, or ValueError, if they fail.
     """
-    try:
-        controller = _serve_controller()
-    except ValueError:
+    controller = _serve_controller()
+    return None if controller is None else str(controller._actor_id.hex())
+
+
+def application_is_gone(known_id: str | None) -> bool:
+    """Return whether Serve has no such application any more, or has ended; then another Serve may run. `known_id`: of ours.
+
+    Blocks for calls to Ray, and raises as `serve_id`. `serve.status` keeps the handle of a controller that has ended, and then
+    knows nothing for ever.
+    """
+    controller = _serve_controller()
+    if controller is None or controller._actor_id.hex() != known_id:
         return True
-    try:
-        details = ray.get(controller.get_serve_instance_details.remote(), timeout=_ANSWER_S)
-    except RayError:
-        return False
+    details = ray.get(controller.get_serve_instance_details.remote(), timeout=_ANSWER_S)
     return APPLICATION not in details["applications"]
 
 
-def _serve_controller() -> Any:
-    """Raises ValueError if there is none."""
+def _serve_controller() -> Any | None:
+    """None if there is none for certain: that is asked of the list, since `get_actor` may mean that the GCS does not answer."""
     from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
+    if {"name": SERVE_CONTROLLER_NAME, "namespace": SERVE_NAMESPACE} not in ray.util.list_named_actors(all_namespaces=True):
+        return None
     return ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
 
 
 def _set_target(number: int) -> None:
     """Blocks. As Serve's REST API does it (POST .../applications/tandem/deployments/router/scale), which needs a dashboard."""
     from ray.serve._private.common import DeploymentID
+    from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
-    controller = _serve_controller()
+    controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
     ray.get(controller.update_deployment_replicas.remote(DeploymentID(DEPLOYMENT, APPLICATION), number), timeout=_ANSWER_S)
 
 

@@ -80,6 +80,10 @@ def _checked(values: Mapping[str, Any]) -> ClusterConfig:
     raise ConfigError("; ".join(f"{key}: {problem}" for key, problem in problems), param=problems[0][0])
 
 
+_SECRETS = ("password", "secret", "admin_key", "metrics_key")
+"""Parts of the names of keys whose values are not shown."""
+
+
 class _StrictLoader(yaml.SafeLoader):
     """YAML that refuses a key given twice, where PyYAML keeps the last one."""
 
@@ -172,7 +176,9 @@ def _sentence(detail: ErrorDetails) -> str:
         return f"unknown key{_suggestion(detail['loc'])}"
     if detail["type"] == "model_type":
         return f"should be a mapping of keys, not {detail['input']!r:.40}"
-    return f"{detail['msg'].replace('Input ', '').replace('String ', '')}, not {detail['input']!r:.40}"
+    wanted = detail["msg"].replace("Input ", "").replace("String ", "")
+    is_secret = any(word in str(detail["loc"][-1]) for word in _SECRETS)
+    return wanted if is_secret else f"{wanted}, not {detail['input']!r:.40}"
 
 
 def _suggestion(location: tuple[int | str, ...]) -> str:

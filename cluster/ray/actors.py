@@ -46,9 +46,10 @@ def node_of_actor(handle: Any) -> str | None:
 
 
 def worker_node() -> str | None:
-    """Return the id of a node that is up and is not the head node, or None if there is none."""
-    others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and HEAD_RESOURCE not in node["Resources"]]
-    return min(others, default=None)
+    """Return the id of a node that is up, stays and is not the head node, or None if there is none."""
+    leaving = ray._private.state.state.get_draining_nodes()
+    nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in leaving]
+    return min((node["NodeID"] for node in nodes if HEAD_RESOURCE not in node["Resources"]), default=None)
 
 
 def take_up_actors(kept: Collection[str], worker_ids: Collection[str]) -> dict[str, PlacementGroup]:

@@ -176,6 +176,12 @@ def test_what_runs_is_not_replaced_and_a_killed_actor_goes_on_watching(head: Hea
     head.deploy()
     head.deployed()
     head.run(SERVE, "shutdown", "-y")
+    head.deploy(decode={"workers": 2}, telemetry={"usage_log": str(head.scratch / "usage.jsonl")})
+    head.deployed()
+    assert len(httpx.get(f"{head.url}/admin/status", timeout=10).json()["workers"]) == 3, "the former cluster had to end first"
+    head.deploy()
+    head.await_status("DEPLOY_FAILED", "another configuration")
+    head.run(SERVE, "shutdown", "-y")
     until(lambda: not any("Controller" in command for command in marked_processes(head.mark).values()), GONE_S)
 
 

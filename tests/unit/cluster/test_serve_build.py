@@ -20,8 +20,10 @@ def test_nested_and_dotted_keys_are_the_same() -> None:
     assert read({"decode": {"workers": 2}}) == read({"decode.workers": 2})
 
 
-def test_text_of_a_command_line_is_read_as_yaml() -> None:
-    assert read({"decode.workers": "3", "model": "smollm2"}).decode.workers == 3
+def test_mappings_of_free_keys_are_left_whole() -> None:
+    options = {"security.protocol": "SASL_SSL", "sasl.password": "12345678"}
+    settings = {"telemetry": {"usage_kafka_options": options}, "tiers": {"standard": {"weight": 2.0}}}
+    assert dict(dotted(settings)) == {"telemetry.usage_kafka_options": options, "tiers": {"standard": {"weight": 2.0}}}
 
 
 def test_arguments_go_before_the_file(tmp_path: Path) -> None:
@@ -46,6 +48,7 @@ def test_keys_come_from_the_environment_of_the_head_node(monkeypatch: pytest.Mon
         ({"config": "/nowhere.yaml"}, "/nowhere.yaml: can't be read"),
         ({"decoder": {"workers": 1}}, "unknown key"),
         ({"decode.workers": "many"}, "decode.workers"),
+        ({"decode": {"workerz": 1}}, "decode.workerz: unknown key"),
     ],
 )
 def test_bad_arguments_are_named(arguments: dict[str, object], said: str) -> None:
