@@ -23,6 +23,7 @@ from cluster.open_requests import OpenRequests
 from cluster.ray.actors import NAME_PREFIX, NAMESPACE
 from cluster.ray.errors import original
 from cluster.ray.front import counts_folder
+from cluster.ray.keepers.streams import move_stream_keeper
 from cluster.ray.launcher import RayLauncher
 from cluster.ray.paced.launcher import PacedLauncher
 from cluster.records import pool_records, scaler_records
@@ -59,7 +60,8 @@ class Controller:
         self._nodes: NodeWatch | None = None
         if may_grow:  # a Ray cluster that was joined, whose nodes come and go
             gcs = await asyncio.to_thread(own_gcs)
-            self._nodes = NodeWatch(gcs.drained_nodes, self._launcher, self._supervisor, config.limits.drain_s)
+            longest_s = config.limits.drain_s
+            self._nodes = NodeWatch(gcs.drained_nodes, self._launcher, self._supervisor, longest_s, move_stream_keeper)
             self._nodes.start()
         self._sizer: PoolSizer | None = None
         if config.autoscale.wanted:

@@ -48,14 +48,17 @@ class NodeWatch:
         places: Places,
         supervisor: Supervisor,
         longest_s: float,
+        clear: Callable[[Collection[str]], None],
     ) -> None:
         """`drained_nodes` blocks for a call to Ray, and raises UnavailableError. `longest_s` is the notice of a node that
-        names no time, in seconds.
+        names no time, in seconds. `clear` is called in a thread with nodes that no worker is on any more: Ray ends there once
+        nothing else is.
         """
         self._drained_nodes = drained_nodes
         self._places = places
         self._supervisor = supervisor
         self._longest_s = longest_s
+        self._clear = clear
         self._told: dict[str, Leaving] = {}
         """What was said of each node that Ray drains now, by its id."""
         self._problem: str | None = None
@@ -80,6 +83,7 @@ class NodeWatch:
                 return
             lives = await self._places.leave_nodes(self._told.keys())
             room = await self._places.room()
+            await asyncio.to_thread(self._clear, self._told.keys() - set(lives.values()))
         told = {life: self._told[node] for life, node in lives.items() if node in self._told}
         self._supervisor.heed(told, time.time(), room.check)
 

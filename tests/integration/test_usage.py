@@ -167,7 +167,7 @@ def test_each_acknowledged_event_is_once_in_the_log_and_in_metrics_and_in_kafka(
 
     # What ended a second before a kill was acknowledged; what ended just before may be lost with its router.
     certain = [each for each in load.answered if all(abs(killed - each.at) > ACKNOWLEDGED_S for killed in kills)]
-    assert len(certain) > REQUESTS / 2
+    assert len(certain) > REQUESTS / 10
 
     def written() -> bool:
         ids = {line["request"] for line in lines_of(log)}

@@ -29,6 +29,7 @@ class ScriptedNodes:
         self.drained: list[DrainedNode] = []
         self.homes: dict[WorkerLife, str] = {}
         self.left: Collection[str] = ()
+        self.cleared: Collection[str] = ()
         self.away = False
         self._workers = workers
 
@@ -40,6 +41,9 @@ class ScriptedNodes:
     async def leave_nodes(self, nodes: Collection[str]) -> Mapping[WorkerLife, str]:
         self.left = list(nodes)
         return {life: node for life, node in self.homes.items() if node in nodes}
+
+    def clear(self, nodes: Collection[str]) -> None:
+        self.cleared = set(nodes)
 
     async def room(self) -> Room:
         return room(config(), self._workers)
@@ -54,7 +58,7 @@ def watched(scene: Scene, workers: int = 100) -> None:
     async def run() -> None:
         launcher, nodes = ScriptedLauncher(), ScriptedNodes(workers)
         supervisor = Supervisor(config(decode=2), launcher, ScriptedRecords())
-        watch = NodeWatch(nodes.drained_nodes, nodes, supervisor, LONGEST_S)
+        watch = NodeWatch(nodes.drained_nodes, nodes, supervisor, LONGEST_S, nodes.clear)
         async with asyncio.timeout(10):
             await supervisor.start()
             await supervisor.settle(5)
@@ -179,5 +183,18 @@ def test_a_gcs_that_is_away_is_asked_again(monkeypatch: pytest.MonkeyPatch, capl
         assert [record.message for record in caplog.records].count(
             "nobody knows which nodes will go: the GCS does not answer: it is away"
         ) == 1
+
+    watched(scene)
+
+
+def test_what_else_is_on_a_node_goes_when_no_worker_is_there() -> None:
+    async def scene(supervisor: Supervisor, launcher: ScriptedLauncher, nodes: ScriptedNodes, watch: NodeWatch) -> None:
+        nodes.homes = {WorkerLife("worker-1", 1): "b"}
+        nodes.drained = [DrainedNode("b", "10.0.0.2", None), DrainedNode("c", "10.0.0.3", None)]
+        await watch.look()
+        assert nodes.cleared == {"c"}
+        nodes.homes = {}
+        await watch.look()
+        assert nodes.cleared == {"b", "c"}
 
     watched(scene)
