@@ -260,6 +260,24 @@ def test_a_full_queue_counts_and_holds_up_nobody(
     run_cluster(test, usage_store=store)
 
 
+def test_budgets_count_what_a_full_queue_has_lost(
+    run_cluster: Run, path: Path, store: BookStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(usage_queue, "MAX_QUEUED", 1)
+    key = add_key(path, {"tenant": "acme", "tokens_per_month": 30})
+
+    async def test(cluster: Any) -> None:
+        cluster.http.headers.update(bearer(key))
+        store.away = True
+        body = {"prompt": [5] * 5, "max_tokens": 5, "ignore_eos": True}
+        assert [(await cluster.complete(**body)).status_code for _ in range(4)] == [200, 200, 200, 429]
+        store.away = False
+        await acknowledged(cluster)
+        assert (await cluster.complete(**body)).status_code == 429
+
+    run_cluster(test, http=http(path), telemetry=LOG, usage_store=store)
+
+
 def test_a_used_up_budget_of_a_key(run_cluster: Run, path: Path, store: BookStore) -> None:
     key = add_key(path, {"tenant": "acme", "tokens_per_month": 30})
     other = add_key(path, {"tenant": "acme"})
