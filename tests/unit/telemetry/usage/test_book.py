@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from telemetry.usage.book import LogBounds, UsageBook
 from telemetry.usage.event import UsageEvent
+from telemetry.usage.log_files import rotated_files
 from telemetry.usage.reading import Wanted, sum_usage
 from telemetry.usage.totals import UsageTotals
 from tests.unit.telemetry.usage.events import NOVEMBER, event, ids_of, lines_of
@@ -223,6 +224,40 @@ def test_who_dies_within_a_rotation_leaves_sums_that_are_right(tmp_path: Path) -
     book.close()
     opened(path).close()
     sums_are_those_of_the_lines(path)
+
+
+@pytest.mark.parametrize("in_the_way", ["usage.jsonl.1", "usage.jsonl.state.new"])
+def test_a_rotation_that_fails_does_not_stop_the_log(tmp_path: Path, in_the_way: str, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "usage.jsonl"
+    book = opened(path, LogBounds(file_bytes=1000, kept_files=1))
+    (tmp_path / in_the_way).mkdir()
+    for number in range(1, 31):
+        assert book.append([event(number)]) == 1
+    assert caplog.text.count("Is a directory") == 1, "it is not tried each time, nor said"
+    assert ids_of_files(path) == [f"a1-{number}" for number in range(1, 31)], "nothing is removed that is in no state"
+    sums_are_those_of(path, 30)
+    (tmp_path / in_the_way).rmdir()
+    book._rotate_at = book._keep_at = 0.0  # the pause is over
+    for number in range(31, 41):
+        book.append([event(number)])
+    assert path.stat().st_size <= 1000
+    assert len(book.log.rotated()) == 1
+    sums_are_those_of(path, 40)
+    book.close()
+    opened(path).close()
+    sums_are_those_of(path, 40)
+
+
+def ids_of_files(path: Path) -> list[str]:
+    """The ids of all lines, but what is no file."""
+    files = [each for _, each in rotated_files(path) if each.is_file()] + [path]
+    return [json.loads(line)["id"] for each in files for line in each.read_bytes().splitlines()]
+
+
+def sums_are_those_of(path: Path, number: int) -> None:
+    """What /metrics tells is what so many events amount to, removed ones among them."""
+    assert shown(path)["events_total", "m", "acme", "done"] == number
+    assert shown(path)["generation_tokens_total", "m", "acme"] == sum(range(1, number + 1))
 
 
 def test_a_log_that_was_cut_is_gone_on_with(tmp_path: Path) -> None:
