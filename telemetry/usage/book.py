@@ -56,8 +56,8 @@ class UsageBook:
         self._bounds = bounds
         self._totals = totals
         self._changing = threading.Lock()
-        self._state_path = path.with_name(f"{path.name}.state")
-        saved = _read_state(self._state_path)
+        self._state_path = _state_path(path)
+        saved = read_state(path)
         self.log = UsageLog(path, 1 if saved is None else saved[0].number)
         try:
             self._saved = Place(0, 0) if saved is None else saved[0]
@@ -193,7 +193,9 @@ def read_place(found: Sequence[Any]) -> Place:
     return Place(number, offset)
 
 
-def _read_state(path: Path) -> tuple[Place, UsageLedger] | None:
+def read_state(log_path: Path) -> tuple[Place, UsageLedger] | None:
+    """Return the ledger that was kept of a log, and up to which place it is that of the log; None if there is none."""
+    path = _state_path(log_path)
     try:
         found = json.loads(path.read_bytes())
         if found["version"] != _VERSION:
@@ -204,6 +206,10 @@ def _read_state(path: Path) -> tuple[Place, UsageLedger] | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         log.error("%s can't be read, so sums begin with the oldest line that there is: %s", path, error)
         return None
+
+
+def _state_path(log_path: Path) -> Path:
+    return log_path.with_name(f"{log_path.name}.state")
 
 
 def _private(path: str, flags: int) -> int:

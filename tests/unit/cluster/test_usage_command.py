@@ -73,6 +73,21 @@ def test_budgets_of_a_month(
         "acme in tier standard: 100 of 200 tokens (50%)",
         "zoo in tier standard: 110 of 200 tokens (55%)",
     ]
+    _, out, _ = run(monkeypatch, capsys, "usage", "--config", str(config), "--month", "2026-11", "--key", "k1")
+    assert [line for line in out.splitlines() if "%" in line] == ["key k1: 100 of 400 tokens (25%)"], "others share the tier's"
+    _, out, _ = run(monkeypatch, capsys, "usage", "--config", str(config), "--month", "2026-11", "--tenant", "zoo")
+    assert [line for line in out.splitlines() if "%" in line] == ["zoo in tier standard: 110 of 200 tokens (55%)"]
+    for number in (1, 2, 3):
+        log.with_name(f"{log.name}.{number}").unlink()
+    for which in ([], ["--tenant", "acme"]):
+        found = json.loads(
+            run(monkeypatch, capsys, "usage", "--config", str(config), "--month", "2026-11", "--json", *which)[1]
+        )
+        assert found["total"]["requests"] < 10
+        assert {each["of"]: each["used"] for each in found["budgets"]} == {
+            "key k1": 100,
+            "acme in tier standard": 100,
+        } | ({} if which else {"zoo in tier standard": 110}), "which routers count, too, though the lines were removed"
     monkeypatch.setenv("COLUMNS", "200")
     assert " 400 " in run(monkeypatch, capsys, "keys", "list", "--config", str(config))[1]
 

@@ -182,6 +182,9 @@ def test_sums_outlive_the_lines_that_the_bound_removes(tmp_path: Path) -> None:
     for number in range(1, 101):
         book.append([event(number)])
     month = book.month_use(None, NOVEMBER).used
+    for wanted in (Wanted(month="2026-11"), Wanted(tenant="acme", month="2026-11"), Wanted(key="k1", month="2026-11")):
+        assert sum_usage(path, wanted).budgets == month, "a reader has them, too"
+    assert sum_usage(path, Wanted()).budgets == sum_usage(path, Wanted(month="2026-10")).budgets == {}
     book.close()
     assert removed == list(range(1, len(removed) + 1))
     assert removed
@@ -271,6 +274,17 @@ def test_a_log_that_was_cut_is_gone_on_with(tmp_path: Path) -> None:
         assert book.append([event(number)]) == 1
         assert shown(path)["events_total", "m", "acme", "done"] == number
         book.close()
+
+
+def test_a_reader_has_months_that_the_state_has_forgotten(tmp_path: Path) -> None:
+    path = tmp_path / "usage.jsonl"
+    book = opened(path, LogBounds(1000, 1000))
+    for number in range(1, 41):
+        book.append([event(number, ended=NOVEMBER - (40 - number) // 8 * 31 * 86_400)])
+    for month, numbers in (("2026-07", range(1, 9)), ("2026-11", range(33, 41))):
+        sums = sum_usage(path, Wanted(month=month))
+        assert sums.budgets["k1"] == sums.total().tokens == sum(event(number).used.tokens for number in numbers)
+    book.close()
 
 
 def test_lines_that_can_not_be_read_count_for_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
