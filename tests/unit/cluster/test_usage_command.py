@@ -46,6 +46,16 @@ def test_a_table_of_sums(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert out.splitlines()[4].startswith("the log begins at 2026-11-2")
 
 
+def test_names_are_shown_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "usage.jsonl"
+    path.write_bytes(event(1, tenant="[red]a", key="[/]", model="[bold]m[/x]").line())
+    code, out, err = run(monkeypatch, capsys, "usage", str(path))
+    assert (code, err) == (0, "")
+    assert out.splitlines()[1].split()[:3] == ["[red]a", "[/]", "[bold]m[/x]"]
+
+
 def test_for_programs_and_for_some(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], log: Path) -> None:
     _, out, _ = run(monkeypatch, capsys, "usage", str(log), "--tenant", "acme", "--month", "2026-11", "--json")
     found = json.loads(out)

@@ -127,6 +127,19 @@ def test_a_request_is_noted_with_all_that_is_asked_for(run_cluster: Run, path: P
     run_cluster(test, http=http(path), usage_store=store)
 
 
+def test_a_request_id_makes_no_other_line(run_cluster: Run, store: BookStore) -> None:
+    hostile = 'r\\n","tenant":"zoo"}\\u000a{"id":"forged-1"\\'
+
+    async def test(cluster: Any) -> None:
+        for given in (hostile, "x" * 128, "y" * 129, "a b"):
+            await cluster.http.post("/v1/completions", json=completion_body({"max_tokens": 1}), headers={"x-request-id": given})
+        found = [line["request"] for line in await store.until(4)]
+        assert found[:2] == [hostile, "x" * 128]
+        assert all(len(other) == 32 for other in found[2:]), "which are none, so they got one of the router's"
+
+    run_cluster(test, usage_store=store)
+
+
 def test_streams_choices_and_every_endpoint(run_cluster: Run, store: BookStore) -> None:
     async def test(cluster: Any) -> None:
         stream, lines = await cluster.start_stream(max_tokens=5, ignore_eos=True)

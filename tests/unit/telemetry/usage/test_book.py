@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 from telemetry.usage.book import LogBounds, UsageBook
 from telemetry.usage.event import UsageEvent
@@ -293,6 +295,22 @@ def test_lines_that_can_not_be_read_count_for_nothing(tmp_path: Path, caplog: py
     opened(path).close()
     assert shown(path)["events_total", "m", "acme", "done"] == 2
     assert "2 lines of the usage log can't be read" in caplog.text
+
+
+@settings(deadline=None)
+@given(tenant=st.text(max_size=300), model=st.text(max_size=300), request=st.text(max_size=300))
+def test_any_names_are_labels_and_one_line(tmp_path_factory: pytest.TempPathFactory, **names: str) -> None:
+    path = tmp_path_factory.mktemp("names") / "usage.jsonl"
+    book = opened(path)
+    book.append([event(1, **names)])
+    book.close()
+    [line] = lines_of(path)
+    assert [line["tenant"], line["model"]] == [names["tenant"], names["model"]]
+    registry = CollectorRegistry()
+    registry.register(UsageTotals(path.with_name("counts") / "usage.json"))
+    families = text_string_to_metric_families(generate_latest(registry).decode())
+    [sample] = [each for family in families for each in family.samples if each.name == "tandem:usage_events_total"]
+    assert sample.labels == {"model_name": names["model"], "tenant": names["tenant"], "outcome": "done"}
 
 
 def test_metrics_that_can_not_be_left_hold_up_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
