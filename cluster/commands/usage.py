@@ -15,7 +15,7 @@ from protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     from configs.schema import ClusterConfig
-    from telemetry.usage.reading import UsageSums
+    from telemetry.usage.reading import UsageSums, Wanted
 
 _MONTH = r"[0-9]{4}-(0[1-9]|1[0-2])"
 
@@ -40,8 +40,9 @@ def usage(
         raise ConfigError(
             "name the usage log, or with --config a file that has telemetry.usage_log", param="telemetry.usage_log"
         )
-    sums = sum_usage(Path(loaded.telemetry.usage_log), Wanted(tenant, key, month))
-    budgets = [] if month is None else list(_budgets(loaded, sums))
+    wanted = Wanted(tenant, key, month)
+    sums = sum_usage(Path(loaded.telemetry.usage_log), wanted)
+    budgets = list(_budgets(loaded, sums, wanted))
     if as_json:
         typer.echo(json.dumps(_as_json(sums, budgets), indent=2))
     else:
@@ -53,20 +54,25 @@ def _check_month(month: str | None) -> None:
         raise ConfigError(f"--month is a year and a month, such as 2026-11; got {month!r:.40}", param="month")
 
 
-def _budgets(config: ClusterConfig, sums: UsageSums) -> Iterator[tuple[str, int, int]]:
-    """Whose each budget is, its tokens, and how many of them are used. Budgets of which nothing is used are left out."""
+def _budgets(config: ClusterConfig, sums: UsageSums, wanted: Wanted) -> Iterator[tuple[str, int, int]]:
+    """Whose each budget is, its tokens, and how many of them are used. Budgets of which nothing is used are left out.
+
+    Of a key that is wanted there is its own alone: its tenant's budget is used by other keys, too.
+    """
     from router.access.keys import read_key_file
 
+    keys = {} if config.http.keys_file is None or not sums.budgets else read_key_file(Path(config.http.keys_file)).keys
     for name, used in sorted(sums.budgets.items()):
         if name.startswith("tier/"):
             _, tenant, tier = name.split("/", 2)
             budget = config.tiers[tier].tokens_per_month if tier in config.tiers else None
-            whose = f"{tenant or 'clients without a key'} in tier {tier}"
+            whose, is_wanted = f"{tenant or 'clients without a key'} in tier {tier}", wanted.key is None
+        elif name in keys:
+            tenant, budget = keys[name].tenant, keys[name].tokens_per_month
+            whose, is_wanted = f"key {name}", wanted.key in (None, name)
         else:
-            keys = {} if config.http.keys_file is None else read_key_file(Path(config.http.keys_file)).keys
-            budget = keys[name].tokens_per_month if name in keys else None
-            whose = f"key {name}"
-        if budget is not None:
+            continue
+        if budget is not None and is_wanted and wanted.tenant in (None, tenant):
             yield whose, budget, used
 
 

@@ -6,6 +6,7 @@
     dies before the fsync has returned    the lines may be there or not. The next owner cuts off half a line and reads the
                                           rest into its ledger, and what is sent again finds itself there
     dies after it, before it answers      the same
+    can't rotate, or keep its bound       the log goes on in the file that there is
     dies while it rotates                 `FILE.state` may be older than the files. The ledger is read from the place in it on
 
 `FILE.state` is the ledger as of a place in the log. It is written before the bound on the log removes a file, so sums outlive
@@ -18,6 +19,7 @@ import json
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +33,8 @@ from telemetry.usage.totals import KafkaState, write_totals
 log = logging.getLogger(__name__)
 
 _VERSION = 1
+_AGAIN_S = 10.0
+"""Seconds until what failed is tried again, where the log goes on without it."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +56,8 @@ class UsageBook:
         self._bounds = bounds
         self._totals = totals
         self._changing = threading.Lock()
-        self._state_path = path.with_name(f"{path.name}.state")
-        saved = _read_state(self._state_path)
+        self._state_path = _state_path(path)
+        saved = read_state(path)
         self.log = UsageLog(path, 1 if saved is None else saved[0].number)
         try:
             self._saved = Place(0, 0) if saved is None else saved[0]
@@ -63,6 +67,8 @@ class UsageBook:
             self.log.close()
             raise
         self._news = MonthNews()
+        self._rotate_at = self._keep_at = 0.0
+        """Before these moments, in seconds on `time.monotonic`, neither is tried again."""
         self.kafka: KafkaState | None = None
         self.on_removal: Callable[[int, Path], None] = lambda number, path: None
         """Told of the number and the path of each file that the bound is about to remove."""
@@ -88,7 +94,7 @@ class UsageBook:
             data = b"".join(event.line() for event in fresh)
             size = self.log.end.offset
             if size and size + len(data) > self._bounds.file_bytes:
-                self.log.rotate()
+                self._rotate()
             self.log.append(data)
             with self._changing:
                 for event in fresh:
@@ -135,9 +141,22 @@ class UsageBook:
                 self._ledger.add(used)
         return num_bad
 
+    def _rotate(self) -> None:
+        """Begin another file. If that fails the log goes on in the one that there is, and it is tried again after a while."""
+        if (now := time.monotonic()) < self._rotate_at:
+            return
+        try:
+            self.log.rotate()
+        except OSError as error:
+            self._rotate_at = now + _AGAIN_S
+            log.error("the usage log can't begin another file, and goes on in this one: %s", error.strerror)
+
     def _keep_bound(self) -> None:
-        """Remove the oldest files, if there are too many, once the sums of their lines are kept elsewhere."""
-        if self._saved.number == self.log.end.number:
+        """Remove the oldest files, if there are too many, once the sums of their lines are kept elsewhere.
+
+        If that fails, it is tried again after a while.
+        """
+        if self._saved.number == self.log.end.number or (now := time.monotonic()) < self._keep_at:
             return
         try:
             self._save_state()
@@ -146,6 +165,7 @@ class UsageBook:
                 self.on_removal(number, path)
                 path.unlink(missing_ok=True)
         except OSError as error:
+            self._keep_at = now + _AGAIN_S
             log.error("the usage log can't be kept within its bound: %s", error.strerror)
 
     def _save_state(self) -> None:
@@ -173,7 +193,9 @@ def read_place(found: Sequence[Any]) -> Place:
     return Place(number, offset)
 
 
-def _read_state(path: Path) -> tuple[Place, UsageLedger] | None:
+def read_state(log_path: Path) -> tuple[Place, UsageLedger] | None:
+    """Return the ledger that was kept of a log, and up to which place it is that of the log; None if there is none."""
+    path = _state_path(log_path)
     try:
         found = json.loads(path.read_bytes())
         if found["version"] != _VERSION:
@@ -184,6 +206,10 @@ def _read_state(path: Path) -> tuple[Place, UsageLedger] | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         log.error("%s can't be read, so sums begin with the oldest line that there is: %s", path, error)
         return None
+
+
+def _state_path(log_path: Path) -> Path:
+    return log_path.with_name(f"{log_path.name}.state")
 
 
 def _private(path: str, flags: int) -> int:

@@ -160,23 +160,35 @@ class KafkaFeed:
         while not self._closing.is_set():
             self._news.clear()
             try:
-                batch = self._next_batch()
-            except OSError as error:
-                log.error("the usage log can't be read for Kafka: %s", error.strerror)
-                batch = None
-            if batch is None:
-                self._note(self.state)
-                self._news.wait(_LOOK_S)
-            elif self._delivered(batch):
+                went_on = self._go_on()
+            except Exception:  # whatever it is: a feed that ends would do so unseen, and send nothing any more
+                log.exception("a bug in what sends the usage log to Kafka; it goes on in %g s", pause_s)
+                went_on, self._producer = False, None
+            if went_on:
                 pause_s = _FIRST_PAUSE_S
-                self._advance(batch)
             else:
-                self._give_up_producer()
-                self._num_failures += 1
-                self._note(self.state)
                 self._closing.wait(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         self._give_up_producer()
+
+    def _go_on(self) -> bool:
+        """Send the next lines, or wait for some. Returns whether nothing has failed at the brokers."""
+        try:
+            batch = self._next_batch()
+        except OSError as error:
+            log.error("the usage log can't be read for Kafka: %s", error.strerror)
+            batch = None
+        if batch is None:
+            self._note(self.state)
+            self._news.wait(_LOOK_S)
+        elif self._delivered(batch):
+            self._advance(batch)
+        else:
+            self._give_up_producer()
+            self._num_failures += 1
+            self._note(self.state)
+            return False
+        return True
 
     def _next_batch(self) -> _Batch | None:
         """The next lines that were not sent, as far as they are on disk. None if there are none."""

@@ -16,7 +16,7 @@ from telemetry.metrics import MOST_TENANTS, OTHERS
 from telemetry.usage.event import Used
 
 _MOST_MONTHS = 3
-"""The running one, the one before, and one for a clock that is wrong."""
+"""The running one, the one before, and one for a clock that is wrong: those that were added to last."""
 _MOST_LIVES = 4096
 """Lives of routers that are remembered, the latest ones. A router that waits for an answer is among them."""
 
@@ -49,8 +49,8 @@ class UsageLedger:
     def __init__(self) -> None:
         self.totals: dict[str, dict[str, TenantTotals]] = {}
         """By model and tenant."""
-        self._months: dict[str, dict[str, int]] = {}
-        """By month: the tokens that count against each budget, by its name."""
+        self._months: OrderedDict[str, dict[str, int]] = OrderedDict()
+        """By month: the tokens that count against each budget, by its name. The month that was added to last is the last."""
         self._latest: OrderedDict[str, int] = OrderedDict()
         """By life: the number of its latest event. A router's events arrive in order."""
 
@@ -72,8 +72,9 @@ class UsageLedger:
         month = self._months.setdefault(used.month, {})
         for name in used.budgets:
             month[name] = month.get(name, 0) + used.tokens
+        self._months.move_to_end(used.month)
         while len(self._months) > _MOST_MONTHS:
-            del self._months[min(self._months)]
+            self._months.popitem(last=False)
         return True
 
     def month(self, month: str) -> Mapping[str, int]:
@@ -83,7 +84,7 @@ class UsageLedger:
     def as_json(self) -> dict[str, Any]:
         """All of it, for a file."""
         totals = {model: {tenant: each.as_json() for tenant, each in tenants.items()} for model, tenants in self.totals.items()}
-        return {"totals": totals, "months": self._months, "latest": dict(self._latest)}
+        return {"totals": totals, "months": dict(self._months), "latest": dict(self._latest)}
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> UsageLedger:
@@ -91,7 +92,8 @@ class UsageLedger:
         ledger = cls()
         for model, tenants in found["totals"].items():
             ledger.totals[model] = {tenant: TenantTotals(**each) for tenant, each in tenants.items()}
-        ledger._months = {month: {name: int(used) for name, used in names.items()} for month, names in found["months"].items()}
+        for month, names in found["months"].items():
+            ledger._months[month] = {name: int(used) for name, used in names.items()}
         ledger._latest = OrderedDict((life, int(number)) for life, number in found["latest"].items())
         return ledger
 
@@ -140,5 +142,5 @@ class MonthNews:
         for name in reversed(self._changed):
             if self._changed[name] <= known[1]:
                 break
-            changed[name] = sums[name]
+            changed[name] = sums.get(name, 0)  # a clock that is far out can have put this month out of the ledger
         return MonthUse(month, self._epoch, self._version, changed, whole=False)

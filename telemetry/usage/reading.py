@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from telemetry.usage.event import parse_line
+from telemetry.usage.book import read_state
+from telemetry.usage.event import Used, parse_line
+from telemetry.usage.ledger import UsageLedger
 from telemetry.usage.log_files import open_all, whole_lines
 
 
@@ -54,7 +57,9 @@ class UsageSums:
     rows: dict[tuple[str, str | None, str], UsageSum] = field(default_factory=dict)
     """By tenant, key's id and model."""
     budgets: dict[str, int] = field(default_factory=dict)
-    """Tokens by the name of the budget that they count against (`telemetry.usage.event.Used.budgets`)."""
+    """What routers count of the month that is wanted, removed lines among it: tokens by the name of the budget that they
+    count against (`telemetry.usage.event.Used.budgets`). Those of a tenant or key that is not wanted are not up to date.
+    Without a month there are none."""
     since: str | None = None
     """The time of the oldest line that there is, wanted or not."""
     num_bad: int = 0
@@ -80,16 +85,43 @@ def sum_usage(path: Path, wanted: Wanted) -> UsageSums:
     sums, needles = UsageSums(), wanted.needles()
     with contextlib.ExitStack() as opened:
         files = [opened.enter_context(file) for file in open_all(path)]
+        month = None if wanted.month is None else _MonthSums(path, wanted.month)  # has what was removed before they were opened
         for file in files:
             for line in whole_lines(file):
                 if sums.since is None:
                     sums.since = _time_of(line)
                 if all(needle in line for needle in needles):
-                    _add(sums, line, wanted)
+                    _add(sums, line, wanted, month)
+    sums.budgets = {} if month is None else month.used()
     return sums
 
 
-def _add(sums: UsageSums, line: bytes, wanted: Wanted) -> None:
+class _MonthSums:
+    """What counts against the budgets of a month: lines that there are, and those that `FILE.state` has outlived."""
+
+    def __init__(self, path: Path, month: str) -> None:
+        saved = read_state(path)
+        self._saved = UsageLedger() if saved is None else saved[1]
+        self._month = month
+        self._since: Counter[str] = Counter()
+        """Of lines that are not in `FILE.state`."""
+        self._there: Counter[str] = Counter()
+        """Of all lines."""
+
+    def add(self, used: Used) -> None:
+        """Add one line of this month."""
+        tokens = dict.fromkeys(used.budgets, used.tokens)
+        self._there.update(tokens)
+        if not self._saved.has(used.life, used.number):
+            self._since.update(tokens)
+
+    def used(self) -> dict[str, int]:
+        """Tokens by the name of the budget."""
+        # The state has a month wholly, or not at all where it has forgotten it: then the lines say more.
+        return dict((self._since + Counter(self._saved.month(self._month))) | self._there)
+
+
+def _add(sums: UsageSums, line: bytes, wanted: Wanted, month: _MonthSums | None) -> None:
     used = parse_line(line)
     if used is None:
         sums.num_bad += 1
@@ -102,8 +134,8 @@ def _add(sums: UsageSums, line: bytes, wanted: Wanted) -> None:
     row.prompt_tokens += used.prompt_tokens
     row.cached_tokens += used.cached_tokens
     row.answer_tokens += used.answer_tokens
-    for name in used.budgets:
-        sums.budgets[name] = sums.budgets.get(name, 0) + used.tokens
+    if month is not None:
+        month.add(used)
 
 
 def _time_of(line: bytes) -> str | None:

@@ -2,12 +2,16 @@
 
 lock `<file>.lock` ─► read ─► change ─► write beside it, fsync ─► rename over it ─► unlock
 
+A new file is for its owner alone (mode 0600). An edit keeps the mode, and owner and group where it may: who could read the keys
+before, such as a container's user, reads a revocation, too.
+
 Routers see the old file or the new one, never half of one, and read the new one with their next request. Entries that can't be
 read are kept as they are, so one of them hinders no edit of the others.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import tempfile
@@ -68,6 +72,7 @@ def _replace(path: Path, data: bytes) -> None:
     descriptor, temporary = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)  # readable by its owner alone
     try:
         with os.fdopen(descriptor, "wb") as file:
+            _keep_rights(path, descriptor)
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -75,6 +80,22 @@ def _replace(path: Path, data: bytes) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def _keep_rights(path: Path, descriptor: int) -> None:
+    """Give an open file the mode of the one at `path`, if there is one, and its owner and group as far as that is permitted."""
+    try:
+        former = path.stat()
+    except FileNotFoundError:
+        return
+    mode = former.st_mode & 0o777
+    for owner in (former.st_uid, -1):  # only root may give a file to another user, but its owner to a group of his
+        with contextlib.suppress(OSError):
+            os.fchown(descriptor, owner, former.st_gid)
+            break
+    else:
+        mode &= ~0o070  # they were another group's
+    os.fchmod(descriptor, mode)
 
 
 def _private(path: str, flags: int) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ def print_usage(sums: UsageSums) -> None:
     for title in ("requests", "prompt", "cached", "answer", "tokens"):
         table.add_column(title, justify="right")
     for (tenant, key, model), row in sums.sorted_rows():
-        table.add_row(tenant or "-", key or "-", model, *_numbers(row))
+        table.add_row(*(escape(name or "-") for name in (tenant, key, model)), *_numbers(row))
     if len(sums.rows) != 1:
         table.add_row("all", "", "", *_numbers(sums.total()))
     console = _console()

@@ -12,8 +12,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cluster.ray.actors import start_keeper
 from cluster.ray.front import counts_folder
@@ -26,7 +27,19 @@ from telemetry.usage.event import UsageEvent
 from telemetry.usage.ledger import MonthUse
 from telemetry.usage.totals import TOTALS, KafkaState
 
+if TYPE_CHECKING:
+    from telemetry.usage.kafka_feed import KafkaFeed, KafkaTarget
+
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """What one call has brought, and waits for."""
+
+    events: Sequence[UsageEvent]
+    known: tuple[str, int] | None
+    told: asyncio.Future[MonthUse]
 
 
 class UsageOwner:
@@ -37,8 +50,8 @@ class UsageOwner:
         self._settings = settings
         self._totals = counts_folder() / TOTALS if totals is None else totals
         self._book: UsageBook | None = None
-        self._feed: Any | None = None
-        self._waiting: list[tuple[Sequence[UsageEvent], asyncio.Future[None]]] = []
+        self._feed: KafkaFeed | None = None
+        self._waiting: list[_Batch] = []
         self._writing: asyncio.Task[None] | None = None
 
     async def append(self, events: Sequence[UsageEvent], known: tuple[str, int] | None) -> MonthUse:
@@ -47,20 +60,19 @@ class UsageOwner:
         All events are on disk when this returns. Raises UnavailableError if they can't be written, ConfigError if the log
         can't be opened.
         """
-        written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((events, written))
+        told: asyncio.Future[MonthUse] = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Batch(events, known, told))
         if self._writing is None or self._writing.done():
             self._writing = asyncio.get_running_loop().create_task(self._write())
-        await written
-        assert self._book is not None, "it was opened with the first batch"
-        return self._book.month_use(known, time.time())
+        return await told
 
     async def _write(self) -> None:
         while self._waiting:
             waiting, self._waiting = self._waiting, []
             problem: TandemError | None = None
+            news: list[MonthUse] = []
             try:
-                await asyncio.to_thread(self._commit, [event for events, _ in waiting for event in events])
+                news = await asyncio.to_thread(self._commit, waiting)
             except TandemError as error:
                 problem = error
             except OSError as error:
@@ -68,33 +80,32 @@ class UsageOwner:
             except Exception as error:
                 log.exception("a bug in the usage log")
                 problem = UnavailableError(f"the usage log can't be written: {type(error).__name__}")
-            for _, written in waiting:
-                if written.cancelled():
+            for index, batch in enumerate(waiting):
+                if batch.told.cancelled():
                     continue  # who has asked does not wait any more
                 if problem is None:
-                    written.set_result(None)
+                    batch.told.set_result(news[index])
                 else:
-                    written.set_exception(problem)
+                    batch.told.set_exception(problem)
 
-    def _commit(self, events: Sequence[UsageEvent]) -> None:
+    def _commit(self, batches: Sequence[_Batch]) -> list[MonthUse]:
+        """Write the batches, and return the answer to each. In one thread at a time, so no answer is of half a batch."""
         if self._book is None:
             self._book = self._opened()
-        num_added = self._book.append(events)
+        num_added = self._book.append(event for batch in batches for event in batch.events)
         if self._feed is not None and num_added:
             self._feed.added(num_added)
+        now = time.time()
+        return [self._book.month_use(batch.known, now) for batch in batches]
 
     def _opened(self) -> UsageBook:
         book = UsageBook(self._settings.path, self._settings.bounds, self._totals)
-        if self._settings.kafka is not None:
-            from telemetry.usage.kafka_feed import KafkaFeed
-
-            def note(state: KafkaState) -> None:
-                book.kafka = state
-                book.show()
-
-            self._feed = KafkaFeed(book.log, self._settings.kafka, note)
-            book.on_removal = self._feed.removing
-            self._feed.start()
+        try:
+            if self._settings.kafka is not None:
+                self._feed = _feeding(book, self._settings.kafka)
+        except BaseException:
+            book.close()  # the next batch opens it again
+            raise
         return book
 
     async def close(self) -> None:
@@ -104,6 +115,20 @@ class UsageOwner:
         if self._book is not None:
             self._book.close()
             self._book = None
+
+
+def _feeding(book: UsageBook, target: KafkaTarget) -> KafkaFeed:
+    """Begin to send the lines of a book to Kafka. Raises OSError if they can't be read."""
+    from telemetry.usage.kafka_feed import KafkaFeed
+
+    def note(state: KafkaState) -> None:
+        book.kafka = state
+        book.show()
+
+    feed = KafkaFeed(book.log, target, note)
+    book.on_removal = feed.removing
+    feed.start()
+    return feed
 
 
 class UsageKeeper(UsageOwner):

@@ -28,7 +28,10 @@ class MonthlyBudgets:
         self._epoch: str | None = None
         self._version = 0
         self._waiting: dict[str, Counter[str]] = {}
-        """By month and budget: tokens of events that the keeper has not acknowledged. No entry is 0."""
+        """By month and budget: tokens of events that the keeper has not acknowledged. No entry is 0.
+
+        What was lost since the queue was full stays until its month is over: nobody acknowledges it.
+        """
 
     @property
     def known(self) -> tuple[str, int] | None:
@@ -48,7 +51,8 @@ class MonthlyBudgets:
             used = event.used
             if (waiting := self._waiting.get(used.month)) is not None:
                 waiting.subtract(dict.fromkeys(used.budgets, used.tokens))
-        self._waiting = {month: left for month, waiting in self._waiting.items() if (left := +waiting)}
+        running = (told.month, month_after(told.month))  # this router's clock may be ahead
+        self._waiting = {month: left for month in running if (left := +self._waiting.get(month, Counter()))}
         if told.whole:
             self._used = dict(told.used)
         else:

@@ -79,14 +79,17 @@ class UsageQueue:
                 log.error("%d events of the usage log are lost: its owner did not answer", len(self._events))
 
     def put(self, event: UsageEvent) -> None:
-        """Queue an event, whose number is higher than those before. It is counted as lost if there is no room."""
+        """Queue an event, whose number is higher than those before. It is counted as lost if there is no room.
+
+        Either way it counts against this router's budgets.
+        """
+        self._budgets.ended(event)
         if len(self._events) >= MAX_QUEUED:
             self._metrics.usage_events_lost.inc()
             self._complain("events of the usage log are lost: %d wait for its owner", MAX_QUEUED)
             return
         self._events.append(event)
         self._metrics.usage_events_waiting.set(len(self._events))
-        self._budgets.ended(event)
         self._news.set()
 
     async def _write(self) -> None:

@@ -46,6 +46,16 @@ def test_a_table_of_sums(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert out.splitlines()[4].startswith("the log begins at 2026-11-2")
 
 
+def test_names_are_shown_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "usage.jsonl"
+    path.write_bytes(event(1, tenant="[red]a", key="[/]", model="[bold]m[/x]").line())
+    code, out, err = run(monkeypatch, capsys, "usage", str(path))
+    assert (code, err) == (0, "")
+    assert out.splitlines()[1].split()[:3] == ["[red]a", "[/]", "[bold]m[/x]"]
+
+
 def test_for_programs_and_for_some(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], log: Path) -> None:
     _, out, _ = run(monkeypatch, capsys, "usage", str(log), "--tenant", "acme", "--month", "2026-11", "--json")
     found = json.loads(out)
@@ -73,6 +83,21 @@ def test_budgets_of_a_month(
         "acme in tier standard: 100 of 200 tokens (50%)",
         "zoo in tier standard: 110 of 200 tokens (55%)",
     ]
+    _, out, _ = run(monkeypatch, capsys, "usage", "--config", str(config), "--month", "2026-11", "--key", "k1")
+    assert [line for line in out.splitlines() if "%" in line] == ["key k1: 100 of 400 tokens (25%)"], "others share the tier's"
+    _, out, _ = run(monkeypatch, capsys, "usage", "--config", str(config), "--month", "2026-11", "--tenant", "zoo")
+    assert [line for line in out.splitlines() if "%" in line] == ["zoo in tier standard: 110 of 200 tokens (55%)"]
+    for number in (1, 2, 3):
+        log.with_name(f"{log.name}.{number}").unlink()
+    for which in ([], ["--tenant", "acme"]):
+        found = json.loads(
+            run(monkeypatch, capsys, "usage", "--config", str(config), "--month", "2026-11", "--json", *which)[1]
+        )
+        assert found["total"]["requests"] < 10
+        assert {each["of"]: each["used"] for each in found["budgets"]} == {
+            "key k1": 100,
+            "acme in tier standard": 100,
+        } | ({} if which else {"zoo in tier standard": 110}), "which routers count, too, though the lines were removed"
     monkeypatch.setenv("COLUMNS", "200")
     assert " 400 " in run(monkeypatch, capsys, "keys", "list", "--config", str(config))[1]
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +17,9 @@ from cluster.ray.usage.keeper import UsageOwner
 from cluster.ray.usage.settings import UsageSettings, usage_settings
 from configs.loader import load_config
 from protocol.errors import ConfigError, UnavailableError
-from telemetry.usage.book import LogBounds
+from telemetry.usage.book import LogBounds, UsageBook
+from telemetry.usage.kafka_feed import KafkaTarget
+from telemetry.usage.ledger import UsageLedger
 from telemetry.usage.log_files import UsageLog
 from tests.unit.telemetry.usage.events import event, ids_of
 
@@ -105,6 +110,65 @@ def test_who_does_not_wait_any_more_keeps_nobody_from_an_answer(owner: Callable[
 
     asyncio.run(main())
     assert sorted(ids_of(tmp_path / "usage.jsonl")) == ["a-1", "b-1"]
+
+
+def test_answers_are_made_between_two_writes(owner: Callable[[], UsageOwner], monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a version and the changes up to it belong together, though the next batch is written while they are on their way."""
+    book_is_free = threading.Lock()
+
+    def alone(name: str) -> None:
+        real = getattr(UsageBook, name)
+
+        def call(*arguments: Any) -> Any:
+            assert threading.current_thread() is not threading.main_thread(), "which has routers to listen to"
+            assert book_is_free.acquire(blocking=False), "another thread has it"
+            try:
+                return real(*arguments)
+            finally:
+                book_is_free.release()
+
+        monkeypatch.setattr(UsageBook, name, call)
+
+    alone("append")
+    alone("month_use")
+
+    async def router(keeper: UsageOwner, life: str) -> dict[str, int]:
+        known: tuple[str, int] | None = None
+        used: dict[str, int] = {}
+        for number in range(1, 21):
+            told = await keeper.append([event(number, life, key=life, ended=time.time())], known)
+            assert told.whole is (known is None)
+            known = (told.epoch, told.version)
+            used |= told.used
+            assert used[life] == sum(event(each).used.tokens for each in range(1, number + 1))
+        return used
+
+    async def main() -> None:
+        keeper = owner()
+        await asyncio.gather(*(router(keeper, life) for life in "abcd"))
+        await keeper.close()
+
+    asyncio.run(main())
+
+
+def test_a_feed_that_can_not_begin_leaves_the_log_to_the_next_try(tmp_path: Path) -> None:
+    path = tmp_path / "usage.jsonl"
+    state = {"version": 1, "place": [2, 0], "ledger": UsageLedger().as_json()}
+    (tmp_path / "usage.jsonl.state").write_text(json.dumps(state))
+    (tmp_path / "usage.jsonl.1").mkdir()  # a file that Kafka has not got yet, and that can't be read
+    settings = UsageSettings(path, LogBounds(10**6, 3), KafkaTarget("127.0.0.1:9", "t", {}))
+
+    async def main() -> None:
+        keeper = UsageOwner(settings, tmp_path / "counts" / "usage.json")
+        for _ in range(2):
+            with pytest.raises(UnavailableError, match="Is a directory"):
+                await keeper.append([event(1)], None)
+        (tmp_path / "usage.jsonl.1").rmdir()
+        await keeper.append([event(1)], None)
+        await keeper.close()
+
+    asyncio.run(main())
+    assert ids_of(path) == ["a1-1"]
 
 
 def test_settings_are_those_of_the_configuration(tmp_path: Path) -> None:

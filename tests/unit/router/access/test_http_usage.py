@@ -127,6 +127,19 @@ def test_a_request_is_noted_with_all_that_is_asked_for(run_cluster: Run, path: P
     run_cluster(test, http=http(path), usage_store=store)
 
 
+def test_a_request_id_makes_no_other_line(run_cluster: Run, store: BookStore) -> None:
+    hostile = 'r\\n","tenant":"zoo"}\\u000a{"id":"forged-1"\\'
+
+    async def test(cluster: Any) -> None:
+        for given in (hostile, "x" * 128, "y" * 129, "a b"):
+            await cluster.http.post("/v1/completions", json=completion_body({"max_tokens": 1}), headers={"x-request-id": given})
+        found = [line["request"] for line in await store.until(4)]
+        assert found[:2] == [hostile, "x" * 128]
+        assert all(len(other) == 32 for other in found[2:]), "which are none, so they got one of the router's"
+
+    run_cluster(test, usage_store=store)
+
+
 def test_streams_choices_and_every_endpoint(run_cluster: Run, store: BookStore) -> None:
     async def test(cluster: Any) -> None:
         stream, lines = await cluster.start_stream(max_tokens=5, ignore_eos=True)
@@ -258,6 +271,24 @@ def test_a_full_queue_counts_and_holds_up_nobody(
         assert numbers == [1, 2, 6]
 
     run_cluster(test, usage_store=store)
+
+
+def test_budgets_count_what_a_full_queue_has_lost(
+    run_cluster: Run, path: Path, store: BookStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(usage_queue, "MAX_QUEUED", 1)
+    key = add_key(path, {"tenant": "acme", "tokens_per_month": 30})
+
+    async def test(cluster: Any) -> None:
+        cluster.http.headers.update(bearer(key))
+        store.away = True
+        body = {"prompt": [5] * 5, "max_tokens": 5, "ignore_eos": True}
+        assert [(await cluster.complete(**body)).status_code for _ in range(4)] == [200, 200, 200, 429]
+        store.away = False
+        await acknowledged(cluster)
+        assert (await cluster.complete(**body)).status_code == 429
+
+    run_cluster(test, http=http(path), telemetry=LOG, usage_store=store)
 
 
 def test_a_used_up_budget_of_a_key(run_cluster: Run, path: Path, store: BookStore) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hmac
 import json
+import os
+import stat
 import threading
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -174,6 +176,34 @@ def test_an_edit_that_fails_changes_nothing(path: Path) -> None:
         revoke_key(path.with_name("other.json"), "nobody")
     with pytest.raises(ConfigError, match="can't be written"):
         add_key(path.parent / "nowhere" / "keys.json", {"tenant": "a"})
+
+
+def test_who_could_read_the_file_reads_a_revocation(path: Path) -> None:
+    """Such as the user of a container, after `chmod 644`."""
+    leaked = add_key(path, {"tenant": "a"})
+    for mode in (0o644, 0o640, 0o600):
+        path.chmod(mode)
+        add_key(path, {"tenant": "a"})
+        assert stat.S_IMODE(path.stat().st_mode) == mode
+    if os.getuid() == 0:
+        os.chown(path, 12345, 23456)
+    before = path.stat()
+    revoke_key(path, key_id_of(leaked))
+    after = path.stat()
+    assert (after.st_uid, after.st_gid, after.st_mode) == (before.st_uid, before.st_gid, before.st_mode)
+    assert after.st_ino != before.st_ino
+
+
+def test_a_group_that_can_not_be_kept_hands_its_rights_to_no_other(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_key(path, {"tenant": "a"})
+    path.chmod(0o664)
+
+    def refused(descriptor: int, owner: int, group: int) -> None:
+        raise PermissionError(1, os.strerror(1))
+
+    monkeypatch.setattr(os, "fchown", refused)
+    add_key(path, {"tenant": "a"})
+    assert stat.S_IMODE(path.stat().st_mode) == 0o604
 
 
 TENANT = st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,8}\Z")

@@ -17,9 +17,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 from telemetry.usage.book import LogBounds, UsageBook
 from telemetry.usage.event import UsageEvent
+from telemetry.usage.log_files import rotated_files
 from telemetry.usage.reading import Wanted, sum_usage
 from telemetry.usage.totals import UsageTotals
 from tests.unit.telemetry.usage.events import NOVEMBER, event, ids_of, lines_of
@@ -181,6 +184,9 @@ def test_sums_outlive_the_lines_that_the_bound_removes(tmp_path: Path) -> None:
     for number in range(1, 101):
         book.append([event(number)])
     month = book.month_use(None, NOVEMBER).used
+    for wanted in (Wanted(month="2026-11"), Wanted(tenant="acme", month="2026-11"), Wanted(key="k1", month="2026-11")):
+        assert sum_usage(path, wanted).budgets == month, "a reader has them, too"
+    assert sum_usage(path, Wanted()).budgets == sum_usage(path, Wanted(month="2026-10")).budgets == {}
     book.close()
     assert removed == list(range(1, len(removed) + 1))
     assert removed
@@ -225,6 +231,40 @@ def test_who_dies_within_a_rotation_leaves_sums_that_are_right(tmp_path: Path) -
     sums_are_those_of_the_lines(path)
 
 
+@pytest.mark.parametrize("in_the_way", ["usage.jsonl.1", "usage.jsonl.state.new"])
+def test_a_rotation_that_fails_does_not_stop_the_log(tmp_path: Path, in_the_way: str, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "usage.jsonl"
+    book = opened(path, LogBounds(file_bytes=1000, kept_files=1))
+    (tmp_path / in_the_way).mkdir()
+    for number in range(1, 31):
+        assert book.append([event(number)]) == 1
+    assert caplog.text.count("Is a directory") == 1, "it is not tried each time, nor said"
+    assert ids_of_files(path) == [f"a1-{number}" for number in range(1, 31)], "nothing is removed that is in no state"
+    sums_are_those_of(path, 30)
+    (tmp_path / in_the_way).rmdir()
+    book._rotate_at = book._keep_at = 0.0  # the pause is over
+    for number in range(31, 41):
+        book.append([event(number)])
+    assert path.stat().st_size <= 1000
+    assert len(book.log.rotated()) == 1
+    sums_are_those_of(path, 40)
+    book.close()
+    opened(path).close()
+    sums_are_those_of(path, 40)
+
+
+def ids_of_files(path: Path) -> list[str]:
+    """The ids of all lines, but what is no file."""
+    files = [each for _, each in rotated_files(path) if each.is_file()] + [path]
+    return [json.loads(line)["id"] for each in files for line in each.read_bytes().splitlines()]
+
+
+def sums_are_those_of(path: Path, number: int) -> None:
+    """What /metrics tells is what so many events amount to, removed ones among them."""
+    assert shown(path)["events_total", "m", "acme", "done"] == number
+    assert shown(path)["generation_tokens_total", "m", "acme"] == sum(range(1, number + 1))
+
+
 def test_a_log_that_was_cut_is_gone_on_with(tmp_path: Path) -> None:
     path = tmp_path / "usage.jsonl"
     book = opened(path, LogBounds(10_000, 100))
@@ -238,12 +278,39 @@ def test_a_log_that_was_cut_is_gone_on_with(tmp_path: Path) -> None:
         book.close()
 
 
+def test_a_reader_has_months_that_the_state_has_forgotten(tmp_path: Path) -> None:
+    path = tmp_path / "usage.jsonl"
+    book = opened(path, LogBounds(1000, 1000))
+    for number in range(1, 41):
+        book.append([event(number, ended=NOVEMBER - (40 - number) // 8 * 31 * 86_400)])
+    for month, numbers in (("2026-07", range(1, 9)), ("2026-11", range(33, 41))):
+        sums = sum_usage(path, Wanted(month=month))
+        assert sums.budgets["k1"] == sums.total().tokens == sum(event(number).used.tokens for number in numbers)
+    book.close()
+
+
 def test_lines_that_can_not_be_read_count_for_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "usage.jsonl"
     path.write_bytes(event(1).line() + b"\0\0\0\n{}\n" + event(2).line())
     opened(path).close()
     assert shown(path)["events_total", "m", "acme", "done"] == 2
     assert "2 lines of the usage log can't be read" in caplog.text
+
+
+@settings(deadline=None)
+@given(tenant=st.text(max_size=300), model=st.text(max_size=300), request=st.text(max_size=300))
+def test_any_names_are_labels_and_one_line(tmp_path_factory: pytest.TempPathFactory, **names: str) -> None:
+    path = tmp_path_factory.mktemp("names") / "usage.jsonl"
+    book = opened(path)
+    book.append([event(1, **names)])
+    book.close()
+    [line] = lines_of(path)
+    assert [line["tenant"], line["model"]] == [names["tenant"], names["model"]]
+    registry = CollectorRegistry()
+    registry.register(UsageTotals(path.with_name("counts") / "usage.json"))
+    families = text_string_to_metric_families(generate_latest(registry).decode())
+    [sample] = [each for family in families for each in family.samples if each.name == "tandem:usage_events_total"]
+    assert sample.labels == {"model_name": names["model"], "tenant": names["tenant"], "outcome": "done"}
 
 
 def test_metrics_that_can_not_be_left_hold_up_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -180,6 +180,29 @@ def test_a_file_that_somebody_has_removed_is_passed_over(
     assert "has lost the file" in caplog.text
 
 
+def test_whatever_happens_the_feed_goes_on_after_a_pause(
+    tmp_path: Path, servers: str, topic: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kafka_feed, "_FIRST_PAUSE_S", 0.01)
+    feeding = Feeding(tmp_path / "usage.jsonl", servers, topic)
+    left = [TypeError("none of ours"), MemoryError(), KeyError("place")]
+
+    def note(state: KafkaState) -> None:
+        if left:
+            raise left.pop()
+
+    feeding.feed._note = note
+    feeding.append(1, 2, 3)
+    feeding.feed.start()
+    feeding.until(lambda state: not left)
+    feeding.append(4)
+    feeding.until(lambda state: state.lag == 0)
+    feeding.close()
+    assert set(read_back(servers, topic, lambda found: len(found) >= 4)[0]) == {f"a1-{number}" for number in range(1, 5)}
+    assert caplog.text.count("a bug in what sends the usage log to Kafka") == 3
+    assert "none of ours" in caplog.text
+
+
 def test_another_topic_gets_the_whole_log(tmp_path: Path, servers: str, topic: str) -> None:
     path = tmp_path / "usage.jsonl"
     for name in (topic, f"{topic}-2"):

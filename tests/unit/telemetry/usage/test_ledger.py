@@ -89,6 +89,35 @@ def test_another_month_begins_with_nothing() -> None:
     assert (told.whole, told.month, dict(told.used)) == (True, "2026-12", {})
 
 
+@given(st.lists(st.tuples(st.integers(1, 12), st.sampled_from(["k1", "k2"])), max_size=40))
+def test_clocks_that_are_wrong_take_no_sums_of_the_months_that_are_written(seen: list[tuple[int, str]]) -> None:
+    """The three months that were added to last are there, in any order; and each answer for a month has all that it needs."""
+    ledger, news, kept = UsageLedger(), MonthNews(), dict[str, Counter[str]]()
+    for number, (month, key) in enumerate(seen, start=1):
+        name = f"2026-{month:02d}"
+        used = event(number, key=key).used._replace(month=name)
+        before = news.since(None, name, ledger)
+        assert ledger.add(used)
+        news.note(used)
+        kept[name] = kept.pop(name, Counter()) + Counter(dict.fromkeys(used.budgets, used.tokens))
+        if len(kept) > 3:
+            del kept[next(iter(kept))]
+        assert ledger.as_json()["months"] == kept
+        ledger = UsageLedger.from_json(json.loads(json.dumps(ledger.as_json())))
+        told = news.since((before.epoch, before.version), name, ledger)
+        assert (told.whole, told.used) == (False, {each: kept[name][each] for each in used.budgets})
+
+
+def test_a_month_that_is_out_of_the_ledger_is_no_error() -> None:
+    ledger, news = UsageLedger(), MonthNews()
+    told = news.since(None, "2026-11", ledger)
+    for number, month in enumerate(["2026-11", "1970-01", "1999-05", "2099-12"], start=1):
+        used = event(number).used._replace(month=month)
+        ledger.add(used)
+        news.note(used)
+    assert news.since((told.epoch, told.version), "2026-11", ledger).used == {"k1": 0, "tier/acme/standard": 0}
+
+
 def test_it_is_bounded() -> None:
     ledger = UsageLedger()
     for number in range(1, MOST_TENANTS + 51):
