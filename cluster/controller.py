@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, cast
 
 import ray
@@ -68,7 +69,7 @@ class Controller:
             await self._sizer.start()
         if (changed := self._supervisor.pools.config) is not config:
             self._expect(await asyncio.to_thread(lambda: role_memory(changed, resolve_for(changed).facts)))
-        around = Surroundings(self._launcher.room, self._expect, self._launcher.memory)
+        around = Surroundings(partial(self._launcher.room, grows=False), self._expect, self._launcher.memory)
         self._rollouts = Rollouts(self._supervisor, around, self._rolled_out)
         self._rollouts.resume()
 

@@ -53,7 +53,7 @@ class Surroundings:
     """What a rollout needs beside the supervisor."""
 
     room: Callable[[], Awaitable[Room]]
-    """Finds out what the nodes have."""
+    """Finds out what the nodes have now, not what may be added: a rollout takes what is there."""
     expect: Callable[[Memory], None]
     """Has `room` count with this much for a worker of each role from now on."""
     memory: Memory

@@ -41,7 +41,8 @@ class ScriptedNodes:
         self.left = list(nodes)
         return {life: node for life, node in self.homes.items() if node in nodes}
 
-    async def room(self) -> Room:
+    async def room(self, *, grows: bool) -> Room:
+        assert not grows, "a worker that leaves can't wait for a node that may never come"
         return room(config(), self._workers)
 
 
