@@ -56,7 +56,7 @@ class Numbers:
     ended: int
     """Lives of present workers that have ended: they died, or did not start."""
     last_error: str | None
-    """Why one of them has ended."""
+    """Why one of them has ended, of those that do not leave their nodes."""
 
 
 class Pools:
@@ -342,7 +342,7 @@ def _numbers(pools: Mapping[Role, Pool], roles: Collection[Role]) -> dict[Role, 
     found = {}
     for role in roles:
         workers = pools[role].workers() if role in pools else ()
-        errors = [info.last_error for info in workers if info.restarts]
+        errors = [info.last_error for info in workers if info.restarts and info.leaves_at is None]
         found[role] = Numbers(
             wanted=pools[role].desired if role in pools else 0,
             ready=sum(info.state is WorkerState.READY for info in workers),
