@@ -83,14 +83,14 @@ def test_what_new_workers_refuse_the_known_ones_do(error: TandemError, role: Rol
     run_cluster(test, prefill=0, decode=0)
 
 
-def test_a_stream_whose_new_worker_dies_goes_on_at_a_known_one_and_is_counted(run_cluster: Run) -> None:
+def test_a_stream_whose_new_worker_dies_goes_on_at_a_known_one_and_is_no_failure(run_cluster: Run) -> None:
     async def test(cluster: Any) -> None:
         await start(cluster)
         cluster.decode[1].die_after = 3
         await answered(cluster, 1)
         assert len(cluster.decode[0].attached) == 1
         seen = await observation(cluster, 2)
-        assert (seen.new.requests, seen.new.failures, seen.current.requests) == (1, 1, 1)
+        assert (seen.new.requests, seen.new.failures, seen.current.requests) == (1, 0, 1), "its life counts"
         assert await counted(cluster) == {"resumed": 1}
 
     run_cluster(test, prefill=0, decode=0)
@@ -127,6 +127,31 @@ def test_where_no_known_worker_is_left_the_new_ones_serve(run_cluster: Run) -> N
         cluster.show()
         await answered(cluster)
         assert len(cluster.decode[1].attached) == 8
+
+    run_cluster(test, prefill=0, decode=0)
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_where_no_known_pair_is_left_the_new_ones_serve(role: Role, run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        await start(cluster, 0.0, RolloutPhase.ROLLING_BACK)
+        cluster.states[f"{role.value}-0"] = WorkerState.DRAINING
+        cluster.show()
+        await answered(cluster)
+        assert len(cluster.decode[1].attached) == 8
+
+    run_cluster(test, prefill=0, decode=0)
+
+
+def test_where_no_known_worker_is_left_a_refusal_is_one(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        await start(cluster, 0.0)
+        cluster.states |= {"decode-0": WorkerState.DRAINING, "prefill-0": WorkerState.DRAINING}
+        cluster.prefill[1].fail_with = InvalidRequestError("no such token")
+        cluster.show()
+        answer = await cluster.complete()
+        assert answer.status_code == 400, answer.text
+        assert "no such token" in answer.text
 
     run_cluster(test, prefill=0, decode=0)
 
