@@ -40,7 +40,6 @@ from telemetry.counts_folder import num_places
 from telemetry.logging import setup_logging
 
 CONTROLLER = NAME_PREFIX + "controller"
-_ROLLOUT = "a new configuration is rolled out"
 
 
 class Controller:
@@ -70,8 +69,9 @@ class Controller:
         if (changed := self._supervisor.pools.config) is not config:
             self._expect(await asyncio.to_thread(lambda: role_memory(changed, resolve_for(changed).facts)))
         around = Surroundings(partial(self._launcher.room, grows=False), self._expect, self._launcher.memory)
-        self._rollouts = Rollouts(self._supervisor, around, self._rolled_out)
+        self._rollouts = Rollouts(self._supervisor, around, self._heed_rollout)
         self._rollouts.resume()
+        await self._heed_rollout()  # there are two records, and the former controller may have written one of them
 
     @ray.method(max_task_retries=-1)
     async def settle(self, deadline_s: float) -> None:
@@ -133,8 +133,7 @@ class Controller:
         Raises InvalidRequestError if it can't be, or another one is.
         """
         revision = self._rollouts.begin(order)
-        if self._sizer is not None and self._sizer.paused is None:
-            await self._sizer.pause(_ROLLOUT)
+        await self._heed_rollout()
         return revision
 
     async def abort_rollout(self) -> int:
@@ -148,9 +147,9 @@ class Controller:
         """Take what a router sees of a rollout."""
         self._rollouts.observe(seen)
 
-    async def _rolled_out(self) -> None:
-        if self._sizer is not None and self._sizer.paused == _ROLLOUT:
-            await self._sizer.resume()
+    async def _heed_rollout(self) -> None:
+        if self._sizer is not None:
+            await self._sizer.heed_rollout(runs=self._rollouts.runs)
 
     def _expect(self, memory: Mapping[Role, WorkerMemory]) -> None:
         self._launcher.memory = memory
