@@ -11,6 +11,9 @@ import pytest
 from protocol.cluster_view import RolloutObservation, RolloutPhase, RolloutState, WorkerState
 from protocol.errors import InvalidRequestError, TandemError, UnavailableError
 from protocol.messages import Role
+from router.dispatch.journal import Journal
+from router.dispatch.links import WorkerLink
+from router.dispatch.reservation import Room, reserve
 from tests.unit.router.dispatch.test_http_arithmetics import counted
 
 Run = Callable[..., None]
@@ -118,6 +121,28 @@ def test_full_new_workers_keep_nobody_waiting(run_cluster: Run) -> None:
         assert len(cluster.decode[0].attached) == 8
 
     run_cluster(test, prefill=0, decode=0)
+
+
+def test_the_only_new_worker_has_no_more_patience_than_others(run_cluster: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, float]] = []
+
+    async def noting(decode: WorkerLink, attempt_id: str, journal: Journal, room: Room, patience_s: float) -> Any:
+        asked.append((decode.ref.worker_id, patience_s))
+        return await reserve(decode, attempt_id, journal, room, patience_s)
+
+    async def test(cluster: Any) -> None:
+        await start(cluster)
+        cluster.decode[1].fail_with = UnavailableError("not now")
+        await answered(cluster, 1)
+        assert asked == [("decode-1", 5.0), ("decode-0", 20.0)]
+        cluster.states |= {"decode-0": WorkerState.DRAINING}
+        cluster.decode[1].fail_with = None
+        cluster.show()
+        await answered(cluster, 1)
+        assert asked[2:] == [("decode-1", 20.0)], "there is nobody else"
+
+    monkeypatch.setattr("router.dispatch.admission.reserve", noting)
+    run_cluster(test, prefill=0, decode=0, limits={"lease_s": 20.0})
 
 
 def test_where_no_known_worker_is_left_the_new_ones_serve(run_cluster: Run) -> None:
