@@ -61,15 +61,15 @@ class Controller:
             gcs = await asyncio.to_thread(own_gcs)
             self._nodes = NodeWatch(gcs.drained_nodes, self._launcher, self._supervisor, config.limits.drain_s)
             self._nodes.start()
+        if (changed := self._supervisor.pools.config) is not config:
+            self._expect(await asyncio.to_thread(lambda: role_memory(changed, resolve_for(changed).facts)))
+        around = Surroundings(partial(self._launcher.room, grows=False), self._expect, self._launcher.memory)
+        self._rollouts = Rollouts(self._supervisor, around, self._heed_rollout)
         self._sizer: PoolSizer | None = None
         if config.autoscale.wanted:
             times = await asyncio.to_thread(step_times, config)
             self._sizer = PoolSizer(config, times, self._supervisor, self._launcher.room, scaler_records())
             await self._sizer.start()
-        if (changed := self._supervisor.pools.config) is not config:
-            self._expect(await asyncio.to_thread(lambda: role_memory(changed, resolve_for(changed).facts)))
-        around = Surroundings(partial(self._launcher.room, grows=False), self._expect, self._launcher.memory)
-        self._rollouts = Rollouts(self._supervisor, around, self._heed_rollout)
         self._rollouts.resume()
         await self._heed_rollout()  # there are two records, and the former controller may have written one of them
 
