@@ -380,9 +380,9 @@ def test_without_a_new_worker_and_room_for_one_it_is_rolled_back(role: Role) -> 
         leaves_without_room(all_of_it, new)
         view = await all_of_it.phase(RolloutPhase.ROLLED_BACK)
         assert view.rollout is not None
-        assert view.rollout.reason == f"no new worker is left: {role.value} has had 0 ready for 0.2 s"
+        assert view.rollout.reason == f"no new worker is left: {role.value} has had 0 ready for 1 s"
 
-    rolled(scenario, start_s=0.2)
+    rolled(scenario, start_s=1.0)
 
 
 def test_when_no_former_worker_is_left_there_is_nothing_to_abort_and_nothing_to_wait_for_without_end() -> None:
@@ -409,7 +409,7 @@ def test_when_no_former_worker_is_left_there_is_nothing_to_abort_and_nothing_to_
         assert dict(view.wanted) == {Role.PREFILL: 1, Role.DECODE: 2}
         assert revisions(view) == [2, 2]
 
-    rolled(scenario, start_s=0.2)
+    rolled(scenario, start_s=1.0)
 
 
 def test_an_operator_does_not_wait_for_a_model_that_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
