@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, cast
 
 import ray
@@ -40,7 +41,6 @@ from telemetry.counts_folder import num_places
 from telemetry.logging import setup_logging
 
 CONTROLLER = NAME_PREFIX + "controller"
-_ROLLOUT = "a new configuration is rolled out"
 
 
 class Controller:
@@ -63,16 +63,17 @@ class Controller:
             longest_s = config.limits.drain_s
             self._nodes = NodeWatch(gcs.drained_nodes, self._launcher, self._supervisor, longest_s, move_stream_keeper)
             self._nodes.start()
+        if (changed := self._supervisor.pools.config) is not config:
+            self._expect(await asyncio.to_thread(lambda: role_memory(changed, resolve_for(changed).facts)))
+        around = Surroundings(partial(self._launcher.room, grows=False), self._expect, self._launcher.memory)
+        self._rollouts = Rollouts(self._supervisor, around, self._heed_rollout)
         self._sizer: PoolSizer | None = None
         if config.autoscale.wanted:
             times = await asyncio.to_thread(step_times, config)
             self._sizer = PoolSizer(config, times, self._supervisor, self._launcher.room, scaler_records())
             await self._sizer.start()
-        if (changed := self._supervisor.pools.config) is not config:
-            self._expect(await asyncio.to_thread(lambda: role_memory(changed, resolve_for(changed).facts)))
-        around = Surroundings(self._launcher.room, self._expect, self._launcher.memory)
-        self._rollouts = Rollouts(self._supervisor, around, self._rolled_out)
         self._rollouts.resume()
+        await self._heed_rollout()  # there are two records, and the former controller may have written one of them
 
     @ray.method(max_task_retries=-1)
     async def settle(self, deadline_s: float) -> None:
@@ -134,8 +135,7 @@ class Controller:
         Raises InvalidRequestError if it can't be, or another one is.
         """
         revision = self._rollouts.begin(order)
-        if self._sizer is not None and self._sizer.paused is None:
-            await self._sizer.pause(_ROLLOUT)
+        await self._heed_rollout()
         return revision
 
     async def abort_rollout(self) -> int:
@@ -149,9 +149,9 @@ class Controller:
         """Take what a router sees of a rollout."""
         self._rollouts.observe(seen)
 
-    async def _rolled_out(self) -> None:
-        if self._sizer is not None and self._sizer.paused == _ROLLOUT:
-            await self._sizer.resume()
+    async def _heed_rollout(self) -> None:
+        if self._sizer is not None:
+            await self._sizer.heed_rollout(runs=self._rollouts.runs)
 
     def _expect(self, memory: Mapping[Role, WorkerMemory]) -> None:
         self._launcher.memory = memory

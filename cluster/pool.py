@@ -219,6 +219,9 @@ class Pool:
                 f"{worker_id} is the only {self.role.value} worker that is wanted: add another first, or restart it",
                 param="worker",
             )
+        if self.least and self._ready() == [member]:
+            problem = f"{worker_id} is the only {self.role.value} worker that is ready: wait for another, or restart it"
+            raise InvalidRequestError(problem, param="worker")
         self.desired -= 1
         return self._dismiss(member)
 
@@ -241,6 +244,11 @@ class Pool:
     def num_staying(self) -> int:
         """Number of workers that are to stay, whatever they do now."""
         return len(self._staying())
+
+    @property
+    def num_placed(self) -> int:
+        """Number of workers on nodes that stay, those that drain there among them."""
+        return sum(member.leaving is None for member in self._members.values())
 
     def spare(self) -> str | None:
         """The id of the worker that is the first to go over to another role: the READY one with the highest index. None if no
@@ -293,14 +301,16 @@ class Pool:
         """Begin one worker in the place of one that leaves its node."""
         return [self._begin()] if self.num_missing else []
 
-    def due(self, now: float, no_room: str | None) -> list[Action]:
+    def due(self, now: float, no_room: str | None, *, others_ready: int = 0) -> list[Action]:
         """What is to happen by now (seconds since 1970) to workers whose nodes will go.
 
-        `no_room` says why no other worker can begin in their place, None if one can.
+        `no_room` says why no other worker can begin in their place, None if one can. `others_ready` of the role take
+        requests in other pools, and stay.
         """
         actions: list[Action] = [self._forget(member) for member, told in self._going() if now >= told.end_by]
         ready = [(member, told) for member, told in self._going() if member.info.state is WorkerState.READY]
-        drains = which_drain([told for _, told in ready], self.num_ready, self.desired, now, has_room=no_room is None)
+        told_ready, has_room = [told for _, told in ready], no_room is None
+        drains = which_drain(told_ready, self.num_ready, self.desired, now, has_room=has_room, others_ready=others_ready)
         actions += [
             self._begin_drain(member, comes_back=False) for (member, _), drain in zip(ready, drains, strict=True) if drain
         ]

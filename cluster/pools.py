@@ -56,7 +56,7 @@ class Numbers:
     ended: int
     """Lives of present workers that have ended: they died, or did not start."""
     last_error: str | None
-    """Why one of them has ended."""
+    """Why one of them has ended, of those that do not leave their nodes."""
 
 
 class Pools:
@@ -178,7 +178,8 @@ class Pools:
             actions += [] if pool is None else pool.leave(*life, leaving)
         for pool in (*self._serving(), self._standby):
             begun, no_room = self._begin_missing(pool, check_room)
-            actions += begun + pool.due(now, no_room)
+            others = [each for each in self._serving() if each.role is pool.role and each.revision != pool.revision]
+            actions += begun + pool.due(now, no_room, others_ready=sum(each.num_ready for each in others))
         return actions
 
     @property
@@ -190,8 +191,8 @@ class Pools:
         """As many as there is room for, and why there is none for the next one."""
         actions: list[Action] = []
         while pool.num_missing:
-            sizes = {role: sum(each.num_staying for each in self._serving() if each.role is role) for role in self.roles}
-            sizes[Role.DECODE] += self._standby.num_staying
+            sizes = {role: sum(each.num_placed for each in self._serving() if each.role is role) for role in self.roles}
+            sizes[Role.DECODE] += self._standby.num_placed
             try:
                 check_room({**sizes, pool.role: sizes[pool.role] + 1}, (pool.role,))
             except InvalidRequestError as error:
@@ -342,7 +343,7 @@ def _numbers(pools: Mapping[Role, Pool], roles: Collection[Role]) -> dict[Role, 
     found = {}
     for role in roles:
         workers = pools[role].workers() if role in pools else ()
-        errors = [info.last_error for info in workers if info.restarts]
+        errors = [info.last_error for info in workers if info.restarts and info.leaves_at is None]
         found[role] = Numbers(
             wanted=pools[role].desired if role in pools else 0,
             ready=sum(info.state is WorkerState.READY for info in workers),

@@ -32,6 +32,7 @@ from router.dispatch.status import needed_roles
 log = logging.getLogger(__name__)
 
 DECIDE_S = 1.0
+_ROLLOUT = "a new configuration is rolled out"
 _ROOM_S = _RECORD_S = 5.0
 """Deadlines for finding out what the nodes have, and for a record."""
 _SAVE_S = 10.0
@@ -115,6 +116,13 @@ class PoolSizer:
         """Decide again."""
         self._running().resume()
         await self._changed()
+
+    async def heed_rollout(self, *, runs: bool) -> None:
+        """Decide nothing while a new configuration is rolled out, and again after it; a pause for another reason stays."""
+        if runs and self.paused is None:
+            await self.pause(_ROLLOUT)
+        elif not runs and self.paused == _ROLLOUT:
+            await self.resume()
 
     def _running(self) -> Autoscaler:
         assert self._scaler is not None, "it was started"

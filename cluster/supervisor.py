@@ -343,6 +343,9 @@ class Supervisor:
             self._names.pop(WorkerLife(worker_id, epoch), None)
 
     async def _drain(self, worker_id: str, epoch: int) -> None:
+        """A life that is still taken up drains when it is (`Pool.resumed`); one that has ended needs not."""
+        if WorkerLife(worker_id, epoch) not in self._up:
+            return
         process = self._processes[WorkerLife(worker_id, epoch)]
         try:
             async with asyncio.timeout(self._config.limits.drain_s):
@@ -390,14 +393,14 @@ class Supervisor:
 
     def _reap(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        _report_bug(task)
+        report_bug(task)
 
     def _over(self, life: WorkerLife, task: asyncio.Task[None]) -> None:
         del self._lives[life]
-        _report_bug(task)
+        report_bug(task)
 
 
-def _report_bug(task: asyncio.Task[None]) -> None:
-    """An exception here is none of the failures that this file handles; it must not pass unseen."""
+def report_bug(task: asyncio.Task[None]) -> None:
+    """Log the exception of a task that is done: it is none of the failures that are handled, and must not pass unseen."""
     if not task.cancelled() and (error := task.exception()) is not None:
         log.error("a supervision task failed", exc_info=error)

@@ -163,7 +163,7 @@ class RevisionCounts:
     requests: int = 0
     """Attempts that were given to a pair of these workers."""
     failures: int = 0
-    """Those that failed there."""
+    """Those that failed there, but for those whose worker has died."""
     first_tokens: tuple[int, ...] = ()
     """First tokens, by the time from the choice of the pair on."""
     unanswered: tuple[int, ...] = ()

@@ -35,8 +35,8 @@ class Places(Protocol):
     async def leave_nodes(self, nodes: Collection[str]) -> Mapping[WorkerLife, str]:
         """Begin nothing on these nodes from now on, and return the lives that are there, each with its node's id."""
 
-    async def room(self) -> Room:
-        """Return what the nodes that stay have for workers."""
+    async def room(self, *, grows: bool) -> Room:
+        """Return what the nodes that stay have for workers; with `grows`, those that may be added for them, too."""
 
 
 class NodeWatch:
@@ -82,7 +82,7 @@ class NodeWatch:
             if not self._told and not self._supervisor.any_leaving:
                 return
             lives = await self._places.leave_nodes(self._told.keys())
-            room = await self._places.room()
+            room = await self._places.room(grows=False)
             await asyncio.to_thread(self._clear, self._told.keys() - set(lives.values()))
         told = {life: self._told[node] for life, node in lives.items() if node in self._told}
         self._supervisor.heed(told, time.time(), room.check)

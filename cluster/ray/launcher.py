@@ -132,9 +132,10 @@ class RayLauncher:
         if group is not None:
             await asyncio.to_thread(remove_placement_group, group)
 
-    async def room(self) -> Room:
-        """Return what the nodes have for workers now."""
-        return Room(self._config, self.memory, await asyncio.to_thread(node_resources), may_grow=self._may_grow)
+    async def room(self, *, grows: bool = True) -> Room:
+        """Return what the nodes have for workers; with `grows`, those that may be added for them, too."""
+        may_grow = grows and self._may_grow
+        return Room(self._config, self.memory, await asyncio.to_thread(node_resources), may_grow=may_grow)
 
     async def why_not_started(self, role: Role) -> str:
         """Say in words for people what keeps a worker of this role from starting."""

@@ -14,17 +14,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from cluster.memory import WorkerMemory
 from cluster.pools import Numbers
 from cluster.ray.placement import Room
 from cluster.rollout.change import changed_config, check_models, larger
 from cluster.rollout.judge import Outcome, Verdict, failing, figures_of, judge, together
-from cluster.rollout.steps import Sizes, canary_workers, is_replaced, next_sizes
-from cluster.supervisor import Supervisor
+from cluster.rollout.steps import Sizes, first_sizes, is_replaced, next_sizes, sizes_back
+from cluster.supervisor import Supervisor, report_bug
 from configs.schema import ClusterConfig
 from protocol.cluster_view import RevisionCounts, RolloutObservation, RolloutOrder, RolloutPhase, RolloutState
 from protocol.errors import InvalidRequestError, TandemError
@@ -39,6 +40,8 @@ MOST_ENDED = 2
 _NOTE_S = 2.0
 """Seconds between two views with new figures: each goes to all routers."""
 _ROOM_S = 10.0
+_CHECK_S = 3600.0
+"""Longest time that reading, perhaps fetching, the new model may take."""
 _MOST_ROUTERS = 1024
 
 Memory = Mapping[Role, WorkerMemory]
@@ -53,7 +56,7 @@ class Surroundings:
     """What a rollout needs beside the supervisor."""
 
     room: Callable[[], Awaitable[Room]]
-    """Finds out what the nodes have."""
+    """Finds out what the nodes have now, not what may be added: a rollout takes what is there."""
     expect: Callable[[Memory], None]
     """Has `room` count with this much for a worker of each role from now on."""
     memory: Memory
@@ -72,10 +75,12 @@ class Rollouts:
         self._memory = around.memory
         self._on_over = on_over
         self._task: asyncio.Task[None] | None = None
-        self._aborted: str | None = None
+        self._aborted = asyncio.Event()
         self._seen: dict[str, RolloutObservation] = {}
         """The latest of each router."""
         self._noted_at = 0.0
+        self._lacking: dict[Role, float] = {}
+        """Since when a role has no new worker that is ready, or lacks one."""
 
     @property
     def runs(self) -> bool:
@@ -104,17 +109,21 @@ class Rollouts:
             raise InvalidRequestError(f"nothing can be rolled out while {problem}", param="config")
         revision = pools.latest + 1
         state = RolloutState(revision, RolloutPhase.STARTING, 0.0, changes, targets, "its first workers start")
-        self._seen, self._aborted = {}, None
+        self._seen, self._lacking = {}, {}
+        self._aborted.clear()
         self._supervisor.arrange(lambda pools: pools.begin_revision(config), state)
         log.info("rolling out revision %d: %s", revision, ", ".join(changes))
-        self._task = asyncio.get_running_loop().create_task(self._run(order))
+        self._go(self._run(order))
         return revision
 
     def abort(self) -> int:
-        """Roll back what is under way; returns its revision at once. Raises InvalidRequestError if there is nothing."""
+        """Roll back what is under way; returns its revision at once. Raises InvalidRequestError if there is nothing, or
+        nothing to go back to."""
         if not self.runs:
             raise InvalidRequestError("no rollout is under way", param="action")
-        self._aborted = self._aborted or "an operator has ended it"
+        if self._state.phase is RolloutPhase.REPLACING and not self._may_go_back:
+            raise InvalidRequestError("no former worker is left to go back to: wait for its end", param="action")
+        self._aborted.set()
         return self._state.revision
 
     def observe(self, seen: RolloutObservation) -> None:
@@ -129,13 +138,17 @@ class Rollouts:
         """Go on with what a former controller has left half done."""
         state = self._supervisor.rollout
         if state is not None and not state.phase.is_over:
-            self._task = asyncio.get_running_loop().create_task(self._resume(state))
+            self._go(self._resume(state))
 
     async def close(self) -> None:
         """Change nothing from now on. Idempotent."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+
+    def _go(self, work: Coroutine[Any, Any, None]) -> None:
+        self._task = asyncio.get_running_loop().create_task(work)
+        self._task.add_done_callback(report_bug)
 
     async def _run(self, order: RolloutOrder) -> None:
         try:
@@ -150,40 +163,63 @@ class Rollouts:
             await self._roll_back(f"it failed in the controller: {error!r}")
 
     async def _resume(self, state: RolloutState) -> None:
-        former, _ = self._supervisor.pools.numbers()
-        if state.phase is RolloutPhase.REPLACING and not any(each.wanted for each in former.values()):
+        if state.phase is RolloutPhase.REPLACING and not self._may_go_back:
+            memory = await self._known_memory()
             await self._replace()
-            await self._taken(None)
+            await self._taken(memory)
         else:
             await self._roll_back(state.reason or "the controller ended during it")
 
     async def _start(self, order: RolloutOrder) -> Memory:
         """Start the first workers of the new revision, in the place of former ones where there is no room beside them."""
-        pools, state = self._supervisor.pools, self._state
-        try:
-            new_config = pools.new_config
-            assert new_config is not None, "the rollout has begun"
-            memory = await asyncio.to_thread(self._around.check, pools.config, new_config)
-        except TandemError as error:
-            raise _WorseError(error.message) from None
+        targets = self._state.targets
+        memory = await self._checked()
         self._around.expect(larger(self._memory, memory))
         room = await self._find_room()
-        sizes, former = dict(state.targets), dict(state.targets)
-        new: dict[Role, int] = {}
-        for role, target in state.targets.items():
-            try:
-                new[role] = canary_workers(target, order.canary, beside=True)
-                room.check({**sizes, role: target + new[role]}, [role])
-                sizes[role] += new[role]
-            except InvalidRequestError as error:
-                new[role] = canary_workers(target, order.canary, beside=False)
-                former[role] -= new[role]
-                if former[role] < 1:
-                    raise _WorseError(f"there is no room for a new worker beside the others: {error.message}") from None
+        present = {role: each.present for role, each in self._supervisor.pools.numbers()[0].items()}
+        try:
+            former, new = first_sizes(targets, present, order.canary, room.check)
+        except InvalidRequestError as error:
+            raise _WorseError(f"there is no room for a new worker beside the others: {error.message}") from None
         self._size(former, dict.fromkeys(new, 0))
         await self._until(lambda now, _: all(each.present <= each.wanted for each in now.values()))
         self._size(former, new)
-        await self._until(lambda _, now: all(each.ready == new[role] for role, each in now.items()))
+        # One that does not start in time says so before that; one whose node has left says nothing.
+        longest_s = 2 * self._start_s
+        try:
+            async with asyncio.timeout(longest_s):
+                await self._until(lambda _, now: all(each.ready == new[role] for role, each in now.items()))
+        except TimeoutError:
+            raise _WorseError(f"not all new workers were ready within {longest_s:g} s") from None
+        return memory
+
+    async def _checked(self) -> Memory:
+        """What a worker of each role takes with the new configuration, unless an operator ends the rollout meanwhile."""
+        pools = self._supervisor.pools
+        assert pools.new_config is not None, "the rollout has begun"
+        checking = asyncio.ensure_future(asyncio.to_thread(self._around.check, pools.config, pools.new_config))
+        ended = asyncio.ensure_future(self._aborted.wait())
+        try:
+            await asyncio.wait((checking, ended), timeout=_CHECK_S, return_when=asyncio.FIRST_COMPLETED)
+            self._check_aborted()
+            if not checking.done():
+                raise _WorseError(f"its model was not read within {_CHECK_S:g} s")
+            return checking.result()
+        except TandemError as error:
+            raise _WorseError(error.message) from None
+        finally:
+            for each in (checking, ended):
+                each.cancel()
+            await asyncio.gather(checking, ended, return_exceptions=True)
+
+    async def _known_memory(self) -> Memory | None:
+        """The same for a rollout that a former controller has all but ended; None if nobody can tell."""
+        try:
+            memory = await self._checked()
+        except _WorseError as problem:
+            log.warning("nobody knows what the new workers take: %s", problem)
+            return None
+        self._around.expect(larger(self._memory, memory))
         return memory
 
     async def _canary(self, order: RolloutOrder) -> None:
@@ -193,6 +229,7 @@ class Rollouts:
         while True:
             await asyncio.sleep(LOOK_S)
             self._check(MOST_ENDED)
+            self._check_present()
             verdict = self._judged(order, time.monotonic() - began)
             if verdict.outcome is Outcome.STOP:
                 raise _WorseError(verdict.reason)
@@ -211,20 +248,24 @@ class Rollouts:
         """Replace the former workers one by one."""
         self._show(replace(self._state, phase=RolloutPhase.REPLACING))
         targets = self._state.targets
+        alone_at: float | None = None
         while True:
             former, new = self._supervisor.pools.numbers()
             if is_replaced(targets, former, new):
                 return
-            if any(each.wanted for each in former.values()):  # else there is nothing to go back to
+            if not any(each.wanted or each.present for each in former.values()) and _wanted(new) == targets:
+                alone_at = alone_at or time.monotonic()
+                if time.monotonic() - alone_at > 2 * self._start_s:
+                    return  # the others start when they can, like any worker
+            await asyncio.sleep(LOOK_S)
+            room = await self._known_room()
+            if self._may_go_back:
                 self._check(MOST_ENDED)
+                self._check_present()
                 current_counts, new_counts = self._counts()
                 if (problem := failing(current_counts, new_counts)) is not None:
                     raise _WorseError(problem)
-            await asyncio.sleep(LOOK_S)
-            try:
-                room = await self._find_room()
-            except Exception as error:  # noqa: BLE001 (whatever ails Ray: it is asked again)
-                log.warning("the rollout goes on when the nodes are known: %r", error)
+            if room is None:
                 continue
             former, new = self._supervisor.pools.numbers()
             wanted = {role: former[role].wanted + new[role].wanted for role in targets}
@@ -245,16 +286,27 @@ class Rollouts:
         await self._over(state, taken=True)
 
     async def _roll_back(self, reason: str) -> None:
-        """Give the requests to the former workers alone, bring these back to their number, and end the new ones."""
+        """Give the requests to the former workers alone, bring these back to their number, and end the new ones.
+
+        One new worker of each role stays until the former ones can serve (`sizes_back`).
+        """
         log.warning("revision %d is rolled back: %s", self._state.revision, reason)
         if self._seen:
             self._note(self._state.verdict, *self._counts())
         state = replace(self._state, phase=RolloutPhase.ROLLING_BACK, share=0.0, reason=reason)
-        self._size(state.targets, dict.fromkeys(state.targets, 0), state=state)
-        while any(each.present for each in self._supervisor.pools.numbers()[1].values()):  # noqa: ASYNC110 (as above)
+        self._show(state)
+        began, targets = time.monotonic(), state.targets
+        while any(each.present for each in self._supervisor.pools.numbers()[1].values()):
+            room, late = await self._known_room(), time.monotonic() - began > self._start_s
+            former, new = self._supervisor.pools.numbers()
+            if room is not None or late:
+                sizes = sizes_back(targets, former, new, partial(_holds, room), late=late)
+                if sizes != (_wanted(former), _wanted(new)):
+                    self._size(*sizes)
             await asyncio.sleep(LOOK_S)
+        self._size(targets, dict.fromkeys(targets, 0))
         self._around.expect(self._memory)
-        await self._over(replace(state, phase=RolloutPhase.ROLLED_BACK), taken=False)
+        await self._over(replace(self._state, phase=RolloutPhase.ROLLED_BACK), taken=False)
 
     async def _over(self, state: RolloutState, *, taken: bool) -> None:
         self._supervisor.arrange(lambda pools: pools.end_revision(taken=taken), state)
@@ -268,16 +320,47 @@ class Rollouts:
 
     def _check(self, most_ended: int) -> None:
         """Raise _WorseError if an operator has ended the rollout, or so many lives of new workers have ended."""
-        if self._aborted is not None:
-            raise _WorseError(self._aborted)
+        self._check_aborted()
         _, new = self._supervisor.pools.numbers()
         if sum(each.ended for each in new.values()) >= most_ended:
             errors = [each.last_error for each in new.values() if each.last_error]
             raise _WorseError(f"new workers end: {errors[-1] if errors else 'for an unknown reason'}")
 
+    def _check_aborted(self) -> None:
+        if self._aborted.is_set():
+            raise _WorseError("an operator has ended it")
+
+    def _check_present(self) -> None:
+        """Raise _WorseError if for as long as a start may take a role has had no new worker that is ready, or one too few."""
+        _, new = self._supervisor.pools.numbers()
+        now = time.monotonic()
+        lacking = [role for role, each in new.items() if each.wanted and (not each.ready or each.present < each.wanted)]
+        self._lacking = {role: self._lacking.get(role, now) for role in lacking}
+        for role, since in self._lacking.items():
+            if now - since > self._start_s:
+                what = "a new worker is missing" if new[role].ready else "no new worker is left"
+                raise _WorseError(f"{what}: {role.value} has had {new[role].ready} ready for {self._start_s:g} s")
+
     async def _find_room(self) -> Room:
         async with asyncio.timeout(_ROOM_S):
             return await self._around.room()
+
+    async def _known_room(self) -> Room | None:
+        try:
+            return await self._find_room()
+        except Exception as error:  # noqa: BLE001 (whatever ails Ray: it is asked again)
+            log.warning("the rollout goes on when the nodes are known: %r", error)
+            return None
+
+    @property
+    def _may_go_back(self) -> bool:
+        """Whether a former worker is still wanted."""
+        return any(each.wanted for each in self._supervisor.pools.numbers()[0].values())
+
+    @property
+    def _start_s(self) -> float:
+        """Seconds that the start of a worker may take."""
+        return self._supervisor.pools.config.limits.worker_start_s
 
     @property
     def _state(self) -> RolloutState:
@@ -295,9 +378,8 @@ class Rollouts:
         if state != self._state:
             self._show(state)
 
-    def _size(self, former: Sizes, new: Sizes, *, share: float | None = None, state: RolloutState | None = None) -> None:
-        shown = state or self._state
-        shown = shown if share is None else replace(shown, share=share)
+    def _size(self, former: Sizes, new: Sizes, *, share: float | None = None) -> None:
+        shown = self._state if share is None else replace(self._state, share=share)
         self._supervisor.arrange(lambda pools: pools.size_revisions(former, new), shown)
 
     def _show(self, state: RolloutState) -> None:
@@ -310,9 +392,19 @@ def _share(former: Mapping[Role, Numbers], new: Mapping[Role, Numbers]) -> float
     return new[Role.DECODE].ready / ready if ready else 1.0
 
 
+def _wanted(numbers: Mapping[Role, Numbers]) -> dict[Role, int]:
+    return {role: each.wanted for role, each in numbers.items()}
+
+
 def _has_room(room: Room, wanted: Sizes, role: Role) -> bool:
+    return _holds(room, {**wanted, role: wanted[role] + 1})
+
+
+def _holds(room: Room | None, sizes: Sizes) -> bool:
+    """Whether the nodes hold so many workers, as far as anybody knows."""
     try:
-        room.check({**wanted, role: wanted[role] + 1}, [role])
+        if room is not None:
+            room.check(sizes, list(sizes))
     except InvalidRequestError:
         return False
     return True

@@ -26,6 +26,8 @@ MOST_TIMES = 1.5
 _QUANTILES = (0.5, 0.9)
 _LEAST_COMPARED = 10
 """Requests at the other workers below which nothing is compared with them."""
+_NEGLIGIBLE = 1e-12
+"""Share of a sum below which its terms, and those after them, change nothing."""
 _SIGMAS = 2.0
 """Standard deviations by which a quantile of the other workers may be higher than the one that was measured."""
 
@@ -101,25 +103,40 @@ def together(counts: Sequence[RevisionCounts]) -> RevisionCounts:
 
 
 def chance_of_failures(failures: int, requests: int, other_failures: int, other_requests: int) -> float:
-    """Probability that so many failures of both together, or more, fall to these requests by chance (hypergeometric tail)."""
+    """Probability that so many failures of both together, or more, fall to these requests by chance (hypergeometric tail).
+
+    It is 1 where so many are no more than must be expected: nobody asks further.
+    """
     total, failed = requests + other_requests, failures + other_failures
     most = min(requests, failed)
     ways = _log_choose(total, failed)
-    tail = (
-        math.exp(_log_choose(requests, count) + _log_choose(other_requests, failed - count) - ways)
-        for count in range(failures, most + 1)
-        if failed - count <= other_requests
-    )
-    return min(1.0, sum(tail))
+    if failures * total <= requests * failed:
+        return 1.0
+    tail = 0.0
+    for count in range(failures, most + 1):
+        term = math.exp(_log_choose(requests, count) + _log_choose(other_requests, failed - count) - ways)
+        tail += term
+        if term <= tail * _NEGLIGIBLE:  # as below
+            break
+    return min(1.0, tail)
 
 
 def chance_of_long(long: int, number: int, share: float) -> float:
-    """Probability that of `number` durations at least so many are long, where each is with a probability of `share`."""
-    terms = (
-        math.exp(_log_choose(number, count) + count * math.log(share) + (number - count) * math.log(1.0 - share))
-        for count in range(long, number + 1)
-    )
-    return min(1.0, sum(terms))
+    """Probability that of `number` durations at least so many are long, where each is with a probability of `share`.
+
+    It is 1 where so many are no more than must be expected: nobody asks further.
+    """
+    if long <= number * share:
+        return 1.0
+    odds = share / (1.0 - share)
+    term = math.exp(_log_choose(number, long) + long * math.log(share) + (number - long) * math.log(1.0 - share))
+    total = 0.0
+    for count in range(long, number + 1):
+        total += term
+        if term <= total * _NEGLIGIBLE:  # beyond what is expected each term is smaller than the one before
+            break
+        term *= odds * (number - count) / (count + 1)
+    return min(1.0, total)
 
 
 def _slower(what: str, current: Bins, new: Bins, pending: Bins) -> str | None:

@@ -198,15 +198,17 @@ class Admission:
         `again`: an earlier attempt has failed.
         """
         request, roster = self._pair_request(journal, cached, avoid), self._roster
-        ready = roster.revisions_with(Role.DECODE)
-        for revision in revisions_for(roster.view, journal.trace, again=again or journal.num_generated > 0, ready=ready):
+        ready, decoding = roster.revisions_with(needed_roles(self._config)), roster.revisions_with((Role.DECODE,))
+        revisions = revisions_for(roster.view, journal.trace, again=again or journal.num_generated > 0, ready=ready)
+        for revision in revisions:
             fleet = roster.fleet(revision)
             search = PairSearch(request, fleet.prefills, fleet.decodes, self._terms)
+            last = not any(other in decoding for other in revisions[revisions.index(revision) + 1 :])
             try:
-                claim = await self._try_fleet(attempt_id, journal, cached, search, request, asked)
+                claim = await self._try_fleet(attempt_id, journal, cached, search, request, asked, last=last)
             except TandemError as error:
-                if revision == roster.view.revision:
-                    raise
+                if revision == roster.view.revision or roster.view.revision not in decoding:
+                    raise  # nobody else can say better
                 self._watch.refused(revision)
                 log.warning("a new worker refuses: %s", error.message, extra=fields(trace=journal.trace.trace_id))
                 continue
@@ -222,8 +224,10 @@ class Admission:
         search: PairSearch,
         request: PairRequest,
         asked: list[WorkerLink],
+        *,
+        last: bool,
     ) -> Claim | None:
-        """A claim at the workers of one revision."""
+        """A claim at the workers of one revision, the `last` one that is asked or not."""
         lease_s = self._config.limits.lease_s
         while (question := search.next_decode(self._moment())) is not None:
             decode = self._roster.ready_decode(question.worker_id)
@@ -238,7 +242,7 @@ class Admission:
                 own_tokens=question.own_tokens,
                 displaces=True,
             )
-            patience_s = lease_s if question.last else _IMPATIENCE * lease_s
+            patience_s = lease_s if last and question.last else _IMPATIENCE * lease_s
             reservation = await reserve(decode, attempt_id, journal, room, patience_s)
             if reservation is None:
                 continue
@@ -293,7 +297,8 @@ class Admission:
         prompt = PromptWork(computes, pair.num_missing, tenant, self._roster.note_change, ahead=pair.ahead)
         lender = None if pair.fetch_from is None else self._roster.ready_worker(pair.fetch_from)
         if lender is not None and lender.ref.computation != computes.ref.computation:
-            self._not_lending.note(lender.ref.worker_id, time.monotonic())
+            if lender.revision == computes.revision:  # else the others of its revision can still borrow from it
+                self._not_lending.note(lender.ref.worker_id, time.monotonic())
             lender = None
         fetch = None if lender is None else FetchFrom(lender.ref, pair.fetch_tokens)
         placed = Placed(pair.reason, fetch, self._not_lending)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Container, Coroutine, Iterator
+from collections.abc import Callable, Collection, Container, Coroutine, Iterator
 from dataclasses import dataclass
 
 from configs.schema import LimitsConfig
@@ -81,7 +81,7 @@ class Roster:
         """What steps and answers take at decode workers, if there are `caches`."""
         self._entries: dict[WorkerLife, _Entry] = {}
         self._fleets: dict[int, Fleet] = {}
-        """The workers that are ready, by revision. Those without any are left out, but for the view's own."""
+        """The workers that are ready, by revision. One that has none any more is left out from the next view on."""
         self._changed = asyncio.Event()
         self.stopping = asyncio.Event()
         """Set while the cluster ends."""
@@ -126,9 +126,9 @@ class Roster:
         """The workers that can start on a request now, by revision."""
         return self._fleets
 
-    def revisions_with(self, role: Role) -> frozenset[int]:
-        """The revisions of which a worker of this role is ready."""
-        return frozenset(revision for revision, fleet in self._fleets.items() if fleet.of(role).links)
+    def revisions_with(self, roles: Collection[Role]) -> frozenset[int]:
+        """The revisions of which a worker of each of these roles is ready."""
+        return frozenset(revision for revision, fleet in self._fleets.items() if all(fleet.of(role).links for role in roles))
 
     def successors(self, link: WorkerLink, need_blocks: int, avoid: Container[str] = ()) -> Iterator[WorkerLink]:
         """The ready decode workers that may have room for what a worker decodes, the one with the most first, those in `avoid`

@@ -142,7 +142,8 @@ class Pipeline:
         """Raises what ends the request, if it may not go on."""
         claim, journal, times = attempt.claim, attempt.journal, attempt.times
         times.lost()
-        attempt.note_failure()
+        if not claim.deaths:  # the controller judges by lives; one accident would count as many times as it cut streams
+            attempt.note_failure()
         if isinstance(error, KvTransferError):
             self._metrics.kv_transfer_failures.inc()
         self._deaths.note(claim.deaths, time.monotonic())

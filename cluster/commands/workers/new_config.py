@@ -5,13 +5,15 @@ The controller does it (`cluster.rollout.driver`). This only asks and looks on: 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from cluster.commands.lib.http_client import ApiClient
 from cluster.commands.lib.tables import rollout_lines
-from cluster.commands.lib.waiting import Lacking, Status, wait_for
+from cluster.commands.lib.waiting import Status, wait_for
 from configs.loader import read_values
 from protocol.errors import InvalidRequestError, UnavailableError
 
@@ -40,8 +42,7 @@ def try_config(client: ApiClient, path: Path, canary: float, watch_s: float, min
     revision = client.post("/admin/rollout", body)["revision"]
     console = Console(stderr=True)
     with console.status("rolling out") as progress:
-        wait_for(client, _what_lacks(revision), _LONGEST_S, progress.update)
-    state = client.get("/admin/status")["rollout"]
+        state = _end_of(client, revision, progress.update)
     if state["phase"] != "done":
         raise UnavailableError(f"rolled back: {state['reason']}")
     for line in rollout_lines(state):
@@ -49,19 +50,33 @@ def try_config(client: ApiClient, path: Path, canary: float, watch_s: float, min
 
 
 def abort(client: ApiClient) -> None:
-    """Have the cluster roll back, and look on until it is done. Raises InvalidRequestError if nothing is rolled out."""
+    """Have the cluster roll back, and look on until it is done.
+
+    Raises InvalidRequestError if nothing is rolled out, or nothing is left to go back to; UnavailableError if it came too late.
+    """
     revision = client.post("/admin/rollout", {"action": "abort"})["revision"]
-    wait_for(client, _what_lacks(revision), _LONGEST_S)
+    if _end_of(client, revision)["phase"] != "rolled_back":
+        raise UnavailableError("too late: the workers have the new configuration")
     Console(stderr=True).print("the workers have their former configuration", highlight=False)
 
 
-def _what_lacks(revision: int) -> Lacking:
-    """What the rollout of this revision does, as long as it is under way."""
+def _end_of(client: ApiClient, revision: int, on_look: Callable[[str], None] | None = None) -> Mapping[str, Any]:
+    """Wait for the end of the rollout of this revision, and return how it ended.
+
+    Routers hear of it one after the other, so what was seen once counts. Raises UnavailableError if another one has begun.
+    """
+    seen: list[Mapping[str, Any]] = []
 
     def lacking(status: Status) -> str | None:
         state = status["rollout"]
         if state is None or state["revision"] < revision:
             return "it begins"  # this router has not heard of it yet
-        return None if state["phase"] in ("done", "rolled_back") else rollout_lines(state)[0]
+        if state["revision"] > revision:
+            raise UnavailableError(f"revision {revision} is over, and another one is rolled out: see `tandem status`")
+        if state["phase"] not in ("done", "rolled_back"):
+            return rollout_lines(state)[0]
+        seen.append(state)
+        return None
 
-    return lacking
+    wait_for(client, lacking, _LONGEST_S, on_look)
+    return seen[-1]

@@ -129,8 +129,8 @@ class PacedLauncher:
     async def release(self, worker_id: str) -> None:
         """Do nothing: no resources belong to a paced worker beyond its life."""
 
-    async def room(self) -> Room:
-        """Return what the nodes have for workers now."""
+    async def room(self, *, grows: bool = True) -> Room:
+        """Return what the nodes have for workers now: none is added for paced ones, whether or not it `grows`."""
         return Room(self._config, self.memory, await asyncio.to_thread(node_resources), may_grow=False)
 
     async def why_not_started(self, role: Role) -> str:

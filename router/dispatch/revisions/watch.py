@@ -13,6 +13,7 @@ import logging
 import time
 import uuid
 
+from protocol.messages import Role
 from router.dispatch.claim import Claim
 from router.dispatch.controller_client import ControllerClient
 from router.dispatch.roster import Roster
@@ -61,9 +62,12 @@ class RolloutWatch:
             self._meter.over(watched, ended=False)
 
     def on_trial(self, claim: Claim) -> bool:
-        """Whether an attempt is at workers of a configuration that is not taken yet."""
-        rollout = self._roster.view.rollout
-        return rollout is not None and not rollout.phase.is_over and claim.decode.revision == rollout.revision
+        """Whether an attempt is at workers of a configuration that is not taken yet, while others can do it again."""
+        view = self._roster.view
+        rollout = view.rollout
+        if rollout is None or rollout.phase.is_over or claim.decode.revision != rollout.revision:
+            return False
+        return view.revision in self._roster.revisions_with((Role.DECODE,))
 
     def _begin(self, revision: int) -> Watched | None:
         rollout = self._roster.view.rollout

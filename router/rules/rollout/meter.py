@@ -26,7 +26,7 @@ class Watched:
     num_tokens: int = 0
     """After the first one."""
     failed: bool = False
-    """At these workers."""
+    """At these workers, and not because one of them has died."""
 
     def tokens(self, num_tokens: int, now: float) -> None:
         """Note tokens of the answer."""

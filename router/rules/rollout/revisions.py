@@ -25,7 +25,7 @@ def revisions_for(view: ClusterView, trace: TraceContext, *, again: bool, ready:
     """The revisions whose workers may compute a request, in the order in which they are tried.
 
     `again`: something of the request failed before, or was emitted before. It goes to the workers that are known. `ready` has
-    the revisions of which a decode worker is ready.
+    the revisions that can serve: a worker of each role that every request needs is ready.
     """
     rollout = view.rollout
     if rollout is None or rollout.phase.is_over:

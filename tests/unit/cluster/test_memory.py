@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 import cluster.memory
 from cluster.memory import CLUSTER_BYTES, WorkerMemory, role_memory, tier_bytes, with_fitting_pools
 from cluster.ray import placement
+from cluster.ray.launcher import RayLauncher
 from cluster.ray.placement import Room
 from configs.facts import ModelFacts
 from configs.models import resolve
@@ -122,6 +124,17 @@ def test_what_nodes_can_be_added_for_is_not_refused() -> None:
         growing.check({Role.PREFILL: 3, Role.DECODE: 50}, [Role.PREFILL])
     with pytest.raises(InvalidRequestError, match="decode: 1 workers do not fit"):
         Room(settings, BOTH, nodes, may_grow=False).check({Role.PREFILL: 1, Role.DECODE: 1}, [Role.DECODE])
+
+
+def test_a_launcher_can_leave_out_what_may_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = config(decode={"resources": {"GPU": 1.0}})
+    monkeypatch.setattr("cluster.ray.launcher.node_resources", lambda: [{"CPU": 8.0, "GPU": 2.0, "memory": 70.0 * GB}])
+    launcher = RayLauncher(settings, b"secret", BOTH, may_grow=True)
+    asyncio.run(launcher.room()).check({Role.PREFILL: 1, Role.DECODE: 3}, [Role.DECODE])
+    now = asyncio.run(launcher.room(grows=False))
+    now.check({Role.PREFILL: 1, Role.DECODE: 2}, [Role.DECODE])
+    with pytest.raises(InvalidRequestError, match="at most 2 beside 1 prefill"):
+        now.check({Role.PREFILL: 1, Role.DECODE: 3}, [Role.DECODE])
 
 
 def test_memory_of_several_nodes_is_not_one_sum() -> None:

@@ -45,7 +45,8 @@ class ScriptedNodes:
     def clear(self, nodes: Collection[str]) -> None:
         self.cleared = set(nodes)
 
-    async def room(self) -> Room:
+    async def room(self, *, grows: bool) -> Room:
+        assert not grows, "a worker that leaves can't wait for a node that may never come"
         return room(config(), self._workers)
 
 

@@ -166,6 +166,15 @@ def test_the_last_worker_is_not_drained_but_can_be_restarted() -> None:
     assert pool.drain("worker-0", restart=True) == [Drain("worker-0", 1)]
 
 
+def test_the_last_ready_worker_is_not_drained_while_another_is_missing() -> None:
+    pool = pool_of(2)
+    pool.lost("worker-1", 1, "killed")
+    with pytest.raises(InvalidRequestError, match="worker-0 is the only decode worker that is ready"):
+        pool.drain("worker-0", restart=False)
+    assert pool.desired == 2
+    assert pool.drain("worker-1", restart=False) == [Remove("worker-1", 2)], "it serves nobody"
+
+
 def test_a_starting_worker_that_is_drained_is_gone_at_once() -> None:
     pool = pool_of(1)
     pool.scale(2)
@@ -477,6 +486,13 @@ def test_without_room_it_drains_at_once_where_others_serve() -> None:
     pool = pool_of(2)
     pool.leave("worker-1", 1, soon())
     assert pool.due(1.0, "there is room for at most 1") == [Drain("worker-1", 1)]
+
+
+def test_it_drains_where_others_of_the_role_serve_in_another_pool() -> None:
+    pool = pool_of(1)
+    pool.leave("worker-0", 1, soon())
+    assert pool.due(1.0, "no room") == []
+    assert pool.due(1.0, "no room", others_ready=1) == [Drain("worker-0", 1)]
 
 
 def test_it_drains_when_half_of_the_notice_has_passed() -> None:

@@ -206,6 +206,34 @@ def test_as_many_are_replaced_as_there_is_room_for() -> None:
     assert pools.heed(leaving, 3.0, for_at_most(3)) == [Start("worker-4", 1, 0.0)], "a node has joined"
 
 
+def test_one_that_drains_on_a_node_that_stays_takes_room_to_its_end() -> None:
+    pools = started(1, 3)
+    pools.drain("worker-3", restart=False)
+    assert pools.heed(told("worker-2"), 1.0, for_at_most(3)) == [Drain("worker-2", 1)], "no room beside it"
+    pools.tell("worker-3", lambda pool: pool.drained("worker-3", 1))
+    assert [type(action) for action in pools.heed({}, 2.0, for_at_most(3))] == [Start]
+
+
+@pytest.mark.parametrize("new_ready", [True, False])
+def test_ready_workers_of_both_revisions_count_where_a_node_goes(new_ready: bool) -> None:
+    pools = started(1, 1)
+    pools.begin_revision(ClusterConfig())
+    for action in pools.size_revisions({}, dict.fromkeys(Role, 1)):
+        if new_ready:
+            ready(pools, action.worker_id)
+    drains = [Drain("worker-1", 1)] if new_ready else []
+    assert pools.heed(told("worker-1"), 1.0, for_at_most(3)) == drains
+
+
+def test_a_worker_that_leaves_its_node_is_not_why_new_ones_end() -> None:
+    pools = started(1, 2)
+    for worker_id in ("worker-1", "worker-2"):
+        pools.tell(worker_id, lambda pool, worker_id=worker_id: pool.lost(worker_id, 1, f"{worker_id} was killed"))  # type: ignore[misc]
+        ready(pools, worker_id, 2)
+    pools.heed({WorkerLife("worker-2", 2): Leaving(0.0, 100.0)}, 1.0, anything_fits)
+    assert pools.numbers()[0][Role.DECODE].last_error == "worker-1 was killed"
+
+
 def test_a_standby_on_a_node_that_goes_is_replaced_and_not_taken() -> None:
     pools = sized("1..2", "1..3", standby=1)
     assert pools.heed(told("worker-2"), 1.0, anything_fits) == [Start("worker-3", 1, 0.0)]

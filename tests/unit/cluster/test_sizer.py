@@ -110,6 +110,25 @@ def test_a_pause_is_shown_and_recorded_even_if_the_store_was_away() -> None:
     sized(scene)
 
 
+def test_it_pauses_for_a_rollout_and_for_nothing_longer() -> None:
+    async def scene(supervisor: Supervisor, sizer: PoolSizer, records: KeptRecords) -> None:
+        await sizer.heed_rollout(runs=False)
+        assert sizer.paused is None
+        for _ in range(2):
+            await sizer.heed_rollout(runs=True)
+            assert sizer.paused == "a new configuration is rolled out"
+        assert records.record is not None
+        assert records.record.paused == sizer.paused
+        await sizer.heed_rollout(runs=False)
+        assert sizer.paused is None
+        await sizer.pause("scaled by hand")
+        for runs in (True, False):
+            await sizer.heed_rollout(runs=runs)
+            assert sizer.paused == "scaled by hand"
+
+    sized(scene)
+
+
 def test_what_has_no_room_is_not_asked_for_and_said() -> None:
     async def scene(supervisor: Supervisor, sizer: PoolSizer, records: KeptRecords) -> None:
         await sizer.observe(replace(NOTHING_ASKED, waiting=1))

@@ -560,6 +560,21 @@ def test_a_drain_goes_on_under_a_successor(restart: bool) -> None:
     succeeded(first, second, config(decode=2))
 
 
+def test_a_drain_waits_until_its_worker_is_taken_up(caplog: pytest.LogCaptureFixture) -> None:
+    async def first(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
+        return None
+
+    async def second(supervisor: Supervisor, launcher: ScriptedLauncher, before: ClusterView) -> None:
+        assert not launcher.processes
+        supervisor.drain("worker-2", restart=False)
+        await seen(supervisor, lambda view: ("worker-2", 1) in launcher.processes)
+        launcher.processes["worker-2", 1].idle.set()
+        await seen(supervisor, lambda view: len(view.workers) == 2)
+
+    succeeded(first, second, config(decode=2))
+    assert "a supervision task failed" not in caplog.text
+
+
 def test_no_life_begins_before_its_epoch_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.supervisor._SAVE_AGAIN_S", 0.0)
 

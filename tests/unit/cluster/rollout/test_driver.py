@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+import threading
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from cluster.memory import WorkerMemory
+from cluster.nodes.leaving import Leaving
 from cluster.ray.placement import Room
 from cluster.records import ClusterRecord
 from cluster.rollout.driver import Rollouts, Surroundings
@@ -82,12 +84,12 @@ class Rig:
         return await self.until(lambda view: view.rollout is not None and view.rollout.phase is phase)
 
 
-def settings(cores: int, prefill: int = 1, decode: int = 2) -> ClusterConfig:
+def settings(cores: int, prefill: int = 1, decode: int = 2, start_s: float = 120.0) -> ClusterConfig:
     resources = {"CPU": 1.0} if cores else {}
     return ClusterConfig(
         prefill=PrefillConfig(workers=prefill, resources=resources),
         decode=DecodeConfig(workers=decode, resources=resources),
-        limits=LimitsConfig(drain_s=5),
+        limits=LimitsConfig(drain_s=5, worker_start_s=start_s),
     )
 
 
@@ -109,11 +111,17 @@ def rig(supervisor: Supervisor, launcher: IdleLauncher, config: ClusterConfig, c
     return Rig(supervisor, launcher, Rollouts(supervisor, surroundings, on_over), ended)
 
 
-def rolled(scenario: Callable[[Rig], Coroutine[Any, Any, None]], cores: int = 0, decode: int = 2, **around: Any) -> None:
+def rolled(
+    scenario: Callable[[Rig], Coroutine[Any, Any, None]],
+    cores: int = 0,
+    decode: int = 2,
+    start_s: float = 120.0,
+    **around: Any,
+) -> None:
     """Run a scenario on a cluster of one prefill worker and some decode workers, all ready."""
 
     async def run() -> None:
-        launcher, config = IdleLauncher(), settings(cores, decode=decode)
+        launcher, config = IdleLauncher(), settings(cores, decode=decode, start_s=start_s)
         supervisor = Supervisor(config, launcher, ScriptedRecords())
         all_of_it = rig(supervisor, launcher, config, cores, **around)
         async with asyncio.timeout(30):
@@ -301,6 +309,134 @@ def test_what_cannot_be_rolled_out_changes_nothing() -> None:
     rolled(scenario)
 
 
+def held_starts(all_of_it: Rig, which: Callable[[WorkerRef], bool]) -> asyncio.Event:
+    """No life of these starts until the event is set."""
+    free = asyncio.Event()
+
+    async def hold(ref: WorkerRef) -> None:
+        if which(ref):
+            await free.wait()
+
+    all_of_it.launcher.on_start = hold
+    return free
+
+
+def leaves_without_room(all_of_it: Rig, worker_id: str) -> None:
+    """The node of a worker is gone, and no other one has room."""
+
+    def full(wanted: Mapping[Role, int], asked: Collection[Role]) -> None:
+        raise InvalidRequestError("the nodes are full")
+
+    life = next(info for info in all_of_it.supervisor.view().workers if info.worker_id == worker_id)
+    told = {WorkerLife(worker_id, life.epoch): Leaving(0.0, 1.0)}
+    all_of_it.supervisor.heed(told, 2.0, full)
+
+
+def ready_of(view: ClusterView, revision: int) -> set[Role]:
+    ready = [info for info in view.workers if info.revision == revision and info.state is WorkerState.READY]
+    return {info.role for info in ready}
+
+
+def test_new_workers_serve_until_the_former_ones_are_back() -> None:
+    looks = 0
+
+    async def room() -> Room:
+        nonlocal looks
+        looks += 1
+        return Room(settings(0), MEMORY, [{"CPU": 99.0, "memory": 1e12}], may_grow=False)
+
+    async def scenario(all_of_it: Rig) -> None:
+        all_of_it.rollouts.begin(ORDER)
+        await all_of_it.phase(RolloutPhase.CANARY)
+        free = held_starts(all_of_it, lambda ref: True)
+        all_of_it.observe(current=counts(0.2), new=counts(0.2))
+        await all_of_it.until(lambda view: Role.PREFILL not in ready_of(view, 1) and len(view.workers) == 4)
+        all_of_it.rollouts.abort()
+        await all_of_it.phase(RolloutPhase.ROLLING_BACK)
+        view = await all_of_it.until(
+            lambda view: any(info.revision == 1 and info.role is Role.PREFILL for info in view.workers)
+        )
+        later = looks + 5
+        while looks < later:  # noqa: ASYNC110 (a look that changes nothing tells nobody)
+            await asyncio.sleep(0.001)
+        view = all_of_it.supervisor.view()
+        assert view.rollout is not None
+        assert view.rollout.share == 0.0
+        assert Role.PREFILL not in ready_of(view, 1)
+        assert ready_of(view, 2) == set(Role), "else no pair could serve"
+        free.set()
+        view = await all_of_it.phase(RolloutPhase.ROLLED_BACK)
+        assert revisions(view) == [1, 1, 1]
+
+    rolled(scenario, room=room)
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_without_a_new_worker_and_room_for_one_it_is_rolled_back(role: Role) -> None:
+    async def scenario(all_of_it: Rig) -> None:
+        all_of_it.rollouts.begin(ORDER)
+        view = await all_of_it.phase(RolloutPhase.CANARY)
+        (new,) = (info.worker_id for info in view.workers if info.revision == 2 and info.role is role)
+        leaves_without_room(all_of_it, new)
+        view = await all_of_it.phase(RolloutPhase.ROLLED_BACK)
+        assert view.rollout is not None
+        assert view.rollout.reason == f"no new worker is left: {role.value} has had 0 ready for 1 s"
+
+    rolled(scenario, start_s=1.0)
+
+
+def test_when_no_former_worker_is_left_there_is_nothing_to_abort_and_nothing_to_wait_for_without_end() -> None:
+    async def scenario(all_of_it: Rig) -> None:
+        all_of_it.rollouts.begin(ORDER)
+        view = await all_of_it.phase(RolloutPhase.CANARY)
+        canary = {info.worker_id for info in view.workers if info.revision == 2}
+        starts = 0
+
+        def is_last(ref: WorkerRef) -> bool:
+            nonlocal starts
+            starts += 1
+            return ref.worker_id not in canary
+
+        held_starts(all_of_it, is_last)
+        all_of_it.observe(current=counts(0.2), new=counts(0.2))
+        view = await all_of_it.until(lambda view: bool(starts))
+        (last,) = (info.worker_id for info in view.workers if info.state is WorkerState.STARTING)
+        leaves_without_room(all_of_it, last)
+        all_of_it.supervisor.arrange(lambda pools: pools.size_revisions(dict.fromkeys(Role, 0), {}), all_of_it.state)
+        with pytest.raises(InvalidRequestError, match="no former worker is left"):
+            all_of_it.rollouts.abort()
+        view = await all_of_it.phase(RolloutPhase.DONE)
+        assert dict(view.wanted) == {Role.PREFILL: 1, Role.DECODE: 2}
+        assert revisions(view) == [2, 2]
+
+    rolled(scenario, start_s=1.0)
+
+
+def test_an_operator_does_not_wait_for_a_model_that_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched = threading.Event()
+
+    def check(current: ClusterConfig, new: ClusterConfig) -> Mapping[Role, WorkerMemory]:
+        fetched.wait(20)
+        return MEMORY
+
+    async def scenario(all_of_it: Rig) -> None:
+        all_of_it.rollouts.begin(ORDER)
+        await asyncio.sleep(0)
+        all_of_it.rollouts.abort()
+        view = await all_of_it.phase(RolloutPhase.ROLLED_BACK)
+        assert view.rollout is not None
+        assert view.rollout.reason == "an operator has ended it"
+        monkeypatch.setattr("cluster.rollout.driver._CHECK_S", 0.01)
+        all_of_it.rollouts.begin(ORDER)
+        view = await all_of_it.until(lambda view: view.rollout is not None and view.rollout.revision == 3)
+        view = await all_of_it.phase(RolloutPhase.ROLLED_BACK)
+        assert view.rollout is not None
+        assert view.rollout.reason == "its model was not read within 0.01 s"
+        fetched.set()
+
+    rolled(scenario, check=check)
+
+
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_new_controller_rolls_back_what_is_half_done_and_ends_what_is_all_but_done(replaced: bool) -> None:
     """Of the record of each moment of a rollout, as a controller would find it that comes after a death."""
@@ -333,12 +469,15 @@ def test_a_new_controller_rolls_back_what_is_half_done_and_ends_what_is_all_but_
         launcher = IdleLauncher()
         launcher.left = {WorkerLife(*life) for life, _ in record.processes}
         supervisor = Supervisor(config, launcher, AllRecords(record))
-        second = rig(supervisor, launcher, config, 0)
+        expected: list[Mapping[Role, WorkerMemory]] = []
+        new_memory = dict.fromkeys(Role, WorkerMemory(kv_pool=2 * 10**9, weights=0, process=0))
+        second = rig(supervisor, launcher, config, 0, expect=expected.append, check=lambda current, new: new_memory)
         assert await supervisor.start()
         second.rollouts.resume()
         view = await second.phase(end)
         assert set(revisions(view)) == ({2} if end is RolloutPhase.DONE else {1})
         assert dict(view.wanted) == {Role.PREFILL: 1, Role.DECODE: 2}
+        assert expected[-1] == (new_memory if end is RolloutPhase.DONE else MEMORY)
         await second.rollouts.close()
         await supervisor.close()
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from dataclasses import replace
 from fractions import Fraction
 from math import comb
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -122,15 +124,39 @@ def test_the_chance_of_failures_is_fishers(failures: int, good: int, other_failu
     requests, other_requests = failures + good, other_failures + other_good
     failed, total = failures + other_failures, requests + other_requests
     ways = sum(comb(requests, k) * comb(other_requests, failed - k) for k in range(failures, failed + 1))
-    expected = Fraction(ways, comb(total, failed))
+    expected = Fraction(ways, comb(total, failed)) if failures * total > requests * failed else 1
     assert chance_of_failures(failures, requests, other_failures, other_requests) == pytest.approx(float(expected), abs=1e-9)
 
 
 @given(st.integers(0, 40), st.integers(0, 40), st.sampled_from((0.1, 0.5)))
 def test_the_chance_of_long_durations_is_binomial(long: int, short: int, share: float) -> None:
     number = long + short
-    expected = sum(comb(number, k) * share**k * (1 - share) ** (number - k) for k in range(long, number + 1))
+    expected = (
+        1.0
+        if long <= number * share
+        else sum(comb(number, k) * share**k * (1 - share) ** (number - k) for k in range(long, number + 1))
+    )
     assert chance_of_long(long, number, share) == pytest.approx(expected, abs=1e-9)
+
+
+def test_the_tails_of_a_million_requests_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of terms is bounded, not the time that a machine takes for them."""
+    terms = 0
+
+    def counted(value: float) -> float:
+        nonlocal terms
+        terms += 1
+        return math.exp(value)
+
+    monkeypatch.setattr("cluster.rollout.judge.math", SimpleNamespace(**vars(math) | {"exp": counted}))
+    million = 10**6
+    assert chance_of_long(million // 2, million, 0.5) == 1.0
+    assert chance_of_long(501_500, million, 0.5) == pytest.approx(0.00136, rel=0.02), "three standard deviations"
+    assert chance_of_long(million, million, 0.1) == 0.0
+    assert chance_of_failures(500, million, 500, million) == 1.0
+    assert chance_of_failures(548, million, 452, million) == pytest.approx(0.0013, rel=0.1)
+    assert chance_of_failures(million, million, 0, million) == 0.0
+    assert terms < 1_000
 
 
 def test_equal_workers_are_rarely_stopped() -> None:

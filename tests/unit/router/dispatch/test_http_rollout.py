@@ -11,6 +11,9 @@ import pytest
 from protocol.cluster_view import RolloutObservation, RolloutPhase, RolloutState, WorkerState
 from protocol.errors import InvalidRequestError, TandemError, UnavailableError
 from protocol.messages import Role
+from router.dispatch.journal import Journal
+from router.dispatch.links import WorkerLink
+from router.dispatch.reservation import Room, reserve
 from tests.unit.router.dispatch.test_http_arithmetics import counted
 
 Run = Callable[..., None]
@@ -83,14 +86,14 @@ def test_what_new_workers_refuse_the_known_ones_do(error: TandemError, role: Rol
     run_cluster(test, prefill=0, decode=0)
 
 
-def test_a_stream_whose_new_worker_dies_goes_on_at_a_known_one_and_is_counted(run_cluster: Run) -> None:
+def test_a_stream_whose_new_worker_dies_goes_on_at_a_known_one_and_is_no_failure(run_cluster: Run) -> None:
     async def test(cluster: Any) -> None:
         await start(cluster)
         cluster.decode[1].die_after = 3
         await answered(cluster, 1)
         assert len(cluster.decode[0].attached) == 1
         seen = await observation(cluster, 2)
-        assert (seen.new.requests, seen.new.failures, seen.current.requests) == (1, 1, 1)
+        assert (seen.new.requests, seen.new.failures, seen.current.requests) == (1, 0, 1), "its life counts"
         assert await counted(cluster) == {"resumed": 1}
 
     run_cluster(test, prefill=0, decode=0)
@@ -120,6 +123,28 @@ def test_full_new_workers_keep_nobody_waiting(run_cluster: Run) -> None:
     run_cluster(test, prefill=0, decode=0)
 
 
+def test_the_only_new_worker_has_no_more_patience_than_others(run_cluster: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, float]] = []
+
+    async def noting(decode: WorkerLink, attempt_id: str, journal: Journal, room: Room, patience_s: float) -> Any:
+        asked.append((decode.ref.worker_id, patience_s))
+        return await reserve(decode, attempt_id, journal, room, patience_s)
+
+    async def test(cluster: Any) -> None:
+        await start(cluster)
+        cluster.decode[1].fail_with = UnavailableError("not now")
+        await answered(cluster, 1)
+        assert asked == [("decode-1", 5.0), ("decode-0", 20.0)]
+        cluster.states |= {"decode-0": WorkerState.DRAINING}
+        cluster.decode[1].fail_with = None
+        cluster.show()
+        await answered(cluster, 1)
+        assert asked[2:] == [("decode-1", 20.0)], "there is nobody else"
+
+    monkeypatch.setattr("router.dispatch.admission.reserve", noting)
+    run_cluster(test, prefill=0, decode=0, limits={"lease_s": 20.0})
+
+
 def test_where_no_known_worker_is_left_the_new_ones_serve(run_cluster: Run) -> None:
     async def test(cluster: Any) -> None:
         await start(cluster, 0.0)
@@ -127,6 +152,31 @@ def test_where_no_known_worker_is_left_the_new_ones_serve(run_cluster: Run) -> N
         cluster.show()
         await answered(cluster)
         assert len(cluster.decode[1].attached) == 8
+
+    run_cluster(test, prefill=0, decode=0)
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_where_no_known_pair_is_left_the_new_ones_serve(role: Role, run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        await start(cluster, 0.0, RolloutPhase.ROLLING_BACK)
+        cluster.states[f"{role.value}-0"] = WorkerState.DRAINING
+        cluster.show()
+        await answered(cluster)
+        assert len(cluster.decode[1].attached) == 8
+
+    run_cluster(test, prefill=0, decode=0)
+
+
+def test_where_no_known_worker_is_left_a_refusal_is_one(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        await start(cluster, 0.0)
+        cluster.states |= {"decode-0": WorkerState.DRAINING, "prefill-0": WorkerState.DRAINING}
+        cluster.prefill[1].fail_with = InvalidRequestError("no such token")
+        cluster.show()
+        answer = await cluster.complete()
+        assert answer.status_code == 400, answer.text
+        assert "no such token" in answer.text
 
     run_cluster(test, prefill=0, decode=0)
 
