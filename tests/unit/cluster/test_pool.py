@@ -283,10 +283,11 @@ class PoolHistory(RuleBasedStateMachine):
     def drain(self, data: st.DataObject, restart: bool) -> None:
         info = data.draw(st.sampled_from(self.pool.workers()))
         wanted = self.pool.desired
+        ready = [each for each in self.pool.workers() if each.state is WorkerState.READY and each.leaves_at is None]
         try:
             self.obey(self.pool.drain(info.worker_id, restart=restart))
         except InvalidRequestError:
-            assert wanted == 1 or (restart and info.leaves_at is not None)
+            assert wanted == 1 or (info.leaves_at is not None if restart else ready == [info])
         assert self.pool.desired in ((wanted,) if restart else (wanted, wanted - 1))
 
     @precondition(lambda self: self.lives)
