@@ -142,16 +142,19 @@ def test_a_rank_that_fails_to_load_is_known_while_the_first_one_loads(kind: str)
         follower = Follower(WireServer(SECRET, HOST), 1, 2, HOST, load, LEASE_S, CPU)
         running = asyncio.create_task(follower.run())
         gang = await Gang.connect([follower.address], SECRET, connect_s=5, lease_s=LEASE_S, heartbeat_s=0.1)
-        await gang.form(HOST, 30, CPU)
 
         def loading() -> None:
             assert failed.wait(10)
             assert over.wait(20), "it is not waited for"
 
+        async def start() -> None:
+            await gang.form(HOST, 30, CPU)  # which may hear of it already
+            await gang.beside(asyncio.to_thread(loading))
+
         began = time.monotonic()
         try:
             with pytest.raises(TandemError, match="48 GiB" if kind == "refuses" else "lost|gone|broke|closed"):
-                await gang.beside(asyncio.to_thread(loading))
+                await start()
             assert time.monotonic() - began < 10
         finally:
             over.set()
