@@ -164,7 +164,7 @@ async def one_run(site: Site, run: Run, times: int, tokens: int) -> dict[str, An
         "finished": sum(answer.failure is None for answer in lanes.answers),
         "exact": len(lanes.answers) - len(differences),
         # A head that is lost takes its counters along.
-        "resumed": returned.get("resumed") or int(await site.counted("resumed_streams_total") - resumed),
+        "resumed": returned["resumed"] if returned else int(await site.counted("resumed_streams_total") - resumed),
         "asked_anew": returned.get("asked_anew", 0),
         "differences": differences,
         "longest_gaps_s": [answer.longest_gap() for answer in touched],

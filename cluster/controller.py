@@ -21,10 +21,9 @@ from cluster.memory import WorkerMemory, role_memory
 from cluster.nodes.gcs import own_gcs
 from cluster.nodes.watch import NodeWatch
 from cluster.open_requests import OpenRequests
-from cluster.ray.actors import NAME_PREFIX, NAMESPACE
+from cluster.ray.actors import NAME_PREFIX, NAMESPACE, move_stream_keeper
 from cluster.ray.errors import original
 from cluster.ray.front import counts_folder
-from cluster.ray.keepers.streams import move_stream_keeper
 from cluster.ray.launcher import RayLauncher
 from cluster.ray.paced.launcher import PacedLauncher
 from cluster.records import pool_records, scaler_records

@@ -17,6 +17,8 @@ NAME_PREFIX = "tandem-"
 """Prefix of the name of every actor and placement group that belongs to a cluster."""
 PROCESS_PREFIX = NAME_PREFIX + "process-"
 """Prefix of the names of the actors that a launcher makes."""
+STREAM_KEEPER = "streams"
+"""Name of the keeper of resumable streams, the one that is off the head node where there is another."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,17 @@ def start_keeper(kind: type, name: str, resources: dict[str, float], *args: Any,
     }
     actor: Any = ray.remote(kind)
     return actor.options(**options).remote(*args)
+
+
+def move_stream_keeper(nodes: Collection[str]) -> None:
+    """Have Ray start the keeper of resumable streams anew, elsewhere, if it is on one of these nodes. What it kept is lost.
+
+    Blocks for calls to Ray.
+    """
+    if nodes:
+        for keeper in find_actors([NAME_PREFIX + STREAM_KEEPER]):
+            if node_of_actor(keeper.handle) in nodes:
+                ray.kill(keeper.handle, no_restart=False)
 
 
 def new_actor(process_class: type, name: str, bundle: Resources, **placement: Any) -> NamedActor:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
-import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.ray.actors import NAME_PREFIX, NAMESPACE, node_of_actor, start_keeper, worker_node
+from cluster.ray.actors import STREAM_KEEPER, start_keeper, worker_node
 from configs.schema import ClusterConfig, ResumableConfig
 from router.resume.stream_records import Entry, StreamKey, StreamRecords, WriteOutcome
-
-_NAME = "streams"
 
 
 class StreamKeeper:
@@ -64,16 +60,6 @@ def start_stream_keeper(config: ClusterConfig, head_resources: dict[str, float])
     """
     elsewhere = None if config.encrypt_kv or not head_resources else worker_node()
     if elsewhere is None:
-        return start_keeper(StreamKeeper, _NAME, head_resources, config.resumable)
+        return start_keeper(StreamKeeper, STREAM_KEEPER, head_resources, config.resumable)
     there = NodeAffinitySchedulingStrategy(elsewhere, soft=True)
-    return start_keeper(StreamKeeper, _NAME, {}, config.resumable, scheduling_strategy=there)
-
-
-def move_stream_keeper(nodes: Collection[str]) -> None:
-    """Have Ray start the StreamKeeper anew, elsewhere, if it is on one of these nodes. What it kept is lost. Blocks."""
-    if not nodes:
-        return
-    with contextlib.suppress(ValueError):  # there is none
-        keeper = ray.get_actor(NAME_PREFIX + _NAME, namespace=NAMESPACE)
-        if node_of_actor(keeper) in nodes:
-            ray.kill(keeper, no_restart=False)
+    return start_keeper(StreamKeeper, STREAM_KEEPER, {}, config.resumable, scheduling_strategy=there)
