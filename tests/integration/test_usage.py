@@ -16,13 +16,12 @@ from typing import Any
 
 import httpx
 import pytest
-from confluent_kafka import Producer
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.integration.disturbed import until
 from tests.integration.test_resumable import replicas
 from tests.unit.telemetry.usage.events import lines_of
-from tests.unit.telemetry.usage.test_kafka_feed import read_back
+from tests.unit.telemetry.usage.test_kafka_feed import mock_brokers, read_back
 
 pytestmark = pytest.mark.slow
 
@@ -36,10 +35,8 @@ ACKNOWLEDGED_S = 1.0
 @pytest.fixture(scope="module")
 def servers() -> Iterator[str]:
     """Kafka's brokers, in this process."""
-    holder = Producer({"test.mock.num.brokers": 2})
-    brokers = holder.list_topics(timeout=30).brokers.values()
-    yield ",".join(f"{broker.host}:{broker.port}" for broker in brokers)
-    holder.flush(1)
+    with mock_brokers() as addresses:
+        yield addresses
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,19 @@ from tests.unit.telemetry.usage.events import event, ids_of
 DEADLINE_S = 60.0
 
 
-@pytest.fixture(scope="module")
-def servers() -> Iterator[str]:
-    """Addresses of brokers that run inside this producer."""
+@contextmanager
+def mock_brokers() -> Iterator[str]:
+    """Addresses of librdkafka's own brokers, which run inside this producer."""
     holder = Producer({"test.mock.num.brokers": 2})
     brokers = holder.list_topics(timeout=30).brokers.values()
     yield ",".join(f"{broker.host}:{broker.port}" for broker in brokers)
     holder.flush(1)
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[str]:
+    with mock_brokers() as addresses:
+        yield addresses
 
 
 def read_back(servers: str, topic: str, enough: Callable[[Counter[str]], bool]) -> tuple[Counter[str], set[str]]:
