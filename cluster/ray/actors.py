@@ -31,8 +31,7 @@ class NamedActor:
 
 def node_resources() -> list[Resources]:
     """Return the total resources of each node that is up and stays: nothing is placed on one that Ray drains."""
-    leaving = ray._private.state.state.get_draining_nodes()
-    return [node["Resources"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in leaving]
+    return [node["Resources"] for node in _staying_nodes()]
 
 
 def nodes_of_groups() -> dict[str, str]:
@@ -49,9 +48,12 @@ def node_of_actor(handle: Any) -> str | None:
 
 def worker_node() -> str | None:
     """Return the id of a node that is up, stays and is not the head node, or None if there is none."""
+    return min((node["NodeID"] for node in _staying_nodes() if HEAD_RESOURCE not in node["Resources"]), default=None)
+
+
+def _staying_nodes() -> list[dict[str, Any]]:
     leaving = ray._private.state.state.get_draining_nodes()
-    nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in leaving]
-    return min((node["NodeID"] for node in nodes if HEAD_RESOURCE not in node["Resources"]), default=None)
+    return [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in leaving]
 
 
 def take_up_actors(kept: Collection[str], worker_ids: Collection[str]) -> dict[str, PlacementGroup]:
