@@ -248,8 +248,10 @@ def test_random_prompts_in_tight_pools_say_the_same(two_workers: Factory, refere
                     assert await asking == reference(prompt, 6)
                 workers.check()
 
-            for first in range(0, 24, 3):
+            for first in range(0, 240, 3):
                 await asyncio.gather(*(one(first + number) for number in range(3)))
+                if first > 20 and workers.prefill.core.load().brought.memory_tokens:
+                    break  # a tier as small as this may have let go all that the first ones could have taken
             await stored(workers)
             assert workers.prefill.core.load().brought.memory_tokens > 0
 
