@@ -53,6 +53,11 @@ class NodeTiers:
         return list(self._tiers)
 
     @property
+    def num_places(self) -> int:
+        """Blocks that the smallest tier can hold."""
+        return min(tier.store.num_places for tier in self._tiers.values())
+
+    @property
     def reports(self) -> tuple[TierReport, ...]:
         """What `look` has found last."""
         return self._reports

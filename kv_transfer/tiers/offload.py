@@ -28,7 +28,9 @@ _AT_ONCE = 8
 _LOOK_S = 1.0
 """From one count of what the tiers hold to the next."""
 _WRITTEN_S = 60.0
-"""A block that was written so lately is not looked for again: each turn of a chat leaves all blocks of those before."""
+"""A block that was written so lately is not looked for again: each turn of a chat leaves all blocks of those before. Unless so
+many were written since that a tier may have evicted it.
+"""
 
 
 class Offload:
@@ -143,5 +145,5 @@ class Offload:
         for key in keys:
             self._written.pop(key, None)
             self._written[key] = now
-        while len(self._written) > _MOST_WAITING:
+        while len(self._written) > min(_MOST_WAITING, self._tiers.num_places // 2):
             self._written.popitem(last=False)

@@ -80,6 +80,8 @@ class BlockStore:
             raise ConfigError(f"{folder}: can't be written: {error.strerror}") from None
         self.file_bytes = self._files.file_bytes
         """Bytes that each block takes."""
+        self.num_places = max_bytes // self.file_bytes
+        """Blocks that fit."""
         if max_bytes < self.file_bytes:
             raise ConfigError(f"{folder}: one block takes {self.file_bytes} bytes, and only {max_bytes} are allowed")
         self._folder = folder
