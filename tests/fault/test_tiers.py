@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import threading
 import time
@@ -14,6 +15,7 @@ import pytest
 from configs.schema import ClusterConfig
 from kv_transfer.tiers import occupied
 from kv_transfer.tiers.store import BlockStore
+from protocol.cache.keys import block_keys
 from protocol.cache.reset import CacheErased, CacheReset
 from protocol.messages import Attach, Prefilled, Release
 from tests.fault.scenarios import Factory, Reference, greedy, prompt_of, run, seeds
@@ -254,6 +256,29 @@ def test_random_prompts_in_tight_pools_say_the_same(two_workers: Factory, refere
                     break  # a tier as small as this may have let go all that the first ones could have taken
             await stored(workers)
             assert workers.prefill.core.load().brought.memory_tokens > 0
+
+    run(scenario())
+
+
+def test_what_a_tier_has_evicted_is_written_again_at_once(two_workers: Factory, reference: Reference) -> None:
+    """Not only once a minute has passed since it was written last."""
+
+    async def scenario() -> None:
+        async with two_workers(config_of(memory_gib=0.001)) as workers:
+            router = await workers.router()
+            prompt = prompt_of(LENGTH)
+            await leave_it_to_tiers(workers, router, prompt)
+            others = itertools.count(100)
+            tiers = workers.prefill.core.tiers
+            first = block_keys(prompt[:BLOCK_SIZE], BLOCK_SIZE, "")
+            async with asyncio.timeout(60):
+                while await tiers.reader.match("memory", first):
+                    await ask(workers, router, prompt_of(120, next(others)))
+                    await stored(workers)
+            await leave_it_to_tiers(workers, router, prompt)
+            prefilled, tokens = await ask(workers, router, prompt)
+            assert tokens == reference(prompt, 8)
+            assert prefilled.brought.memory_tokens == HELD
 
     run(scenario())
 
