@@ -56,4 +56,5 @@ def test_a_lost_node_and_partitions_change_no_answer(tmp_path: Path) -> None:
 def test_another_head_takes_up_the_workers_and_every_answer_ends(tmp_path: Path) -> None:
     row = rows_of(tmp_path, "10", "head")["head"]
     assert all(row["taken_up"]), "the workers of other nodes live on"
+    assert row["resumed"], "records of streams are kept on another node than the head"
     assert row["asked_anew"], "who did not come back to a stream had to ask anew"

@@ -62,4 +62,5 @@ def start_stream_keeper(config: ClusterConfig, head_resources: dict[str, float])
     if elsewhere is None:
         return start_keeper(StreamKeeper, STREAM_KEEPER, head_resources, config.resumable)
     there = NodeAffinitySchedulingStrategy(elsewhere, soft=True)
-    return start_keeper(StreamKeeper, STREAM_KEEPER, {}, config.resumable, scheduling_strategy=there)
+    # A byte: Ray puts an actor that needs nothing on any node, whatever its soft affinity.
+    return start_keeper(StreamKeeper, STREAM_KEEPER, {}, config.resumable, memory=1, scheduling_strategy=there)
