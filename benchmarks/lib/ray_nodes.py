@@ -79,7 +79,7 @@ class RayNodes:
         assert self.head is not None, "start_head comes first"
         tandem = str(Path(sys.executable).with_name("tandem"))
         command = [tandem, "serve", "--address", f"{HEAD}:{_GCS_PORT}", "--config", str(config), "--allow-anonymous"]
-        command += ["--host", "0.0.0.0", "--port", str(HTTP_PORT)]  # HAProxy reaches routers by loopback
+        command += ["--host", "0.0.0.0", "--port", str(HTTP_PORT)]
         said = self._folder / "serve.log"
         with said.open("wb") as output:
             process = subprocess.Popen(

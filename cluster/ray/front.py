@@ -39,6 +39,8 @@ _LISTENING = "0A"
 """The state of a listening socket in /proc/net/tcp."""
 _EARLIER = "Serve runs on this Ray cluster already, and listens where whoever started it wanted (`serve shutdown` ends it)"
 _WILDCARDS = ("0.0.0.0", "::")
+LOOPBACK = "127.0.0.1"
+"""Where routers listen behind a HAProxy, which is on their node."""
 
 
 def front_token(secret: bytes) -> str:
@@ -120,7 +122,8 @@ def _write(config: ClusterConfig, configuration: Path, token: str) -> None:
     if files is not None:
         _write_pair(files, certificate_path(configuration))
     limits = config.limits
-    FrontSettings(token, limits.header_s, limits.client_s, files).save(settings_path(configuration))
+    host = "*" if config.http.host in _WILDCARDS else config.http.host
+    FrontSettings(token, limits.header_s, limits.client_s, files, host).save(settings_path(configuration))
 
 
 def restore(config: ClusterConfig, token: str) -> None:
@@ -143,7 +146,8 @@ def withdraw() -> None:
 
 
 def check_listener(host: str, port: int) -> None:
-    """Raise ConfigError unless Serve's entry on this node listens at this port, and for nobody but those whom `host` means.
+    """Raise ConfigError unless Serve's entry on this node listens at this port, and for nobody but those whom `host` means, or
+    this node itself: HAProxy listens at `host` from its next reload on.
 
     Waits a while for it to listen. Linux only: sockets are read from /proc.
     """
@@ -155,7 +159,7 @@ def check_listener(host: str, port: int) -> None:
             raise ConfigError(f"http.port: nobody listens at {port}; {_EARLIER}", param="http.port")
         time.sleep(_RETRY_S)  # HAProxy tells nobody
     wanted = {entry[4][0] for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
-    if strange := sorted(found - wanted):
+    if strange := sorted(found - wanted - {LOOPBACK}):
         raise ConfigError(
             f"http.host: port {port} is open on {', '.join(strange)}, not on {host} alone; {_EARLIER}", param="http.host"
         )

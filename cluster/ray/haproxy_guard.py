@@ -65,6 +65,8 @@ class FrontSettings:
     """Seconds that a client may go without sending or taking a byte that is due."""
     certificate: CertificateFiles | None
     """None means plain HTTP."""
+    host: str
+    """Where it listens: a name, an address, or * for all."""
 
     @classmethod
     def load(cls, path: Path) -> FrontSettings | None:
@@ -126,11 +128,11 @@ def guarded(configuration: str, settings: FrontSettings | None, certificate: Pat
 
 
 def _frontend(address: str, settings: FrontSettings, certificate: Path) -> list[str]:
-    """Where HAProxy listens, and what it does to the headers of every request."""
+    """Where HAProxy listens, at the port of this address, and what it does to the headers of every request."""
     tls = "" if settings.certificate is None else f" ssl crt {certificate} ssl-min-ver TLSv1.2 alpn http/1.1"
     relayed = " || ".join(f"{{ req.hdr({name}) -m found }}" for name in _PROXY_HEADERS)
     return [
-        f"    bind {address}{tls}\n",
+        f"    bind {settings.host}:{address.rpartition(':')[2]}{tls}\n",
         *_ours(*(f"http-request del-header {name}" for name in (*_SERVES_OWN_HEADERS, "x-tandem-relayed"))),
         *_ours(f"http-request set-header x-tandem-relayed 1 if {relayed}"),
         *_ours(*(f"http-request del-header {name}" for name in _PROXY_HEADERS)),

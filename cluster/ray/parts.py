@@ -68,6 +68,10 @@ class Parts:
         """
         at_head(self.head_resources, prepare, self.config, front_token(self.secret))
 
+    def has_front(self) -> bool:
+        """Return whether Serve works with HAProxy."""
+        return at_head(self.head_resources, has_front)
+
     def arguments(self) -> RouterArguments:
         """Return what the routers are made with. Raises ConfigError if the entry does not listen where it should."""
         http = self.config.http
@@ -80,7 +84,7 @@ class Parts:
             start_stream_keeper(self.config, self.head_resources),
             start_audit_keeper(self.config, self.head_resources),
             _start_usage_keeper(self.config, self.head_resources),
-            front_token(self.secret) if at_head(self.head_resources, has_front) else None,
+            front_token(self.secret) if self.has_front() else None,
         )
 
     def begin_settling(self) -> Any:

@@ -16,7 +16,7 @@ from ray import serve
 from ray.exceptions import RayError
 
 from cluster.controller import RayControllerClient
-from cluster.ray.front import counts_folder, restore
+from cluster.ray.front import LOOPBACK, counts_folder, restore
 from cluster.ray.keepers.audit import RayAuditStore
 from cluster.ray.keepers.rates import rate_store
 from cluster.ray.keepers.streams import RayRecordStore
@@ -121,13 +121,16 @@ class RouterReplica:
             await self._usage.close()
 
 
-def start_http(config: ClusterConfig) -> None:
+def start_http(http: HttpConfig, *, has_front: bool) -> None:
     """Start Serve's controller and, on the head node, its entry at http.host and http.port. What runs already stays.
 
-    Raises UnavailableError if the entry can't start, for instance because somebody has just taken its port.
+    Where the entry is a HAProxy, `front.prepare` has told it http.host, and only the routers behind it listen where Serve says:
+    on loopback, which is how HAProxy reaches them. Raises UnavailableError if the entry can't start, for instance because
+    somebody has just taken its port.
     """
     try:
-        serve.start(proxy_location="HeadOnly", http_options={"host": config.http.host, "port": config.http.port})
+        host = LOOPBACK if has_front else http.host
+        serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": http.port})
     except RayError as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = next((line for line in lines if "[ALERT]" in line), lines[-1])

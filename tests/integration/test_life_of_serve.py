@@ -78,6 +78,16 @@ def test_a_second_cluster_serves_beside_the_first_and_ends_on_sigterm(shared_clu
     assert shared_cluster.settled(1, 1)
 
 
+@pytest.mark.slow
+def test_one_address_is_listened_at_and_no_other(serve: Callable[..., Any]) -> None:
+    served = serve("--dtype", "float32", "--host", "127.0.0.2")
+    served.wait_ready()
+    assert httpx.get(f"http://127.0.0.2:{served.port}/v1/models", timeout=10).status_code == 200
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"http://127.0.0.1:{served.port}/v1/models", timeout=10)
+    assert served.end(signal.SIGTERM) < GONE_S
+
+
 def assert_closed_to_others(served: Any) -> None:
     """Every socket listens on loopback, but for one of Serve's, and that one asks for Ray's token."""
     exposed = [(command, port) for pid, command in served.processes().items() for port in listening_elsewhere(pid)]

@@ -14,7 +14,7 @@ from cluster.ray.certificate import CertificateFiles
 from cluster.ray.haproxy_guard import FrontSettings, guarded, rewrite, settings_path
 from cluster.ray.private_folder import close_folder
 
-SETTINGS = FrontSettings("t0ken", 10.0, 60.0, None)
+SETTINGS = FrontSettings("t0ken", 10.0, 60.0, None, "127.0.0.1")
 CONFIGURATION = """global
     stats socket {directory}/admin.sock mode 666 level admin expose-fd listeners
 defaults
@@ -69,13 +69,13 @@ def test_settings_find_their_places_in_rays_own_template() -> None:
     template = HAPROXY_CONFIG_TEMPLATE.replace("{% if config.timeout_client_s is not none %}", "")
     template = template.replace("{{ config.timeout_client_s }}s{% endif %}", "3600s")
     template = template.replace("{{ config.frontend_host }}:{{ config.frontend_port }}", "127.0.0.1:8000")
-    tls = FrontSettings("t0ken", 10.0, 60.0, CertificateFiles("a.crt", "a.key"))
+    tls = FrontSettings("t0ken", 10.0, 60.0, CertificateFiles("a.crt", "a.key"), "192.0.2.7")
     lines = [line.strip() for line in guarded(template, tls, Path("/x/front.pem")).splitlines()]
     assert "timeout client 60000ms # by tandem-haproxy" in lines
     assert "timeout client 3600s" not in lines
     assert [line for line in lines if line.startswith("hard-stop-after")] == ["hard-stop-after 86400s # by tandem-haproxy"]
     at = lines.index("frontend http_frontend")
-    assert lines[at + 1].startswith("bind 127.0.0.1:8000 ssl crt /x/front.pem ssl-min-ver TLSv1.2")
+    assert lines[at + 1].startswith("bind 192.0.2.7:8000 ssl crt /x/front.pem ssl-min-ver TLSv1.2")
     own = [line.removesuffix(" # by tandem-haproxy") for line in lines if line.endswith("# by tandem-haproxy")]
     assert own[-3:] == [
         "http-request set-header x-forwarded-for %[src]",
@@ -86,7 +86,7 @@ def test_settings_find_their_places_in_rays_own_template() -> None:
 
 def test_settings_twice_are_settings_once(tmp_path: Path) -> None:
     once = guarded(CONFIGURATION, SETTINGS, tmp_path)
-    other = FrontSettings("other", 5.0, 30.0, CertificateFiles("a.crt", "a.key"))
+    other = FrontSettings("other", 5.0, 30.0, CertificateFiles("a.crt", "a.key"), "*")
     assert guarded(once, SETTINGS, tmp_path) == once
     assert guarded(guarded(once, other, tmp_path), SETTINGS, tmp_path) == once
     path = tmp_path / "haproxy.cfg"
