@@ -40,10 +40,14 @@ SHOWN_AS_ZERO = {
     "Alerts",
     "Alerts that fire",
     "Copies that were not made",
+    "Phase of the latest rollout",
+    "Requests in the usage log",
     "Requests refused for want of room",
+    "Share of new requests that a new configuration gets",
     "Streams of several arithmetics",
     "Streams that did not move",
     "Tenants with traffic",
+    "Workers by the revision of their configuration",
 }
 """Panels of what need not happen, in this test or ever. All others have data of their own."""
 OF_GPUS = "tandem:gpu_"

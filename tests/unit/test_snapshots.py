@@ -31,6 +31,7 @@ from typer.testing import CliRunner
 import protocol
 from cluster.commands import cli
 from configs.schema import ClusterConfig, HttpConfig
+from protocol.cluster_view import AutoscalerState, RolloutPhase, RolloutState
 from protocol.codec import _CLASSES
 from protocol.wire import WIRE_VERSION
 from router.app import create_app
@@ -41,6 +42,8 @@ from telemetry.usage.totals import TOTALS, KafkaState, UsageTotals, write_totals
 
 FOLDER = Path(__file__).with_name("snapshots")
 RENEW = "TANDEM_RENEW_SNAPSHOTS"
+SAMPLE = ClusterSample(autoscaler=AutoscalerState(None, (), 0), rollout=RolloutState(2, RolloutPhase.CANARY, 0.1, (), {}, ""))
+"""Of a cluster that has everything of which there are metrics."""
 HELP_COLUMNS = 100
 
 
@@ -85,7 +88,7 @@ def metrics(tmp_path: Path) -> str:
     shown = []
     for collector in (
         *Metrics("smollm2", ClusterSample).registry._collector_to_names,
-        ClusterCollector("smollm2", ClusterSample()),
+        ClusterCollector("smollm2", SAMPLE),
         UsageTotals(tmp_path / TOTALS),
     ):
         for family in collector.collect():

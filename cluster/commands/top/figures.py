@@ -54,12 +54,14 @@ class Poll:
     totals: Totals
     autoscaler: Mapping[str, Any] | None = None
     """As in /admin/status; None where pools do not size themselves."""
+    rollout: Mapping[str, Any] | None = None
+    """As in /admin/status; None if there was none."""
 
     @staticmethod
     def of(at_s: float, status: Mapping[str, Any], metrics: str) -> Poll:
         """Return what the answers of /admin/status and /metrics say."""
         model, totals = _read_metrics(metrics)
-        return Poll(at_s, status["workers"], status["wanted"], model, totals, status.get("autoscaler"))
+        return Poll(at_s, status["workers"], status["wanted"], model, totals, status.get("autoscaler"), status.get("rollout"))
 
     def of_role(self, role: str) -> list[Worker]:
         """Return the workers of a role."""

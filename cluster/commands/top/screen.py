@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from cluster.commands.lib.tables import autoscaler_lines
+from cluster.commands.lib.tables import autoscaler_lines, rollout_lines
 from cluster.commands.top.figures import (
     BETWEEN_TOKENS,
     FIRST_TOKEN,
@@ -83,6 +83,7 @@ def _head(polls: Polls, poll: Poll) -> list[Text]:
         Text(_stages(longer, poll)),
         Text(_latencies(longer, poll)),
         *_autoscaler(poll),
+        *_rollout(poll),
     ]
 
 
@@ -98,6 +99,12 @@ def _autoscaler(poll: Poll) -> list[Text]:
     lines = autoscaler_lines(state)
     wrong = state is not None and (state["paused"] or state["problem"])
     return [Text("   ".join(lines), style="yellow" if wrong else "")] if lines else []
+
+
+def _rollout(poll: Poll) -> list[Text]:
+    """How a configuration is rolled out, or how that has ended."""
+    style = "yellow" if poll.rollout is not None and poll.rollout["reason"] else ""
+    return [Text(line, style=style) for line in rollout_lines(poll.rollout)]
 
 
 def _stages(before: Poll | None, poll: Poll) -> str:

@@ -66,9 +66,22 @@ _LEAKS = row(
     ),
 )
 
+_ROLLOUT = row(
+    "Rollout",
+    lines(
+        "Share of new requests that a new configuration gets",
+        "percentunit",
+        gauge("tandem:rollout_share", how="max").named("share").or_zero(),
+    ),
+    lines(
+        "Workers by the revision of their configuration", "short", gauge("tandem:rollout_workers", "role, revision").or_zero()
+    ),
+    lines("Phase of the latest rollout", "short", gauge("tandem:rollout_phase", "phase").or_zero()),
+)
+
 FAILURES = Board(
     "tandem-failures",
     "Tandem: failures",
     "What broke, what came of it, and does anything leak?",
-    (_WORKERS, _STREAMS, _KV, _LEAKS),
+    (_WORKERS, _STREAMS, _KV, _LEAKS, _ROLLOUT),
 )

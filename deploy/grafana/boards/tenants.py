@@ -41,10 +41,21 @@ _LIMITS = row(
     ),
 )
 
+_LOG = row(
+    "Usage log",
+    lines(
+        "Requests in the usage log",
+        "reqps",
+        rate("tandem:usage_events_total", "tenant, outcome", _CHOSEN).or_zero(),
+        about="0 without `--usage-log`.",
+    ),
+    lines("Events that wait for the log", "short", gauge("tandem:usage_events_waiting", "router")),
+)
+
 TENANTS = Board(
     "tandem-tenants",
     "Tandem: tenants",
     "Who uses how much? A cluster without API keys has one tenant, without a name. Beyond 100, all others are one.",
-    (_USE, _LIMITS),
+    (_USE, _LIMITS, _LOG),
     by_tenant=True,
 )

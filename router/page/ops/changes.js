@@ -13,7 +13,7 @@ import { growths } from "./figures.js";
  * @returns {object[]} events, in the order in which one would tell them
  */
 export function changesBetween(before, after) {
-  return [...decisions(before, after), ...wishes(before, after), ...ofWorkers(before, after), ...ofRequests(before, after)];
+  return [decisions, ofRollout, wishes, ofWorkers, ofRequests].flatMap((changes) => changes(before, after));
 }
 
 /** What the autoscaler has decided since, the oldest first. */
@@ -24,6 +24,15 @@ function decisions(before, after) {
   const { paused } = after.autoscaler ?? {};
   if ((before.autoscaler?.paused ?? null) === (paused ?? null)) return said;
   return [...said, note(paused ? `autoscaler: paused, ${paused}` : "autoscaler: goes on")];
+}
+
+/** Each phase of a rollout once, with what is known of the new workers then. */
+function ofRollout(before, after) {
+  const [old, now] = [before.rollout, after.rollout];
+  if (!now || (old && old.revision === now.revision && old.phase === now.phase)) return [];
+  const what = old?.revision === now.revision ? "" : ` (${now.changes.join(", ")})`;
+  const text = `rollout of revision ${now.revision}${what}: ${now.phase.replaceAll("_", " ")}; ${now.reason ?? now.verdict}`;
+  return [{ kind: now.reason ? "bad" : "note", text }];
 }
 
 function wishes(before, after) {

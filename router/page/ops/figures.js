@@ -76,8 +76,8 @@ function unescaped(value) {
  * @param {string} metrics answer of /metrics
  */
 export function pollOf(at, status, metrics) {
-  const { workers, wanted, autoscaler } = status;
-  return { at, workers, wanted, autoscaler, ...readMetrics(metrics) };
+  const { workers, wanted, autoscaler, rollout } = status;
+  return { at, workers, wanted, autoscaler, rollout, ...readMetrics(metrics) };
 }
 
 /** The latest polls, as many as the figures need. */

@@ -35,6 +35,7 @@ export class Summary {
     this.#tile("tokens/s in", short(tokens.in));
     this.#tile("tokens/s out", short(tokens.out));
     if (poll.autoscaler) this.#tile("autoscaler", poll.autoscaler.paused ? "paused" : "on");
+    if (poll.rollout) this.#tile("rollout", rolloutText(poll.rollout), poll.rollout.reason ? "short" : "");
     this.#tile("prompt cached", percent(before && cacheHits(before, poll)));
   }
 
@@ -47,6 +48,10 @@ export class Summary {
     write(this.#values.get(name), text);
     this.#values.get(name).dataset.kind = kind;
   }
+}
+
+function rolloutText({ phase, share }) {
+  return share ? `${phase.replaceAll("_", " ")}, ${percent(share)}` : phase.replaceAll("_", " ");
 }
 
 /** The stages of the requests that ended, as one bar, and quantiles of what clients notice. */

@@ -188,6 +188,20 @@ def test_the_screen_tells_of_the_autoscaler(paused: str | None, problem: str | N
     assert said in drawn(polls, None).splitlines()
 
 
+def test_the_screen_tells_of_a_rollout() -> None:
+    state = {
+        "revision": 2,
+        "phase": "rolling_back",
+        "share": 0.0,
+        "changes": ["dtype: a -> b"],
+        "verdict": "slower",
+        "figures": {},
+    }
+    polls = Polls()
+    polls.add(replace(poll(0.0, worker("prefill-0")), rollout=state | {"verdict": "slower", "reason": "too slow"}))
+    assert "rollout of revision 2 (dtype: a -> b): rolling back; too slow" in drawn(polls, None).splitlines()
+
+
 class _Cluster(BaseHTTPRequestHandler):
     """A cluster of two workers: one is idle, and the other says that it computes more than all the time."""
 
