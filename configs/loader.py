@@ -187,6 +187,8 @@ def _suggestion(location: tuple[int | str, ...]) -> str:
         # Below a section lie its keys, below a mapping its values, whatever they are called.
         mapping = typing.get_origin(section) is dict
         section = typing.get_args(section)[1] if mapping else section.model_fields[str(part)].annotation
+        if type(None) in typing.get_args(section):  # a section that may be left out
+            section = typing.get_args(section)[0]
     name, known = str(location[-1]), list(section.model_fields)
     close = difflib.get_close_matches(name, known, n=1)
     if close:

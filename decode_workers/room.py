@@ -89,6 +89,18 @@ class Room:
                 return False
         return True
 
+    def draft_slots(self, stream: Stream, most: int) -> int:
+        """Return how many slots behind its newest token the stream has for drafts, up to `most`. Nobody gives way for them, and
+        no block is taken that others may want soon.
+        """
+        held = self._ledger.slots_behind(stream.ticket_id, len(stream.token_ids))
+        if held >= most or self.waits or self._ledger.num_free <= self._spare:
+            return min(held, most)
+        num_blocks = self._ledger.blocks_for(len(stream.token_ids) + most) - len(stream.block_table)
+        if self._ledger.num_free - num_blocks < self._spare:
+            return held
+        return most if self._ledger.grow(stream.ticket_id, len(stream.token_ids) + most) else held
+
     def settle(self, step: int) -> Stream | None:
         """Make room for a newcomer, and let one preempted stream come back, which is returned. Called between two steps.
 

@@ -2,7 +2,8 @@
 
 A step packs any mix of prompt chunks (several tokens each, several prompts) and decoding sequences (one token each)
 into one row per token, without padding. Chunks of several tokens come first, in the order given, then the single tokens
-by falling context length, so that operators that pad find sequences of like length side by side.
+by falling context length, so that operators that pad find sequences of like length side by side. Chunks that continue the one
+before them lie behind it, and count as one with it: so each token of a draft can be sampled after.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class Chunk:
     """Gets the logprobs of the prompt's tokens, if they are wanted."""
     constraint: Constraint | None = None
     """Says which tokens may be sampled, if not all."""
+    continues: bool = False
+    """Goes on where the chunk before it in the step ends, in the same sequence, and is laid out as one with it."""
 
     @property
     def end(self) -> int:
@@ -61,7 +64,8 @@ class SampledToken:
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """One step's arrays, built once and passed down. C chunks of altogether T tokens, in the order of their rows."""
+    """One step's arrays, built once and passed down. C chunks of altogether T tokens, in the order of their rows. Those that
+    continue each other are one here."""
 
     token_ids_T: _Ints
     starts_C: _Ints
@@ -84,12 +88,13 @@ class ForwardBatch:
         """Lay out a step. Chunks are trusted: workers check what comes from outside."""
         assert len(chunks) > 0, "a step computes something"
         assert all(chunk.token_ids for chunk in chunks), "a chunk holds tokens"
-        order = _row_order(chunks)
+        runs = _row_order(_runs(chunks), chunks)
+        lengths = [sum([len(chunks[i].token_ids) for i in run]) for run in runs]
+        order = list(chain.from_iterable(runs))
         ordered = [chunks[i] for i in order]
-        lengths = [len(chunk.token_ids) for chunk in ordered]
         row_ends = list(accumulate(lengths))
-        sampled = _sampled_rows(ordered, row_ends)
-        starts_C = np.array([chunk.start for chunk in ordered])
+        sampled = _sampled_rows(ordered, list(accumulate([len(chunk.token_ids) for chunk in ordered])))
+        starts_C = np.array([chunks[run[0]].start for run in runs])
         ends_C = starts_C + np.array(lengths)
         return cls(
             token_ids_T=np.fromiter(chain.from_iterable([chunk.token_ids for chunk in ordered]), np.int64, row_ends[-1]),
@@ -97,7 +102,7 @@ class ForwardBatch:
             ends_C=ends_C,
             row_ends_C=np.array(row_ends),
             num_longer=len(lengths) - lengths.count(1),
-            tables_CW=_tables(ordered, ends_C, block_size),
+            tables_CW=_tables([chunks[run[-1]] for run in runs], ends_C, block_size),
             block_size=block_size,
             sampled_chunks=tuple([order[chunk] for _, _, chunk in sampled]),
             sample_rows_S=torch.tensor([row for _, row, _ in sampled], dtype=torch.int64),
@@ -138,11 +143,23 @@ class ForwardBatch:
         )
 
 
-def _row_order(chunks: Sequence[Chunk]) -> list[int]:
-    """Indices of the chunks in the order of their rows: those of several tokens as given, then singles by falling context."""
-    longer = [i for i, chunk in enumerate(chunks) if len(chunk.token_ids) > 1]
-    singles = [i for i, chunk in enumerate(chunks) if len(chunk.token_ids) == 1]
-    singles.sort(key=lambda i: chunks[i].start, reverse=True)
+def _runs(chunks: Sequence[Chunk]) -> list[list[int]]:
+    """Indices of the chunks, those together that continue each other."""
+    runs: list[list[int]] = []
+    for i, chunk in enumerate(chunks):
+        if chunk.continues:
+            assert chunk.start == chunks[i - 1].end, "it goes on where the one before ends"
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    return runs
+
+
+def _row_order(runs: Sequence[list[int]], chunks: Sequence[Chunk]) -> list[list[int]]:
+    """The runs in the order of their rows: those of several tokens as given, then singles by falling context."""
+    longer = [run for run in runs if len(run) > 1 or len(chunks[run[0]].token_ids) > 1]
+    singles = [run for run in runs if len(run) == 1 and len(chunks[run[0]].token_ids) == 1]
+    singles.sort(key=lambda run: chunks[run[0]].start, reverse=True)
     return longer + singles
 
 

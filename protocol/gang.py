@@ -65,6 +65,7 @@ class StepChunk:
     block_table: bytes
     samples: bool
     scores: bool
+    continues: bool
 
 
 @message(53)

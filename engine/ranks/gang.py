@@ -205,6 +205,7 @@ def _plan(chunk: Chunk) -> StepChunk:
         block_table=_packed(chunk.block_table),
         samples=chunk.sampling is not None,
         scores=chunk.scores is not None,
+        continues=chunk.continues,
     )
 
 
