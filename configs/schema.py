@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from configs.autoscale import AutoscaleConfig, RoleName
 from configs.paced.profile import DEFAULT_PROFILE, profile_name
-from configs.speculation import SpeculativeConfig, read_speculative
+from configs.speculation.config import SpeculativeConfig, read_speculative
 
 MAX_ROUTERS = 64
 Positive = Annotated[int, Field(gt=0)]

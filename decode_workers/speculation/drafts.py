@@ -2,9 +2,9 @@
 
 A draft is a token in the place after the newest one. Its row is computed in the same step, as if it had been chosen, and
 sampled after: by the same sampler, with the history, counts, grammar and position that it would have then. What a row says
-counts if the draft that it stands for is what the row before it says, and so on back to the newest token. So every token is what
-it would be without drafts, and a wrong draft costs its row's time. Its KV lies behind what counts as computed, and is written
-over.
+counts if the draft that it stands for is what the row before it says, and so on back to the newest token. So every token is
+what it would be without drafts, and a wrong draft costs its row's time. Its KV lies behind what counts as computed, and is
+written over.
 """
 
 from __future__ import annotations

@@ -35,7 +35,8 @@ class _Seen:
 
     def counts(self, step: int) -> bool:
         """Whether it counts as known at this step."""
-        return step - self.step <= min(REMEMBERED_STEPS, _DOUBTED_STEPS * 4 ** (len(self.times) - 1))
+        doubted: int = _DOUBTED_STEPS * 4 ** (len(self.times) - 1)
+        return step - self.step <= min(REMEMBERED_STEPS, doubted)
 
     def note(self, seconds: float, step: int) -> None:
         if step - self.step > 2 * REMEMBERED_STEPS:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from configs.speculation import SpeculativeConfig
+from configs.speculation.config import SpeculativeConfig
 from decode_workers.speculation.acceptance import Acceptance
 from decode_workers.speculation.choosing import draft_counts
 from decode_workers.speculation.drafts import DraftedStep, drafted_step

@@ -16,7 +16,7 @@ import pytest
 
 from configs.facts import ModelFacts
 from configs.schema import ClusterConfig
-from configs.speculation import SpeculativeConfig
+from configs.speculation.config import SpeculativeConfig
 from decode_workers.speculation import speculator
 from decode_workers.speculation.ngram_index import NgramIndex
 from decode_workers.worker import DecodeWorker
