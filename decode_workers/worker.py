@@ -111,7 +111,7 @@ class DecodeWorker:
             return None
         from decode_workers.speculation.speculator import Speculator
 
-        # Where bits depend on how rows are laid out, and on GPUs, whose decode steps are graphs, each draft is a row of its own.
+        # Where bits depend on how rows lie, and on GPUs, whose decode steps are graphs, each draft is a row of its own.
         exact = pool.data.device.type == "cpu" and not self.me.arithmetic.endswith(VARIES)
         slots = self._scheduler.room.draft_slots
         return Speculator(config.speculative_config, config.decode.max_batch_size, slots, joined=exact)

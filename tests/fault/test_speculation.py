@@ -1,7 +1,7 @@
 """Guessed tokens change nothing that is said: whoever dies, moves or runs out of blocks, and whatever the guesses are.
 
-The guesses are scripted. They come from what the undisturbed answers said, cut and damaged at random, so that all kinds of steps
-happen often: all right, none right, right up to some place, longer than the answer. How many pay is not asked here.
+The guesses are scripted. They come from what the undisturbed answers said, cut and damaged at random, so that all kinds of
+steps happen often: all right, none right, right up to some place, longer than the answer. How many pay is not asked here.
 """
 
 from __future__ import annotations
