@@ -17,6 +17,8 @@ from collections.abc import Sequence
 
 MOST_PLACES = 64
 """Earlier places that are looked at for one draft."""
+AT_ONCE = 4096
+"""Tokens that are taken in for one draft, about two milliseconds' work. Of a longer prompt the beginning is known first."""
 _FIRST_BUCKETS = 256
 _NONE = -1
 
@@ -33,6 +35,11 @@ class NgramIndex:
         """By the place of an n-gram's last token: the place before it in its bucket."""
         self._latest = array("i", [_NONE]) * _FIRST_BUCKETS
         """By bucket."""
+
+    @property
+    def complete(self) -> bool:
+        """All of the sequence has been taken in, but for its last token."""
+        return len(self._before) >= len(self._tokens) - 1
 
     @property
     def num_bytes(self) -> int:
@@ -55,7 +62,7 @@ class NgramIndex:
         end = len(self._tokens) - 1
         if end > 2 * len(self._latest):
             self._grow(end)
-        for place in range(len(self._before), end):
+        for place in range(len(self._before), min(end, len(self._before) + AT_ONCE)):
             self._add(place)
 
     def _grow(self, num_places: int) -> None:
