@@ -98,6 +98,7 @@ async def run_bench(
             ignore_eos=options.ignore_eos,
             include_times=is_tandem,
             timeout_s=options.timeout_s,
+            temperature=options.temperature,
         )
         report("making prompts")
         conversations: list[Conversation] | None = None

@@ -68,6 +68,7 @@ class BenchOptions:
     ] = math.inf
     burstiness: Annotated[float, Option(help="1: Poisson. Less: in bursts. More: evenly.")] = 1.0
     max_concurrency: Annotated[int | None, Option(help="Requests at the server at a time; others wait here.")] = None
+    temperature: Annotated[float, Option(help="Of sampling; 0 takes the likeliest token.")] = 0.0
     ignore_eos: Annotated[bool, Option("--ignore-eos", help="Answers have their full length (not in OpenAI's API).")] = False
     seed: Annotated[int, Option(help="Of prompts and arrivals.")] = 0
     percentile_metrics: Annotated[str, Option(help="Of ttft, ttst, tpot, itl, e2el.")] = "ttft,ttst,tpot,itl,e2el"
@@ -101,6 +102,7 @@ class BenchOptions:
             self.max_concurrency is None or self.max_concurrency >= 1, "max-concurrency must be at least 1", "max_concurrency"
         )
         self._check(self.seed >= 0, "seed must be at least 0", "seed")
+        self._check(0 <= self.temperature <= 2, "temperature must be from 0 to 2", "temperature")
         self._check(self.timeout_s > 0, "timeout must be over 0", "timeout")
         self._check(self.path.startswith("/"), "endpoint is a path, such as /v1/completions", "endpoint")
         if self.multi_turn:

@@ -219,7 +219,7 @@ def test_room_that_was_made_is_kept_for_its_tenant_only_for_a_while() -> None:
 
 
 def test_drafts_get_slots_that_nobody_else_wants() -> None:
-    """The rest of the stream's own block; a further block as long as every stream could still have one; none while one waits."""
+    """The rest of the stream's own block, and another while one is left for each; none while one waits."""
     world = World(4, 20)
     first, second = world.attach(4, 60, ONE), world.attach(4, 60, ONE)
     assert first is not None
