@@ -1,9 +1,10 @@
 """What guessed tokens bring: `python -m benchmarks.speculation --peer-env DIR`, on an idle machine.
 
-Prompts whose answers copy (`tandem bench --dataset-name copy`), greedy, one and eight at a time; and random prompts with sampled
-answers, in which nothing repeats, 1, 8 and 64 at a time. 1 prefill and 1 decode worker, whose threads are one or two. Clusters with
-and without `--speculative-config` take turns, each fresh in every round, and the first one changes from round to round. What counts
-is the mean time per output token, which prompts are no part of.
+Prompts whose answers copy (`tandem bench --dataset-name copy`), greedy, one and eight at a time; random prompts with sampled
+answers, in which nothing repeats, 1, 8 and 64 at a time. 1 prefill and 1 decode worker, whose threads are one or two. Clusters
+with and without `--speculative-config` take turns, each fresh in every round, and the first one changes from round to round. What
+counts is the mean time per output token. Every prompt is sent for one token before, so that it is cached, and as many streams run
+together as are asked for.
 
 Peers answer the copying prompts, with their own n-gram speculation and without, in rounds of their own.
 
@@ -23,6 +24,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,25 +32,25 @@ import httpx
 
 from benchmarks.lib.environment import ROOT, operators, write_result
 from benchmarks.lib.journal import Journal, add_state, journal_of
-from benchmarks.lib.load import CopyPrompts, Prompts, RandomPrompts, bench_options, put_load, warm_up
+from benchmarks.lib.load import CopyPrompts, RandomPrompts, bench_options, put_load, warm_up
 from benchmarks.lib.rounds import Round, compare
 from benchmarks.lib.row_times import CONTEXT, DRAFTS, STREAMS, row_name
 from benchmarks.lib.servers import TANDEM, System, serving
 from benchmarks.lib.servers import system as known_system
 from benchmarks.peers.setup import PeerEnv
+from loadtest.options import BenchOptions
 
 CONFIG = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
 THREADS = (1, 2)
 ANSWER = 128
-COPY, RANDOM = CopyPrompts(ANSWER), RandomPrompts(200, ANSWER)
-WORKLOADS: dict[str, tuple[Prompts, float, int, int]] = {
-    "copy x 1": (COPY, 0.0, 1, 9),
-    "copy x 8": (COPY, 0.0, 8, 24),
-    "random x 1": (RANDOM, 1.0, 1, 6),
-    "random x 8": (RANDOM, 1.0, 8, 24),
-    "random x 64": (RANDOM, 1.0, 64, 128),
+WORKLOADS = {
+    "copy x 1": (CopyPrompts, 0.0, 1, 9),
+    "copy x 8": (CopyPrompts, 0.0, 8, 24),
+    "random x 1": (partial(RandomPrompts, 200), 1.0, 1, 6),
+    "random x 8": (partial(RandomPrompts, 200), 1.0, 8, 24),
+    "random x 64": (partial(RandomPrompts, 200), 1.0, 64, 128),
 }
-"""Prompts, temperature, requests at a time, requests in all."""
+"""Prompts by the length of answers, temperature, requests at a time, requests in all."""
 COPIES = tuple(name for name in WORKLOADS if name.startswith("copy"))
 _T_975 = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 """Student's t for 95 % intervals, by the number of rounds."""
@@ -135,18 +137,24 @@ async def one_turn(system: System, port: int, workloads: list[str], seed: int) -
     with serving(system, port) as url:
         await warm_up(url)
         for name in workloads:
-            prompts, temperature, at_once, requests = WORKLOADS[name]
-            before = counted(url)
-            load = bench_options(
-                url, prompts, num_prompts=requests, seed=seed, max_concurrency=at_once, temperature=temperature
-            )
-            done = await put_load(load)
-            if failed := done.figures["failed"]:
-                raise RuntimeError(f"{failed} requests failed")
+            before: dict[str, float] = {}
+            for answer in (1, ANSWER):
+                before = counted(url)
+                done = await put_load(load_of(url, name, answer, seed))
+                if failed := done.figures["failed"]:
+                    raise RuntimeError(f"{failed} requests failed")
             found[f"{name}: tpot_ms"] = done.figures["mean_tpot_ms"]
             after = counted(url)
             found |= {f"{name}: {counter}": after[counter] - before[counter] for counter in after}
     return found
+
+
+def load_of(url: str, workload: str, answer: int, seed: int) -> BenchOptions:
+    """The workload with answers of this length."""
+    prompts, temperature, at_once, requests = WORKLOADS[workload]
+    return bench_options(
+        url, prompts(answer), num_prompts=requests, seed=seed, max_concurrency=at_once, temperature=temperature
+    )
 
 
 def counted(url: str) -> dict[str, float]:
