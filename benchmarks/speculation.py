@@ -2,9 +2,9 @@
 
 Prompts whose answers copy (`tandem bench --dataset-name copy`), greedy, one and eight at a time; random prompts with sampled
 answers, in which nothing repeats, 1, 8 and 64 at a time. 1 prefill and 1 decode worker, whose threads are one or two. Clusters
-with and without `--speculative-config` take turns, each fresh in every round, and the first one changes from round to round. What
-counts is the mean time per output token. Every prompt is sent for one token before, so that it is cached, and as many streams run
-together as are asked for.
+with and without `--speculative-config` take turns, each fresh in every round, and the first one changes from round to round.
+What counts is the mean time per output token. Every prompt is sent for one token before, so that it is cached, and as many
+streams run together as are asked for.
 
 Peers answer the copying prompts, with their own n-gram speculation and without, in rounds of their own.
 
