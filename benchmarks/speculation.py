@@ -83,7 +83,7 @@ def measured(options: argparse.Namespace, journal: Journal) -> dict[str, Any]:
             )
         found["threads"][str(threads)] = {"rows_ms": rows, **compared}
     if options.peer_env is not None and options.peer_rounds:
-        with ours(max(options.threads)) as systems:
+        with ours(max(options.threads), "tandem") as systems:
             compared = compare(
                 [*systems, *peers(PeerEnv(options.peer_env.resolve()))],
                 options.peer_rounds,
@@ -103,17 +103,17 @@ def row_times(threads: int) -> dict[str, float]:
 
 
 @contextmanager
-def ours(threads: int) -> Iterator[list[System]]:
-    """Clusters with and without guesses, whose decode worker has so many threads."""
+def ours(threads: int, name: str = "") -> Iterator[list[System]]:
+    """Clusters with and without guesses, whose decode worker has so many threads; called after these, or by `name`."""
     with tempfile.TemporaryDirectory() as folder:
         made = []
-        for name, config in (("plain", None), ("ngram", CONFIG)):
-            file = Path(folder) / f"{name}.yaml"
+        for kind, config in (("plain", None), ("ngram", CONFIG)):
+            file = Path(folder) / f"{kind}.yaml"
             more = {} if config is None else {"speculative_config": config}
             file.write_text(json.dumps({"decode": {"threads": threads}, "prefill": {"threads": 1}, **more}))
             command = [TANDEM, "serve", "--disaggregation", "always", "--config", str(file)]
             settings = "1 prefill, 1 decode worker" + (", guesses" if config else "")
-            made.append(System(f"{name}, {threads} threads", settings, command, {"PYTHONPATH": str(ROOT)}))
+            made.append(System(f"{name or f'{threads} threads'}, {kind}", settings, command, {"PYTHONPATH": str(ROOT)}))
         yield made
 
 
