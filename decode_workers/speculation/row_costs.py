@@ -1,16 +1,17 @@
 """What a step takes by the number of its rows, learned from the steps themselves. Pure.
 
-A number of rows takes the median of its latest times, so one disturbed step says nothing. Between two numbers that are known
-lies a line. Beyond them a further row is taken to cost a little of what one row takes alone, less than on most
-processors, so that more rows are tried. What has not been seen for a while counts as unknown, and is tried anew: contexts grow,
-and others come and go on the machine. What was seen once or twice is doubted sooner.
+A number of rows takes the median of its latest times, so one disturbed step says nothing, and never more than what a larger
+number takes. Between two numbers that are known lies a line. Beyond them a further row is taken to cost a little of what one
+row takes alone, less than on most processors, so that more rows are tried. What has not been seen for a while counts as unknown,
+and is tried anew: contexts grow, and others come and go on the machine. What was seen once or twice is doubted sooner.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from statistics import median
+from itertools import accumulate
+from statistics import median_low
 
 REMEMBERED_STEPS = 512
 """Steps after which what so many rows took counts as unknown, if no step has had as many."""
@@ -31,7 +32,7 @@ class _Seen:
 
     @property
     def seconds(self) -> float:
-        return median(self.times)
+        return median_low(self.times)
 
     def counts(self, step: int) -> bool:
         """Whether it counts as known at this step."""
@@ -58,12 +59,13 @@ class RowCosts:
         """Take note of what a step of so many rows took."""
         self._step += 1
         self._seen.setdefault(num_rows, _Seen()).note(seconds, self._step)
-        self._known = sorted((rows, each.seconds) for rows, each in self._seen.items() if each.counts(self._step))
+        falling = sorted(((rows, each.seconds) for rows, each in self._seen.items() if each.counts(self._step)), reverse=True)
+        self._known = list(accumulate(falling, lambda more, fewer: (fewer[0], min(more[1], fewer[1]))))[::-1]
 
     def age(self, num_rows: int) -> int | None:
-        """Number of steps since one had so many rows. None if none had."""
+        """Number of steps since one had so many rows. None if it is not known what these take."""
         seen = self._seen.get(num_rows)
-        return None if seen is None else self._step - seen.step
+        return self._step - seen.step if seen is not None and seen.counts(self._step) else None
 
     def seconds(self, num_rows: int) -> float:
         """What a step of so many rows takes, as far as is known. Without any knowledge: in units of a step of one row."""

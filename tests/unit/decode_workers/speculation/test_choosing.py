@@ -81,7 +81,7 @@ def test_costs_are_known_for_every_number_of_rows(seen: list[tuple[int, float]],
     costs = RowCosts()
     for count, seconds in seen:
         costs.note(count, seconds)
-    assert costs.seconds(rows) > 0
+    assert 0 < costs.seconds(rows) <= costs.seconds(rows + 1) * (1 + 1e-9), "more rows never take less"
 
 
 def test_costs_lie_on_a_line_between_what_was_seen() -> None:

@@ -1,0 +1,51 @@
+"""The speculator step by step, on made-up machines: what it drafts, when, and what it looks up for that."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from configs.speculation.config import SpeculativeConfig
+from decode_workers.speculation.speculator import Speculator
+from decode_workers.stream import Stream
+from engine.batch import Chunk, SampledToken
+from protocol.sampling import SamplingParams
+
+CONFIG = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
+SAMPLING = SamplingParams(seed=1, max_tokens=100_000)
+LOOP = [5, 6, 7, 8, 5, 6]
+"""7, 8, 5, 6 is what is drafted after it."""
+
+
+def speculator_of(max_rows: int = 64) -> Speculator:
+    return Speculator(CONFIG, max_rows, lambda stream, most: most, joined=True)
+
+
+def stream_of(token_ids: list[int], number: int = 0) -> Stream:
+    return Stream(number, b"r", [0], SAMPLING, list(token_ids), 1, len(token_ids) - 1)
+
+
+def newest(stream: Stream) -> Chunk:
+    return Chunk(stream.token_ids[-1:], len(stream.token_ids) - 1, [0], SAMPLING, stream.num_generated)
+
+
+def drafts_of_steps(num_steps: int, share: float, chance: float, first_s: float) -> list[int]:
+    """Drafts of each step of one stream. A row more costs `share` of a step of one row, and the first step takes `first_s`."""
+    rng, speculator, stream, drafted = random.Random(1), speculator_of(), stream_of(LOOP), []
+    for step in range(num_steps):
+        begun = speculator.begin([stream], [newest(stream)])
+        right = next((place for place in range(4) if rng.random() >= chance), 4)
+        said = tuple(SampledToken(token_id, None) for token_id in [*[7, 8, 5, 6][:right], 0][: 1 + begun.num_drafts])
+        speculator.end(begun, [said], (1 + share * begun.num_drafts) * (1.0 if step else first_s))
+        drafted.append(begun.num_drafts)
+    return drafted
+
+
+@pytest.mark.parametrize("share", [0.05, 0.2, 0.3])
+@pytest.mark.parametrize("chance", [0.0, 0.1, 0.2])
+def test_one_slow_first_step_is_soon_forgotten(share: float, chance: float) -> None:
+    """As after a while of nothing, when caches are cold: what a plain step takes is looked at again before long."""
+    usual, slow = (drafts_of_steps(128, share, chance, first_s) for first_s in (1.0, 10.0))
+    assert sum(map(bool, slow[:64])) <= sum(map(bool, usual[:64])) + 20
+    assert sum(map(bool, slow[64:])) <= sum(map(bool, usual[64:])) + 2
