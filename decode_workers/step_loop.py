@@ -126,8 +126,7 @@ class StepLoop:
             drafts: Sequence[int] = [0] * len(results)
         else:
             results, drafts = drafted.results(outputs), drafted.counts
-            plain = all(chunk.sampling is not None and len(chunk.token_ids) == 1 for chunk in chunks)
-            self._speculator.end(drafted, results, self._latest_step_s if plain else None)
+            self._speculator.end(drafted, results, self._latest_step_s)
         for stream, chunk, tokens, num_drafts in zip(batch, chunks, results, drafts, strict=True):
             if stream.ticket_id in self._scheduler:
                 self._scheduler.computed(stream, chunk)

@@ -49,6 +49,8 @@ class Speculator:
         self._costs = RowCosts()
         self._watched: list[tuple[int, StreamDrafts]] = []
         """Streams of the step under way for which something was looked up, by their place in it."""
+        self._beside_prompts = False
+        """Whether the step under way computes several tokens of a prompt, or some of which nothing is sampled."""
         self.draft_tokens = self.accepted_tokens = 0
         """Since the start."""
 
@@ -56,18 +58,20 @@ class Speculator:
         """Return what the step computes: these chunks of these streams, and drafts behind some of them."""
         self._watched = []
         drafts: list[list[int]] = [[] for _ in chunks]
+        num_rows = sum(chunk.sampling is not None and len(chunk.token_ids) == 1 for chunk in chunks)
+        self._beside_prompts = num_rows < len(chunks)
         most = self._max_rows - len(chunks)
         if most > 0:
             self._look_up(batch, chunks)
-            if not self._plain_is_due(len(chunks)):
-                self._choose(batch, drafts, most)
+            if self._watched and (self._beside_prompts or not self._plain_is_due(num_rows)):
+                self._choose(batch, drafts, num_rows, most)
         return drafted_step(chunks, drafts, joined=self._joined)
 
-    def end(self, step: DraftedStep, results: Sequence[Sequence[SampledToken]], step_s: float | None) -> None:
-        """Take note of a step's results. `step_s` is what it took, in seconds; None if that says nothing, as beside prompts."""
+    def end(self, step: DraftedStep, results: Sequence[Sequence[SampledToken]], step_s: float) -> None:
+        """Take note of a step's results. `step_s` is what it took, in seconds. Beside prompts that says nothing."""
         self.draft_tokens += step.num_drafts
         self.accepted_tokens += sum(len(tokens) - 1 for tokens, count in zip(results, step.counts, strict=True) if count)
-        if step_s is not None:
+        if not self._beside_prompts:
             self._costs.note(len(step.chunks), step_s)
         for place, known in self._watched:
             tokens, count = results[place], step.counts[place]
@@ -93,11 +97,11 @@ class Speculator:
         age = self._costs.age(num_rows)
         return age is None or age >= PLAIN_EVERY
 
-    def _choose(self, batch: Sequence[Stream], drafts: list[list[int]], most: int) -> None:
+    def _choose(self, batch: Sequence[Stream], drafts: list[list[int]], num_rows: int, most: int) -> None:
         counts = draft_counts(
             [known.acceptance.chance for _, known in self._watched],
             [len(known.latest) for _, known in self._watched],
-            len(batch),
+            num_rows,
             most,
             self._costs.seconds,
         )

@@ -49,3 +49,19 @@ def test_one_slow_first_step_is_soon_forgotten(share: float, chance: float) -> N
     usual, slow = (drafts_of_steps(128, share, chance, first_s) for first_s in (1.0, 10.0))
     assert sum(map(bool, slow[:64])) <= sum(map(bool, usual[:64])) + 20
     assert sum(map(bool, slow[64:])) <= sum(map(bool, usual[64:])) + 2
+
+
+@pytest.mark.parametrize("plain_steps", [0, 3])
+def test_drafts_beside_prompts_are_those_of_the_streams(plain_steps: int) -> None:
+    """A worker that computes a prompt in every step. Such steps are not noted, so none of them is one that should be."""
+    speculator, batch = speculator_of(), [stream_of(LOOP, number) for number in range(8)]
+    prompt, right = stream_of(list(range(300)), 8), [SampledToken(token_id, None) for token_id in [7, 8, 5, 6, 7]]
+    for _ in range(plain_steps):
+        begun = speculator.begin(batch, [newest(stream) for stream in batch])
+        speculator.end(begun, [right[: 1 + count] for count in begun.counts], 0.01)
+    chunks = [*map(newest, batch), Chunk(prompt.token_ids[:256], 0, [0], None, 0)]
+    for _ in range(200):
+        begun = speculator.begin([*batch, prompt], chunks)
+        assert begun.counts[8] == 0
+        assert begun.num_drafts >= 8, "drafts that are right"
+        speculator.end(begun, [*(right[: 1 + count] for count in begun.counts[:8]), ()], 0.2)
