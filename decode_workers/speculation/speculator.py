@@ -23,6 +23,7 @@ from engine.batch import Chunk, SampledToken
 
 PLAIN_EVERY = 64
 """Steps after which one is computed without drafts, so that it is known what that takes."""
+_FADING = 0.9
 
 
 class StreamDrafts:
@@ -53,6 +54,8 @@ class Speculator:
         """Whether the step under way computes several tokens of a prompt, or some of which nothing is sampled."""
         self.draft_tokens = self.accepted_tokens = 0
         """Since the start."""
+        self.tokens_per_stream = 1.0
+        """That a step says, lately."""
 
     def begin(self, batch: Sequence[Stream], chunks: Sequence[Chunk]) -> DraftedStep:
         """Return what the step computes: these chunks of these streams, and drafts behind some of them."""
@@ -71,6 +74,8 @@ class Speculator:
         """Take note of a step's results. `step_s` is what it took, in seconds. Beside prompts that says nothing."""
         self.draft_tokens += step.num_drafts
         self.accepted_tokens += sum(len(tokens) - 1 for tokens, count in zip(results, step.counts, strict=True) if count)
+        if num_streams := sum(map(bool, results)):
+            self.tokens_per_stream = _FADING * self.tokens_per_stream + (1 - _FADING) * sum(map(len, results)) / num_streams
         if not self._beside_prompts:
             self._costs.note(len(step.chunks), step_s)
         for place, known in self._watched:

@@ -136,6 +136,8 @@ def test_every_kind_of_sampling_says_the_same(
             found = report(many)
             assert found.draft_tokens > found.accepted_tokens > 100
             assert found.steps < found.tokens, "several tokens in one step"
+            loop = many.decodes["decode-0"]._loop
+            assert 0 < loop.pace_s < loop._latest_step_s, "what autoscaler and routers take for a token's time is one"
 
     run(scenario())
 

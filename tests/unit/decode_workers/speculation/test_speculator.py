@@ -6,7 +6,11 @@ import random
 
 import pytest
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from configs.speculation.config import SpeculativeConfig
+from decode_workers.speculation.drafts import DraftedStep
 from decode_workers.speculation.speculator import Speculator
 from decode_workers.stream import Stream
 from engine.batch import Chunk, SampledToken
@@ -65,3 +69,18 @@ def test_drafts_beside_prompts_are_those_of_the_streams(plain_steps: int) -> Non
         assert begun.counts[8] == 0
         assert begun.num_drafts >= 8, "drafts that are right"
         speculator.end(begun, [*(right[: 1 + count] for count in begun.counts[:8]), ()], 0.2)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=1, max_size=60))
+def test_how_many_tokens_a_stream_gets_in_a_step(steps: list[tuple[int, bool]]) -> None:
+    """The mean of the latest steps; one in which nothing is said, as of a prompt, changes nothing."""
+    speculator = speculator_of()
+    for right, says in steps:
+        before = speculator.tokens_per_stream
+        said = (SampledToken(1, None),) * (1 + right)
+        speculator.end(DraftedStep([], [4, 0, 0]), [said, said, ()] if says else [(), (), ()], 0.01)
+        after = speculator.tokens_per_stream
+        assert (after == before) if not says else min(before, 1 + right) - 1e-9 <= after <= max(before, 1 + right) + 1e-9
+    for _ in range(60):
+        speculator.end(DraftedStep([], [4]), [(SampledToken(1, None),) * 3], 0.01)
+    assert speculator.tokens_per_stream == pytest.approx(3.0, rel=0.01)
