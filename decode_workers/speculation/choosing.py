@@ -9,6 +9,7 @@ streams, rows are dear, and nothing is drafted.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from heapq import heapify, heappop, heapreplace
 
 MARGIN = 0.03
 """What drafts must bring at least, as a part of the tokens by time without them."""
@@ -20,20 +21,27 @@ def draft_counts(
     """Return how many drafts of each stream are verified, at most `most` together.
 
     `chances` are those of a single draft, `lengths` the numbers of drafts that there are, of some of the streams that have the
-    step's `num_rows` rows. `seconds` is what a step of so many rows takes, in any unit.
+    step's `num_rows` rows. `seconds` is what a step of so many rows takes, in any unit; more rows take no less.
     """
-    ranked = sorted(
-        (-(chance**place), place, stream)
-        for stream, (chance, length) in enumerate(zip(chances, lengths, strict=True))
-        for place in range(1, length + 1)
-    )
-    best, chosen, expected = num_rows / seconds(num_rows) * (1 + MARGIN), 0, float(num_rows)
-    for more, (loss, _, _) in enumerate(ranked[:most], start=1):
-        expected -= loss
-        rate = expected / seconds(num_rows + more)
-        if rate > best:
-            best, chosen = rate, more
     counts = [0] * len(chances)
-    for _, _, stream in ranked[:chosen]:
+    heap = [(-chance, 1, stream) for stream, chance in enumerate(chances) if lengths[stream]]
+    heapify(heap)
+    expected, taken = float(num_rows), list[int]()
+    best, chosen = expected / seconds(num_rows) * (1 + MARGIN), 0
+    most = min(most, sum(lengths))
+    while len(taken) < most:
+        loss, place, stream = heap[0]
+        took = seconds(num_rows + len(taken) + 1)
+        if expected - loss * (most - len(taken)) <= best * took:
+            break  # nor would all the others pay, if they were as good as this one and cost nothing
+        expected -= loss
+        taken.append(stream)
+        if expected > best * took:
+            best, chosen = expected / took, len(taken)
+        if place < lengths[stream]:
+            heapreplace(heap, (-(chances[stream] ** (place + 1)), place + 1, stream))
+        else:
+            heappop(heap)
+    for stream in taken[:chosen]:
         counts[stream] += 1
     return counts

@@ -50,6 +50,14 @@ def test_rows_as_dear_as_streams_are_never_drafted(streams: list[tuple[float, in
     assert not any(draft_counts(chances, lengths, len(streams) + others, 64, float))
 
 
+@pytest.mark.parametrize(("chance", "looked_at"), [(0.0, 2), (0.01, 2), (0.99, 258)])
+def test_no_more_is_looked_at_than_may_pay(chance: float, looked_at: int) -> None:
+    """Neither all drafts of all streams, nor a row more where even all of them would not pay if they cost nothing."""
+    asked: list[int] = []
+    draft_counts([chance] * 256, [32] * 256, 256, 256, lambda rows: asked.append(rows) or 1.0)
+    assert len(asked) <= looked_at
+
+
 def test_rows_that_cost_nothing_are_all_drafted() -> None:
     assert draft_counts([1.0, 0.9], [3, 2], 2, 64, lambda rows: 1.0) == [3, 2]
 
