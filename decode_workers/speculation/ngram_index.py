@@ -15,10 +15,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-MOST_PLACES = 64
+MOST_PLACES = 16
 """Earlier places that are looked at for one draft."""
-AT_ONCE = 4096
-"""Tokens that are taken in for one draft, about two milliseconds' work. Of a longer prompt the beginning is known first."""
 _FIRST_BUCKETS = 256
 _NONE = -1
 
@@ -36,19 +34,20 @@ class NgramIndex:
         self._latest = array("i", [_NONE]) * _FIRST_BUCKETS
         """By bucket."""
 
-    @property
-    def complete(self) -> bool:
-        """All of the sequence has been taken in, but for its last token."""
-        return len(self._before) >= len(self._tokens) - 1
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory that the index takes, in bytes."""
-        return (len(self._before) + len(self._latest)) * self._latest.itemsize
+    def take_in(self, most: int) -> int:
+        """Take in up to `most` of the tokens that were appended, but for the last one: the n-gram that ends with it is what is
+        looked for. Returns how many they were. Of a long sequence the beginning is known first.
+        """
+        end = len(self._tokens) - 1
+        if end > 2 * len(self._latest):
+            self._grow(end)
+        begin = len(self._before)
+        for place in range(begin, min(end, begin + most)):
+            self._add(place)
+        return len(self._before) - begin
 
     def draft(self, most: int) -> list[int]:
-        """Return up to `most` tokens that followed the latest ones before; none if these are new."""
-        self._catch_up()
+        """Return up to `most` tokens that followed the latest ones before, in what was taken in; none if these are new."""
         place = self._earlier()
         if place is None:
             return []
@@ -56,14 +55,6 @@ class NgramIndex:
         while len(drafted) < most:
             drafted.append(drafted[place + 1 + len(drafted) - len(tokens)])
         return drafted
-
-    def _catch_up(self) -> None:
-        """Take in what was appended, but for the n-gram that ends with the last token: it is what is looked for."""
-        end = len(self._tokens) - 1
-        if end > 2 * len(self._latest):
-            self._grow(end)
-        for place in range(len(self._before), min(end, len(self._before) + AT_ONCE)):
-            self._add(place)
 
     def _grow(self, num_places: int) -> None:
         buckets = len(self._latest)

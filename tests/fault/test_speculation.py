@@ -78,6 +78,7 @@ def guesses(monkeypatch: pytest.MonkeyPatch) -> Guesses:
     made = Guesses()
     monkeypatch.setattr(NgramIndex, "draft", lambda index, most: made.draft(index, most))
     monkeypatch.setattr(speculator, "draft_counts", all_of_them)
+    monkeypatch.setattr(speculator, "SELDOM", 1)
     monkeypatch.setattr(speculator.Speculator, "_plain_is_due", lambda self, num_rows: False)
     return made
 

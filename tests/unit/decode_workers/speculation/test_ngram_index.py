@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_workers.speculation.ngram_index import AT_ONCE, MOST_PLACES, NgramIndex
+from decode_workers.speculation.ngram_index import MOST_PLACES, NgramIndex
 
 
 def searched(tokens: list[int], shortest: int, longest: int, most: int) -> list[int]:
@@ -35,6 +35,7 @@ def test_it_finds_what_a_search_finds(parts: list[list[int]], shortest: int, mor
     index = NgramIndex(tokens, shortest, shortest + more)
     for part in parts:
         tokens += part
+        index.take_in(len(tokens))
         assert index.draft(most) == searched(tokens, shortest, shortest + more, most)
 
 
@@ -45,21 +46,22 @@ def test_it_may_be_asked_at_any_time(tokens: list[int], shortest: int) -> None:
     index = NgramIndex(grown, shortest, 6)
     for token_id in tokens:
         grown.append(token_id)
-        index.draft(1)
-    assert index.draft(5) == NgramIndex(list(tokens), shortest, 6).draft(5) == searched(tokens, shortest, 6, 5)
+        index.take_in(len(grown))
+    anew = NgramIndex(list(tokens), shortest, 6)
+    anew.take_in(len(tokens))
+    assert index.draft(5) == anew.draft(5) == searched(tokens, shortest, 6, 5)
 
 
-def test_a_long_prompt_is_taken_in_piece_by_piece() -> None:
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30))
+def test_a_long_prompt_is_taken_in_piece_by_piece(parts: list[int]) -> None:
     rng = random.Random(0)
-    tokens = [rng.randrange(50_000) for _ in range(3 * AT_ONCE)]
+    tokens = [rng.randrange(50_000) for _ in range(400)]
     tokens += tokens[:10]
-    index = NgramIndex(tokens, 2, 5)
-    calls = 1
-    while not index.complete:
-        index.draft(4)
-        calls += 1
-    assert calls == 5
-    assert index.draft(4) == tokens[10:14]
+    index, left = NgramIndex(tokens, 2, 5), len(tokens) - 2
+    for most in parts:
+        assert index.take_in(most) == min(most, left)
+        left -= min(most, left)
+        assert index.draft(4) == (tokens[10:14] if len(tokens) - 2 - left >= 9 else []), "as soon as the place is known"
 
 
 @pytest.mark.parametrize("length", [1_000, 20_000, 131_072])
@@ -67,20 +69,20 @@ def test_memory_is_bounded_by_the_length(length: int) -> None:
     rng = random.Random(1)
     tokens = [rng.randrange(50_000) for _ in range(length)]
     index = NgramIndex(tokens, 2, 5)
-    while not index.complete:
-        index.draft(1)
-    assert index.num_bytes <= 12 * length + 4096
+    while index.take_in(4_096):
+        pass
+    assert index._latest.itemsize * (len(index._before) + len(index._latest)) <= 12 * length + 4096
 
 
 def test_what_repeats_for_ever_takes_no_longer_than_what_does_not() -> None:
     """Every place is in one chain: no more than MOST_PLACES of them are looked at."""
     tokens = [7] * 50_000
     index = NgramIndex(tokens, 2, 5)
-    while not index.complete:
-        index.draft(1)
+    index.take_in(len(tokens))
     looked_at = []
     common = index._common
     index._common = lambda place, last: looked_at.append(place) or common(place, last)  # type: ignore[func-returns-value,method-assign]
     tokens += [3, 7, 7]  # no place before has a longer suffix than this one's two tokens
+    index.take_in(3)
     assert index.draft(3) == [3, 7, 7], "the latest place is that before the 3"
     assert len(looked_at) <= MOST_PLACES

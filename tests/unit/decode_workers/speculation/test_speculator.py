@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from configs.speculation.config import SpeculativeConfig
 from decode_workers.speculation.drafts import DraftedStep
-from decode_workers.speculation.speculator import Speculator
+from decode_workers.speculation.speculator import SELDOM, TAKEN_IN, Speculator
 from decode_workers.stream import Stream
 from engine.batch import Chunk, SampledToken
 from protocol.sampling import SamplingParams
@@ -84,3 +84,33 @@ def test_how_many_tokens_a_stream_gets_in_a_step(steps: list[tuple[int, bool]]) 
     for _ in range(60):
         speculator.end(DraftedStep([], [4]), [(SampledToken(1, None),) * 3], 0.01)
     assert speculator.tokens_per_stream == pytest.approx(3.0, rel=0.01)
+
+
+@given(st.lists(st.integers(2, 3 * TAKEN_IN), min_size=1, max_size=6))
+def test_prompts_that_come_together_are_taken_in_one_after_the_other(lengths: list[int]) -> None:
+    """However many streams a step has: it never takes in more than so many tokens, those of the oldest first."""
+    speculator, batch = speculator_of(), [stream_of(list(range(length)), number) for number, length in enumerate(lengths)]
+    taken, left = 0, [length - 2 for length in lengths]  # not the last one, and none ends with the first
+    while any(left):
+        speculator.begin(batch, [newest(stream) for stream in batch])
+        indices = [stream.drafts.index for stream in batch if stream.drafts is not None]
+        left = [length - 1 - len(index._before) for length, index in zip(lengths, indices, strict=True)]
+        now = sum(lengths) - 2 * len(lengths) - sum(left)
+        assert now - taken == TAKEN_IN or not any(left)
+        assert now - taken <= TAKEN_IN
+        assert sum(0 < each < length - 2 for each, length in zip(left, lengths, strict=True)) <= 1
+        taken = now
+
+
+def test_where_drafts_are_hardly_ever_right_they_are_seldom_looked_up() -> None:
+    """In every fourth step, however many tokens steps say, until one is right again."""
+    speculator, stream, looked_up = speculator_of(), stream_of(LOOP), list[int]()
+    for step in range(300):
+        begun = speculator.begin([stream], [newest(stream)])
+        looked_up.append(len(speculator._watched))
+        said = [7, 8, 5, 6, 7][: 1 + begun.num_drafts] if step >= 200 else [0]
+        speculator.end(begun, [[SampledToken(token_id, None) for token_id in said]], 1.0 + begun.num_drafts)
+        stream.num_generated += len(said)
+    assert all(looked_up[:5])
+    assert sum(looked_up[100:200]) == 100 // SELDOM
+    assert all(looked_up[200 + SELDOM :])
