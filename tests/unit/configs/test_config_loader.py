@@ -183,6 +183,15 @@ def test_guesses_that_are_not_built_are_refused_by_name(value: Any, param: str, 
     assert re.search(says, error.message), error.message
 
 
+def test_guesses_need_a_row_beside_the_stream() -> None:
+    guesses = {"method": "ngram", "num_speculative_tokens": 4}
+    error = refused(None, {"speculative_config": guesses, "decode.max_batch_size": 1})
+    assert error.param == "decode.max_batch_size"
+    assert "speculative_config" in error.message
+    load_config(None, {"speculative_config": guesses, "decode.max_batch_size": 2})
+    load_config(None, {"decode.max_batch_size": 1})
+
+
 def test_the_path_of_the_keys_is_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
