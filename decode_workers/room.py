@@ -94,12 +94,13 @@ class Room:
         no block is taken that others may want soon.
         """
         held = self._ledger.slots_behind(stream.ticket_id, len(stream.token_ids))
-        if held >= most or self.waits or self._ledger.num_free <= self._spare:
+        if held >= most or self.waits:
             return min(held, most)
-        num_blocks = self._ledger.blocks_for(len(stream.token_ids) + most) - len(stream.block_table)
-        if self._ledger.num_free - num_blocks < self._spare:
-            return held
-        return most if self._ledger.grow(stream.ticket_id, len(stream.token_ids) + most) else held
+        spare = self._spare
+        while held < most and self._ledger.num_free > spare:
+            self._ledger.grow(stream.ticket_id, len(stream.token_ids) + held + 1)
+            held = self._ledger.slots_behind(stream.ticket_id, len(stream.token_ids))
+        return min(held, most)
 
     def settle(self, step: int) -> Stream | None:
         """Make room for a newcomer, and let one preempted stream come back, which is returned. Called between two steps.
