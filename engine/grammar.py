@@ -150,7 +150,7 @@ class Constraint:
         to one that nothing can follow. They are of their own, and this one stays as it is.
         """
         states: list[Constraint] = []
-        for token_id in token_ids[: self._matcher.validate_tokens(list(token_ids))]:
+        for token_id in token_ids:
             latest = states[-1] if states else self
             state = copy.copy(latest)
             state._matcher = latest._matcher.deep_copy()
