@@ -35,7 +35,8 @@ class Chunk:
     start: int
     """Position of the first; the KV of all earlier positions is in the pool."""
     block_table: Sequence[int]
-    """Covers every position up to the last of this chunk."""
+    """Covers every position up to the last of this chunk, and of those that continue it. Theirs are the same, or left out where
+    a rank follows another."""
     sampling: SamplingParams | None
     """None: no token is wanted, because more of the prompt follows."""
     num_generated: int
@@ -88,13 +89,15 @@ class ForwardBatch:
         """Lay out a step. Chunks are trusted: workers check what comes from outside."""
         assert len(chunks) > 0, "a step computes something"
         assert all(chunk.token_ids for chunk in chunks), "a chunk holds tokens"
-        runs = _row_order(_runs(chunks), chunks)
-        lengths = [sum([len(chunks[i].token_ids) for i in run]) for run in runs]
-        order = list(chain.from_iterable(runs))
-        ordered = [chunks[i] for i in order]
+        order = _row_order(chunks)
+        ordered = heads = [chunks[i] for i in order]
+        lengths = [len(chunk.token_ids) for chunk in ordered]
         row_ends = list(accumulate(lengths))
-        sampled = _sampled_rows(ordered, list(accumulate([len(chunk.token_ids) for chunk in ordered])))
-        starts_C = np.array([chunks[run[0]].start for run in runs])
+        sampled = _sampled_rows(ordered, row_ends)
+        if any(chunk.continues for chunk in ordered):
+            heads, lengths = _joined(ordered)
+            row_ends = list(accumulate(lengths))
+        starts_C = np.array([chunk.start for chunk in heads])
         ends_C = starts_C + np.array(lengths)
         return cls(
             token_ids_T=np.fromiter(chain.from_iterable([chunk.token_ids for chunk in ordered]), np.int64, row_ends[-1]),
@@ -102,7 +105,7 @@ class ForwardBatch:
             ends_C=ends_C,
             row_ends_C=np.array(row_ends),
             num_longer=len(lengths) - lengths.count(1),
-            tables_CW=_tables([chunks[run[-1]] for run in runs], ends_C, block_size),
+            tables_CW=_tables(heads, ends_C, block_size),
             block_size=block_size,
             sampled_chunks=tuple([order[chunk] for _, _, chunk in sampled]),
             sample_rows_S=torch.tensor([row for _, row, _ in sampled], dtype=torch.int64),
@@ -143,24 +146,30 @@ class ForwardBatch:
         )
 
 
-def _runs(chunks: Sequence[Chunk]) -> list[list[int]]:
-    """Indices of the chunks, those together that continue each other."""
-    runs: list[list[int]] = []
-    for i, chunk in enumerate(chunks):
-        if chunk.continues:
-            assert chunk.start == chunks[i - 1].end, "it goes on where the one before ends"
-            runs[-1].append(i)
-        else:
-            runs.append([i])
-    return runs
+def _row_order(chunks: Sequence[Chunk]) -> list[int]:
+    """Indices of the chunks in the order of their rows: those of several tokens as given, then singles by falling context.
 
-
-def _row_order(runs: Sequence[list[int]], chunks: Sequence[Chunk]) -> list[list[int]]:
-    """The runs in the order of their rows: those of several tokens as given, then singles by falling context."""
-    longer = [run for run in runs if len(run) > 1 or len(chunks[run[0]].token_ids) > 1]
-    singles = [run for run in runs if len(run) == 1 and len(chunks[run[0]].token_ids) == 1]
-    singles.sort(key=lambda run: chunks[run[0]].start, reverse=True)
+    Chunks that continue each other have several tokens.
+    """
+    joined = {place for i, chunk in enumerate(chunks) if chunk.continues for place in (i - 1, i)}
+    longer = [i for i, chunk in enumerate(chunks) if len(chunk.token_ids) > 1 or i in joined]
+    singles = [i for i, chunk in enumerate(chunks) if len(chunk.token_ids) == 1 and i not in joined]
+    singles.sort(key=lambda i: chunks[i].start, reverse=True)
     return longer + singles
+
+
+def _joined(ordered: Sequence[Chunk]) -> tuple[list[Chunk], list[int]]:
+    """Of chunks that continue each other: the first one, and the tokens of all of them."""
+    heads: list[Chunk] = []
+    lengths: list[int] = []
+    for chunk in ordered:
+        if chunk.continues:
+            assert chunk.start == heads[-1].start + lengths[-1], "it goes on where the one before ends"
+            lengths[-1] += len(chunk.token_ids)
+        else:
+            heads.append(chunk)
+            lengths.append(len(chunk.token_ids))
+    return heads, lengths
 
 
 def _sampled_rows(ordered: Sequence[Chunk], row_ends: Sequence[int]) -> list[tuple[int, int, int]]:

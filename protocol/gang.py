@@ -63,6 +63,7 @@ class StepChunk:
     token_ids: bytes
     start: int
     block_table: bytes
+    """Empty if it continues the chunk before it, whose table is its own."""
     samples: bool
     scores: bool
     continues: bool

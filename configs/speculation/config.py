@@ -8,19 +8,19 @@ speculative_config: {method: ngram, num_speculative_tokens: 4, prompt_lookup_min
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 MAX_DRAFTS = 32
 MAX_LOOKUP = 16
 
-_METHODS = ("ngram",)
+Method = Literal["ngram"]
 
 
 def _method(value: Any) -> Any:
-    if isinstance(value, str) and value not in _METHODS:
-        raise ValueError(f"{value:.40} is not built; methods are {', '.join(_METHODS)}")
+    if isinstance(value, str) and value not in get_args(Method):
+        raise ValueError(f"{value:.40} is not built; methods are {', '.join(get_args(Method))}")
     return value
 
 
@@ -29,7 +29,7 @@ class SpeculativeConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    method: Annotated[Literal["ngram"], BeforeValidator(_method)]
+    method: Annotated[Method, BeforeValidator(_method)]
     """ngram: what followed the latest tokens where they stood before, in the prompt or the answer."""
     num_speculative_tokens: Annotated[int, Field(ge=1, le=MAX_DRAFTS)]
     """Most tokens that are guessed for a stream in a step. There are fewer where more would not pay."""
