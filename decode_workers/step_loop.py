@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from decode_workers.ledger import Ledger
@@ -60,8 +60,8 @@ class StepLoop:
         """Done when the step under way is."""
         self._latest_step_s = 0.0
         self.pace_s = 0.0
-        """How long the latest step took that computed nothing of a prompt, for each token that a stream gets in one, in seconds; 0
-        before the first."""
+        """How long the latest step took that computed nothing of a prompt, by the tokens that a stream gets in one, in seconds;
+        0 before the first."""
         self.tokens = 0
         """Generated since the start."""
         self._prompt_s = self._prompt_tokens = 0.0
@@ -121,14 +121,14 @@ class StepLoop:
         self._latest_step_s = time.monotonic() - began
         self._scheduler.took(self._latest_step_s)
         if self._speculator is None or drafted is None:
-            results: Sequence[tuple[SampledToken, ...]] = [() if output is None else (output,) for output in outputs]
-            drafts: Sequence[int] = [0] * len(results)
+            made: Iterable[tuple[Sequence[SampledToken], int]] = ((() if each is None else (each,), 0) for each in outputs)
         else:
-            results, drafts = drafted.results(outputs), drafted.counts
+            results = drafted.results(outputs)
             self._speculator.end(drafted, results, self._latest_step_s)
+            made = zip(results, drafted.counts, strict=True)
         if not prefilling:
             self.pace_s = self._latest_step_s / (1.0 if self._speculator is None else self._speculator.tokens_per_stream)
-        for stream, chunk, tokens, num_drafts in zip(batch, chunks, results, drafts, strict=True):
+        for stream, chunk, (tokens, num_drafts) in zip(batch, chunks, made, strict=True):
             if stream.ticket_id in self._scheduler:
                 self._scheduler.computed(stream, chunk)
                 if tokens:
