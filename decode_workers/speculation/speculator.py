@@ -24,7 +24,7 @@ from engine.batch import Chunk, SampledToken
 PLAIN_EVERY = 64
 """Steps after which one is computed without drafts, so that it is known what that takes."""
 TAKEN_IN = 4096
-"""Tokens that a step takes into indices, about two milliseconds' work. Streams go in the order of the step, the oldest first."""
+"""Tokens that a step takes into indices, about two milliseconds' work. Its oldest streams go first."""
 SELDOM = 4
 """Steps after which a stream is looked up for whose drafts are hardly ever right."""
 _HARDLY_EVER = 0.1
@@ -82,7 +82,7 @@ class Speculator:
         if num_streams := sum(map(bool, results)):
             self.tokens_per_stream = _FADING * self.tokens_per_stream + (1 - _FADING) * sum(map(len, results)) / num_streams
         if not self._beside_prompts:
-            self._costs.note(len(step.chunks), step_s)
+            self._costs.note(len(step.chunks), len(step.counts), step_s)
         for place, known in self._watched:
             tokens, count = results[place], step.counts[place]
             if count:
@@ -107,7 +107,7 @@ class Speculator:
                 self._watched.append((place, known))
 
     def _plain_is_due(self, num_rows: int) -> bool:
-        age = self._costs.age(num_rows)
+        age = self._costs.plain_age(num_rows)
         return age is None or age >= PLAIN_EVERY
 
     def _choose(self, batch: Sequence[Stream], drafts: list[list[int]], num_rows: int, most: int) -> None:

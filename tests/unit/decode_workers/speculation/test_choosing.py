@@ -88,14 +88,14 @@ def test_the_latest_drafts_decide(right: int, chance: float) -> None:
 def test_costs_are_known_for_every_number_of_rows(seen: list[tuple[int, float]], rows: int) -> None:
     costs = RowCosts()
     for count, seconds in seen:
-        costs.note(count, seconds)
+        costs.note(count, 1, seconds)
     assert 0 < costs.seconds(rows) <= costs.seconds(rows + 1) * (1 + 1e-9), "more rows never take less"
 
 
 def test_costs_lie_on_a_line_between_what_was_seen() -> None:
     costs = RowCosts()
-    costs.note(2, 0.010)
-    costs.note(6, 0.030)
+    costs.note(2, 2, 0.010)
+    costs.note(6, 2, 0.030)
     assert costs.seconds(4) == pytest.approx(0.020)
     assert costs.seconds(2) == 0.010
     assert costs.seconds(7) > 0.030
@@ -104,7 +104,7 @@ def test_costs_lie_on_a_line_between_what_was_seen() -> None:
 def test_one_disturbed_step_says_nothing() -> None:
     costs = RowCosts()
     for seconds in (0.01, 0.01, 1.0, 0.01, 0.01):
-        costs.note(4, seconds)
+        costs.note(4, 4, seconds)
     assert costs.seconds(4) == 0.01
 
 
@@ -112,10 +112,23 @@ def test_what_was_seen_once_is_doubted_sooner_than_what_was_seen_often() -> None
     for times, remembered in ((1, 16), (2, 64), (5, REMEMBERED_STEPS)):
         costs = RowCosts()
         for _ in range(times):
-            costs.note(8, 5.0)
+            costs.note(8, 1, 5.0)
         for step in range(1, remembered + 2):
-            costs.note(1, 0.01)
+            costs.note(1, 1, 0.01)
             assert (costs.seconds(8) == 5.0) == (step <= remembered), f"after {step} steps"
+
+
+def test_what_other_numbers_of_streams_took_is_doubted_soon() -> None:
+    """8 rows of one stream, which read one context, and then of 8, which read one each."""
+    costs = RowCosts()
+    for _ in range(5):
+        costs.note(8, 1, 1.0)
+    for step in range(1, 20):
+        costs.note(12, 8, 5.0)
+        assert (costs.seconds(8) == 1.0) == (step <= 16)
+        assert (costs.plain_age(8) is None) == (step > 16)
+    costs.note(8, 8, 4.0)
+    assert costs.seconds(8) == 4.0, "not the median of both"
 
 
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.1, 0.3, 1.0])
@@ -144,7 +157,7 @@ def test_what_is_learned_is_never_much_slower_than_no_drafts(num_streams: int, c
             tokens += 1 + min(right, count)
         seconds = step_s(num_streams + sum(counts))
         took += seconds
-        costs.note(num_streams + sum(counts), seconds)
+        costs.note(num_streams + sum(counts), num_streams, seconds)
     without = num_streams / step_s(num_streams)
     assert tokens / took > 0.98 * without
     if (chance, share, num_streams) == (0.9, 0.02, 1):
