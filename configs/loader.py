@@ -298,7 +298,7 @@ def _contradictions(config: ClusterConfig) -> list[tuple[str, str]]:
         if pool.workers > pool.max_workers:
             found.append((f"{role}.workers", f"{pool.workers} is more than {role}.max_workers ({pool.max_workers})"))
     if config.speculative_config is not None and config.decode.max_batch_size == 1:
-        found.append(("decode.max_batch_size", "1 leaves no row of a step for guesses, as speculative_config wants them: at least 2"))
+        found.append(("decode.max_batch_size", "1 leaves speculative_config no row for a guess: at least 2"))
     if config.engine != "paced" and config.paced_profile != DEFAULT_PROFILE:
         found.append(("paced_profile", "a profile is for paced workers: it needs engine: paced"))
     if config.engine == "paced" and config.device == "cuda":

@@ -242,8 +242,8 @@ class DecodeLoad:
     recomputed_tokens: int
     """Tokens that were computed again after a preemption, since start."""
     step_s: float
-    """How long the latest step took that computed nothing of a prompt, in seconds; 0 before the first. Where tokens are guessed:
-    for each token that a stream gets in a step, which is what one waits for it."""
+    """How long the latest step took that computed nothing of a prompt, in seconds; 0 before the first. With guesses:
+    by the tokens that a stream gets in a step, as a stream waits so long for each."""
     draft_tokens: int = 0
     """Tokens guessed since start."""
     accepted_tokens: int = 0
