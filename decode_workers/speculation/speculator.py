@@ -99,7 +99,7 @@ class Speculator:
             known = stream.drafts
             if known is None:
                 known = stream.drafts = StreamDrafts(stream.token_ids, config.prompt_lookup_min, config.prompt_lookup_max)
-            if known.acceptance.chance < _HARDLY_EVER and stream.num_generated % SELDOM:
+            if known.acceptance.chance < _HARDLY_EVER and (stream.ticket_id + stream.num_generated) % SELDOM:
                 continue
             left -= known.index.take_in(left)
             known.latest = _before_stop(known.index.draft(most), stream.sampling.stop_token_ids)

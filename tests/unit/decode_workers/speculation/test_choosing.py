@@ -54,7 +54,12 @@ def test_rows_as_dear_as_streams_are_never_drafted(streams: list[tuple[float, in
 def test_no_more_is_looked_at_than_may_pay(chance: float, looked_at: int) -> None:
     """Neither all drafts of all streams, nor a row more where even all of them would not pay if they cost nothing."""
     asked: list[int] = []
-    draft_counts([chance] * 256, [32] * 256, 256, 256, lambda rows: asked.append(rows) or 1.0)
+
+    def seconds(rows: int) -> float:
+        asked.append(rows)
+        return 1.0
+
+    draft_counts([chance] * 256, [32] * 256, 256, 256, seconds)
     assert len(asked) <= looked_at
 
 
