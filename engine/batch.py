@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate, chain, compress, pairwise
 from operator import itemgetter
 
 import numpy as np
@@ -88,21 +88,24 @@ class ForwardBatch:
         """Lay out a step. Chunks are trusted: workers check what comes from outside."""
         assert len(chunks) > 0, "a step computes something"
         assert all(chunk.token_ids for chunk in chunks), "a chunk holds tokens"
-        runs = _row_order(_runs(chunks), chunks)
-        lengths = [sum([len(chunks[i].token_ids) for i in run]) for run in runs]
-        order = list(chain.from_iterable(runs))
+        order = _row_order(chunks)
         ordered = [chunks[i] for i in order]
-        row_ends = list(accumulate(lengths))
-        sampled = _sampled_rows(ordered, list(accumulate([len(chunk.token_ids) for chunk in ordered])))
-        starts_C = np.array([chunks[run[0]].start for run in runs])
-        ends_C = starts_C + np.array(lengths)
+        row_ends = list(accumulate([len(chunk.token_ids) for chunk in ordered]))
+        sampled = _sampled_rows(ordered, row_ends)
+        firsts, lasts, last_rows = ordered, ordered, row_ends
+        if any([chunk.continues for chunk in ordered]):
+            firsts = [chunk for chunk in ordered if not chunk.continues]
+            ends = [*(not after.continues for after in ordered[1:]), True]
+            lasts, last_rows = list(compress(ordered, ends)), list(compress(row_ends, ends))
+        starts_C, ends_C = np.array([chunk.start for chunk in firsts]), np.array([chunk.end for chunk in lasts])
+        num_single = int(np.count_nonzero(ends_C - starts_C == 1))
         return cls(
             token_ids_T=np.fromiter(chain.from_iterable([chunk.token_ids for chunk in ordered]), np.int64, row_ends[-1]),
             starts_C=starts_C,
             ends_C=ends_C,
-            row_ends_C=np.array(row_ends),
-            num_longer=len(lengths) - lengths.count(1),
-            tables_CW=_tables([chunks[run[-1]] for run in runs], ends_C, block_size),
+            row_ends_C=np.array(last_rows),
+            num_longer=len(firsts) - num_single,
+            tables_CW=_tables(lasts, ends_C, block_size),
             block_size=block_size,
             sampled_chunks=tuple([order[chunk] for _, _, chunk in sampled]),
             sample_rows_S=torch.tensor([row for _, row, _ in sampled], dtype=torch.int64),
@@ -143,24 +146,25 @@ class ForwardBatch:
         )
 
 
-def _runs(chunks: Sequence[Chunk]) -> list[list[int]]:
-    """Indices of the chunks, those together that continue each other."""
-    runs: list[list[int]] = []
-    for i, chunk in enumerate(chunks):
-        if chunk.continues:
-            assert chunk.start == chunks[i - 1].end, "it goes on where the one before ends"
-            runs[-1].append(i)
-        else:
-            runs.append([i])
-    return runs
+def _row_order(chunks: Sequence[Chunk]) -> list[int]:
+    """Indices of the chunks in the order of their rows: those of several tokens as given, then singles by falling context."""
+    firsts = [i for i, chunk in enumerate(chunks) if not chunk.continues]
+    if len(firsts) < len(chunks):
+        return _joined_order(firsts, chunks)
+    longer = [i for i, chunk in enumerate(chunks) if len(chunk.token_ids) > 1]
+    singles = [i for i, chunk in enumerate(chunks) if len(chunk.token_ids) == 1]
+    singles.sort(key=lambda i: chunks[i].start, reverse=True)
+    return longer + singles
 
 
-def _row_order(runs: Sequence[list[int]], chunks: Sequence[Chunk]) -> list[list[int]]:
-    """The runs in the order of their rows: those of several tokens as given, then singles by falling context."""
+def _joined_order(firsts: Sequence[int], chunks: Sequence[Chunk]) -> list[int]:
+    """The same where some continue others: `firsts` are those that do not."""
+    runs = [range(first, after) for first, after in pairwise([*firsts, len(chunks)])]
+    assert all(chunks[i].start == chunks[i - 1].end for run in runs for i in run[1:]), "it goes on where the one before ends"
     longer = [run for run in runs if len(run) > 1 or len(chunks[run[0]].token_ids) > 1]
     singles = [run for run in runs if len(run) == 1 and len(chunks[run[0]].token_ids) == 1]
     singles.sort(key=lambda run: chunks[run[0]].start, reverse=True)
-    return longer + singles
+    return list(chain.from_iterable(longer + singles))
 
 
 def _sampled_rows(ordered: Sequence[Chunk], row_ends: Sequence[int]) -> list[tuple[int, int, int]]:
