@@ -93,7 +93,7 @@ class ForwardBatch:
         row_ends = list(accumulate([len(chunk.token_ids) for chunk in ordered]))
         sampled = _sampled_rows(ordered, row_ends)
         firsts, lasts, last_rows = ordered, ordered, row_ends
-        if any([chunk.continues for chunk in ordered]):
+        if any(chunk.continues for chunk in ordered):
             firsts = [chunk for chunk in ordered if not chunk.continues]
             ends = [*(not after.continues for after in ordered[1:]), True]
             lasts, last_rows = list(compress(ordered, ends)), list(compress(row_ends, ends))
