@@ -21,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -43,7 +43,7 @@ from loadtest.options import BenchOptions
 CONFIG = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
 THREADS = (1, 2)
 ANSWER = 128
-WORKLOADS = {
+WORKLOADS: dict[str, tuple[Callable[[int], CopyPrompts | RandomPrompts], float, int, int]] = {
     "copy x 1": (CopyPrompts, 0.0, 1, 9),
     "copy x 8": (CopyPrompts, 0.0, 8, 24),
     "random x 1": (partial(RandomPrompts, 200), 1.0, 1, 6),
@@ -76,7 +76,7 @@ def measured(options: argparse.Namespace, journal: Journal) -> dict[str, Any]:
     """All turns: rows, ours by threads, and peers."""
     found: dict[str, Any] = {"config": CONFIG, "answer_tokens": ANSWER, "threads": {}}
     for threads in options.threads:
-        rows = journal.once(f"rows, {threads} threads", lambda threads=threads: row_times(threads))
+        rows = journal.once(f"rows, {threads} threads", partial(row_times, threads))
         with ours(threads) as systems:
             compared = compare(
                 systems, options.rounds, journal, lambda system, seed: one_turn(system, options.port, options.workloads, seed)
@@ -192,7 +192,8 @@ def predicted(found: dict[str, Any], workload: str) -> float:
     tokens = [sum(each[f"{workload}: engine_tokens"] for each in rounds) for rounds in (plain, ngram)]
     steps = [sum(each[f"{workload}: engine_steps"] for each in rounds) for rounds in (plain, ngram)]
     drafts = sum(each[f"{workload}: spec_decode_num_draft_tokens"] for each in ngram) / steps[1] / at_once
-    return (tokens[1] / steps[1]) / (tokens[0] / steps[0]) * step_ms(found, at_once, 0) / step_ms(found, at_once, drafts)
+    more_tokens: float = (tokens[1] / steps[1]) / (tokens[0] / steps[0])
+    return more_tokens * step_ms(found, at_once, 0) / step_ms(found, at_once, drafts)
 
 
 def step_ms(found: dict[str, Any], streams: int, drafts: float) -> float:

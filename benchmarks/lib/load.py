@@ -71,7 +71,7 @@ class CopyPrompts:
         return {"dataset_name": "copy", "random_output_len": self.output_len}
 
 
-Prompts = RandomPrompts | TextPrompts | Trace | CopyPrompts
+Prompts = RandomPrompts | TextPrompts | Trace
 
 WARM_UP, WARM_UPS = RandomPrompts(256, 32), 16
 _WARM_UP_SEED = 2**31
@@ -80,7 +80,7 @@ _WARM_UP_SEED = 2**31
 
 def bench_options(
     url: str,
-    prompts: Prompts,
+    prompts: Prompts | CopyPrompts,
     *,
     num_prompts: int,
     seed: int,

@@ -120,7 +120,8 @@ def test_streams_say_the_same_in_fewer_events(guessing: Any, expected: list[dict
     path, body = requests_of_every_kind()[0]
     wanted = {"stream": True, "include_predictions": True, "stream_options": {"include_usage": True}}
     token_ids: list[int] = []
-    text, events, usage = "", 0, {}
+    usage: dict[str, Any] = {}
+    text, events = "", 0
     with httpx.stream("POST", guessing.url + path, json=body | wanted, timeout=120) as answer:
         for line in answer.iter_lines():
             if line.startswith("data: {"):

@@ -136,7 +136,8 @@ def test_drafts_of_a_stream_are_rows_of_answers(small_model: Callable[[str], Any
     logits = []
     with torch.inference_mode():
         for steps in ([drafted + others], [[chunk] for chunk in drafted + others]):
-            pool, found = a_pool(facts, seed=4), {}
+            pool = a_pool(facts, seed=4)
+            found: dict[int, torch.Tensor] = {}
             decoder = Decoder(facts, weights, lambda *step: TritonStep.of(facts, *step), ALONE)
             for chunks in steps:
                 batch = ForwardBatch.build(chunks, pool.block_size)
