@@ -187,6 +187,8 @@ def _suggestion(location: tuple[int | str, ...]) -> str:
         # Below a section lie its keys, below a mapping its values, whatever they are called.
         mapping = typing.get_origin(section) is dict
         section = typing.get_args(section)[1] if mapping else section.model_fields[str(part)].annotation
+        if type(None) in typing.get_args(section):  # a section that may be left out
+            section = typing.get_args(section)[0]
     name, known = str(location[-1]), list(section.model_fields)
     close = difflib.get_close_matches(name, known, n=1)
     if close:
@@ -295,6 +297,8 @@ def _contradictions(config: ClusterConfig) -> list[tuple[str, str]]:
             found.append((f"{role}.tensor_parallel_size", "paced workers have one rank: how fast it is says their profile"))
         if pool.workers > pool.max_workers:
             found.append((f"{role}.workers", f"{pool.workers} is more than {role}.max_workers ({pool.max_workers})"))
+    if config.speculative_config is not None and config.decode.max_batch_size == 1:
+        found.append(("decode.max_batch_size", "1 leaves speculative_config no row for a guess: at least 2"))
     if config.engine != "paced" and config.paced_profile != DEFAULT_PROFILE:
         found.append(("paced_profile", "a profile is for paced workers: it needs engine: paced"))
     if config.engine == "paced" and config.device == "cuda":

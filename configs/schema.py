@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from configs.autoscale import AutoscaleConfig, RoleName
 from configs.paced.profile import DEFAULT_PROFILE, profile_name
+from configs.speculation.config import SpeculativeConfig, read_speculative
 
 MAX_ROUTERS = 64
 Positive = Annotated[int, Field(gt=0)]
@@ -295,6 +296,8 @@ class ClusterConfig(_Section):
     """By what workers are chosen. cache: by what they have cached of the prompt, too. load: by what they have to do alone."""
     transport: TransportName = "auto"
     """How KV goes from prefill to decode. auto: shared memory within a host, gloo between hosts; on GPUs CUDA IPC and NCCL."""
+    speculative_config: Annotated[SpeculativeConfig | None, BeforeValidator(read_speculative)] = None
+    """How decode workers guess tokens, with vLLM's keys: `{method: ngram, num_speculative_tokens: 4}`. None: they do not."""
     encrypt_kv: bool = False
     """Whether KV is encrypted between hosts (AES-256-GCM, over gloo), and never goes over what can't do that. All workers of
     a cluster have to agree."""

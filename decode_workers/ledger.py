@@ -273,6 +273,10 @@ class Ledger:
             entry.block_table.extend(more)
         return True
 
+    def slots_behind(self, ticket_id: int, num_tokens: int) -> int:
+        """Number of slots that an attached ticket's blocks have behind so many tokens, which they hold."""
+        return len(self._attached(ticket_id).block_table) * self._block_size - num_tokens
+
     def keep(self, ticket_id: int, token_ids: Sequence[int]) -> None:
         """Let others share the full blocks of these tokens, prompt and answer: their KV is complete in an attached ticket's
         blocks.

@@ -89,6 +89,19 @@ class Room:
                 return False
         return True
 
+    def draft_slots(self, stream: Stream, most: int) -> int:
+        """Return how many slots behind its newest token the stream has for drafts, up to `most`. Nobody gives way for them, and
+        no block is taken that others may want soon.
+        """
+        held = self._ledger.slots_behind(stream.ticket_id, len(stream.token_ids))
+        if held >= most or self.waits:
+            return min(held, most)
+        spare = self._spare
+        while held < most and self._ledger.num_free > spare:
+            self._ledger.grow(stream.ticket_id, len(stream.token_ids) + held + 1)
+            held = self._ledger.slots_behind(stream.ticket_id, len(stream.token_ids))
+        return min(held, most)
+
     def settle(self, step: int) -> Stream | None:
         """Make room for a newcomer, and let one preempted stream come back, which is returned. Called between two steps.
 

@@ -3,6 +3,8 @@
     plan ──► engine computes, meanwhile the last step's tokens leave ──► append, emit ──► plan ...
       └── nothing can be computed: wait until `wake`
 
+Where tokens are guessed (`decode_workers.speculation`), a step makes several tokens of a stream.
+
 Streams are added and removed at any moment, also while a step computes them: what it makes of a stream that has left is
 dropped, and the ledger keeps the blocks until the step is over.
 """
@@ -11,7 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from decode_workers.ledger import Ledger
 from decode_workers.outbox import Outbox
@@ -21,7 +24,11 @@ from engine.batch import SampledToken
 from engine.sampler import finish_reason
 from protocol.errors import TandemError
 from protocol.messages import Failed, Prefilled, StreamOutput
+from protocol.sampling import FinishReason
 from worker.steps import Steps
+
+if TYPE_CHECKING:  # imported only where tokens are guessed
+    from decode_workers.speculation.speculator import Speculator
 
 _FADING = 0.9
 
@@ -39,7 +46,10 @@ class StepLoop:
         scheduler: DecodeScheduler,
         outbox: Outbox,
         on_load_changed: Callable[[], None],
+        speculator: Speculator | None = None,
     ) -> None:
+        """`speculator` guesses tokens, where the configuration wants it."""
+        self._speculator = speculator
         self._steps = steps
         self._ledger = ledger
         self._scheduler = scheduler
@@ -50,7 +60,8 @@ class StepLoop:
         """Done when the step under way is."""
         self._latest_step_s = 0.0
         self.pace_s = 0.0
-        """How long the latest step took that computed nothing of a prompt, in seconds; 0 before the first."""
+        """How long the latest step took that computed nothing of a prompt, by the tokens that a stream gets in one, in seconds;
+        0 before the first."""
         self.tokens = 0
         """Generated since the start."""
         self._prompt_s = self._prompt_tokens = 0.0
@@ -100,21 +111,28 @@ class StepLoop:
         ticket_ids = [stream.ticket_id for stream in batch]
         prefilling = self._note_begun(batch)
         chunks = [self._scheduler.chunk(stream) for stream in batch]
+        drafted = None if self._speculator is None else self._speculator.begin(batch, chunks)
         self._ledger.begin_step(ticket_ids)
         began = time.monotonic()
-        step = self._steps.start(chunks)
+        step = self._steps.start(chunks if drafted is None else drafted.chunks)
         self._boundary = asyncio.get_running_loop().create_future()
         self.flush()
         outputs = await step
         self._latest_step_s = time.monotonic() - began
         self._scheduler.took(self._latest_step_s)
+        if self._speculator is None or drafted is None:
+            made: Iterable[tuple[Sequence[SampledToken], int]] = ((() if each is None else (each,), 0) for each in outputs)
+        else:
+            results = drafted.results(outputs)
+            self._speculator.end(drafted, results, self._latest_step_s)
+            made = zip(results, drafted.counts, strict=True)
         if not prefilling:
-            self.pace_s = self._latest_step_s
-        for stream, chunk, output in zip(batch, chunks, outputs, strict=True):
+            self.pace_s = self._latest_step_s / (1.0 if self._speculator is None else self._speculator.tokens_per_stream)
+        for stream, chunk, (tokens, num_drafts) in zip(batch, chunks, made, strict=True):
             if stream.ticket_id in self._scheduler:
                 self._scheduler.computed(stream, chunk)
-                if output is not None:
-                    self._emit(stream, output)
+                if tokens:
+                    self._emit(stream, tokens, num_drafts)
         self._ledger.end_step(ticket_ids)
         if prefilling:
             self._on_load_changed()
@@ -128,25 +146,38 @@ class StepLoop:
             prefill.began = prefill.began or now
         return bool(prefills)
 
-    def _emit(self, stream: Stream, output: SampledToken) -> None:
-        stream.append(output.token_id)
-        self.tokens += 1
-        prefilled = self._prefilled(stream)
-        try:
-            finish = finish_reason(stream.sampling, output.token_id, stream.num_generated, stream.constraint)
-        except TandemError as error:
+    def _emit(self, stream: Stream, tokens: Sequence[SampledToken], num_drafts: int) -> None:
+        """Send what a step made of a stream, up to its end. All tokens but the first had been guessed."""
+        prefilled = self._prefilled(stream, len(stream.token_ids))
+        finish: FinishReason | None = None
+        said: list[SampledToken] = []
+        failed: Failed | None = None
+        while finish is None and failed is None and len(said) < len(tokens):
+            token = tokens[len(said)]
+            if said:
+                stream.agreed()
+            stream.append(token.token_id)
+            try:
+                finish = finish_reason(stream.sampling, token.token_id, stream.num_generated, stream.constraint)
+            except TandemError as error:
+                failed = Failed.from_error(0, error)
+            else:
+                said.append(token)
+        self.tokens += len(said) + (failed is not None)
+        if said:
+            token_ids = tuple([token.token_id for token in said])
+            logprobs = tuple([token.logprobs for token in said if token.logprobs is not None])
+            output = StreamOutput(stream.ticket_id, token_ids, logprobs, finish, None, prefilled, num_drafts)
+            self._outbox.put(stream.owner, output)
+        if failed is not None:
+            self._outbox.put(stream.owner, StreamOutput(stream.ticket_id, (), (), None, failed))
+        if finish is not None or failed is not None:
             self._scheduler.remove(stream.ticket_id)
-            self._ledger.release(stream.ticket_id)
-            self._outbox.put(stream.owner, StreamOutput(stream.ticket_id, (), (), None, Failed.from_error(0, error)))
-            return
-        logprobs = () if output.logprobs is None else (output.logprobs,)
-        self._outbox.put(stream.owner, StreamOutput(stream.ticket_id, (output.token_id,), logprobs, finish, None, prefilled))
-        if finish is not None:
-            self._scheduler.remove(stream.ticket_id)
-            self._ledger.keep(stream.ticket_id, stream.token_ids[: stream.computed])
+            if failed is None:
+                self._ledger.keep(stream.ticket_id, stream.token_ids[: stream.computed])
             self._ledger.release(stream.ticket_id)
 
-    def _prefilled(self, stream: Stream) -> Prefilled | None:
+    def _prefilled(self, stream: Stream, num_prompt_tokens: int) -> Prefilled | None:
         """With the first token of a prompt that was computed here, how that went. The stream runs from now on."""
         prefill, stream.prefill = stream.prefill, None
         if prefill is None:
@@ -155,5 +186,5 @@ class StepLoop:
         logprobs = None if prefill.scores is None else prefill.scores.packed()
         seconds = time.monotonic() - prefill.began
         self._prompt_s = _FADING * self._prompt_s + seconds
-        self._prompt_tokens = _FADING * self._prompt_tokens + len(stream.token_ids) - 1 - prefill.cached_tokens
+        self._prompt_tokens = _FADING * self._prompt_tokens + num_prompt_tokens - prefill.cached_tokens
         return Prefilled(seconds, prefill.cached_tokens, logprobs, prefill.brought)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from decode_workers.rules.preemption import Holding
 from decode_workers.rules.turns import Turn
@@ -12,6 +13,9 @@ from engine.scoring import PromptScores
 from protocol.messages import NOTHING_BROUGHT, Brought
 from protocol.sampling import SamplingParams
 from protocol.share import NOBODYS, Share
+
+if TYPE_CHECKING:  # imported only where tokens are guessed
+    from decode_workers.speculation.speculator import StreamDrafts
 
 
 @dataclass(eq=False)
@@ -57,6 +61,8 @@ class Stream:
     """Whether it has a seat in the present slice, if it can be computed."""
     preempted_at: float = 0.0
     """Time on the worker's clock at which it was preempted last."""
+    drafts: StreamDrafts | None = None
+    """What is known for guessing its tokens; None until some are looked for."""
 
     def __post_init__(self) -> None:
         self.known = max(self.known, self.computed)
@@ -110,3 +116,8 @@ class Stream:
         """Add a token that was sampled."""
         self.token_ids.append(token_id)
         self.num_generated += 1
+
+    def agreed(self) -> None:
+        """Note that the newest token had been guessed: its KV is in the pool already, and another token follows."""
+        self.computed += 1
+        self.known = max(self.known, self.computed)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Coroutine, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from decode_workers.attaches import Attaches
 from decode_workers.books import decode_books
@@ -28,6 +28,7 @@ from decode_workers.ticket_entry import TicketEntry
 from protocol.endpoint import Handler
 from protocol.errors import KvTransferError
 from protocol.messages import (
+    VARIES,
     Attach,
     Copy,
     DecodeLoad,
@@ -42,6 +43,9 @@ from protocol.messages import (
 from telemetry.logging import fields
 from worker.core import WorkerCore
 from worker.roles import RoleBooks, RoleLoad
+
+if TYPE_CHECKING:  # imported only where tokens are guessed
+    from decode_workers.speculation.speculator import Speculator
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +76,10 @@ class DecodeWorker:
             self.ledger, core.config.decode.max_batch_size, core.config.chunk_tokens, limits.turn_s, time.monotonic
         )
         self._outbox = Outbox(self._send)
-        self._loop = StepLoop(core.steps, self.ledger, self._scheduler, self._outbox, core.endpoint.load_changed)
+        self._speculator = self._new_speculator()
+        self._loop = StepLoop(
+            core.steps, self.ledger, self._scheduler, self._outbox, core.endpoint.load_changed, self._speculator
+        )
         self._reservations = Reservations(
             core.me,
             self.ledger,
@@ -96,6 +103,18 @@ class DecodeWorker:
         core.books.add(self.ledger)
         self._migrations = Migrations(core.peers, self.ledger, self._scheduler, self._loop, self._send, spawn, changed)
         core.add(self)
+
+    def _new_speculator(self) -> Speculator | None:
+        """What guesses tokens; None where the configuration does not want it."""
+        config, pool = self.core.config, self.core.rank.runner.pool
+        if config.speculative_config is None:
+            return None
+        from decode_workers.speculation.speculator import Speculator
+
+        # Where bits depend on how rows lie, and on GPUs, whose decode steps are graphs, each draft is a row of its own.
+        exact = pool.data.device.type == "cpu" and not self.me.arithmetic.endswith(VARIES)
+        slots = self._scheduler.room.draft_slots
+        return Speculator(config.speculative_config, config.decode.max_batch_size, slots, joined=exact)
 
     def handlers(self) -> dict[type[Any], Handler]:
         """Who answers which message of the role's own."""
@@ -174,6 +193,8 @@ class DecodeWorker:
                 num_preemptions=self._scheduler.preemptions,
                 recomputed_tokens=self._scheduler.recomputed_tokens,
                 step_s=self._loop.pace_s,
+                draft_tokens=0 if self._speculator is None else self._speculator.draft_tokens,
+                accepted_tokens=0 if self._speculator is None else self._speculator.accepted_tokens,
             ),
         )
 

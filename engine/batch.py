@@ -2,7 +2,8 @@
 
 A step packs any mix of prompt chunks (several tokens each, several prompts) and decoding sequences (one token each)
 into one row per token, without padding. Chunks of several tokens come first, in the order given, then the single tokens
-by falling context length, so that operators that pad find sequences of like length side by side.
+by falling context length, so that operators that pad find sequences of like length side by side. Chunks that continue the one
+before them lie behind it, and count as one with it: so each token of a draft can be sampled after.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Chunk:
     start: int
     """Position of the first; the KV of all earlier positions is in the pool."""
     block_table: Sequence[int]
-    """Covers every position up to the last of this chunk."""
+    """Covers every position up to the last of this chunk, and of those that continue it. Theirs are the same, or left out where
+    a rank follows another."""
     sampling: SamplingParams | None
     """None: no token is wanted, because more of the prompt follows."""
     num_generated: int
@@ -45,6 +47,8 @@ class Chunk:
     """Gets the logprobs of the prompt's tokens, if they are wanted."""
     constraint: Constraint | None = None
     """Says which tokens may be sampled, if not all."""
+    continues: bool = False
+    """Goes on where the chunk before it in the step ends, in the same sequence, and is laid out as one with it."""
 
     @property
     def end(self) -> int:
@@ -61,7 +65,8 @@ class SampledToken:
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """One step's arrays, built once and passed down. C chunks of altogether T tokens, in the order of their rows."""
+    """One step's arrays, built once and passed down. C chunks of altogether T tokens, in the order of their rows. Those that
+    continue each other are one here."""
 
     token_ids_T: _Ints
     starts_C: _Ints
@@ -85,11 +90,14 @@ class ForwardBatch:
         assert len(chunks) > 0, "a step computes something"
         assert all(chunk.token_ids for chunk in chunks), "a chunk holds tokens"
         order = _row_order(chunks)
-        ordered = [chunks[i] for i in order]
+        ordered = heads = [chunks[i] for i in order]
         lengths = [len(chunk.token_ids) for chunk in ordered]
         row_ends = list(accumulate(lengths))
         sampled = _sampled_rows(ordered, row_ends)
-        starts_C = np.array([chunk.start for chunk in ordered])
+        if any(chunk.continues for chunk in ordered):
+            heads, lengths = _joined(ordered)
+            row_ends = list(accumulate(lengths))
+        starts_C = np.array([chunk.start for chunk in heads])
         ends_C = starts_C + np.array(lengths)
         return cls(
             token_ids_T=np.fromiter(chain.from_iterable([chunk.token_ids for chunk in ordered]), np.int64, row_ends[-1]),
@@ -97,7 +105,7 @@ class ForwardBatch:
             ends_C=ends_C,
             row_ends_C=np.array(row_ends),
             num_longer=len(lengths) - lengths.count(1),
-            tables_CW=_tables(ordered, ends_C, block_size),
+            tables_CW=_tables(heads, ends_C, block_size),
             block_size=block_size,
             sampled_chunks=tuple([order[chunk] for _, _, chunk in sampled]),
             sample_rows_S=torch.tensor([row for _, row, _ in sampled], dtype=torch.int64),
@@ -139,11 +147,29 @@ class ForwardBatch:
 
 
 def _row_order(chunks: Sequence[Chunk]) -> list[int]:
-    """Indices of the chunks in the order of their rows: those of several tokens as given, then singles by falling context."""
-    longer = [i for i, chunk in enumerate(chunks) if len(chunk.token_ids) > 1]
-    singles = [i for i, chunk in enumerate(chunks) if len(chunk.token_ids) == 1]
+    """Indices of the chunks in the order of their rows: those of several tokens as given, then singles by falling context.
+
+    Chunks that continue each other have several tokens.
+    """
+    joined = {place for i, chunk in enumerate(chunks) if chunk.continues for place in (i - 1, i)}
+    longer = [i for i, chunk in enumerate(chunks) if len(chunk.token_ids) > 1 or i in joined]
+    singles = [i for i, chunk in enumerate(chunks) if len(chunk.token_ids) == 1 and i not in joined]
     singles.sort(key=lambda i: chunks[i].start, reverse=True)
     return longer + singles
+
+
+def _joined(ordered: Sequence[Chunk]) -> tuple[list[Chunk], list[int]]:
+    """Of chunks that continue each other: the first one, and the tokens of all of them."""
+    heads: list[Chunk] = []
+    lengths: list[int] = []
+    for chunk in ordered:
+        if chunk.continues:
+            assert chunk.start == heads[-1].start + lengths[-1], "it goes on where the one before ends"
+            lengths[-1] += len(chunk.token_ids)
+        else:
+            heads.append(chunk)
+            lengths.append(len(chunk.token_ids))
+    return heads, lengths
 
 
 def _sampled_rows(ordered: Sequence[Chunk], row_ends: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -16,6 +16,7 @@ nothing but these. Only the first rank of a worker samples, and only it has cons
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -143,6 +144,29 @@ class Constraint:
         self.check()
         before = self._digits_in_row if self._digits.only[token_id] else 0
         self._digits_in_row = before + self._digits.last[token_id]
+
+    def ahead(self, token_ids: Sequence[int]) -> list[Constraint]:
+        """The states after each of these tokens, should they be chosen next: as many as the grammar lets follow each other, up
+        to one that nothing can follow. They are of their own, and this one stays as it is.
+        """
+        states: list[Constraint] = []
+        for token_id in token_ids:
+            latest = states[-1] if states else self
+            state = copy.copy(latest)
+            state._matcher = latest._matcher.deep_copy()
+            try:
+                state.accept(token_id)
+            except InvalidRequestError:
+                break
+            if state.complete:
+                break
+            states.append(state)
+        return states
+
+    @property
+    def failed(self) -> bool:
+        """There is no telling what may be next: `check` raises."""
+        return bool(self._matcher.is_error())
 
     def check(self) -> None:
         """Raise InvalidRequestError if there is no telling what may be next: it would take more than the limits allow."""

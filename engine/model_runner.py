@@ -206,7 +206,8 @@ class ModelRunner:
         for chunk in chunks:
             if chunk.constraint is not None:
                 chunk.constraint.begin()
-        mapped_ahead = nullcontext() if self.populator is None else self.populator.step([chunk.block_table for chunk in chunks])
+        tables = [chunk.block_table for chunk in chunks if not chunk.continues]
+        mapped_ahead = nullcontext() if self.populator is None else self.populator.step(tables)
         with mapped_ahead, torch.inference_mode():
             batch = ForwardBatch.build(chunks, self.pool.block_size)
             logits_SV = self._forward(batch, on_layer)

@@ -17,6 +17,7 @@ from loadtest import datasets
 from loadtest.arrivals import Times, planned_times, trace_times
 from loadtest.cache_shares import cache_figures, conversation_figures
 from loadtest.conversations import Conversation, SystemPrompt, plan_conversations, system_texts
+from loadtest.copying.tasks import copying_prompts, packaged, paragraphs
 from loadtest.datasets import Sample
 from loadtest.fillers import COMMON_WORDS, Draw, Filler, token_filler, word_filler
 from loadtest.http_client import HttpClient
@@ -97,6 +98,7 @@ async def run_bench(
             ignore_eos=options.ignore_eos,
             include_times=is_tandem,
             timeout_s=options.timeout_s,
+            temperature=options.temperature,
         )
         report("making prompts")
         conversations: list[Conversation] | None = None
@@ -164,6 +166,9 @@ async def make_samples(client: HttpClient, options: BenchOptions, model: str) ->
     if options.dataset_name == "sharegpt":
         assert path is not None, "checked by BenchOptions"
         return await _sharegpt(client, options, model, datasets.conversations(path), num, rng)
+    if options.dataset_name == "copy":
+        prompts = copying_prompts(num, packaged("prose") if path is None else paragraphs(datasets.read_text(path)), rng)
+        return await _counted(client, model, prompts, options.random_output_len)
     # Chats are text: the template would make something else of token ids.
     speaks_ids = options.backend == "completions"
     if options.dataset_name == "text":
@@ -179,6 +184,16 @@ async def make_samples(client: HttpClient, options: BenchOptions, model: str) ->
     assert path is not None, "checked by BenchOptions"
     read = datasets.azure_rows if options.dataset_name == "azure" else datasets.mooncake_rows
     return datasets.trace_samples(num, read(path), options.length_scale, filler, options.seed), filler.kind
+
+
+async def _counted(client: HttpClient, model: str, prompts: Sequence[str], output_len: int) -> tuple[list[Sample], str]:
+    """These prompts; lengths in tokens if the server counts them, else in words."""
+    lengths = [await tokenize(client, model, prompt) for prompt in prompts]
+    unit = "words" if None in lengths else "tokens"
+    return [
+        Sample(prompt, len(prompt.split() if ids is None else ids), output_len)
+        for prompt, ids in zip(prompts, lengths, strict=True)
+    ], unit
 
 
 async def _sharegpt(

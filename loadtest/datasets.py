@@ -23,7 +23,7 @@ from loadtest.fillers import Draw, Filler, Prompt, Unit
 from protocol.errors import InvalidRequestError
 
 TRACES = ("azure", "mooncake")
-NAMES = ("random", "sharegpt", *TRACES, "text")
+NAMES = ("random", "sharegpt", *TRACES, "text", "copy")
 
 _BLOCK_TOKENS = 512
 """Tokens in a block of Mooncake's traces."""

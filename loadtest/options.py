@@ -18,7 +18,7 @@ from loadtest.datasets import NAMES, TRACES, Lengths
 from loadtest.server import ENDPOINTS, Backend
 from protocol.errors import InvalidRequestError
 
-Dataset = Literal["random", "sharegpt", "azure", "mooncake", "text"]
+Dataset = Literal["random", "sharegpt", "azure", "mooncake", "text", "copy"]
 
 _OF_CONVERSATIONS = ("per_turn_input_len", "num_system_prompts", "system_prompt_len")
 """Flags for conversations alone, beside those whose names begin with `multi_turn_`."""
@@ -41,9 +41,9 @@ class BenchOptions:
     )
     model: Annotated[str | None, Option(help="The server's first one if not given.")] = None
     dataset_name: Annotated[Dataset, Option(help="What is sent.")] = "random"
-    dataset_path: Annotated[Path | None, Option(help="File of the dataset (all but random).")] = None
+    dataset_path: Annotated[Path | None, Option(help="File of the dataset (all but random; copy may have one).")] = None
     random_input_len: Annotated[int, Option(help="Prompt tokens (random, text).")] = 1024
-    random_output_len: Annotated[int, Option(help="Answer tokens (random, text).")] = 128
+    random_output_len: Annotated[int, Option(help="Answer tokens (random, text, copy).")] = 128
     random_range_ratio: Annotated[float, Option(help="Lengths vary by so much, from 0 to under 1.")] = 0.0
     random_prefix_len: Annotated[int, Option(help="Tokens at the beginning that all prompts share.")] = 0
     sharegpt_output_len: Annotated[int | None, Option(help="Answer tokens, instead of the file's.")] = None
@@ -68,6 +68,7 @@ class BenchOptions:
     ] = math.inf
     burstiness: Annotated[float, Option(help="1: Poisson. Less: in bursts. More: evenly.")] = 1.0
     max_concurrency: Annotated[int | None, Option(help="Requests at the server at a time; others wait here.")] = None
+    temperature: Annotated[float, Option(help="Of sampling; 0 takes the likeliest token.")] = 0.0
     ignore_eos: Annotated[bool, Option("--ignore-eos", help="Answers have their full length (not in OpenAI's API).")] = False
     seed: Annotated[int, Option(help="Of prompts and arrivals.")] = 0
     percentile_metrics: Annotated[str, Option(help="Of ttft, ttst, tpot, itl, e2el.")] = "ttft,ttst,tpot,itl,e2el"
@@ -81,11 +82,15 @@ class BenchOptions:
             raise InvalidRequestError(f"what is {self.more_goodput[0]!r:.40}? Limits go after --goodput", param="goodput")
         _ = self.wanted_metrics, self.percentiles, self.limits_ms  # which raise for what they can't read
         self._check(self.dataset_name in NAMES, f"dataset-name is one of {', '.join(NAMES)}", "dataset_name")
-        needs_file = self.dataset_name != "random"
+        needs_file = self.dataset_name not in ("random", "copy")
         self._check(
             not needs_file or self.dataset_path is not None, f"{self.dataset_name} needs --dataset-path", "dataset_path"
         )
-        self._check(needs_file or self.dataset_path is None, "--dataset-path is not for random prompts", "dataset_path")
+        self._check(
+            self.dataset_name != "random" or self.dataset_path is None,
+            "--dataset-path is not for random prompts",
+            "dataset_path",
+        )
         is_trace = self.dataset_name in TRACES
         self._check(is_trace or self.time_scale is None, "--time-scale is for traces, which have times", "time_scale")
         self._check(is_trace or self.length_scale == 1.0, "--length-scale is for traces", "length_scale")
@@ -97,6 +102,7 @@ class BenchOptions:
             self.max_concurrency is None or self.max_concurrency >= 1, "max-concurrency must be at least 1", "max_concurrency"
         )
         self._check(self.seed >= 0, "seed must be at least 0", "seed")
+        self._check(0 <= self.temperature <= 2, "temperature must be from 0 to 2", "temperature")
         self._check(self.timeout_s > 0, "timeout must be over 0", "timeout")
         self._check(self.path.startswith("/"), "endpoint is a path, such as /v1/completions", "endpoint")
         if self.multi_turn:

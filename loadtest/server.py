@@ -33,6 +33,7 @@ class Target:
     include_times: bool
     """Whether requests ask where the time went, which other servers than Tandem refuse or ignore."""
     timeout_s: float
+    temperature: float = 0.0
 
     def body(self, sample: Sample) -> bytes:
         """Return the body of a request for this sample."""
@@ -48,7 +49,7 @@ class Target:
         values: dict[str, Any] = {
             "model": self.model,
             "max_tokens": output_len,
-            "temperature": 0.0,
+            "temperature": self.temperature,
             "stream": True,
             "stream_options": {"include_usage": True},
             name: prompt,

@@ -63,8 +63,10 @@ class StepChunk:
     token_ids: bytes
     start: int
     block_table: bytes
+    """Empty if it continues the chunk before it, whose table is its own."""
     samples: bool
     scores: bool
+    continues: bool
 
 
 @message(53)

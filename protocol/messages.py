@@ -242,7 +242,12 @@ class DecodeLoad:
     recomputed_tokens: int
     """Tokens that were computed again after a preemption, since start."""
     step_s: float
-    """How long the latest step took that computed nothing of a prompt, in seconds; 0 before the first."""
+    """How long the latest step took that computed nothing of a prompt, in seconds; 0 before the first. With guesses:
+    by the tokens that a stream gets in a step, as a stream waits so long for each."""
+    draft_tokens: int = 0
+    """Tokens guessed since start."""
+    accepted_tokens: int = 0
+    """Those of them that were right."""
 
 
 @message(3)
@@ -323,6 +328,16 @@ class LoadReport:
     def num_preemptions(self) -> int:
         """Running sequences that had to give their blocks back, since start."""
         return self.decode.num_preemptions if self.decode else 0
+
+    @property
+    def draft_tokens(self) -> int:
+        """Tokens guessed since start."""
+        return self.decode.draft_tokens if self.decode else 0
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Tokens guessed since start that were right."""
+        return self.decode.accepted_tokens if self.decode else 0
 
     @property
     def recomputed_tokens(self) -> int:
@@ -414,6 +429,8 @@ class StreamOutput:
     error: Failed | None
     prefilled: Prefilled | None = None
     """With the first token of a prompt that was computed here."""
+    drafts: int = 0
+    """Tokens that were guessed for this step. Of `token_ids`, all but the first were guessed right."""
 
 
 @message(15)

@@ -59,6 +59,9 @@ class SamplingParams:
     num_prompt_logprobs: int | None = None
     """None: no logprobs of the prompt. n: those of its own tokens and of the n likeliest ones, with all of it computed."""
 
+    speculative_decoding: bool = True
+    """Whether tokens of the answer may be guessed, where workers do so. It changes none of them."""
+
     @property
     def penalizes(self) -> bool:
         """Whether earlier tokens change what comes next."""

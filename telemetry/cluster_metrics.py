@@ -215,6 +215,8 @@ _COUNTERS: tuple[tuple[str, str, Callable[[LoadReport], float]], ...] = (
     ("failed_fetches", "Fetches from other workers that brought nothing.", lambda report: report.failed_fetches),
     ("num_preemptions", "Sequences that gave up their KV blocks to others.", lambda report: report.num_preemptions),
     ("recomputed_tokens", "Tokens computed again after a preemption.", lambda report: report.recomputed_tokens),
+    ("spec_decode_num_draft_tokens", "Tokens guessed for streams, and verified.", lambda report: report.draft_tokens),
+    ("spec_decode_num_accepted_tokens", "Tokens guessed for streams that were right.", lambda report: report.accepted_tokens),
     ("prefilled_tokens", "Prompt tokens computed, at workers of either role.", lambda report: report.prefilled_tokens),
 )
 

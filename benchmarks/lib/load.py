@@ -60,6 +60,17 @@ class Trace:
         return {"dataset_name": self.dataset, "dataset_path": self.path, "length_scale": self.length_scale}
 
 
+@dataclass(frozen=True)
+class CopyPrompts:
+    """Prompts whose answers repeat much of them (`loadtest.copying`), with the length of answers in tokens."""
+
+    output_len: int
+
+    def options(self) -> dict[str, Any]:
+        """The options of a load test that sends these prompts."""
+        return {"dataset_name": "copy", "random_output_len": self.output_len}
+
+
 Prompts = RandomPrompts | TextPrompts | Trace
 
 WARM_UP, WARM_UPS = RandomPrompts(256, 32), 16
@@ -69,7 +80,7 @@ _WARM_UP_SEED = 2**31
 
 def bench_options(
     url: str,
-    prompts: Prompts,
+    prompts: Prompts | CopyPrompts,
     *,
     num_prompts: int,
     seed: int,
@@ -78,6 +89,7 @@ def bench_options(
     num_warmups: int = 0,
     timeout_s: float = 120.0,
     time_scale: float | None = None,
+    temperature: float = 0.0,
 ) -> BenchOptions:
     """Return the options of a load test with Poisson arrivals at this rate, or at a trace's own times if there is a
     `time_scale`, or all at once. Raises InvalidRequestError.
@@ -93,6 +105,7 @@ def bench_options(
         percentile_metrics="ttft,tpot,itl",
         timeout_s=timeout_s,
         time_scale=time_scale,
+        temperature=temperature,
         **prompts.options(),
     )
 

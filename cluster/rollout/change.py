@@ -17,7 +17,8 @@ from protocol.errors import ConfigError, InvalidRequestError
 from protocol.messages import Role
 
 _WEIGHTS = ("model", "dtype", "quantization")
-_OF_WORKERS = {*_WEIGHTS, "gpu_memory_utilization", "paced_profile"}
+_GUESSES = "speculative_config"
+_OF_WORKERS = {*_WEIGHTS, "gpu_memory_utilization", "paced_profile", _GUESSES}
 _OF_POOLS = {"kv_cache_tokens", "prefix_cache_tokens", "threads"}
 CHANGEABLE = (
     _OF_WORKERS
@@ -41,7 +42,7 @@ def changed_config(current: ClusterConfig, changes: Mapping[str, Any]) -> tuple[
         raise InvalidRequestError(error.message, param="config") from None
     former, after = _flat(before), _flat(config.model_dump())
     differing = [key for key in sorted({*former, *after}) if former.get(key) != after.get(key)]
-    fixed = [key for key in differing if key not in CHANGEABLE]
+    fixed = [key for key in differing if key not in CHANGEABLE and not key.startswith(f"{_GUESSES}.")]
     if fixed:
         problem = f"{', '.join(fixed)} can't change while the cluster runs: it takes a restart"
         raise InvalidRequestError(problem, param="config")

@@ -180,4 +180,5 @@ def _chunk(plan: StepChunk) -> Chunk:
     sampling = _SOMEHOW if plan.samples else None
     scores = _SCORED if plan.scores else None
     table = array("i", plan.block_table)
-    return Chunk(array("i", plan.token_ids), plan.start, table, sampling, num_generated=0, scores=scores)
+    token_ids = array("i", plan.token_ids)
+    return Chunk(token_ids, plan.start, table, sampling, num_generated=0, scores=scores, continues=plan.continues)

@@ -202,9 +202,10 @@ def _plan(chunk: Chunk) -> StepChunk:
     return StepChunk(
         token_ids=_packed(chunk.token_ids),
         start=chunk.start,
-        block_table=_packed(chunk.block_table),
+        block_table=b"" if chunk.continues else _packed(chunk.block_table),
         samples=chunk.sampling is not None,
         scores=chunk.scores is not None,
+        continues=chunk.continues,
     )
 
 

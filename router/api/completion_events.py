@@ -13,7 +13,8 @@ from protocol.errors import TandemError
 from router.api.errors import error_body
 from router.api.large.encoding import encoded
 from router.api.server_sent_events import event
-from router.api.shapes import ENTRY_SIZE, LARGE_ENTRIES, AnswerInfo, AnswerShape, Offload, num_entries
+from router.api.shapes import ENTRY_SIZE, LARGE_ENTRIES, AnswerInfo, AnswerShape, Json, Offload, num_entries
+from router.dispatch.journal import NO_GUESSES
 from router.request.answer import Answer, Delta
 from telemetry.request_times import RequestTimes
 
@@ -29,6 +30,7 @@ class CompletionEvents:
         self._sparse = info.sparse
         self._begun: set[int] = set()
         self._num_tokens = self._cached_tokens = 0
+        self._guesses = NO_GUESSES
         self._times: dict[int, RequestTimes | None] = {}
         """The times of each choice that has ended."""
         self.ended = False
@@ -42,6 +44,7 @@ class CompletionEvents:
         """Return the events of the next piece; those that end the stream follow the last choice's last piece."""
         self._num_tokens += len(delta.token_ids)
         self._cached_tokens += delta.cached_tokens
+        self._guesses = self._guesses.plus(delta.guesses)
         events = [] if delta.index in self._begun else self._opening(delta.index)
         events += self._chunks(delta)
         if delta.finish_reason is not None:
@@ -68,7 +71,7 @@ class CompletionEvents:
             return []
         chunks = [self._shape.chunk(piece) for piece in _ending_apart(delta)]
         if self._info.continuous_usage:
-            usage = self._shape.usage_chunk(self._num_tokens, self._cached_tokens, [])["usage"]
+            usage = self._usage([])["usage"]
             chunks = [{**chunk, "usage": usage} for chunk in chunks]
         large = num_entries(delta.logprobs) > LARGE_ENTRIES
         return [event(chunk, large=large) for chunk in chunks]
@@ -77,7 +80,10 @@ class CompletionEvents:
         if not self._info.include_usage:
             return [_DONE]
         times = [self._times[index] for index in sorted(self._times)]
-        return [event(self._shape.usage_chunk(self._num_tokens, self._cached_tokens, times)), _DONE]
+        return [event(self._usage(times)), _DONE]
+
+    def _usage(self, times: Sequence[RequestTimes | None]) -> Json:
+        return self._shape.usage_chunk(self._num_tokens, self._cached_tokens, times, self._guesses)
 
 
 async def whole_completion(shape: AnswerShape, info: AnswerInfo, offload: Offload, deltas: AsyncIterable[Delta]) -> bytes:

@@ -102,6 +102,12 @@ class SamplingBody(GuidedBody):
     )
     return_token_ids: bool = Field(default=False, description="true or false")
     include_times: bool = Field(default=False, description="true or false; puts into the usage where the time went")
+    include_predictions: bool = Field(
+        default=False, description="true or false; puts into the usage how many tokens were guessed, right and wrong"
+    )
+    speculative_decoding: bool = Field(
+        default=True, description="true or false; whether tokens may be guessed, where the cluster does so"
+    )
     cache_salt: str | None = Field(
         default=None,
         min_length=1,
@@ -142,8 +148,8 @@ class SamplingBody(GuidedBody):
         super().check_together()
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("`stream_options` is for streamed answers; set `stream` to true", param="stream_options")
-        if self.include_times and self.stream and not self.include_usage:
-            raise InvalidRequestError(
-                "`include_times` is part of the usage: it needs `stream_options.include_usage` in a streamed answer",
-                param="include_times",
-            )
+        for name in ("include_times", "include_predictions"):
+            if getattr(self, name) and self.stream and not self.include_usage:
+                raise InvalidRequestError(
+                    f"`{name}` is part of the usage: it needs `stream_options.include_usage` in a streamed answer", param=name
+                )

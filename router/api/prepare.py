@@ -195,6 +195,7 @@ class Preparer:
             repetition_penalty=body.repetition_penalty,
             logit_bias=self._biases(body.logit_bias),
             grammar=form.grammar,
+            speculative_decoding=body.speculative_decoding,
         )
         salt, format_ = body.cache_salt or "", form.tool_format
         return Generation(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Protocol, TypeVar
 
+from router.dispatch.journal import NO_GUESSES, Guesses
 from router.request.answer import Answer, Delta, TextLogprobs
 from telemetry.request_times import RequestTimes
 
@@ -37,6 +39,8 @@ class AnswerInfo:
     """In a stream: whether every chunk has the usage up to it."""
     include_times: bool
     """Whether the usage tells where the time went."""
+    include_predictions: bool
+    """Whether the usage tells how many tokens were guessed."""
 
     @property
     def num_choices(self) -> int:
@@ -78,7 +82,9 @@ class AnswerShape(Protocol):
         """Return the chunk of one piece."""
         ...
 
-    def usage_chunk(self, num_completion_tokens: int, cached_tokens: int, times: Sequence[RequestTimes | None]) -> Json:
+    def usage_chunk(
+        self, num_completion_tokens: int, cached_tokens: int, times: Sequence[RequestTimes | None], guesses: Guesses
+    ) -> Json:
         """Return a chunk without choices that has the usage of all of them; `times` has one entry for each choice."""
         ...
 
@@ -87,19 +93,29 @@ class AnswerShape(Protocol):
         ...
 
 
-def usage(info: AnswerInfo, num_completion_tokens: int, cached_tokens: int, times: Sequence[RequestTimes | None]) -> Json:
+def usage(
+    info: AnswerInfo,
+    num_completion_tokens: int,
+    cached_tokens: int,
+    times: Sequence[RequestTimes | None],
+    guesses: Guesses,
+) -> Json:
     """Return the usage of an answer, in tokens. A prompt counts once, however many choices it has.
 
     `cached_tokens` is the number of the prompts' tokens that were cached. If the client asked for it, the usage tells where the
-    time of each choice went up to now.
+    time of each choice went up to now, and how many tokens were guessed, right and wrong, as OpenAI's does of predictions.
     """
     num_prompt_tokens = sum(map(len, info.prompts))
-    counts = {
+    counts: Json = {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_completion_tokens,
         "total_tokens": num_prompt_tokens + num_completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
+    if info.include_predictions:
+        wrong = guesses.drafts - guesses.right
+        predicted = {"accepted_prediction_tokens": guesses.right, "rejected_prediction_tokens": wrong}
+        counts["completion_tokens_details"] = predicted
     if not info.include_times:
         return counts
     now = time.monotonic()
@@ -109,7 +125,8 @@ def usage(info: AnswerInfo, num_completion_tokens: int, cached_tokens: int, time
 def whole_usage(info: AnswerInfo, answers: Sequence[Answer]) -> Json:
     """Return the usage of an answer that is not streamed."""
     num_tokens, cached_tokens = sum(len(each.token_ids) for each in answers), sum(each.cached_tokens for each in answers)
-    return usage(info, num_tokens, cached_tokens, [each.times for each in answers])
+    guesses = reduce(Guesses.plus, (each.guesses for each in answers), NO_GUESSES)
+    return usage(info, num_tokens, cached_tokens, [each.times for each in answers], guesses)
 
 
 def num_entries(logprobs: Sequence[TextLogprobs]) -> int:

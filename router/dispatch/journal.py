@@ -21,6 +21,21 @@ class Arrival(NamedTuple):
     """How long the step took that made them, in seconds."""
 
 
+class Guesses(NamedTuple):
+    """Tokens that a decode worker guessed for a stream (`decode_workers.speculation`)."""
+
+    drafts: int = 0
+    right: int = 0
+    """Those of them that it has said."""
+
+    def plus(self, more: Guesses) -> Guesses:
+        """Return both together."""
+        return Guesses(self.drafts + more.drafts, self.right + more.right)
+
+
+NO_GUESSES = Guesses()
+
+
 @dataclass(frozen=True)
 class Tokens:
     """What a stream gained: token ids, their logprobs (empty unless asked for) and, at the end, why it ended."""
@@ -34,6 +49,8 @@ class Tokens:
     """With the first token of an answer: the logprobs of the prompt's tokens, if they were asked for."""
     arrivals: tuple[Arrival, ...] = ()
     """One entry for each step of decode that made some of these tokens."""
+    guesses: Guesses = NO_GUESSES
+    """What was guessed for these tokens."""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ _REPORTED = (
     "num_preemptions",
     "recomputed_tokens",
     "prefilled_tokens",
+    "draft_tokens",
+    "accepted_tokens",
 )
 
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import reduce
 
 from protocol.errors import TandemError
 from protocol.messages import StreamOutput, TokenFrame
-from router.dispatch.journal import Arrival, Tokens
+from router.dispatch.journal import NO_GUESSES, Arrival, Guesses, Tokens
 
 
 class TokenStream:
@@ -81,6 +82,7 @@ class TokenStream:
             logprobs=output.logprobs,
             finish_reason=output.finish_reason,
             arrivals=tuple(arrivals),
+            guesses=_guessed(output),
         )
 
     async def take_first(self) -> StreamOutput:
@@ -166,4 +168,9 @@ def _merged(outputs: Sequence[StreamOutput], arrivals: tuple[Arrival, ...]) -> T
         logprobs=tuple(entry for output in outputs for entry in output.logprobs),
         finish_reason=outputs[-1].finish_reason,
         arrivals=arrivals,
+        guesses=reduce(Guesses.plus, map(_guessed, outputs)),
     )
+
+
+def _guessed(output: StreamOutput) -> Guesses:
+    return Guesses(output.drafts, len(output.token_ids) - 1) if output.drafts else NO_GUESSES

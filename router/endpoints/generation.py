@@ -116,6 +116,7 @@ class GenerationEndpoints:
             include_usage=body.include_usage,
             continuous_usage=body.continuous_usage,
             include_times=body.include_times,
+            include_predictions=body.include_predictions,
         )
 
 

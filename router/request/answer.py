@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Literal
 
 from pydantic import ConfigDict, with_config
@@ -15,7 +15,7 @@ from pydantic import ConfigDict, with_config
 from configs.facts import TokenizerFacts
 from configs.model_files.vocabulary import byte_alphabet
 from protocol.sampling import FinishReason, PromptLogprobs, SamplingParams, TokenLogprobs
-from router.dispatch.journal import Tokens
+from router.dispatch.journal import NO_GUESSES, Guesses, Tokens
 from router.request.echo import Echo, unpack
 from router.text.detokenizer import Detokenizer
 from router.text.stop import StopMatcher
@@ -75,6 +75,8 @@ class Delta:
     tool_calls: tuple[ToolCallDelta, ...] = ()
     times: RequestTimes | None = None
     """Where the choice's time went, in its last piece; None in the others."""
+    guesses: Guesses = NO_GUESSES
+    """What was guessed for the piece's tokens."""
 
 
 @dataclass
@@ -88,6 +90,7 @@ class Answer:
     cached_tokens: int = 0
     tool_calls: list[ToolCallDelta] = field(default_factory=list)
     times: RequestTimes | None = None
+    guesses: Guesses = NO_GUESSES
 
     @classmethod
     def of(cls, deltas: Iterable[Delta]) -> Answer:
@@ -101,6 +104,7 @@ class Answer:
             cached_tokens=sum(piece.cached_tokens for piece in pieces),
             tool_calls=[call for piece in pieces for call in piece.tool_calls],
             times=pieces[-1].times if pieces else None,
+            guesses=reduce(Guesses.plus, (piece.guesses for piece in pieces), NO_GUESSES),
         )
 
 
@@ -196,9 +200,12 @@ class AnswerText:
             text, num_used = self._push_until_stop(self._matcher, spoken, finish is not None)
             if num_used is not None:
                 token_ids, finish = token_ids[:num_used], "stop"
+        guesses = tokens.guesses
+        if len(token_ids) < len(tokens.token_ids):
+            guesses = guesses._replace(right=min(guesses.right, len(token_ids)))
         logprobs = self._texts.describe(token_ids, tokens.logprobs)
         # Once per token: without keywords this takes a fifth less time.
-        return Delta(self._index, text, token_ids, logprobs, finish, tokens.cached_tokens)
+        return Delta(self._index, text, token_ids, logprobs, finish, tokens.cached_tokens, (), None, guesses)
 
     def _push_until_stop(self, matcher: StopMatcher, token_ids: tuple[int, ...], last: bool) -> tuple[str, int | None]:
         """Text up to a stop string, and how many tokens it took to complete one (None: there is none).

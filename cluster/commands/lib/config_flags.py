@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import BaseModel
 
 from cluster.commands.lib.flag_groups import flag
 from configs.schema import ClusterConfig, LocalPath
@@ -77,6 +78,7 @@ FLAGS = (
         *("prefill.max_batch_tokens", "decode.max_chunk_tokens"),
         help="Prompt tokens per step, of either role.",
     ),
+    ConfigFlag("--speculative-config", "speculative_config", help="How tokens are guessed, as JSON with vLLM's keys."),
     ConfigFlag("--kv-offloading-size", "kv_offloading.memory_gib", help="GiB of each node's memory for KV of earlier prompts."),
     ConfigFlag("--kv-offloading-dir", "kv_offloading.disk_dir", help="Folder on each node's disk for KV of earlier prompts."),
     ConfigFlag("--kv-offloading-disk-size", "kv_offloading.disk_gib", help="GiB that it may take."),
@@ -125,7 +127,7 @@ class ConfigFlags:
 
 
 def _kind(key: str) -> Any:
-    """The type that a flag has for this key: int, float, bool, str or Path. Mappings are read from a text."""
+    """The type that a flag has for this key: int, float, bool, str or Path. Mappings and sections are read from a text."""
     *sections, name = key.split(".")
     section: Any = ClusterConfig
     for each in sections:
@@ -138,4 +140,4 @@ def _kind(key: str) -> Any:
     while typing.get_origin(annotation) is not None:
         first = typing.get_args(annotation)[0]  # of Annotated, of a union with None, of a Literal
         annotation = first if isinstance(first, type) or typing.get_origin(first) is not None else type(first)
-    return annotation
+    return str if issubclass(annotation, BaseModel) else annotation

@@ -45,7 +45,7 @@ def print_status(answer: Mapping[str, Any]) -> None:
     console.print(table)
     for line in _arithmetics(answer["workers"]):
         console.print(line, markup=False, soft_wrap=True)
-    for line in _tiers(answer["workers"]):
+    for line in (*_tiers(answer["workers"]), *_guesses(answer["workers"])):
         console.print(line, markup=False, soft_wrap=True)
     for worker in answer["workers"]:
         if worker.get("last_error"):
@@ -74,6 +74,15 @@ def _tiers(workers: Sequence[Mapping[str, Any]]) -> list[str]:
     found = {(worker["node"], name): tier for worker in workers for name, tier in (worker.get("tiers") or {}).items()}
     return [
         f"{name} tier of {node}: {tier['tokens']} tokens, {tier['bytes'] / 1e9:.2f} GB" for (node, name), tier in found.items()
+    ]
+
+
+def _guesses(workers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How many tokens each worker has guessed, a line for each that has guessed any."""
+    return [
+        f"{worker['worker_id']}: {worker['accepted_tokens']} of {worker['draft_tokens']} guessed tokens were right"
+        for worker in workers
+        if worker.get("draft_tokens")
     ]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from router.api.large.encoding import Entries
 from router.api.shapes import AnswerInfo, Json, clipped, usage, whole_usage
+from router.dispatch.journal import Guesses
 from router.request.answer import Answer, Delta, TextLogprob, TextLogprobs
 from router.text.tool_calls import ToolCall, ToolCallDelta, whole_calls
 from telemetry.request_times import RequestTimes
@@ -40,9 +41,12 @@ class ChatShape:
             choice["token_ids"] = delta.token_ids
         return self._chunk(choice)
 
-    def usage_chunk(self, num_completion_tokens: int, cached_tokens: int, times: Sequence[RequestTimes | None]) -> Json:
+    def usage_chunk(
+        self, num_completion_tokens: int, cached_tokens: int, times: Sequence[RequestTimes | None], guesses: Guesses
+    ) -> Json:
         """Return a chunk without choices that has the usage of all of them; `times` has one entry for each choice."""
-        return {**self._chunk_head, "choices": [], "usage": usage(self._info, num_completion_tokens, cached_tokens, times)}
+        counts = usage(self._info, num_completion_tokens, cached_tokens, times, guesses)
+        return {**self._chunk_head, "choices": [], "usage": counts}
 
     def whole(self, answers: Sequence[Answer]) -> Json:
         """Return the chat completion with these choices, in order."""

@@ -28,6 +28,14 @@ class PromptTokensDetails(TypedDict):
 
 
 @exact
+class CompletionTokensDetails(TypedDict):
+    """Tokens that were guessed: those that are part of the answer, and the others."""
+
+    accepted_prediction_tokens: Count
+    rejected_prediction_tokens: Count
+
+
+@exact
 class Times(TypedDict):
     """Where the time of a choice went, in seconds."""
 
@@ -45,6 +53,7 @@ class Usage(TypedDict):
     completion_tokens: Count
     total_tokens: Count
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: NotRequired[CompletionTokensDetails]
     times: NotRequired[list[Times | None]]
 
 

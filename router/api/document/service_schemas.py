@@ -128,6 +128,8 @@ class WorkerRow(TypedDict):
     prefix_cache_hits: Count | None
     num_preemptions: Count | None
     recomputed_tokens: Count | None
+    draft_tokens: Count | None
+    accepted_tokens: Count | None
 
 
 @exact

@@ -77,6 +77,9 @@ class ResponsesBody(Body):
     metadata: Metadata = Field(default={}, description=METADATA)
     stream: bool = Field(default=False, description="true or false")
     stream_options: ResponseStreamOptions | None = Field(default=None, description="an object")
+    speculative_decoding: bool = Field(
+        default=True, description="true or false; whether tokens may be guessed, where the cluster does so"
+    )
     seed: int | None = Field(default=None, ge=0, le=MAX_SEED, description="an integer from 0 to 2**63 - 1")
     cache_salt: str | None = Field(
         default=None,
@@ -119,6 +122,7 @@ def as_chat(body: ResponsesBody) -> Translation:
         "top_logprobs",
         "truncation",
         "stream",
+        "speculative_decoding",
         "seed",
         "cache_salt",
         "prompt_cache_key",

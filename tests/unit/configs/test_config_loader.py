@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,53 @@ def test_tiers_are_for_workers_of_one_rank() -> None:
     with pytest.raises(ConfigError, match="one rank") as refused:
         load_config(None, {"kv_offloading.memory_gib": 1, "decode.tensor_parallel_size": 3})
     assert refused.value.param == "decode.tensor_parallel_size"
+
+
+def test_how_tokens_are_guessed_is_read_from_json_and_from_yaml(yaml_file: Path) -> None:
+    assert load_config(None, {}).speculative_config is None
+    config = load_config(None, {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 4}'})
+    assert config.speculative_config is not None
+    yaml_file.write_text("speculative_config: {method: ngram, num_speculative_tokens: 4, prompt_lookup_max: 5}")
+    assert load_config(yaml_file, {}) == config
+    assert (config.speculative_config.prompt_lookup_min, config.speculative_config.prompt_lookup_max) == (2, 5)
+
+
+@pytest.mark.parametrize(
+    ("value", "param", "says"),
+    [
+        ("{", "speculative_config", "should be JSON"),
+        ("3", "speculative_config", "mapping"),
+        ({"method": "ngram"}, "speculative_config.num_speculative_tokens", "required"),
+        ({"method": "draft_model"}, "speculative_config.method", "draft_model is not built; methods are ngram"),
+        ({"num_speculative_tokens": 4}, "speculative_config.method", "required"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "speculative_config.num_speculative_tokens", "greater"),
+        ({"method": "ngram", "num_speculative_tokens": 33}, "speculative_config.num_speculative_tokens", "less"),
+        ({"method": "ngram", "num_speculative_tokens": "4"}, "speculative_config.num_speculative_tokens", "integer"),
+        (
+            {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 6},
+            "speculative_config",
+            r"prompt_lookup_min \(6\) is more than prompt_lookup_max \(5\)",
+        ),
+        (
+            {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_mix": 6},
+            "speculative_config.prompt_lookup_mix",
+            "unknown key; did you mean speculative_config.prompt_lookup_m",
+        ),
+    ],
+)
+def test_guesses_that_are_not_built_are_refused_by_name(value: Any, param: str, says: str) -> None:
+    error = refused(None, {"speculative_config": value})
+    assert error.param == param
+    assert re.search(says, error.message), error.message
+
+
+def test_guesses_need_a_row_beside_the_stream() -> None:
+    guesses = {"method": "ngram", "num_speculative_tokens": 4}
+    error = refused(None, {"speculative_config": guesses, "decode.max_batch_size": 1})
+    assert error.param == "decode.max_batch_size"
+    assert "speculative_config" in error.message
+    load_config(None, {"speculative_config": guesses, "decode.max_batch_size": 2})
+    load_config(None, {"decode.max_batch_size": 1})
 
 
 def test_the_path_of_the_keys_is_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -216,3 +216,30 @@ def test_room_that_was_made_is_kept_for_its_tenant_only_for_a_while() -> None:
     world.now += 2.0
     world.step()
     assert room.spare_beside(ONE, displaces=True) == 3
+
+
+def test_drafts_get_slots_that_nobody_else_wants() -> None:
+    """The rest of the stream's own block, and another while one is left for each; none while one waits."""
+    world = World(4, 20)
+    first, second = world.attach(4, 60, ONE), world.attach(4, 60, ONE)
+    assert first is not None
+    assert second is not None
+    world.step()
+    room, stream = world.scheduler.room, world.scheduler.find(first)
+    assert stream is not None
+    free = world.ledger.num_free
+    own = len(stream.block_table) * BLOCK - len(stream.token_ids)
+    assert room.draft_slots(stream, own) == own
+    assert world.ledger.num_free == free
+    assert room.draft_slots(stream, own + 1) == own + 1
+    assert world.ledger.num_free == free - 1
+    assert room.draft_slots(stream, 200) == own + (free - 2) * BLOCK, "all but one for each of both"
+    assert world.ledger.num_free == 2
+    world.step()
+    while world.ledger.num_free > 2:
+        world.step()
+    own = len(stream.block_table) * BLOCK - len(stream.token_ids)
+    assert room.draft_slots(stream, own + 1) == own, "a block for each of both is left, and not more"
+    room.want(TWO, 5)
+    assert room.draft_slots(stream, own + 1) == own
+    assert world.scheduler.preemptions == 0

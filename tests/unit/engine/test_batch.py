@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -92,3 +93,30 @@ def test_a_group_gathers_no_more_than_a_cache_holds() -> None:
 def test_impossible_steps_are_assertions(chunks: list[Chunk]) -> None:
     with pytest.raises(AssertionError):
         ForwardBatch.build(chunks, BLOCK)
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 40), st.integers(0, 5)), min_size=1, max_size=8))
+def test_chunks_that_continue_each_other_are_laid_out_as_one(sequences: list[tuple[int, int, int]]) -> None:
+    """Each sampled after, but the same rows, slots and tables as one chunk of all their tokens has."""
+    apart: list[Chunk] = []
+    whole: list[Chunk] = []
+    tables: list[list[int]] = []
+    for number, (length, start, drafts) in enumerate(sequences):
+        table = list(range(100 * number, 100 * number + 20))
+        token_ids = list(range(length + drafts))
+        apart.append(Chunk(token_ids[:length], start, table, SAMPLING, 0))
+        apart += [Chunk([i], start + i, [], SAMPLING, 0, continues=True) for i in token_ids[length:]]
+        whole.append(Chunk(token_ids, start, table, SAMPLING, 0))
+        tables += [table] * (1 + drafts)
+    batch, expected = ForwardBatch.build(apart, BLOCK), ForwardBatch.build(whole, BLOCK)
+    for name in ("token_ids_T", "positions_T", "slots_T", "starts_C", "ends_C", "row_ends_C", "tables_CW"):
+        assert getattr(batch, name).tolist() == getattr(expected, name).tolist(), name
+    assert batch.num_longer == expected.num_longer
+    assert sorted(batch.sampled_chunks) == list(range(len(apart)))
+    own = [slot(replace(chunk, block_table=table), chunk.end - 1) for chunk, table in zip(apart, tables, strict=True)]
+    for row, i in zip(batch.sample_rows_S.tolist(), batch.sampled_chunks, strict=True):
+        assert batch.slots_T[row] == own[i]
+    reduced = batch.sampled_rows()
+    for row, i in enumerate(batch.sampled_chunks):
+        assert reduced.slots_T[row] == own[i]
+        assert reduced.ends_C[row] == apart[i].end

@@ -90,6 +90,28 @@ def test_min_tokens_is_kept_as_long_as_the_grammar_allows(model: Model, spelled:
     assert allowed(constrain(model, YES_OR_NO, answer), params(min_tokens=3), 3) == {EOS, comma}
 
 
+def test_states_ahead_are_those_that_come(model: Model, spelled: list[bytes]) -> None:
+    constraint = constrain(model, LIST)
+    answer = say(spelled, "[12,3]")
+    states = constraint.ahead(answer)
+    assert len(states) == len(answer) - 1, "nothing can follow the end"
+    for token_id, state in zip(answer, states, strict=False):
+        assert not state.failed
+        constraint.accept(token_id)
+        assert allowed(state) == allowed(constraint)
+
+
+def test_states_end_where_the_grammar_says_no(model: Model, spelled: list[bytes]) -> None:
+    constraint = constrain(model, LIST)
+    assert len(constraint.ahead(say(spelled, "[1x2]"))) == 2
+    assert constraint.ahead(say(spelled, "x")) == []
+    assert allowed(constraint) == allowed(constrain(model, LIST)), "it stays where it was"
+    digits = say(spelled, "[" + "1" * (MAX_DIGITS + 1))
+    states = constraint.ahead(digits)
+    assert b"1" in {spelled[each] for each in allowed(states[MAX_DIGITS - 1])}
+    assert b"1" not in {spelled[each] for each in allowed(states[MAX_DIGITS])}
+
+
 def test_another_answer_is_refused(model: Model, spelled: list[bytes]) -> None:
     with pytest.raises(InvalidRequestError, match="grammar"):
         constrain(model, YES_OR_NO, say(spelled, "maybe"))

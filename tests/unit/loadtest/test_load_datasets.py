@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loadtest.copying.tasks import KINDS, copying_prompts, packaged, paragraphs
 from loadtest.datasets import (
     Lengths,
     TraceRow,
@@ -165,3 +166,23 @@ def test_lengths_that_can_not_be(values: tuple[int, int, float, int]) -> None:
 
 def test_common_words_are_distinct() -> None:
     assert len(set(COMMON_WORDS)) == len(COMMON_WORDS) > 100
+
+
+@given(num=st.integers(0, 12), seed=st.integers(0, 1000))
+def test_prompts_to_copy_from_begin_the_copy(num: int, seed: int) -> None:
+    prose = packaged("prose")
+    prompts = copying_prompts(num, prose, np.random.default_rng(seed))
+    assert len(prompts) == num
+    assert prompts == copying_prompts(num, prose, np.random.default_rng(seed))
+    for number, prompt in enumerate(prompts):
+        begun = prompt[-12:]
+        if KINDS[number % len(KINDS)] == "edits":
+            begun = begun.replace("found", "result")
+        assert prompt.count(begun) >= 2, "what is to be copied stands in the prompt"
+
+
+def test_a_text_to_copy_from_needs_paragraphs() -> None:
+    assert len(paragraphs("one\n\ntwo\n\n\n\nthree\n")) == 3
+    with pytest.raises(InvalidRequestError) as refused:
+        paragraphs("one\n\ntwo")
+    assert refused.value.param == "dataset_path"

@@ -148,6 +148,19 @@ def test_sharegpt_has_its_own_lengths(tmp_path: Path) -> None:
     assert all(body["prompt"].startswith("What is") for body in server.bodies)
 
 
+def test_prompts_to_copy_from_need_no_file_and_may_have_one(tmp_path: Path) -> None:
+    server = OpenAiServer(has_tokenizer=True)
+    bench(server, dataset_name="copy", num_prompts=3, random_output_len=7, temperature=0.5)
+    assert [body["max_tokens"] for body in server.bodies] == [7, 7, 7]
+    assert [body["temperature"] for body in server.bodies] == [0.5, 0.5, 0.5]
+    assert "word for word" in server.bodies[0]["prompt"]
+    path = tmp_path / "own.txt"
+    path.write_text("My own words.\n\nAnd others.\n\nAnd the last ones.")
+    own = OpenAiServer(has_tokenizer=True)
+    bench(own, dataset_name="copy", dataset_path=path, num_prompts=1)
+    assert any(words in own.bodies[0]["prompt"] for words in ("My own words", "the last ones"))
+
+
 def test_what_was_cached_where_the_server_tells_it() -> None:
     server = OpenAiServer(has_cache=True)
     finished = bench(server, random_prefix_len=10, max_concurrency=1)
@@ -208,6 +221,7 @@ def test_a_client_that_is_the_bottleneck_says_so() -> None:
         ({"num_prompts": 0}, "num_prompts"),
         ({"max_concurrency": 0}, "max_concurrency"),
         ({"endpoint": "v1"}, "endpoint"),
+        ({"temperature": 2.5}, "temperature"),
         ({"dataset_name": "azure", "dataset_path": Path("x"), "time_scale": 1.0, "request_rate": 3.0}, "request_rate"),
     ],
 )

@@ -61,11 +61,12 @@ def test_nobody_is_told_unasked(run_cluster: Callable[..., None]) -> None:
     run_cluster(test)
 
 
-@pytest.mark.parametrize("fields", [{"include_times": 1}, {"include_times": "yes"}, {"include_times": True, "stream": True}])
-def test_wrong_wishes_are_refused_by_name(run_cluster: Callable[..., None], fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", ["include_times", "include_predictions"])
+@pytest.mark.parametrize("fields", [{"": 1}, {"": "yes"}, {"": True, "stream": True}])
+def test_wrong_wishes_are_refused_by_name(run_cluster: Callable[..., None], name: str, fields: dict[str, Any]) -> None:
     async def test(cluster: Any) -> None:
-        answer = await cluster.complete(**fields)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "include_times")
+        answer = await cluster.complete(**{key or name: value for key, value in fields.items()})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
 
     run_cluster(test)
 

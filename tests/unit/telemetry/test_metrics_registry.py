@@ -35,6 +35,8 @@ REPORT = LoadReport(
         num_preemptions=5,
         recomputed_tokens=900,
         step_s=0.02,
+        draft_tokens=40,
+        accepted_tokens=30,
     ),
 )
 
@@ -69,6 +71,8 @@ def test_workers_are_read_at_scrape_time() -> None:
     assert after["tandem:prefix_cache_hits_total", ("decode", "pool", "d0")] == 480
     assert after["tandem:prefix_cache_hits_total", ("decode", "peer", "d0")] == 0
     assert after["tandem:num_preemptions_total", ("decode", "d0")] == 5
+    assert after["tandem:spec_decode_num_draft_tokens_total", ("decode", "d0")] == 40
+    assert after["tandem:spec_decode_num_accepted_tokens_total", ("decode", "d0")] == 30
     assert after["tandem:recomputed_tokens_total", ("decode", "d0")] == 900
     tier = TierReport("memory", 7, 7000, 5, 1, 2, 3, 4, 5000, 600)
     samples[:] = [

@@ -47,6 +47,16 @@ def test_what_takes_a_restart_is_refused_by_name(changes: dict[str, Any], named:
         changed_config(ClusterConfig(), changes)
 
 
+def test_guesses_may_be_switched_on_and_changed_and_off() -> None:
+    guesses = {"method": "ngram", "num_speculative_tokens": 4}
+    config, changes = changed_config(ClusterConfig(), {"speculative_config": guesses})
+    assert config.speculative_config is not None
+    assert "speculative_config.method: none -> ngram" in changes
+    more, changes = changed_config(config, {"speculative_config": guesses | {"num_speculative_tokens": 6}})
+    assert changes == ("speculative_config.num_speculative_tokens: 4 -> 6",)
+    assert changed_config(more, {"speculative_config": None})[0] == ClusterConfig()
+
+
 def test_tiers_hold_the_kv_of_one_model() -> None:
     current = ClusterConfig.model_validate({"kv_offloading": {"memory_gib": 1.0}})
     with pytest.raises(InvalidRequestError, match="kv_offloading"):

@@ -65,6 +65,7 @@ def test_steps_go_to_the_smallest_graph_that_holds_them(small_model: Callable[[s
             [Chunk([1], 3, [5], SAMPLED, 1)],
             [Chunk([3], 21, [4, 9, 2], SAMPLED, 2), Chunk([6], 4, [5], None, 0)],
             [Chunk([i], 0, [20 + i], SAMPLED, 0) for i in range(3)],
+            [Chunk([3 + i], 22 + i, [4, 9, 2, 7], SAMPLED, 3 + i) for i in range(2)],
         ]
         for chunks in steps:
             batch = ForwardBatch.build(chunks, 8)
@@ -73,7 +74,8 @@ def test_steps_go_to_the_smallest_graph_that_holds_them(small_model: Callable[[s
             assert expected is not None
             assert relative_error(logits, expected.double()) < 1e-5
             assert torch.allclose(first.data, second.data, atol=1e-5)
-    assert recorder.replayed == [2, 1], "prompts, steps that do not sample everywhere and large ones are launched one by one"
+    told = "prompts, steps that do not sample everywhere and large ones are launched one by one; a token and its draft are not"
+    assert recorder.replayed == [2, 1, 2], told
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

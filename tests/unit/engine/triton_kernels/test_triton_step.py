@@ -124,3 +124,27 @@ def test_a_batch_arrives_as_it_is(spans: list[tuple[int, int]], spare: int, wide
     for part in (sent.positions_T, sent.slots_T, sent.tiles_P4, sent.lengths_R):
         assert part.data_ptr() % 16 == sent.token_ids_T.data_ptr() % 16
     assert sent.longer_tables_CW.shape[1] % 4 == sent.single_tables_RW.shape[1] % 4 == 0
+
+
+@CPU_ONLY
+def test_drafts_of_a_stream_are_rows_of_answers(small_model: Callable[[str], Any]) -> None:
+    """Rows of one step that follow each other in a sequence, as guessed tokens do, against a step for each of them."""
+    facts = small_model("llama").facts
+    weights = load_weights(facts, WeightFormat(torch.float32, "none", library=None))
+    others = [chunk for chunk in mixed_chunks() if len(chunk.token_ids) == 1 and chunk.sampling is not None]
+    drafted = [Chunk([5 + i], 90 + i, range(60, 80), SAMPLED, 0) for i in range(4)]
+    logits = []
+    with torch.inference_mode():
+        for steps in ([drafted + others], [[chunk] for chunk in drafted + others]):
+            pool = a_pool(facts, seed=4)
+            found: dict[int, torch.Tensor] = {}
+            decoder = Decoder(facts, weights, lambda *step: TritonStep.of(facts, *step), ALONE)
+            for chunks in steps:
+                batch = ForwardBatch.build(chunks, pool.block_size)
+                rows = decoder.forward(batch, pool, None)
+                assert rows is not None
+                found |= {chunks[i].start: row for i, row in zip(batch.sampled_chunks, rows, strict=True)}
+            logits.append(found)
+    together, alone = logits
+    assert together.keys() == alone.keys()
+    assert all(relative_error(together[start], alone[start].double()) < 1e-5 for start in alone)

@@ -30,6 +30,7 @@ INFO = AnswerInfo(
     include_usage=False,
     continuous_usage=False,
     include_times=False,
+    include_predictions=False,
 )
 
 

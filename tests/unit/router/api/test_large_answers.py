@@ -41,6 +41,7 @@ INFO = AnswerInfo(
     include_usage=False,
     continuous_usage=False,
     include_times=False,
+    include_predictions=False,
 )
 TOKEN = TokenText("w\u00e4\u2028", (119, 195, 164))
 ENTRY = TextLogprobs(TextLogprob(TOKEN, -0.5), tuple(TextLogprob(TOKEN, -1.0 - index) for index in range(NUM_TOP)))

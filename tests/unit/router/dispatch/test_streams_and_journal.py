@@ -9,7 +9,7 @@ import pytest
 from protocol.errors import KvTransferError, WorkerLostError
 from protocol.messages import Failed, StreamOutput
 from protocol.sampling import FinishReason, SamplingParams
-from router.dispatch.journal import Arrival, Journal, Tokens
+from router.dispatch.journal import Arrival, Guesses, Journal, Tokens
 from router.dispatch.streams import TokenStream
 
 ARRIVAL = Arrival(5.0, 0.01)
@@ -30,6 +30,23 @@ def test_queued_outputs_come_in_one_piece_and_before_the_error() -> None:
         assert stream.ended
         with pytest.raises(WorkerLostError, match="gone"):
             await stream.take()
+
+    asyncio.run(main())
+
+
+def test_guesses_are_counted_with_the_tokens_that_they_became() -> None:
+    async def main() -> None:
+        stream = TokenStream()
+        stream.put(StreamOutput(1, (1, 2, 3), (), None, None, drafts=4), ARRIVAL)
+        assert (await stream.take()).guesses == Guesses(drafts=4, right=2)
+        for drafted in (
+            StreamOutput(1, (4,), (), None, None, drafts=3),
+            output(5),
+            StreamOutput(1, (6, 7), (), None, None, None, 1),
+        ):
+            stream.put(drafted, ARRIVAL)
+        taken = await stream.take()
+        assert (taken.token_ids, taken.guesses) == ((4, 5, 6, 7), Guesses(drafts=4, right=1))
 
     asyncio.run(main())
 

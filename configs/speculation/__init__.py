@@ -1,0 +1,1 @@
+"""How decode workers guess tokens, as far as it is configured."""

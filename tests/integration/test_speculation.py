@@ -1,0 +1,197 @@
+"""Guessed tokens over HTTP, in the default format: with and without them every answer is the same, bit for bit.
+
+Prompts lead to copies, so that many guesses are right; sampled answers make many wrong. What counts as the same is the whole
+answer but for its id and time: text, token ids, logprobs, finish reason, calls of tools, and the usage.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from loadtest.copying.tasks import copying_prompts, packaged
+
+pytestmark = pytest.mark.slow
+
+CONFIG = json.dumps({"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 5})
+PROMPTS = copying_prompts(9, packaged("prose"), np.random.default_rng(5))
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 30}, "age": {"type": "integer", "maximum": 120}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+TOOLS = [{"type": "function", "function": {"name": "note", "parameters": PERSON}}]
+Request = tuple[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def guessing(serve: Callable[..., Any]) -> Any:
+    """1 prefill + 2 decode workers in the default format."""
+    served = serve("--speculative-config", CONFIG, "--decode", "2")
+    served.wait_ready()
+    return served
+
+
+def complete(prompt: str, **fields: Any) -> Request:
+    body = {"model": "smollm2", "prompt": prompt, "max_tokens": 80, "seed": 3, "return_token_ids": True, **fields}
+    return "/v1/completions", body
+
+
+def chat(text: str, **fields: Any) -> Request:
+    messages = [{"role": "user", "content": text}]
+    body = {"model": "smollm2", "messages": messages, "max_tokens": 120, "seed": 3, "return_token_ids": True, **fields}
+    return "/v1/chat/completions", body
+
+
+def requests_of_every_kind() -> list[Request]:
+    schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+    found = [complete(prompt, temperature=0, ignore_eos=True) for prompt in PROMPTS]
+    found += [complete(prompt, temperature=0.7, seed=number) for number, prompt in enumerate(PROMPTS[:3])]
+    found += [complete(PROMPTS[0], temperature=0.3, n=3, logprobs=2)]
+    found += [complete(PROMPTS[2], temperature=0, logprobs=5, min_tokens=20)]
+    found += [complete(PROMPTS[3], temperature=0, repetition_penalty=1.05, presence_penalty=0.2, frequency_penalty=0.1)]
+    found += [complete(PROMPTS[5], temperature=0.4, top_k=20, top_p=0.9, min_p=0.01, logit_bias={"30": 2})]
+    found += [complete(prompt, temperature=0, stop=[" I ", "\n\n"]) for prompt in PROMPTS[:4]]
+    found += [complete(PROMPTS[0], temperature=0, echo=True, logprobs=1, max_tokens=30)]
+    about = 'Say it as JSON: {"name": "Ada Lovelace", "age": 36}. Once more: {"name": "Ada Lovelace", "age": 36}.'
+    found += [chat(about, temperature=0, response_format=schema), chat(about, temperature=1, response_format=schema)]
+    found += [chat(about, temperature=0.5, tools=TOOLS, tool_choice="required", logprobs=True, top_logprobs=2)]
+    found += [chat(about, temperature=0, response_format={"type": "json_object"}, n=2)]
+    return found
+
+
+def plain(request: Request) -> Request:
+    path, body = request
+    return path, body | {"speculative_decoding": False}
+
+
+def ask(url: str, request: Request) -> dict[str, Any]:
+    path, body = request
+    answer = httpx.post(url + path, json=body | {"cache_salt": os.urandom(8).hex()}, timeout=300)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    for call in [call for choice in found["choices"] for call in choice.get("message", {}).get("tool_calls", ())]:
+        del call["id"]
+    return {name: value for name, value in found.items() if name not in ("id", "created")}
+
+
+def all_at_once(url: str, requests: list[Request]) -> list[dict[str, Any]]:
+    with ThreadPoolExecutor(len(requests)) as threads:
+        return list(threads.map(lambda request: ask(url, request), requests))
+
+
+def counted(served: Any, name: str) -> float:
+    lines = served.ask("GET", "/metrics").text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((name + "{", name + " ")))
+
+
+@pytest.fixture(scope="module")
+def expected(guessing: Any) -> list[dict[str, Any]]:
+    """What is said without guesses. That none are made is looked at, too."""
+    found = all_at_once(guessing.url, [plain(request) for request in requests_of_every_kind()])
+    assert counted(guessing, "tandem:spec_decode_num_draft_tokens_total") == 0
+    return found
+
+
+def test_every_answer_is_the_same(guessing: Any, expected: list[dict[str, Any]]) -> None:
+    requests = requests_of_every_kind()
+    for answers in ([ask(guessing.url, request) for request in requests], all_at_once(guessing.url, requests)):
+        for request, answer, alone in zip(requests, answers, expected, strict=True):
+            assert answer == alone, request
+    guessing.until(lambda: counted(guessing, "tandem:spec_decode_num_accepted_tokens_total") > 300, 20)
+    drafts = counted(guessing, "tandem:spec_decode_num_draft_tokens_total")
+    assert drafts >= counted(guessing, "tandem:spec_decode_num_accepted_tokens_total")
+    rows = [worker for worker in guessing.workers() if worker["role"] == "decode"]
+    assert sum(worker["draft_tokens"] for worker in rows) == drafts
+    told = guessing.command("status").stdout
+    assert "guessed tokens were right" in told
+
+
+def test_streams_say_the_same_in_fewer_events(guessing: Any, expected: list[dict[str, Any]]) -> None:
+    path, body = requests_of_every_kind()[0]
+    wanted = {"stream": True, "include_predictions": True, "stream_options": {"include_usage": True}}
+    token_ids: list[int] = []
+    usage: dict[str, Any] = {}
+    text, events = "", 0
+    with httpx.stream("POST", guessing.url + path, json=body | wanted, timeout=120) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                usage = event.get("usage") or usage
+                for choice in event["choices"]:
+                    token_ids += choice["token_ids"]
+                    text += choice["text"]
+                    events += 1
+    [choice] = expected[0]["choices"]
+    assert (text, token_ids) == (choice["text"], choice["token_ids"])
+    assert events < len(token_ids)
+    details = usage["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] > 20
+    assert details["rejected_prediction_tokens"] >= 0
+    assert usage["completion_tokens"] == len(token_ids)
+
+
+def test_usage_tells_who_asks(guessing: Any) -> None:
+    path, body = complete(PROMPTS[0], temperature=0, ignore_eos=True)
+    asked = ask(guessing.url, (path, body | {"include_predictions": True}))["usage"]["completion_tokens_details"]
+    assert asked["accepted_prediction_tokens"] > 20
+    without = ask(guessing.url, plain((path, body | {"include_predictions": True})))["usage"]["completion_tokens_details"]
+    assert without == {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+    assert "completion_tokens_details" not in ask(guessing.url, (path, body))["usage"]
+
+
+def test_kills_and_drains_change_nothing(guessing: Any, expected: list[dict[str, Any]]) -> None:
+    """All at once, again and again, while a decode worker is killed and the other one is drained."""
+    requests = requests_of_every_kind()
+    resumed = counted(guessing, "tandem:resumed_streams_total")
+
+    def decodes() -> list[dict[str, Any]]:
+        return [worker for worker in guessing.workers() if worker["role"] == "decode"]
+
+    with ThreadPoolExecutor(len(requests)) as threads:
+        answers: list[Future[dict[str, Any]]] = []
+
+        def send() -> None:
+            answers.extend(threads.submit(ask, guessing.url, request) for request in requests)
+
+        send()
+        guessing.until(lambda: sum((worker["running"] or 0) > 3 for worker in decodes()) == 2, 60)
+        victim, other = sorted(decodes(), key=lambda worker: worker["worker_id"])
+        os.kill(victim["pid"], signal.SIGKILL)
+        guessing.until(lambda: counted(guessing, "tandem:resumed_streams_total") > resumed, 60)
+        guessing.until(lambda: guessing.settled(1, 2), 120)
+        send()
+        guessing.until(lambda: (guessing.worker(other["worker_id"])["running"] or 0) > 3, 60)
+        drained = guessing.ask("POST", "/admin/drain", json={"worker": other["worker_id"], "restart": True})
+        assert drained.status_code == 200, drained.text
+        found = [answer.result(300) for answer in answers]
+    for number, answer in enumerate(found):
+        request, alone = requests[number % len(requests)], expected[number % len(requests)]
+        assert answer["choices"] == alone["choices"], request
+    guessing.until(lambda: guessing.settled(1, 2), 120)
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ("{", "should be JSON"),
+        ('{"method": "eagle", "num_speculative_tokens": 4}', "eagle is not built; methods are ngram"),
+        ('{"method": "ngram"}', "num_speculative_tokens"),
+        ('{"method": "ngram", "num_speculative_tokens": 4, "draft_tensor_parallel_size": 1}', "draft_tensor_parallel_size"),
+    ],
+)
+def test_what_is_refused_at_the_start(launch: Callable[..., Any], config: str, told: str) -> None:
+    served = launch("--speculative-config", config)
+    served.process.wait(60)
+    assert served.process.returncode == 2
+    assert told in served.said()
+    assert "Traceback" not in served.said()
