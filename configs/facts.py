@@ -66,6 +66,18 @@ class ModelFacts:
     weight_files: tuple[Path, ...]
 
 
+KV_SCALE_BYTES = 2
+"""Of the scale of one token's K or V in one head, where these are quantized."""
+
+
+def kv_head_bytes(head_dim: int, number_bytes: int, *, quantized: bool) -> int:
+    """Return the bytes that one token's K, or V, takes of the pool in one head.
+
+    Quantized they are a byte for each number, and their scale; else numbers of `number_bytes`.
+    """
+    return head_dim + KV_SCALE_BYTES if quantized else head_dim * number_bytes
+
+
 @dataclass(frozen=True)
 class TokenizerFacts:
     """What builds the model's tokenizer. Exactly one of `byte_level_bpe` and `tokenizer_json` is set."""

@@ -207,6 +207,18 @@ def _on_gpus(config: ClusterConfig) -> list[tuple[str, str]]:
     return []
 
 
+def _kv_format(config: ClusterConfig) -> list[tuple[str, str]]:
+    """What can't be of the format in which KV lies in the pools."""
+    if config.kv_cache_dtype == "auto":
+        return []
+    if config.engine == "paced":
+        return [("kv_cache_dtype", "paced workers hold no numbers, and their profile says how large KV is: leave it out")]
+    if config.kv_cache_dtype == "fp8":
+        return [("kv_cache_dtype", "fp8 is for GPUs, whose kernels do not read it yet: use auto, or int8 on processors")]
+    on_gpus = [role for role, pool in _pools(config) if config.device_of(pool) == "cuda"]
+    return [("kv_cache_dtype", f"int8 is for processors, and {role} workers compute on GPUs: use auto") for role in on_gpus[:1]]
+
+
 def _offloading(config: ClusterConfig) -> list[tuple[str, str]]:
     """What is wrong with the tiers."""
     found, wanted = [], config.kv_offloading
@@ -300,6 +312,7 @@ def _contradictions(config: ClusterConfig) -> list[tuple[str, str]]:
     if config.engine == "paced" and config.device == "cuda":
         found.append(("device", "cuda computes, and paced workers do not: leave it out"))
     found += _on_gpus(config)
+    found += _kv_format(config)
     found += _offloading(config)
     found += _usage(config)
     if DEFAULT_TIER not in config.tiers:

@@ -49,6 +49,7 @@ class ProfileKey(_Record):
     """That of `ModelFacts`: with it shapes, and the bits in which weights are stored, are the same."""
     dtype: str
     quantization: str
+    kv_cache_dtype: str = "auto"
     ranks: int = Field(ge=1)
     """Tensor-parallel size."""
     libraries: tuple[str, ...]

@@ -283,6 +283,12 @@ class ClusterConfig(_Section):
     auto: quantized weights of a GGUF file are used as they are. int8, int4: weights are rounded when they are loaded. none:
     only `dtype`.
     """
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
+    """How keys and values lie in the pools, and travel.
+
+    auto: as they are computed, in `dtype`. int8: a byte for each number, and a scale of 16 bits for each token and head, on
+    processors. fp8 is refused: it is for GPUs, whose kernels do not read it yet.
+    """
     max_model_len: Positive | None = None
     """Most tokens of prompt and answer together; None takes the model's own context."""
     block_size: Literal[8, 16, 32, 64] = 16

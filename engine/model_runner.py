@@ -42,11 +42,14 @@ log = logging.getLogger(__name__)
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceName = Literal["auto", "cpu", "cuda"]
+KvCacheDtype = Literal["auto", "int8", "fp8"]
 Forward = Callable[[ForwardBatch, Callable[[int], None] | None], Tensor | None]
 """A batch, and what to call after each layer, to logits: `Decoder.forward` with its pool."""
 Sample = Callable[[Tensor, Sequence[SampleRequest]], list[SampledToken]]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_QUANTIZED_KV = "int8"
+"""Name of the format of a quantized pool."""
 _NATIVE_BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16")
 """Processor features, as `torch.cpu.get_capabilities` names them, that multiply bfloat16 without emulation."""
 
@@ -87,6 +90,7 @@ class ModelRunner:
         shared_kv: bool = False,
         shared_weights: bool = False,
         quantization: Quantization = "auto",
+        kv_cache_dtype: KvCacheDtype = "auto",
         ranks: TensorParallel = ALONE,
         device: DeviceName = "cpu",
         gpu_memory_utilization: float = 0.9,
@@ -107,17 +111,21 @@ class ModelRunner:
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         check_tensor_parallel_size(facts, ranks.size, quantization, param="tensor_parallel_size")
+        _check_kv_format(kv_cache_dtype, device)
         own = rank_facts(facts, ranks.size)
         dtype_name = resolve_dtype(dtype, device)
         torch_dtype, torch_device = DTYPES[dtype_name], torch.device(device)
         if device == "cuda":
             check_shapes(own, torch_dtype)
             check_gpu(current_gpu(), own, torch_dtype, num_kv_tokens, gpu_memory_utilization)
-        library = _native_library(facts, dtype, quantization, ranks.size) if device == "cpu" else None
+        options = (dtype, quantization, kv_cache_dtype)
+        library = _native_library(facts, *options, ranks.size) if device == "cpu" else None
         with torch.inference_mode():
             format_ = WeightFormat(torch_dtype, quantization, library, torch_device)
             weights = load_weights(facts, format_, ranks.rank, ranks.size, shared=shared_weights)
-        arithmetic = own_arithmetic(own, weights, library, dtype_name, block_size, quantization, ranks.size)
+        arithmetic = own_arithmetic(
+            own, weights, library, dtype_name, block_size, quantization, ranks.size, kv_cache_dtype=kv_cache_dtype
+        )
         if device == "cuda":
             step_bytes = cls._try_on_gpu(own, weights, block_size, torch_dtype, largest_step, ranks)
             num_tokens = tokens_that_fit(own, torch_dtype, gpu_memory_utilization, step_bytes, num_kv_tokens)
@@ -130,6 +138,7 @@ class ModelRunner:
             kept_tokens=kept_kv_tokens,
             shared=shared_kv,
             device=torch_device,
+            quantized=kv_cache_dtype == "int8",
         )
         if device == "cuda":
             return cls.on_gpu(facts, weights, pool, dtype_name, arithmetic, largest_step.rows, ranks)
@@ -186,7 +195,7 @@ class ModelRunner:
         """What another worker's KV must look like to fit into this one's pool."""
         return KvLayout(
             model_hash=self.facts.model_hash,
-            dtype=self.dtype_name,
+            dtype=_QUANTIZED_KV if self.pool.quantized else self.dtype_name,
             num_layers=self.facts.num_layers,
             num_kv_heads=self.facts.num_kv_heads,
             head_dim=self.facts.head_dim,
@@ -231,6 +240,8 @@ def own_arithmetic(
     block_size: int,
     quantization: Quantization,
     num_ranks: int,
+    *,
+    kv_cache_dtype: KvCacheDtype = "auto",
 ) -> str:
     """Return the name of the arithmetic by which a rank computes with these weights, of these `facts`, after it was tried."""
     if weights.rope_frequencies.is_cuda:
@@ -238,10 +249,18 @@ def own_arithmetic(
     else:
         operators = "torch" if library is None else library.arithmetic
     with torch.inference_mode():
-        variation = what_varies(facts, weights, step_factory(facts, library), DTYPES[dtype_name], block_size)
+        variation = what_varies(
+            facts,
+            weights,
+            step_factory(facts, library),
+            DTYPES[dtype_name],
+            block_size,
+            quantized_kv=kv_cache_dtype == "int8",
+        )
     if variation is not None:
         log.info("answers may depend on what is computed with them, and how: %s", variation)
-    return arithmetic_name(operators, dtype_name, quantization, num_ranks, varies=variation is not None)
+    varies = variation is not None
+    return arithmetic_name(operators, dtype_name, quantization, num_ranks, kv_cache_dtype=kv_cache_dtype, varies=varies)
 
 
 def resolve_dtype(name: DtypeName, device: DeviceName = "cpu") -> str:
@@ -261,10 +280,14 @@ def resolve_dtype(name: DtypeName, device: DeviceName = "cpu") -> str:
     return name
 
 
-def _native_library(facts: ModelFacts, dtype: DtypeName, quantization: Quantization, num_ranks: int) -> NativeLibrary | None:
+def _native_library(
+    facts: ModelFacts, dtype: DtypeName, quantization: Quantization, kv_cache_dtype: KvCacheDtype, num_ranks: int
+) -> NativeLibrary | None:
     """The operators for as many threads as torch has. Products are computed as was measured here, if anything was."""
     threads = torch.get_num_threads()
-    key = profile_key(facts, dtype=dtype, quantization=quantization, ranks=num_ranks, threads=threads)
+    key = profile_key(
+        facts, dtype=dtype, quantization=quantization, kv_cache_dtype=kv_cache_dtype, ranks=num_ranks, threads=threads
+    )
     profile = read_profile(key)
     return NativeLibrary.load(threads, DTYPES[resolve_dtype(dtype)], () if profile is None else profile.products)
 
@@ -288,6 +311,14 @@ def _request(chunk: Chunk) -> SampleRequest:
     assert chunk.sampling is not None, "only chunks that sample have logits"
     allowed_V = None if chunk.constraint is None else chunk.constraint.allowed(chunk.sampling, chunk.num_generated)
     return SampleRequest(chunk.sampling, chunk.end, chunk.num_generated, chunk.history, allowed_V)
+
+
+def _check_kv_format(kv_cache_dtype: KvCacheDtype, device: DeviceName) -> None:
+    if kv_cache_dtype == "fp8":
+        problem = "fp8 is for GPUs, whose kernels do not read it yet: use auto, or int8 on processors"
+        raise ConfigError(problem, param="kv_cache_dtype")
+    if kv_cache_dtype == "int8" and device == "cuda":
+        raise ConfigError("int8 is for processors; on GPUs use auto", param="kv_cache_dtype")
 
 
 def _check_sizes(facts: ModelFacts) -> None:
