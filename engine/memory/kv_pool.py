@@ -34,7 +34,8 @@ def token_bytes(facts: ModelFacts, dtype: torch.dtype, *, quantized: bool = Fals
 class KVPool:
     """The keys and values of all blocks: `data` is [layers, 2 (K, V), blocks, block size, KV heads, head size].
 
-    Where they are `quantized`, a head is a byte for each of its numbers, and their scale (`engine.kernels.kv_cache`). Nobody who moves tokens or shares out heads needs to know.
+    Where they are `quantized`, a head is a byte for each of its numbers, and their scale (`engine.kernels.kv_cache`). Nobody
+    who moves tokens or shares out heads needs to know.
 
     Memory is touched only when it is written, or a little before (`engine.memory.populator`). A `shared` pool lies in a memfd,
     `memory_fd`, which other processes of this host can be given to read. `memory_fd` is None on other systems than Linux, and
