@@ -215,9 +215,7 @@ def test_a_token_does_not_see_what_comes_after_it(forced: Variant, bad: float, k
 
 @pytest.mark.parametrize("forced", HERE, indirect=True, ids=named)
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(9, 3, 64), (5, 1, 128), (8, 8, 64), (14, 2, 64)])
-def test_quantized_keys_and_values_are_read_for_what_they_stand_for(
-    forced: Variant, heads: int, kv_heads: int, size: int
-) -> None:
+def test_quantized_heads_are_read_for_what_they_stand_for(forced: Variant, heads: int, kv_heads: int, size: int) -> None:
     """Against float64, with heads whose numbers are of quite different sizes, and whatever lies behind the context."""
     torch.manual_seed(6)
     tokens, block_size = 200, 16
@@ -241,7 +239,7 @@ def test_quantized_keys_and_values_are_read_for_what_they_stand_for(
 
 @pytest.mark.parametrize("forced", HERE, indirect=True, ids=named)
 def test_the_pool_gets_the_bytes_that_torch_s_operators_make(forced: Variant) -> None:
-    """Of ordinary numbers, zeros, the smallest and the largest; what is no number makes the scale none, and its token's alone."""
+    """Of ordinary numbers, zeros, the smallest and the largest. What is no number makes its own head's scale none."""
     torch.manual_seed(7)
     for heads, kv_heads, size in ((9, 3, 64), (5, 1, 128)):
         qkv_TNH = torch.randn(60, heads + 2 * kv_heads, size).to(forced.dtype)
