@@ -75,7 +75,7 @@ def table(result: dict[str, Any]) -> str:
         )
     lines += [
         "",
-        f"A token takes {sizes['auto']:,} bytes in bfloat16, and in int8 {sizes['int8']:,}: {sizes['int8'] / sizes['auto']:.3f}.",
+        f"Bytes of a token: {sizes['auto']:,} in bfloat16, {sizes['int8']:,} in int8 ({sizes['int8'] / sizes['auto']:.3f}).",
         f"Load average before: {result['load_average_before']:.1f}.",
         f"Command: `python -m benchmarks.kv_formats --threads {threads}`",
     ]

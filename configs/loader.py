@@ -215,7 +215,7 @@ def _kv_format(config: ClusterConfig) -> list[tuple[str, str]]:
         return [("kv_cache_dtype", "paced workers hold no numbers, and their profile says how large KV is: leave it out")]
     if config.kv_cache_dtype == "fp8":
         return [("kv_cache_dtype", "fp8 is for GPUs, whose kernels do not read it yet: use auto, or int8 on processors")]
-    on_gpus = [role for role, pool in _pools(config) if config.device_of(pool) == "cuda"]
+    on_gpus = [role for role, pool in _pools(config) if config.device_of(pool) != "cpu"]
     return [("kv_cache_dtype", f"int8 is for processors, and {role} workers compute on GPUs: use auto") for role in on_gpus[:1]]
 
 
