@@ -18,11 +18,11 @@ import torch
 
 from benchmarks.lib.environment import operators, write_result
 from configs.arithmetic import ceil_div
-from configs.facts import ModelFacts
+from configs.facts import KvCacheDtype, ModelFacts
 from configs.models import resolve
 from engine.batch import Chunk
 from engine.memory.kv_pool import token_bytes
-from engine.model_runner import KvCacheDtype, ModelRunner
+from engine.model_runner import ModelRunner
 from protocol.sampling import SamplingParams
 
 FORMATS: tuple[KvCacheDtype, ...] = ("auto", "int8")
@@ -52,7 +52,7 @@ def main() -> None:
         "arithmetic": {each: runner.arithmetic for each, runner in runners.items()},
         "load_average_before": load_average,
         "seconds": seconds,
-        "token_bytes": {each: token_bytes(facts, torch.bfloat16, quantized=each == "int8") for each in FORMATS},
+        "token_bytes": {each: token_bytes(facts, torch.bfloat16, each) for each in FORMATS},
     }
     name = f"kv_formats_{operators()}" + (f"_{options.threads}_threads" if options.threads > 1 else "")
     write_result(name, result, table(result))

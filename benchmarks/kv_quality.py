@@ -23,10 +23,10 @@ from benchmarks.lib.environment import ROOT, write_result
 from benchmarks.lib.load import PROSE
 from benchmarks.quality import logprob_steps
 from configs.arithmetic import ceil_div
-from configs.facts import Model
+from configs.facts import KvCacheDtype, Model
 from configs.models import resolve
 from engine.batch import Chunk
-from engine.model_runner import KvCacheDtype, ModelRunner
+from engine.model_runner import ModelRunner
 from engine.native.library import NativeLibrary
 from protocol.sampling import SamplingParams
 from router.text.tokenizer import Tokenizer
@@ -35,13 +35,13 @@ PAGES = sorted((ROOT / "docs" / "contracts").glob("*.md"))
 TOKENS, STEP_ROWS = 8192, 512
 RANGES = {"1 to 1,024": slice(0, 1024), "7,169 to 8,192": slice(7168, 8192)}
 """Positions that are reported by themselves: so many tokens of context they have at most."""
-WAYS: dict[str, tuple[torch.dtype, bool]] = {
-    "float32": (torch.float32, False),
-    "float32, KV in int8": (torch.float32, True),
-    "bfloat16": (torch.bfloat16, False),
-    "bfloat16, KV in int8": (torch.bfloat16, True),
+WAYS: dict[str, tuple[torch.dtype, KvCacheDtype]] = {
+    "float32": (torch.float32, "auto"),
+    "float32, KV in int8": (torch.float32, "int8"),
+    "bfloat16": (torch.bfloat16, "auto"),
+    "bfloat16, KV in int8": (torch.bfloat16, "int8"),
 }
-"""The type that is computed in, and whether KV is quantized. The first one is what the others are compared with."""
+"""The type that is computed in, and the format of KV. The first one is what the others are compared with."""
 FORMATS: tuple[KvCacheDtype, ...] = ("auto", "int8")
 PASSAGES, PASSAGE_TOKENS, ANSWER_TOKENS = 24, 128, 96
 NEEDLES = {1000: 10, 4000: 5, 7500: 5}
@@ -106,9 +106,9 @@ def distributions(model: Model, token_ids: list[int]) -> dict[str, dict[str, dic
             "auto",
             STEP_ROWS,
             NativeLibrary.load(torch.get_num_threads(), dtype),
-            quantized_kv=quantized,
+            kv_cache_dtype=kv,
         )
-        for dtype, quantized in WAYS.values()
+        for dtype, kv in WAYS.values()
     ]
     for number, steps in enumerate(zip(*ways, strict=True)):
         for name, own_TV in zip(WAYS, steps, strict=True):

@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.lib.environment import write_result
 from benchmarks.lib.load import PROSE
 from configs.arithmetic import ceil_div
-from configs.facts import Model
+from configs.facts import KvCacheDtype, Model
 from configs.models import resolve
 from engine.batch import Chunk, ForwardBatch
 from engine.memory.kv_pool import KVPool
@@ -65,13 +65,13 @@ def logprob_steps(
     step_rows: int,
     library: NativeLibrary | None,
     *,
-    quantized_kv: bool = False,
+    kv_cache_dtype: KvCacheDtype = "auto",
 ) -> Iterator[Tensor]:
     """The same step by step."""
     weights = load_weights(model.facts, WeightFormat(dtype, quantization, library=library))
     decoder = Decoder(model.facts, weights, step_factory(model.facts, library), ALONE)
     num_blocks = ceil_div(len(token_ids), BLOCK_SIZE)
-    pool = KVPool.for_model(model.facts, num_blocks * BLOCK_SIZE, BLOCK_SIZE, dtype, quantized=quantized_kv)
+    pool = KVPool.for_model(model.facts, num_blocks * BLOCK_SIZE, BLOCK_SIZE, dtype, kv_cache_dtype=kv_cache_dtype)
     for start in range(0, len(token_ids), step_rows):
         chunk = Chunk(
             token_ids=token_ids[start : start + step_rows],

@@ -73,7 +73,7 @@ def worker_memory(config: ClusterConfig, pool: PoolConfig, facts: ModelFacts) ->
     if not computes_on_processor(config, pool):
         return WorkerMemory(kv_pool=0, weights=0, process=process)
     dtype_bytes = 2 if _computes_bfloat16(config) else 4
-    kv_head = kv_head_bytes(facts.head_dim, dtype_bytes, quantized=config.kv_cache_dtype == "int8")
+    kv_head = kv_head_bytes(facts.head_dim, dtype_bytes, config.kv_cache_dtype)
     kv_token = facts.num_layers * 2 * facts.num_kv_heads * kv_head
     weights = int(_num_weights(facts) * _weight_bytes(config, facts, dtype_bytes))
     return WorkerMemory(kv_pool=kv_token * pool.kv_cache_tokens, weights=weights, process=process)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Literal
 
 
 class Architecture(Enum):
@@ -66,16 +67,20 @@ class ModelFacts:
     weight_files: tuple[Path, ...]
 
 
+KvCacheDtype = Literal["auto", "int8", "fp8"]
+"""How keys and values lie in the pools (`configs.schema.ClusterConfig.kv_cache_dtype`)."""
 KV_SCALE_BYTES = 2
-"""Of the scale of one token's K or V in one head, where these are quantized."""
+"""Of the scale of one token's K or V in one head, in int8."""
 
 
-def kv_head_bytes(head_dim: int, number_bytes: int, *, quantized: bool) -> int:
+def kv_head_bytes(head_dim: int, number_bytes: int, kv_cache_dtype: KvCacheDtype) -> int:
     """Return the bytes that one token's K, or V, takes of the pool in one head.
 
-    Quantized they are a byte for each number, and their scale; else numbers of `number_bytes`.
+    With `auto` these are numbers of `number_bytes`; else a byte for each number, in int8 with a scale.
     """
-    return head_dim + KV_SCALE_BYTES if quantized else head_dim * number_bytes
+    if kv_cache_dtype == "auto":
+        return head_dim * number_bytes
+    return head_dim + (KV_SCALE_BYTES if kv_cache_dtype == "int8" else 0)
 
 
 @dataclass(frozen=True)

@@ -213,10 +213,13 @@ def _kv_format(config: ClusterConfig) -> list[tuple[str, str]]:
         return []
     if config.engine == "paced":
         return [("kv_cache_dtype", "paced workers hold no numbers, and their profile says how large KV is: leave it out")]
-    if config.kv_cache_dtype == "fp8":
-        return [("kv_cache_dtype", "fp8 is for GPUs, whose kernels do not read it yet: use auto, or int8 on processors")]
-    on_gpus = [role for role, pool in _pools(config) if config.device_of(pool) != "cpu"]
-    return [("kv_cache_dtype", f"int8 is for processors, and {role} workers compute on GPUs: use auto") for role in on_gpus[:1]]
+    for role, pool in _pools(config):
+        on_processor = config.device_of(pool) == "cpu"
+        if config.kv_cache_dtype == "int8" and not on_processor:
+            return [("kv_cache_dtype", f"int8 is for processors, and {role} workers compute on GPUs: use auto or fp8")]
+        if config.kv_cache_dtype == "fp8" and on_processor:
+            return [("kv_cache_dtype", f"fp8 is for GPUs, and {role} workers compute on processors: use auto or int8")]
+    return []
 
 
 def _offloading(config: ClusterConfig) -> list[tuple[str, str]]:

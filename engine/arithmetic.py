@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from configs.facts import KvCacheDtype
 from protocol.messages import VARIES
 
 
 def arithmetic_name(
-    operators: str, dtype: str, weights: str, num_ranks: int, *, kv_cache_dtype: str = "auto", varies: bool
+    operators: str, dtype: str, weights: str, num_ranks: int, *, kv_cache_dtype: KvCacheDtype = "auto", varies: bool
 ) -> str:
     """Return the name of an arithmetic, such as `fma bfloat16 auto` or `avx512_bf16-amd bfloat16 int8 kv-int8 tp2`.
 

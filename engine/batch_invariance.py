@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from configs.facts import ModelFacts
+from configs.facts import KvCacheDtype, ModelFacts
 from engine.batch import Chunk, ForwardBatch
 from engine.kernels.norm import rms_norm
 from engine.memory.kv_pool import KVPool
@@ -59,7 +59,7 @@ def what_varies(
     dtype: torch.dtype,
     block_size: int,
     *,
-    quantized_kv: bool = False,
+    kv_cache_dtype: KvCacheDtype = "auto",
 ) -> str | None:
     """Which operator gives a row other bits in company than alone, as a clause; None if every row keeps its bits.
 
@@ -70,7 +70,7 @@ def what_varies(
     product = product_that_varies(products_of(facts, weights, device), dtype, device)
     if product is not None:
         return product
-    return _Operators(facts, begin_step, weights.rope_frequencies, dtype, block_size, quantized_kv).that_varies()
+    return _Operators(facts, begin_step, weights.rope_frequencies, dtype, block_size, kv_cache_dtype).that_varies()
 
 
 def product_that_varies(products: Sequence[Product], dtype: torch.dtype, device: torch.device = _CPU) -> str | None:
@@ -120,7 +120,7 @@ class _Operators:
         frequencies: Tensor,
         dtype: torch.dtype,
         block_size: int,
-        quantized_kv: bool,
+        kv_cache_dtype: KvCacheDtype,
     ) -> None:
         self._facts = facts
         self._begin_step = begin_step
@@ -130,7 +130,7 @@ class _Operators:
         num_blocks = sum(len(chunk.block_table) for chunk in self._chunks)
         one_layer, num_tokens = replace(facts, num_layers=1), num_blocks * block_size
         self._pool = KVPool.for_model(
-            one_layer, num_tokens, block_size, dtype, device=frequencies.device, quantized=quantized_kv
+            one_layer, num_tokens, block_size, dtype, device=frequencies.device, kv_cache_dtype=kv_cache_dtype
         )
         generator = torch.Generator().manual_seed(1)
         self._pool.fill_randomly(generator)

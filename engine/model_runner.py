@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from configs.facts import ModelFacts
+from configs.facts import KvCacheDtype, ModelFacts
 from configs.profiles import read_profile
 from configs.sharding import check_tensor_parallel_size, rank_facts
 from engine.arithmetic import arithmetic_name
@@ -23,7 +23,7 @@ from engine.batch_invariance import what_varies
 from engine.gpu_checks import check_gpu, check_shapes, current_gpu, tokens_that_fit
 from engine.gpu_memory import peak_bytes
 from engine.gpu_trial import SOME_STEP, LargestStep, trial_steps
-from engine.memory.kv_pool import LAYOUT_VERSION, KVPool
+from engine.memory.kv_pool import LAYOUT_VERSION, KVPool, token_bytes
 from engine.memory.populator import Populator
 from engine.models.decoder import Decoder, DecoderWeights
 from engine.models.packing import Quantization, WeightFormat
@@ -42,14 +42,11 @@ log = logging.getLogger(__name__)
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceName = Literal["auto", "cpu", "cuda"]
-KvCacheDtype = Literal["auto", "int8", "fp8"]
 Forward = Callable[[ForwardBatch, Callable[[int], None] | None], Tensor | None]
 """A batch, and what to call after each layer, to logits: `Decoder.forward` with its pool."""
 Sample = Callable[[Tensor, Sequence[SampleRequest]], list[SampledToken]]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_QUANTIZED_KV = "int8"
-"""Name of the format of a quantized pool."""
 _NATIVE_BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16")
 """Processor features, as `torch.cpu.get_capabilities` names them, that multiply bfloat16 without emulation."""
 
@@ -117,7 +114,7 @@ class ModelRunner:
         torch_dtype, torch_device = DTYPES[dtype_name], torch.device(device)
         if device == "cuda":
             check_shapes(own, torch_dtype)
-            check_gpu(current_gpu(), own, torch_dtype, num_kv_tokens, gpu_memory_utilization)
+            check_gpu(current_gpu(), own, torch_dtype, num_kv_tokens, gpu_memory_utilization, kv_cache_dtype)
         options = (dtype, quantization, kv_cache_dtype)
         library = _native_library(facts, *options, ranks.size) if device == "cpu" else None
         with torch.inference_mode():
@@ -127,8 +124,9 @@ class ModelRunner:
             own, weights, library, dtype_name, block_size, quantization, ranks.size, kv_cache_dtype=kv_cache_dtype
         )
         if device == "cuda":
-            step_bytes = cls._try_on_gpu(own, weights, block_size, torch_dtype, largest_step, ranks)
-            num_tokens = tokens_that_fit(own, torch_dtype, gpu_memory_utilization, step_bytes, num_kv_tokens)
+            step_bytes = cls._try_on_gpu(own, weights, block_size, torch_dtype, kv_cache_dtype, largest_step, ranks)
+            token = token_bytes(own, torch_dtype, kv_cache_dtype)
+            num_tokens = tokens_that_fit(token, gpu_memory_utilization, step_bytes, num_kv_tokens)
             num_kv_tokens = ranks.least(num_tokens, torch_device)
         pool = KVPool.for_model(
             own,
@@ -138,7 +136,7 @@ class ModelRunner:
             kept_tokens=kept_kv_tokens,
             shared=shared_kv,
             device=torch_device,
-            quantized=kv_cache_dtype == "int8",
+            kv_cache_dtype=kv_cache_dtype,
         )
         if device == "cuda":
             return cls.on_gpu(facts, weights, pool, dtype_name, arithmetic, largest_step.rows, ranks)
@@ -175,6 +173,7 @@ class ModelRunner:
         weights: DecoderWeights,
         block_size: int,
         dtype: torch.dtype,
+        kv_cache_dtype: KvCacheDtype,
         largest: LargestStep,
         ranks: TensorParallel,
     ) -> int:
@@ -182,7 +181,8 @@ class ModelRunner:
         from engine.device_sampler import sample_on_device
 
         steps, num_tokens = trial_steps(largest, facts.max_model_len, block_size)
-        pool = KVPool.for_model(facts, num_tokens, block_size, dtype, device=torch.device("cuda"))
+        cuda = torch.device("cuda")
+        pool = KVPool.for_model(facts, num_tokens, block_size, dtype, device=cuda, kv_cache_dtype=kv_cache_dtype)
         decoder = Decoder(facts, weights, step_factory(facts, None), ranks)
         runner = cls(
             facts, lambda batch, on_layer: decoder.forward(batch, pool, on_layer), sample_on_device, pool, str(dtype), "trial"
@@ -195,7 +195,7 @@ class ModelRunner:
         """What another worker's KV must look like to fit into this one's pool."""
         return KvLayout(
             model_hash=self.facts.model_hash,
-            dtype=_QUANTIZED_KV if self.pool.quantized else self.dtype_name,
+            dtype=self.dtype_name if self.pool.kv_cache_dtype == "auto" else self.pool.kv_cache_dtype,
             num_layers=self.facts.num_layers,
             num_kv_heads=self.facts.num_kv_heads,
             head_dim=self.facts.head_dim,
@@ -255,7 +255,7 @@ def own_arithmetic(
             step_factory(facts, library),
             DTYPES[dtype_name],
             block_size,
-            quantized_kv=kv_cache_dtype == "int8",
+            kv_cache_dtype=kv_cache_dtype,
         )
     if variation is not None:
         log.info("answers may depend on what is computed with them, and how: %s", variation)
@@ -314,11 +314,10 @@ def _request(chunk: Chunk) -> SampleRequest:
 
 
 def _check_kv_format(kv_cache_dtype: KvCacheDtype, device: DeviceName) -> None:
-    if kv_cache_dtype == "fp8":
-        problem = "fp8 is for GPUs, whose kernels do not read it yet: use auto, or int8 on processors"
-        raise ConfigError(problem, param="kv_cache_dtype")
+    if kv_cache_dtype == "fp8" and device == "cpu":
+        raise ConfigError("fp8 is for GPUs: use auto or int8", param="kv_cache_dtype")
     if kv_cache_dtype == "int8" and device == "cuda":
-        raise ConfigError("int8 is for processors; on GPUs use auto", param="kv_cache_dtype")
+        raise ConfigError("int8 is for processors: use auto or fp8", param="kv_cache_dtype")
 
 
 def _check_sizes(facts: ModelFacts) -> None:

@@ -13,7 +13,7 @@ from configs.facts import ModelFacts
 from engine.batch import ForwardBatch
 from engine.kernels.activation import swiglu
 from engine.kernels.attention import decode_attention, prefill_attention
-from engine.kernels.kv_cache import dequantized, quantized_heads, store_kv
+from engine.kernels.kv_cache import numbers_of, store_kv, stored_heads
 from engine.kernels.norm import rms_norm
 from engine.kernels.rope import rotate, rotation
 from engine.memory.kv_pool import KVPool
@@ -69,15 +69,12 @@ class TorchStep:
         qkv_TNH = qkv_TA.view(qkv_TA.shape[0], heads + 2 * kv_heads, -1)
         qk_TNH, v_TKH = rotate(qkv_TNH[:, : heads + kv_heads], self._rotation), qkv_TNH[:, heads + kv_heads :]
         qkv_TNH[:, : heads + kv_heads] = qk_TNH
-        k_TKH, slots_2SKH = qk_TNH[:, heads:], self._pool.layer_slots(layer)
-        if self._pool.quantized:
+        k, v = (stored_heads(each_TKH, self._pool.kv_cache_dtype) for each_TKH in (qk_TNH[:, heads:], v_TKH))
+        store_kv(self._pool.layer_slots(layer), self._slots_T, k, v)
+        if self._pool.kv_cache_dtype != "auto":
             # The rows of this step see each other as later steps will.
-            k_bytes, v_bytes = quantized_heads(k_TKH), quantized_heads(v_TKH)
-            store_kv(slots_2SKH, self._slots_T, k_bytes, v_bytes)
-            qkv_TNH[:, heads:-kv_heads] = dequantized(k_bytes, qkv_TA.dtype)
-            qkv_TNH[:, -kv_heads:] = dequantized(v_bytes, qkv_TA.dtype)
-        else:
-            store_kv(slots_2SKH, self._slots_T, k_TKH, v_TKH)
+            qkv_TNH[:, heads:-kv_heads] = numbers_of(k, self._pool.kv_cache_dtype, qkv_TA.dtype)
+            qkv_TNH[:, -kv_heads:] = numbers_of(v, self._pool.kv_cache_dtype, qkv_TA.dtype)
 
     def attend(self, layer: int, qkv_TA: Tensor) -> Tensor:
         heads, kv_heads = self._num_heads, self._num_kv_heads

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from configs.facts import ModelFacts
+from configs.facts import KvCacheDtype, ModelFacts
 from configs.machine import cpu_quota, processor_features, processor_maker, processor_name
 from configs.profiles import ProfileKey
 from engine.native.files import FORCED
@@ -15,7 +15,7 @@ _FAMILIES = ("avx", "fma", "f16c", "amx")
 
 
 def profile_key(
-    facts: ModelFacts, *, dtype: str, quantization: str, kv_cache_dtype: str = "auto", ranks: int, threads: int
+    facts: ModelFacts, *, dtype: str, quantization: str, kv_cache_dtype: KvCacheDtype = "auto", ranks: int, threads: int
 ) -> ProfileKey:
     """Return the key on this machine. Types and `quantization` are as configured; `threads` are those of one rank.
 

@@ -19,11 +19,11 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from configs.facts import ModelFacts
+from configs.facts import KvCacheDtype, ModelFacts
 from configs.models import resolve
 from configs.profiles import MachineProfile, MeasuredProduct, ProfileKey, RowsChoice, read_or_measure
 from configs.sharding import rank_facts
-from engine.model_runner import DTYPES, DtypeName, KvCacheDtype, resolve_dtype
+from engine.model_runner import DTYPES, DtypeName, resolve_dtype
 from engine.models.packing import Quantization
 from engine.native.build import Built, load_alike
 from engine.native.library import NativeLibrary
@@ -112,7 +112,7 @@ def measure(facts: ModelFacts, key: ProfileKey, dtype: torch.dtype, alike: Seque
         measured = [measure_product(product, dtype, key.threads, alike) for product in products] if len(alike) > 1 else []
         library = NativeLibrary(alike[0], key.threads, dtype)
         library.prefer(measured, alike)
-        times = time_steps(rank_facts(facts, key.ranks), products, library, quantized_kv=key.kv_cache_dtype == "int8")
+        times = time_steps(rank_facts(facts, key.ranks), products, library, key.kv_cache_dtype)
     found = found.model_copy(update={"products": tuple(measured)})
     if times is None:
         return found

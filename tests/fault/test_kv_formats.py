@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.facts import ModelFacts
+from configs.facts import KvCacheDtype, ModelFacts
 from configs.schema import ClusterConfig
 from engine.batch import Chunk
 from engine.memory.kv_pool import KVPool, token_bytes
-from engine.model_runner import DtypeName, KvCacheDtype, ModelRunner
+from engine.model_runner import DtypeName, ModelRunner
 from kv_transfer.fingerprints.pushes import first_difference, push_fingerprints
 from kv_transfer.plan import cut
 from kv_transfer.pool_view import CpuPoolView
@@ -73,7 +73,7 @@ def test_a_handoff_moves_bytes_and_scales(wide_model: ModelFacts, alone: Referen
         async with run_two_workers(wide_model, CONFIG) as workers:
             router = await workers.router()
             assert await router.generate(prompt_of(length), greedy(12)) == alone(prompt_of(length), 12)
-            size = token_bytes(wide_model, torch.float32, quantized=True)
+            size = token_bytes(wide_model, torch.float32, kv_cache_dtype="int8")
             assert size == wide_model.num_layers * 2 * wide_model.num_kv_heads * (64 + 2)
             assert workers.network.bytes_sent == length * size
             await workers.until(workers.all_free)
@@ -83,7 +83,7 @@ def test_a_handoff_moves_bytes_and_scales(wide_model: ModelFacts, alone: Referen
 
 def test_a_token_takes_about_half(wide_model: ModelFacts) -> None:
     whole = token_bytes(wide_model, torch.bfloat16)
-    assert token_bytes(wide_model, torch.bfloat16, quantized=True) / whole == pytest.approx(66 / 128)
+    assert token_bytes(wide_model, torch.bfloat16, kv_cache_dtype="int8") / whole == pytest.approx(66 / 128)
 
 
 @pytest.mark.parametrize("ranks", [(1, 2), (2, 1), *slow([(2, 2), (4, 1)])])
@@ -166,7 +166,9 @@ def test_tiers_keep_bytes_and_scales(
 
 
 def quantized_pool() -> KVPool:
-    pool = KVPool(num_layers=2, num_blocks=4, block_size=8, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16, quantized=True)
+    pool = KVPool(
+        num_layers=2, num_blocks=4, block_size=8, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16, kv_cache_dtype="int8"
+    )
     pool.fill_randomly(torch.Generator().manual_seed(3))
     return pool
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from configs.facts import ModelFacts
+from configs.facts import KvCacheDtype, ModelFacts
 from decode_workers.worker import DecodeWorker
-from engine.model_runner import KvCacheDtype, ModelRunner
+from engine.model_runner import ModelRunner
 from engine.ranks.follower import Follower, Share
 from engine.ranks.gang import Gang
 from engine.ranks.tensor_parallel import TensorParallel

@@ -10,11 +10,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from configs.facts import ModelFacts
+from configs.facts import KvCacheDtype, ModelFacts
 from configs.schema import ClusterConfig, DecodeConfig, LimitsConfig, PrefillConfig
 from decode_workers.worker import DecodeWorker
 from engine.grammar import Grammars
-from engine.model_runner import KvCacheDtype, ModelRunner
+from engine.model_runner import ModelRunner
 from engine.ranks.first_rank import FirstRank
 from engine.ranks.gang import Gang
 from engine.runner import Runner

@@ -264,7 +264,7 @@ def test_a_pool_that_holds_no_whole_request_is_refused(facts: ModelFacts) -> Non
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"kv_cache_dtype": "fp8"}, "fp8 is for GPUs.*int8 on processors"),
+        ({"kv_cache_dtype": "fp8"}, "fp8 is for GPUs, and prefill workers compute on processors"),
         ({"kv_cache_dtype": "int8", "device": "cuda"}, "int8 is for processors, and prefill workers compute on GPUs"),
         ({"kv_cache_dtype": "int8", "decode.resources": {"GPU": 1.0}}, "int8 is for processors, and decode workers"),
         ({"kv_cache_dtype": "int8", "engine": "paced"}, "paced workers hold no numbers"),

@@ -17,12 +17,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from configs.facts import ModelFacts
+from configs.facts import KvCacheDtype, ModelFacts
 from engine.kernels.activation import swiglu
 from engine.kernels.kv_cache import dequantized, quantized_heads
 from engine.kernels.norm import rms_norm
 from engine.kernels.quantized import quantize
-from engine.model_runner import DtypeName, KvCacheDtype, ModelRunner
+from engine.model_runner import DtypeName, ModelRunner
 from engine.native import build
 from engine.native.files import FORCED
 from engine.native.instruction_sets import INSTRUCTION_SETS, InstructionSet, find_compiler

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from configs.facts import KvCacheDtype
 from engine.kernels.kv_cache import gather_tokens, quantized_heads, scatter_tokens, store_kv
 from engine.memory.kv_pool import KVPool, token_bytes
-from engine.model_runner import DeviceName, KvCacheDtype, ModelRunner
+from engine.model_runner import DeviceName, ModelRunner
 from protocol.errors import ConfigError
 from protocol.sampling import SamplingParams
 
@@ -67,10 +68,10 @@ def test_gathered_blocks_come_in_order_and_leave_the_pool_alone(small_model: Any
 def test_a_quantized_pool_gives_back_numbers(small_model: Any) -> None:
     """Close to what was written, by slot and by block; and it holds as many tokens in about a quarter of float32's memory."""
     facts = small_model("llama").facts
-    pool = KVPool.for_model(facts, 12 * 8, 8, torch.float32, quantized=True)
+    pool = KVPool.for_model(facts, 12 * 8, 8, torch.float32, kv_cache_dtype="int8")
     pool.fill_randomly(torch.Generator().manual_seed(0))
     assert pool.data.shape == (3, 2, 12, 8, 2, 16 + 2)
-    assert pool.data.nbytes == token_bytes(facts, torch.float32, quantized=True) * 12 * 8
+    assert pool.data.nbytes == token_bytes(facts, torch.float32, kv_cache_dtype="int8") * 12 * 8
     written_2TKH = torch.randn(2, 11, 2, 16)
     slots = torch.randperm(12 * 8)[:11]
     store_kv(pool.layer_slots(1), slots, *quantized_heads(written_2TKH))
