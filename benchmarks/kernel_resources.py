@@ -1,9 +1,9 @@
 """What the Triton kernels take of a GPU, compiled ahead of time on any machine: `python -m benchmarks.kernel_resources`.
 
 Every kernel is compiled for compute capabilities 8.0, 8.9 and 9.0 as it is launched for a model of Llama 8B's shape in
-bfloat16, attention in float32 too, with tensors on the meta device for the real ones. Then it is read with the cuobjdump of the
-Triton package: registers, bytes spilled to local memory, shared memory, and the instructions that tell whether copies are
-asynchronous and products take the matrix units.
+bfloat16, attention in float32 and over KV in fp8 too, with tensors on the meta device for the real ones. Then it is read with
+the cuobjdump of the Triton package: registers, bytes spilled to local memory, shared memory, and the instructions that tell
+whether copies are asynchronous and products take the matrix units.
 `--print` prints the figures as JSON and writes no file.
 """
 
@@ -43,6 +43,7 @@ LAYERS, HIDDEN, INNER = LLAMA_8B.num_layers, LLAMA_8B.hidden_size, LLAMA_8B.inte
 HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = LLAMA_8B.num_heads, LLAMA_8B.num_kv_heads, LLAMA_8B.head_dim, LLAMA_8B.vocab_size
 BLOCK_SIZE, NUM_BLOCKS = 16, 8192
 _TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+_TYPES[torch.float8_e4m3fn] = "*fp8e4nv"
 _INSTRUCTIONS = ("HGMMA", "HMMA", "UTMALDG", "LDGSTS", "LDG.E.128", "STG.E.128")
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -65,6 +66,8 @@ def launches(capability: int) -> Iterator[tuple[str, Launch]]:
     """Every kernel in the shapes of an 8B model: 64 sequences of up to 4,096 tokens decode, a chunk of 2,048 is prefilled."""
     yield from _attention("", torch.bfloat16)
     yield from _attention(" float32", torch.float32)
+    if capability >= 89:
+        yield from _attention(" fp8", torch.bfloat16, torch.float8_e4m3fn)
     yield from _products(_GPUS[capability])
     qkv_width, pool = (HEADS + 2 * KV_HEADS) * HEAD_DIM, _pool(torch.bfloat16)
     ids = _meta(64, dtype=torch.int32)
@@ -155,8 +158,9 @@ def _products(gpu: Multiprocessors) -> Iterator[tuple[str, Launch]]:
         yield f"wide product of {count} rows", product(x, vocabulary, None, _meta(count, VOCABULARY), gpu)
 
 
-def _attention(suffix: str, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
-    qkv_width, width, slots = (HEADS + 2 * KV_HEADS) * HEAD_DIM, 4096 // BLOCK_SIZE, _pool(dtype)[0]
+def _attention(suffix: str, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> Iterator[tuple[str, Launch]]:
+    """`kv_dtype` is that of the pool where it is another."""
+    qkv_width, width, slots = (HEADS + 2 * KV_HEADS) * HEAD_DIM, 4096 // BLOCK_SIZE, _pool(kv_dtype or dtype)[0]
     tables, lengths = _meta(64, width, dtype=torch.int32), _meta(64, dtype=torch.int32)
     qkv, out = _meta(64, qkv_width, dtype=dtype), _meta(64, HEADS, HEAD_DIM, dtype=dtype)
     decode = DecodeAttention(64, LLAMA_8B.max_model_len, HEADS, KV_HEADS, HEAD_DIM, dtype, torch.device("meta"))
@@ -167,6 +171,9 @@ def _attention(suffix: str, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
     qkv, out = _meta(2048, qkv_width, dtype=dtype), _meta(2048, HEADS, HEAD_DIM, dtype=dtype)
     tiles_P4 = _meta(*tiles.shape, dtype=torch.int32)
     yield f"prefill attention{suffix}", prefill_attention(qkv, slots, tables[:1], tiles_P4, BLOCK_SIZE, out)
+    if kv_dtype is not None:
+        angles = _meta(64, HEAD_DIM // 2, dtype=torch.float32)
+        yield f"rotate and store{suffix}", rotate_and_store(qkv[:64], angles, angles, lengths, slots, HEADS)
 
 
 def _pool(dtype: torch.dtype) -> Tensor:

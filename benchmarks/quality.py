@@ -7,6 +7,7 @@ every token's distribution is compared with that of float32. Rows per step decid
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from benchmarks.lib.environment import write_result
 from benchmarks.lib.load import PROSE
 from configs.arithmetic import ceil_div
-from configs.facts import Model
+from configs.facts import KvCacheDtype, Model
 from configs.models import resolve
 from engine.batch import Chunk, ForwardBatch
 from engine.memory.kv_pool import KVPool
@@ -53,11 +54,24 @@ def main() -> None:
 def logprobs(model: Model, token_ids: list[int], dtype: torch.dtype, quantization: Quantization, step_rows: int) -> Tensor:
     """The distribution after every token of the text, [T, V] in float32, computed `step_rows` tokens at a time."""
     library = NativeLibrary.load(torch.get_num_threads(), dtype) if dtype == torch.bfloat16 else None
+    return torch.cat(list(logprob_steps(model, token_ids, dtype, quantization, step_rows, library)))
+
+
+def logprob_steps(
+    model: Model,
+    token_ids: list[int],
+    dtype: torch.dtype,
+    quantization: Quantization,
+    step_rows: int,
+    library: NativeLibrary | None,
+    *,
+    kv_cache_dtype: KvCacheDtype = "auto",
+) -> Iterator[Tensor]:
+    """The same step by step."""
     weights = load_weights(model.facts, WeightFormat(dtype, quantization, library=library))
     decoder = Decoder(model.facts, weights, step_factory(model.facts, library), ALONE)
     num_blocks = ceil_div(len(token_ids), BLOCK_SIZE)
-    pool = KVPool.for_model(model.facts, num_blocks * BLOCK_SIZE, BLOCK_SIZE, dtype)
-    steps = []
+    pool = KVPool.for_model(model.facts, num_blocks * BLOCK_SIZE, BLOCK_SIZE, dtype, kv_cache_dtype=kv_cache_dtype)
     for start in range(0, len(token_ids), step_rows):
         chunk = Chunk(
             token_ids=token_ids[start : start + step_rows],
@@ -71,8 +85,7 @@ def logprobs(model: Model, token_ids: list[int], dtype: torch.dtype, quantizatio
         batch = replace(batch, sample_rows_S=last_first, sampled_chunks=(0,) * len(last_first))
         logits_SV = decoder.forward(batch, pool, None)
         assert logits_SV is not None
-        steps.append(torch.log_softmax(logits_SV.flip(0), dim=-1))
-    return torch.cat(steps)
+        yield torch.log_softmax(logits_SV.flip(0), dim=-1)
 
 
 def compare(logprobs_TV: Tensor, reference_TV: Tensor, token_ids: list[int]) -> dict[str, float]:

@@ -70,6 +70,7 @@ def measure(
         "--threads": threads,
         "--dtype": config.dtype,
         "--quantization": config.quantization,
+        "--kv-cache-dtype": config.kv_cache_dtype,
         "--ranks": pool_of(config, role).tensor_parallel_size,
     }
     words = [str(word) for option in options.items() for word in option] + (["--anew"] if anew else [])
@@ -145,4 +146,11 @@ def key_here(config: ClusterConfig, facts: ModelFacts, role: Role) -> ProfileKey
 
 def _key(config: ClusterConfig, facts: ModelFacts, role: Role, threads: int) -> ProfileKey:
     ranks = pool_of(config, role).tensor_parallel_size
-    return profile_key(facts, dtype=config.dtype, quantization=config.quantization, ranks=ranks, threads=threads)
+    return profile_key(
+        facts,
+        dtype=config.dtype,
+        quantization=config.quantization,
+        kv_cache_dtype=config.kv_cache_dtype,
+        ranks=ranks,
+        threads=threads,
+    )

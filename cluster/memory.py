@@ -1,6 +1,6 @@
 """How much of a node's memory a worker takes when its pool is full. Pure estimates, of what is largest.
 
-    KV pool      kv_cache_tokens x layers x 2 x KV heads x head size x bytes of a number
+    KV pool      kv_cache_tokens x layers x 2 x KV heads x bytes of a head (`configs.facts.kv_head_bytes`)
     weights      all matrices as they are multiplied; workers of one node share them, and each is counted
     process      Python, torch, buffers for transfers and steps, once for each rank
     memory tier  what all workers of a node share (`kv_offloading.memory_gib`)
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from configs.facts import ModelFacts, WeightFormat
+from configs.facts import ModelFacts, WeightFormat, kv_head_bytes
 from configs.machine import processor_features
 from configs.paced.profile import TOKEN_BYTES, load_paced_profile
 from configs.schema import ClusterConfig, PoolConfig
@@ -73,7 +73,8 @@ def worker_memory(config: ClusterConfig, pool: PoolConfig, facts: ModelFacts) ->
     if not computes_on_processor(config, pool):
         return WorkerMemory(kv_pool=0, weights=0, process=process)
     dtype_bytes = 2 if _computes_bfloat16(config) else 4
-    kv_token = facts.num_layers * 2 * facts.num_kv_heads * facts.head_dim * dtype_bytes
+    kv_head = kv_head_bytes(facts.head_dim, dtype_bytes, config.kv_cache_dtype)
+    kv_token = facts.num_layers * 2 * facts.num_kv_heads * kv_head
     weights = int(_num_weights(facts) * _weight_bytes(config, facts, dtype_bytes))
     return WorkerMemory(kv_pool=kv_token * pool.kv_cache_tokens, weights=weights, process=process)
 

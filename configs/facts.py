@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Literal
 
 
 class Architecture(Enum):
@@ -64,6 +65,22 @@ class ModelFacts:
     """sha256 over everything that decides the logits: two workers with equal hashes have equal weights."""
     weight_format: WeightFormat
     weight_files: tuple[Path, ...]
+
+
+KvCacheDtype = Literal["auto", "int8", "fp8"]
+"""How keys and values lie in the pools (`configs.schema.ClusterConfig.kv_cache_dtype`)."""
+KV_SCALE_BYTES = 2
+"""Of the scale of one token's K or V in one head, in int8."""
+
+
+def kv_head_bytes(head_dim: int, number_bytes: int, kv_cache_dtype: KvCacheDtype) -> int:
+    """Return the bytes that one token's K, or V, takes of the pool in one head.
+
+    With `auto` these are numbers of `number_bytes`; else a byte for each number, in int8 with a scale.
+    """
+    if kv_cache_dtype == "auto":
+        return head_dim * number_bytes
+    return head_dim + (KV_SCALE_BYTES if kv_cache_dtype == "int8" else 0)
 
 
 @dataclass(frozen=True)

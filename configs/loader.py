@@ -209,6 +209,21 @@ def _on_gpus(config: ClusterConfig) -> list[tuple[str, str]]:
     return []
 
 
+def _kv_format(config: ClusterConfig) -> list[tuple[str, str]]:
+    """What can't be of the format in which KV lies in the pools."""
+    if config.kv_cache_dtype == "auto":
+        return []
+    if config.engine == "paced":
+        return [("kv_cache_dtype", "paced workers hold no numbers, and their profile says how large KV is: leave it out")]
+    for role, pool in _pools(config):
+        on_processor = config.device_of(pool) == "cpu"
+        if config.kv_cache_dtype == "int8" and not on_processor:
+            return [("kv_cache_dtype", f"int8 is for processors, and {role} workers compute on GPUs: use auto or fp8")]
+        if config.kv_cache_dtype == "fp8" and on_processor:
+            return [("kv_cache_dtype", f"fp8 is for GPUs, and {role} workers compute on processors: use auto or int8")]
+    return []
+
+
 def _offloading(config: ClusterConfig) -> list[tuple[str, str]]:
     """What is wrong with the tiers."""
     found, wanted = [], config.kv_offloading
@@ -304,6 +319,7 @@ def _contradictions(config: ClusterConfig) -> list[tuple[str, str]]:
     if config.engine == "paced" and config.device == "cuda":
         found.append(("device", "cuda computes, and paced workers do not: leave it out"))
     found += _on_gpus(config)
+    found += _kv_format(config)
     found += _offloading(config)
     found += _usage(config)
     if DEFAULT_TIER not in config.tiers:

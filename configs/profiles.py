@@ -21,6 +21,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from configs.cache import cache_dir, exclusive, write_whole
+from configs.facts import KvCacheDtype
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class ProfileKey(_Record):
     """That of `ModelFacts`: with it shapes, and the bits in which weights are stored, are the same."""
     dtype: str
     quantization: str
+    kv_cache_dtype: KvCacheDtype = "auto"
     ranks: int = Field(ge=1)
     """Tensor-parallel size."""
     libraries: tuple[str, ...]

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from configs.autoscale import AutoscaleConfig, RoleName
+from configs.facts import KvCacheDtype
 from configs.paced.profile import DEFAULT_PROFILE, profile_name
 from configs.speculation.config import SpeculativeConfig, read_speculative
 
@@ -283,6 +284,12 @@ class ClusterConfig(_Section):
 
     auto: quantized weights of a GGUF file are used as they are. int8, int4: weights are rounded when they are loaded. none:
     only `dtype`.
+    """
+    kv_cache_dtype: KvCacheDtype = "auto"
+    """How keys and values lie in the pools, and travel.
+
+    auto: as they are computed, in `dtype`. int8, on processors: a byte for each number, and a scale of 16 bits for each token
+    and head. fp8, on GPUs: numbers of eight bits (E4M3) without a scale.
     """
     max_model_len: Positive | None = None
     """Most tokens of prompt and answer together; None takes the model's own context."""

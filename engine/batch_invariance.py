@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from configs.facts import ModelFacts
+from configs.facts import KvCacheDtype, ModelFacts
 from engine.batch import Chunk, ForwardBatch
 from engine.kernels.norm import rms_norm
 from engine.memory.kv_pool import KVPool
@@ -53,7 +53,13 @@ class Product:
 
 
 def what_varies(
-    facts: ModelFacts, weights: DecoderWeights, begin_step: StepFactory, dtype: torch.dtype, block_size: int
+    facts: ModelFacts,
+    weights: DecoderWeights,
+    begin_step: StepFactory,
+    dtype: torch.dtype,
+    block_size: int,
+    *,
+    kv_cache_dtype: KvCacheDtype = "auto",
 ) -> str | None:
     """Which operator gives a row other bits in company than alone, as a clause; None if every row keeps its bits.
 
@@ -64,7 +70,7 @@ def what_varies(
     product = product_that_varies(products_of(facts, weights, device), dtype, device)
     if product is not None:
         return product
-    return _Operators(facts, begin_step, weights.rope_frequencies, dtype, block_size).that_varies()
+    return _Operators(facts, begin_step, weights.rope_frequencies, dtype, block_size, kv_cache_dtype).that_varies()
 
 
 def product_that_varies(products: Sequence[Product], dtype: torch.dtype, device: torch.device = _CPU) -> str | None:
@@ -108,7 +114,13 @@ class _Operators:
     """Those between the products, on prompts and single tokens of one layer."""
 
     def __init__(
-        self, facts: ModelFacts, begin_step: StepFactory, frequencies: Tensor, dtype: torch.dtype, block_size: int
+        self,
+        facts: ModelFacts,
+        begin_step: StepFactory,
+        frequencies: Tensor,
+        dtype: torch.dtype,
+        block_size: int,
+        kv_cache_dtype: KvCacheDtype,
     ) -> None:
         self._facts = facts
         self._begin_step = begin_step
@@ -116,10 +128,12 @@ class _Operators:
         self._dtype = dtype
         self._chunks = _mixed_chunks(block_size, facts.max_model_len)
         num_blocks = sum(len(chunk.block_table) for chunk in self._chunks)
-        one_layer = replace(facts, num_layers=1)
-        self._pool = KVPool.for_model(one_layer, num_blocks * block_size, block_size, dtype, device=frequencies.device)
+        one_layer, num_tokens = replace(facts, num_layers=1), num_blocks * block_size
+        self._pool = KVPool.for_model(
+            one_layer, num_tokens, block_size, dtype, device=frequencies.device, kv_cache_dtype=kv_cache_dtype
+        )
         generator = torch.Generator().manual_seed(1)
-        self._pool.data.copy_(torch.randn(self._pool.data.shape, generator=generator))
+        self._pool.fill_randomly(generator)
         tokens = sum(len(chunk.token_ids) for chunk in self._chunks)
         qkv_width = (facts.num_heads + 2 * facts.num_kv_heads) * facts.head_dim
         widths = {"norm": facts.hidden_size, "attention": qkv_width, "activation": 2 * facts.intermediate_size}

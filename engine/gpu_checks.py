@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from configs.facts import ModelFacts
+from configs.facts import KvCacheDtype, ModelFacts
 from engine.gpu_memory import CONTEXT_BYTES, memory_now, pool_bytes
 from engine.memory.kv_pool import token_bytes
 from engine.models.parameters import layer_parameters, model_parameters
@@ -15,6 +15,8 @@ from protocol.errors import ConfigError
 
 OLDEST = (8, 0)
 """The lowest compute capability that the kernels are compiled for: Ampere, the first with bfloat16 in its matrix units."""
+OLDEST_FP8 = (8, 9)
+"""The same for KV in fp8: Ada, the first that converts such numbers."""
 NO_GPU = "there is no GPU that torch can use here"
 _ROW_BYTES = 16
 """A row of a product's factors takes whole multiples of them."""
@@ -38,7 +40,14 @@ def current_gpu() -> Gpu:
     return Gpu(properties.name, (properties.major, properties.minor), properties.total_memory)
 
 
-def check_gpu(gpu: Gpu, facts: ModelFacts, dtype: torch.dtype, num_kv_tokens: int, memory_share: float) -> None:
+def check_gpu(
+    gpu: Gpu,
+    facts: ModelFacts,
+    dtype: torch.dtype,
+    num_kv_tokens: int,
+    memory_share: float,
+    kv_cache_dtype: KvCacheDtype = "auto",
+) -> None:
     """Raise ConfigError, with what would do, if a worker can't run on this GPU.
 
     `memory_share` is the part of the GPU's memory that weights and a KV pool of `num_kv_tokens` may take.
@@ -47,7 +56,11 @@ def check_gpu(gpu: Gpu, facts: ModelFacts, dtype: torch.dtype, num_kv_tokens: in
         has, needed = (".".join(map(str, version)) for version in (gpu.capability, OLDEST))
         problem = f"this GPU ({gpu.name}, compute capability {has}) is too old: {needed} or newer is needed"
         raise ConfigError(f"{problem}; device: cpu computes on the processor", param="device")
-    weights, token = weight_bytes(facts, dtype), token_bytes(facts, dtype)
+    if kv_cache_dtype == "fp8" and gpu.capability < OLDEST_FP8:
+        has, needed = (".".join(map(str, version)) for version in (gpu.capability, OLDEST_FP8))
+        problem = f"fp8 needs a GPU of compute capability {needed} or newer, and this one ({gpu.name}) has {has}: use auto"
+        raise ConfigError(problem, param="kv_cache_dtype")
+    weights, token = weight_bytes(facts, dtype), token_bytes(facts, dtype, kv_cache_dtype)
     room = int(memory_share * gpu.total_bytes) - CONTEXT_BYTES
     if weights + num_kv_tokens * token <= room:
         return
@@ -61,13 +74,13 @@ def check_gpu(gpu: Gpu, facts: ModelFacts, dtype: torch.dtype, num_kv_tokens: in
     raise ConfigError(f"{problem}; kv_cache_tokens of at most {rounded:,} would", param="kv_cache_tokens")
 
 
-def tokens_that_fit(facts: ModelFacts, dtype: torch.dtype, memory_share: float, step_bytes: int, num_kv_tokens: int) -> int:
-    """Return how many tokens of KV the current GPU holds, within this share of it, beside what is there and steps of so many
-    bytes.
+def tokens_that_fit(token: int, memory_share: float, step_bytes: int, num_kv_tokens: int) -> int:
+    """Return how many tokens of KV, of `token` bytes each, the current GPU holds: within this share of it, beside what is there
+    and steps of so many bytes.
 
     Raises ConfigError, with what would do, if they are fewer than `num_kv_tokens`.
     """
-    room, token = pool_bytes(memory_now(), memory_share, step_bytes), token_bytes(facts, dtype)
+    room = pool_bytes(memory_now(), memory_share, step_bytes)
     check_pool(room, num_kv_tokens, token)
     return room // token
 

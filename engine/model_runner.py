@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from configs.facts import ModelFacts
+from configs.facts import KvCacheDtype, ModelFacts
 from configs.profiles import read_profile
 from configs.sharding import check_tensor_parallel_size, rank_facts
 from engine.arithmetic import arithmetic_name
@@ -23,7 +23,7 @@ from engine.batch_invariance import what_varies
 from engine.gpu_checks import check_gpu, check_shapes, current_gpu, tokens_that_fit
 from engine.gpu_memory import peak_bytes
 from engine.gpu_trial import SOME_STEP, LargestStep, trial_steps
-from engine.memory.kv_pool import LAYOUT_VERSION, KVPool
+from engine.memory.kv_pool import LAYOUT_VERSION, KVPool, token_bytes
 from engine.memory.populator import Populator
 from engine.models.decoder import Decoder, DecoderWeights
 from engine.models.packing import Quantization, WeightFormat
@@ -87,6 +87,7 @@ class ModelRunner:
         shared_kv: bool = False,
         shared_weights: bool = False,
         quantization: Quantization = "auto",
+        kv_cache_dtype: KvCacheDtype = "auto",
         ranks: TensorParallel = ALONE,
         device: DeviceName = "cpu",
         gpu_memory_utilization: float = 0.9,
@@ -107,20 +108,25 @@ class ModelRunner:
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         check_tensor_parallel_size(facts, ranks.size, quantization, param="tensor_parallel_size")
+        _check_kv_format(kv_cache_dtype, device)
         own = rank_facts(facts, ranks.size)
         dtype_name = resolve_dtype(dtype, device)
         torch_dtype, torch_device = DTYPES[dtype_name], torch.device(device)
         if device == "cuda":
             check_shapes(own, torch_dtype)
-            check_gpu(current_gpu(), own, torch_dtype, num_kv_tokens, gpu_memory_utilization)
-        library = _native_library(facts, dtype, quantization, ranks.size) if device == "cpu" else None
+            check_gpu(current_gpu(), own, torch_dtype, num_kv_tokens, gpu_memory_utilization, kv_cache_dtype)
+        options = (dtype, quantization, kv_cache_dtype)
+        library = _native_library(facts, *options, ranks.size) if device == "cpu" else None
         with torch.inference_mode():
             format_ = WeightFormat(torch_dtype, quantization, library, torch_device)
             weights = load_weights(facts, format_, ranks.rank, ranks.size, shared=shared_weights)
-        arithmetic = own_arithmetic(own, weights, library, dtype_name, block_size, quantization, ranks.size)
+        arithmetic = own_arithmetic(
+            own, weights, library, dtype_name, block_size, quantization, ranks.size, kv_cache_dtype=kv_cache_dtype
+        )
         if device == "cuda":
-            step_bytes = cls._try_on_gpu(own, weights, block_size, torch_dtype, largest_step, ranks)
-            num_tokens = tokens_that_fit(own, torch_dtype, gpu_memory_utilization, step_bytes, num_kv_tokens)
+            step_bytes = cls._try_on_gpu(own, weights, block_size, torch_dtype, kv_cache_dtype, largest_step, ranks)
+            token = token_bytes(own, torch_dtype, kv_cache_dtype)
+            num_tokens = tokens_that_fit(token, gpu_memory_utilization, step_bytes, num_kv_tokens)
             num_kv_tokens = ranks.least(num_tokens, torch_device)
         pool = KVPool.for_model(
             own,
@@ -130,6 +136,7 @@ class ModelRunner:
             kept_tokens=kept_kv_tokens,
             shared=shared_kv,
             device=torch_device,
+            kv_cache_dtype=kv_cache_dtype,
         )
         if device == "cuda":
             return cls.on_gpu(facts, weights, pool, dtype_name, arithmetic, largest_step.rows, ranks)
@@ -166,6 +173,7 @@ class ModelRunner:
         weights: DecoderWeights,
         block_size: int,
         dtype: torch.dtype,
+        kv_cache_dtype: KvCacheDtype,
         largest: LargestStep,
         ranks: TensorParallel,
     ) -> int:
@@ -173,7 +181,8 @@ class ModelRunner:
         from engine.device_sampler import sample_on_device
 
         steps, num_tokens = trial_steps(largest, facts.max_model_len, block_size)
-        pool = KVPool.for_model(facts, num_tokens, block_size, dtype, device=torch.device("cuda"))
+        cuda = torch.device("cuda")
+        pool = KVPool.for_model(facts, num_tokens, block_size, dtype, device=cuda, kv_cache_dtype=kv_cache_dtype)
         decoder = Decoder(facts, weights, step_factory(facts, None), ranks)
         runner = cls(
             facts, lambda batch, on_layer: decoder.forward(batch, pool, on_layer), sample_on_device, pool, str(dtype), "trial"
@@ -186,7 +195,7 @@ class ModelRunner:
         """What another worker's KV must look like to fit into this one's pool."""
         return KvLayout(
             model_hash=self.facts.model_hash,
-            dtype=self.dtype_name,
+            dtype=self.dtype_name if self.pool.kv_cache_dtype == "auto" else self.pool.kv_cache_dtype,
             num_layers=self.facts.num_layers,
             num_kv_heads=self.facts.num_kv_heads,
             head_dim=self.facts.head_dim,
@@ -232,6 +241,8 @@ def own_arithmetic(
     block_size: int,
     quantization: Quantization,
     num_ranks: int,
+    *,
+    kv_cache_dtype: KvCacheDtype = "auto",
 ) -> str:
     """Return the name of the arithmetic by which a rank computes with these weights, of these `facts`, after it was tried."""
     if weights.rope_frequencies.is_cuda:
@@ -239,10 +250,18 @@ def own_arithmetic(
     else:
         operators = "torch" if library is None else library.arithmetic
     with torch.inference_mode():
-        variation = what_varies(facts, weights, step_factory(facts, library), DTYPES[dtype_name], block_size)
+        variation = what_varies(
+            facts,
+            weights,
+            step_factory(facts, library),
+            DTYPES[dtype_name],
+            block_size,
+            kv_cache_dtype=kv_cache_dtype,
+        )
     if variation is not None:
         log.info("answers may depend on what is computed with them, and how: %s", variation)
-    return arithmetic_name(operators, dtype_name, quantization, num_ranks, varies=variation is not None)
+    varies = variation is not None
+    return arithmetic_name(operators, dtype_name, quantization, num_ranks, kv_cache_dtype=kv_cache_dtype, varies=varies)
 
 
 def resolve_dtype(name: DtypeName, device: DeviceName = "cpu") -> str:
@@ -262,10 +281,14 @@ def resolve_dtype(name: DtypeName, device: DeviceName = "cpu") -> str:
     return name
 
 
-def _native_library(facts: ModelFacts, dtype: DtypeName, quantization: Quantization, num_ranks: int) -> NativeLibrary | None:
+def _native_library(
+    facts: ModelFacts, dtype: DtypeName, quantization: Quantization, kv_cache_dtype: KvCacheDtype, num_ranks: int
+) -> NativeLibrary | None:
     """The operators for as many threads as torch has. Products are computed as was measured here, if anything was."""
     threads = torch.get_num_threads()
-    key = profile_key(facts, dtype=dtype, quantization=quantization, ranks=num_ranks, threads=threads)
+    key = profile_key(
+        facts, dtype=dtype, quantization=quantization, kv_cache_dtype=kv_cache_dtype, ranks=num_ranks, threads=threads
+    )
     profile = read_profile(key)
     return NativeLibrary.load(threads, DTYPES[resolve_dtype(dtype)], () if profile is None else profile.products)
 
@@ -289,6 +312,13 @@ def _request(chunk: Chunk) -> SampleRequest:
     assert chunk.sampling is not None, "only chunks that sample have logits"
     allowed_V = None if chunk.constraint is None else chunk.constraint.allowed(chunk.sampling, chunk.num_generated)
     return SampleRequest(chunk.sampling, chunk.end, chunk.num_generated, chunk.history, allowed_V)
+
+
+def _check_kv_format(kv_cache_dtype: KvCacheDtype, device: DeviceName) -> None:
+    if kv_cache_dtype == "fp8" and device == "cpu":
+        raise ConfigError("fp8 is for GPUs: use auto or int8", param="kv_cache_dtype")
+    if kv_cache_dtype == "int8" and device == "cuda":
+        raise ConfigError("int8 is for processors: use auto or fp8", param="kv_cache_dtype")
 
 
 def _check_sizes(facts: ModelFacts) -> None:

@@ -19,6 +19,7 @@ _FLAGS = (
     ConfigFlag("--threads", "prefill.threads", "decode.threads", help="Cores per worker; by default as workers share them."),
     ConfigFlag("--dtype", "dtype", help="auto, float32 or bfloat16."),
     ConfigFlag("--quantization", "quantization", help="auto (as the file is), none, int8 or int4."),
+    ConfigFlag("--kv-cache-dtype", "kv_cache_dtype", help="auto (as it is computed) or int8."),
     ConfigFlag("--colocated", "disaggregation", sets="never", help="Workers of a cluster of decode workers alone."),
 )
 

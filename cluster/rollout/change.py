@@ -16,9 +16,10 @@ from configs.schema import ClusterConfig
 from protocol.errors import ConfigError, InvalidRequestError
 from protocol.messages import Role
 
-_WEIGHTS = ("model", "dtype", "quantization")
+_FORMATS = ("model", "dtype", "quantization", "kv_cache_dtype")
+"""What decides what a token's KV is, and how it lies in the pools."""
 _GUESSES = "speculative_config"
-_OF_WORKERS = {*_WEIGHTS, "gpu_memory_utilization", "paced_profile", _GUESSES}
+_OF_WORKERS = {*_FORMATS, "gpu_memory_utilization", "paced_profile", _GUESSES}
 _OF_POOLS = {"kv_cache_tokens", "prefix_cache_tokens", "threads"}
 CHANGEABLE = (
     _OF_WORKERS
@@ -48,9 +49,9 @@ def changed_config(current: ClusterConfig, changes: Mapping[str, Any]) -> tuple[
         raise InvalidRequestError(problem, param="config")
     if not differing:
         raise InvalidRequestError("the configuration is the one that the workers have", param="config")
-    weights = [key for key in differing if key in _WEIGHTS]
-    if weights and current.kv_offloading.wanted:
-        problem = f"{weights[0]} can't change while the cluster runs: its tiers (kv_offloading) hold the KV of one model"
+    formats = [key for key in differing if key in _FORMATS]
+    if formats and current.kv_offloading.wanted:
+        problem = f"{formats[0]} can't change while the cluster runs: its tiers (kv_offloading) hold the KV of one model"
         raise InvalidRequestError(problem, param="config")
     return config, tuple(f"{key}: {_shown(former.get(key))} -> {_shown(after.get(key))}" for key in differing)
 

@@ -16,10 +16,8 @@ _MAX_DENSE_HEADS = 4
 """Where decoding in bfloat16 is faster by batched products: tokens gathered, key/value heads."""
 
 
-def prefill_attention(
-    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, slots_2SKH: Tensor, context_slots_L: Tensor | None
-) -> Tensor:
-    """Attention of one prompt's consecutive new tokens to each other and to its earlier tokens in the pool: [T, N, H].
+def prefill_attention(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, context_2LKH: Tensor | None) -> Tensor:
+    """Attention of one prompt's consecutive new tokens to each other and to its earlier tokens, `context_2LKH`: [T, N, H].
 
     A block of queries, the G heads of a group as rows of their own, is multiplied with all keys up to its last token;
     only the block's own square needs a mask. The scores have the dtype of q: in bfloat16 they are rounded before the
@@ -28,8 +26,8 @@ def prefill_attention(
     num_new, num_heads, head_dim = q_TNH.shape
     num_kv_heads = k_TKH.shape[1]
     group = num_heads // num_kv_heads
-    if context_slots_L is not None:
-        k_context, v_context = slots_2SKH.index_select(1, context_slots_L)
+    if context_2LKH is not None:
+        k_context, v_context = context_2LKH
         k_TKH, v_TKH = torch.cat((k_context, k_TKH)), torch.cat((v_context, v_TKH))
     keys_KHL, values_KLH = k_TKH.permute(1, 2, 0).contiguous(), v_TKH.transpose(0, 1).contiguous()
     scaled = (q_TNH * head_dim**-0.5).view(num_new, num_kv_heads, group, head_dim)

@@ -78,8 +78,8 @@ _AVX512 = InstructionSet(
 )
 _AVX512_BF16 = InstructionSet(
     name="avx512_bf16",
-    features=(*_AVX512.features, "avx512_bf16"),
-    options=(*_AVX512.options, "-mavx512bf16", "-mbmi", "-mbmi2", "-mlzcnt"),
+    features=(*_AVX512.features, "avx512_bf16", "avx512_vnni"),
+    options=(*_AVX512.options, "-mavx512bf16", "-mavx512vnni", "-mbmi", "-mbmi2", "-mlzcnt"),
     dtypes=("bfloat16",),
     builds_on=("avx512", "scalar"),
     makers=("amd",),  # Intel's need four times as long for one of these products as for one in float32, of half as many values

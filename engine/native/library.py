@@ -1,6 +1,7 @@
 """The native operators as functions on tensors: shapes are checked here, because C++ trusts its pointers.
 
-All tensors are contiguous, on the CPU, and of the library's type, bfloat16 or float32, unless another one is named. Shape
+All tensors are contiguous, on the CPU, and of the library's type, bfloat16 or float32, unless another one is named. A pool may
+be quantized: then it is of bytes (`engine.kernels.kv_cache`), and k is turned in place before it is stored. Shape
 suffixes as in `engine.kernels`; A is the width of a row that holds q, k and v: A = (N + 2 K) * H.
 """
 
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from configs.facts import KV_SCALE_BYTES
 from configs.profiles import MeasuredProduct
 from engine.kernels.quantized import GROUP
 from engine.native.build import Built, load_alike, load_library
@@ -30,6 +32,9 @@ SIGNATURES = {
     "rotate_and_store": (*[_POINTER] * 6, *[_INT] * 5),
     "decode_attention": (*[_POINTER] * 4, _INT, *[_POINTER] * 2, *[_INT] * 5, _FLOAT, _INT),
     "prefill_attention": (*[_POINTER] * 5, *[_INT] * 6, _FLOAT, _INT),
+    "rotate_and_store_int8": (*[_POINTER] * 6, *[_INT] * 5),
+    "decode_attention_int8": (*[_POINTER] * 4, _INT, *[_POINTER] * 2, *[_INT] * 5, _FLOAT, _INT),
+    "prefill_attention_int8": (*[_POINTER] * 5, *[_INT] * 6, _FLOAT, _INT),
     "swiglu": (*[_POINTER] * 2, *[_INT] * 3),
     "quantized_linear": (*[_POINTER] * 3, *[_INT] * 5),
     "dense_linear": (*[_POINTER] * 3, *[_INT] * 4),
@@ -113,14 +118,13 @@ class NativeLibrary:
         self, qkv_TA: Tensor, cos_TF: Tensor, sin_TF: Tensor, slots_T: Tensor, kv_2SKH: Tensor, num_heads: int
     ) -> None:
         """Turn q in place; turn k and write it and v into the pool's slots. cos, sin: float32 [T, H/2]; slots: int64."""
-        tokens, (kv_heads, size) = qkv_TA.shape[0], kv_2SKH.shape[2:]
+        tokens, kv_heads, size = qkv_TA.shape[0], kv_2SKH.shape[2], 2 * cos_TF.shape[1]
         assert qkv_TA.shape[1] == (num_heads + 2 * kv_heads) * size
-        assert size in HEAD_DIMS
-        _check(self.dtype, qkv_TA, kv_2SKH)
+        _check(self.dtype, qkv_TA)
         assert cos_TF.shape == sin_TF.shape == (tokens, size // 2)
         assert cos_TF.dtype == sin_TF.dtype == torch.float32
-        keys, values = _halves(kv_2SKH)
-        self._function("rotate_and_store")(
+        rotate_and_store, keys, values = self._reader("rotate_and_store", kv_2SKH, size)
+        rotate_and_store(
             qkv_TA.data_ptr(),
             cos_TF.data_ptr(),
             sin_TF.data_ptr(),
@@ -140,14 +144,13 @@ class NativeLibrary:
         """Attention of one row per sequence to the first `lengths_B` tokens of its blocks. Tables, lengths: int64."""
         sequences, num_heads, size = out_BNH.shape
         kv_heads = kv_2SKH.shape[2]
-        _check(self.dtype, qkv_BA, kv_2SKH, out_BNH)
-        assert size in HEAD_DIMS
+        _check(self.dtype, qkv_BA, out_BNH)
         assert qkv_BA.shape == (sequences, (num_heads + 2 * kv_heads) * size)
         assert tables_BW.shape[0] == lengths_B.shape[0] == sequences
         assert tables_BW.is_contiguous()
         assert tables_BW.dtype == lengths_B.dtype == torch.int64
-        keys, values = _halves(kv_2SKH)
-        self._function("decode_attention")(
+        attend, keys, values = self._reader("decode_attention", kv_2SKH, size)
+        attend(
             qkv_BA.data_ptr(),
             keys,
             values,
@@ -170,13 +173,12 @@ class NativeLibrary:
         """Causal attention of tokens [start, start + T) of one sequence, whose keys and values are all in the pool."""
         tokens, num_heads, size = out_TNH.shape
         kv_heads = kv_2SKH.shape[2]
-        _check(self.dtype, qkv_TA, kv_2SKH, out_TNH)
-        assert size in HEAD_DIMS
+        _check(self.dtype, qkv_TA, out_TNH)
         assert qkv_TA.shape == (tokens, (num_heads + 2 * kv_heads) * size)
         assert table_W.dtype == torch.int64
         assert table_W.shape[0] * block_size >= start + tokens
-        keys, values = _halves(kv_2SKH)
-        self._function("prefill_attention")(
+        attend, keys, values = self._reader("prefill_attention", kv_2SKH, size)
+        attend(
             qkv_TA.data_ptr(),
             keys,
             values,
@@ -246,6 +248,15 @@ class NativeLibrary:
         function: Callable[..., None] = getattr(self._functions, name + self._suffix)
         return function
 
+    def _reader(self, name: str, kv_2SKH: Tensor, size: int) -> tuple[Callable[..., None], int, int]:
+        """The function for a pool of heads of `size`, quantized or not, and where its keys and its values begin."""
+        assert size in HEAD_DIMS
+        quantized = kv_2SKH.dtype == torch.uint8
+        _check(torch.uint8 if quantized else self.dtype, kv_2SKH)
+        assert kv_2SKH.shape[3] == size + (KV_SCALE_BYTES if quantized else 0)
+        keys = kv_2SKH.data_ptr()
+        return self._function(name + "_int8" if quantized else name), keys, keys + kv_2SKH.nbytes // 2
+
     def _product(self, name: str, bits: int, inputs: int, outputs: int, rows: int) -> Callable[..., None]:
         """The function of the library that this product with so many rows is left to."""
         preferred = self._preferred.get((bits, inputs, outputs))
@@ -298,12 +309,6 @@ def _check_packed(packed: Tensor, outputs: int, inputs: int) -> None:
     assert inputs > 0
     assert inputs % GROUP == outputs % COLUMNS == 0
     assert packed.numel() == outputs * inputs
-
-
-def _halves(kv_2SKH: Tensor) -> tuple[int, int]:
-    """Addresses of the keys and of the values."""
-    keys = kv_2SKH.data_ptr()
-    return keys, keys + kv_2SKH.nbytes // 2
 
 
 def _check(dtype: torch.dtype, *tensors: Tensor) -> None:

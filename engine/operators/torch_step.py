@@ -13,7 +13,7 @@ from configs.facts import ModelFacts
 from engine.batch import ForwardBatch
 from engine.kernels.activation import swiglu
 from engine.kernels.attention import decode_attention, prefill_attention
-from engine.kernels.kv_cache import store_kv
+from engine.kernels.kv_cache import numbers_of, store_kv, stored_heads
 from engine.kernels.norm import rms_norm
 from engine.kernels.rope import rotate, rotation
 from engine.memory.kv_pool import KVPool
@@ -69,17 +69,21 @@ class TorchStep:
         qkv_TNH = qkv_TA.view(qkv_TA.shape[0], heads + 2 * kv_heads, -1)
         qk_TNH, v_TKH = rotate(qkv_TNH[:, : heads + kv_heads], self._rotation), qkv_TNH[:, heads + kv_heads :]
         qkv_TNH[:, : heads + kv_heads] = qk_TNH
-        store_kv(self._pool.layer_slots(layer), self._slots_T, qk_TNH[:, heads:], v_TKH)
+        k, v = (stored_heads(each_TKH, self._pool.kv_cache_dtype) for each_TKH in (qk_TNH[:, heads:], v_TKH))
+        store_kv(self._pool.layer_slots(layer), self._slots_T, k, v)
+        if self._pool.kv_cache_dtype != "auto":
+            # The rows of this step see each other as later steps will.
+            qkv_TNH[:, heads:-kv_heads] = numbers_of(k, self._pool.kv_cache_dtype, qkv_TA.dtype)
+            qkv_TNH[:, -kv_heads:] = numbers_of(v, self._pool.kv_cache_dtype, qkv_TA.dtype)
 
     def attend(self, layer: int, qkv_TA: Tensor) -> Tensor:
         heads, kv_heads = self._num_heads, self._num_kv_heads
         qkv_TNH = qkv_TA.view(qkv_TA.shape[0], heads + 2 * kv_heads, -1)
         q_TNH, k_TKH, v_TKH = qkv_TNH[:, :heads], qkv_TNH[:, heads:-kv_heads], qkv_TNH[:, -kv_heads:]
-        slots_2SKH = self._pool.layer_slots(layer)
-        outs = [
-            prefill_attention(q_TNH[span.rows], k_TKH[span.rows], v_TKH[span.rows], slots_2SKH, span.context_slots_L)
-            for span in self._prefills
-        ]
+        outs = []
+        for span in self._prefills:
+            context = None if span.context_slots_L is None else self._pool.read(layer, span.context_slots_L)
+            outs.append(prefill_attention(q_TNH[span.rows], k_TKH[span.rows], v_TKH[span.rows], context))
         for group in self._decodes:
             kv_2CKH = self._pool.gather(layer, group.blocks)
             # A weight of zero does not cancel a NaN that a former owner may have left.

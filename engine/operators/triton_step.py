@@ -64,17 +64,22 @@ class TritonStep:
         return self._normed_TD
 
     def store(self, layer: int, qkv_TA: Tensor) -> None:
-        slots_2SKH = self._pool.layer_slots(layer)
+        slots_2SKH = self._slots(layer)
         rotate_and_store(qkv_TA, self._cos_TF, self._sin_TF, self._batch.slots_T, slots_2SKH, self._num_heads).run()
 
     def attend(self, layer: int, qkv_TA: Tensor) -> Tensor:
-        for launch in self._attention(qkv_TA, self._pool.layer_slots(layer)):
+        for launch in self._attention(qkv_TA, self._slots(layer)):
             launch.run()
         return self._attended_TNH.flatten(1)
 
     def swiglu(self, gate_up_TI: Tensor) -> Tensor:
         swiglu(gate_up_TI, self._gated_TI).run()
         return self._gated_TI
+
+    def _slots(self, layer: int) -> Tensor:
+        """One layer of the pool, as numbers."""
+        slots_2SKH = self._pool.layer_slots(layer)
+        return slots_2SKH.view(torch.float8_e4m3fn) if self._pool.kv_cache_dtype == "fp8" else slots_2SKH
 
     def _attention(self, qkv_TA: Tensor, slots_2SKH: Tensor) -> Iterable[Launch]:
         batch, block_size, out_TNH = self._batch, self._pool.block_size, self._attended_TNH

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from configs.facts import ModelFacts
+from configs.facts import KvCacheDtype, ModelFacts
 from configs.machine import cpu_quota, processor_features, processor_maker, processor_name
 from configs.profiles import ProfileKey
 from engine.native.files import FORCED
@@ -14,8 +14,10 @@ _FAMILIES = ("avx", "fma", "f16c", "amx")
 """Beginnings of the names of features that the native operators use."""
 
 
-def profile_key(facts: ModelFacts, *, dtype: str, quantization: str, ranks: int, threads: int) -> ProfileKey:
-    """Return the key on this machine. `dtype` and `quantization` are as configured; `threads` are those of one rank.
+def profile_key(
+    facts: ModelFacts, *, dtype: str, quantization: str, kv_cache_dtype: KvCacheDtype = "auto", ranks: int, threads: int
+) -> ProfileKey:
+    """Return the key on this machine. Types and `quantization` are as configured; `threads` are those of one rank.
 
     Which libraries have been compiled does not matter: what was measured holds until somebody measures anew.
     """
@@ -29,6 +31,7 @@ def profile_key(facts: ModelFacts, *, dtype: str, quantization: str, ranks: int,
         model_hash=facts.model_hash,
         dtype=dtype,
         quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
         ranks=ranks,
         libraries=tuple(each.file_name for each in INSTRUCTION_SETS if forced in (None, each.name)),
     )

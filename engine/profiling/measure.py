@@ -1,6 +1,7 @@
 """Measures on this machine: by which library a model's products are fastest, and how long its steps take.
 
-    python -m engine.profiling.measure MODEL --threads N [--dtype D] [--quantization Q] [--ranks R] [--anew]
+    python -m engine.profiling.measure MODEL --threads N [--dtype D] [--quantization Q] [--kv-cache-dtype K] [--ranks R]
+        [--anew]
 
 A process of its own, so that whoever starts a cluster need not load torch. It writes the profile into the cache folder
 (`configs.profiles`), unless there is one. Everything is tried on made-up weights of the model's shapes, so it takes some
@@ -18,7 +19,7 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from configs.facts import ModelFacts
+from configs.facts import KvCacheDtype, ModelFacts
 from configs.models import resolve
 from configs.profiles import MachineProfile, MeasuredProduct, ProfileKey, RowsChoice, read_or_measure
 from configs.sharding import rank_facts
@@ -55,16 +56,30 @@ def main() -> None:
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantization", default="auto")
+    parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--anew", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     facts = resolve(options.model).facts
-    profile_here(facts, dtype=options.dtype, quantization=options.quantization, ranks=options.ranks, anew=options.anew)
+    profile_here(
+        facts,
+        dtype=options.dtype,
+        quantization=options.quantization,
+        kv_cache_dtype=options.kv_cache_dtype,
+        ranks=options.ranks,
+        anew=options.anew,
+    )
 
 
 def profile_here(
-    facts: ModelFacts, *, dtype: DtypeName, quantization: Quantization, ranks: int = 1, anew: bool = False
+    facts: ModelFacts,
+    *,
+    dtype: DtypeName,
+    quantization: Quantization,
+    kv_cache_dtype: KvCacheDtype = "auto",
+    ranks: int = 1,
+    anew: bool = False,
 ) -> tuple[MachineProfile, bool]:
     """Return the profile of this machine, for as many threads as torch has, and whether this process has measured it.
 
@@ -73,7 +88,14 @@ def profile_here(
     """
     torch_dtype = DTYPES[resolve_dtype(dtype)]
     alike = load_alike(torch_dtype, compile_missing=anew)  # before the key, which names the libraries at hand
-    key = profile_key(facts, dtype=dtype, quantization=quantization, ranks=ranks, threads=torch.get_num_threads())
+    key = profile_key(
+        facts,
+        dtype=dtype,
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
+        ranks=ranks,
+        threads=torch.get_num_threads(),
+    )
     return read_or_measure(key, lambda: measure(facts, key, torch_dtype, alike), anew=anew)
 
 
@@ -90,7 +112,7 @@ def measure(facts: ModelFacts, key: ProfileKey, dtype: torch.dtype, alike: Seque
         measured = [measure_product(product, dtype, key.threads, alike) for product in products] if len(alike) > 1 else []
         library = NativeLibrary(alike[0], key.threads, dtype)
         library.prefer(measured, alike)
-        times = time_steps(rank_facts(facts, key.ranks), products, library)
+        times = time_steps(rank_facts(facts, key.ranks), products, library, key.kv_cache_dtype)
     found = found.model_copy(update={"products": tuple(measured)})
     if times is None:
         return found

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from configs.arithmetic import ceil_div
-from configs.facts import ModelFacts
+from configs.facts import KvCacheDtype, ModelFacts
 from configs.profiles import DecodeTime, PrefillTime
 from engine.batch import Chunk
 from engine.kernels.rope import inverse_frequencies
@@ -77,13 +77,13 @@ class _Timed:
 
 
 def time_steps(
-    facts: ModelFacts, products: Sequence[Product], library: NativeLibrary
+    facts: ModelFacts, products: Sequence[Product], library: NativeLibrary, kv_cache_dtype: KvCacheDtype = "auto"
 ) -> tuple[list[PrefillTime], list[DecodeTime]] | None:
     """Return the times of prefill and decode steps of one rank's model; None if they vary too much to say anything.
 
     `facts` are those of the rank, whose `products` the library multiplies.
     """
-    model = _MadeUpModel(facts, products, library)
+    model = _MadeUpModel(facts, products, library, kv_cache_dtype)
     began = time.perf_counter()
     prefill: dict[tuple[int, int], _Timed] = {}
     for tokens in PREFILL_TOKENS:
@@ -126,8 +126,11 @@ def _median(step: _Timed) -> float:
 class _MadeUpModel:
     """Runners of a model with made-up weights, of any number of layers."""
 
-    def __init__(self, facts: ModelFacts, products: Sequence[Product], library: NativeLibrary) -> None:
+    def __init__(
+        self, facts: ModelFacts, products: Sequence[Product], library: NativeLibrary, kv_cache_dtype: KvCacheDtype
+    ) -> None:
         self._facts = facts
+        self._kv_cache_dtype = kv_cache_dtype
         self._products = {product.name: product for product in products}
         self._library = library
         self._widths = {
@@ -159,8 +162,8 @@ class _MadeUpModel:
         facts = replace(self._facts, num_layers=depth)
         weights = replace(self._weights, layers=tuple(self._layers[i % len(self._layers)] for i in range(depth)))
         decoder = Decoder(facts, weights, step_factory(facts, self._library), ALONE)
-        pool = KVPool.for_model(facts, num_tokens, _BLOCK_SIZE, self._library.dtype)
-        pool.data.fill_(1.0)
+        pool = KVPool.for_model(facts, num_tokens, _BLOCK_SIZE, self._library.dtype, kv_cache_dtype=self._kv_cache_dtype)
+        pool.data.fill_(1)
         return ModelRunner(facts, lambda batch, on_layer: decoder.forward(batch, pool, on_layer), sample, pool, "", "")
 
     @cached_property

@@ -43,6 +43,7 @@ def load_share(config: ClusterConfig, pool: PoolConfig, ranks: TensorParallel) -
         largest_step=_largest_step(config),
         dtype=config.dtype,
         quantization=config.quantization,
+        kv_cache_dtype=config.kv_cache_dtype,
         block_size=config.block_size,
         num_kv_tokens=pool.kv_cache_tokens,
         kept_kv_tokens=pool.prefix_cache_tokens,

@@ -252,7 +252,14 @@ async def run_many_decodes(
         block_size = config.block_size
         if config.engine == "paced":
             return PacedRunner(facts, block_size=block_size, num_kv_tokens=num_kv_tokens)
-        return ModelRunner.load(facts, dtype="float32", block_size=block_size, num_kv_tokens=num_kv_tokens, ranks=shares)
+        return ModelRunner.load(
+            facts,
+            dtype="float32",
+            kv_cache_dtype=config.kv_cache_dtype,
+            block_size=block_size,
+            num_kv_tokens=num_kv_tokens,
+            ranks=shares,
+        )
 
     def load_decode(shares: TensorParallel) -> Runner:
         return runner(config.decode.kv_cache_tokens, shares)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from configs.facts import ModelFacts
+from configs.facts import KvCacheDtype, ModelFacts
 from decode_workers.worker import DecodeWorker
 from engine.model_runner import ModelRunner
 from engine.ranks.follower import Follower, Share
@@ -39,14 +39,19 @@ class Ranks:
 
 @asynccontextmanager
 async def run_gangs(
-    facts: ModelFacts, num_prefill: int, num_decode: int
+    facts: ModelFacts, num_prefill: int, num_decode: int, kv_cache_dtype: KvCacheDtype = "auto"
 ) -> AsyncIterator[tuple[TwoWorkers, dict[Role, Ranks]]]:
     network = LoopbackNetwork()
     transports = [LoopbackTransport(network)]
 
     def load(tokens: int) -> Callable[[TensorParallel], Runner]:
         return lambda ranks: ModelRunner.load(
-            facts, dtype="float32", block_size=CONFIG.block_size, num_kv_tokens=tokens, ranks=ranks
+            facts,
+            dtype="float32",
+            kv_cache_dtype=kv_cache_dtype,
+            block_size=CONFIG.block_size,
+            num_kv_tokens=tokens,
+            ranks=ranks,
         )
 
     load_prefill, load_decode = load(CONFIG.prefill.kv_cache_tokens), load(CONFIG.decode.kv_cache_tokens)

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from configs.facts import ModelFacts
+from configs.facts import KvCacheDtype, ModelFacts
 from configs.schema import ClusterConfig, DecodeConfig, LimitsConfig, PrefillConfig
 from decode_workers.worker import DecodeWorker
 from engine.grammar import Grammars
@@ -254,14 +254,17 @@ def first_rank(me: WorkerRef, config: ClusterConfig, server: WireServer, runner:
 
 @asynccontextmanager
 async def run_two_workers(
-    facts: ModelFacts, config: ClusterConfig, prefill_block_size: int | None = None
+    facts: ModelFacts,
+    config: ClusterConfig,
+    prefill_block_size: int | None = None,
+    decode_kv: KvCacheDtype | None = None,
 ) -> AsyncIterator[TwoWorkers]:
     network = LoopbackNetwork()
     transport = LoopbackTransport(network)
 
-    def runner(num_kv_tokens: int, block_size: int | None = None) -> ModelRunner:
+    def runner(num_kv_tokens: int, block_size: int | None = None, kv: KvCacheDtype = config.kv_cache_dtype) -> ModelRunner:
         size = block_size or config.block_size
-        return ModelRunner.load(facts, dtype="float32", block_size=size, num_kv_tokens=num_kv_tokens)
+        return ModelRunner.load(facts, dtype="float32", kv_cache_dtype=kv, block_size=size, num_kv_tokens=num_kv_tokens)
 
     servers = [WireServer(SECRET, "127.0.0.1") for _ in range(2)]
     refs = [
@@ -270,7 +273,7 @@ async def run_two_workers(
     ]
     prefill_runner = runner(config.prefill.kv_cache_tokens, prefill_block_size)
     prefill = PrefillWorker(WorkerCore(first_rank(refs[0], config, servers[0], prefill_runner), [transport], [transport]))
-    decode_runner = runner(config.decode.kv_cache_tokens)
+    decode_runner = runner(config.decode.kv_cache_tokens, kv=decode_kv or config.kv_cache_dtype)
     decode = DecodeWorker(WorkerCore(first_rank(refs[1], config, servers[1], decode_runner), [transport], [transport]))
     async with served(prefill, decode, network) as workers:
         yield workers

@@ -85,9 +85,19 @@ def two_decodes(cluster: Any) -> Any:
     return cluster
 
 
+@pytest.fixture
+def two_quantized(serve: Callable[..., Any]) -> Any:
+    """In the default dtype, with KV in eight bits."""
+    cluster = serve("--decode", "2", "--kv-cache-dtype", "int8")
+    cluster.wait_ready()
+    cluster.until(lambda: cluster.settled(1, 2), 90)
+    return cluster
+
+
 @pytest.mark.slow
-def test_eight_streams_leave_a_drained_worker_exactly(two_decodes: Any) -> None:
-    cluster = two_decodes
+@pytest.mark.parametrize("kind", ["two_decodes", "two_quantized"])
+def test_eight_streams_leave_a_drained_worker_exactly(request: pytest.FixtureRequest, kind: str) -> None:
+    cluster = request.getfixturevalue(kind)
     expected = run_all(variants(cluster, 8, 500))
     cluster.until(cluster.clean, 20)
     moved, resumed = counted(cluster, "migrations_total"), counted(cluster, "resumed_streams_total")

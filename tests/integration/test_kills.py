@@ -57,14 +57,18 @@ def test_every_kind_of_stream_outlives_its_workers(two_decodes: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_so_it_is_in_the_default_dtype_where_its_arithmetic_does_not_vary(serve: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_so_it_is_in_the_default_dtype_where_its_arithmetic_does_not_vary(
+    serve: Callable[..., Any], kv_cache_dtype: str
+) -> None:
     """And a seeded request with several choices gets the same texts each time, whatever is cached by then."""
-    cluster = serve("--decode", "2")
+    cluster = serve("--decode", "2", "--kv-cache-dtype", kv_cache_dtype)
     cluster.wait_ready()
     cluster.until(lambda: cluster.settled(1, 2), 90)
     [arithmetic] = {worker["arithmetic"] for worker in cluster.workers()}
     if arithmetic.endswith(VARIES):
         pytest.skip(f"this processor's arithmetic makes no promise: {arithmetic}")
+    assert arithmetic.endswith("kv-int8") == (kv_cache_dtype == "int8")
     body = {"model": "smollm2", "prompt": "A story. " * 60, "n": 3, "seed": 5, "temperature": 0.9, "max_tokens": 40}
 
     def texts() -> list[str]:

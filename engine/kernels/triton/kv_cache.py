@@ -7,9 +7,18 @@ import triton.language as tl
 from torch import Tensor
 
 from configs.arithmetic import ceil_div
+from engine.kernels.kv_cache import FP8_MOST
 from engine.kernels.triton.launch import Launch
 
 _HEADS_PER_PROGRAM = 8
+_FP8_MOST: tl.constexpr = tl.constexpr(FP8_MOST)
+
+
+@triton.jit
+def _within_fp8(x: tl.tensor) -> tl.tensor:
+    """Larger numbers become the largest; what is none stays none."""
+    at_least = tl.maximum(x.to(tl.float32), -_FP8_MOST, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(at_least, _FP8_MOST, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -43,6 +52,10 @@ def _rotate_and_store_kernel(
     is_q_NF = (head_N < HEADS)[:, None]
     tl.store(qkv_TA + at_NF, one_NF, mask=is_q_NF)
     tl.store(qkv_TA + at_NF + HALF, other_NF, mask=is_q_NF)
+    if k_SKH.dtype.element_ty.is_fp8():
+        one_NF, other_NF = _within_fp8(one_NF), _within_fp8(other_NF)
+    kv_type: tl.constexpr = k_SKH.dtype.element_ty
+    one_NF, other_NF = one_NF.to(kv_type), other_NF.to(kv_type)
     is_k_NF = turns_NF & (head_N >= HEADS)[:, None]
     k_at_NF = ((slot * KV_HEADS + head_N - HEADS) * (2 * HALF))[:, None] + pair_F[None, :]
     tl.store(k_SKH + k_at_NF, one_NF, mask=is_k_NF)

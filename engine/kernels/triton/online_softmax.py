@@ -71,7 +71,7 @@ def attend_tiles(
     """Take in a part's tokens from `begin`, where a tile of it begins, to `end`; row m sees those before `limit_M[m]`.
 
     `k_SKH` and `v_SKH` point to the head in the pool's first slot; slots are SLOT elements apart. Without MASKED, `end - begin`
-    is a multiple of TILE and every row sees everything.
+    is a multiple of TILE and every row sees everything. Keys and values in fp8 become of the queries' type.
     """
     dim_H = tl.arange(0, HEAD)
     for first in tl.range(begin, end, TILE):
@@ -81,15 +81,15 @@ def attend_tiles(
             inside_L = token_L < end
             block_L = tl.load(table_W + token_L // BLOCK, mask=inside_L, other=0)
             slot_L = block_L.to(tl.int64) * BLOCK + token_L % BLOCK
-            k_HL = tl.load(k_SKH + slot_L[None, :] * SLOT + dim_H[:, None], mask=inside_L[None, :], other=0.0)
-            v_LH = tl.load(v_SKH + slot_L[:, None] * SLOT + dim_H[None, :], mask=inside_L[:, None], other=0.0)
+            k_HL = tl.load(k_SKH + slot_L[None, :] * SLOT + dim_H[:, None], mask=inside_L[None, :], other=0.0).to(q_MH.dtype)
+            v_LH = tl.load(v_SKH + slot_L[:, None] * SLOT + dim_H[None, :], mask=inside_L[:, None], other=0.0).to(q_MH.dtype)
             scores_ML = tl.dot(q_MH, k_HL, input_precision="ieee")
             scores_ML = tl.where(token_L[None, :] < limit_M[:, None], scores_ML, float("-inf"))
         else:
             block_L = tl.load(table_W + token_L // BLOCK)
             slot_L = block_L.to(tl.int64) * BLOCK + token_L % BLOCK
-            k_HL = tl.load(k_SKH + slot_L[None, :] * SLOT + dim_H[:, None])
-            v_LH = tl.load(v_SKH + slot_L[:, None] * SLOT + dim_H[None, :])
+            k_HL = tl.load(k_SKH + slot_L[None, :] * SLOT + dim_H[:, None]).to(q_MH.dtype)
+            v_LH = tl.load(v_SKH + slot_L[:, None] * SLOT + dim_H[None, :]).to(q_MH.dtype)
             scores_ML = tl.dot(q_MH, k_HL, input_precision="ieee")
         raised_M, from_M = _raised(best_M, tl.max(scores_ML, axis=1))
         shrink_M = tl.exp2((best_M - from_M) * SCALE)

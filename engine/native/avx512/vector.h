@@ -73,6 +73,14 @@ inline Vector nibbles(Words v, int place) {
 // The signed byte at `place` of each word.
 inline Vector bytes(Words v, int place) { return from_words(_mm512_srai_epi32(_mm512_slli_epi32(v, 24 - place), 24)); }
 
+// The same byte without a sign.
+inline Vector unsigned_bytes(Words v, int place) { return from_words(_mm512_and_si512(_mm512_srli_epi32(v, place), _mm512_set1_epi32(255))); }
+
+// Bytes without a sign.
+inline Vector load(const uint8_t* p) {
+  return from_words(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+
 // The lower or the upper half of each word, a bfloat16.
 inline Vector halves(Words v, bool upper) {
   return as_floats(upper ? _mm512_and_si512(v, _mm512_set1_epi32(0xffff0000)) : _mm512_slli_epi32(v, 16));

@@ -8,7 +8,7 @@
 // with all rows that see them. Each row keeps a running maximum and total, as in Milakov and Gimelshein, "Online normalizer
 // calculation for softmax", 2018, and Dao et al., "FlashAttention", 2022. Scores are logarithms to the base of two.
 
-#include "common.h"
+#include "context.h"
 #include <multiply.h>
 #include <transpose.h>
 
@@ -20,7 +20,6 @@
 namespace {
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
-constexpr i64 kChunk = 128;  // tokens of context whose scores are held at once
 constexpr i64 kLine = 32;  // values of a line of the caches, which is a register
 constexpr i64 kTileTokens = 16;  // tokens of a prompt that go through the context together
 
@@ -31,52 +30,9 @@ inline __m512i interleaved(int first) {
   return _mm512_load_si512(places);
 }
 
-struct Heads {
-  i64 query, key_value, size;
-  i64 group() const { return query / key_value; }
-  i64 row() const { return (query + 2 * key_value) * size; }
-};
-
-struct Context {
-  const bf16 *keys, *values;
-  const i64* table;
-  i64 block_size, stride;  // stride between tokens, K * H
-
-  Context of_head(i64 head, i64 size) const {
-    return {keys + head * size, values + head * size, table, block_size, stride};
-  }
-
-  // Where the `count` tokens from `begin` on lie.
-  void locate(i64 begin, i64 count, i64* offsets) const {
-    for (i64 t = 0; t < count;) {
-      const i64 within = (begin + t) % block_size, end = std::min(count, t + block_size - within);
-      const i64 first = (table[(begin + t) / block_size] * block_size + within - t) * stride;
-      for (; t < end; ++t) offsets[t] = first + t * stride;
-    }
-  }
-};
-
-// Keys and values that are wanted soon. Blocks lie anywhere, so the processor can't guess where; and it takes only so many
-// requests at a time, so they are made between other work, in the order of the addresses, which it can guess from.
-struct Ahead {
-  const bf16 *keys, *values;
-  i64 width;  // values of a token that are wanted, from here on
-  i64 tokens = 0, token = 0, at = 0;
-  i64 offsets[kChunk];
-
-  void bring(i64 lines) {
-    for (; lines > 0 && token < tokens; --lines) {
-      _mm_prefetch(reinterpret_cast<const char*>(keys + offsets[token] + at), _MM_HINT_T1);
-      _mm_prefetch(reinterpret_cast<const char*>(values + offsets[token] + at), _MM_HINT_T1);
-      at += kLine;
-      if (at >= width) at = 0, ++token;
-    }
-  }
-};
-
 // Up to 64 tokens of one head that lie at `offsets`: keys as [H / 2][64][2], values as [32][64][2] for each 64 of H, `stride`
 // apart; tokens from `count` on are zero. Brings as much near meanwhile. Returns whether all values are numbers.
-bool pack_block(const Context& context, i64 size, const i64* offsets, i64 count, bf16* keys, bf16* values, i64 stride, Ahead& ahead) {
+bool pack_block(const Context<bf16>& context, i64 size, const i64* offsets, i64 count, bf16* keys, bf16* values, i64 stride, Ahead<bf16>& ahead) {
   alignas(64) static constexpr bf16 kNothing[128] = {};
   const bf16* from[kColumns];
   for (i64 t = 0; t < kColumns; ++t) from[t] = t < count ? context.keys + offsets[t] : kNothing;
@@ -175,8 +131,8 @@ inline i64 chunk_tokens(i64 left) { return std::min(kChunk, (left + kColumns - 1
 
 // One sequence, key/value heads [first, last). `q` and `out` are rows of all query heads. `after` is the context that is likely
 // to be wanted next.
-void decode_sequence(const bf16* q, const Context& context, i64 length, const Heads& heads, i64 first, i64 last, float scale, bf16* out,
-                     const Context& after, i64 after_length) {
+void decode_sequence(const bf16* q, const Context<bf16>& context, i64 length, const Heads& heads, i64 first, i64 last, float scale, bf16* out,
+                     const Context<bf16>& after, i64 after_length) {
   static thread_local Rows rows;
   static thread_local std::vector<bf16> buffer;
   Multiplier multiply;
@@ -190,8 +146,8 @@ void decode_sequence(const bf16* q, const Context& context, i64 length, const He
     const i64 left = length - begin, count = chunk_tokens(left);
     context.locate(begin, std::min(left, kChunk), offsets);
     const bool is_last = left <= kChunk;
-    const Context& next = is_last ? after : context;
-    Ahead ahead{next.keys + first * size, next.values + first * size, (last - first) * size};
+    const Context<bf16>& next = is_last ? after : context;
+    Ahead<bf16> ahead{next.keys + first * size, next.values + first * size, (last - first) * size};
     ahead.tokens = std::min(is_last ? after_length : left - kChunk, kChunk);
     next.locate(is_last ? 0 : begin + kChunk, ahead.tokens, ahead.offsets);
     for (i64 head = first; head < last; ++head) {
@@ -234,7 +190,7 @@ void decode_attention(const bf16* qkv, const bf16* keys, const bf16* values, con
 #pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1 && sequences * parts > 1)
   for (i64 unit = 0; unit < sequences * parts; ++unit) {
     const i64 b = unit / parts, first = unit % parts * heads_each, after = std::min(b + threads, sequences - 1);
-    const auto context = [&](i64 b) { return Context{keys, values, tables + b * table_width, block_size, num_kv_heads * size}; };
+    const auto context = [&](i64 b) { return Context<bf16>{keys, values, tables + b * table_width, block_size, num_kv_heads * size}; };
     decode_sequence(qkv + b * heads.row(), context(b), lengths[b], heads, first, first + heads_each, scale * kLog2E,
                     out + b * num_heads * size, context(after), after > b && parts == 1 ? lengths[after] : 0);
   }
@@ -244,7 +200,7 @@ void decode_attention(const bf16* qkv, const bf16* keys, const bf16* values, con
 void prefill_attention(const bf16* qkv, const bf16* keys, const bf16* values, const i64* table, bf16* out, i64 start, i64 tokens,
                        i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, float scale, i64 threads) {
   const Heads heads{num_heads, num_kv_heads, size};
-  const Context context{keys, values, table, block_size, num_kv_heads * size};
+  const Context<bf16> context{keys, values, table, block_size, num_kv_heads * size};
   const i64 length = start + tokens, padded = (length + kColumns - 1) / kColumns * kColumns, blocks = padded / kColumns;
   static thread_local std::vector<bf16> buffer;
   buffer.resize(2 * num_kv_heads * padded * size);
@@ -256,7 +212,7 @@ void prefill_attention(const bf16* qkv, const bf16* keys, const bf16* values, co
     const i64 count = std::min(length - begin, kColumns);
     i64 offsets[kColumns];
     context.locate(begin, count, offsets);
-    Ahead nothing{};
+    Ahead<bf16> nothing{};
     const bool whole = pack_block(context.of_head(head, size), size, offsets, count, packed_keys + at + begin * size,
                                   packed_values + at + begin * kColumns, padded * kColumns, nothing);
     numbers = numbers && whole;

@@ -1,8 +1,21 @@
 // Normalisation, rotary embedding and activation: what lies between the matrix products of a layer.
 
-#include "common.h"
+#include "whole_numbers.h"
 
 #include <cmath>
+
+namespace {
+
+inline void rotate(const bf16* from, const float* cosines, const float* sines, i64 half, bf16* to) {
+  for (i64 i = 0; i < half; i += kVector) {
+    const __m512 cosine = _mm512_loadu_ps(cosines + i), sine = _mm512_loadu_ps(sines + i);
+    const __m512 a = load(from + i), b = load(from + half + i);
+    store(to + i, _mm512_fmsub_ps(a, cosine, _mm512_mul_ps(b, sine)));
+    store(to + half + i, _mm512_fmadd_ps(b, cosine, _mm512_mul_ps(a, sine)));
+  }
+}
+
+}  // namespace
 
 extern "C" {
 
@@ -37,14 +50,29 @@ void rotate_and_store(bf16* qkv, const float* cosines, const float* sines, const
     for (i64 head = 0; head < num_heads + num_kv_heads; ++head) {
       const bf16* from = row + head * size;
       bf16* to = head < num_heads ? row + head * size : keys + slot + (head - num_heads) * size;
-      for (i64 i = 0; i < half; i += kVector) {
-        const __m512 cosine = _mm512_loadu_ps(cosines + t * half + i), sine = _mm512_loadu_ps(sines + t * half + i);
-        const __m512 a = load(from + i), b = load(from + half + i);
-        store(to + i, _mm512_fmsub_ps(a, cosine, _mm512_mul_ps(b, sine)));
-        store(to + half + i, _mm512_fmadd_ps(b, cosine, _mm512_mul_ps(a, sine)));
-      }
+      rotate(from, cosines + t * half, sines + t * half, half, to);
     }
     std::memcpy(values + slot, row + (num_heads + num_kv_heads) * size, num_kv_heads * size * sizeof(bf16));
+  }
+}
+
+// The same with a pool of eight bits: [slots, K, H + 2] bytes.
+void rotate_and_store_int8(bf16* qkv, const float* cosines, const float* sines, const i64* slots, byte* keys, byte* values, i64 tokens,
+                           i64 num_heads, i64 num_kv_heads, i64 size, i64 threads) {
+  const i64 half = size / 2, row_width = (num_heads + 2 * num_kv_heads) * size, width = size + kScale;
+#pragma omp parallel for num_threads(threads) if (threads > 1 && tokens >= 32)
+  for (i64 t = 0; t < tokens; ++t) {
+    bf16* row = qkv + t * row_width;
+    for (i64 head = 0; head < num_heads + num_kv_heads; ++head) {
+      bf16* at = row + head * size;
+      rotate(at, cosines + t * half, sines + t * half, half, at);
+    }
+    const bf16 *new_keys = row + num_heads * size, *new_values = new_keys + num_kv_heads * size;
+    for (i64 head = 0; head < num_kv_heads; ++head) {
+      const i64 at = (slots[t] * num_kv_heads + head) * width;
+      store_head(new_keys + head * size, size, keys + at);
+      store_head(new_values + head * size, size, values + at);
+    }
   }
 }
 

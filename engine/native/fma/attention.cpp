@@ -8,8 +8,10 @@
 // float32 once for all rows that see them. Each row keeps a running maximum and total, as in Milakov and Gimelshein,
 // "Online normalizer calculation for softmax", 2018, and Dao et al., "FlashAttention", 2022. Scores are logarithms to the
 // base of two.
+//
+// A pool of eight bits is [slots, K, H + 2] bytes: bytes.h has what they stand for.
 
-#include "common.h"
+#include "bytes.h"
 
 #include <algorithm>
 #include <limits>
@@ -31,11 +33,12 @@ struct Heads {
   i64 row() const { return (query + 2 * key_value) * size; }
 };
 
-template <typename T>
+// A sequence in a layer's pool, whose values are S: the type that is computed in, or bytes.
+template <typename S>
 struct Context {
-  const T *keys, *values;
+  const S *keys, *values;
   const i64* table;
-  i64 block_size, stride;  // stride between tokens, K * H
+  i64 block_size, stride;  // stride between tokens: K heads of head_width<S> values
 
   i64 offset(i64 token) const { return (table[token / block_size] * block_size + token % block_size) * stride; }
 };
@@ -59,38 +62,62 @@ struct Rows {
   }
 };
 
-// Words of kVector tokens become columns of `to`: a float32 each, or the two bfloat16 of a pair.
-inline void put_columns(Words words[kVector], const float*, float* to) {
+// Words of kVector tokens become columns of `to`: a float32 each, the two bfloat16 of a pair, or four bytes times the tokens'
+// scales.
+inline void put_columns(Words words[kVector], const float*, Vector, float* to) {
   for (i64 i = 0; i < kVector; ++i) store(to + i * kChunk, as_floats(words[i]));
 }
-inline void put_columns(Words words[kVector], const bf16*, float* to) {
+inline void put_columns(Words words[kVector], const bf16*, Vector, float* to) {
   for (i64 i = 0; i < kVector; ++i) {
     store(to + 2 * i * kChunk, halves(words[i], false));
     store(to + (2 * i + 1) * kChunk, halves(words[i], true));
   }
 }
+inline void put_columns(Words words[kVector], const byte*, Vector scales, float* to) {
+  for (i64 i = 0; i < kVector; ++i)
+    for (int place = 0; place < 4; ++place) store(to + (4 * i + place) * kChunk, value_of(unsigned_bytes(words[i], 8 * place), scales));
+}
+
+// The scales of `count` heads at `offsets`, and zeros up to kVector. Only bytes have any.
+template <typename S>
+inline Vector scales_of(const S* heads, const i64* offsets, i64 count, i64 size) {
+  alignas(64) float scales[kVector] = {};
+  if constexpr (std::is_same_v<S, byte>)
+    for (i64 t = 0, end = std::min(count, kVector); t < end; ++t) scales[t] = scale_of(heads + offsets[t], size);
+  return load(scales);
+}
+
+// kVector values of a head from `at` on.
+template <typename S>
+inline Vector widened(const S* head, i64 at, i64 size) {
+  if constexpr (std::is_same_v<S, byte>) return value_of(load(head + at), all(scale_of(head, size)));
+  else return load(head + at);
+}
 
 // Tokens [begin, begin + count) of one head become float32. Beyond them lie zeros and what was there before: nobody looks at
 // it. Has the chunk behind it brought near, as far as `length`: blocks lie anywhere, so the processor can't guess where.
-template <typename T>
-void widen(const Context<T>& context, i64 head, i64 size, i64 begin, i64 count, i64 length, float* keys, float* values) {
-  constexpr i64 kPerWord = sizeof(float) / sizeof(T), kLine = 64 / sizeof(T);
+template <typename S>
+void widen(const Context<S>& context, i64 head, i64 size, i64 begin, i64 count, i64 length, float* keys, float* values) {
+  constexpr i64 kPerWord = sizeof(float) / sizeof(S), kLine = 64 / sizeof(S);
+  const i64 own = head * head_width<S>(size);
   i64 offsets[kChunk];
-  for (i64 t = 0; t < count; ++t) offsets[t] = context.offset(begin + t) + head * size;
+  for (i64 t = 0; t < count; ++t) offsets[t] = context.offset(begin + t) + own;
   for (i64 t = begin + kChunk, end = std::min(length, t + kChunk); t < end; ++t)
-    for (i64 h = 0, at = context.offset(t) + head * size; h < size; h += kLine) {
+    for (i64 h = 0, at = context.offset(t) + own; h < size; h += kLine) {
       _mm_prefetch(reinterpret_cast<const char*>(context.keys + at + h), _MM_HINT_T1);
       _mm_prefetch(reinterpret_cast<const char*>(context.values + at + h), _MM_HINT_T1);
     }
-  for (i64 t = 0; t < count; t += kVector)
+  for (i64 t = 0; t < count; t += kVector) {
+    const Vector scales = scales_of(context.keys, offsets + t, count - t, size);
     for (i64 h = 0; h < size; h += kVector * kPerWord) {
       Words words[kVector];
       for (i64 i = 0; i < kVector; ++i) words[i] = t + i < count ? load_words(context.keys + offsets[t + i] + h) : Words();
       transpose(words);
-      put_columns(words, context.keys, keys + h * kChunk + t);
+      put_columns(words, context.keys, scales, keys + h * kChunk + t);
     }
+  }
   for (i64 t = 0; t < count; ++t)
-    for (i64 h = 0; h < size; h += kVector) store(values + t * size + h, load(context.values + offsets[t] + h));
+    for (i64 h = 0; h < size; h += kVector) store(values + t * size + h, widened(context.values + offsets[t], h, size));
 }
 
 // C[R, columns] += A[R, depth] B[depth, columns], one after the other over the depth. Columns: a multiple of kAtOnce registers.
@@ -148,8 +175,8 @@ void look(Rows& rows, i64 first, i64 size, i64 count, const Chunk& chunk, float 
 }
 
 // Let the query heads of one key/value head of tokens [0, tokens) attend, of which token t sees `first_visible` + t tokens.
-template <typename T>
-void attend(const T* qkv, const Context<T>& context, i64 tokens, i64 first_visible, i64 head, const Heads& heads, float scale, T* out) {
+template <typename T, typename S>
+void attend(const T* qkv, const Context<S>& context, i64 tokens, i64 first_visible, i64 head, const Heads& heads, float scale, T* out) {
   static thread_local Rows rows;
   const i64 group = heads.group(), size = heads.size, count = tokens * group;
   rows.begin(count, size);
@@ -180,22 +207,22 @@ void attend(const T* qkv, const Context<T>& context, i64 tokens, i64 first_visib
 }
 
 // Row b of qkv attends to the first lengths[b] tokens of its sequence, whose blocks are tables[b, :]. out: [B, N, H].
-template <typename T>
-void decode(const T* qkv, const T* keys, const T* values, const i64* tables, i64 table_width, const i64* lengths, T* out, i64 sequences,
+template <typename T, typename S>
+void decode(const T* qkv, const S* keys, const S* values, const i64* tables, i64 table_width, const i64* lengths, T* out, i64 sequences,
             const Heads& heads, i64 block_size, float scale, i64 threads) {
 #pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1)
   for (i64 unit = 0; unit < sequences * heads.key_value; ++unit) {
     const i64 b = unit / heads.key_value;
-    const Context<T> context{keys, values, tables + b * table_width, block_size, heads.key_value * heads.size};
+    const Context<S> context{keys, values, tables + b * table_width, block_size, heads.key_value * head_width<S>(heads.size)};
     attend(qkv + b * heads.row(), context, 1, lengths[b], unit % heads.key_value, heads, scale * kLog2E, out + b * heads.query * heads.size);
   }
 }
 
 // New tokens [start, start + tokens) of one sequence, already in the pool, attend to it causally. out: [T, N, H].
-template <typename T>
-void prefill(const T* qkv, const T* keys, const T* values, const i64* table, T* out, i64 start, i64 tokens, const Heads& heads,
+template <typename T, typename S>
+void prefill(const T* qkv, const S* keys, const S* values, const i64* table, T* out, i64 start, i64 tokens, const Heads& heads,
              i64 block_size, float scale, i64 threads) {
-  const Context<T> context{keys, values, table, block_size, heads.key_value * heads.size};
+  const Context<S> context{keys, values, table, block_size, heads.key_value * head_width<S>(heads.size)};
   const i64 tiles = (tokens + kTileTokens - 1) / kTileTokens;
 #pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1)
   for (i64 unit = 0; unit < heads.key_value * tiles; ++unit) {
@@ -225,6 +252,26 @@ void decode_attention_float32(const float* qkv, const float* keys, const float* 
 }
 
 void prefill_attention_float32(const float* qkv, const float* keys, const float* values, const i64* table, float* out, i64 start, i64 tokens,
+                       i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, float scale, i64 threads) {
+  prefill(qkv, keys, values, table, out, start, tokens, {num_heads, num_kv_heads, size}, block_size, scale, threads);
+}
+
+void decode_attention_int8(const bf16* qkv, const byte* keys, const byte* values, const i64* tables, i64 table_width, const i64* lengths,
+                      bf16* out, i64 sequences, i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, float scale, i64 threads) {
+  decode(qkv, keys, values, tables, table_width, lengths, out, sequences, {num_heads, num_kv_heads, size}, block_size, scale, threads);
+}
+
+void prefill_attention_int8(const bf16* qkv, const byte* keys, const byte* values, const i64* table, bf16* out, i64 start, i64 tokens,
+                       i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, float scale, i64 threads) {
+  prefill(qkv, keys, values, table, out, start, tokens, {num_heads, num_kv_heads, size}, block_size, scale, threads);
+}
+
+void decode_attention_int8_float32(const float* qkv, const byte* keys, const byte* values, const i64* tables, i64 table_width, const i64* lengths,
+                      float* out, i64 sequences, i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, float scale, i64 threads) {
+  decode(qkv, keys, values, tables, table_width, lengths, out, sequences, {num_heads, num_kv_heads, size}, block_size, scale, threads);
+}
+
+void prefill_attention_int8_float32(const float* qkv, const byte* keys, const byte* values, const i64* table, float* out, i64 start, i64 tokens,
                        i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, float scale, i64 threads) {
   prefill(qkv, keys, values, table, out, start, tokens, {num_heads, num_kv_heads, size}, block_size, scale, threads);
 }

@@ -1,6 +1,6 @@
 // Normalisation, rotary embedding and activation: what lies between the matrix products of a layer.
 
-#include "common.h"
+#include "bytes.h"
 
 #include <cmath>
 
@@ -23,6 +23,16 @@ void norm(float* x, const T* delta, const T* weight, T* out, i64 rows, i64 width
   }
 }
 
+template <typename T>
+void rotate_head(const T* from, const float* cosines, const float* sines, i64 half, T* to) {
+  for (i64 i = 0; i < half; i += kVector) {
+    const Vector cosine = load(cosines + i), sine = load(sines + i);
+    const Vector a = load(from + i), b = load(from + half + i);
+    store(to + i, multiply_subtract(a, cosine, b * sine));
+    store(to + half + i, multiply_add(b, cosine, a * sine));
+  }
+}
+
 // Turn q in place, turn k and store it and v in the pool. cos and sin: float32 [T, H / 2].
 template <typename T>
 void rotate(T* qkv, const float* cosines, const float* sines, const i64* slots, T* keys, T* values, i64 tokens, i64 num_heads,
@@ -35,14 +45,30 @@ void rotate(T* qkv, const float* cosines, const float* sines, const i64* slots, 
     for (i64 head = 0; head < num_heads + num_kv_heads; ++head) {
       const T* from = row + head * size;
       T* to = head < num_heads ? row + head * size : keys + slot + (head - num_heads) * size;
-      for (i64 i = 0; i < half; i += kVector) {
-        const Vector cosine = load(cosines + t * half + i), sine = load(sines + t * half + i);
-        const Vector a = load(from + i), b = load(from + half + i);
-        store(to + i, multiply_subtract(a, cosine, b * sine));
-        store(to + half + i, multiply_add(b, cosine, a * sine));
-      }
+      rotate_head(from, cosines + t * half, sines + t * half, half, to);
     }
     std::memcpy(values + slot, row + (num_heads + num_kv_heads) * size, num_kv_heads * size * sizeof(T));
+  }
+}
+
+// The same with a pool of bytes: k is turned in place, too.
+template <typename T>
+void rotate_to_bytes(T* qkv, const float* cosines, const float* sines, const i64* slots, byte* keys, byte* values, i64 tokens, i64 num_heads,
+                     i64 num_kv_heads, i64 size, i64 threads) {
+  const i64 half = size / 2, row_width = (num_heads + 2 * num_kv_heads) * size, width = head_width<byte>(size);
+#pragma omp parallel for num_threads(threads) if (threads > 1 && tokens >= 32)
+  for (i64 t = 0; t < tokens; ++t) {
+    T* row = qkv + t * row_width;
+    for (i64 head = 0; head < num_heads + num_kv_heads; ++head) {
+      T* at = row + head * size;
+      rotate_head(at, cosines + t * half, sines + t * half, half, at);
+    }
+    const T *new_keys = row + num_heads * size, *new_values = new_keys + num_kv_heads * size;
+    for (i64 head = 0; head < num_kv_heads; ++head) {
+      const i64 at = (slots[t] * num_kv_heads + head) * width;
+      store_head(new_keys + head * size, size, keys + at);
+      store_head(new_values + head * size, size, values + at);
+    }
   }
 }
 
@@ -87,5 +113,15 @@ void rotate_and_store_float32(float* qkv, const float* cosines, const float* sin
 }
 
 void swiglu_float32(const float* gate_up, float* out, i64 rows, i64 width, i64 threads) { gated(gate_up, out, rows, width, threads); }
+
+void rotate_and_store_int8(bf16* qkv, const float* cosines, const float* sines, const i64* slots, byte* keys, byte* values, i64 tokens,
+                           i64 num_heads, i64 num_kv_heads, i64 size, i64 threads) {
+  rotate_to_bytes(qkv, cosines, sines, slots, keys, values, tokens, num_heads, num_kv_heads, size, threads);
+}
+
+void rotate_and_store_int8_float32(float* qkv, const float* cosines, const float* sines, const i64* slots, byte* keys, byte* values, i64 tokens,
+                           i64 num_heads, i64 num_kv_heads, i64 size, i64 threads) {
+  rotate_to_bytes(qkv, cosines, sines, slots, keys, values, tokens, num_heads, num_kv_heads, size, threads);
+}
 
 }  // extern "C"

@@ -306,3 +306,19 @@ def test_a_pool_that_holds_no_whole_request_is_refused(facts: ModelFacts) -> Non
     with pytest.raises(ConfigError, match="raise it or lower max_model_len") as caught:
         served_context(config, facts)
     assert caught.value.param == "decode.kv_cache_tokens"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"kv_cache_dtype": "fp8"}, "fp8 is for GPUs, and prefill workers compute on processors"),
+        ({"kv_cache_dtype": "int8", "device": "cuda"}, "int8 is for processors, and prefill workers compute on GPUs"),
+        ({"kv_cache_dtype": "int8", "decode.resources": {"GPU": 1.0}}, "int8 is for processors, and decode workers"),
+        ({"kv_cache_dtype": "int8", "engine": "paced"}, "paced workers hold no numbers"),
+        ({"kv_cache_dtype": "int4"}, "'auto', 'int8' or 'fp8'"),
+    ],
+)
+def test_a_format_of_kv_that_can_not_be_is_refused_by_name(settings: dict[str, Any], said: str) -> None:
+    error = refused(None, settings)
+    assert error.param == "kv_cache_dtype"
+    assert re.search(said, error.message), error.message

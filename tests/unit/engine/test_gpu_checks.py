@@ -122,3 +122,14 @@ def test_what_steps_leave_is_what_a_pool_may_take() -> None:
     with pytest.raises(ConfigError, match="kv_cache_tokens of at most 1,000, smaller steps, or a larger share") as caught:
         check_pool(1_000_999, 1_001, 1000)
     assert caught.value.param == "kv_cache_tokens"
+
+
+def test_fp8_takes_half_the_room_and_a_gpu_that_converts_it() -> None:
+    weights, token = weight_bytes(SMALL, BF16), token_bytes(SMALL, BF16)
+    assert token_bytes(SMALL, BF16, "fp8") == token // 2
+    old, new = (Gpu("a GPU", capability, weights + 1000 * token // 2 + CONTEXT_BYTES) for capability in ((8, 0), (8, 9)))
+    check_gpu(new, SMALL, BF16, 1000, 1.0, "fp8")
+    assert refused(new, SMALL, 1000, 1.0).param == "kv_cache_tokens"
+    with pytest.raises(ConfigError, match=r"fp8 needs a GPU of compute capability 8\.9 or newer") as caught:
+        check_gpu(old, SMALL, BF16, 1000, 1.0, "fp8")
+    assert caught.value.param == "kv_cache_dtype"

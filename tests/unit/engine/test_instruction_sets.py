@@ -17,8 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from configs.facts import ModelFacts
+from configs.facts import KvCacheDtype, ModelFacts
 from engine.kernels.activation import swiglu
+from engine.kernels.kv_cache import dequantized, quantized_heads
 from engine.kernels.norm import rms_norm
 from engine.kernels.quantized import quantize
 from engine.model_runner import DtypeName, ModelRunner
@@ -76,6 +77,12 @@ def forced(request: pytest.FixtureRequest) -> Iterator[Variant]:
         yield variant
 
 
+def pool_of(numbers_2SKH: Tensor, kv_cache_dtype: KvCacheDtype) -> Tensor:
+    """A layer's pool that holds these numbers."""
+    return quantized_heads(numbers_2SKH) if kv_cache_dtype == "int8" else numbers_2SKH
+
+
+KV_FORMATS: tuple[KvCacheDtype, ...] = ("auto", "int8")
 Product = Callable[[Tensor], Tensor]
 
 
@@ -171,10 +178,13 @@ def test_float32_logits_are_those_of_torch_s_operators(
 
 @pytest.mark.parametrize("forced", HERE, indirect=True, ids=named)
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(9, 3, 64), (5, 1, 128)])
-def test_a_token_attends_alike_in_a_prompt_and_alone(forced: Variant, heads: int, kv_heads: int, size: int) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", KV_FORMATS)
+def test_a_token_attends_alike_in_a_prompt_and_alone(
+    forced: Variant, heads: int, kv_heads: int, size: int, kv_cache_dtype: KvCacheDtype
+) -> None:
     torch.manual_seed(2)
     tokens, block_size = 300, 16
-    pool_2SKH = torch.randn(2, 1024, kv_heads, size).to(forced.dtype)
+    pool_2SKH = pool_of(torch.randn(2, 1024, kv_heads, size).to(forced.dtype), kv_cache_dtype)
     table = torch.randperm(1024 // block_size)[: -(-tokens // block_size)]
     qkv_TA = torch.randn(tokens, (heads + 2 * kv_heads) * size).to(forced.dtype)
     whole, cut, singles = (torch.empty(tokens, heads, size, dtype=forced.dtype) for _ in range(3))
@@ -189,17 +199,63 @@ def test_a_token_attends_alike_in_a_prompt_and_alone(forced: Variant, heads: int
 
 @pytest.mark.parametrize("forced", HERE, indirect=True, ids=named)
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_a_token_does_not_see_what_comes_after_it(forced: Variant, bad: float) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", KV_FORMATS)
+def test_a_token_does_not_see_what_comes_after_it(forced: Variant, bad: float, kv_cache_dtype: KvCacheDtype) -> None:
     """Not even values that are no numbers: the earlier tokens' KV may be cached for others."""
     torch.manual_seed(5)
-    pool_2SKH = torch.randn(2, 512, 3, 64).to(forced.dtype)
+    numbers_2SKH = torch.randn(2, 512, 3, 64).to(forced.dtype)
     table, qkv_TA = torch.randperm(32)[:13], torch.randn(200, 15 * 64).to(forced.dtype)
     whole, again = (torch.empty(200, 9, 64, dtype=forced.dtype) for _ in range(2))
-    forced.library(2).prefill_attention(qkv_TA, pool_2SKH, table, 0, 16, whole)
-    pool_2SKH[:, int(table[100 // 16]) * 16 + 100 % 16] = bad
-    forced.library(2).prefill_attention(qkv_TA, pool_2SKH, table, 0, 16, again)
+    forced.library(2).prefill_attention(qkv_TA, pool_of(numbers_2SKH, kv_cache_dtype), table, 0, 16, whole)
+    numbers_2SKH[:, int(table[100 // 16]) * 16 + 100 % 16] = bad
+    forced.library(2).prefill_attention(qkv_TA, pool_of(numbers_2SKH, kv_cache_dtype), table, 0, 16, again)
     assert torch.equal(again[:100], whole[:100])
     assert again[100:].isnan().any()
+
+
+@pytest.mark.parametrize("forced", HERE, indirect=True, ids=named)
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(9, 3, 64), (5, 1, 128), (8, 8, 64), (14, 2, 64)])
+def test_quantized_heads_are_read_for_what_they_stand_for(forced: Variant, heads: int, kv_heads: int, size: int) -> None:
+    """Against float64, with heads whose numbers are of quite different sizes, and whatever lies behind the context."""
+    torch.manual_seed(6)
+    tokens, block_size = 200, 16
+    magnitudes_SK1 = torch.exp2(torch.randint(-6, 5, (2, 1024, kv_heads, 1)).float())
+    pool_2SKH = quantized_heads(torch.randn(2, 1024, kv_heads, size) * magnitudes_SK1)
+    table = torch.randperm(1024 // block_size)[: -(-tokens // block_size)]
+    slots = (table[:, None] * block_size + torch.arange(block_size)).view(-1)
+    unused = torch.ones(1024, dtype=torch.bool).index_fill_(0, slots[:tokens], False)
+    pool_2SKH[:, unused] = 255
+    qkv_TA = torch.randn(tokens, (heads + 2 * kv_heads) * size).to(forced.dtype)
+    q = qkv_TA.view(tokens, -1, size)[:, :heads].double()
+    k, v = dequantized(pool_2SKH, torch.float64)[:, slots[:tokens]].repeat_interleave(heads // kv_heads, dim=2)
+    scores = torch.einsum("tnh,lnh->ntl", q, k) / math.sqrt(size)
+    weights = scores.masked_fill_(torch.ones(tokens, tokens, dtype=torch.bool).triu(1), -math.inf).softmax(-1)
+    expected = torch.einsum("ntl,lnh->tnh", weights, v)
+    out = torch.empty(tokens, heads, size, dtype=forced.dtype)
+    forced.library(1).prefill_attention(qkv_TA, pool_2SKH, table, 0, block_size, out)
+    error = (out.double() - expected).norm() / expected.norm()
+    assert error < (4e-3 if forced.dtype == torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize("forced", HERE, indirect=True, ids=named)
+def test_the_pool_gets_the_bytes_that_torch_s_operators_make(forced: Variant) -> None:
+    """Of ordinary numbers, zeros, the smallest and the largest. What is no number makes its own head's scale none."""
+    torch.manual_seed(7)
+    for heads, kv_heads, size in ((9, 3, 64), (5, 1, 128)):
+        qkv_TNH = torch.randn(60, heads + 2 * kv_heads, size).to(forced.dtype)
+        qkv_TNH[1], qkv_TNH[2], qkv_TNH[3] = 0.0, qkv_TNH[2] * 1e-35, qkv_TNH[3] * 1e30
+        qkv_TNH[4, :, 5], qkv_TNH[5, :, 63] = math.nan, math.inf
+        pool_2SKH = torch.zeros(2, 64, kv_heads, size + 2, dtype=torch.uint8)
+        cos, sin, slots = torch.ones(60, size // 2), torch.zeros(60, size // 2), torch.arange(60)
+        k, v = qkv_TNH[:, heads : heads + kv_heads].clone(), qkv_TNH[:, heads + kv_heads :].clone()
+        forced.library(2).rotate_and_store(qkv_TNH.view(60, -1), cos, sin, slots, pool_2SKH, heads)
+        expected = quantized_heads(torch.stack((k, v)))
+        numbers = [0, 1, 2, 3, *range(6, 60)]
+        assert torch.equal(pool_2SKH[:, numbers], expected[:, numbers])
+        assert dequantized(pool_2SKH[:, 4:6], torch.float32).isnan().all()
+        assert not pool_2SKH[:, 60:].any()
+        close = dequantized(pool_2SKH[0, 6:60], torch.float32) - k[6:].float()
+        assert (close.abs() <= k[6:].float().abs().amax(-1, keepdim=True) / 127 * 0.52).all()
 
 
 def one_of_each(variant: Variant) -> Iterator[Tensor]:
@@ -213,16 +269,18 @@ def one_of_each(variant: Variant) -> Iterator[Tensor]:
     library.swiglu((8 * torch.randn(9, 64)).to(dtype), gated)
     yield from (x, normed, gated)
     for heads, kv_heads, size in ((9, 3, 64), (5, 1, 128)):
-        pool, out = torch.randn(2, 512, kv_heads, size).to(dtype), torch.empty(150, heads, size, dtype=dtype)
-        qkv, slots = torch.randn(150, (heads + 2 * kv_heads) * size).to(dtype), torch.arange(150) + 200
-        library.rotate_and_store(qkv, torch.randn(150, size // 2), torch.randn(150, size // 2), slots, pool, heads)
-        table, beside_nan = torch.randperm(32)[:25], torch.empty_like(out)
-        library.prefill_attention(qkv, pool, table, 230, 16, out)
-        pool[0, int(table[300 // 16]) * 16 + 300 % 16] = math.nan
-        library.prefill_attention(qkv, pool, table, 230, 16, beside_nan)
-        assert torch.equal(beside_nan[: 300 - 230], out[: 300 - 230])
-        assert beside_nan[300 - 230 :].isnan().all(), "a key that is no number"
-        yield from (qkv, pool, out, beside_nan)
+        for kv_cache_dtype in KV_FORMATS:
+            pool = pool_of(torch.randn(2, 512, kv_heads, size).to(dtype), kv_cache_dtype)
+            out = torch.empty(150, heads, size, dtype=dtype)
+            qkv, slots = torch.randn(150, (heads + 2 * kv_heads) * size).to(dtype), torch.arange(150) + 200
+            library.rotate_and_store(qkv, torch.randn(150, size // 2), torch.randn(150, size // 2), slots, pool, heads)
+            table, beside_nan = torch.randperm(32)[:25], torch.empty_like(out)
+            library.prefill_attention(qkv, pool, table, 230, 16, out)
+            pool[0, int(table[300 // 16]) * 16 + 300 % 16] = pool_of(torch.full((kv_heads, size), math.nan), kv_cache_dtype)
+            library.prefill_attention(qkv, pool, table, 230, 16, beside_nan)
+            assert torch.equal(beside_nan[: 300 - 230], out[: 300 - 230])
+            assert beside_nan[300 - 230 :].isnan().all(), "a key that is no number"
+            yield from (qkv, pool, out, beside_nan)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -240,11 +298,15 @@ def test_sets_of_one_arithmetic_have_the_same_bits(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("forced", HERE, indirect=True, ids=named)
-def test_an_answer_is_the_same_however_it_was_computed(forced: Variant, smollm2_facts: ModelFacts, generate: Any) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", KV_FORMATS)
+def test_an_answer_is_the_same_however_it_was_computed(
+    forced: Variant, smollm2_facts: ModelFacts, generate: Any, kv_cache_dtype: KvCacheDtype
+) -> None:
     """In company or alone, with a prompt in one chunk or in many, and as a prompt that holds the answer's first part."""
     dtype: DtypeName = "float32" if forced.dtype == torch.float32 else "bfloat16"
-    runner = ModelRunner.load(smollm2_facts, dtype=dtype, block_size=16, num_kv_tokens=4096)
-    assert runner.arithmetic == f"{forced.library(1).arithmetic} {dtype} auto", "its self-test passed"
+    runner = ModelRunner.load(smollm2_facts, dtype=dtype, kv_cache_dtype=kv_cache_dtype, block_size=16, num_kv_tokens=4096)
+    named_kv = " kv-int8" if kv_cache_dtype == "int8" else ""
+    assert runner.arithmetic == f"{forced.library(1).arithmetic} {dtype} auto{named_kv}", "its self-test passed"
     sampling = SamplingParams(seed=3, max_tokens=6, temperature=0.8, num_logprobs=5)
     prompts = [[(31 * i * (k + 1) + k) % 49_000 + 17 for i in range(5 + 37 * k)] for k in range(3)]
     together = generate(runner, prompts, [sampling] * len(prompts))

@@ -49,7 +49,7 @@ def test_prefill_attention(
     context_slots = torch.randperm(1_000)[:context]
     q = torch.randn(num_new, num_heads, head_dim).to(dtype)
     k, v = torch.randn(2, num_new, num_kv_heads, head_dim).to(dtype)
-    out = prefill_attention(q, k, v, slots_2SKH, context_slots if context else None)
+    out = prefill_attention(q, k, v, slots_2SKH[:, context_slots] if context else None)
     keys, values = torch.cat((slots_2SKH[:, context_slots], torch.stack((k, v))), dim=1)
     torch.testing.assert_close(out.double(), dense_attention(q, keys, values), **tolerance(dtype))
 

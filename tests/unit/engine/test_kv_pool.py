@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from engine.kernels.kv_cache import gather_tokens, scatter_tokens, store_kv
-from engine.memory.kv_pool import KVPool
+from configs.facts import KvCacheDtype
+from engine.kernels.kv_cache import gather_tokens, quantized_heads, scatter_tokens, store_kv
+from engine.memory.kv_pool import KVPool, token_bytes
+from engine.model_runner import DeviceName, ModelRunner
 from protocol.errors import ConfigError
+from protocol.sampling import SamplingParams
 
 
 def test_shape_and_slot_view(small_model: Any) -> None:
@@ -60,3 +63,41 @@ def test_gathered_blocks_come_in_order_and_leave_the_pool_alone(small_model: Any
         assert torch.equal(out_2CKH, before[2][:, blocks].flatten(1, 2))
         out_2CKH.zero_()
     assert torch.equal(pool.data, before)
+
+
+def test_a_quantized_pool_gives_back_numbers(small_model: Any) -> None:
+    """Close to what was written, by slot and by block; and it holds as many tokens in about a quarter of float32's memory."""
+    facts = small_model("llama").facts
+    pool = KVPool.for_model(facts, 12 * 8, 8, torch.float32, kv_cache_dtype="int8")
+    pool.fill_randomly(torch.Generator().manual_seed(0))
+    assert pool.data.shape == (3, 2, 12, 8, 2, 16 + 2)
+    assert pool.data.nbytes == token_bytes(facts, torch.float32, kv_cache_dtype="int8") * 12 * 8
+    written_2TKH = torch.randn(2, 11, 2, 16)
+    slots = torch.randperm(12 * 8)[:11]
+    store_kv(pool.layer_slots(1), slots, *quantized_heads(written_2TKH))
+    step_2TK1 = written_2TKH.abs().amax(-1, keepdim=True) / 127
+    assert ((pool.read(1, slots) - written_2TKH).abs() <= 0.52 * step_2TK1).all()
+    blocks = torch.tensor([7, 2, 7])
+    slots_of_blocks = (blocks[:, None] * 8 + torch.arange(8)).view(-1)
+    assert torch.equal(pool.gather(2, blocks), pool.read(2, slots_of_blocks))
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
+def test_formats_that_a_device_does_not_read_are_refused(small_model: Any, kv_cache_dtype: KvCacheDtype) -> None:
+    device: DeviceName = "cuda" if kv_cache_dtype == "int8" else "cpu"
+    options: dict[str, Any] = {"dtype": "float32", "block_size": 8, "num_kv_tokens": 64, "device": device}
+    with pytest.raises(ConfigError, match=kv_cache_dtype) as caught:
+        ModelRunner.load(small_model("llama").facts, kv_cache_dtype=kv_cache_dtype, **options)
+    assert caught.value.param == "kv_cache_dtype"
+
+
+def test_a_quantized_pool_serves_where_there_are_no_native_operators(small_model: Any, generate: Any) -> None:
+    """Heads of 16: a prompt in one piece and in many says the same, as far as rounding lets it."""
+    facts = small_model("llama").facts
+    runner = ModelRunner.load(facts, dtype="float32", kv_cache_dtype="int8", block_size=8, num_kv_tokens=512)
+    sampling = SamplingParams(seed=1, max_tokens=8, temperature=0, num_logprobs=3)
+    prompt = [(7 * i) % 200 + 1 for i in range(60)]
+    whole, cut = (generate(runner, [prompt], [sampling], chunk_tokens=tokens)[0] for tokens in (64, 7))
+    for one, other in zip(whole, cut, strict=True):
+        assert one.token_id == other.token_id
+        assert one.logprobs.chosen == pytest.approx(other.logprobs.chosen, abs=1e-4)

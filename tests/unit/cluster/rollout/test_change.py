@@ -61,6 +61,8 @@ def test_tiers_hold_the_kv_of_one_model() -> None:
     current = ClusterConfig.model_validate({"kv_offloading": {"memory_gib": 1.0}})
     with pytest.raises(InvalidRequestError, match="kv_offloading"):
         changed_config(current, {"quantization": "int8"})
+    with pytest.raises(InvalidRequestError, match=r"kv_cache_dtype can't change .*kv_offloading"):
+        changed_config(current, {"kv_cache_dtype": "int8"})
     assert changed_config(current, {"decode": {"max_batch_size": 8}})[1] == ("decode.max_batch_size: 64 -> 8",)
 
 

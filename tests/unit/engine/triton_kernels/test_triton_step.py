@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from certify.kernels.cases import relative_error
-from configs.facts import ModelFacts
+from configs.facts import KvCacheDtype, ModelFacts
 from engine.batch import Chunk, ForwardBatch
 from engine.kernels.rope import inverse_frequencies
 from engine.memory.kv_pool import KVPool
@@ -30,9 +30,9 @@ SAMPLED = SamplingParams(seed=0, max_tokens=1)
 NO_TILES = np.zeros((0, 4), dtype=np.int64)
 
 
-def a_pool(facts: ModelFacts, seed: int) -> KVPool:
-    pool = KVPool.for_model(facts, 1024, 8, torch.float32)
-    pool.data.copy_(torch.randn(pool.data.shape, generator=torch.Generator().manual_seed(seed)))
+def a_pool(facts: ModelFacts, seed: int, kv_cache_dtype: KvCacheDtype = "auto") -> KVPool:
+    pool = KVPool.for_model(facts, 1024, 8, torch.float32, kv_cache_dtype=kv_cache_dtype)
+    pool.fill_randomly(torch.Generator().manual_seed(seed))
     return pool
 
 
@@ -71,6 +71,28 @@ def test_a_forward_pass_is_the_same_as_torch_s(kind: str, small_model: Callable[
     assert expected_logits is not None
     assert relative_error(logits, expected_logits.double()) < 1e-5
     assert relative_error(kv, expected_kv.double()) < 1e-6
+
+
+@CPU_ONLY
+def test_keys_and_values_in_fp8_are_those_of_torch_s(small_model: Callable[[str], Any]) -> None:
+    """Numbers that fp8 has, and some that are too large for it. Triton's interpreter does not round to fp8 as GPUs do."""
+    facts = small_model("llama").facts
+    batch = ForwardBatch.build(mixed_chunks(), 8)
+    width = (facts.num_heads + 2 * facts.num_kv_heads) * facts.head_dim
+    qkv_TA = torch.randn(len(batch.token_ids_T), width, generator=torch.Generator().manual_seed(4))
+    qkv_TA = torch.where(qkv_TA.abs() < 2.0**-6, 0.0, qkv_TA.to(torch.float8_e4m3fn).float())
+    qkv_TA[-1, -2:] = torch.tensor([1e4, -1e4])  # V of the last single token
+    found = []
+    for make in (TritonStep.of, TorchStep):
+        pool = a_pool(facts, 5, "fp8")
+        assert pool.data.shape[-1] == facts.head_dim
+        step, own_TA = make(facts, batch, pool, torch.zeros(facts.head_dim // 2)), qkv_TA.clone()
+        step.store(1, own_TA)
+        found.append((pool.read(1, torch.arange(1024)), step.attend(1, own_TA).clone()))
+    (kv, attended), (expected_kv, expected_attended) = found
+    assert torch.equal(kv[1, int(batch.slots_T[-1]), -1, -2:], torch.tensor([448.0, -448.0]))
+    assert torch.equal(kv, expected_kv)
+    assert relative_error(attended, expected_attended.double()) < 1e-5
 
 
 @CPU_ONLY

@@ -1,0 +1,295 @@
+// Causal attention over a pool of keys and values in eight bits, which are multiplied as they lie there.
+//
+// A layer's pool is [slots, K, H + 2] bytes, once for keys and once for values: whole_numbers.h has what a head's bytes stand
+// for. Queries, and the weights of a chunk times the scales of its values, are rounded to sixteen bits. Sums of whole numbers
+// are exact, so their order does not matter. Everything else is as in attention.cpp.
+
+#include "context.h"
+#include "whole_numbers.h"
+#include <transpose.h>
+
+#include <cmath>
+#include <vector>
+
+namespace {
+
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+constexpr i64 kTileTokens = 16;  // tokens of a prompt that go through the context together
+
+// Packed bytes begin on a line of the caches, or half of all registers that are read and written would lie on two.
+struct alignas(64) Line {
+  byte bytes[64];
+};
+using Lines = std::vector<Line>;
+inline byte* room_for(Lines& lines, i64 count) {
+  lines.resize((count + 63) / 64);
+  return lines.data()->bytes;
+}
+
+// A chunk of one head's context, packed: keys of each 64 tokens as [H / 4][64][4], values of each 64 of H as [tokens / 4][64][4],
+// `stride` apart; and the scales of both.
+struct Packed {
+  byte *keys, *values;
+  i64 stride;
+  float *key_scales, *value_scales;
+
+  // From token `first` on, a multiple of 64.
+  Packed from(i64 first, i64 size) const {
+    return {keys + first * size, values + first * kColumns, stride, key_scales + first, value_scales + first};
+  }
+};
+
+// 64 bytes that are kept in a register: they are often on two lines, and compilers would read them again for each use.
+inline __m512i load_once(const byte* from) {
+  __m512i bytes = _mm512_loadu_si512(from);
+  asm("" : "+v"(bytes));
+  return bytes;
+}
+
+inline void store_scales(const bf16* scales, float* to) {
+  for (i64 t = 0; t < kColumns; t += kVector) _mm512_storeu_ps(to + t, load(scales + t));
+}
+
+// Pack up to 64 tokens of one head that lie at `offsets`; nobody looks at those from `count` on. Brings as much near meanwhile.
+void pack_block(const Context<byte>& context, i64 size, const i64* offsets, i64 count, const Packed& to, Ahead<byte>& ahead) {
+  alignas(64) static constexpr byte kNothing[128 + kScale] = {};
+  alignas(64) bf16 key_scales[kColumns] = {}, value_scales[kColumns] = {};
+  for (i64 t = 0, end = std::min(count, kColumns); t < end; ++t) {
+    std::memcpy(key_scales + t, context.keys + offsets[t] + size, kScale);
+    std::memcpy(value_scales + t, context.values + offsets[t] + size, kScale);
+  }
+  store_scales(key_scales, to.key_scales);
+  store_scales(value_scales, to.value_scales);
+  const auto token = [&](const byte* from, i64 t) { return t < count ? from + offsets[t] : kNothing; };
+  for (i64 t = 0; t < kColumns; t += kVector)
+    for (i64 h = 0; h < size; h += 64) {
+      __m512i quads[16];
+      for (int i = 0; i < 16; ++i) quads[i] = load_once(token(context.keys, t + i) + h);
+      transpose(quads);
+      for (int i = 0; i < 16; ++i) _mm512_storeu_si512(to.keys + ((h / 4 + i) * kColumns + t) * 4, quads[i]);
+      ahead.bring(8);
+    }
+  // In each quarter of a register, 16 values of H: their bytes of four tokens come to lie side by side, four of H to a register.
+  for (i64 t = 0; t < kColumns; t += 4)
+    for (i64 h = 0; h < size; h += 64) {
+      __m512i four[4];
+      for (int i = 0; i < 4; ++i) four[i] = load_once(token(context.values, t + i) + h);
+      const __m512i a = _mm512_unpacklo_epi8(four[0], four[1]), b = _mm512_unpackhi_epi8(four[0], four[1]);
+      const __m512i c = _mm512_unpacklo_epi8(four[2], four[3]), d = _mm512_unpackhi_epi8(four[2], four[3]);
+      byte* at = to.values + h / 64 * to.stride + t * kColumns;
+      _mm512_storeu_si512(at, _mm512_unpacklo_epi16(a, c));
+      _mm512_storeu_si512(at + 64, _mm512_unpackhi_epi16(a, c));
+      _mm512_storeu_si512(at + 128, _mm512_unpacklo_epi16(b, d));
+      _mm512_storeu_si512(at + 192, _mm512_unpackhi_epi16(b, d));
+      ahead.bring(4);
+    }
+}
+
+// Products of one row with a chunk's keys become weights times the scales of the values, rounded, as two rows of bytes. Where
+// kMasked, only the first `visible` keys count. Returns what the row's sums so far are to be multiplied by.
+template <bool kMasked>
+inline float weigh_row(const int32_t* products, int8_t* planes, i64 length, i64 visible, const Packed& chunk, const WholeRow& query,
+                       WholeRow& weights, float& largest, float& total) {
+  alignas(64) float scores[kChunk];
+  const auto lanes = [&](i64 t) { return kMasked ? first_lanes(visible - t) : static_cast<__mmask16>(0xffff); };
+  __m512 top = _mm512_set1_ps(kMinusInfinity);
+  for (i64 t = 0; t < length; t += kVector) {
+    const __m512 product = _mm512_mul_ps(query.product(products + t, products + kChunk + t), _mm512_set1_ps(query.scale));
+    const __m512 score = _mm512_mul_ps(product, _mm512_loadu_ps(chunk.key_scales + t));
+    top = _mm512_mask_max_ps(top, lanes(t), top, score);
+    _mm512_store_ps(scores + t, score);
+  }
+  const float now = std::max(largest, _mm512_reduce_max_ps(top));
+  __m512 sum = _mm512_setzero_ps(), most = _mm512_setzero_ps();
+  __mmask16 no_numbers = 0;
+  for (i64 t = 0; t < length; t += kVector) {
+    const __m512 weight = _mm512_maskz_mov_ps(lanes(t), power_of_two(_mm512_sub_ps(_mm512_load_ps(scores + t), _mm512_set1_ps(now))));
+    const __m512 scaled = _mm512_maskz_mul_ps(lanes(t), weight, _mm512_loadu_ps(chunk.value_scales + t));
+    sum = _mm512_add_ps(sum, weight);
+    most = _mm512_max_ps(most, scaled);
+    no_numbers |= _mm512_cmp_ps_mask(scaled, scaled, _CMP_UNORD_Q);
+    _mm512_store_ps(scores + t, scaled);
+  }
+  const float most_scaled = no_numbers ? std::numeric_limits<float>::quiet_NaN() : _mm512_reduce_max_ps(most);
+  const __m512 inverse = _mm512_set1_ps(most_scaled >= kLeast ? kWhole / most_scaled : 0.0f);
+  __m512i whole_sum = _mm512_setzero_si512();
+  for (i64 t = 0; t < length; t += kVector) {
+    const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(scores + t), inverse));
+    store_planes(whole, planes + t, planes + kChunk + t);
+    whole_sum = _mm512_add_epi32(whole_sum, whole);
+  }
+  weights = {most_scaled < kLeast ? 0.0f : most_scaled / kWhole, 128 * _mm512_reduce_add_epi32(whole_sum)};
+  const float shrink = now == largest ? 1.0f : std::exp2(largest - now);
+  total = total * shrink + _mm512_reduce_add_ps(sum);
+  largest = now;
+  return shrink;
+}
+
+// Rows of queries that look at key/value heads, and what they have found so far. Queries, weights and products have two rows of
+// bytes each, or of products with them.
+struct Rows {
+  std::vector<int8_t> queries, weights;
+  std::vector<int32_t> products, found;
+  std::vector<WholeRow> whole_queries, whole_weights;
+  std::vector<float> sums, largest, totals, shrinks;
+
+  void begin(i64 count, i64 size) {
+    queries.resize(2 * count * size);
+    weights.resize(2 * count * kChunk);
+    products.resize(2 * count * kChunk);
+    found.resize(2 * count * size);
+    whole_queries.resize(count);
+    whole_weights.resize(count);
+    shrinks.resize(count);
+    sums.assign(count * size, 0.0f);
+    largest.assign(count, kMinusInfinity);
+    totals.assign(count, 0.0f);
+  }
+
+  // Products with it are multiplied by `scale`, too.
+  void set_query(i64 row, const bf16* query, i64 size, float scale) {
+    int8_t* planes = &queries[2 * row * size];
+    whole_queries[row] = as_planes(query, size, planes, planes + size);
+    whole_queries[row].scale *= scale;
+  }
+
+  // Let rows [first, last) look at the chunk's first `count` tokens, a multiple of 64, of which row r may see visible(r).
+  template <typename Visible>
+  void look(i64 first, i64 last, i64 size, const Packed& chunk, i64 count, const Visible& visible) {
+    const i64 planes = 2 * (last - first);
+    for (i64 t = 0; t < count; t += kColumns)
+      multiply_whole(&queries[2 * first * size], size, planes, chunk.keys + t * size, size / 4, &products[2 * first * kChunk + t], kChunk);
+    for (i64 r = first; r < last; ++r) {
+      const auto weigh = visible(r) < count ? weigh_row<true> : weigh_row<false>;
+      shrinks[r] = weigh(&products[2 * r * kChunk], &weights[2 * r * kChunk], count, visible(r), chunk, whole_queries[r],
+                         whole_weights[r], largest[r], totals[r]);
+    }
+    for (i64 h = 0; h < size; h += kColumns)
+      multiply_whole(&weights[2 * first * kChunk], kChunk, planes, chunk.values + h / 64 * chunk.stride, count / 4,
+                     &found[2 * first * size + h], size);
+    for (i64 r = first; r < last; ++r) {
+      const __m512 shrink = _mm512_set1_ps(shrinks[r]), scale = _mm512_set1_ps(whole_weights[r].scale);
+      for (i64 h = 0; h < size; h += kVector) {
+        const __m512 more = whole_weights[r].product(&found[2 * r * size + h], &found[(2 * r + 1) * size + h]);
+        float* at = &sums[r * size + h];
+        _mm512_storeu_ps(at, _mm512_fmadd_ps(more, scale, _mm512_mul_ps(_mm512_loadu_ps(at), shrink)));
+      }
+    }
+  }
+
+  // Write a row's attention, in the order of H: pack_block has put every fourth four of each 64 into a register.
+  void finish(i64 row, i64 size, bf16* out) const {
+    const __m512 total = _mm512_set1_ps(totals[row]);
+    for (i64 h = 0; h < size; h += 64) {
+      __m512 s[4];
+      for (int i = 0; i < 4; ++i) s[i] = _mm512_div_ps(_mm512_loadu_ps(&sums[row * size + h + i * kVector]), total);
+      const __m512 a = _mm512_shuffle_f32x4(s[0], s[1], 0x44), b = _mm512_shuffle_f32x4(s[2], s[3], 0x44);
+      const __m512 c = _mm512_shuffle_f32x4(s[0], s[1], 0xee), d = _mm512_shuffle_f32x4(s[2], s[3], 0xee);
+      store(out + h, _mm512_shuffle_f32x4(a, b, 0x88));
+      store(out + h + 16, _mm512_shuffle_f32x4(a, b, 0xdd));
+      store(out + h + 32, _mm512_shuffle_f32x4(c, d, 0x88));
+      store(out + h + 48, _mm512_shuffle_f32x4(c, d, 0xdd));
+    }
+  }
+};
+
+// The tokens of a chunk that is packed, if the context ends after `left` tokens.
+inline i64 chunk_tokens(i64 left) { return std::min(kChunk, (left + kColumns - 1) / kColumns * kColumns); }
+
+// One sequence, key/value heads [first, last). `q` and `out` are rows of all query heads. `after` is the context that is likely
+// to be wanted next.
+void decode_sequence(const bf16* q, const Context<byte>& context, i64 length, const Heads& heads, i64 first, i64 last, float scale,
+                     bf16* out, const Context<byte>& after, i64 after_length) {
+  static thread_local Rows rows;
+  static thread_local Lines buffer;
+  alignas(64) float scales[2 * kChunk];
+  const i64 group = heads.group(), size = heads.size, width = size + kScale, count_rows = (last - first) * group;
+  rows.begin(count_rows, size);
+  for (i64 r = 0; r < count_rows; ++r) rows.set_query(r, q + (first * group + r) * size, size, scale);
+  byte* const bytes = room_for(buffer, 2 * kChunk * size);
+  const Packed chunk{bytes, bytes + kChunk * size, kChunk * kColumns, scales, scales + kChunk};
+  i64 offsets[kChunk];
+  for (i64 begin = 0; begin < length; begin += kChunk) {
+    const i64 left = length - begin, count = chunk_tokens(left);
+    context.locate(begin, std::min(left, kChunk), offsets);
+    const bool is_last = left <= kChunk;
+    const Context<byte>& next = is_last ? after : context;
+    Ahead<byte> ahead{next.keys + first * width, next.values + first * width, (last - first) * width};
+    ahead.tokens = std::min(is_last ? after_length : left - kChunk, kChunk);
+    next.locate(is_last ? 0 : begin + kChunk, ahead.tokens, ahead.offsets);
+    for (i64 head = first; head < last; ++head) {
+      for (i64 t = 0; t < count; t += kColumns)
+        pack_block(context.of_head(head, width), size, offsets + t, left - t, chunk.from(t, size), ahead);
+      const i64 row = (head - first) * group;
+      rows.look(row, row + group, size, chunk, count, [&](i64) { return left; });
+    }
+  }
+  for (i64 r = 0; r < count_rows; ++r) rows.finish(r, size, out + (first * group + r) * size);
+}
+
+// Tokens [begin, end) of the new ones, all query heads of one key/value head, whose whole context is packed.
+void prefill_tile(const bf16* qkv, i64 begin, i64 end, i64 start, i64 head, const Heads& heads, const Packed& context, float scale, bf16* out) {
+  static thread_local Rows rows;
+  const i64 group = heads.group(), size = heads.size, count_rows = (end - begin) * group, length = start + end;
+  rows.begin(count_rows, size);
+  for (i64 r = 0; r < count_rows; ++r)
+    rows.set_query(r, qkv + (begin + r / group) * heads.row() + (head * group + r % group) * size, size, scale);
+  for (i64 first = 0; first < length; first += kChunk) {
+    const auto visible = [&](i64 r) { return start + begin + r / group + 1 - first; };
+    rows.look(0, count_rows, size, context.from(first, size), chunk_tokens(length - first), visible);
+  }
+  for (i64 r = 0; r < count_rows; ++r)
+    rows.finish(r, size, out + (begin + r / group) * heads.query * size + (head * group + r % group) * size);
+}
+
+}  // namespace
+
+extern "C" {
+
+// Row b of qkv attends to the first lengths[b] tokens of its sequence, whose blocks are tables[b, :]. out: [B, N, H].
+void decode_attention_int8(const bf16* qkv, const byte* keys, const byte* values, const i64* tables, i64 table_width, const i64* lengths,
+                           bf16* out, i64 sequences, i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, float scale, i64 threads) {
+  const Heads heads{num_heads, num_kv_heads, size};
+  const i64 parts = sequences >= threads ? 1 : num_kv_heads, heads_each = num_kv_heads / parts, stride = num_kv_heads * (size + kScale);
+#pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1 && sequences * parts > 1)
+  for (i64 unit = 0; unit < sequences * parts; ++unit) {
+    const i64 b = unit / parts, first = unit % parts * heads_each, after = std::min(b + threads, sequences - 1);
+    const auto context = [&](i64 b) { return Context<byte>{keys, values, tables + b * table_width, block_size, stride}; };
+    decode_sequence(qkv + b * heads.row(), context(b), lengths[b], heads, first, first + heads_each, scale * kLog2E,
+                    out + b * num_heads * size, context(after), after > b && parts == 1 ? lengths[after] : 0);
+  }
+}
+
+// New tokens [start, start + tokens) of one sequence, already in the pool, attend to it causally. out: [T, N, H].
+void prefill_attention_int8(const bf16* qkv, const byte* keys, const byte* values, const i64* table, bf16* out, i64 start, i64 tokens,
+                            i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, float scale, i64 threads) {
+  const Heads heads{num_heads, num_kv_heads, size};
+  const Context<byte> context{keys, values, table, block_size, num_kv_heads * (size + kScale)};
+  const i64 length = start + tokens, padded = (length + kColumns - 1) / kColumns * kColumns, blocks = padded / kColumns;
+  static thread_local Lines buffer;
+  static thread_local std::vector<float> scales;
+  scales.resize(2 * num_kv_heads * padded);
+  byte* const bytes = room_for(buffer, 2 * num_kv_heads * padded * size);  // of this thread: the others must not look for their own
+  float* const floats = scales.data();
+  const auto packed = [=](i64 head) {
+    byte* keys = bytes + 2 * head * padded * size;
+    float* key_scales = floats + 2 * head * padded;
+    return Packed{keys, keys + padded * size, padded * kColumns, key_scales, key_scales + padded};
+  };
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+  for (i64 unit = 0; unit < num_kv_heads * blocks; ++unit) {
+    const i64 head = unit / blocks, begin = unit % blocks * kColumns, count = std::min(length - begin, kColumns);
+    i64 offsets[kColumns];
+    context.locate(begin, count, offsets);
+    Ahead<byte> nothing{};
+    pack_block(context.of_head(head, size + kScale), size, offsets, count, packed(head).from(begin, size), nothing);
+  }
+  const i64 tiles = (tokens + kTileTokens - 1) / kTileTokens;
+#pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1)
+  for (i64 unit = 0; unit < num_kv_heads * tiles; ++unit) {
+    const i64 head = unit % num_kv_heads, begin = (tiles - 1 - unit / num_kv_heads) * kTileTokens;
+    prefill_tile(qkv, begin, std::min(begin + kTileTokens, tokens), start, head, heads, packed(head), scale * kLog2E, out);
+  }
+}
+
+}  // extern "C"
