@@ -11,16 +11,16 @@ from collections.abc import Sequence
 from protocol.messages import VARIES
 
 
-def arithmetic_name(operators: str, dtype: str, weights: str, num_ranks: int, *, varies: bool) -> str:
+def arithmetic_name(operators: str, dtype: str, weights: str, num_ranks: int, *, positions: str = "", varies: bool) -> str:
     """Return the name of an arithmetic, such as `fma bfloat16 auto` or `avx512_bf16-amd bfloat16 int8 tp2`.
 
     `operators` is the arithmetic of the native operators (`engine.native.build.Built`), `torch`, or `triton-9.0`, with a
-    GPU's compute capability. `weights` is
-    the option `quantization`: auto is as the file stores them. `num_ranks` is the tensor-parallel size, which decides how sums
-    are cut. `varies`: a token's bits were found to depend on the rows beside it, or on whether it is part of a prompt.
+    GPU's compute capability. `weights` is the option `quantization`: auto is as the file stores them. `num_ranks` is the
+    tensor-parallel size, which decides how sums are cut. `positions` is `ModelFacts.positions`. `varies`: a token's bits were
+    found to depend on the rows beside it, or on whether it is part of a prompt.
     """
     ranks = f" tp{num_ranks}" if num_ranks > 1 else ""
-    return f"{operators} {dtype} {weights}{ranks}{VARIES if varies else ''}"
+    return f"{operators} {dtype} {weights}{ranks}{f' {positions}' if positions else ''}{VARIES if varies else ''}"
 
 
 def whole_arithmetic(names: Sequence[str]) -> str:

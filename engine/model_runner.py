@@ -185,13 +185,14 @@ class ModelRunner:
     def layout(self) -> KvLayout:
         """What another worker's KV must look like to fit into this one's pool."""
         return KvLayout(
-            model_hash=self.facts.model_hash,
+            model_hash=self.facts.identity,
             dtype=self.dtype_name,
             num_layers=self.facts.num_layers,
             num_kv_heads=self.facts.num_kv_heads,
             head_dim=self.facts.head_dim,
             layout_version=LAYOUT_VERSION,
             memory=self.pool.data.device.type,
+            positions=self.facts.positions,
         )
 
     def execute(self, chunks: Sequence[Chunk], on_layer: Callable[[int], None] | None = None) -> list[SampledToken | None]:
@@ -241,7 +242,8 @@ def own_arithmetic(
         variation = what_varies(facts, weights, step_factory(facts, library), DTYPES[dtype_name], block_size)
     if variation is not None:
         log.info("answers may depend on what is computed with them, and how: %s", variation)
-    return arithmetic_name(operators, dtype_name, quantization, num_ranks, varies=variation is not None)
+    varies, positions = variation is not None, facts.positions
+    return arithmetic_name(operators, dtype_name, quantization, num_ranks, positions=positions, varies=varies)
 
 
 def resolve_dtype(name: DtypeName, device: DeviceName = "cpu") -> str:

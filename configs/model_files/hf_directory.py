@@ -11,9 +11,10 @@ import hashlib
 from pathlib import Path
 
 from configs.cache import file_sha256
-from configs.facts import Architecture, Model, ModelFacts, RopeScaling, WeightFormat
+from configs.facts import Architecture, Model, ModelFacts, WeightFormat
 from configs.fields import Fields, model_error, read_json
 from configs.model_files.hf_tokenizer import read_tokenizer
+from configs.model_files.rope import longest_context, read_rope
 from configs.model_files.safetensors_file import check_safetensors
 
 CONFIG, GENERATION_CONFIG, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
@@ -51,7 +52,8 @@ def facts_from_directory(folder: Path, name: str) -> ModelFacts:
         check_safetensors(path)
     vocab_size = config.count("vocab_size")
     head_dim, num_kv_heads = _heads(config, architecture)
-    rope_theta, rope_scaling = _rope(config)
+    first_context = config.count("max_position_embeddings", _DEFAULT_CONTEXT[architecture])
+    rope_theta, rope_scaling = read_rope(config, first_context, 10_000.0)
     return ModelFacts(
         name=name,
         architecture=architecture,
@@ -62,7 +64,7 @@ def facts_from_directory(folder: Path, name: str) -> ModelFacts:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         vocab_size=vocab_size,
-        max_model_len=config.count("max_position_embeddings", _DEFAULT_CONTEXT[architecture]),
+        max_model_len=longest_context(first_context, rope_scaling),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         rms_norm_eps=config.positive("rms_norm_eps", 1e-6),
@@ -139,30 +141,6 @@ def _heads(config: Fields, architecture: Architecture) -> tuple[int, int]:
     if num_heads % num_kv_heads:
         raise config.wrong("num_key_value_heads", f"a divisor of the {num_heads} heads")
     return head_dim, num_kv_heads
-
-
-def _rope(config: Fields) -> tuple[float, RopeScaling | None]:
-    """Base of the rotary frequencies, and their scaling."""
-    key = "rope_parameters" if "rope_parameters" in config else "rope_scaling"
-    rope = config.section(key)
-    rope_theta = rope.positive("rope_theta", config.positive("rope_theta", 10_000.0))
-    if rope.positive("partial_rotary_factor", 1.0) != 1.0:
-        raise rope.wrong("partial_rotary_factor", "1")
-    kind_key = "rope_type" if "rope_type" in rope else "type"
-    kind = rope.text(kind_key, "default")
-    if kind == "default":
-        return rope_theta, None
-    if kind != "llama3":
-        raise rope.wrong(kind_key, "default or llama3, the only kinds supported")
-    scaling = RopeScaling(
-        factor=rope.positive("factor"),
-        low_freq_factor=rope.positive("low_freq_factor"),
-        high_freq_factor=rope.positive("high_freq_factor"),
-        original_max_position=rope.count("original_max_position_embeddings"),
-    )
-    if scaling.high_freq_factor <= scaling.low_freq_factor:
-        raise rope.wrong("high_freq_factor", f"more than low_freq_factor ({scaling.low_freq_factor})")
-    return rope_theta, scaling
 
 
 def _eos_token_ids(folder: Path, config: Fields, vocab_size: int) -> tuple[int, ...]:

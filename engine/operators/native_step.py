@@ -7,7 +7,7 @@ from torch import Tensor
 
 from configs.facts import ModelFacts
 from engine.batch import ForwardBatch
-from engine.kernels.rope import angles
+from engine.kernels.rope import angles, scaled
 from engine.memory.kv_pool import KVPool
 from engine.native.library import NativeLibrary
 
@@ -25,7 +25,8 @@ class NativeStep:
         self._library = library
         # In float64, since libraries round differently on different processors: what is then rounded to float32 is the same.
         angles_TF = angles(frequencies, torch.from_numpy(batch.positions_T)).double()
-        self._cos_TF, self._sin_TF = angles_TF.cos().float(), angles_TF.sin().float()
+        cos_TF, sin_TF = scaled(angles_TF.cos(), angles_TF.sin(), facts.attention_factor)
+        self._cos_TF, self._sin_TF = cos_TF.float(), sin_TF.float()
         self._slots_T = torch.from_numpy(batch.slots_T)
         self._tables_CW = torch.from_numpy(batch.tables_CW)
         self._single_tables_BW = self._tables_CW[batch.num_longer :]

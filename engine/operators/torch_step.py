@@ -57,7 +57,7 @@ class TorchStep:
         self.token_ids_T = torch.from_numpy(batch.token_ids_T)
         self._pool = pool
         self._slots_T = torch.from_numpy(batch.slots_T)
-        self._rotation = rotation(frequencies, torch.from_numpy(batch.positions_T), pool.dtype)
+        self._rotation = rotation(frequencies, torch.from_numpy(batch.positions_T), pool.dtype, facts.attention_factor)
         self._prefills = prefill_spans(batch)
         self._decodes = decode_groups(batch, pool.dtype)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from configs.facts import ModelFacts
 from engine.batch import ForwardBatch
-from engine.kernels.rope import angles
+from engine.kernels.rope import angles, scaled
 from engine.kernels.triton.decode_attention import DecodeAttention
 from engine.kernels.triton.kv_cache import rotate_and_store
 from engine.kernels.triton.launch import Launch
@@ -35,7 +35,7 @@ class TritonStep:
         self._batch = batch
         self._pool = pool
         angles_TF = angles(frequencies, batch.positions_T)
-        self._cos_TF, self._sin_TF = angles_TF.cos(), angles_TF.sin()
+        self._cos_TF, self._sin_TF = scaled(angles_TF.cos(), angles_TF.sin(), facts.attention_factor)
         self._normed_TD = torch.empty((shape.num_rows, facts.hidden_size), dtype=pool.dtype, device=device)
         self._gated_TI = torch.empty((shape.num_rows, facts.intermediate_size), dtype=pool.dtype, device=device)
         self._attended_TNH = torch.empty((shape.num_rows, heads, facts.head_dim), dtype=pool.dtype, device=device)

@@ -70,6 +70,7 @@ FLAGS = (
     ConfigFlag("--dtype", "dtype", help="auto, float32, bfloat16 or float16 (GPUs)."),
     ConfigFlag("--quantization", "quantization", help="auto (as the file is), none, int8 or int4."),
     ConfigFlag("--max-model-len", "max_model_len", help="Tokens of prompt and answer together."),
+    ConfigFlag("--hf-overrides", "hf_overrides", help="Keys of the model's config.json as JSON: rope_parameters."),
     ConfigFlag("--block-size", "block_size", help="Tokens per KV block: 8, 16, 32 or 64."),
     ConfigFlag("--max-num-seqs", "decode.max_batch_size", help="Sequences per decode step."),
     ConfigFlag(

@@ -11,6 +11,7 @@ from protocol.messages import VARIES
 def test_a_name_says_all_that_decides_about_bits() -> None:
     assert arithmetic_name("fma", "bfloat16", "auto", 1, varies=False) == "fma bfloat16 auto"
     assert arithmetic_name("avx512_bf16-amd", "bfloat16", "int8", 2, varies=False) == "avx512_bf16-amd bfloat16 int8 tp2"
+    assert arithmetic_name("fma", "float32", "none", 2, positions="rope=yarn-4-1f", varies=False).endswith("tp2 rope=yarn-4-1f")
     assert arithmetic_name("torch", "float32", "none", 1, varies=True) == "torch float32 none (varies)"
     assert arithmetic_name("triton", "bfloat16", "auto", 4, varies=True).endswith(VARIES)
 

@@ -14,8 +14,9 @@ from engine.model_runner import ModelRunner, resolve_dtype
 from engine.scoring import PromptScores
 from protocol.errors import ConfigError
 from protocol.sampling import SamplingParams
+from tests.unit.engine.conftest import SCALINGS
 
-KINDS = ("llama", "llama-tied", "llama3-rope", "qwen2", "qwen3")
+KINDS = ("llama", "llama-tied", "qwen2", "qwen3", *SCALINGS)
 VOCABULARY = 211
 
 
