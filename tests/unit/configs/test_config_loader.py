@@ -189,7 +189,7 @@ def test_a_whole_number_will_do_for_seconds(yaml_file: Path) -> None:
         ("hf_overrides: {rope_scaling: {type: ntk}}", "hf_overrides", "rope_scaling: type should be one of default, linear"),
         ("hf_overrides: {rope_scaling: {}, rope_parameters: {}}", "hf_overrides", "the former name of rope_parameters"),
         ("hf_overrides: {max_position_embeddings: x}", "hf_overrides", "should be a positive integer"),
-        ("{engine: paced, hf_overrides: {rope_theta: 5e5}}", "hf_overrides", "paced workers compute no positions"),
+        ("{engine: paced, hf_overrides: {rope_theta: 500000}}", "hf_overrides", "paced workers compute no positions"),
         ("block_size: 12", "block_size", "8, 16, 32 or 64"),
         ("dtype: float64", "dtype", "'auto', 'float32', 'bfloat16' or 'float16'"),
         ("1: 2", "1", "should be strings"),
@@ -261,9 +261,8 @@ def test_a_context_beyond_the_models_is_refused(facts: ModelFacts) -> None:
     with pytest.raises(ConfigError, match="use at most 128; or stretch its positions") as caught:
         served_context(ClusterConfig(max_model_len=129), facts)
     assert caught.value.param == "max_model_len"
-    config = load_config(
-        None, {"max_model_len": 129, "hf_overrides": caught.value.message.split("--hf-overrides ")[1].strip("'")}
-    )
+    would_be = caught.value.message.split("--hf-overrides ")[1].strip("'")
+    config = load_config(None, {"max_model_len": 129, "hf_overrides": would_be})
     assert served_context(config, with_overrides(facts, config.hf_overrides, config.max_model_len)) == 129
 
 
