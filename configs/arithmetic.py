@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-OVERTAKEN_LENGTH = 4
-"""A prompt so many times as long as another one lets it go before every other step of its own."""
+LONG_STEPS = 8
+"""Steps from which on a prompt is long: those that came later are computed between its steps."""
+_SHORTER = 4
+"""Besides prompts of one step, those are that are so many times shorter than what is left of the long one."""
 
 
 def ceil_div(size: int, unit: int) -> int:
@@ -11,9 +13,10 @@ def ceil_div(size: int, unit: int) -> int:
     return -(-size // unit)
 
 
-def goes_between(num_tokens: int, long_tokens: int, step_tokens: int) -> bool:
-    """Whether a prompt of `num_tokens` is computed between the steps of one of `long_tokens`, which was there before it.
+def goes_between(num_tokens: int, long_tokens: int, step_tokens: int, *, left: int | None = None) -> bool:
+    """Whether `num_tokens` of a prompt are computed between the steps of a prompt of `long_tokens`, which came before it.
 
-    It is if the long one takes several steps of `step_tokens` tokens, and the other one a single step, or a quarter as many.
+    A step has `step_tokens` tokens. `left` are those that are left of the long prompt; None is all of it.
     """
-    return long_tokens > step_tokens and num_tokens <= max(step_tokens, long_tokens // OVERTAKEN_LENGTH)
+    rest = long_tokens if left is None else left
+    return long_tokens > LONG_STEPS * step_tokens and rest > step_tokens and num_tokens <= max(step_tokens, rest // _SHORTER)

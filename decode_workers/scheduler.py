@@ -19,8 +19,8 @@ streams come back one at a time.
 
 Beside the newest tokens of running streams a step computes up to `max_chunk_tokens` tokens of those that are prefilled or
 recomputed, oldest first: short prompts share a step, a long one is cut into chunks, at multiples of that number whatever
-else is there: where the cuts are decides how sums are rounded. After a step with a chunk of a long one, shorter ones have a
-step, if there are any (`configs.arithmetic.goes_between`): they wait for two chunks of it at most. What was emitted is never
+else is there: where the cuts are decides how sums are rounded. After a chunk of one that has more than eight, shorter ones have
+a step, if there are any (`configs.arithmetic.goes_between`): they wait for two chunks of it at most. What was emitted is never
 sampled again: a stream goes on at the position after its newest token.
 """
 
@@ -198,7 +198,7 @@ class DecodeScheduler:
             for stream in self._streams.values()
             if stream.remaining > 1
             and not (stream.preempted or stream.paused)
-            and goes_between(stream.remaining, long.remaining, self._max_chunk_tokens)
+            and goes_between(stream.remaining, len(long.token_ids), self._max_chunk_tokens, left=long.remaining)
         ]
         return sorted(shorter, key=lambda stream: stream.remaining)
 

@@ -9,9 +9,9 @@ would only wait for each other (DistServe's L_m: Zhong et al., OSDI 2024, sectio
 depend on its company. A prompt gets all its blocks when it starts; while there are too few, it and those behind it that have
 none wait, so that a long prompt is never starved by short ones.
 
-A long prompt does not hold up short ones: while the first prompt takes further steps, every other step goes to the shortest of
-those behind it that need a single step, or a quarter of what it still needs (`configs.arithmetic.goes_between`). So a short
-prompt waits for two steps of others at most, the one under way among them, and a long one takes at most twice as long.
+A prompt of more than eight steps does not hold up short ones: every other step goes to the shortest of those behind it that
+need a single step, or a quarter of what it still needs (`configs.arithmetic.goes_between`). So a short prompt waits for two
+steps of a long one at most, the one under way among them, and a long one takes at most twice as long.
 
 The router may send a prompt ahead of others, also of one that is being computed. Between two prompts that went ahead, the
 others get a step, so they are never starved either.
@@ -205,10 +205,9 @@ class PrefillScheduler:
         """The prompts that go before the first one in this step, although it is being computed; the shortest comes first."""
         if first is None or not first.block_table or self._first_is_next or self._line_is_next:
             return []
-        length, step_tokens = first.remaining, self._max_batch_tokens
-        return sorted(
-            (each for each in others if goes_between(each.remaining, length, step_tokens)), key=lambda each: each.remaining
-        )
+        length, left, step_tokens = len(first.token_ids), first.remaining, self._max_batch_tokens
+        between = (each for each in others if goes_between(each.remaining, length, step_tokens, left=left))
+        return sorted(between, key=lambda each: each.remaining)
 
     def _count(self, chunks: Sequence[PlannedChunk]) -> None:
         """Whose turn it is after these chunks, and who is still to be computed."""

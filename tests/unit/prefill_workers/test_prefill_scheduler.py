@@ -11,7 +11,7 @@ from engine.memory.prefix_cache import PrefixCache
 from prefill_workers.scheduler import PlannedChunk, PrefillScheduler, Prompt
 
 BLOCK_SIZE = 4
-OVERTAKEN = 3
+OVERTAKEN = 2
 """Prompts of at most 40 tokens that are computed in part at a time: each lets one go between that is a quarter as long."""
 
 
@@ -107,7 +107,7 @@ class Run:
             if not set(before) <= set(self.started):
                 assert self.overtaken is not None, "it starts after all that go before it, or between the steps of a long one"
                 likely = len(prompt.token_ids) - prompt.likely_cached
-                assert goes_between(likely, self.left(self.overtaken), self.budget)
+                assert goes_between(likely, len(self.overtaken.token_ids), self.budget, left=self.left(self.overtaken))
             assert chunk.start == prompt.cached
             assert prompt.cached % BLOCK_SIZE == 0
         else:
@@ -182,7 +182,7 @@ def test_no_step_wants_more_logits_than_memory_is_set_aside_for() -> None:
     assert [len(step(scheduler)) for _ in range(2)] == [256, 44]
 
 
-def test_a_long_prompt_lets_short_ones_go_before_every_other_step() -> None:
+def test_a_long_prompt_lets_short_ones_go_before_every_other_step_to_its_end() -> None:
     scheduler = PrefillScheduler(PrefixCache(1000), BLOCK_SIZE, steps_of(16, 8))
     long, medium, short, tiny = added(scheduler, range(1600), range(2000, 2040), range(3000, 3016), range(4000, 4004))
     steps = [[chunk.prompt for chunk in step(scheduler)] for _ in range(11)]
@@ -191,12 +191,16 @@ def test_a_long_prompt_lets_short_ones_go_before_every_other_step() -> None:
     assert steps[2::2] == [[long]] * 5
     [late] = added(scheduler, range(5000, 5010))
     assert [step(scheduler)[0].prompt for _ in range(3)] == [late, long, long], "at most a step of the long one before it"
+    while long.remaining > 32:
+        step(scheduler)
+    [last] = added(scheduler, range(6000, 6010))
+    assert [step(scheduler)[0].prompt for _ in range(3)] == [last, long, long]
 
 
 def test_prompts_of_like_length_are_computed_one_after_the_other() -> None:
     scheduler = PrefillScheduler(PrefixCache(1000), BLOCK_SIZE, steps_of(16))
-    prompts = added(scheduler, *(range(1000 * n, 1000 * n + 64 - 8 * n) for n in range(4)))
-    assert [step(scheduler)[0].prompt for _ in range(14)] == [p for p in prompts for _ in range(-(-len(p.token_ids) // 16))]
+    prompts = added(scheduler, *(range(1000 * n, 1000 * n + 320 - 32 * n) for n in range(4)))
+    assert [step(scheduler)[0].prompt for _ in range(68)] == [p for p in prompts for _ in range(-(-len(p.token_ids) // 16))]
 
 
 def test_prompts_share_a_step_up_to_its_saturation() -> None:
