@@ -104,6 +104,8 @@ class ModelFacts:
     """sha256 over the model's files: two workers with equal hashes have equal weights."""
     weight_format: WeightFormat
     weight_files: tuple[Path, ...]
+    sliding_windows: tuple[int, ...] = ()
+    """For each layer, how many tokens a token sees, itself and those before it; 0 is all. Empty if all layers see all."""
     positions: str = ""
     """What its rotary positions are, where the files alone do not say it: they were overridden, or follow from the served
     context. A name such as `rope=yarn-4.0-1f2e3d4c`, with some digits of a hash over all parameters."""
@@ -114,6 +116,10 @@ class ModelFacts:
         if not self.positions:
             return self.model_hash
         return hashlib.sha256(f"{self.model_hash} {self.positions}".encode()).hexdigest()
+
+    def window(self, layer: int) -> int:
+        """How many tokens a token sees in this layer, itself and those before it; 0 is all."""
+        return self.sliding_windows[layer] if self.sliding_windows else 0
 
     @property
     def attention_factor(self) -> float:

@@ -56,6 +56,10 @@ class Fields:
     def __contains__(self, key: str) -> bool:
         return self._values.get(key) is not None
 
+    def given(self, key: str) -> bool:
+        """Tell whether a key is there, be it with null."""
+        return key in self._values
+
     def raw(self, key: str) -> Any:
         """Return the value as it is, or None if it is absent."""
         return self._values.get(key)

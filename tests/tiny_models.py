@@ -50,7 +50,13 @@ def transformers_config(facts: ModelFacts) -> Any:
         rope["rope_type"] = type(scaling).__name__.removesuffix("Scaling").lower()
     is_dynamic = isinstance(scaling, DynamicScaling)
     own_head_dim = {} if facts.architecture is Architecture.QWEN2 else {"head_dim": facts.head_dim}
-    return getattr(transformers, f"{facts.architecture.value.title()}Config")(
+    windows: dict[str, Any] = {}
+    if facts.sliding_windows:
+        windows["sliding_window"] = max(facts.sliding_windows)
+        if facts.architecture is not Architecture.LLAMA:
+            types = ["sliding_attention" if window else "full_attention" for window in facts.sliding_windows]
+            windows |= {"use_sliding_window": True, "layer_types": types}
+    return getattr(transformers, f"{_family(facts)}Config")(
         hidden_size=facts.hidden_size,
         intermediate_size=facts.intermediate_size,
         num_hidden_layers=facts.num_layers,
@@ -64,6 +70,7 @@ def transformers_config(facts: ModelFacts) -> Any:
         bos_token_id=None,
         eos_token_id=facts.eos_token_ids[0],
         **own_head_dim,
+        **windows,
     )
 
 
@@ -72,11 +79,17 @@ def random_model(facts: ModelFacts, seed: int) -> Any:
     import transformers
 
     torch.manual_seed(seed)
-    family = f"{facts.architecture.value.title()}ForCausalLM"
-    model = getattr(transformers, family)(transformers_config(facts)).float().eval()
+    model = getattr(transformers, f"{_family(facts)}ForCausalLM")(transformers_config(facts)).float().eval()
     if isinstance(facts.rope_scaling, DynamicScaling):
         fix_base(model, facts.max_model_len)
     return model
+
+
+def _family(facts: ModelFacts) -> str:
+    """Llama with windows is Mistral, which has one in all layers."""
+    if facts.architecture is Architecture.LLAMA and facts.sliding_windows:
+        return "Mistral"
+    return facts.architecture.value.title()
 
 
 def fix_base(model: Any, served: int) -> None:

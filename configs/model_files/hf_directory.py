@@ -19,12 +19,17 @@ from configs.model_files.safetensors_file import check_safetensors
 
 CONFIG, GENERATION_CONFIG, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+_MISTRAL = "MistralForCausalLM"
+"""Llama with a sliding window in all layers."""
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_DEFAULT_WINDOW, _DEFAULT_WINDOW_LAYERS = 4096, 28
 _ARCHITECTURES = {
     "LlamaForCausalLM": Architecture.LLAMA,
+    _MISTRAL: Architecture.LLAMA,
     "Qwen2ForCausalLM": Architecture.QWEN2,
     "Qwen3ForCausalLM": Architecture.QWEN3,
 }
-_DEFAULT_CONTEXT = {Architecture.LLAMA: 2048, Architecture.QWEN2: 32_768, Architecture.QWEN3: 32_768}
+_DEFAULT_CONTEXT = {"LlamaForCausalLM": 2048, _MISTRAL: 131_072, "Qwen2ForCausalLM": 32_768, "Qwen3ForCausalLM": 32_768}
 _DEFAULT_QWEN3_HEAD_DIM = 128
 
 
@@ -52,12 +57,13 @@ def facts_from_directory(folder: Path, name: str) -> ModelFacts:
         check_safetensors(path)
     vocab_size = config.count("vocab_size")
     head_dim, num_kv_heads = _heads(config, architecture)
-    first_context = config.count("max_position_embeddings", _DEFAULT_CONTEXT[architecture])
+    first_context = config.count("max_position_embeddings", _DEFAULT_CONTEXT[_named(config)])
+    num_layers = config.count("num_hidden_layers")
     rope_theta, rope_scaling = read_rope(config, first_context, 10_000.0)
     return ModelFacts(
         name=name,
         architecture=architecture,
-        num_layers=config.count("num_hidden_layers"),
+        num_layers=num_layers,
         hidden_size=config.count("hidden_size"),
         intermediate_size=config.count("intermediate_size"),
         num_heads=config.count("num_attention_heads"),
@@ -75,6 +81,7 @@ def facts_from_directory(folder: Path, name: str) -> ModelFacts:
         model_hash=_model_hash(folder, weight_files),
         weight_format=WeightFormat.SAFETENSORS,
         weight_files=weight_files,
+        sliding_windows=_sliding_windows(config, architecture, num_layers),
     )
 
 
@@ -98,10 +105,13 @@ def weight_files_of(folder: Path) -> tuple[Path, ...]:
 
 def supported_architecture(config: Fields) -> Architecture | None:
     """Return the architecture that a config.json names, or None if Tandem does not have it."""
+    return _ARCHITECTURES.get(_named(config))
+
+
+def _named(config: Fields) -> str:
+    """The class that config.json names; empty if it names none, or several."""
     names = config.raw("architectures")
-    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        return None
-    return _ARCHITECTURES.get(names[0])
+    return names[0] if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) else ""
 
 
 def _architecture(config: Fields) -> Architecture:
@@ -122,10 +132,27 @@ def _refuse_unsupported(config: Fields, architecture: Architecture) -> None:
             raise config.wrong(key, "false")
     if config.positive("partial_rotary_factor", 1.0) != 1.0:
         raise config.wrong("partial_rotary_factor", "1")
-    if config.flag("use_sliding_window", False) and "sliding_window" in config:
-        raise config.wrong("use_sliding_window", "false: sliding windows are not supported")
-    if set(config.texts("layer_types", ())) - {"full_attention"}:
-        raise config.wrong("layer_types", "full_attention throughout")
+
+
+def _sliding_windows(config: Fields, architecture: Architecture, num_layers: int) -> tuple[int, ...]:
+    """How many tokens a token sees in each layer; 0 is all. Empty if all layers see all."""
+    is_mistral = _named(config) == _MISTRAL
+    if is_mistral:
+        has_window = "sliding_window" in config or not config.given("sliding_window")
+        types: tuple[str, ...] = (_SLIDING if has_window else _FULL,) * num_layers
+    else:
+        has_window = config.flag("use_sliding_window", False) and architecture is not Architecture.LLAMA
+        first = config.integer("max_window_layers", _DEFAULT_WINDOW_LAYERS) if has_window else num_layers
+        types = tuple(_SLIDING if layer >= first else _FULL for layer in range(num_layers))
+    types = config.texts("layer_types", types)
+    if len(types) != num_layers or set(types) - {_FULL, _SLIDING}:
+        raise config.wrong("layer_types", f"{num_layers} times {_FULL} or {_SLIDING}")
+    if _SLIDING not in types:
+        return ()
+    if not has_window:
+        raise config.wrong("layer_types", f"{_FULL} throughout: the model has no sliding window")
+    window = config.count("sliding_window", _DEFAULT_WINDOW)
+    return tuple(window if each == _SLIDING else 0 for each in types)
 
 
 def _heads(config: Fields, architecture: Architecture) -> tuple[int, int]:
@@ -137,7 +164,7 @@ def _heads(config: Fields, architecture: Architecture) -> tuple[int, int]:
         head_dim = config.count("head_dim", config.count("hidden_size") // num_heads)
     if head_dim % 2:
         raise config.wrong("head_dim", "an even number")
-    num_kv_heads = config.count("num_key_value_heads", num_heads)
+    num_kv_heads = config.count("num_key_value_heads", 8 if _named(config) == _MISTRAL else num_heads)
     if num_heads % num_kv_heads:
         raise config.wrong("num_key_value_heads", f"a divisor of the {num_heads} heads")
     return head_dim, num_kv_heads

@@ -31,6 +31,7 @@ class TritonStep:
         shape, heads = batch.shape, facts.num_heads
         device = batch.positions_T.device
         self.token_ids_T = batch.token_ids_T
+        self._facts = facts
         self._num_heads = heads
         self._batch = batch
         self._pool = pool
@@ -68,7 +69,7 @@ class TritonStep:
         rotate_and_store(qkv_TA, self._cos_TF, self._sin_TF, self._batch.slots_T, slots_2SKH, self._num_heads).run()
 
     def attend(self, layer: int, qkv_TA: Tensor) -> Tensor:
-        for launch in self._attention(qkv_TA, self._pool.layer_slots(layer)):
+        for launch in self._attention(qkv_TA, self._pool.layer_slots(layer), self._facts.window(layer)):
             launch.run()
         return self._attended_TNH.flatten(1)
 
@@ -76,11 +77,13 @@ class TritonStep:
         swiglu(gate_up_TI, self._gated_TI).run()
         return self._gated_TI
 
-    def _attention(self, qkv_TA: Tensor, slots_2SKH: Tensor) -> Iterable[Launch]:
+    def _attention(self, qkv_TA: Tensor, slots_2SKH: Tensor, window: int) -> Iterable[Launch]:
         batch, block_size, out_TNH = self._batch, self._pool.block_size, self._attended_TNH
         if batch.shape.num_longer:
-            yield prefill_attention(qkv_TA, slots_2SKH, batch.longer_tables_CW, batch.tiles_P4, block_size, out_TNH)
+            tables_CW = batch.longer_tables_CW
+            yield prefill_attention(qkv_TA, slots_2SKH, tables_CW, batch.tiles_P4, block_size, out_TNH, window)
         if batch.shape.num_singles:
             first = batch.shape.num_longer_rows
             tables_RW, lengths_R = batch.single_tables_RW, batch.lengths_R
-            yield from self._decode.launches(qkv_TA[first:], slots_2SKH, tables_RW, lengths_R, block_size, out_TNH[first:])
+            out = out_TNH[first:]
+            yield from self._decode.launches(qkv_TA[first:], slots_2SKH, tables_RW, lengths_R, block_size, out, window)

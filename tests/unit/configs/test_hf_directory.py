@@ -93,6 +93,30 @@ def test_positions_are_stretched_as_a_model_declares(
     assert facts.identity == facts.model_hash
 
 
+MISTRAL, QWEN2 = "MistralForCausalLM", {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"architectures": [MISTRAL], "sliding_window": 64}, (64, 64)),
+        ({"architectures": [MISTRAL]}, (4096, 4096)),
+        (QWEN2 | {"sliding_window": 64}, ()),
+        (QWEN2 | {"sliding_window": 64, "max_window_layers": 1}, (0, 64)),
+        (QWEN2 | {"layer_types": ["sliding_attention", "full_attention"]}, (4096, 0)),
+        (QWEN2 | {"use_sliding_window": False, "sliding_window": 64, "max_window_layers": 0}, ()),
+    ],
+)
+def test_sliding_windows_by_layer(make_directory: Files, changes: dict[str, Any], windows: tuple[int, ...]) -> None:
+    assert facts_from_directory(make_directory(**changes), "tiny").sliding_windows == windows
+
+
+def test_a_mistral_may_have_none(make_directory: Files) -> None:
+    path = make_directory(architectures=[MISTRAL]) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"sliding_window": None}))
+    assert facts_from_directory(path.parent, "tiny").sliding_windows == ()
+
+
 def test_where_the_end_of_an_answer_comes_from(make_directory: Files) -> None:
     folder = make_directory(eos_token_id=[5, 6, 5])
     assert facts_from_directory(folder, "tiny").eos_token_ids == (5, 6)
@@ -139,7 +163,7 @@ def test_bad_shard_lists(make_directory: Files, names: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "architectures should be one of LlamaForCausalLM, Qwen2"),
+        ({"architectures": ["MixtralForCausalLM"]}, "architectures should be one of LlamaForCausalLM, MistralFor"),
         ({"architectures": None}, "architectures should be one of"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "32"}, 'hidden_size should be a positive integer, not "32"'),
@@ -153,8 +177,9 @@ def test_bad_shard_lists(make_directory: Files, names: dict[str, Any]) -> None:
         ({"attention_bias": True}, "attention_bias should be false"),
         ({"mlp_bias": True}, "mlp_bias should be false"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor should be 1"),
-        ({"use_sliding_window": True, "sliding_window": 64}, "use_sliding_window should be false"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types should be full_attention"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types should be full_attention throughout"),
+        ({"layer_types": ["full_attention"] * 3}, "layer_types should be 2 times full_attention or sliding_attention"),
+        ({"layer_types": ["chunked_attention"] * 2}, "layer_types should be 2 times full_attention or sliding_attention"),
         ({"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "rope_type should be one of default, linear, dynamic"),
         ({"rope_parameters": None, "rope_scaling": {"type": "su", "factor": 2.0}}, "type should be one of default"),
         ({"rope_parameters": {"rope_type": "linear"}}, "factor is missing"),

@@ -30,6 +30,10 @@ SCALINGS: dict[str, RopeScaling] = {
 }
 
 
+WINDOWS = {"mistral": (24, 24, 24), "qwen3-window": (0, 40, 40)}
+"""Models with sliding windows, by layer."""
+
+
 @dataclass(frozen=True)
 class SmallModel:
     """A random model in a Hugging Face directory, and transformers' own copy of it in float32."""
@@ -62,7 +66,7 @@ def generate() -> Generate:
 
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], SmallModel]]:
-    """Makes `llama`, `llama-tied`, `llama-wide`, `qwen2`, `qwen3` models and one for each of SCALINGS, each once."""
+    """Makes `llama`, `llama-tied`, `llama-wide`, `qwen2`, `qwen3` models, those of SCALINGS and of WINDOWS, each once."""
     made: dict[str, SmallModel] = {}
 
     def make(kind: str) -> SmallModel:
@@ -75,13 +79,15 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[
 
 
 def _make_small_model(kind: str, folder: Path) -> SmallModel:
-    family = {"qwen2": Architecture.QWEN2, "qwen3": Architecture.QWEN3}.get(kind, Architecture.LLAMA)
+    families = {"qwen2": Architecture.QWEN2, "qwen3": Architecture.QWEN3, "qwen3-window": Architecture.QWEN3}
+    family = families.get(kind, Architecture.LLAMA)
     sizes = {"llama-wide": WIDE, "qwen3": {"head_dim": 32}}.get(kind, {})
     facts = tiny_facts(
         kind,
         architecture=family,
         num_layers=3,
         rope_scaling=SCALINGS.get(kind),
+        sliding_windows=WINDOWS.get(kind, ()),
         tie_word_embeddings=kind in ("llama-tied", "qwen3"),
         attention_bias=family is Architecture.QWEN2,
         qk_norm=family is Architecture.QWEN3,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -165,8 +166,10 @@ def test_logits_are_not_rounded() -> None:
 
 
 @NATIVE
-def test_a_step_is_the_same_as_torch_s(smollm2_facts: ModelFacts) -> None:
+@pytest.mark.parametrize("window", [0, 50])
+def test_a_step_is_the_same_as_torch_s(smollm2_facts: ModelFacts, window: int) -> None:
     """Mixed prompts and single tokens, through store and attend."""
+    facts = replace(smollm2_facts, sliding_windows=(window,))
     torch.manual_seed(5)
     blocks = torch.randperm(256).tolist()
     chunks = [
@@ -180,8 +183,8 @@ def test_a_step_is_the_same_as_torch_s(smollm2_facts: ModelFacts) -> None:
     frequencies = inverse_frequencies(64, 100_000.0)
     first, second = a_pool(3, 64, 16), a_pool(3, 64, 16)
     second.data.copy_(first.data)
-    native = NativeStep(smollm2_facts, batch, first, frequencies, library())
-    plain = TorchStep(smollm2_facts, batch, second, frequencies)
+    native = NativeStep(facts, batch, first, frequencies, library())
+    plain = TorchStep(facts, batch, second, frequencies)
     one, other = qkv_TA.clone(), qkv_TA.clone()
     native.store(0, one)
     plain.store(0, other)

@@ -14,9 +14,9 @@ from engine.model_runner import ModelRunner, resolve_dtype
 from engine.scoring import PromptScores
 from protocol.errors import ConfigError
 from protocol.sampling import SamplingParams
-from tests.unit.engine.conftest import SCALINGS
+from tests.unit.engine.conftest import SCALINGS, WINDOWS
 
-KINDS = ("llama", "llama-tied", "qwen2", "qwen3", *SCALINGS)
+KINDS = ("llama", "llama-tied", "qwen2", "qwen3", *SCALINGS, *WINDOWS)
 VOCABULARY = 211
 
 
@@ -68,7 +68,7 @@ def test_equals_transformers(kind: str, runner: Any, small_model: Any, generate:
         torch.testing.assert_close(logprobs(token), row, atol=2e-4, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", *WINDOWS])
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 8, 64])
 def test_chunked_prefill_equals_whole(kind: str, chunk_tokens: int, runner: Any, generate: Any) -> None:
     token_ids = prompt(70)
