@@ -55,6 +55,7 @@ CHECKED = (100, 4095, 8191, 8192, 12_000, 16_000)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_twice_the_first_context_by_yarn_equals_transformers(
     smollm2_facts: ModelFacts, transformers_smollm2: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
