@@ -21,6 +21,7 @@ from tests.tiny_models import random_model, saved, tiny_facts
 
 CONTEXT = 131_072
 ANSWER = 4
+pytestmark = pytest.mark.timeout(1800)
 LENGTHS = [32_768, *slow([CONTEXT - ANSWER])]
 SECONDS = 600
 CHUNK = 256
@@ -117,6 +118,7 @@ def test_a_long_prompt_that_decode_computes_goes_on_elsewhere_after_a_kill(long_
             ticket = await router.reserve(prompt, ANSWER, "prefill")
             first = await router.compute(ticket, prompt, greedy(ANSWER), "long", "prefill", patience_s=SECONDS)
             router.decode.send(Release(ticket.ticket_id))
+            await workers.until(lambda: load().free_blocks == load().total_blocks, SECONDS)
             resumed = await start(router, [*prompt, first.token_id], 1, "resumed")
             tokens = [first.token_id]
             while len(tokens) < ANSWER:

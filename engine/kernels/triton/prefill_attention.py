@@ -150,77 +150,30 @@ def _prefill_kernel(
     best_M = tl.full((ROWS,), float("-inf"), tl.float32)
     SLOT: tl.constexpr = KV_HEADS * HEAD
     end = position + num_tokens
-    if WINDOW == 0:
-        # What the first token sees, all see: whole parts of it need no mask.
-        masked_from = parts_of(position + 2, FIRST, DOUBLED) - 1
-        short = tl.minimum(masked_from, 2 * DOUBLED)
-        for begin in tl.range(0, short * FIRST, FIRST, num_stages=1):
-            last = begin + FIRST
-            sum_MH, total_M, best_M = _with_part(
-                sum_MH,
-                total_M,
-                best_M,
-                q_MH,
-                limit_M,
-                k_SKH,
-                v_SKH,
-                table_W,
-                begin,
-                last,
-                SLOT,
-                BLOCK,
-                TILE,
-                SCALE,
-                0,
-                False,
-                0,
-            )
-        for part in tl.range(short, masked_from, num_stages=1):
-            begin, last = part_bounds(part, FIRST, DOUBLED)
-            sum_MH, total_M, best_M = _with_part(
-                sum_MH,
-                total_M,
-                best_M,
-                q_MH,
-                limit_M,
-                k_SKH,
-                v_SKH,
-                table_W,
-                begin,
-                last,
-                SLOT,
-                BLOCK,
-                TILE,
-                SCALE,
-                FIRST,
-                False,
-                0,
-            )
-    else:
-        masked_from = parts_of(tl.maximum(position + 1 - WINDOW, 0) + 1, FIRST, DOUBLED) - 1
-    for part in tl.range(masked_from, parts_of(end, FIRST, DOUBLED), num_stages=1):
-        begin, last = part_bounds(part, FIRST, DOUBLED)
+    # What the first token sees, all see: whole parts of it need no mask, where there is no window.
+    masked = parts_of(position + 2, FIRST, DOUBLED) - 1
+    whole = masked
+    if WINDOW > 0:
+        masked = parts_of(tl.maximum(position + 1 - WINDOW, 0) + 1, FIRST, DOUBLED) - 1
+        whole *= 0
+    short = tl.minimum(whole, 2 * DOUBLED)
+    for begin in tl.range(0, short * FIRST, FIRST, num_stages=1):
+        to = begin + FIRST
+        sum_MH, total_M, best_M = _with_part(
+            sum_MH, total_M, best_M, q_MH, limit_M, k_SKH, v_SKH, table_W, begin, to, SLOT, BLOCK, TILE, SCALE, 0, False, 0
+        )
+    for part in tl.range(short, whole, num_stages=1):
+        begin, to = part_bounds(part, FIRST, DOUBLED)
+        sum_MH, total_M, best_M = _with_part(
+            sum_MH, total_M, best_M, q_MH, limit_M, k_SKH, v_SKH, table_W, begin, to, SLOT, BLOCK, TILE, SCALE, FIRST, False, 0
+        )
+    for part in tl.range(masked, parts_of(end, FIRST, DOUBLED), num_stages=1):
+        begin, to = part_bounds(part, FIRST, DOUBLED)
         if WINDOW > 0:
             begin = first_tile(begin, position + 1, WINDOW, TILE)
-        last = tl.minimum(last, end)
+        to = tl.minimum(to, end)
         sum_MH, total_M, best_M = _with_part(
-            sum_MH,
-            total_M,
-            best_M,
-            q_MH,
-            limit_M,
-            k_SKH,
-            v_SKH,
-            table_W,
-            begin,
-            last,
-            SLOT,
-            BLOCK,
-            TILE,
-            SCALE,
-            0,
-            True,
-            WINDOW,
+            sum_MH, total_M, best_M, q_MH, limit_M, k_SKH, v_SKH, table_W, begin, to, SLOT, BLOCK, TILE, SCALE, 0, True, WINDOW
         )
     out_at_MH = ((row + token_M) * (KV_HEADS * GROUP) + head_M)[:, None] * HEAD + dim_H[None, :]
     tl.store(out_TNH + out_at_MH, (sum_MH / total_M[:, None]).to(out_TNH.dtype.element_ty), mask=used_M[:, None])
