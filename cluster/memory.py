@@ -2,6 +2,7 @@
 
     KV pool      kv_cache_tokens x layers x 2 x KV heads x bytes of a head (`configs.facts.kv_head_bytes`)
     weights      all matrices as they are multiplied; workers of one node share them, and each is counted
+    context      one layer's KV of the longest context, as the attention of a chunk packs it
     process      Python, torch, buffers for transfers and steps, once for each rank
     memory tier  what all workers of a node share (`kv_offloading.memory_gib`)
 
@@ -29,6 +30,7 @@ PACED_BYTES = PROCESS_BYTES // WORKERS_PER_HOST + 20_000_000
 CLUSTER_BYTES = 1_000_000_000
 """Of all that a node of a cluster has besides workers: Ray, Serve, HAProxy, routers, the controller, a spare process."""
 _PAGE_BYTES = 4096
+_SHOWN_BYTES = 50_000_000
 _QUANTIZED_BYTES = {"int8": 1.125, "int4": 0.625, "auto": 1.125}
 """Bytes of one weight with its share of a scale and a minimum; `auto` is of a GGUF file, at most."""
 _STORED_QUANTIZED = 1.5
@@ -46,14 +48,16 @@ class WorkerMemory:
     kv_pool: int
     weights: int
     process: int
+    context: int = 0
 
     @property
     def total(self) -> int:
         """All of them."""
-        return self.kv_pool + self.weights + self.process
+        return self.kv_pool + self.weights + self.process + self.context
 
     def __str__(self) -> str:
-        parts = {"KV pool": self.kv_pool, "weights": self.weights, "process": self.process}
+        context = self.context if self.context >= _SHOWN_BYTES else 0
+        parts = {"KV pool": self.kv_pool, "weights": self.weights, "context": context, "process": self.process}
         return f"{in_gb(self.total)} ({', '.join(f'{name} {in_gb(size)}' for name, size in parts.items() if size)})"
 
 
@@ -76,7 +80,8 @@ def worker_memory(config: ClusterConfig, pool: PoolConfig, facts: ModelFacts) ->
     kv_head = kv_head_bytes(facts.head_dim, dtype_bytes, config.kv_cache_dtype)
     kv_token = facts.num_layers * 2 * facts.num_kv_heads * kv_head
     weights = int(_num_weights(facts) * _weight_bytes(config, facts, dtype_bytes))
-    return WorkerMemory(kv_pool=kv_token * pool.kv_cache_tokens, weights=weights, process=process)
+    context = kv_token // facts.num_layers * (config.max_model_len or facts.max_model_len)
+    return WorkerMemory(kv_pool=kv_token * pool.kv_cache_tokens, weights=weights, process=process, context=context)
 
 
 def tier_bytes(config: ClusterConfig) -> int:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -27,13 +28,52 @@ class WeightFormat(Enum):
 
 
 @dataclass(frozen=True)
-class RopeScaling:
+class LinearScaling:
+    """Positions divided by a factor ("rope_type": "linear")."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class DynamicScaling:
+    """A larger base of the frequencies, by the served context ("rope_type": "dynamic").
+
+    Elsewhere the base grows with each sequence. Here it is that of a sequence of `ModelFacts.max_model_len` tokens from the
+    first token on, since a token's KV may not depend on what follows it.
+    """
+
+    factor: float
+    original_max_position: int
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """Slow rotations stretched, fast ones kept, and larger scores ("rope_type": "yarn"). Peng et al., "YaRN", 2023."""
+
+    factor: float
+    original_max_position: int
+    attention_factor: float
+    """Cosines and sines are multiplied by it, so that scores are by its square."""
+    beta_fast: float = 32.0
+    """Turns over the original context from which on a rotation is kept."""
+    beta_slow: float = 1.0
+    """Turns up to which a rotation is stretched by the whole factor."""
+    truncate: bool = True
+    """Whether the range between the two is rounded to whole dimensions."""
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
     """Llama 3.1's frequency-dependent stretching of rotary positions ("rope_type": "llama3")."""
 
     factor: float
     low_freq_factor: float
     high_freq_factor: float
     original_max_position: int
+
+
+RopeScaling = LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling
+"""How a model's rotary positions are stretched to a longer context."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +102,30 @@ class ModelFacts:
     """Whether RMSNorm is applied to each head of q and k (Qwen3)."""
     eos_token_ids: tuple[int, ...]
     model_hash: str
-    """sha256 over everything that decides the logits: two workers with equal hashes have equal weights."""
+    """sha256 over the model's files: two workers with equal hashes have equal weights."""
     weight_format: WeightFormat
     weight_files: tuple[Path, ...]
+    sliding_windows: tuple[int, ...] = ()
+    """For each layer, how many tokens a token sees, itself and those before it; 0 is all. Empty if all layers see all."""
+    positions: str = ""
+    """What its rotary positions are, where the files alone do not say it: they were overridden, or follow from the served
+    context. A name such as `rope=yarn-4.0-1f2e3d4c`, with some digits of a hash over all parameters."""
+
+    @property
+    def identity(self) -> str:
+        """Hash over everything that decides a token's KV and logits, apart from the arithmetic."""
+        if not self.positions:
+            return self.model_hash
+        return hashlib.sha256(f"{self.model_hash} {self.positions}".encode()).hexdigest()
+
+    def window(self, layer: int) -> int:
+        """How many tokens a token sees in this layer, itself and those before it; 0 is all."""
+        return self.sliding_windows[layer] if self.sliding_windows else 0
+
+    @property
+    def attention_factor(self) -> float:
+        """What cosines and sines of rotary positions are multiplied by: 1 but with YaRN."""
+        return self.rope_scaling.attention_factor if isinstance(self.rope_scaling, YarnScaling) else 1.0
 
 
 KvCacheDtype = Literal["auto", "int8", "fp8"]

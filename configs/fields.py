@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,17 @@ class Fields:
         self._source = source
         self._values = values
 
+    @property
+    def source(self) -> str:
+        """The file, and the section in it, as errors name them."""
+        return self._source
+
     def __contains__(self, key: str) -> bool:
         return self._values.get(key) is not None
+
+    def given(self, key: str) -> bool:
+        """Tell whether a key is there, be it with null."""
+        return key in self._values
 
     def raw(self, key: str) -> Any:
         """Return the value as it is, or None if it is absent."""
@@ -74,6 +83,13 @@ class Fields:
         value = self._value(key, default)
         if type(value) not in (int, float) or not 0 < value < math.inf:
             raise self.wrong(key, "a positive number")
+        return float(value)
+
+    def number(self, key: str, default: float = _REQUIRED) -> float:
+        """Return a finite number that is not negative."""
+        value = self._value(key, default)
+        if type(value) not in (int, float) or not 0 <= value < math.inf:
+            raise self.wrong(key, "a number from 0 on")
         return float(value)
 
     def text(self, key: str, default: str = _REQUIRED) -> str:
@@ -111,6 +127,12 @@ class Fields:
         if not isinstance(value, Mapping):
             raise self.wrong(key, "an object")
         return Fields(f"{self._source}: {key}", value)
+
+    def refuse_unknown(self, known: Collection[str], whose: str) -> None:
+        """Raise ConfigError, which names the key, if there is another than the `known` ones of `whose` kind."""
+        for key in self._values:
+            if key in self and key not in known:
+                raise model_error(f"{self._source}: {key!s:.40} is no key of {whose}, which has {', '.join(known)}")
 
     def wrong(self, key: str, expected: str) -> ConfigError:
         """Return the error for a value that can't be used; `expected` says what would be right."""

@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 from configs.addresses import is_loopback
 from configs.autoscale import RoleName
 from configs.facts import ModelFacts
+from configs.model_files.rope import stretching
 from configs.paced.profile import DEFAULT_PROFILE, default_sizes, load_paced_profile
 from configs.schema import DEFAULT_TIER, ClusterConfig, PoolConfig
 from configs.sharding import check_tensor_parallel_size
@@ -61,7 +62,7 @@ def served_context(config: ClusterConfig, facts: ModelFacts) -> int:
     wanted = config.max_model_len or facts.max_model_len
     if wanted > facts.max_model_len:
         problem = f"max_model_len: {wanted} is more than the context of {facts.name}: use at most {facts.max_model_len}"
-        raise ConfigError(problem, param="max_model_len")
+        raise ConfigError(problem + stretching(facts, wanted), param="max_model_len")
     for key, problem in _too_small(config, wanted):
         raise ConfigError(f"{key}: {problem}; raise it or lower max_model_len", param=key)
     return wanted
@@ -314,6 +315,8 @@ def _contradictions(config: ClusterConfig) -> list[tuple[str, str]]:
             found.append((f"{role}.workers", f"{pool.workers} is more than {role}.max_workers ({pool.max_workers})"))
     if config.speculative_config is not None and config.decode.max_batch_size == 1:
         found.append(("decode.max_batch_size", "1 leaves speculative_config no row for a guess: at least 2"))
+    if config.engine == "paced" and config.hf_overrides:
+        found.append(("hf_overrides", "paced workers compute no positions, and their profile has the context: leave it out"))
     if config.engine != "paced" and config.paced_profile != DEFAULT_PROFILE:
         found.append(("paced_profile", "a profile is for paced workers: it needs engine: paced"))
     if config.engine == "paced" and config.device == "cuda":

@@ -16,6 +16,7 @@ from configs.fields import model_error, read_json
 from configs.model_files.gguf_model import model_from_gguf
 from configs.model_files.hf_directory import CONFIG, model_from_directory, supported_architecture
 from configs.model_files.hf_hub import fetch_snapshot, local_snapshots
+from configs.model_files.rope import with_overrides
 from configs.paced.profile import load_paced_profile
 from configs.packaged import SMOLLM2, fetch
 from configs.schema import ClusterConfig
@@ -74,6 +75,7 @@ def resolve_for(config: ClusterConfig) -> Model:
     Paced workers need its tokenizer alone; how long a context is says their profile.
     """
     model = resolve(config.model, config.served_model_name)
+    model = replace(model, facts=with_overrides(model.facts, config.hf_overrides, config.max_model_len))
     if config.engine == "paced":
         context_tokens = load_paced_profile(config.paced_profile).context_tokens
         return replace(model, facts=replace(model.facts, max_model_len=context_tokens))

@@ -6,12 +6,13 @@ Read with `configs.loader.load_config`; unknown keys and impossible values are a
 from __future__ import annotations
 
 import os
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from configs.autoscale import AutoscaleConfig, RoleName
 from configs.facts import KvCacheDtype
+from configs.model_files.rope import overrides_of
 from configs.paced.profile import DEFAULT_PROFILE, profile_name
 from configs.speculation.config import SpeculativeConfig, read_speculative
 
@@ -32,6 +33,9 @@ RouterCount = Annotated[int, Field(ge=1, le=MAX_ROUTERS)]
 
 ProfileName = Annotated[Text, AfterValidator(profile_name)]
 """A profile that comes with Tandem, by its name, or the path of a file."""
+
+ModelOverrides = Annotated[dict[str, Any], BeforeValidator(overrides_of)]
+"""Keys of a config.json as a mapping, or as JSON that is one."""
 
 _ALIKE = ("resources", "tensor_parallel_size", "threads", "kv_cache_tokens", "prefix_cache_tokens")
 """What a worker brings along from the role that it began with, so that routers find all workers of a role alike."""
@@ -293,6 +297,11 @@ class ClusterConfig(_Section):
     """
     max_model_len: Positive | None = None
     """Most tokens of prompt and answer together; None takes the model's own context."""
+    hf_overrides: ModelOverrides = {}
+    """Keys of the model's config.json that others go before: how its positions are stretched to a longer context.
+
+    Also of a GGUF file. `{rope_parameters: {rope_type: yarn, factor: 4.0, original_max_position_embeddings: 8192}}`
+    """
     block_size: Literal[8, 16, 32, 64] = 16
     """Tokens per KV block."""
     disaggregation: Literal["always", "auto", "never"] = "auto"

@@ -19,14 +19,16 @@ streams come back one at a time.
 
 Beside the newest tokens of running streams a step computes up to `max_chunk_tokens` tokens of those that are prefilled or
 recomputed, oldest first: short prompts share a step, a long one is cut into chunks, at multiples of that number whatever
-else is there: where the cuts are decides how sums are rounded. What was emitted is never sampled again: a stream goes on at
-the position after its newest token.
+else is there: where the cuts are decides how sums are rounded. After a chunk of one that has more than eight, shorter ones have
+a step, if there are any (`configs.arithmetic.goes_between`): they wait for two chunks of it at most. What was emitted is never
+sampled again: a stream goes on at the position after its newest token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
+from configs.arithmetic import goes_between
 from configs.schema import SAMPLED_TOKENS
 from decode_workers.ledger import Ledger
 from decode_workers.room import Room
@@ -56,6 +58,8 @@ class DecodeScheduler:
         """Who goes first in this slice. None: the next step begins a new one."""
         self._slice_ends = 0
         """Number of the first step of the next slice."""
+        self._long: Stream | None = None
+        """The stream of which the latest step computed a chunk that was not its last. None if that was for shorter ones."""
         self._crowded = False
         """More streams hold blocks than a step has rows."""
         self._num_steps = 0
@@ -117,7 +121,8 @@ class DecodeScheduler:
             self._order = None
         batch: list[Stream] = []
         tokens_left, preemptions = self._max_chunk_tokens, self.preemptions
-        for stream in self._in_order():
+        shorter, self._long = self._shorter_than(self._long), None
+        for stream in shorter + [each for each in self._in_order() if each not in shorter] if shorter else self._in_order():
             if len(batch) == self._max_batch_size:
                 break
             if stream.preempted or stream.paused:
@@ -128,6 +133,8 @@ class DecodeScheduler:
                 if self.room.has_slot(stream):
                     tokens_left -= num_tokens
                     batch.append(stream)
+                    if not shorter and num_tokens and end < len(stream.token_ids):
+                        self._long = stream
             else:
                 tokens_left = 0  # no later prompt goes before it
         if self.preemptions == preemptions:
@@ -181,6 +188,19 @@ class DecodeScheduler:
         is_scored = stream.prefill is not None and stream.prefill.scores is not None
         most = min(self._max_chunk_tokens, SAMPLED_TOKENS) if is_scored else self._max_chunk_tokens
         return min((stream.computed // most + 1) * most, len(stream.token_ids))
+
+    def _shorter_than(self, long: Stream | None) -> list[Stream]:
+        """The streams that go before this one in the next step, the shortest first. Those that run are none of them."""
+        if long is None:
+            return []
+        shorter = [
+            stream
+            for stream in self._streams.values()
+            if stream.remaining > 1
+            and not (stream.preempted or stream.paused)
+            and goes_between(stream.remaining, len(long.token_ids), self._max_chunk_tokens, left=long.remaining)
+        ]
+        return sorted(shorter, key=lambda stream: stream.remaining)
 
     def _in_order(self) -> Collection[Stream]:
         """All streams, those with a seat first. While a step holds all that have blocks, they are in order of age."""

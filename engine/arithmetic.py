@@ -13,18 +13,26 @@ from protocol.messages import VARIES
 
 
 def arithmetic_name(
-    operators: str, dtype: str, weights: str, num_ranks: int, *, kv_cache_dtype: KvCacheDtype = "auto", varies: bool
+    operators: str,
+    dtype: str,
+    weights: str,
+    num_ranks: int,
+    *,
+    kv_cache_dtype: KvCacheDtype = "auto",
+    positions: str = "",
+    varies: bool,
 ) -> str:
     """Return the name of an arithmetic, such as `fma bfloat16 auto` or `avx512_bf16-amd bfloat16 int8 kv-int8 tp2`.
 
     `operators` is the arithmetic of the native operators (`engine.native.build.Built`), `torch`, or `triton-9.0`, with a
     GPU's compute capability. `weights` is the option `quantization`: auto is as the file stores them. `kv_cache_dtype` is
-    named where it is not auto. `num_ranks` is the tensor-parallel size, which decides how sums are cut. `varies`: a token's
-    bits were found to depend on the rows beside it, or on whether it is part of a prompt.
+    named where it is not auto. `num_ranks` is the tensor-parallel size, which decides how sums are cut. `positions` is
+    `ModelFacts.positions`. `varies`: a token's bits were found to depend on the rows beside it, or on whether it is part of a
+    prompt.
     """
-    ranks = f" tp{num_ranks}" if num_ranks > 1 else ""
     kv = "" if kv_cache_dtype == "auto" else f" kv-{kv_cache_dtype}"
-    return f"{operators} {dtype} {weights}{kv}{ranks}{VARIES if varies else ''}"
+    ranks = f" tp{num_ranks}" if num_ranks > 1 else ""
+    return f"{operators} {dtype} {weights}{kv}{ranks}{f' {positions}' if positions else ''}{VARIES if varies else ''}"
 
 
 def whole_arithmetic(names: Sequence[str]) -> str:

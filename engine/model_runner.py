@@ -194,13 +194,14 @@ class ModelRunner:
     def layout(self) -> KvLayout:
         """What another worker's KV must look like to fit into this one's pool."""
         return KvLayout(
-            model_hash=self.facts.model_hash,
+            model_hash=self.facts.identity,
             dtype=self.dtype_name if self.pool.kv_cache_dtype == "auto" else self.pool.kv_cache_dtype,
             num_layers=self.facts.num_layers,
             num_kv_heads=self.facts.num_kv_heads,
             head_dim=self.facts.head_dim,
             layout_version=LAYOUT_VERSION,
             memory=self.pool.data.device.type,
+            positions=self.facts.positions,
         )
 
     def execute(self, chunks: Sequence[Chunk], on_layer: Callable[[int], None] | None = None) -> list[SampledToken | None]:
@@ -260,8 +261,15 @@ def own_arithmetic(
         )
     if variation is not None:
         log.info("answers may depend on what is computed with them, and how: %s", variation)
-    varies = variation is not None
-    return arithmetic_name(operators, dtype_name, quantization, num_ranks, kv_cache_dtype=kv_cache_dtype, varies=varies)
+    return arithmetic_name(
+        operators,
+        dtype_name,
+        quantization,
+        num_ranks,
+        kv_cache_dtype=kv_cache_dtype,
+        positions=facts.positions,
+        varies=variation is not None,
+    )
 
 
 def resolve_dtype(name: DtypeName, device: DeviceName = "cpu") -> str:

@@ -9,6 +9,10 @@ would only wait for each other (DistServe's L_m: Zhong et al., OSDI 2024, sectio
 depend on its company. A prompt gets all its blocks when it starts; while there are too few, it and those behind it that have
 none wait, so that a long prompt is never starved by short ones.
 
+A prompt of more than eight steps does not hold up short ones: every other step goes to the shortest of those behind it that
+need a single step, or a quarter of what it still needs (`configs.arithmetic.goes_between`). So a short prompt waits for two
+steps of a long one at most, the one under way among them, and a long one takes at most twice as long.
+
 The router may send a prompt ahead of others, also of one that is being computed. Between two prompts that went ahead, the
 others get a step, so they are never starved either.
 
@@ -25,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from configs.arithmetic import ceil_div
+from configs.arithmetic import ceil_div, goes_between
 from configs.schema import SAMPLED_TOKENS, PrefillConfig
 from engine.memory.prefix_cache import PrefixCache
 from protocol.cache.keys import block_keys
@@ -104,6 +108,8 @@ class PrefillScheduler:
         """Prompts that were sent ahead of those in line, queued and computing, in their order."""
         self._line_is_next = False
         """The latest prompt that went ahead is computed, and no prompt of the line had a step since."""
+        self._first_is_next = False
+        """The latest step went to prompts that are shorter than the first one."""
         self._held = 0
         self.cache_queries = 0
         """Tokens of the prompts that were started."""
@@ -150,7 +156,9 @@ class PrefillScheduler:
         chunks: list[PlannedChunk] = []
         room = self._max_batch_tokens
         blocks_lack = False
-        for prompt in self._line + self._ahead if self._line_is_next else self._ahead + self._line:
+        first, *others = self._in_order() or [None]
+        between = self._between(first, others)
+        for prompt in between + [each for each in (first, *others) if each is not None and each not in between]:
             if blocks_lack and not prompt.block_table:
                 continue
             hit = 0 if prompt.block_table else self._cache.match(prompt.usable_keys(self._block_size))
@@ -166,6 +174,7 @@ class PrefillScheduler:
             prompt.computed = start + num_tokens
             chunks.append(PlannedChunk(prompt, start, num_tokens, last=prompt.remaining == 0))
         self._cache.lacking = blocks_lack
+        self._first_is_next = bool(chunks) and all(chunk.prompt is not first for chunk in chunks)
         self._count(chunks)
         return chunks
 
@@ -188,6 +197,17 @@ class PrefillScheduler:
             self._cache.release(prompt.keys, prompt.block_table)
             prompt.block_table = []
             self._held -= 1
+
+    def _in_order(self) -> list[Prompt]:
+        return self._line + self._ahead if self._line_is_next else self._ahead + self._line
+
+    def _between(self, first: Prompt | None, others: Sequence[Prompt]) -> list[Prompt]:
+        """The prompts that go before the first one in this step, although it is being computed; the shortest comes first."""
+        if first is None or not first.block_table or self._first_is_next or self._line_is_next:
+            return []
+        length, left, step_tokens = len(first.token_ids), first.remaining, self._max_batch_tokens
+        between = (each for each in others if goes_between(each.remaining, length, step_tokens, left=left))
+        return sorted(between, key=lambda each: each.remaining)
 
     def _count(self, chunks: Sequence[PlannedChunk]) -> None:
         """Whose turn it is after these chunks, and who is still to be computed."""

@@ -57,7 +57,7 @@ class WorkerRef:
     """The name of the arithmetic by which it computes (`engine.arithmetic`). It ends with `VARIES` where a token's bits depend
     on what is computed beside it. No part of the layout: workers of different arithmetics hand over KV to each other."""
     weights: str = ""
-    """Which weights it has: the first digits of `ModelFacts.model_hash`."""
+    """Which weights it has: the first digits of `ModelFacts.identity`."""
 
     @property
     def computation(self) -> str:
@@ -94,6 +94,7 @@ class KvLayout:
     """What must be equal on both sides of a handoff."""
 
     model_hash: str
+    """`ModelFacts.identity`."""
     dtype: str
     num_layers: int
     num_kv_heads: int
@@ -102,6 +103,8 @@ class KvLayout:
     layout_version: int
     memory: str
     """The kind of device in whose memory the pool lies, such as cpu or cuda: by it go fingerprints and transports."""
+    positions: str = ""
+    """What rotary positions are, where the model's files alone do not say it: `ModelFacts.positions`."""
 
     def differences(self, other: KvLayout) -> list[str]:
         """Sentences such as `dtype: float32 here, bfloat16 there`; empty if the two fit."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from configs.facts import Architecture, ModelFacts, WeightFormat
+from configs.facts import Architecture, DynamicScaling, ModelFacts, WeightFormat
 
 TINY = ModelFacts(
     name="tiny",
@@ -45,28 +45,32 @@ def transformers_config(facts: ModelFacts) -> Any:
 
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": facts.rope_theta}
     if scaling := facts.rope_scaling:
-        rope |= {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_position,
-        }
+        names = {"original_max_position": "original_max_position_embeddings"}
+        rope |= {names.get(key, key): value for key, value in asdict(scaling).items()}
+        rope["rope_type"] = type(scaling).__name__.removesuffix("Scaling").lower()
+    is_dynamic = isinstance(scaling, DynamicScaling)
     own_head_dim = {} if facts.architecture is Architecture.QWEN2 else {"head_dim": facts.head_dim}
-    return getattr(transformers, f"{facts.architecture.value.title()}Config")(
+    windows: dict[str, Any] = {}
+    if facts.sliding_windows:
+        windows["sliding_window"] = max(facts.sliding_windows)
+        if facts.architecture is not Architecture.LLAMA:
+            types = ["sliding_attention" if window else "full_attention" for window in facts.sliding_windows]
+            windows |= {"use_sliding_window": True, "layer_types": types}
+    return getattr(transformers, f"{_family(facts)}Config")(
         hidden_size=facts.hidden_size,
         intermediate_size=facts.intermediate_size,
         num_hidden_layers=facts.num_layers,
         num_attention_heads=facts.num_heads,
         num_key_value_heads=facts.num_kv_heads,
         vocab_size=facts.vocab_size,
-        max_position_embeddings=facts.max_model_len,
+        max_position_embeddings=rope.pop("original_max_position_embeddings") if is_dynamic else facts.max_model_len,
         rms_norm_eps=facts.rms_norm_eps,
         tie_word_embeddings=facts.tie_word_embeddings,
         rope_parameters=rope,
         bos_token_id=None,
         eos_token_id=facts.eos_token_ids[0],
         **own_head_dim,
+        **windows,
     )
 
 
@@ -75,8 +79,26 @@ def random_model(facts: ModelFacts, seed: int) -> Any:
     import transformers
 
     torch.manual_seed(seed)
-    family = f"{facts.architecture.value.title()}ForCausalLM"
-    return getattr(transformers, family)(transformers_config(facts)).float().eval()
+    model = getattr(transformers, f"{_family(facts)}ForCausalLM")(transformers_config(facts)).float().eval()
+    if isinstance(facts.rope_scaling, DynamicScaling):
+        fix_base(model, facts.max_model_len)
+    return model
+
+
+def _family(facts: ModelFacts) -> str:
+    """Llama with windows is Mistral, which has one in all layers."""
+    if facts.architecture is Architecture.LLAMA and facts.sliding_windows:
+        return "Mistral"
+    return facts.architecture.value.title()
+
+
+def fix_base(model: Any, served: int) -> None:
+    """Have a model of `transformers` turn all sequences as it would turn one of `served` tokens."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rotary = model.model.rotary_emb
+    rotary.inv_freq = ROPE_INIT_FUNCTIONS["dynamic"](model.config, seq_len=served)[0]
+    rotary.rope_type = "default"
 
 
 def saved(model: Any, facts: ModelFacts, folder: Path) -> ModelFacts:

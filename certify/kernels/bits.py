@@ -54,13 +54,15 @@ def check_rows_keep_their_bits(inputs: int, outputs: int, dtype: torch.dtype) ->
                 expect(torch.equal(alone[row][0], together[row]), f"row {row} has other bits among {rows} rows than alone")
 
 
-def check_prompt_as_answer(heads: Heads, positions: Sequence[int], block_size: int, dtype: torch.dtype) -> None:
+def check_prompt_as_answer(
+    heads: Heads, positions: Sequence[int], block_size: int, dtype: torch.dtype, window: int = 0
+) -> None:
     """Compare the tokens at these positions of a prompt, as part of it, in short chunks, and as answers.
 
     Raises WrongResultError if one has other bits.
     """
     length = max(positions) + 1
-    contexts = PagedContexts(heads, [length], block_size, dtype)
+    contexts = PagedContexts(heads, [length], block_size, dtype, window)
     qkv_TA, _ = contexts.queries(length, dtype)
 
     def prompt(start: int, end: int) -> Tensor:

@@ -80,10 +80,11 @@ def run(launches: Iterable[Launch]) -> None:
 
 
 class PagedContexts:
-    """Sequences in one layer of a pool; whatever is not theirs is NaN."""
+    """Sequences in one layer of a pool; whatever is not theirs is NaN. A token sees `window` tokens, or all if that is 0."""
 
-    def __init__(self, heads: Heads, ends: Sequence[int], block_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, heads: Heads, ends: Sequence[int], block_size: int, dtype: torch.dtype, window: int = 0) -> None:
         self.heads = heads
+        self.window = window
         self.ends = ends
         self.block_size = block_size
         needed = [ceil_div(end, block_size) for end in ends]
@@ -106,6 +107,8 @@ class PagedContexts:
         k, v = (x.double().repeat_interleave(group, dim=1) for x in self._kv[:, self._slots[sequence]])
         scores = torch.einsum("tnh,lnh->ntl", q_TNH.double(), k) / math.sqrt(self.heads.size)
         later = torch.arange(end) > torch.arange(end - len(q_TNH), end)[:, None]
+        if self.window:
+            later |= torch.arange(end) <= torch.arange(end - len(q_TNH), end)[:, None] - self.window
         return torch.einsum("ntl,lnh->tnh", scores.masked_fill_(later, -math.inf).softmax(-1), v)
 
     def queries(self, num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -116,12 +119,12 @@ class PagedContexts:
         return qkv_TA.to(DEVICE), q_TNH
 
 
-def decode_error(heads: Heads, lengths: Sequence[int], block_size: int, dtype: torch.dtype) -> float:
+def decode_error(heads: Heads, lengths: Sequence[int], block_size: int, dtype: torch.dtype, window: int = 0) -> float:
     """Return the relative error of attention in a decode step with contexts of these lengths.
 
     Rows of length 0 are to be skipped.
     """
-    contexts = PagedContexts(heads, lengths, block_size, dtype)
+    contexts = PagedContexts(heads, lengths, block_size, dtype, window)
     qkv_RA, q_RNH = contexts.queries(len(lengths), dtype)
     out_RNH = torch.full((len(lengths), heads.query, heads.size), 7.0, dtype=dtype, device=DEVICE)
     run_decode_attention(contexts, slice(None), lengths, block_size, qkv_RA, out_RNH)
@@ -139,7 +142,8 @@ def run_decode_attention(
     attention = DecodeAttention(len(lengths), MAX_LEN, heads.query, heads.kv, heads.size, qkv_RA.dtype, torch.device(DEVICE))
     lengths_R = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     attention.plan(lengths_R).run()
-    run(attention.launches(qkv_RA[rows].clone(), contexts.slots_2SKH, tables_RW, lengths_R, block_size, out_RNH))
+    qkv_RA, window = qkv_RA[rows].clone(), contexts.window
+    run(attention.launches(qkv_RA, contexts.slots_2SKH, tables_RW, lengths_R, block_size, out_RNH, window))
 
 
 def run_prefill_attention(
@@ -150,15 +154,18 @@ def run_prefill_attention(
     rows = np.cumsum(ends - starts) - (ends - starts)
     tiles = prefill_tiles(starts, ends, rows, contexts.heads.query // contexts.heads.kv, qkv_TA.dtype)
     tiles_P4 = torch.from_numpy(tiles).to(DEVICE, torch.int32)
-    prefill_attention(qkv_TA, contexts.slots_2SKH, contexts.tables_CW, tiles_P4, block_size, out_TNH).run()
+    tables_CW, window = contexts.tables_CW, contexts.window
+    prefill_attention(qkv_TA, contexts.slots_2SKH, tables_CW, tiles_P4, block_size, out_TNH, window).run()
 
 
-def prefill_error(heads: Heads, chunks: Sequence[tuple[int, int]], block_size: int, dtype: torch.dtype) -> float:
+def prefill_error(
+    heads: Heads, chunks: Sequence[tuple[int, int]], block_size: int, dtype: torch.dtype, window: int = 0
+) -> float:
     """Return the relative error of attention of several chunks of prompts in one launch.
 
     `chunks` are positions from and to; the sequences hold nothing behind them.
     """
-    contexts = PagedContexts(heads, [end for _, end in chunks], block_size, dtype)
+    contexts = PagedContexts(heads, [end for _, end in chunks], block_size, dtype, window)
     rows = [0, *itertools.accumulate(end - start for start, end in chunks)]
     qkv_TA, q_TNH = contexts.queries(rows[-1], dtype)
     out_TNH = torch.full_like(q_TNH, math.nan).to(DEVICE)

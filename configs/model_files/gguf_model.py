@@ -10,10 +10,20 @@ import struct
 from pathlib import Path
 
 from configs.cache import file_sha256
-from configs.facts import Architecture, ByteLevelBpe, Model, ModelFacts, RopeScaling, TokenizerFacts, WeightFormat
+from configs.facts import (
+    Architecture,
+    ByteLevelBpe,
+    Llama3Scaling,
+    Model,
+    ModelFacts,
+    RopeScaling,
+    TokenizerFacts,
+    WeightFormat,
+)
 from configs.fields import Fields, model_error
 from configs.model_files.bpe_patterns import BY_GGUF_NAME
 from configs.model_files.gguf_file import GgufIndex, read_gguf_index
+from configs.model_files.rope import longest_context, read_rope
 
 _CONTROL, _USER_DEFINED = 3, 4
 """Kinds in tokenizer.ggml.token_type that text never merges into."""
@@ -50,6 +60,8 @@ def _facts(index: GgufIndex, fields: Fields, tokenizer: TokenizerFacts, name: st
     assert tokenizer.byte_level_bpe is not None, "GGUF tokenizers are byte-level BPE or refused"
     if len(tokenizer.byte_level_bpe.tokens) > embedding.shape[0]:
         raise fields.wrong("tokenizer.ggml.tokens", f"at most the {embedding.shape[0]} rows of the embedding")
+    first_context = fields.count(f"{prefix}.context_length")
+    rope_scaling = _declared_scaling(fields, prefix, first_context) or _llama3_scaling(index, head_dim, rope_theta)
     return ModelFacts(
         name=name,
         architecture=architecture,
@@ -60,9 +72,9 @@ def _facts(index: GgufIndex, fields: Fields, tokenizer: TokenizerFacts, name: st
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         vocab_size=embedding.shape[0],
-        max_model_len=fields.count(f"{prefix}.context_length"),
+        max_model_len=longest_context(first_context, rope_scaling),
         rope_theta=rope_theta,
-        rope_scaling=_rope_scaling(index, head_dim, rope_theta),
+        rope_scaling=rope_scaling,
         rms_norm_eps=fields.positive(f"{prefix}.attention.layer_norm_rms_epsilon"),
         tie_word_embeddings=_HEAD not in index.tensors,
         attention_bias=architecture is Architecture.QWEN2,
@@ -84,8 +96,6 @@ def _architecture(fields: Fields) -> Architecture:
 def _refuse_unsupported(fields: Fields, prefix: str) -> None:
     if fields.integer(f"{prefix}.expert_count", 0) > 0:
         raise fields.wrong(f"{prefix}.expert_count", "absent: mixture-of-experts models are not supported")
-    if fields.text(f"{prefix}.rope.scaling.type", "none") != "none":
-        raise fields.wrong(f"{prefix}.rope.scaling.type", "none: other rope scalings are not supported in GGUF files")
     if fields.integer(f"{prefix}.attention.sliding_window", 0) > 0:
         raise fields.wrong(f"{prefix}.attention.sliding_window", "absent: sliding windows are not supported")
 
@@ -98,7 +108,25 @@ def _eos_token_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(fields.integer(key) for key in keys if key in fields))
 
 
-def _rope_scaling(index: GgufIndex, head_dim: int, rope_theta: float) -> RopeScaling | None:
+def _declared_scaling(fields: Fields, prefix: str, first_context: int) -> RopeScaling | None:
+    """Linear scaling and YaRN, whose parameters a GGUF file names."""
+    scaling = f"{prefix}.rope.scaling."
+    for key in ("yarn_log_multiplier", "alpha"):
+        if fields.number(scaling + key, 0.0):
+            raise fields.wrong(scaling + key, "absent: it is not supported")
+    names = {"type": "rope_type", "factor": "factor", "original_context_length": "original_max_position_embeddings"}
+    names |= {"attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
+    given = {theirs: fields.raw(scaling + key) for key, theirs in names.items()}
+    kind = fields.text(scaling + "type", "none")
+    if kind == "none":
+        return None
+    if kind not in ("linear", "yarn"):
+        raise fields.wrong(scaling + "type", "none, linear or yarn")
+    used = given if kind == "yarn" else {key: given[key] for key in ("rope_type", "factor")}
+    return read_rope(Fields(f"{fields.source}: {prefix}.rope.scaling", {"rope_scaling": used}), first_context, 10_000.0)[1]
+
+
+def _llama3_scaling(index: GgufIndex, head_dim: int, rope_theta: float) -> Llama3Scaling | None:
     """Llama 3.1's scaling, which a GGUF holds as the resulting divisor of each frequency and not as its parameters.
 
     All models released with it share every parameter but the factor, which is the largest divisor. Whether that is what
@@ -112,7 +140,7 @@ def _rope_scaling(index: GgufIndex, head_dim: int, rope_theta: float) -> RopeSca
     with index.path.open("rb") as file:
         file.seek(tensor.offset)
         divisors = struct.unpack(f"<{head_dim // 2}f", file.read(tensor.num_bytes))
-    scaling = RopeScaling(factor=max(divisors), low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192)
+    scaling = Llama3Scaling(factor=max(divisors), low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192)
     for pair, divisor in enumerate(divisors):
         expected = _llama3_divisor(scaling, rope_theta ** (-2 * pair / head_dim))
         if not math.isclose(divisor, expected, rel_tol=1e-3):
@@ -120,7 +148,7 @@ def _rope_scaling(index: GgufIndex, head_dim: int, rope_theta: float) -> RopeSca
     return scaling
 
 
-def _llama3_divisor(scaling: RopeScaling, frequency: float) -> float:
+def _llama3_divisor(scaling: Llama3Scaling, frequency: float) -> float:
     """By how much Llama 3.1 divides a rotary frequency (radians per token)."""
     turns = scaling.original_max_position * frequency / (2 * math.pi)
     if turns < scaling.low_freq_factor:

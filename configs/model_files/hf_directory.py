@@ -11,19 +11,25 @@ import hashlib
 from pathlib import Path
 
 from configs.cache import file_sha256
-from configs.facts import Architecture, Model, ModelFacts, RopeScaling, WeightFormat
+from configs.facts import Architecture, Model, ModelFacts, WeightFormat
 from configs.fields import Fields, model_error, read_json
 from configs.model_files.hf_tokenizer import read_tokenizer
+from configs.model_files.rope import longest_context, read_rope
 from configs.model_files.safetensors_file import check_safetensors
 
 CONFIG, GENERATION_CONFIG, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+_MISTRAL = "MistralForCausalLM"
+"""Llama with a sliding window in all layers."""
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_DEFAULT_WINDOW, _DEFAULT_WINDOW_LAYERS = 4096, 28
 _ARCHITECTURES = {
     "LlamaForCausalLM": Architecture.LLAMA,
+    _MISTRAL: Architecture.LLAMA,
     "Qwen2ForCausalLM": Architecture.QWEN2,
     "Qwen3ForCausalLM": Architecture.QWEN3,
 }
-_DEFAULT_CONTEXT = {Architecture.LLAMA: 2048, Architecture.QWEN2: 32_768, Architecture.QWEN3: 32_768}
+_DEFAULT_CONTEXT = {"LlamaForCausalLM": 2048, _MISTRAL: 131_072, "Qwen2ForCausalLM": 32_768, "Qwen3ForCausalLM": 32_768}
 _DEFAULT_QWEN3_HEAD_DIM = 128
 
 
@@ -51,18 +57,20 @@ def facts_from_directory(folder: Path, name: str) -> ModelFacts:
         check_safetensors(path)
     vocab_size = config.count("vocab_size")
     head_dim, num_kv_heads = _heads(config, architecture)
-    rope_theta, rope_scaling = _rope(config)
+    first_context = config.count("max_position_embeddings", _DEFAULT_CONTEXT[_named(config)])
+    num_layers = config.count("num_hidden_layers")
+    rope_theta, rope_scaling = read_rope(config, first_context, 10_000.0)
     return ModelFacts(
         name=name,
         architecture=architecture,
-        num_layers=config.count("num_hidden_layers"),
+        num_layers=num_layers,
         hidden_size=config.count("hidden_size"),
         intermediate_size=config.count("intermediate_size"),
         num_heads=config.count("num_attention_heads"),
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         vocab_size=vocab_size,
-        max_model_len=config.count("max_position_embeddings", _DEFAULT_CONTEXT[architecture]),
+        max_model_len=longest_context(first_context, rope_scaling),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         rms_norm_eps=config.positive("rms_norm_eps", 1e-6),
@@ -73,6 +81,7 @@ def facts_from_directory(folder: Path, name: str) -> ModelFacts:
         model_hash=_model_hash(folder, weight_files),
         weight_format=WeightFormat.SAFETENSORS,
         weight_files=weight_files,
+        sliding_windows=_sliding_windows(config, architecture, num_layers),
     )
 
 
@@ -96,10 +105,13 @@ def weight_files_of(folder: Path) -> tuple[Path, ...]:
 
 def supported_architecture(config: Fields) -> Architecture | None:
     """Return the architecture that a config.json names, or None if Tandem does not have it."""
+    return _ARCHITECTURES.get(_named(config))
+
+
+def _named(config: Fields) -> str:
+    """The class that config.json names; empty if it names none, or several."""
     names = config.raw("architectures")
-    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        return None
-    return _ARCHITECTURES.get(names[0])
+    return names[0] if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) else ""
 
 
 def _architecture(config: Fields) -> Architecture:
@@ -120,10 +132,27 @@ def _refuse_unsupported(config: Fields, architecture: Architecture) -> None:
             raise config.wrong(key, "false")
     if config.positive("partial_rotary_factor", 1.0) != 1.0:
         raise config.wrong("partial_rotary_factor", "1")
-    if config.flag("use_sliding_window", False) and "sliding_window" in config:
-        raise config.wrong("use_sliding_window", "false: sliding windows are not supported")
-    if set(config.texts("layer_types", ())) - {"full_attention"}:
-        raise config.wrong("layer_types", "full_attention throughout")
+
+
+def _sliding_windows(config: Fields, architecture: Architecture, num_layers: int) -> tuple[int, ...]:
+    """How many tokens a token sees in each layer; 0 is all. Empty if all layers see all."""
+    is_mistral = _named(config) == _MISTRAL
+    if is_mistral:
+        has_window = "sliding_window" in config or not config.given("sliding_window")
+        types: tuple[str, ...] = (_SLIDING if has_window else _FULL,) * num_layers
+    else:
+        has_window = config.flag("use_sliding_window", False) and architecture is not Architecture.LLAMA
+        first = config.integer("max_window_layers", _DEFAULT_WINDOW_LAYERS) if has_window else num_layers
+        types = tuple(_SLIDING if layer >= first else _FULL for layer in range(num_layers))
+    types = config.texts("layer_types", types)
+    if len(types) != num_layers or set(types) - {_FULL, _SLIDING}:
+        raise config.wrong("layer_types", f"{num_layers} times {_FULL} or {_SLIDING}")
+    if _SLIDING not in types:
+        return ()
+    if not has_window:
+        raise config.wrong("layer_types", f"{_FULL} throughout: the model has no sliding window")
+    window = config.count("sliding_window", _DEFAULT_WINDOW)
+    return tuple(window if each == _SLIDING else 0 for each in types)
 
 
 def _heads(config: Fields, architecture: Architecture) -> tuple[int, int]:
@@ -135,34 +164,10 @@ def _heads(config: Fields, architecture: Architecture) -> tuple[int, int]:
         head_dim = config.count("head_dim", config.count("hidden_size") // num_heads)
     if head_dim % 2:
         raise config.wrong("head_dim", "an even number")
-    num_kv_heads = config.count("num_key_value_heads", num_heads)
+    num_kv_heads = config.count("num_key_value_heads", 8 if _named(config) == _MISTRAL else num_heads)
     if num_heads % num_kv_heads:
         raise config.wrong("num_key_value_heads", f"a divisor of the {num_heads} heads")
     return head_dim, num_kv_heads
-
-
-def _rope(config: Fields) -> tuple[float, RopeScaling | None]:
-    """Base of the rotary frequencies, and their scaling."""
-    key = "rope_parameters" if "rope_parameters" in config else "rope_scaling"
-    rope = config.section(key)
-    rope_theta = rope.positive("rope_theta", config.positive("rope_theta", 10_000.0))
-    if rope.positive("partial_rotary_factor", 1.0) != 1.0:
-        raise rope.wrong("partial_rotary_factor", "1")
-    kind_key = "rope_type" if "rope_type" in rope else "type"
-    kind = rope.text(kind_key, "default")
-    if kind == "default":
-        return rope_theta, None
-    if kind != "llama3":
-        raise rope.wrong(kind_key, "default or llama3, the only kinds supported")
-    scaling = RopeScaling(
-        factor=rope.positive("factor"),
-        low_freq_factor=rope.positive("low_freq_factor"),
-        high_freq_factor=rope.positive("high_freq_factor"),
-        original_max_position=rope.count("original_max_position_embeddings"),
-    )
-    if scaling.high_freq_factor <= scaling.low_freq_factor:
-        raise rope.wrong("high_freq_factor", f"more than low_freq_factor ({scaling.low_freq_factor})")
-    return rope_theta, scaling
 
 
 def _eos_token_ids(folder: Path, config: Fields, vocab_size: int) -> tuple[int, ...]:

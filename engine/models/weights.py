@@ -11,7 +11,7 @@ from torch import Tensor
 
 from configs.facts import ModelFacts
 from engine.kernels.linear import Linear, linear_for
-from engine.kernels.rope import inverse_frequencies, stretch_llama3
+from engine.kernels.rope import rope_frequencies
 from engine.models.decoder import DecoderWeights, Layer, Product
 from engine.models.packing import WeightFormat, packed_tensors
 from engine.models.parameters import Parameter, layer_parameters, model_parameters
@@ -53,7 +53,7 @@ class _Assembly:
         parameters = {p.name: p for p in model_parameters(self.facts)}
         embedding = parameters["embedding"]
         head = parameters.get("head", embedding)
-        frequencies = _rope_frequencies(self.facts).to(self.format_.device)
+        frequencies = rope_frequencies(self.facts).to(self.format_.device)
         layers = tuple(self._layer(index) for index in range(self.facts.num_layers))
         if self.format_.library is not None:
             embed = self._matrix("embedding", embedding, self.format_.library).embedding
@@ -107,17 +107,3 @@ class _Assembly:
             return QuantizedMatrix(packed, library)
         outputs, inputs = parameter.shard_shape(self.rank, self.size)
         return DenseMatrix(packed, outputs, inputs, library)
-
-
-def _rope_frequencies(facts: ModelFacts) -> Tensor:
-    frequencies = inverse_frequencies(facts.head_dim, facts.rope_theta)
-    scaling = facts.rope_scaling
-    if scaling is None:
-        return frequencies
-    return stretch_llama3(
-        frequencies,
-        factor=scaling.factor,
-        low_freq_factor=scaling.low_freq_factor,
-        high_freq_factor=scaling.high_freq_factor,
-        original_max_position=scaling.original_max_position,
-    )

@@ -26,15 +26,18 @@ COLUMNS = 64
 OUTPUT_MULTIPLE = 16
 """Outputs that a quantized matrix packs together."""
 
+NO_WINDOW = 1 << 62
+"""Tokens that a token sees where there is no sliding window: more than there are."""
+
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 SIGNATURES = {
     "add_rms_norm": (*[_POINTER] * 4, _INT, _INT, _FLOAT, _INT),
     "rotate_and_store": (*[_POINTER] * 6, *[_INT] * 5),
-    "decode_attention": (*[_POINTER] * 4, _INT, *[_POINTER] * 2, *[_INT] * 5, _FLOAT, _INT),
-    "prefill_attention": (*[_POINTER] * 5, *[_INT] * 6, _FLOAT, _INT),
+    "decode_attention": (*[_POINTER] * 4, _INT, *[_POINTER] * 2, *[_INT] * 6, _FLOAT, _INT),
+    "prefill_attention": (*[_POINTER] * 5, *[_INT] * 7, _FLOAT, _INT),
     "rotate_and_store_int8": (*[_POINTER] * 6, *[_INT] * 5),
-    "decode_attention_int8": (*[_POINTER] * 4, _INT, *[_POINTER] * 2, *[_INT] * 5, _FLOAT, _INT),
-    "prefill_attention_int8": (*[_POINTER] * 5, *[_INT] * 6, _FLOAT, _INT),
+    "decode_attention_int8": (*[_POINTER] * 4, _INT, *[_POINTER] * 2, *[_INT] * 6, _FLOAT, _INT),
+    "prefill_attention_int8": (*[_POINTER] * 5, *[_INT] * 7, _FLOAT, _INT),
     "swiglu": (*[_POINTER] * 2, *[_INT] * 3),
     "quantized_linear": (*[_POINTER] * 3, *[_INT] * 5),
     "dense_linear": (*[_POINTER] * 3, *[_INT] * 4),
@@ -139,9 +142,19 @@ class NativeLibrary:
         )
 
     def decode_attention(
-        self, qkv_BA: Tensor, kv_2SKH: Tensor, tables_BW: Tensor, lengths_B: Tensor, block_size: int, out_BNH: Tensor
+        self,
+        qkv_BA: Tensor,
+        kv_2SKH: Tensor,
+        tables_BW: Tensor,
+        lengths_B: Tensor,
+        block_size: int,
+        out_BNH: Tensor,
+        window: int = 0,
     ) -> None:
-        """Attention of one row per sequence to the first `lengths_B` tokens of its blocks. Tables, lengths: int64."""
+        """Attention of one row per sequence to the first `lengths_B` tokens of its blocks. Tables, lengths: int64.
+
+        With a `window` it sees no more than that many of them, the last ones.
+        """
         sequences, num_heads, size = out_BNH.shape
         kv_heads = kv_2SKH.shape[2]
         _check(self.dtype, qkv_BA, out_BNH)
@@ -163,14 +176,25 @@ class NativeLibrary:
             kv_heads,
             size,
             block_size,
+            window or NO_WINDOW,
             size**-0.5,
             self._threads,
         )
 
     def prefill_attention(
-        self, qkv_TA: Tensor, kv_2SKH: Tensor, table_W: Tensor, start: int, block_size: int, out_TNH: Tensor
+        self,
+        qkv_TA: Tensor,
+        kv_2SKH: Tensor,
+        table_W: Tensor,
+        start: int,
+        block_size: int,
+        out_TNH: Tensor,
+        window: int = 0,
     ) -> None:
-        """Causal attention of tokens [start, start + T) of one sequence, whose keys and values are all in the pool."""
+        """Causal attention of tokens [start, start + T) of one sequence, whose keys and values are all in the pool.
+
+        With a `window` each sees no more than that many, itself and those before it.
+        """
         tokens, num_heads, size = out_TNH.shape
         kv_heads = kv_2SKH.shape[2]
         _check(self.dtype, qkv_TA, out_TNH)
@@ -190,6 +214,7 @@ class NativeLibrary:
             kv_heads,
             size,
             block_size,
+            window or NO_WINDOW,
             size**-0.5,
             self._threads,
         )

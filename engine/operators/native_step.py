@@ -7,7 +7,7 @@ from torch import Tensor
 
 from configs.facts import ModelFacts
 from engine.batch import ForwardBatch
-from engine.kernels.rope import angles
+from engine.kernels.rope import angles, scaled
 from engine.memory.kv_pool import KVPool
 from engine.native.library import NativeLibrary
 
@@ -19,13 +19,15 @@ class NativeStep:
         self, facts: ModelFacts, batch: ForwardBatch, pool: KVPool, frequencies: Tensor, library: NativeLibrary
     ) -> None:
         self.token_ids_T = torch.from_numpy(batch.token_ids_T)
+        self._facts = facts
         self._num_heads = facts.num_heads
         self._batch = batch
         self._pool = pool
         self._library = library
         # In float64, since libraries round differently on different processors: what is then rounded to float32 is the same.
         angles_TF = angles(frequencies, torch.from_numpy(batch.positions_T)).double()
-        self._cos_TF, self._sin_TF = angles_TF.cos().float(), angles_TF.sin().float()
+        cos_TF, sin_TF = scaled(angles_TF.cos(), angles_TF.sin(), facts.attention_factor)
+        self._cos_TF, self._sin_TF = cos_TF.float(), sin_TF.float()
         self._slots_T = torch.from_numpy(batch.slots_T)
         self._tables_CW = torch.from_numpy(batch.tables_CW)
         self._single_tables_BW = self._tables_CW[batch.num_longer :]
@@ -47,10 +49,11 @@ class NativeStep:
 
     def attend(self, layer: int, qkv_TA: Tensor) -> Tensor:
         slots_2SKH, block_size = self._pool.layer_slots(layer), self._batch.block_size
-        out_TNH = self._attended_TNH
+        out_TNH, window = self._attended_TNH, self._facts.window(layer)
         for chunk, rows in enumerate(self._longer_rows):
             start = int(self._batch.starts_C[chunk])
-            self._library.prefill_attention(qkv_TA[rows], slots_2SKH, self._tables_CW[chunk], start, block_size, out_TNH[rows])
+            table_W, out = self._tables_CW[chunk], out_TNH[rows]
+            self._library.prefill_attention(qkv_TA[rows], slots_2SKH, table_W, start, block_size, out, window)
         if self._single_lengths_B.shape[0]:
             self._library.decode_attention(
                 qkv_TA[self._num_longer_rows :],
@@ -59,6 +62,7 @@ class NativeStep:
                 self._single_lengths_B,
                 block_size,
                 out_TNH[self._num_longer_rows :],
+                window,
             )
         return out_TNH.flatten(1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,8 +43,9 @@ class DecodeGroup:
     rows: slice
     blocks: Tensor
     """Blocks of each context, the new token included, one sequence after the other; any block where padded."""
-    bias_B1L: Tensor
-    """What is added to the scores, in the pool's dtype: 0, and minus infinity where padded."""
+    biases_B1L: Mapping[int, Tensor]
+    """What is added to the scores, in the pool's dtype: 0, and minus infinity where padded, or before the sliding window.
+    By the length of the window; 0 is without one."""
     padding: Tensor
     """Where the B * L tokens of `blocks` are padding."""
 
@@ -57,9 +59,10 @@ class TorchStep:
         self.token_ids_T = torch.from_numpy(batch.token_ids_T)
         self._pool = pool
         self._slots_T = torch.from_numpy(batch.slots_T)
-        self._rotation = rotation(frequencies, torch.from_numpy(batch.positions_T), pool.dtype)
+        self._rotation = rotation(frequencies, torch.from_numpy(batch.positions_T), pool.dtype, facts.attention_factor)
         self._prefills = prefill_spans(batch)
-        self._decodes = decode_groups(batch, pool.dtype)
+        self._decodes = decode_groups(batch, pool.dtype, set(facts.sliding_windows) or {0})
+        self._facts = facts
 
     def add_norm(self, x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
         return rms_norm(x_TD if delta_TD is None else x_TD.add_(delta_TD), weight_D, eps)
@@ -80,15 +83,15 @@ class TorchStep:
         heads, kv_heads = self._num_heads, self._num_kv_heads
         qkv_TNH = qkv_TA.view(qkv_TA.shape[0], heads + 2 * kv_heads, -1)
         q_TNH, k_TKH, v_TKH = qkv_TNH[:, :heads], qkv_TNH[:, heads:-kv_heads], qkv_TNH[:, -kv_heads:]
-        outs = []
+        outs, window = [], self._facts.window(layer)
         for span in self._prefills:
             context = None if span.context_slots_L is None else self._pool.read(layer, span.context_slots_L)
-            outs.append(prefill_attention(q_TNH[span.rows], k_TKH[span.rows], v_TKH[span.rows], context))
+            outs.append(prefill_attention(q_TNH[span.rows], k_TKH[span.rows], v_TKH[span.rows], context, window))
         for group in self._decodes:
             kv_2CKH = self._pool.gather(layer, group.blocks)
             # A weight of zero does not cancel a NaN that a former owner may have left.
             kv_2CKH.index_fill_(1, group.padding, 0.0)
-            outs.append(decode_attention(q_TNH[group.rows], kv_2CKH, group.bias_B1L))
+            outs.append(decode_attention(q_TNH[group.rows], kv_2CKH, group.biases_B1L[window]))
         return (outs[0] if len(outs) == 1 else torch.cat(outs)).flatten(1)
 
     def swiglu(self, gate_up_TI: Tensor) -> Tensor:
@@ -105,7 +108,7 @@ def prefill_spans(batch: ForwardBatch) -> list[PrefillSpan]:
     return spans
 
 
-def decode_groups(batch: ForwardBatch, dtype: torch.dtype) -> list[DecodeGroup]:
+def decode_groups(batch: ForwardBatch, dtype: torch.dtype, windows: Collection[int] = (0,)) -> list[DecodeGroup]:
     """The single tokens, which come by falling context length.
 
     A context is padded to about twice its length at most, so a long one among many short ones costs only itself.
@@ -124,8 +127,12 @@ def decode_groups(batch: ForwardBatch, dtype: torch.dtype) -> list[DecodeGroup]:
         tables = batch.tables_CW[first : first + size, :num_blocks]
         blocks[:, : tables.shape[1]] = tables
         is_padding = torch.from_numpy(np.arange(padded) >= ends[:size, None])
-        bias = torch.zeros(is_padding.shape, dtype=dtype).masked_fill_(is_padding, -torch.inf)
+        biases = {}
+        for window in windows:
+            before = torch.from_numpy(np.arange(padded) < ends[:size, None] - (window or padded))
+            bias = torch.zeros(is_padding.shape, dtype=dtype).masked_fill_(is_padding | before, -torch.inf)
+            biases[window] = bias[:, None]
         padding = is_padding.view(-1).nonzero().view(-1)
-        groups.append(DecodeGroup(slice(row, row + size), torch.from_numpy(blocks).view(-1), bias[:, None], padding))
+        groups.append(DecodeGroup(slice(row, row + size), torch.from_numpy(blocks).view(-1), biases, padding))
         row, first = row + size, first + size
     return groups

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from configs.facts import ModelFacts
 from engine.batch import ForwardBatch
-from engine.kernels.rope import angles
+from engine.kernels.rope import angles, scaled
 from engine.kernels.triton.decode_attention import DecodeAttention
 from engine.kernels.triton.kv_cache import rotate_and_store
 from engine.kernels.triton.launch import Launch
@@ -31,11 +31,12 @@ class TritonStep:
         shape, heads = batch.shape, facts.num_heads
         device = batch.positions_T.device
         self.token_ids_T = batch.token_ids_T
+        self._facts = facts
         self._num_heads = heads
         self._batch = batch
         self._pool = pool
         angles_TF = angles(frequencies, batch.positions_T)
-        self._cos_TF, self._sin_TF = angles_TF.cos(), angles_TF.sin()
+        self._cos_TF, self._sin_TF = scaled(angles_TF.cos(), angles_TF.sin(), facts.attention_factor)
         self._normed_TD = torch.empty((shape.num_rows, facts.hidden_size), dtype=pool.dtype, device=device)
         self._gated_TI = torch.empty((shape.num_rows, facts.intermediate_size), dtype=pool.dtype, device=device)
         self._attended_TNH = torch.empty((shape.num_rows, heads, facts.head_dim), dtype=pool.dtype, device=device)
@@ -68,7 +69,7 @@ class TritonStep:
         rotate_and_store(qkv_TA, self._cos_TF, self._sin_TF, self._batch.slots_T, slots_2SKH, self._num_heads).run()
 
     def attend(self, layer: int, qkv_TA: Tensor) -> Tensor:
-        for launch in self._attention(qkv_TA, self._slots(layer)):
+        for launch in self._attention(qkv_TA, self._slots(layer), self._facts.window(layer)):
             launch.run()
         return self._attended_TNH.flatten(1)
 
@@ -81,11 +82,13 @@ class TritonStep:
         slots_2SKH = self._pool.layer_slots(layer)
         return slots_2SKH.view(torch.float8_e4m3fn) if self._pool.kv_cache_dtype == "fp8" else slots_2SKH
 
-    def _attention(self, qkv_TA: Tensor, slots_2SKH: Tensor) -> Iterable[Launch]:
+    def _attention(self, qkv_TA: Tensor, slots_2SKH: Tensor, window: int) -> Iterable[Launch]:
         batch, block_size, out_TNH = self._batch, self._pool.block_size, self._attended_TNH
         if batch.shape.num_longer:
-            yield prefill_attention(qkv_TA, slots_2SKH, batch.longer_tables_CW, batch.tiles_P4, block_size, out_TNH)
+            tables_CW = batch.longer_tables_CW
+            yield prefill_attention(qkv_TA, slots_2SKH, tables_CW, batch.tiles_P4, block_size, out_TNH, window)
         if batch.shape.num_singles:
             first = batch.shape.num_longer_rows
             tables_RW, lengths_R = batch.single_tables_RW, batch.lengths_R
-            yield from self._decode.launches(qkv_TA[first:], slots_2SKH, tables_RW, lengths_R, block_size, out_TNH[first:])
+            out = out_TNH[first:]
+            yield from self._decode.launches(qkv_TA[first:], slots_2SKH, tables_RW, lengths_R, block_size, out, window)

@@ -97,9 +97,7 @@ class FirstRankActor(WorkerActor):
             raise
         model = await asyncio.to_thread(resolve_for, self._config)
         server = WireServer(self._secret, self._host)
-        me = WorkerRef(
-            self._worker_id, self._epoch, server.address, gang.size, arithmetic, model.facts.model_hash[:_HASH_DIGITS]
-        )
+        me = WorkerRef(self._worker_id, self._epoch, server.address, gang.size, arithmetic, model.facts.identity[:_HASH_DIGITS])
         try:
             return self.worker(
                 FirstRank(

@@ -21,6 +21,7 @@ import time
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 
+from configs.arithmetic import LONG_STEPS
 from configs.schema import ClusterConfig
 from protocol.cache.keys import block_keys, keys_of
 from protocol.errors import (
@@ -105,6 +106,8 @@ class Admission:
                         return claim
                     if asked and all(journal.scheduling_class in link.claims.turned_away for link in asked):
                         place.step_aside()
+                    elif not asked and self._waits_for_a_long_one(len(journal.token_ids)):
+                        place.let_pass()
                     await self._roster.next_change(seen, deadline)
         except TimeoutError:
             raise self._refusal(journal) from None
@@ -122,6 +125,17 @@ class Admission:
         self._unreached.note(computes, decode, time.monotonic())
         log.warning("nothing gets from %s to %s: others are tried first", computes, decode)
         return {decode, *(link.ref.worker_id for link in self._roster.ready(Role.PREFILL))}
+
+    def _waits_for_a_long_one(self, num_tokens: int) -> bool:
+        """Whether a prompt is long, and a long one is being computed by every worker that might take it.
+
+        Short ones are computed beside that. As soon as it ends somewhere, nobody passes a long prompt any more.
+        """
+        never = self._terms.disaggregation == "never"
+        step_tokens = (self._terms.decode_window if never else self._terms.prefill_window) // 2
+        long = LONG_STEPS * step_tokens
+        links = self._roster.ready(Role.DECODE if never else Role.PREFILL)
+        return num_tokens > long and bool(links) and all(link.prompts.longest_prompt > long for link in links)
 
     @contextmanager
     def _placed(self, journal: Journal, deadline: float, *, ahead: bool) -> Iterator[Place]:

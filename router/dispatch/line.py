@@ -5,8 +5,9 @@ IN LINE ──► AT THE FRONT ──► out      one at a time is at the front;
    └─────────────┘ it found none: before it looks again, whoever goes first by then has the front
 
 `router.rules.line_rules` decides who goes first and who is refused; here are the tasks that wait, and the clock. A big request
-is not passed by small ones of the same tenant. A request that could not come to the front in time, at the pace at which the
-line moves, is refused at once.
+is not passed by small ones of the same tenant, unless it is so long that it waits for another long prompt to be computed: short
+ones are computed beside that. A request that could not come to the front in time, at the pace at which the line moves, is
+refused at once.
 """
 
 from __future__ import annotations
@@ -40,6 +41,10 @@ class Place:
         self._line.step_back(self)
         async with asyncio.timeout_at(self._deadline):
             await self.called
+
+    def let_pass(self) -> None:
+        """Let those behind this request look for room, until the next call of `front`."""
+        self._line.let_pass(self)
 
     def step_aside(self) -> None:
         """Let requests of other classes look for room, until the next call of `front`."""
@@ -98,6 +103,12 @@ class WaitingLine:
         self._rules.step_aside(place.entry)
         place.called = asyncio.get_running_loop().create_future()
         self._call_first()
+
+    def let_pass(self, place: Place) -> None:
+        """Take `place` from the front, unless enough let others pass, and call whoever goes first of the others."""
+        if self._rules.let_pass(place.entry):
+            place.called = asyncio.get_running_loop().create_future()
+            self._call_first()
 
     def _leave(self, place: Place) -> None:
         if self._places.pop(place.entry, None) is None:

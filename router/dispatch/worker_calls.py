@@ -37,8 +37,9 @@ from protocol.sampling import SamplingParams
 from router.dispatch.connection import Connection
 from router.dispatch.streams import OpenStreams
 
-_LONGEST_PREFILL_S = 3600.0
-"""Last resort: a prefill worker that works is waited for, one that doesn't is noticed by its link long before."""
+_LONGEST_PREFILL_S = 4 * 3600.0
+"""Last resort: a prefill worker that works is waited for, one that doesn't is noticed by its link long before. A prompt of 128k
+tokens of a small model takes an hour of one core, and twice that beside short ones."""
 
 _ATTACH_LEASES = 3
 _SEND_LEASES = 6

@@ -108,7 +108,7 @@ class GenerationEndpoints:
             answer_id=f"{prefix}-{uuid.uuid4().hex}",
             created=int(time.time()),
             model=self._router.facts.name,
-            fingerprint=f"fp_{self._router.facts.model_hash[:12]}",
+            fingerprint=f"fp_{self._router.facts.identity[:12]}",
             prompts=tuple(generation.prompt_token_ids for generation in generations),
             choices_per_prompt=body.n,
             logprobs=body.num_logprobs is not None,

@@ -60,9 +60,16 @@ class _Level:
         return sum(len(tenant.waiting) for tenant in self.tenants.values())
 
 
-def _not_aside(level: _Level, aside: Container[SchedulingClass | None]) -> list[_Tenant]:
-    """The tenants of a level whose first request is not passed over."""
-    return [each for each in level.tenants.values() if each.waiting and each.waiting[0].scheduling_class not in aside]
+def _firsts(
+    level: _Level, aside: Container[SchedulingClass | None], passed: Container[Entry]
+) -> list[tuple[float, int, Entry]]:
+    """Of each tenant of a level the first request that is not passed over, by its place: start tag and number."""
+    found = []
+    for tenant in level.tenants.values():
+        entry = next((each for each in tenant.waiting if each not in passed), None)
+        if entry is not None and entry.scheduling_class not in aside:
+            found.append((tenant.start, entry.number, entry))
+    return found
 
 
 class FairQueue:
@@ -97,19 +104,20 @@ class FairQueue:
         levels = self._levels.values()
         return sum(len(level.tenants[tenant].waiting) for level in levels if tenant in level.tenants)
 
-    def first(self, now: float, aside: Container[SchedulingClass | None] = ()) -> Entry | None:
+    def first(self, now: float, aside: Container[SchedulingClass | None] = (), passed: Container[Entry] = ()) -> Entry | None:
         """The request that goes next, or None. It stays in the queue.
 
-        Requests of a class that stands `aside` are passed over; None stands for retries.
+        Requests of a class that stands `aside` are passed over, where None stands for retries, and those that are `passed`.
         """
-        if self._retries and None not in aside:
-            return self._retries[0]
-        waiting = {number: _not_aside(level, aside) for number, level in self._levels.items()}
-        numbers = [number for number, tenants in waiting.items() if tenants]
+        retry = next((each for each in self._retries if each not in passed), None)
+        if retry is not None and None not in aside:
+            return retry
+        waiting = {number: _firsts(level, aside, passed) for number, level in self._levels.items()}
+        numbers = [number for number, firsts in waiting.items() if firsts]
         if not numbers:
             return None
         number = min(numbers, key=lambda number: (number - (now - self._levels[number].since) / self._ageing_s, number))
-        return min(waiting[number], key=lambda tenant: (tenant.start, tenant.waiting[0].number)).waiting[0]
+        return min(waiting[number], key=lambda first: first[:2])[2]
 
     def serve(self, entry: Entry, now: float) -> None:
         """Take out a request that was served: its tenant pays the cost."""

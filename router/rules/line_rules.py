@@ -4,6 +4,7 @@
       │          ▲                   │
       │          └────step_back──────┘ it found no room: before it looks again, whoever goes first by then is called
       │          └────step_aside─────┘ there is none for its class: meanwhile others are called
+      │          └─────let_pass──────┘ it is long, and waits for another long one: meanwhile who is behind it is called
       └─► refused: the line is too long, or too slow for the newcomer
 
 Times (`now`) are in seconds, on any clock that never goes back.
@@ -23,6 +24,8 @@ _MEMORY_S = 30.0
 _EVIDENCE = 4.0
 """Number of requests that must have been served lately before anybody is refused for the pace."""
 _LONGEST_RETRY_S = 60.0
+_MOST_PASSED = 8
+"""Long requests that let others pass at a time."""
 
 
 class Pace:
@@ -58,6 +61,8 @@ class LineRules:
         self.front: Entry | None = None
         self._aside: set[Entry] = set()
         """Requests for whose classes there is no room: nobody of these classes is called."""
+        self._passed: set[Entry] = set()
+        """Long requests that wait for others: those behind them are called, whatever their class."""
         self._limit = limit
         self._queue = FairQueue(ageing_s)
         self._pace = Pace()
@@ -97,9 +102,10 @@ class LineRules:
     def step_back(self, entry: Entry) -> bool:
         """Free the front, for the request there found no room. False if this one was not at the front.
 
-        Its class is called again.
+        It may be called again, and its class.
         """
         self._aside.discard(entry)
+        self._passed.discard(entry)
         if self.front is not entry:
             return False
         self.front = None
@@ -109,6 +115,17 @@ class LineRules:
         """Free the front, for there is no room for the class of the request there. It is not called until one steps back."""
         self.step_back(entry)
         self._aside.add(entry)
+
+    def let_pass(self, entry: Entry) -> bool:
+        """Free the front for those behind the request there, which is not called until it steps back.
+
+        False if it stays there, because enough others are passed already: each of them looks for room at every change.
+        """
+        if len(self._passed) >= _MOST_PASSED:
+            return False
+        self.step_back(entry)
+        self._passed.add(entry)
+        return True
 
     def leave(self, entry: Entry, now: float, *, served: bool) -> None:
         """Take a request out of the line: it found room (`served`), or gives up."""
@@ -131,7 +148,7 @@ class LineRules:
         )
 
     def _first(self, now: float) -> Entry | None:
-        return self._queue.first(now, {entry.scheduling_class for entry in self._aside})
+        return self._queue.first(now, {entry.scheduling_class for entry in self._aside}, self._passed)
 
     def _check_pace(self, scheduling_class: SchedulingClass, patience_s: float) -> None:
         gap_s = self._pace.gap_s
@@ -155,4 +172,5 @@ class LineRules:
             raise self.full_error(scheduling_class)
         self._queue.leave(leaving)
         self._aside.discard(leaving)
+        self._passed.discard(leaving)
         return leaving

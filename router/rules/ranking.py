@@ -16,6 +16,7 @@ from itertools import chain, islice
 from math import inf
 from typing import Any, overload
 
+from configs.arithmetic import LONG_STEPS, goes_between
 from router.rules.caching.reach import NO_REACH, Reach
 from router.rules.worker_load import Outstanding, WorkerLoad
 
@@ -64,6 +65,8 @@ class PrefillRanking:
         """All workers, by their prompt tokens alone."""
         self._idle: set[str] = set()
         """Ids of the workers that have no prompt of this router."""
+        self._longest = _Sorted()
+        """Workers that take prompts, by the longest one that they have of this router."""
 
     def __len__(self) -> int:
         return len(self._loads)
@@ -77,6 +80,7 @@ class PrefillRanking:
             self._close(worker_id)
             return
         self._open.put(worker_id, (queued, prompts.in_flight, prompts.given, worker_id, prompts.in_flight_size, prompts))
+        self._longest.put(worker_id, (prompts.longest_prompt, worker_id))
         if prompts.in_flight_size:
             self._idle.discard(worker_id)
         else:
@@ -107,7 +111,10 @@ class PrefillRanking:
         """
         holders = list(islice((key for name in held if (key := self._open.key_of(name)) is not None), _MOST_HOLDERS))
         least_saved = reach.saved(0)
-        if not holders and not self._idle and num_tokens >= window_tokens + 2 * least_saved and may_overtake is None:
+        longest = self._longest.keys[-1][0] if self._longest.keys else 0
+        beside = goes_between(num_tokens - least_saved, longest, (window_tokens + least_saved) // 2)
+        too_long = num_tokens >= window_tokens + 2 * least_saved and not beside
+        if not holders and not self._idle and too_long and may_overtake is None:
             return None
         best: tuple[Any, ...] | None = None
         # Those that are not looked at first hold no more than the last one that is.
@@ -120,6 +127,8 @@ class PrefillRanking:
             own = held.get(worker_id, 0)
             saved = reach.saved(own)
             # The rule of `Outstanding.takes_prompt`, without a call for each of a thousand workers.
+            if longest > LONG_STEPS * (window_tokens // 2):
+                ahead -= prompts.let_between(num_tokens - saved, window_tokens + saved)
             room = not ahead or ahead + num_tokens <= window_tokens + 2 * saved
             if room or (may_overtake is not None and may_overtake(prompts)):
                 cost = (worker_id in avoid, queued + num_tokens - saved, -own, in_flight, given, worker_id)
@@ -138,6 +147,7 @@ class PrefillRanking:
 
     def _close(self, worker_id: str) -> None:
         self._open.discard(worker_id)
+        self._longest.discard(worker_id)
         self._idle.discard(worker_id)
 
 

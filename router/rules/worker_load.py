@@ -7,11 +7,12 @@ to the same worker.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from configs.arithmetic import ceil_div
+from configs.arithmetic import ceil_div, goes_between
 from configs.schema import ClusterConfig
 from protocol.messages import LoadReport
 from router.rules.fair_queue import SchedulingClass
@@ -52,6 +53,8 @@ class Outstanding:
     """Classes for which the worker has had no room since its latest load report, though it may have some for others."""
     tenants: Counter[str] = field(default_factory=Counter)
     """Number of prompts in flight by tenant."""
+    prompt_sizes: list[int] = field(default_factory=list)
+    """Sizes of the prompts in flight, rising."""
     overtaker: str | None = None
     """Tenant whose prompt in flight was sent to go before the others; None if no prompt was."""
     on_change: Callable[[], None] = field(default=_tell_nobody, repr=False, compare=False)
@@ -60,6 +63,7 @@ class Outstanding:
     def give_prompt(self, num_tokens: int, tenant: str, *, ahead: bool) -> None:
         """Note that a prompt was sent to the worker; with `ahead` it goes before those in flight."""
         self.tenants[tenant] += 1
+        insort(self.prompt_sizes, num_tokens)
         if ahead:
             self.overtaker = tenant
         self.give(num_tokens)
@@ -67,6 +71,7 @@ class Outstanding:
     def prompt_done(self, num_tokens: int, tenant: str) -> None:
         """Note that a prompt was computed, or was cancelled."""
         self.tenants[tenant] -= 1
+        self.prompt_sizes.remove(num_tokens)
         if not self.tenants[tenant]:
             del self.tenants[tenant]
             if self.overtaker == tenant:
@@ -78,10 +83,22 @@ class Outstanding:
     def takes_prompt(self, num_tokens: int, window_tokens: int) -> bool:
         """Tell whether a prompt of this length may go behind those in flight.
 
-        A router can't reorder what is queued at a worker, so it keeps no more than a window of tokens there. An idle worker
-        takes one prompt of any length.
+        A router can't reorder what is queued at a worker, so it keeps no more than a window of tokens there, which is two
+        steps. An idle worker takes one prompt of any length. One that computes a prompt so long that it lets this one go
+        between its steps takes it as if the long one were not there.
         """
-        return not self.in_flight_size or self.in_flight_size + num_tokens <= window_tokens
+        ahead = self.in_flight_size - self.let_between(num_tokens, window_tokens)
+        return not ahead or ahead + num_tokens <= window_tokens
+
+    def let_between(self, num_tokens: int, window_tokens: int) -> int:
+        """Length of the longest prompt in flight, if it lets one of `num_tokens` go between its steps; else 0."""
+        longest = self.longest_prompt
+        return longest if goes_between(num_tokens, longest, window_tokens // 2) else 0
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt in flight; 0 without one."""
+        return self.prompt_sizes[-1] if self.prompt_sizes else 0
 
     def may_be_overtaken(self, tenant: str, in_line: Callable[[str], int]) -> bool:
         """Tell whether the only request that `tenant` has in line may go before the prompts in flight.

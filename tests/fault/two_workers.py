@@ -109,13 +109,14 @@ class ScriptedRouter:
         cache_salt: str = "",
         emitted: int = 0,
         fetch: FetchFrom | None = None,
+        patience_s: float = 20,
     ) -> FirstToken:
         """`emitted`: how many tokens at the prompt's end are of the answer already."""
         first: FirstToken = await self.prefill.ask(
             lambda call_id: Prefill(
                 call_id, request_id, ticket, tuple(prompt), emitted, sampling, cache_salt, new_trace(), False, fetch
             ),
-            20,
+            patience_s,
         )
         return first
 
@@ -258,6 +259,7 @@ async def run_two_workers(
     config: ClusterConfig,
     prefill_block_size: int | None = None,
     decode_kv: KvCacheDtype | None = None,
+    seconds: float = 120,
 ) -> AsyncIterator[TwoWorkers]:
     network = LoopbackNetwork()
     transport = LoopbackTransport(network)
@@ -275,19 +277,21 @@ async def run_two_workers(
     prefill = PrefillWorker(WorkerCore(first_rank(refs[0], config, servers[0], prefill_runner), [transport], [transport]))
     decode_runner = runner(config.decode.kv_cache_tokens, kv=decode_kv or config.kv_cache_dtype)
     decode = DecodeWorker(WorkerCore(first_rank(refs[1], config, servers[1], decode_runner), [transport], [transport]))
-    async with served(prefill, decode, network) as workers:
+    async with served(prefill, decode, network, seconds) as workers:
         yield workers
 
 
 @asynccontextmanager
-async def served(prefill: PrefillWorker, decode: DecodeWorker, network: LoopbackNetwork) -> AsyncIterator[TwoWorkers]:
+async def served(
+    prefill: PrefillWorker, decode: DecodeWorker, network: LoopbackNetwork, seconds: float = 120
+) -> AsyncIterator[TwoWorkers]:
     """Runs both, audits them at the end, and stops them. Each can do the work of both roles, as all workers can."""
     DecodeWorker(prefill.core)
     PrefillWorker(decode.core)
     tasks = {"prefill": asyncio.create_task(prefill.core.run()), "decode": asyncio.create_task(decode.core.run())}
     workers = TwoWorkers(prefill, decode, network, tasks)
     try:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(seconds):
             yield workers
             assert await workers.leaks() == []
     finally:

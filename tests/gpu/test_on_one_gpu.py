@@ -76,9 +76,10 @@ def test_products(inputs: int, outputs: int, rows: int) -> None:
 
 
 @HEADS
-def test_a_prompt_and_an_answer_have_the_same_bits(heads: Heads) -> None:
+@pytest.mark.parametrize("window", [0, 1, 700, 4096])
+def test_a_prompt_and_an_answer_have_the_same_bits(heads: Heads, window: int) -> None:
     torch.manual_seed(5)
-    check_prompt_as_answer(heads, [0, 1, 63, 64, 511, 512, 700, 4095, 8191, 16_383, 16_500, 17_500], 16, DTYPE)
+    check_prompt_as_answer(heads, [0, 1, 63, 64, 511, 512, 700, 4095, 8191, 16_383, 16_500, 17_500], 16, DTYPE, window)
 
 
 def test_pinned_memory_is_not_reused_too_early() -> None:

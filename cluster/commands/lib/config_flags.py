@@ -72,6 +72,7 @@ FLAGS = (
     ConfigFlag("--quantization", "quantization", help="auto (as the file is), none, int8 or int4."),
     ConfigFlag("--kv-cache-dtype", "kv_cache_dtype", help="auto (as it is computed), int8 (processors) or fp8 (GPUs)."),
     ConfigFlag("--max-model-len", "max_model_len", help="Tokens of prompt and answer together."),
+    ConfigFlag("--hf-overrides", "hf_overrides", help="Keys of the model's config.json as JSON: rope_parameters."),
     ConfigFlag("--block-size", "block_size", help="Tokens per KV block: 8, 16, 32 or 64."),
     ConfigFlag("--max-num-seqs", "decode.max_batch_size", help="Sequences per decode step."),
     ConfigFlag(

@@ -27,6 +27,7 @@ from engine.kernels.triton.online_softmax import (
     ProgramConfig,
     add_part,
     attend_tiles,
+    first_tile,
     nothing_seen,
     scale_log2,
     total_of,
@@ -92,6 +93,7 @@ def _decode_kernel(
     PARTS: tl.constexpr,
     FIRST: tl.constexpr,
     DOUBLED: tl.constexpr,
+    WINDOW: tl.constexpr,
 ) -> None:
     """Some parts of some contexts, each for one key/value head."""
     group_M, dim_H = tl.arange(0, ROWS), tl.arange(0, HEAD)
@@ -101,6 +103,8 @@ def _decode_kernel(
         row, part = (place // PARTS).to(tl.int64), place % PARTS
         length = tl.load(lengths_R + row)
         begin, next_begin = part_bounds(part, FIRST, DOUBLED)
+        if WINDOW > 0:
+            begin = first_tile(begin, length, WINDOW, TILE)
         head_M = kv_head * GROUP + group_M
         q_MH = tl.load(q_RA + row * WIDTH + head_M[:, None] * HEAD + dim_H[None, :], mask=used_M[:, None], other=0.0)
         sum_MH, totals_MX, best_M = nothing_seen(ROWS, HEAD)
@@ -121,6 +125,7 @@ def _decode_kernel(
             TILE,
             SCALE,
             True,
+            WINDOW,
         )
         head_at_M, total_M = row * (KV_HEADS * GROUP) + head_M, total_of(totals_MX)
         if length <= FIRST:
@@ -208,10 +213,18 @@ class DecodeAttention:
         return Launch(_plan_kernel, (num_rows,), (lengths_R, self._parts_I, num_rows), constants, num_warps=2)
 
     def launches(
-        self, qkv_RA: Tensor, slots_2SKH: Tensor, tables_RW: Tensor, lengths_R: Tensor, block_size: int, out_RNH: Tensor
+        self,
+        qkv_RA: Tensor,
+        slots_2SKH: Tensor,
+        tables_RW: Tensor,
+        lengths_R: Tensor,
+        block_size: int,
+        out_RNH: Tensor,
+        window: int = 0,
     ) -> list[Launch]:
         """Row r of `qkv_RA` starts with its rotated query heads and sees `lengths_R[r]` tokens, its own included, through
-        the blocks `tables_RW[r]`. A row of length 0 is left out: its result is not written. `plan` has run for these lengths.
+        the blocks `tables_RW[r]`; with a `window` it sees the last ones of them. A row of length 0 is left out: its result is
+        not written. `plan` has run for these lengths.
         """
         num_rows, heads, kv_heads, head_dim = len(qkv_RA), self._num_heads, self._num_kv_heads, self._head_dim
         group = heads // kv_heads
@@ -234,6 +247,7 @@ class DecodeAttention:
                 "ROWS": max(MIN_DOT, power_of_two(group)),
                 **scale,
                 **self._parts,
+                "WINDOW": window,
             },
             self._config.num_warps,
             self._config.num_stages,

@@ -67,8 +67,11 @@ def attend_tiles(
     TILE: tl.constexpr,
     SCALE: tl.constexpr,
     MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Take in a part's tokens from `begin`, where a tile of it begins, to `end`; row m sees those before `limit_M[m]`.
+
+    With a WINDOW it sees the last ones of them alone, and MASKED is true. A tile of which it sees nothing changes no bit of it.
 
     `k_SKH` and `v_SKH` point to the head in the pool's first slot; slots are SLOT elements apart. Without MASKED, `end - begin`
     is a multiple of TILE and every row sees everything. Keys and values in fp8 become of the queries' type.
@@ -85,6 +88,8 @@ def attend_tiles(
             v_LH = tl.load(v_SKH + slot_L[:, None] * SLOT + dim_H[None, :], mask=inside_L[:, None], other=0.0).to(q_MH.dtype)
             scores_ML = tl.dot(q_MH, k_HL, input_precision="ieee")
             scores_ML = tl.where(token_L[None, :] < limit_M[:, None], scores_ML, float("-inf"))
+            if WINDOW > 0:
+                scores_ML = tl.where(token_L[None, :] >= limit_M[:, None] - WINDOW, scores_ML, float("-inf"))
         else:
             block_L = tl.load(table_W + token_L // BLOCK)
             slot_L = block_L.to(tl.int64) * BLOCK + token_L % BLOCK
@@ -135,3 +140,9 @@ def _raised(best_M: tl.tensor, other_M: tl.tensor) -> tuple[tl.tensor, tl.tensor
 def _times_plus(x: tl.tensor, scale: tl.constexpr, base: tl.tensor) -> tl.tensor:
     """`x * scale + base`, rounded once."""
     return tl.fma(x, tl.full(x.shape, scale, tl.float32), tl.broadcast_to(base, x.shape))
+
+
+@triton.jit
+def first_tile(begin: tl.tensor, limit: tl.tensor, WINDOW: tl.constexpr, TILE: tl.constexpr) -> tl.tensor:
+    """Where the first tile begins of a part from `begin` on of which something lies in the WINDOW before `limit`."""
+    return tl.maximum(begin, tl.maximum(limit - WINDOW, 0) // TILE * TILE)

@@ -21,6 +21,7 @@ from engine.kernels.triton.online_softmax import (
     ProgramConfig,
     add_part,
     attend_tiles,
+    first_tile,
     nothing_seen,
     scale_log2,
     total_of,
@@ -55,6 +56,7 @@ def _with_part(
     SCALE: tl.constexpr,
     PIECE: tl.constexpr,
     MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """The sum, total and maximum of the parts so far, with that from `begin` to `end`.
 
@@ -64,13 +66,45 @@ def _with_part(
     own_MH, all_MX, top_M = nothing_seen(q_MH.shape[0], HEAD)
     if PIECE == 0:
         own_MH, all_MX, top_M = attend_tiles(
-            q_MH, own_MH, all_MX, top_M, limit_M, k_SKH, v_SKH, table_W, begin, end, SLOT, HEAD, BLOCK, TILE, SCALE, MASKED
+            q_MH,
+            own_MH,
+            all_MX,
+            top_M,
+            limit_M,
+            k_SKH,
+            v_SKH,
+            table_W,
+            begin,
+            end,
+            SLOT,
+            HEAD,
+            BLOCK,
+            TILE,
+            SCALE,
+            MASKED,
+            WINDOW,
         )
     else:
         for first in tl.range(begin, end, PIECE, num_stages=1):
             to = first + PIECE
             own_MH, all_MX, top_M = attend_tiles(
-                q_MH, own_MH, all_MX, top_M, limit_M, k_SKH, v_SKH, table_W, first, to, SLOT, HEAD, BLOCK, TILE, SCALE, MASKED
+                q_MH,
+                own_MH,
+                all_MX,
+                top_M,
+                limit_M,
+                k_SKH,
+                v_SKH,
+                table_W,
+                first,
+                to,
+                SLOT,
+                HEAD,
+                BLOCK,
+                TILE,
+                SCALE,
+                MASKED,
+                WINDOW,
             )
     sum_MH, total_M, best_M = add_part(sum_MH, total_M, best_M, own_MH, total_of(all_MX), top_M, SCALE)
     return sum_MH, total_M, best_M
@@ -95,6 +129,7 @@ def _prefill_kernel(
     SCALE: tl.constexpr,
     FIRST: tl.constexpr,
     DOUBLED: tl.constexpr,
+    WINDOW: tl.constexpr,
 ) -> None:
     """One tile and key/value head."""
     kv_head, tile_4 = tl.program_id(0), tiles_P4 + tl.program_id(1) * 4
@@ -114,25 +149,31 @@ def _prefill_kernel(
     sum_MH, total_M = tl.zeros((ROWS, HEAD), tl.float32), tl.zeros((ROWS,), tl.float32)
     best_M = tl.full((ROWS,), float("-inf"), tl.float32)
     SLOT: tl.constexpr = KV_HEADS * HEAD
-    # What the first token sees, all see: whole parts of it need no mask.
     end = position + num_tokens
-    whole = parts_of(position + 2, FIRST, DOUBLED) - 1
+    # What the first token sees, all see: whole parts of it need no mask, where there is no window.
+    masked = parts_of(position + 2, FIRST, DOUBLED) - 1
+    whole = masked
+    if WINDOW > 0:
+        masked = parts_of(tl.maximum(position + 1 - WINDOW, 0) + 1, FIRST, DOUBLED) - 1
+        whole *= 0
     short = tl.minimum(whole, 2 * DOUBLED)
     for begin in tl.range(0, short * FIRST, FIRST, num_stages=1):
-        last = begin + FIRST
+        to = begin + FIRST
         sum_MH, total_M, best_M = _with_part(
-            sum_MH, total_M, best_M, q_MH, limit_M, k_SKH, v_SKH, table_W, begin, last, SLOT, BLOCK, TILE, SCALE, 0, False
+            sum_MH, total_M, best_M, q_MH, limit_M, k_SKH, v_SKH, table_W, begin, to, SLOT, BLOCK, TILE, SCALE, 0, False, 0
         )
     for part in tl.range(short, whole, num_stages=1):
-        begin, last = part_bounds(part, FIRST, DOUBLED)
+        begin, to = part_bounds(part, FIRST, DOUBLED)
         sum_MH, total_M, best_M = _with_part(
-            sum_MH, total_M, best_M, q_MH, limit_M, k_SKH, v_SKH, table_W, begin, last, SLOT, BLOCK, TILE, SCALE, FIRST, False
+            sum_MH, total_M, best_M, q_MH, limit_M, k_SKH, v_SKH, table_W, begin, to, SLOT, BLOCK, TILE, SCALE, FIRST, False, 0
         )
-    for part in tl.range(whole, parts_of(end, FIRST, DOUBLED), num_stages=1):
-        begin, last = part_bounds(part, FIRST, DOUBLED)
-        last = tl.minimum(last, end)
+    for part in tl.range(masked, parts_of(end, FIRST, DOUBLED), num_stages=1):
+        begin, to = part_bounds(part, FIRST, DOUBLED)
+        if WINDOW > 0:
+            begin = first_tile(begin, position + 1, WINDOW, TILE)
+        to = tl.minimum(to, end)
         sum_MH, total_M, best_M = _with_part(
-            sum_MH, total_M, best_M, q_MH, limit_M, k_SKH, v_SKH, table_W, begin, last, SLOT, BLOCK, TILE, SCALE, 0, True
+            sum_MH, total_M, best_M, q_MH, limit_M, k_SKH, v_SKH, table_W, begin, to, SLOT, BLOCK, TILE, SCALE, 0, True, WINDOW
         )
     out_at_MH = ((row + token_M) * (KV_HEADS * GROUP) + head_M)[:, None] * HEAD + dim_H[None, :]
     tl.store(out_TNH + out_at_MH, (sum_MH / total_M[:, None]).to(out_TNH.dtype.element_ty), mask=used_M[:, None])
@@ -161,11 +202,18 @@ def tile_rows(dtype: torch.dtype) -> int:
 
 
 def prefill_attention(
-    qkv_TA: Tensor, slots_2SKH: Tensor, tables_CW: Tensor, tiles_P4: Tensor, block_size: int, out_TNH: Tensor
+    qkv_TA: Tensor,
+    slots_2SKH: Tensor,
+    tables_CW: Tensor,
+    tiles_P4: Tensor,
+    block_size: int,
+    out_TNH: Tensor,
+    window: int = 0,
 ) -> Launch:
     """Fill the rows of the tiles. Rows of `qkv_TA` start with their rotated query heads; their keys and values are in the pool.
 
-    `tiles_P4` is what `prefill_tiles` makes for this dtype; `tables_CW` has the blocks of each chunk's context.
+    With a `window` a token sees no more than that many, itself and those before it. `tiles_P4` is what `prefill_tiles` makes
+    for this dtype; `tables_CW` has the blocks of each chunk's context.
     """
     num_heads, head_dim = out_TNH.shape[1:]
     num_kv_heads = slots_2SKH.shape[2]
@@ -185,6 +233,7 @@ def prefill_attention(
             "SCALE": scale_log2(head_dim),
             "FIRST": context_parts.FIRST_TOKENS,
             "DOUBLED": context_parts.DOUBLED_AFTER,
+            "WINDOW": window,
         },
         config.num_warps,
         config.num_stages,

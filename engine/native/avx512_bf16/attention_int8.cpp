@@ -86,12 +86,13 @@ void pack_block(const Context<byte>& context, i64 size, const i64* offsets, i64 
 }
 
 // Products of one row with a chunk's keys become weights times the scales of the values, rounded, as two rows of bytes. Where
-// kMasked, only the first `visible` keys count. Returns what the row's sums so far are to be multiplied by.
+// kMasked, only the first `visible` keys count, but for the first `hidden` of them. Returns what the row's sums so far are to be
+// multiplied by.
 template <bool kMasked>
-inline float weigh_row(const int32_t* products, int8_t* planes, i64 length, i64 visible, const Packed& chunk, const WholeRow& query,
+inline float weigh_row(const int32_t* products, int8_t* planes, i64 length, i64 visible, i64 hidden, const Packed& chunk, const WholeRow& query,
                        WholeRow& weights, float& largest, float& total) {
   alignas(64) float scores[kChunk];
-  const auto lanes = [&](i64 t) { return kMasked ? first_lanes(visible - t) : static_cast<__mmask16>(0xffff); };
+  const auto lanes = [&](i64 t) -> __mmask16 { return kMasked ? first_lanes(visible - t) & ~first_lanes(hidden - t) : 0xffff; };
   __m512 top = _mm512_set1_ps(kMinusInfinity);
   for (i64 t = 0; t < length; t += kVector) {
     const __m512 product = _mm512_mul_ps(query.product(products + t, products + kChunk + t), _mm512_set1_ps(query.scale));
@@ -153,16 +154,18 @@ struct Rows {
     whole_queries[row].scale *= scale;
   }
 
-  // Let rows [first, last) look at the chunk's first `count` tokens, a multiple of 64, of which row r may see visible(r).
+  // Let rows [first, last) look at the chunk's first `count` tokens, a multiple of 64, of which row r may see visible(r), but for
+  // those that lie before its `window`. A row that sees nothing of a chunk stays as it is.
   template <typename Visible>
-  void look(i64 first, i64 last, i64 size, const Packed& chunk, i64 count, const Visible& visible) {
+  void look(i64 first, i64 last, i64 size, const Packed& chunk, i64 count, i64 window, const Visible& visible) {
     const i64 planes = 2 * (last - first);
     for (i64 t = 0; t < count; t += kColumns)
       multiply_whole(&queries[2 * first * size], size, planes, chunk.keys + t * size, size / 4, &products[2 * first * kChunk + t], kChunk);
     for (i64 r = first; r < last; ++r) {
-      const auto weigh = visible(r) < count ? weigh_row<true> : weigh_row<false>;
-      shrinks[r] = weigh(&products[2 * r * kChunk], &weights[2 * r * kChunk], count, visible(r), chunk, whole_queries[r],
-                         whole_weights[r], largest[r], totals[r]);
+      const i64 hidden = visible(r) - window;
+      const auto weigh = visible(r) < count || hidden > 0 ? weigh_row<true> : weigh_row<false>;
+      shrinks[r] = weigh(&products[2 * r * kChunk], &weights[2 * r * kChunk], count, visible(r), hidden, chunk,
+                         whole_queries[r], whole_weights[r], largest[r], totals[r]);
     }
     for (i64 h = 0; h < size; h += kColumns)
       multiply_whole(&weights[2 * first * kChunk], kChunk, planes, chunk.values + h / 64 * chunk.stride, count / 4,
@@ -193,13 +196,16 @@ struct Rows {
   }
 };
 
+// The first chunk of which a token sees something that sees the last `window` of the first `length` tokens.
+inline i64 first_chunk(i64 length, i64 window) { return std::max<i64>(0, length - window) / kChunk * kChunk; }
+
 // The tokens of a chunk that is packed, if the context ends after `left` tokens.
 inline i64 chunk_tokens(i64 left) { return std::min(kChunk, (left + kColumns - 1) / kColumns * kColumns); }
 
 // One sequence, key/value heads [first, last). `q` and `out` are rows of all query heads. `after` is the context that is likely
 // to be wanted next.
-void decode_sequence(const bf16* q, const Context<byte>& context, i64 length, const Heads& heads, i64 first, i64 last, float scale,
-                     bf16* out, const Context<byte>& after, i64 after_length) {
+void decode_sequence(const bf16* q, const Context<byte>& context, i64 length, i64 window, const Heads& heads, i64 first, i64 last,
+                     float scale, bf16* out, const Context<byte>& after, i64 after_length) {
   static thread_local Rows rows;
   static thread_local Lines buffer;
   alignas(64) float scales[2 * kChunk];
@@ -209,7 +215,7 @@ void decode_sequence(const bf16* q, const Context<byte>& context, i64 length, co
   byte* const bytes = room_for(buffer, 2 * kChunk * size);
   const Packed chunk{bytes, bytes + kChunk * size, kChunk * kColumns, scales, scales + kChunk};
   i64 offsets[kChunk];
-  for (i64 begin = 0; begin < length; begin += kChunk) {
+  for (i64 begin = first_chunk(length, window); begin < length; begin += kChunk) {
     const i64 left = length - begin, count = chunk_tokens(left);
     context.locate(begin, std::min(left, kChunk), offsets);
     const bool is_last = left <= kChunk;
@@ -221,22 +227,23 @@ void decode_sequence(const bf16* q, const Context<byte>& context, i64 length, co
       for (i64 t = 0; t < count; t += kColumns)
         pack_block(context.of_head(head, width), size, offsets + t, left - t, chunk.from(t, size), ahead);
       const i64 row = (head - first) * group;
-      rows.look(row, row + group, size, chunk, count, [&](i64) { return left; });
+      rows.look(row, row + group, size, chunk, count, window, [&](i64) { return left; });
     }
   }
   for (i64 r = 0; r < count_rows; ++r) rows.finish(r, size, out + (first * group + r) * size);
 }
 
 // Tokens [begin, end) of the new ones, all query heads of one key/value head, whose whole context is packed.
-void prefill_tile(const bf16* qkv, i64 begin, i64 end, i64 start, i64 head, const Heads& heads, const Packed& context, float scale, bf16* out) {
+void prefill_tile(const bf16* qkv, i64 begin, i64 end, i64 start, i64 window, i64 head, const Heads& heads, const Packed& context,
+                  float scale, bf16* out) {
   static thread_local Rows rows;
   const i64 group = heads.group(), size = heads.size, count_rows = (end - begin) * group, length = start + end;
   rows.begin(count_rows, size);
   for (i64 r = 0; r < count_rows; ++r)
     rows.set_query(r, qkv + (begin + r / group) * heads.row() + (head * group + r % group) * size, size, scale);
-  for (i64 first = 0; first < length; first += kChunk) {
+  for (i64 first = first_chunk(start + begin + 1, window); first < length; first += kChunk) {
     const auto visible = [&](i64 r) { return start + begin + r / group + 1 - first; };
-    rows.look(0, count_rows, size, context.from(first, size), chunk_tokens(length - first), visible);
+    rows.look(0, count_rows, size, context.from(first, size), chunk_tokens(length - first), window, visible);
   }
   for (i64 r = 0; r < count_rows; ++r)
     rows.finish(r, size, out + (begin + r / group) * heads.query * size + (head * group + r % group) * size);
@@ -246,26 +253,30 @@ void prefill_tile(const bf16* qkv, i64 begin, i64 end, i64 start, i64 head, cons
 
 extern "C" {
 
-// Row b of qkv attends to the first lengths[b] tokens of its sequence, whose blocks are tables[b, :]. out: [B, N, H].
+// Row b of qkv attends to the first lengths[b] tokens of its sequence, whose blocks are tables[b, :], or to the last `window` of
+// them. out: [B, N, H].
 void decode_attention_int8(const bf16* qkv, const byte* keys, const byte* values, const i64* tables, i64 table_width, const i64* lengths,
-                           bf16* out, i64 sequences, i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, float scale, i64 threads) {
+                           bf16* out, i64 sequences, i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, i64 window, float scale,
+                           i64 threads) {
   const Heads heads{num_heads, num_kv_heads, size};
   const i64 parts = sequences >= threads ? 1 : num_kv_heads, heads_each = num_kv_heads / parts, stride = num_kv_heads * (size + kScale);
 #pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1 && sequences * parts > 1)
   for (i64 unit = 0; unit < sequences * parts; ++unit) {
     const i64 b = unit / parts, first = unit % parts * heads_each, after = std::min(b + threads, sequences - 1);
     const auto context = [&](i64 b) { return Context<byte>{keys, values, tables + b * table_width, block_size, stride}; };
-    decode_sequence(qkv + b * heads.row(), context(b), lengths[b], heads, first, first + heads_each, scale * kLog2E,
-                    out + b * num_heads * size, context(after), after > b && parts == 1 ? lengths[after] : 0);
+    decode_sequence(qkv + b * heads.row(), context(b), lengths[b], window, heads, first, first + heads_each, scale * kLog2E,
+                    out + b * num_heads * size, context(after), after > b && parts == 1 && lengths[after] <= window ? lengths[after] : 0);
   }
 }
 
 // New tokens [start, start + tokens) of one sequence, already in the pool, attend to it causally. out: [T, N, H].
 void prefill_attention_int8(const bf16* qkv, const byte* keys, const byte* values, const i64* table, bf16* out, i64 start, i64 tokens,
-                            i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, float scale, i64 threads) {
+                            i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, i64 window, float scale,
+                           i64 threads) {
   const Heads heads{num_heads, num_kv_heads, size};
   const Context<byte> context{keys, values, table, block_size, num_kv_heads * (size + kScale)};
-  const i64 length = start + tokens, padded = (length + kColumns - 1) / kColumns * kColumns, blocks = padded / kColumns;
+  const i64 length = start + tokens, padded = (length + kColumns - 1) / kColumns * kColumns;
+  const i64 hidden = first_chunk(start + 1, window), blocks = (padded - hidden) / kColumns;
   static thread_local Lines buffer;
   static thread_local std::vector<float> scales;
   scales.resize(2 * num_kv_heads * padded);
@@ -278,7 +289,7 @@ void prefill_attention_int8(const bf16* qkv, const byte* keys, const byte* value
   };
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (i64 unit = 0; unit < num_kv_heads * blocks; ++unit) {
-    const i64 head = unit / blocks, begin = unit % blocks * kColumns, count = std::min(length - begin, kColumns);
+    const i64 head = unit / blocks, begin = hidden + unit % blocks * kColumns, count = std::min(length - begin, kColumns);
     i64 offsets[kColumns];
     context.locate(begin, count, offsets);
     Ahead<byte> nothing{};
@@ -288,7 +299,7 @@ void prefill_attention_int8(const bf16* qkv, const byte* keys, const byte* value
 #pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1)
   for (i64 unit = 0; unit < num_kv_heads * tiles; ++unit) {
     const i64 head = unit % num_kv_heads, begin = (tiles - 1 - unit / num_kv_heads) * kTileTokens;
-    prefill_tile(qkv, begin, std::min(begin + kTileTokens, tokens), start, head, heads, packed(head), scale * kLog2E, out);
+    prefill_tile(qkv, begin, std::min(begin + kTileTokens, tokens), start, window, head, heads, packed(head), scale * kLog2E, out);
   }
 }
 

@@ -137,9 +137,10 @@ void multiply(const float* a, i64 lda, i64 depth, const float* b, i64 ldb, i64 c
   }
 }
 
-// Of one row: scores of the first `count` tokens become weights, relative to its largest score so far. Returns what its sums
+// Of one row: scores of the first `count` tokens become weights, those of the first `hidden` of them zero, relative to its largest score so far. Returns what its sums
 // so far are to be multiplied by.
-inline float weigh(float* scores, i64 count, float scale, float& largest, float& total) {
+inline float weigh(float* scores, i64 count, i64 hidden, float scale, float& largest, float& total) {
+  for (i64 t = 0; t < hidden; ++t) scores[t] = kMinusInfinity;
   Vector top = all(kMinusInfinity);
   for (i64 t = 0; t < count; t += kVector) {
     const Vector seen = first_lanes(load(scores + t) * all(scale), count - t, kMinusInfinity);
@@ -159,24 +160,25 @@ inline float weigh(float* scores, i64 count, float scale, float& largest, float&
   return shrink;
 }
 
-// Let R rows look at the first `count` tokens of a chunk.
+// Let R rows look at the first `count` tokens of a chunk, but for the first `hidden` of them.
 template <int R>
-void look(Rows& rows, i64 first, i64 size, i64 count, const Chunk& chunk, float scale) {
+void look(Rows& rows, i64 first, i64 size, i64 count, i64 hidden, const Chunk& chunk, float scale) {
   alignas(64) float scores[R * kChunk] = {};
   float* sums = &rows.sums[first * size];
   const i64 columns = (count + kAtOnce * kVector - 1) / (kAtOnce * kVector) * kAtOnce * kVector;
   multiply<R>(&rows.queries[first * size], size, size, chunk.keys, kChunk, columns, scores, kChunk);
   for (int r = 0; r < R; ++r) {
-    const float shrink = weigh(scores + r * kChunk, count, scale, rows.largest[first + r], rows.totals[first + r]);
+    const float shrink = weigh(scores + r * kChunk, count, hidden, scale, rows.largest[first + r], rows.totals[first + r]);
     if (shrink != 1.0f)
       for (i64 h = 0; h < size; h += kVector) store(sums + r * size + h, load(sums + r * size + h) * all(shrink));
   }
   multiply<R>(scores, kChunk, count, chunk.values, size, size, sums, size);
 }
 
-// Let the query heads of one key/value head of tokens [0, tokens) attend, of which token t sees `first_visible` + t tokens.
+// Let the query heads of one key/value head of tokens [0, tokens) attend, of which token t sees `first_visible` + t tokens, or
+// the last `window` of them.
 template <typename T, typename S>
-void attend(const T* qkv, const Context<S>& context, i64 tokens, i64 first_visible, i64 head, const Heads& heads, float scale, T* out) {
+void attend(const T* qkv, const Context<S>& context, i64 tokens, i64 first_visible, i64 window, i64 head, const Heads& heads, float scale, T* out) {
   static thread_local Rows rows;
   const i64 group = heads.group(), size = heads.size, count = tokens * group;
   rows.begin(count, size);
@@ -186,16 +188,17 @@ void attend(const T* qkv, const Context<S>& context, i64 tokens, i64 first_visib
   }
   const Chunk chunk{rows.keys.data(), rows.values.data()};
   const i64 length = first_visible + tokens - 1;
-  for (i64 begin = 0; begin < length; begin += kChunk) {
+  for (i64 begin = std::max<i64>(0, first_visible - window) / kChunk * kChunk; begin < length; begin += kChunk) {
     widen(context, head, size, begin, std::min(kChunk, length - begin), length, rows.keys.data(), rows.values.data());
     for (i64 t = std::max<i64>(0, begin + 1 - first_visible); t < tokens; ++t) {
-      const i64 seen = std::min(kChunk, first_visible + t - begin);
+      const i64 seen = std::min(kChunk, first_visible + t - begin), hidden = first_visible + t - window - begin;
+      if (hidden >= seen) break;  // neither does a later token see anything of it
       for (i64 r = 0; r < group; r += kRows) {
         const i64 first = t * group + r;
         switch (std::min(kRows, group - r)) {
-          case 1: look<1>(rows, first, size, seen, chunk, scale); break;
-          case 2: look<2>(rows, first, size, seen, chunk, scale); break;
-          default: look<kRows>(rows, first, size, seen, chunk, scale); break;
+          case 1: look<1>(rows, first, size, seen, hidden, chunk, scale); break;
+          case 2: look<2>(rows, first, size, seen, hidden, chunk, scale); break;
+          default: look<kRows>(rows, first, size, seen, hidden, chunk, scale); break;
         }
       }
     }
@@ -206,28 +209,29 @@ void attend(const T* qkv, const Context<S>& context, i64 tokens, i64 first_visib
   }
 }
 
-// Row b of qkv attends to the first lengths[b] tokens of its sequence, whose blocks are tables[b, :]. out: [B, N, H].
+// Row b of qkv attends to the first lengths[b] tokens of its sequence, whose blocks are tables[b, :], or to the last `window` of
+// them. out: [B, N, H].
 template <typename T, typename S>
 void decode(const T* qkv, const S* keys, const S* values, const i64* tables, i64 table_width, const i64* lengths, T* out, i64 sequences,
-            const Heads& heads, i64 block_size, float scale, i64 threads) {
+            const Heads& heads, i64 block_size, i64 window, float scale, i64 threads) {
 #pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1)
   for (i64 unit = 0; unit < sequences * heads.key_value; ++unit) {
     const i64 b = unit / heads.key_value;
     const Context<S> context{keys, values, tables + b * table_width, block_size, heads.key_value * head_width<S>(heads.size)};
-    attend(qkv + b * heads.row(), context, 1, lengths[b], unit % heads.key_value, heads, scale * kLog2E, out + b * heads.query * heads.size);
+    attend(qkv + b * heads.row(), context, 1, lengths[b], window, unit % heads.key_value, heads, scale * kLog2E, out + b * heads.query * heads.size);
   }
 }
 
 // New tokens [start, start + tokens) of one sequence, already in the pool, attend to it causally. out: [T, N, H].
 template <typename T, typename S>
 void prefill(const T* qkv, const S* keys, const S* values, const i64* table, T* out, i64 start, i64 tokens, const Heads& heads,
-             i64 block_size, float scale, i64 threads) {
+             i64 block_size, i64 window, float scale, i64 threads) {
   const Context<S> context{keys, values, table, block_size, heads.key_value * head_width<S>(heads.size)};
   const i64 tiles = (tokens + kTileTokens - 1) / kTileTokens;
 #pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1)
   for (i64 unit = 0; unit < heads.key_value * tiles; ++unit) {
     const i64 begin = (tiles - 1 - unit / heads.key_value) * kTileTokens, count = std::min(kTileTokens, tokens - begin);  // longest first
-    attend(qkv + begin * heads.row(), context, count, start + begin + 1, unit % heads.key_value, heads, scale * kLog2E,
+    attend(qkv + begin * heads.row(), context, count, start + begin + 1, window, unit % heads.key_value, heads, scale * kLog2E,
            out + begin * heads.query * heads.size);
   }
 }
@@ -237,43 +241,43 @@ void prefill(const T* qkv, const S* keys, const S* values, const i64* table, T* 
 extern "C" {
 
 void decode_attention(const bf16* qkv, const bf16* keys, const bf16* values, const i64* tables, i64 table_width, const i64* lengths,
-                      bf16* out, i64 sequences, i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, float scale, i64 threads) {
-  decode(qkv, keys, values, tables, table_width, lengths, out, sequences, {num_heads, num_kv_heads, size}, block_size, scale, threads);
+                      bf16* out, i64 sequences, i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, i64 window, float scale, i64 threads) {
+  decode(qkv, keys, values, tables, table_width, lengths, out, sequences, {num_heads, num_kv_heads, size}, block_size, window, scale, threads);
 }
 
 void prefill_attention(const bf16* qkv, const bf16* keys, const bf16* values, const i64* table, bf16* out, i64 start, i64 tokens,
-                       i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, float scale, i64 threads) {
-  prefill(qkv, keys, values, table, out, start, tokens, {num_heads, num_kv_heads, size}, block_size, scale, threads);
+                       i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, i64 window, float scale, i64 threads) {
+  prefill(qkv, keys, values, table, out, start, tokens, {num_heads, num_kv_heads, size}, block_size, window, scale, threads);
 }
 
 void decode_attention_float32(const float* qkv, const float* keys, const float* values, const i64* tables, i64 table_width, const i64* lengths,
-                      float* out, i64 sequences, i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, float scale, i64 threads) {
-  decode(qkv, keys, values, tables, table_width, lengths, out, sequences, {num_heads, num_kv_heads, size}, block_size, scale, threads);
+                      float* out, i64 sequences, i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, i64 window, float scale, i64 threads) {
+  decode(qkv, keys, values, tables, table_width, lengths, out, sequences, {num_heads, num_kv_heads, size}, block_size, window, scale, threads);
 }
 
 void prefill_attention_float32(const float* qkv, const float* keys, const float* values, const i64* table, float* out, i64 start, i64 tokens,
-                       i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, float scale, i64 threads) {
-  prefill(qkv, keys, values, table, out, start, tokens, {num_heads, num_kv_heads, size}, block_size, scale, threads);
+                       i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, i64 window, float scale, i64 threads) {
+  prefill(qkv, keys, values, table, out, start, tokens, {num_heads, num_kv_heads, size}, block_size, window, scale, threads);
 }
 
 void decode_attention_int8(const bf16* qkv, const byte* keys, const byte* values, const i64* tables, i64 table_width, const i64* lengths,
-                      bf16* out, i64 sequences, i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, float scale, i64 threads) {
-  decode(qkv, keys, values, tables, table_width, lengths, out, sequences, {num_heads, num_kv_heads, size}, block_size, scale, threads);
+                      bf16* out, i64 sequences, i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, i64 window, float scale, i64 threads) {
+  decode(qkv, keys, values, tables, table_width, lengths, out, sequences, {num_heads, num_kv_heads, size}, block_size, window, scale, threads);
 }
 
 void prefill_attention_int8(const bf16* qkv, const byte* keys, const byte* values, const i64* table, bf16* out, i64 start, i64 tokens,
-                       i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, float scale, i64 threads) {
-  prefill(qkv, keys, values, table, out, start, tokens, {num_heads, num_kv_heads, size}, block_size, scale, threads);
+                       i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, i64 window, float scale, i64 threads) {
+  prefill(qkv, keys, values, table, out, start, tokens, {num_heads, num_kv_heads, size}, block_size, window, scale, threads);
 }
 
 void decode_attention_int8_float32(const float* qkv, const byte* keys, const byte* values, const i64* tables, i64 table_width, const i64* lengths,
-                      float* out, i64 sequences, i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, float scale, i64 threads) {
-  decode(qkv, keys, values, tables, table_width, lengths, out, sequences, {num_heads, num_kv_heads, size}, block_size, scale, threads);
+                      float* out, i64 sequences, i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, i64 window, float scale, i64 threads) {
+  decode(qkv, keys, values, tables, table_width, lengths, out, sequences, {num_heads, num_kv_heads, size}, block_size, window, scale, threads);
 }
 
 void prefill_attention_int8_float32(const float* qkv, const byte* keys, const byte* values, const i64* table, float* out, i64 start, i64 tokens,
-                       i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, float scale, i64 threads) {
-  prefill(qkv, keys, values, table, out, start, tokens, {num_heads, num_kv_heads, size}, block_size, scale, threads);
+                       i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, i64 window, float scale, i64 threads) {
+  prefill(qkv, keys, values, table, out, start, tokens, {num_heads, num_kv_heads, size}, block_size, window, scale, threads);
 }
 
 }  // extern "C"

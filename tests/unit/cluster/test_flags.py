@@ -86,6 +86,7 @@ def test_a_record_that_refuses_its_values_refuses_the_command() -> None:
         ("--colocated", {"disaggregation": "never"}),
         ("--colocated --disaggregation never", {"disaggregation": "never"}),
         ("--allow-anonymous --dtype float32", {"http.allow_anonymous": True, "dtype": "float32"}),
+        ("""--hf-overrides {"rope_theta":5e5}""", {"hf_overrides": '{"rope_theta":5e5}'}),
         ("--keys-file keys.json", {"http.keys_file": "keys.json"}),
     ],
 )

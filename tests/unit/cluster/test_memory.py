@@ -61,6 +61,7 @@ def test_a_worker_takes_its_pool_its_weights_and_its_processes(
     settings = config(dtype="auto", quantization=quantization, prefill={"tensor_parallel_size": 3})
     taken = role_memory(settings, facts)
     assert taken[Role.DECODE].kv_pool == 65_536 * 30 * 2 * 3 * 64 * dtype_bytes
+    assert taken[Role.DECODE].context == 8192 * 2 * 3 * 64 * dtype_bytes
     quantized = role_memory(settings.model_copy(update={"kv_cache_dtype": "int8"}), facts)
     assert quantized[Role.DECODE].kv_pool == 65_536 * 30 * 2 * 3 * (64 + 2)
     own_embedding = 0 if "avx2" in features else 28.3e6

@@ -11,11 +11,14 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 import configs
-from configs.facts import ModelFacts
+from configs.facts import LinearScaling, ModelFacts
 from configs.loader import load_config, served_context
+from configs.model_files.rope import with_overrides
 from configs.models import resolve
 from configs.schema import ClusterConfig
+from engine.kernels.rope import rope_frequencies
 from protocol.errors import ConfigError
+from tests.tiny_models import TINY
 
 SHIPPED = Path(configs.__file__).parent
 
@@ -228,6 +231,13 @@ def test_a_whole_number_will_do_for_seconds(yaml_file: Path) -> None:
         ("limits: {lease_s: .nan}", "limits.lease_s", "finite"),
         ("decode: {resources: {GPU: .inf}}", "decode.resources.GPU", "finite"),
         ("decode: {resources: {GPU: 0}}", "decode.resources.GPU", "greater than 0"),
+        ("hf_overrides: 3", "hf_overrides", "should be a mapping with keys of config.json, not 3"),
+        ("hf_overrides: '{'", "hf_overrides", "should be a JSON object with keys of config.json, not '{'"),
+        ("hf_overrides: {hidden_size: 3}", "hf_overrides", "hidden_size can't be overridden; the keys are rope_parameters,"),
+        ("hf_overrides: {rope_scaling: {type: ntk}}", "hf_overrides", "rope_scaling: type should be one of default, linear"),
+        ("hf_overrides: {rope_scaling: {}, rope_parameters: {}}", "hf_overrides", "the former name of rope_parameters"),
+        ("hf_overrides: {max_position_embeddings: x}", "hf_overrides", "should be a positive integer"),
+        ("{engine: paced, hf_overrides: {rope_theta: 500000}}", "hf_overrides", "paced workers compute no positions"),
         ("block_size: 12", "block_size", "8, 16, 32 or 64"),
         ("dtype: float64", "dtype", "'auto', 'float32', 'bfloat16' or 'float16'"),
         ("1: 2", "1", "should be strings"),
@@ -296,9 +306,49 @@ def test_served_context_is_the_models_unless_shortened(facts: ModelFacts) -> Non
 
 
 def test_a_context_beyond_the_models_is_refused(facts: ModelFacts) -> None:
-    with pytest.raises(ConfigError, match="use at most 128") as caught:
+    with pytest.raises(ConfigError, match="use at most 128; or stretch its positions") as caught:
         served_context(ClusterConfig(max_model_len=129), facts)
     assert caught.value.param == "max_model_len"
+    would_be = caught.value.message.split("--hf-overrides ")[1].strip("'")
+    config = load_config(None, {"max_model_len": 129, "hf_overrides": would_be})
+    assert served_context(config, with_overrides(facts, config.hf_overrides, config.max_model_len)) == 129
+
+
+LINEAR = {"rope_scaling": {"type": "linear", "factor": 2.0}}
+DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}
+
+
+def test_an_override_goes_before_the_files_and_is_named(facts: ModelFacts) -> None:
+    assert with_overrides(facts, {}, 64) == facts
+    linear = with_overrides(facts, LINEAR, None)
+    assert (linear.rope_scaling, linear.max_model_len) == (LinearScaling(2.0), 256)
+    assert linear.rope_theta == facts.rope_theta
+    assert linear.positions.startswith("rope=linear-2-")
+    base = with_overrides(facts, {"rope_theta": 5e5, "max_position_embeddings": 200}, None)
+    assert (base.rope_theta, base.rope_scaling, base.max_model_len) == (5e5, None, 200)
+    assert len({facts.identity, linear.identity, base.identity}) == 3
+
+
+def test_the_base_of_dynamic_scaling_is_that_of_the_served_context(facts: ModelFacts) -> None:
+    served = [with_overrides(facts, DYNAMIC, tokens) for tokens in (None, 512, 300, 900)]
+    assert [each.max_model_len for each in served] == [512, 512, 300, 512]
+    assert len({each.positions for each in served}) == len({each.identity for each in served}) == 2
+
+
+@given(first=st.integers(1, 10_000), factor=st.floats(1, 64), kind=st.sampled_from(["yarn", "linear", "dynamic"]))
+def test_another_scaling_is_another_model(first: int, factor: float, kind: str) -> None:
+    """Workers share KV where their identities are equal, so whatever turns a token otherwise has to be in it."""
+    rope = {"rope_type": kind, "factor": factor}
+    served = [
+        with_overrides(TINY, {"rope_parameters": rope, "max_position_embeddings": length}, None)
+        for length in (first, first + 1)
+    ]
+    assert TINY.identity not in [each.identity for each in served]
+    turned = {each.positions: rope_frequencies(each).tolist() for each in served}
+    assert len(turned) == len({each.identity for each in served})
+    assert served[0] == with_overrides(TINY, {"rope_parameters": rope, "max_position_embeddings": first}, None)
+    if rope_frequencies(served[0]).tolist() != rope_frequencies(served[1]).tolist():
+        assert len(turned) == 2
 
 
 def test_a_pool_that_holds_no_whole_request_is_refused(facts: ModelFacts) -> None:

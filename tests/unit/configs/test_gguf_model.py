@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from configs.facts import Architecture, RopeScaling, WeightFormat
+from configs.facts import Architecture, LinearScaling, Llama3Scaling, WeightFormat, YarnScaling
 from configs.model_files.gguf_model import model_from_gguf
 from configs.models import resolve
 from protocol.errors import ConfigError
@@ -89,7 +89,9 @@ def test_without_a_chat_template(make_gguf: Files) -> None:
         ({"llama__attention__value_length": 4}, "llama.attention.value_length should be the head's size, 8"),
         ({"llama__rope__dimension_count": 4}, "llama.rope.dimension_count should be the head's size, 8"),
         ({"llama__expert_count": 8}, "mixture-of-experts"),
-        ({"llama__rope__scaling__type": "yarn"}, "llama.rope.scaling.type should be none"),
+        ({"llama__rope__scaling__type": "longrope"}, "llama.rope.scaling.type should be none, linear or yarn"),
+        ({"llama__rope__scaling__type": "yarn"}, "llama.rope.scaling: rope_scaling: factor is missing"),
+        ({"llama__rope__scaling__yarn_log_multiplier": 0.1}, "yarn_log_multiplier should be absent"),
         ({"llama__attention__sliding_window": 64}, "sliding windows"),
         ({"tokenizer__ggml__model": "llama"}, "tokenizer.ggml.model should be gpt2"),
         ({"tokenizer__ggml__pre": "klingon"}, "tokenizer.ggml.pre should be one of gpt-2, smollm"),
@@ -112,6 +114,23 @@ def test_what_cant_be_served_is_refused_by_name(make_gguf: Files, changes: dict[
     assert caught.value.param == "model"
 
 
+@pytest.mark.parametrize(
+    ("metadata", "scaling", "context"),
+    [
+        ({"type": "linear", "factor": 2.0}, LinearScaling(2.0), 256),
+        (
+            {"type": "yarn", "factor": 4.0, "original_context_length": 64, "attn_factor": 1.25},
+            YarnScaling(4.0, 64, 1.25),
+            256,
+        ),
+    ],
+)
+def test_scalings_that_a_file_names(make_gguf: Files, metadata: dict[str, Any], scaling: Any, context: int) -> None:
+    path = make_gguf(**{f"llama__rope__scaling__{key}": value for key, value in metadata.items()})
+    facts = model_from_gguf(path, "tiny").facts
+    assert (facts.rope_scaling, facts.max_model_len) == (scaling, context)
+
+
 def llama3_divisors(factor: float, head_dim: int = 128, theta: float = 500_000.0) -> np.ndarray:
     """As llama.cpp's converter writes rope_freqs.weight for Llama 3.1 and 3.2."""
     divisors = []
@@ -131,7 +150,7 @@ def test_llama_3_rope_scaling_is_recovered(make_gguf: Files) -> None:
     tensors = {"token_embd.weight": np.zeros((VOCABULARY, 32), np.float32), "rope_freqs.weight": llama3_divisors(32.0)}
     path = make_gguf(tensors=tensors, llama__rope__freq_base=500_000.0, llama__attention__key_length=128)
     facts = model_from_gguf(path, "tiny").facts
-    assert facts.rope_scaling == RopeScaling(32.0, 1.0, 4.0, 8192)
+    assert facts.rope_scaling == Llama3Scaling(32.0, 1.0, 4.0, 8192)
 
 
 @pytest.mark.parametrize("divisors", [np.linspace(1, 8, 64, dtype=np.float32), np.ones(4, np.float32), np.ones(64, np.float16)])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from configs.facts import Architecture, RopeScaling, WeightFormat
+from configs.facts import Architecture, DynamicScaling, LinearScaling, Llama3Scaling, WeightFormat, YarnScaling
 from configs.model_files.hf_directory import facts_from_directory, model_from_directory
 from protocol.errors import ConfigError
 
@@ -21,7 +22,8 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-LLAMA3_SCALING = RopeScaling(8.0, 1.0, 4.0, 8192)
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3_SCALING = Llama3Scaling(8.0, 1.0, 4.0, 8192)
 
 
 def refused(folder: Path) -> str:
@@ -71,6 +73,50 @@ def test_rope_of_transformers_4_and_5(make_directory: Files, changes: dict[str, 
     assert (facts.rope_theta, facts.rope_scaling) == rope
 
 
+@pytest.mark.parametrize(
+    ("rope", "scaling", "context"),
+    [
+        ({"rope_type": "linear", "factor": 4}, LinearScaling(4.0), 512),
+        ({"rope_type": "dynamic", "factor": 2.0}, DynamicScaling(2.0, 128), 256),
+        (YARN, YarnScaling(4.0, 64, 0.1 * math.log(4.0) + 1.0), 256),
+        (YARN | {"original_max_position_embeddings": None}, YarnScaling(4.0, 128, 0.1 * math.log(4.0) + 1.0), 512),
+        (YARN | {"attention_factor": 1.5, "truncate": False}, YarnScaling(4.0, 64, 1.5, truncate=False), 256),
+        (YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 16}, YarnScaling(4.0, 64, 1.0, beta_fast=16.0), 256),
+        (LLAMA3, LLAMA3_SCALING, 128),
+    ],
+)
+def test_positions_are_stretched_as_a_model_declares(
+    make_directory: Files, rope: dict[str, Any], scaling: Any, context: int
+) -> None:
+    facts = facts_from_directory(make_directory(rope_parameters=rope), "tiny")
+    assert (facts.rope_scaling, facts.max_model_len, facts.positions) == (scaling, context, "")
+    assert facts.identity == facts.model_hash
+
+
+MISTRAL, QWEN2 = "MistralForCausalLM", {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"architectures": [MISTRAL], "sliding_window": 64}, (64, 64)),
+        ({"architectures": [MISTRAL]}, (4096, 4096)),
+        (QWEN2 | {"sliding_window": 64}, ()),
+        (QWEN2 | {"sliding_window": 64, "max_window_layers": 1}, (0, 64)),
+        (QWEN2 | {"layer_types": ["sliding_attention", "full_attention"]}, (4096, 0)),
+        (QWEN2 | {"use_sliding_window": False, "sliding_window": 64, "max_window_layers": 0}, ()),
+    ],
+)
+def test_sliding_windows_by_layer(make_directory: Files, changes: dict[str, Any], windows: tuple[int, ...]) -> None:
+    assert facts_from_directory(make_directory(**changes), "tiny").sliding_windows == windows
+
+
+def test_a_mistral_may_have_none(make_directory: Files) -> None:
+    path = make_directory(architectures=[MISTRAL]) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"sliding_window": None}))
+    assert facts_from_directory(path.parent, "tiny").sliding_windows == ()
+
+
 def test_where_the_end_of_an_answer_comes_from(make_directory: Files) -> None:
     folder = make_directory(eos_token_id=[5, 6, 5])
     assert facts_from_directory(folder, "tiny").eos_token_ids == (5, 6)
@@ -117,7 +163,7 @@ def test_bad_shard_lists(make_directory: Files, names: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "architectures should be one of LlamaForCausalLM, Qwen2"),
+        ({"architectures": ["MixtralForCausalLM"]}, "architectures should be one of LlamaForCausalLM, MistralFor"),
         ({"architectures": None}, "architectures should be one of"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "32"}, 'hidden_size should be a positive integer, not "32"'),
@@ -131,10 +177,20 @@ def test_bad_shard_lists(make_directory: Files, names: dict[str, Any]) -> None:
         ({"attention_bias": True}, "attention_bias should be false"),
         ({"mlp_bias": True}, "mlp_bias should be false"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor should be 1"),
-        ({"use_sliding_window": True, "sliding_window": 64}, "use_sliding_window should be false"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types should be full_attention"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type should be default or llama3"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "type should be default or llama3"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types should be full_attention throughout"),
+        ({"layer_types": ["full_attention"] * 3}, "layer_types should be 2 times full_attention or sliding_attention"),
+        ({"layer_types": ["chunked_attention"] * 2}, "layer_types should be 2 times full_attention or sliding_attention"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "rope_type should be one of default, linear, dynamic"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "su", "factor": 2.0}}, "type should be one of default"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "factor is missing"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0.5}}, "factor should be at least 1"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "beta_fast": 32}},
+            "beta_fast is no key of the type linear",
+        ),
+        ({"rope_parameters": YARN | {"beta_fast": 1.0}}, "beta_fast should be more than beta_slow (1)"),
+        ({"rope_parameters": YARN | {"attention_factor": -1}}, "attention_factor should be a positive number"),
+        ({"rope_parameters": YARN | {"mrope_section": [1]}}, "mrope_section is no key of the type yarn, which has rope_type"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "factor is missing"),
         ({"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, "high_freq_factor should be more than low_freq_factor"),
         ({"rope_parameters": 3}, "rope_parameters should be an object"),

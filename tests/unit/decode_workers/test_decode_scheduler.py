@@ -82,10 +82,12 @@ class Request:
 class SchedulerMachine(RuleBasedStateMachine):
     """Scheduler and ledger as the worker drives them, with a pool that holds about three answers."""
 
+    num_blocks = NUM_BLOCKS
+
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.cache = PrefixCache(NUM_BLOCKS)
+        self.cache = PrefixCache(self.num_blocks)
         self.ledger = Ledger(
             self.cache,
             BLOCK_SIZE,
@@ -377,6 +379,26 @@ def test_short_prompts_share_a_step_and_long_ones_go_chunk_by_chunk_beside_runni
     assert steps[3] == [(1, 1, True), (3, 2, True), (4, 3, True)]
     assert world.scheduler.prefilled_tokens == 2 + 14 + 3
     assert world.scheduler.queued_tokens == world.scheduler.recomputed_tokens == 0
+
+
+class LargerMachine(SchedulerMachine):
+    num_blocks = 100
+
+
+def test_short_prompts_go_between_two_chunks_of_a_long_one() -> None:
+    world = LargerMachine()
+    for kind, prompt in enumerate((300, 40, 5)):
+        world.arrive(b"router-1", kind, prompt, 2, 1)
+    world.start_all(here=True)
+    prompts = [request.stream for request in world.requests]
+    steps = []
+    for _ in range(18):
+        world.begin_step()
+        steps.append([prompts.index(request.stream) for request, chunk in world.step if request.stream.remaining > 1])
+        world.end_step()
+    assert steps[:4] == [[0], [2], [0], [1]], "the shortest first"
+    assert steps[4:16] == [[0], [1]] * 6
+    assert steps[16:] == [[0], [0]]
 
 
 def test_a_prompt_that_was_computed_here_is_held_for_the_next_one() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from configs.arithmetic import ceil_div
-from configs.facts import Architecture, ModelFacts, RopeScaling
+from configs.facts import Architecture, DynamicScaling, LinearScaling, Llama3Scaling, ModelFacts, RopeScaling, YarnScaling
 from configs.models import resolve
 from engine.batch import Chunk, SampledToken
 from engine.model_runner import ModelRunner
@@ -21,7 +21,17 @@ from tests.tiny_models import random_model, saved, tiny_facts
 
 WIDE = {"hidden_size": 128, "intermediate_size": 128, "vocab_size": 256, "head_dim": 64}
 """Sizes that the native operators and products have, also on two ranks."""
-LLAMA3_SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=64)
+SCALINGS: dict[str, RopeScaling] = {
+    "linear-rope": LinearScaling(4.0),
+    "dynamic-rope": DynamicScaling(2.0, 64),
+    "yarn-rope": YarnScaling(4.0, 64, attention_factor=1.14, beta_fast=16.0),
+    "yarn-whole-rope": YarnScaling(8.0, 32, attention_factor=1.0, truncate=False),
+    "llama3-rope": Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=64),
+}
+
+
+WINDOWS = {"mistral": (24, 24, 24), "qwen3-window": (0, 40, 40)}
+"""Models with sliding windows, by layer."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +66,7 @@ def generate() -> Generate:
 
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], SmallModel]]:
-    """Makes `llama`, `llama-tied`, `llama-wide`, `llama3-rope`, `qwen2` and `qwen3` models, each once."""
+    """Makes `llama`, `llama-tied`, `llama-wide`, `qwen2`, `qwen3` models, those of SCALINGS and of WINDOWS, each once."""
     made: dict[str, SmallModel] = {}
 
     def make(kind: str) -> SmallModel:
@@ -69,13 +79,15 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[
 
 
 def _make_small_model(kind: str, folder: Path) -> SmallModel:
-    family = {"qwen2": Architecture.QWEN2, "qwen3": Architecture.QWEN3}.get(kind, Architecture.LLAMA)
+    families = {"qwen2": Architecture.QWEN2, "qwen3": Architecture.QWEN3, "qwen3-window": Architecture.QWEN3}
+    family = families.get(kind, Architecture.LLAMA)
     sizes = {"llama-wide": WIDE, "qwen3": {"head_dim": 32}}.get(kind, {})
     facts = tiny_facts(
         kind,
         architecture=family,
         num_layers=3,
-        rope_scaling=LLAMA3_SCALING if kind == "llama3-rope" else None,
+        rope_scaling=SCALINGS.get(kind),
+        sliding_windows=WINDOWS.get(kind, ()),
         tie_word_embeddings=kind in ("llama-tied", "qwen3"),
         attention_bias=family is Architecture.QWEN2,
         qk_norm=family is Architecture.QWEN3,

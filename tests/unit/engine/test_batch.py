@@ -54,7 +54,7 @@ def test_every_row_reads_and_writes_its_own_sequence(chunks: list[Chunk]) -> Non
         assert context == [slot(chunk, p) for p in range(chunk.start)]
         row = span.rows.stop
     for group in decodes:
-        size, _, padded = group.bias_B1L.shape
+        size, _, padded = group.biases_B1L[0].shape
         members = ordered[len(longer) + group.rows.start - row :][:size]
         blocks_BN = group.blocks.view(size, -1)
         is_padding = torch.zeros(size * padded, dtype=torch.bool).index_fill_(0, group.padding, True).view(size, padded)
@@ -65,7 +65,7 @@ def test_every_row_reads_and_writes_its_own_sequence(chunks: list[Chunk]) -> Non
             assert blocks_BN[i, :used].tolist() == list(chunk.block_table[:used])
             assert padded - chunk.end < max(chunk.end, 64) + 16
             assert is_padding[i].tolist() == [False] * chunk.end + [True] * (padded - chunk.end)
-            assert group.bias_B1L[i, 0].tolist() == [0.0] * chunk.end + [-math.inf] * (padded - chunk.end)
+            assert group.biases_B1L[0][i, 0].tolist() == [0.0] * chunk.end + [-math.inf] * (padded - chunk.end)
     parts = [*(span.rows for span in prefills), *(group.rows for group in decodes)]
     covered = [r for rows in parts for r in range(rows.start, rows.stop)]
     assert covered == list(range(len(batch.token_ids_T)))
@@ -76,7 +76,7 @@ def test_every_row_reads_and_writes_its_own_sequence(chunks: list[Chunk]) -> Non
 
 def padded_lengths(starts: list[int]) -> list[int]:
     chunks = [Chunk([1], start, range(3_000), SAMPLING, 0) for start in starts]
-    return [group.bias_B1L.shape[2] for group in decode_groups(ForwardBatch.build(chunks, BLOCK), torch.float32)]
+    return [group.biases_B1L[0].shape[2] for group in decode_groups(ForwardBatch.build(chunks, BLOCK), torch.float32)]
 
 
 def test_one_long_context_is_not_paid_by_short_ones() -> None:

@@ -177,10 +177,11 @@ def test_float32_logits_are_those_of_torch_s_operators(
 
 
 @pytest.mark.parametrize("forced", HERE, indirect=True, ids=named)
+@pytest.mark.parametrize("window", [0, 1, 60, 130])
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(9, 3, 64), (5, 1, 128)])
 @pytest.mark.parametrize("kv_cache_dtype", KV_FORMATS)
 def test_a_token_attends_alike_in_a_prompt_and_alone(
-    forced: Variant, heads: int, kv_heads: int, size: int, kv_cache_dtype: KvCacheDtype
+    forced: Variant, heads: int, kv_heads: int, size: int, window: int, kv_cache_dtype: KvCacheDtype
 ) -> None:
     torch.manual_seed(2)
     tokens, block_size = 300, 16
@@ -188,11 +189,12 @@ def test_a_token_attends_alike_in_a_prompt_and_alone(
     table = torch.randperm(1024 // block_size)[: -(-tokens // block_size)]
     qkv_TA = torch.randn(tokens, (heads + 2 * kv_heads) * size).to(forced.dtype)
     whole, cut, singles = (torch.empty(tokens, heads, size, dtype=forced.dtype) for _ in range(3))
-    forced.library(1).prefill_attention(qkv_TA, pool_2SKH, table, 0, block_size, whole)
+    forced.library(1).prefill_attention(qkv_TA, pool_2SKH, table, 0, block_size, whole, window)
     for begin, end in ((0, 1), (1, 70), (70, 199), (199, tokens)):
-        forced.library(2).prefill_attention(qkv_TA[begin:end], pool_2SKH, table, begin, block_size, cut[begin:end])
+        rows = slice(begin, end)
+        forced.library(2).prefill_attention(qkv_TA[rows], pool_2SKH, table, begin, block_size, cut[rows], window)
     lengths, tables = torch.arange(1, tokens + 1), table.repeat(tokens, 1)
-    forced.library(2).decode_attention(qkv_TA, pool_2SKH, tables, lengths, block_size, singles)
+    forced.library(2).decode_attention(qkv_TA, pool_2SKH, tables, lengths, block_size, singles, window)
     assert torch.equal(cut, whole)
     assert torch.equal(singles, whole)
 
@@ -280,7 +282,8 @@ def one_of_each(variant: Variant) -> Iterator[Tensor]:
             library.prefill_attention(qkv, pool, table, 230, 16, beside_nan)
             assert torch.equal(beside_nan[: 300 - 230], out[: 300 - 230])
             assert beside_nan[300 - 230 :].isnan().all(), "a key that is no number"
-            yield from (qkv, pool, out, beside_nan)
+            library.prefill_attention(qkv, pool, table, 230, 16, windowed := torch.empty_like(out), 60)
+            yield from (qkv, pool, out, beside_nan, windowed)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,20 +63,22 @@ def a_pool(kv_heads: int, size: int, block_size: int, kv_cache_dtype: KvCacheDty
     return pool
 
 
-def attended(pool: KVPool, q_TNH: Tensor, table: Tensor, start: int) -> Tensor:
+def attended(pool: KVPool, q_TNH: Tensor, table: Tensor, start: int, window: int) -> Tensor:
     """The same in float64, from a dense copy of the context."""
     tokens, heads, size = q_TNH.shape
     slots = (table[:, None] * pool.block_size + torch.arange(pool.block_size)).view(-1)[: start + tokens]
     k, v = (half.double().repeat_interleave(heads // half.shape[1], dim=1) for half in pool.layer_slots(0)[:, slots])
     scores = torch.einsum("tnh,lnh->ntl", q_TNH.double(), k) / math.sqrt(size)
     later = torch.arange(start + tokens) > torch.arange(start, start + tokens)[:, None]
+    if window:
+        later |= torch.arange(start + tokens) <= torch.arange(start, start + tokens)[:, None] - window
     return torch.einsum("ntl,lnh->tnh", scores.masked_fill_(later, -math.inf).softmax(-1), v)
 
 
 @NATIVE
-@pytest.mark.parametrize("block_size", [8, 16, 64])
+@pytest.mark.parametrize(("block_size", "window"), [(8, 0), (16, 0), (64, 0), (16, 1), (16, 70), (16, 256)])
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), HEADS)
-def test_attention_is_that_of_the_formula(heads: int, kv_heads: int, size: int, block_size: int) -> None:
+def test_attention_is_that_of_the_formula(heads: int, kv_heads: int, size: int, block_size: int, window: int) -> None:
     torch.manual_seed(0)
     pool = a_pool(kv_heads, size, block_size)
     for start, tokens in ((0, 2), (0, 100), (37, 90), (500, 64), (1000, 17)):
@@ -84,13 +87,13 @@ def test_attention_is_that_of_the_formula(heads: int, kv_heads: int, size: int, 
         pool.data[:, :, unused] = math.nan  # what other owners leave behind must not matter
         pool.data[0, :, table[-1], (start + tokens - 1) % block_size + 1 :] = math.nan
         qkv_TA = torch.randn(tokens, (heads + 2 * kv_heads) * size).bfloat16()
-        expected = attended(pool, qkv_TA.view(tokens, -1, size)[:, :heads], table, start)
+        expected = attended(pool, qkv_TA.view(tokens, -1, size)[:, :heads], table, start, window)
         out = torch.empty(tokens, heads, size, dtype=torch.bfloat16)
-        library().prefill_attention(qkv_TA, pool.layer_slots(0), table, start, block_size, out)
+        library().prefill_attention(qkv_TA, pool.layer_slots(0), table, start, block_size, out, window)
         assert relative_error(out, expected) < 5e-3
         singles = torch.empty(1, heads, size, dtype=torch.bfloat16)
         ends = torch.tensor([start + tokens])
-        library().decode_attention(qkv_TA[-1:], pool.layer_slots(0), table[None], ends, block_size, singles)
+        library().decode_attention(qkv_TA[-1:], pool.layer_slots(0), table[None], ends, block_size, singles, window)
         assert relative_error(singles[0], expected[-1]) < 5e-3
         pool.data.normal_()
 
@@ -164,9 +167,11 @@ def test_logits_are_not_rounded() -> None:
 
 
 @NATIVE
+@pytest.mark.parametrize("window", [0, 50])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
-def test_a_step_is_the_same_as_torch_s(smollm2_facts: ModelFacts, kv_cache_dtype: KvCacheDtype) -> None:
+def test_a_step_is_the_same_as_torch_s(smollm2_facts: ModelFacts, kv_cache_dtype: KvCacheDtype, window: int) -> None:
     """Mixed prompts and single tokens, through store and attend."""
+    facts = replace(smollm2_facts, sliding_windows=(window,))
     torch.manual_seed(5)
     blocks = torch.randperm(256).tolist()
     chunks = [
@@ -180,8 +185,8 @@ def test_a_step_is_the_same_as_torch_s(smollm2_facts: ModelFacts, kv_cache_dtype
     frequencies = inverse_frequencies(64, 100_000.0)
     first, second = (a_pool(3, 64, 16, kv_cache_dtype) for _ in range(2))
     second.data.copy_(first.data)
-    native = NativeStep(smollm2_facts, batch, first, frequencies, library())
-    plain = TorchStep(smollm2_facts, batch, second, frequencies)
+    native = NativeStep(facts, batch, first, frequencies, library())
+    plain = TorchStep(facts, batch, second, frequencies)
     one, other = qkv_TA.clone(), qkv_TA.clone()
     native.store(0, one)
     plain.store(0, other)

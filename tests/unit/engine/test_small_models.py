@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from configs.model_files.rope import with_overrides
 from engine.batch import Chunk, SampledToken
 from engine.model_runner import ModelRunner, resolve_dtype
 from engine.scoring import PromptScores
 from protocol.errors import ConfigError
+from protocol.messages import VARIES
 from protocol.sampling import SamplingParams
+from tests.unit.engine.conftest import SCALINGS, WINDOWS
 
-KINDS = ("llama", "llama-tied", "llama3-rope", "qwen2", "qwen3")
+KINDS = ("llama", "llama-tied", "qwen2", "qwen3", *SCALINGS, *WINDOWS)
 VOCABULARY = 211
 
 
@@ -67,7 +70,7 @@ def test_equals_transformers(kind: str, runner: Any, small_model: Any, generate:
         torch.testing.assert_close(logprobs(token), row, atol=2e-4, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", *WINDOWS])
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 8, 64])
 def test_chunked_prefill_equals_whole(kind: str, chunk_tokens: int, runner: Any, generate: Any) -> None:
     token_ids = prompt(70)
@@ -178,6 +181,15 @@ def test_layout_says_what_must_match(runner: Any) -> None:
     layout = runner("qwen3").layout()
     assert (layout.model_hash, layout.num_layers, layout.num_kv_heads, layout.head_dim) == ("qwen3", 3, 2, 32)
     assert (layout.dtype, layout.layout_version) == ("float32", 1)
+
+
+def test_other_positions_are_another_layout_and_another_arithmetic(runner: Any) -> None:
+    own = runner("llama")
+    facts = with_overrides(own.facts, {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, None)
+    other = ModelRunner.load(facts, dtype="float32", block_size=8, num_kv_tokens=64)
+    named = [difference.split(":")[0] for difference in own.layout().differences(other.layout())]
+    assert named == ["model_hash", "positions"]
+    assert other.arithmetic.removesuffix(VARIES) == f"{own.arithmetic.removesuffix(VARIES)} {facts.positions}"
 
 
 def test_auto_is_a_dtype_that_this_machine_has() -> None:

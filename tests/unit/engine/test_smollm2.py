@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from benchmarks import quality
 from benchmarks.lib.load import PROSE
 from configs.facts import ModelFacts
+from configs.model_files.rope import with_overrides
 from configs.models import resolve
+from engine.batch import Chunk
 from engine.model_runner import ModelRunner
 from engine.models.packing import Quantization
 from protocol.sampling import SamplingParams
@@ -44,6 +48,41 @@ def test_float32_equals_transformers(smollm2_facts: ModelFacts, transformers_smo
             assert token.logprobs.chosen == pytest.approx(row[token.token_id].item(), abs=1e-3)
             for entry in token.logprobs.top:
                 assert entry.logprob == pytest.approx(row[entry.token_id].item(), abs=1e-3)
+
+
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8192}
+CHECKED = (100, 4095, 8191, 8192, 12_000, 16_000)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_twice_the_first_context_by_yarn_equals_transformers(
+    smollm2_facts: ModelFacts, transformers_smollm2: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At positions below, at and far beyond the model's own context, of a prompt of 16k tokens in chunks."""
+    facts = with_overrides(smollm2_facts, {"rope_parameters": YARN}, None)
+    assert facts.max_model_len == 16_384
+    config = copy.deepcopy(transformers_smollm2.config)
+    config.rope_parameters = YARN | {"rope_theta": facts.rope_theta}
+    monkeypatch.setattr(transformers_smollm2.model, "rotary_emb", LlamaRotaryEmbedding(config))
+    text = Tokenizer.build(resolve("smollm2").tokenizer).encode(PROSE.read_text())
+    token_ids = (text * (1 + CHECKED[-1] // len(text)))[: CHECKED[-1] + 1]
+    with torch.inference_mode():
+        logits = transformers_smollm2(torch.tensor([token_ids]), logits_to_keep=torch.tensor(CHECKED), use_cache=False).logits[
+            0
+        ]
+    expected = torch.log_softmax(logits, dim=-1)
+    runner = ModelRunner.load(facts, dtype="float32", block_size=16, num_kv_tokens=16_384)
+    table = list(reversed(range(1024)))
+    start, found = 0, []
+    for end in sorted({*range(512, len(token_ids), 512), *(position + 1 for position in CHECKED)}):
+        sampling = greedy(5) if end - 1 in CHECKED else None
+        found += runner.execute([Chunk(token_ids[start:end], start, table, sampling, 0)])
+        start = end
+    for row, token in zip(expected, (token for token in found if token is not None), strict=True):
+        assert token.token_id == int(row.argmax())
+        for entry in token.logprobs.top:
+            assert entry.logprob == pytest.approx(row[entry.token_id].item(), abs=2e-3)
 
 
 @pytest.mark.parametrize("quantization", ["auto", "none", "int8", "int4"])

@@ -68,7 +68,7 @@ def test_three_processes_give_the_default_model_s_tokens(smollm2_facts: ModelFac
 
 @pytest.mark.parametrize(
     ("kind", "size"),
-    [("llama", 2), ("llama3-rope", 4), ("llama-tied", 4), ("qwen2", 2), ("qwen2", 4), ("qwen3", 2), ("qwen3", 4)],
+    [("llama", 2), ("yarn-rope", 4), ("llama-tied", 4), ("qwen2", 2), ("qwen2", 4), ("qwen3", 2), ("qwen3", 4)],
 )
 def test_every_family_in_every_size(kind: str, size: int, small_model: Callable[[str], Any], generate: Any) -> None:
     """Two KV heads on two ranks and, repeated, on four; biases, norms of heads, heads tied and not, a vocabulary of 211."""

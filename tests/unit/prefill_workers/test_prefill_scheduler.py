@@ -5,11 +5,14 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from configs.arithmetic import goes_between
 from configs.schema import PrefillConfig
 from engine.memory.prefix_cache import PrefixCache
 from prefill_workers.scheduler import PlannedChunk, PrefillScheduler, Prompt
 
 BLOCK_SIZE = 4
+OVERTAKEN = 2
+"""Prompts of at most 40 tokens that are computed in part at a time: each lets one go between that is a quarter as long."""
 
 
 def steps_of(max_batch_tokens: int, saturation_tokens: int = 1_000_000) -> PrefillConfig:
@@ -44,6 +47,10 @@ class Run:
         """Those of them that are not computed, in the order in which they are to start. True: those that came ahead."""
         self.passed = 0
         """Prompts that came ahead and were computed since one of the others had a step, while there were others."""
+        self.overtaken: Prompt | None = None
+        """The prompt that goes first and is being computed, where the latest step went to shorter ones."""
+        self.lines_turn = False
+        """A prompt that came ahead was computed, and the others have had no step since."""
         self.reached: dict[Prompt, int] = {}
         """How far its KV goes."""
         self.started: list[Prompt] = []
@@ -67,6 +74,15 @@ class Run:
     def step(self) -> list[PlannedChunk]:
         plan = self.scheduler.plan()
         assert sum(chunk.num_tokens for chunk in plan) <= (self.budget if len(plan) < 2 else min(self.budget, self.saturation))
+        former, first = self.overtaken, (self.line[True] or self.line[False] or [None])[0]
+        computed = [chunk.prompt for chunk in plan]
+        between = plan and first in self.started and first not in computed and not (self.line[True] and self.lines_turn)
+        self.overtaken = first if between else None
+        assert self.overtaken is None or self.overtaken is not former, "every other step is the long one's"
+        if plan and set(computed) & set(self.line[False]):
+            self.lines_turn = False
+        elif any(chunk.last for chunk in plan):
+            self.lines_turn = True
         for chunk in plan:
             self.check(chunk)
         self.scheduler.step_done(plan)
@@ -75,6 +91,9 @@ class Run:
         reached = (self.reached[p] if p.block_table else p.likely_cached for p in waiting)
         assert self.scheduler.queued_tokens == sum(len(p.token_ids) for p in waiting) - sum(reached)
         return plan
+
+    def left(self, prompt: Prompt) -> int:
+        return len(prompt.token_ids) - self.reached[prompt]
 
     def check(self, chunk: PlannedChunk) -> None:
         prompt = chunk.prompt
@@ -85,7 +104,10 @@ class Run:
         if prompt not in self.started:
             self.started.append(prompt)
             before = self.line[ahead][: self.line[ahead].index(prompt)]
-            assert set(before) <= set(self.started), "it starts after all that go before it"
+            if not set(before) <= set(self.started):
+                assert self.overtaken is not None, "it starts after all that go before it, or between the steps of a long one"
+                likely = len(prompt.token_ids) - prompt.likely_cached
+                assert goes_between(likely, len(self.overtaken.token_ids), self.budget, left=self.left(self.overtaken))
             assert chunk.start == prompt.cached
             assert prompt.cached % BLOCK_SIZE == 0
         else:
@@ -104,7 +126,7 @@ class Run:
             self.held.append(prompt)
             self.line[ahead].remove(prompt)
         self.passed = self.passed + chunk.last if ahead and self.line[False] else 0
-        assert self.passed <= self.budget, "as many as fit into a step"
+        assert self.passed <= self.budget + OVERTAKEN, "as many as fit into a step, and who has its blocks goes on"
 
 
 @given(
@@ -158,6 +180,27 @@ def test_no_step_wants_more_logits_than_memory_is_set_aside_for() -> None:
     assert [[chunk.num_tokens for chunk in step(scheduler)] for _ in range(3)] == [[256], [256], [188]]
     added(scheduler, *(range(1000 + 3 * number, 1002 + 3 * number) for number in range(300)))
     assert [len(step(scheduler)) for _ in range(2)] == [256, 44]
+
+
+def test_a_long_prompt_lets_short_ones_go_before_every_other_step_to_its_end() -> None:
+    scheduler = PrefillScheduler(PrefixCache(1000), BLOCK_SIZE, steps_of(16, 8))
+    long, medium, short, tiny = added(scheduler, range(1600), range(2000, 2040), range(3000, 3016), range(4000, 4004))
+    steps = [[chunk.prompt for chunk in step(scheduler)] for _ in range(11)]
+    assert steps[0] == [long]
+    assert steps[1::2] == [[tiny], [short], [medium], [medium], [medium]]
+    assert steps[2::2] == [[long]] * 5
+    [late] = added(scheduler, range(5000, 5010))
+    assert [step(scheduler)[0].prompt for _ in range(3)] == [late, long, long], "at most a step of the long one before it"
+    while long.remaining > 32:
+        step(scheduler)
+    [last] = added(scheduler, range(6000, 6010))
+    assert [step(scheduler)[0].prompt for _ in range(3)] == [last, long, long]
+
+
+def test_prompts_of_like_length_are_computed_one_after_the_other() -> None:
+    scheduler = PrefillScheduler(PrefixCache(1000), BLOCK_SIZE, steps_of(16))
+    prompts = added(scheduler, *(range(1000 * n, 1000 * n + 320 - 32 * n) for n in range(4)))
+    assert [step(scheduler)[0].prompt for _ in range(68)] == [p for p in prompts for _ in range(-(-len(p.token_ids) // 16))]
 
 
 def test_prompts_share_a_step_up_to_its_saturation() -> None:

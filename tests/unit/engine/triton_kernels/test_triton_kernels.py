@@ -67,6 +67,18 @@ def test_decode_attention_in_parts(doubled_after: int, dtype: torch.dtype, monke
 
 
 @DTYPES
+@pytest.mark.parametrize("window", [1, 60, 130, 1000])
+def test_a_sliding_window_is_that_of_the_formula(window: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over several parts, some of them before the window of some rows of a tile and not of others."""
+    monkeypatch.setattr(context_parts, "FIRST_TOKENS", 64)
+    monkeypatch.setattr(context_parts, "DOUBLED_AFTER", 2)
+    torch.manual_seed(window)
+    heads = Heads(4, 2, 32)
+    assert decode_error(heads, [300, 65, 0, 1, 256, 257], 16, dtype, window) < LIMITS[dtype]
+    assert prefill_error(heads, [(0, 19), (57, 105), (250, 300)], 16, dtype, window) < LIMITS[dtype]
+
+
+@DTYPES
 def test_an_answer_does_not_depend_on_the_sequences_beside_it(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit: each context is computed in the parts that its own length says."""
     monkeypatch.setattr(context_parts, "FIRST_TOKENS", 64)

@@ -52,7 +52,7 @@ CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="weights and bat
 
 
 @CPU_ONLY
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "yarn-rope", "mistral", "qwen3-window"])
 def test_a_forward_pass_is_the_same_as_torch_s(kind: str, small_model: Callable[[str], Any]) -> None:
     facts = small_model(kind).facts
     weights = load_weights(facts, WeightFormat(torch.float32, "none", library=None))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from protocol.errors import OverloadedError
 from router.dispatch.line import WaitingLine
 from router.rules.fair_queue import ANYBODY, SchedulingClass
-from router.rules.line_rules import Pace
+from router.rules.line_rules import LineRules, Pace
 
 A, B = SchedulingClass("a"), SchedulingClass("b")
 
@@ -208,6 +208,38 @@ def test_who_stands_aside_lets_other_tenants_look_but_nobody_of_its_own() -> Non
         assert order == ["b", "b again", "a"]
 
     asyncio.run(main())
+
+
+def test_who_lets_pass_lets_its_own_tenant_look_too_until_it_looks_again() -> None:
+    async def main() -> None:
+        line, order = WaitingLine(100, 1.0), list[str]()
+        with line.place(A, 1, deadline()) as first:
+            await first.front()
+            task = asyncio.create_task(wait_in(line, deadline(), order, "short", scheduling_class=A))
+            await asyncio.sleep(0.01)
+            assert order == []
+            first.let_pass()
+            await task
+            assert order == ["short"]
+            await first.front()
+            task = asyncio.create_task(wait_in(line, deadline(), order, "later", scheduling_class=A))
+            await asyncio.sleep(0.01)
+            assert order == ["short"], "it is first again"
+        await task
+
+    asyncio.run(main())
+
+
+def test_only_some_let_pass_at_a_time() -> None:
+    rules = LineRules(100, 1.0)
+    entries = [rules.enter(A, 1, 10, 0)[0] for _ in range(12)]
+    passed = []
+    while (entry := rules.call(0)) is not None and rules.let_pass(entry):
+        passed.append(entry)
+    assert passed == entries[:8]
+    assert rules.front is entries[8]
+    rules.leave(entries[0], 0, served=False)
+    assert rules.let_pass(entries[8])
 
 
 def test_who_leaves_or_is_turned_out_while_it_stands_aside_holds_nobody_up() -> None:

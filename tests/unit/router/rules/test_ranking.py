@@ -41,7 +41,11 @@ def sorted_prefills(
     found = []
     for load in loads:
         outstanding = load.outstanding
-        behind = not outstanding.in_flight_size or outstanding.in_flight_size + num_tokens <= window_tokens
+        longest = max(outstanding.prompt_sizes, default=0)
+        step = window_tokens // 2
+        between = longest if longest > 8 * step and num_tokens <= max(step, longest // 4) else 0
+        others = outstanding.in_flight_size - between
+        behind = not others or others + num_tokens <= window_tokens
         if outstanding.refused_size is None and (behind or may_overtake(outstanding)):
             turn = (outstanding.in_flight, outstanding.given, load.worker_id)
             found.append((load.worker_id in avoid, load.queued_tokens, turn))
@@ -264,15 +268,32 @@ def test_burst_between_two_reports_spreads_by_tokens(num_workers: int, prompts: 
     assert max(queues) - min(queues) <= max(prompts), "greedy balancing is off by one prompt at most"
 
 
-@given(st.lists(st.integers(1, 1000), min_size=1, max_size=20), st.integers(1, 600))
-def test_what_is_out_of_hand_is_a_window_or_one_prompt(prompts: list[int], window: int) -> None:
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=20), st.integers(2, 600))
+def test_what_is_out_of_hand_is_a_window_or_one_prompt_and_as_much_beside_a_long_one(prompts: list[int], window: int) -> None:
     worker = load_of("p", report("p"), Outstanding())
+    given: list[int] = []
     for prompt in prompts:
         if best_prefill([worker], prompt, window):
             worker.outstanding.give_prompt(prompt, TENANT, ahead=False)
+            given.append(prompt)
         elif worker.outstanding.in_flight == 1:
             assert worker.outstanding.in_flight_size + prompt > window
-        assert worker.outstanding.in_flight == 1 or worker.outstanding.in_flight_size <= window
+            assert given[0] <= 8 * (window // 2) or prompt > max(window // 2, given[0] // 4)
+        beside = sorted(given)[:-1] if max(given) > 8 * (window // 2) else given
+        assert len(beside) <= 1 or sum(beside) <= window
+
+
+def test_a_long_prompt_lets_short_ones_of_its_tenant_to_the_worker() -> None:
+    worker = load_of("p", report("p"), Outstanding())
+    worker.outstanding.give_prompt(131_072, TENANT, ahead=False)
+    for prompt in (200, 300, 12):
+        assert best_prefill([worker], prompt, 512) == "p"
+        worker.outstanding.give_prompt(prompt, TENANT, ahead=False)
+    assert best_prefill([worker], 1, 512) is None, "a window of short ones"
+    for prompt in (200, 300, 12):
+        worker.outstanding.prompt_done(prompt, TENANT)
+    assert best_prefill([worker], 32_768, 512) == "p"
+    assert best_prefill([worker], 32_769, 512) is None, "a second long one waits for the first"
 
 
 @given(
