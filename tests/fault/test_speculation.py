@@ -223,7 +223,7 @@ def test_streams_that_move_and_workers_that_die(small_model: ModelFacts, guesses
             wanted = [(prompt, replace(sampling, stop_token_ids=())) for prompt, sampling in cases(seed, 250)]
             expected = await unguessed(many, wanted)
             guesses.learn(wanted, expected)
-            many.step_s = 0.002
+            many.step_s = 0.01  # so that streams still run when they are to move
             asking = [asyncio.create_task(many.ask(prompt, sampling)) for prompt, sampling in wanted]
             await many.until(lambda: sum(many.running(worker_id) for worker_id in many.decodes) == 8)
             [first, *_] = [worker_id for worker_id in many.decodes if many.running(worker_id)]
