@@ -37,7 +37,7 @@ from protocol.sockets import HANDSHAKE_S, LoopSocket, client_socket, server_sock
 
 log = logging.getLogger(__name__)
 
-WIRE_VERSION = b"tandem/10"
+WIRE_VERSION = b"tandem/11"
 _NONCE_BYTES = 32
 _NOT_KNOWN = b""
 _MAX_UNPROVEN = 1024

@@ -196,18 +196,20 @@ def test_workers_of_other_formats_are_told_apart_by_name(wide_model: ModelFacts)
         return runner.layout()
 
     plain, quantized = layout("float32", "auto"), layout("float32", "int8")
-    assert quantized.differences(plain) == ["dtype: int8 here, float32 there"]
-    assert quantized == layout("bfloat16", "int8"), "what lies in the pool is the same, whatever is computed with it"
+    assert quantized.differences(plain) == ["kv_cache_dtype: int8 here, auto there"]
+    assert quantized.differences(layout("bfloat16", "int8")) == ["dtype: float32 here, bfloat16 there"], "its bits are others"
 
 
-def test_a_handoff_between_formats_is_refused(wide_model: ModelFacts) -> None:
-    """By both names, before a byte is sent."""
+@pytest.mark.parametrize(("prefill", "decode"), [("int8", "auto"), ("auto", "int8")])
+def test_a_handoff_between_formats_is_refused(wide_model: ModelFacts, prefill: KvCacheDtype, decode: KvCacheDtype) -> None:
+    """By both names, before a byte is sent, whichever side has eight bits."""
 
     async def scenario() -> None:
-        async with run_two_workers(wide_model, CONFIG, decode_kv="auto") as workers:
+        config = CONFIG.model_copy(update={"kv_cache_dtype": prefill})
+        async with run_two_workers(wide_model, config, decode_kv=decode) as workers:
             router = await workers.router()
             ticket = await router.reserve(prompt_of(20), 4)
-            with pytest.raises(Exception, match="dtype: float32 here, int8 there"):
+            with pytest.raises(Exception, match=f"kv_cache_dtype: {decode} here, {prefill} there"):
                 await router.compute(ticket, prompt_of(20), greedy(4))
             assert workers.network.bytes_sent == 0
             router.decode.send(Release(ticket.ticket_id))
