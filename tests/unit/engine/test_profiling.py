@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.cache import cache_dir
-from configs.facts import ModelFacts
+from configs.facts import KvCacheDtype, ModelFacts
 from configs.profiles import MeasuredProduct, RowsChoice, read_profile
 from configs.sharding import rank_facts
 from engine.batch import Chunk
@@ -270,6 +270,17 @@ def test_noise_leaves_the_sizes_of_steps_as_they_are(monkeypatch: pytest.MonkeyP
     assert timing.time_steps(SMALL, products, library) is not None
     monkeypatch.setattr(timing, "MOST_SPREAD", 0.0)
     assert timing.time_steps(SMALL, products, library) is None
+
+
+@NATIVE
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_steps_are_timed_with_kv_of_ordinary_numbers(kv_cache_dtype: KvCacheDtype) -> None:
+    """Denormal ones would take longer."""
+    library = NativeLibrary.load(1, torch.bfloat16)
+    assert library is not None
+    model = timing._MadeUpModel(SMALL, products_of(SMALL, torch.bfloat16, "int8", ranks=1), library, kv_cache_dtype)
+    numbers = model._runner(2, 64).pool.read(1, torch.arange(64)).abs()
+    assert ((numbers > 0.1) & (numbers <= 1.0)).all()
 
 
 @NATIVE
