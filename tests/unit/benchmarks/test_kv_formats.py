@@ -1,4 +1,4 @@
-"""What the table of KV's formats says of its rounds, and when nothing is measured."""
+"""What the benchmarks of KV's formats say of their rounds and answers, and when nothing is measured."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from benchmarks import kv_formats
+from benchmarks import kv_formats, kv_quality
 
 
 def test_a_ratio_is_that_of_the_medians_with_the_interval_of_the_rounds() -> None:
@@ -30,3 +30,13 @@ def test_a_busy_machine_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     with pytest.raises(SystemExit):
         kv_formats.main()
     assert "busy: its load average is 19.9" in capsys.readouterr().err
+
+
+def test_answers_are_alike_until_they_part() -> None:
+    assert [kv_quality.same_until([1, 2, 3], other) for other in ([1, 2, 3], [1, 2, 4], [0, 2, 3])] == [3, 2, 0]
+
+
+def test_the_page_of_the_results_is_not_what_is_read() -> None:
+    names = {page.name for page in kv_quality.PAGES}
+    assert "kv_formats.md" not in names
+    assert "rollout.md" in names
