@@ -21,7 +21,8 @@ from kv_transfer.plan import cut
 from kv_transfer.pool_view import CpuPoolView
 from kv_transfer.tiers import occupied
 from protocol.cache.reset import CacheReset
-from protocol.messages import FetchFrom, KvLayout, Release
+from protocol.cluster_view import WorkerState
+from protocol.messages import FetchFrom, KvLayout, Release, Role
 from tests.fault import many_decodes, two_workers
 from tests.fault.many_decodes import run_many_decodes
 from tests.fault.scenarios import Reference, greedy, prompt_of, run, slow
@@ -131,6 +132,33 @@ def test_a_running_stream_moves(wide_model: ModelFacts, alone: Reference) -> Non
             assert many.moves() == {"moved": 2}
 
     run(scenario())
+
+
+@pytest.mark.parametrize(("source", "target"), [("int8", "auto"), ("auto", "int8")])
+def test_a_running_stream_does_not_move_between_formats(
+    wide_model: ModelFacts, source: KvCacheDtype, target: KvCacheDtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is refused by both names, before a byte is sent, and goes on where it is."""
+
+    async def scenario() -> None:
+        config = many_decodes.CONFIG.model_copy(update={"kv_cache_dtype": source})
+        async with run_many_decodes(wide_model, 2, config, formats=(source, target)) as many:
+            many.controller.mark("decode-1", WorkerState.DRAINING)
+            await many.until(lambda: len(many.roster.ready(Role.DECODE)) == 1)
+            expected = await many.ask(prompt_of(50), endless(300), salt="alone")
+            many.step_s = 0.005
+            asking, _ = await started(many, endless(300), prompt_of(50))
+            sent = many.network.bytes_sent
+            many.controller.mark("decode-1", WorkerState.READY)
+            many.controller.mark("decode-0", WorkerState.DRAINING)
+            await many.until(lambda: many.moves().get("failed", 0) > 0)
+            answer = await asking
+            assert (answer.token_ids, answer.resumes) == (expected.token_ids, 0)
+            assert set(many.moves()) == {"failed"}
+            assert many.network.bytes_sent == sent
+
+    run(scenario())
+    assert f"kv_cache_dtype: {target} here, {source} there" in caplog.text
 
 
 @pytest.mark.parametrize("harm", ["", "flip", "swap"])
