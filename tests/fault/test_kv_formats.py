@@ -26,6 +26,7 @@ from protocol.messages import FetchFrom, KvLayout, Release, Role
 from tests.fault import many_decodes, two_workers
 from tests.fault.many_decodes import run_many_decodes
 from tests.fault.scenarios import Reference, greedy, prompt_of, run, slow
+from tests.fault.test_colocated import answer_here
 from tests.fault.test_migration import elsewhere, endless, started
 from tests.fault.test_tiers import HELD, LENGTH, ask, damage, leave_it_to_tiers
 from tests.fault.two_gangs import run_gangs
@@ -116,6 +117,32 @@ def test_blocks_are_fetched_from_another_worker(wide_model: ModelFacts, alone: R
             await workers.until(workers.all_free)
 
     run(scenario())
+
+
+@pytest.mark.parametrize(("lender", "borrower"), [("int8", "auto"), ("auto", "int8")])
+def test_blocks_of_another_format_are_not_fetched(
+    wide_model: ModelFacts, lender: KvCacheDtype, borrower: KvCacheDtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are refused by both names, before a byte is sent, and computed."""
+
+    async def scenario() -> None:
+        config = CONFIG.model_copy(update={"kv_cache_dtype": borrower, "disaggregation": "auto"})
+        async with run_two_workers(wide_model, config, decode_kv=lender) as workers:
+            router, prompt, sampling = await workers.router(), prompt_of(100), greedy(1)
+            await answer_here(router, prompt, greedy(8))  # by the decode worker alone, which holds its blocks now
+            ticket = await router.reserve(prompt, 1)
+            caplog.set_level("INFO")
+            refused = await router.compute(ticket, prompt, sampling, fetch=FetchFrom(workers.decode.me, 96))
+            assert (refused.prefilled.brought.num_tokens, refused.prefilled.cached_tokens) == (0, 0)
+            assert workers.prefill.core.load().failed_fetches == 1
+            assert workers.network.bytes_sent == 0
+            again = await router.compute(ticket, prompt, sampling, cache_salt="alone")
+            assert again.token_id == refused.token_id
+            router.decode.send(Release(ticket.ticket_id))
+            await workers.until(workers.all_free)
+
+    run(scenario())
+    assert f"kv_cache_dtype: {borrower} here, {lender} there" in caplog.text
 
 
 def test_a_running_stream_moves(wide_model: ModelFacts, alone: Reference) -> None:
