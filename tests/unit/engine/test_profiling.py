@@ -104,7 +104,7 @@ def test_a_slow_kernel_is_not_chosen(product: Product) -> None:
 def test_a_kernel_that_became_slow_is_not_chosen_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once it was measured anew; before, the file holds."""
     first = ALIKE[0]
-    monkeypatch.setattr(measuring, "time_steps", lambda facts, products, library: None)
+    monkeypatch.setattr(measuring, "time_steps", lambda facts, products, library, kv_cache_dtype: None)
 
     def chosen(libraries: Sequence[Built], *, anew: bool) -> set[str]:
         monkeypatch.setattr(measuring, "load_alike", lambda dtype, compile_missing: list(libraries))
