@@ -16,13 +16,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import http.client
-import math
 import os
 import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,6 +33,7 @@ from benchmarks.lib.environment import ROOT, write_result
 from benchmarks.lib.load import RandomPrompts, bench_options, put_load, warm_up
 from benchmarks.lib.measured_process import MeasuredProcess
 from benchmarks.lib.request_cost import during, first_token_s, worker_pids
+from benchmarks.lib.rounds import T_975, interval
 from benchmarks.lib.servers import HOST, System, serving_process
 
 ENGINE = {"prefill": [256, 1024], "decode": [(1, 256), (16, 256)]}
@@ -41,9 +41,6 @@ STREAMS, REQUESTS, PROMPTS = 16, 48, RandomPrompts(256, 128)
 FIRST_TOKENS, FIRST_TOKEN_PROMPT = 20, 32
 COSTS = {"ttft_ms", "cpu_us_per_token"}
 """Figures of which less is better."""
-T_975 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26, 12: 2.20, 15: 2.14, 20: 2.09}
-"""Student's t for a 95 % interval, by the number of pairs."""
-
 Figures = dict[str, float]
 
 
@@ -138,14 +135,6 @@ def in_turns(this: Callable[[], Figures], other: Callable[[], Figures], pairs: i
         ratios = ", ".join(f"{name} {found.ratios(name)[-1]:.3f}" for name in found.this[0])
         print(f"pair {number + 1}: {ratios}", flush=True)
     return found
-
-
-def interval(ratios: Sequence[float]) -> dict[str, float]:
-    """Median, and the 95 % interval of the geometric mean."""
-    logs = [math.log(ratio) for ratio in ratios]
-    half = T_975[len(logs)] * statistics.stdev(logs) / math.sqrt(len(logs))
-    mean = statistics.mean(logs)
-    return {"median": statistics.median(ratios), "low": math.exp(mean - half), "high": math.exp(mean + half)}
 
 
 def table(result: dict[str, Any], pairs: int) -> str:

@@ -1,4 +1,4 @@
-"""What KV in eight bits saves: `python -m benchmarks.kv_formats [--threads 1]`, on an idle machine, in two minutes.
+"""What KV in eight bits saves: `python -m benchmarks.kv_formats [--threads 1]`, in two minutes. Refuses a machine that is busy.
 
 The default model with both formats of KV in one process. A round times a step of each kind by one format and then by the
 other; rounds take turns in which comes first. Blocks are scattered, as after some hours of service. Beside that, the bytes that
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.lib.environment import operators, write_result
+from benchmarks.lib.rounds import T_975, interval
 from configs.arithmetic import ceil_div
 from configs.facts import KvCacheDtype, ModelFacts
 from configs.models import resolve
@@ -32,6 +33,8 @@ PREFILLS = ((512, 0), (512, 3584))
 """Tokens of a chunk, and tokens before it."""
 BLOCK_SIZE, KV_TOKENS = 16, 16 * 1040
 ROUNDS, WARM_UP = 15, 2
+MOST_LOAD = 1.0
+"""Load average from which a machine counts as busy: times vary more there than formats differ."""
 GREEDY = SamplingParams(seed=0, max_tokens=2, temperature=0.0)
 
 
@@ -39,10 +42,12 @@ def main() -> None:
     """Measure, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, choices=sorted(T_975))
     options = parser.parse_args()
+    if (load_average := os.getloadavg()[0]) > MOST_LOAD:
+        parser.error(f"this machine is busy: its load average is {load_average:.1f}, and at most {MOST_LOAD} is idle enough")
     torch.set_num_threads(options.threads)
-    load_average, facts = os.getloadavg()[0], resolve("smollm2").facts
+    facts = resolve("smollm2").facts
     runners = {each: _runner(facts, each) for each in FORMATS}
     steps = {f"decode, {batch} x {context:,}": _decode(batch, context) for batch, context in DECODES}
     steps |= {f"prefill, {tokens} after {start:,}": _prefill(tokens, start) for tokens, start in PREFILLS}
@@ -59,19 +64,20 @@ def main() -> None:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Medians as Markdown; of the ratio, the median over the rounds and their range."""
+    """Medians and their ratio as Markdown, and the 95 % interval of the rounds' ratios."""
     threads, sizes = result["threads"], result["token_bytes"]
     of = f"step of SmolLM2-135M, {threads} thread{'s' if threads > 1 else ''}"
     lines = [
-        f"| {of} | KV in bfloat16, ms | KV in int8, ms | times as fast |",
-        "|---|---|---|---|",
+        f"| {of} | KV in bfloat16, ms | KV in int8, ms | times as fast | 95 % interval |",
+        "|---|---|---|---|---|",
     ]
     for step, seconds in result["seconds"].items():
         plain, quantized = seconds["auto"], seconds["int8"]
-        ratios = [one / other for one, other in zip(plain, quantized, strict=True)]
+        of_rounds = interval([one / other for one, other in zip(plain, quantized, strict=True)])
+        medians = statistics.median(plain), statistics.median(quantized)
         lines.append(
-            f"| {step} | {statistics.median(plain) * 1e3:.1f} | {statistics.median(quantized) * 1e3:.1f} "
-            f"| {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) |"
+            f"| {step} | {medians[0] * 1e3:.1f} | {medians[1] * 1e3:.1f} | {medians[0] / medians[1]:.2f} "
+            f"| {of_rounds['low']:.2f} to {of_rounds['high']:.2f} |"
         )
     lines += [
         "",

@@ -76,12 +76,16 @@ def worker_memory(config: ClusterConfig, pool: PoolConfig, facts: ModelFacts) ->
     process = PROCESS_BYTES * pool.tensor_parallel_size
     if not computes_on_processor(config, pool):
         return WorkerMemory(kv_pool=0, weights=0, process=process)
-    dtype_bytes = 2 if _computes_bfloat16(config) else 4
-    kv_head = kv_head_bytes(facts.head_dim, dtype_bytes, config.kv_cache_dtype)
-    kv_token = facts.num_layers * 2 * facts.num_kv_heads * kv_head
-    weights = int(_num_weights(facts) * _weight_bytes(config, facts, dtype_bytes))
+    kv_token = kv_token_bytes(config, facts)
+    weights = int(_num_weights(facts) * _weight_bytes(config, facts, _number_bytes(config)))
     context = kv_token // facts.num_layers * (config.max_model_len or facts.max_model_len)
     return WorkerMemory(kv_pool=kv_token * pool.kv_cache_tokens, weights=weights, process=process, context=context)
+
+
+def kv_token_bytes(config: ClusterConfig, facts: ModelFacts) -> int:
+    """Return the bytes of one token's KV in the pools of workers on processors, which are those of its handoff."""
+    kv_head = kv_head_bytes(facts.head_dim, _number_bytes(config), config.kv_cache_dtype)
+    return facts.num_layers * 2 * facts.num_kv_heads * kv_head
 
 
 def tier_bytes(config: ClusterConfig) -> int:
@@ -136,6 +140,10 @@ def most_workers(config: ClusterConfig, role: Role) -> int:
 def in_gb(size: float) -> str:
     """Return a number of bytes in words for people."""
     return f"{size / 1e9:.1f} GB"
+
+
+def _number_bytes(config: ClusterConfig) -> int:
+    return 2 if _computes_bfloat16(config) else 4
 
 
 def _computes_bfloat16(config: ClusterConfig) -> bool:

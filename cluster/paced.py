@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cluster.measured import Profiles, measured_step_times, with_measured_sizes
-from cluster.memory import worker_memory
+from cluster.memory import kv_token_bytes
 from configs.cache import write_whole
 from configs.facts import ModelFacts
 from configs.paced.profile import Figure, PacedProfile
@@ -13,10 +13,7 @@ from configs.profiles import StepSizes
 from configs.schema import ClusterConfig
 from protocol.errors import ConfigError, UnavailableError
 from protocol.messages import Role
-from simulator.profile import LAPTOP, Profile
-
-_LAPTOP_TOKEN_BYTES = 30 * 2 * 3 * 64 * 2
-"""Of one token's KV in what `LAPTOP` was measured with: SmolLM2-135M in bfloat16."""
+from simulator.profile import LAPTOP, LAPTOP_TOKEN_BYTES, Profile
 
 
 def machine_profile(config: ClusterConfig, facts: ModelFacts, profiles: Profiles) -> PacedProfile:
@@ -25,13 +22,12 @@ def machine_profile(config: ClusterConfig, facts: ModelFacts, profiles: Profiles
     if step_times is None:
         raise UnavailableError(f"there are no step times of {facts.name} for both roles on this machine")
     sized = with_measured_sizes(config, profiles)
-    token_bytes = worker_memory(config, config.decode, facts).kv_pool // config.decode.kv_cache_tokens
-    link = _LAPTOP_TOKEN_BYTES / Profile.load(LAPTOP).overheads.handoff_token_s
+    link = LAPTOP_TOKEN_BYTES / Profile.load(LAPTOP).overheads.handoff_token_s
     return PacedProfile(
         name=f"{facts.name} on {step_times.machine['processor']}, measured {profiles[Role.DECODE].measured_at}",
         context_tokens=facts.max_model_len,
         layers=facts.num_layers,
-        kv_token_bytes=token_bytes,
+        kv_token_bytes=kv_token_bytes(config, facts),
         link_bytes_per_s=link,
         kv_cache_tokens=config.decode.kv_cache_tokens,
         sizes=StepSizes(

@@ -195,7 +195,8 @@ class ModelRunner:
         """What another worker's KV must look like to fit into this one's pool."""
         return KvLayout(
             model_hash=self.facts.identity,
-            dtype=self.dtype_name if self.pool.kv_cache_dtype == "auto" else self.pool.kv_cache_dtype,
+            dtype=self.dtype_name,
+            kv_cache_dtype=self.pool.kv_cache_dtype,
             num_layers=self.facts.num_layers,
             num_kv_heads=self.facts.num_kv_heads,
             head_dim=self.facts.head_dim,

@@ -96,6 +96,9 @@ class KvLayout:
     model_hash: str
     """`ModelFacts.identity`."""
     dtype: str
+    """The type that is computed in, which decides the bits of KV in every format."""
+    kv_cache_dtype: str
+    """How it lies in the pool: `auto` is as it is computed."""
     num_layers: int
     num_kv_heads: int
     """Of the whole model, however many ranks share them."""

@@ -21,6 +21,8 @@ from protocol.errors import InvalidRequestError
 
 LAPTOP = Path(__file__).with_name("laptop.json")
 """Profile of the default model on 2 cores, with one worker of each role and one thread each."""
+LAPTOP_TOKEN_BYTES = 30 * 2 * 3 * 64 * 2
+"""Of one token's KV in what `LAPTOP` was measured with: SmolLM2-135M in bfloat16."""
 
 
 class _Part(BaseModel):
@@ -102,6 +104,11 @@ class Profile(StepTimes):
         overheads = cls.load(LAPTOP).overheads
         handoff = {"handoff_token_s": paced.kv_token_bytes / paced.link_bytes_per_s}
         return cls(prefill=paced.prefill, decode=paced.decode, overheads=overheads.model_copy(update=handoff))
+
+    def with_token_bytes(self, token_bytes: int) -> Profile:
+        """Return the profile with handoffs of so many bytes a token, at the rate of `LAPTOP`."""
+        handoff_s = self.load(LAPTOP).overheads.handoff_token_s * token_bytes / LAPTOP_TOKEN_BYTES
+        return self.model_copy(update={"overheads": self.overheads.model_copy(update={"handoff_token_s": handoff_s})})
 
     def prefill_step_s(self, chunks: Sequence[tuple[int, int]], decode_busy: float = 0.0) -> float:
         """Seconds of a step of chunks (start, number of tokens), while this share of the decode workers computes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import statistics
 from collections.abc import Callable, Coroutine, Sequence
@@ -11,6 +12,9 @@ from typing import Any
 
 from benchmarks.lib.journal import Journal
 from benchmarks.lib.servers import System, turns
+
+T_975 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26, 12: 2.20, 15: 2.14, 20: 2.09}
+"""Student's t for a 95 % interval, by the number of pairs."""
 
 Round = dict[str, float]
 """The figures of one system in one round, by name."""
@@ -41,6 +45,14 @@ def _run(measure: Callable[[System, int], Coroutine[Any, Any, Round]], system: S
 def median(rounds: Sequence[Round], figure: str) -> float:
     """Return the median of a figure over the rounds."""
     return float(statistics.median(each[figure] for each in rounds))
+
+
+def interval(ratios: Sequence[float]) -> dict[str, float]:
+    """Median, and the 95 % interval of the geometric mean."""
+    logs = [math.log(ratio) for ratio in ratios]
+    half = T_975[len(logs)] * statistics.stdev(logs) / math.sqrt(len(logs))
+    mean = statistics.mean(logs)
+    return {"median": statistics.median(ratios), "low": math.exp(mean - half), "high": math.exp(mean + half)}
 
 
 def spread(values: Sequence[float], digits: int = 0) -> str:

@@ -100,6 +100,7 @@ def _step_times(config: ClusterConfig, path: Path | None) -> tuple[Profile, Clus
     Raises InvalidRequestError if the file can't be used, ConfigError if the model can't.
     """
     from cluster.measured import known_profiles, measured_step_times, with_measured_sizes
+    from cluster.memory import kv_token_bytes
     from configs.models import is_here, resolve_for
     from configs.paced.profile import load_paced_profile
     from simulator.profile import LAPTOP, Profile
@@ -110,10 +111,11 @@ def _step_times(config: ClusterConfig, path: Path | None) -> tuple[Profile, Clus
     if path is not None:
         return Profile.load(path), config, f"step times: {path}"
     if is_here(config.model):
-        known = known_profiles(config, resolve_for(config).facts)
+        facts = resolve_for(config).facts
+        known = known_profiles(config, facts)
         if (profile := measured_step_times(config, known)) is not None:
             whose = f"step times: {config.model} on this machine, as `tandem profile` shows them"
-            return profile, with_measured_sizes(config, known), whose
+            return profile.with_token_bytes(kv_token_bytes(config, facts)), with_measured_sizes(config, known), whose
     profile = Profile.load(LAPTOP)
     laptop = f"{profile.machine['processor']}, {profile.machine['cores']} cores"
     whose = f"step times: smollm2 on a laptop ({laptop}); `tandem profile` measures {config.model} on this machine"

@@ -19,6 +19,8 @@ FP8_MOST = 448.0
 """The largest number of E4M3. Larger ones become it."""
 _MOST = 127.0
 """The largest whole number of a head in int8."""
+_MOST_SCALE = 2.0**121
+"""The largest scale: 127 times the next bfloat16 would be infinite as one."""
 _LEAST = 1e-30
 """Heads of smaller numbers count as zeros."""
 
@@ -51,7 +53,7 @@ def quantized_heads(numbers_H: Tensor) -> Tensor:
     """Heads [..., H] as uint8 [..., H + 2]."""
     exact_H = numbers_H.float()
     largest = exact_H.abs().amax(-1, keepdim=True) + (exact_H * 0.0).sum(-1, keepdim=True)
-    scale = (largest / _MOST).masked_fill_(largest < _LEAST, 0.0).bfloat16()
+    scale = (largest / _MOST).clamp_(max=_MOST_SCALE).masked_fill_(largest < _LEAST, 0.0).bfloat16()
     inverse = (1.0 / scale.float()).masked_fill_(~(scale > 0), 0.0)
     whole_H = (exact_H * inverse).nan_to_num_(nan=-_MOST).round_().clamp_(-_MOST, _MOST)
     return torch.cat(((whole_H + 128.0).to(torch.uint8), scale.view(torch.uint8)), dim=-1)

@@ -63,6 +63,7 @@ class PacedRunner:
         return KvLayout(
             model_hash=self.facts.model_hash,
             dtype=PACED,
+            kv_cache_dtype="auto",
             num_layers=PACED_LAYERS,
             num_kv_heads=1,
             head_dim=1,

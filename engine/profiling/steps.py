@@ -123,6 +123,10 @@ def _median(step: _Timed) -> float:
     return statistics.median(step.rounds)
 
 
+_SOME_BYTE = 0x3C
+"""Of heads in eight bits, scales too: numbers of -0.8. Scales of ones would be denormal, and those take longer."""
+
+
 class _MadeUpModel:
     """Runners of a model with made-up weights, of any number of layers."""
 
@@ -163,7 +167,7 @@ class _MadeUpModel:
         weights = replace(self._weights, layers=tuple(self._layers[i % len(self._layers)] for i in range(depth)))
         decoder = Decoder(facts, weights, step_factory(facts, self._library), ALONE)
         pool = KVPool.for_model(facts, num_tokens, _BLOCK_SIZE, self._library.dtype, kv_cache_dtype=self._kv_cache_dtype)
-        pool.data.fill_(1)
+        pool.data.fill_(_SOME_BYTE if pool.data.dtype == torch.uint8 else 1)
         return ModelRunner(facts, lambda batch, on_layer: decoder.forward(batch, pool, on_layer), sample, pool, "", "")
 
     @cached_property

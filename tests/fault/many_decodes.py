@@ -8,9 +8,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from configs.facts import ModelFacts
+from configs.facts import KvCacheDtype, ModelFacts
 from configs.schema import ClusterConfig, DecodeConfig, LimitsConfig, PrefillConfig
 from decode_workers.worker import DecodeWorker
 from engine.batch import Chunk, SampledToken
@@ -241,28 +242,34 @@ class ManyDecodes:
 
 @asynccontextmanager
 async def run_many_decodes(
-    facts: ModelFacts, num_decodes: int, config: ClusterConfig = CONFIG, ranks: Sequence[int] = ()
+    facts: ModelFacts,
+    num_decodes: int,
+    config: ClusterConfig = CONFIG,
+    ranks: Sequence[int] = (),
+    formats: Sequence[KvCacheDtype] = (),
 ) -> AsyncIterator[ManyDecodes]:
-    """Ends with every block free and an empty audit of the workers that still live. `ranks`: those of each decode worker."""
+    """Ends with every block free and an empty audit of the workers that still live. `ranks`: those of each decode worker;
+    `formats`: of each one's KV, if not all have the configuration's.
+    """
     network = LoopbackNetwork()
     transports = [LoopbackTransport(network)]
     lease_s = config.limits.lease_s
 
-    def runner(num_kv_tokens: int, shares: TensorParallel = ALONE) -> Runner:
+    def runner(num_kv_tokens: int, shares: TensorParallel = ALONE, kv: KvCacheDtype = config.kv_cache_dtype) -> Runner:
         block_size = config.block_size
         if config.engine == "paced":
             return PacedRunner(facts, block_size=block_size, num_kv_tokens=num_kv_tokens)
         return ModelRunner.load(
             facts,
             dtype="float32",
-            kv_cache_dtype=config.kv_cache_dtype,
+            kv_cache_dtype=kv,
             block_size=block_size,
             num_kv_tokens=num_kv_tokens,
             ranks=shares,
         )
 
-    def load_decode(shares: TensorParallel) -> Runner:
-        return runner(config.decode.kv_cache_tokens, shares)
+    def load_decode(number: int, shares: TensorParallel) -> Runner:
+        return runner(config.decode.kv_cache_tokens, shares, formats[number] if formats else config.kv_cache_dtype)
 
     servers = [WireServer(SECRET, "127.0.0.1") for _ in range(num_decodes + 1)]
     prefill_runner = runner(config.prefill.kv_cache_tokens)
@@ -272,7 +279,7 @@ async def run_many_decodes(
     for number, server in enumerate(servers[1:]):
         size = ranks[number] if ranks else 1
         others, gang, first, arithmetic = await load_gang(
-            size, load_decode, lambda share: share_of(share, transports, transports, lease_s)
+            size, partial(load_decode, number), lambda share: share_of(share, transports, transports, lease_s)
         )
         following += others.running
         me = WorkerRef(f"decode-{number}", 1, server.address, size, arithmetic)

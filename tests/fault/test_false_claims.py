@@ -174,7 +174,7 @@ def test_an_answer_that_is_too_large_becomes_a_refusal(two_workers: Factory, ref
         async with company(two_workers, reference) as here, insiders(here.addresses[1:]) as (at_decode,):
             half = "x" * (8 * MIB - 60)
             me = WorkerRef(half, 1, "")
-            at_decode.send(PairOpen(5, me, 1, KvLayout(half, "", 0, 0, 0, 0, "cpu"), 0, "", b""))
+            at_decode.send(PairOpen(5, me, 1, KvLayout(half, "", "", 0, 0, 0, 0, "cpu"), 0, "", b""))
             answer = await at_decode.answer_to(5)
             assert isinstance(answer, Failed)
 

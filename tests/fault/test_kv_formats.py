@@ -21,10 +21,12 @@ from kv_transfer.plan import cut
 from kv_transfer.pool_view import CpuPoolView
 from kv_transfer.tiers import occupied
 from protocol.cache.reset import CacheReset
-from protocol.messages import FetchFrom, KvLayout, Release
+from protocol.cluster_view import WorkerState
+from protocol.messages import FetchFrom, KvLayout, Release, Role
 from tests.fault import many_decodes, two_workers
 from tests.fault.many_decodes import run_many_decodes
 from tests.fault.scenarios import Reference, greedy, prompt_of, run, slow
+from tests.fault.test_colocated import answer_here
 from tests.fault.test_migration import elsewhere, endless, started
 from tests.fault.test_tiers import HELD, LENGTH, ask, damage, leave_it_to_tiers
 from tests.fault.two_gangs import run_gangs
@@ -117,6 +119,32 @@ def test_blocks_are_fetched_from_another_worker(wide_model: ModelFacts, alone: R
     run(scenario())
 
 
+@pytest.mark.parametrize(("lender", "borrower"), [("int8", "auto"), ("auto", "int8")])
+def test_blocks_of_another_format_are_not_fetched(
+    wide_model: ModelFacts, lender: KvCacheDtype, borrower: KvCacheDtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are refused by both names, before a byte is sent, and computed."""
+
+    async def scenario() -> None:
+        config = CONFIG.model_copy(update={"kv_cache_dtype": borrower, "disaggregation": "auto"})
+        async with run_two_workers(wide_model, config, decode_kv=lender) as workers:
+            router, prompt, sampling = await workers.router(), prompt_of(100), greedy(1)
+            await answer_here(router, prompt, greedy(8))  # by the decode worker alone, which holds its blocks now
+            ticket = await router.reserve(prompt, 1)
+            caplog.set_level("INFO")
+            refused = await router.compute(ticket, prompt, sampling, fetch=FetchFrom(workers.decode.me, 96))
+            assert (refused.prefilled.brought.num_tokens, refused.prefilled.cached_tokens) == (0, 0)
+            assert workers.prefill.core.load().failed_fetches == 1
+            assert workers.network.bytes_sent == 0
+            again = await router.compute(ticket, prompt, sampling, cache_salt="alone")
+            assert again.token_id == refused.token_id
+            router.decode.send(Release(ticket.ticket_id))
+            await workers.until(workers.all_free)
+
+    run(scenario())
+    assert f"kv_cache_dtype: {borrower} here, {lender} there" in caplog.text
+
+
 def test_a_running_stream_moves(wide_model: ModelFacts, alone: Reference) -> None:
     """To and fro, while it says what it would have said alone."""
 
@@ -131,6 +159,33 @@ def test_a_running_stream_moves(wide_model: ModelFacts, alone: Reference) -> Non
             assert many.moves() == {"moved": 2}
 
     run(scenario())
+
+
+@pytest.mark.parametrize(("source", "target"), [("int8", "auto"), ("auto", "int8")])
+def test_a_running_stream_does_not_move_between_formats(
+    wide_model: ModelFacts, source: KvCacheDtype, target: KvCacheDtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is refused by both names, before a byte is sent, and goes on where it is."""
+
+    async def scenario() -> None:
+        config = many_decodes.CONFIG.model_copy(update={"kv_cache_dtype": source})
+        async with run_many_decodes(wide_model, 2, config, formats=(source, target)) as many:
+            many.controller.mark("decode-1", WorkerState.DRAINING)
+            await many.until(lambda: len(many.roster.ready(Role.DECODE)) == 1)
+            expected = await many.ask(prompt_of(50), endless(300), salt="alone")
+            many.step_s = 0.005
+            asking, _ = await started(many, endless(300), prompt_of(50))
+            sent = many.network.bytes_sent
+            many.controller.mark("decode-1", WorkerState.READY)
+            many.controller.mark("decode-0", WorkerState.DRAINING)
+            await many.until(lambda: many.moves().get("failed", 0) > 0)
+            answer = await asking
+            assert (answer.token_ids, answer.resumes) == (expected.token_ids, 0)
+            assert set(many.moves()) == {"failed"}
+            assert many.network.bytes_sent == sent
+
+    run(scenario())
+    assert f"kv_cache_dtype: {target} here, {source} there" in caplog.text
 
 
 @pytest.mark.parametrize("harm", ["", "flip", "swap"])
@@ -196,18 +251,20 @@ def test_workers_of_other_formats_are_told_apart_by_name(wide_model: ModelFacts)
         return runner.layout()
 
     plain, quantized = layout("float32", "auto"), layout("float32", "int8")
-    assert quantized.differences(plain) == ["dtype: int8 here, float32 there"]
-    assert quantized == layout("bfloat16", "int8"), "what lies in the pool is the same, whatever is computed with it"
+    assert quantized.differences(plain) == ["kv_cache_dtype: int8 here, auto there"]
+    assert quantized.differences(layout("bfloat16", "int8")) == ["dtype: float32 here, bfloat16 there"], "its bits are others"
 
 
-def test_a_handoff_between_formats_is_refused(wide_model: ModelFacts) -> None:
-    """By both names, before a byte is sent."""
+@pytest.mark.parametrize(("prefill", "decode"), [("int8", "auto"), ("auto", "int8")])
+def test_a_handoff_between_formats_is_refused(wide_model: ModelFacts, prefill: KvCacheDtype, decode: KvCacheDtype) -> None:
+    """By both names, before a byte is sent, whichever side has eight bits."""
 
     async def scenario() -> None:
-        async with run_two_workers(wide_model, CONFIG, decode_kv="auto") as workers:
+        config = CONFIG.model_copy(update={"kv_cache_dtype": prefill})
+        async with run_two_workers(wide_model, config, decode_kv=decode) as workers:
             router = await workers.router()
             ticket = await router.reserve(prompt_of(20), 4)
-            with pytest.raises(Exception, match="dtype: float32 here, int8 there"):
+            with pytest.raises(Exception, match=f"kv_cache_dtype: {decode} here, {prefill} there"):
                 await router.compute(ticket, prompt_of(20), greedy(4))
             assert workers.network.bytes_sent == 0
             router.decode.send(Release(ticket.ticket_id))

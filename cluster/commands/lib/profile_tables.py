@@ -12,7 +12,8 @@ def print_profile(profile: MachineProfile) -> None:
     """Print what was measured: a table of products, one of steps, and the sizes of steps that follow."""
     console = Console(soft_wrap=True, highlight=False)
     key = profile.key
-    of = f"{profile.model}, {key.dtype} {key.quantization}" + (f", {key.ranks} ranks" if key.ranks > 1 else "")
+    kv = "" if key.kv_cache_dtype == "auto" else f", KV in {key.kv_cache_dtype}"
+    of = f"{profile.model}, {key.dtype} {key.quantization}{kv}" + (f", {key.ranks} ranks" if key.ranks > 1 else "")
     threads = "1 thread" if key.threads == 1 else f"{key.threads} threads"
     console.print(f"{of}: {threads} on {key.processor}, measured {profile.measured_at}", markup=False)
     if profile.products:

@@ -50,7 +50,8 @@ inline void store_scales(const bf16* scales, float* to) {
   for (i64 t = 0; t < kColumns; t += kVector) _mm512_storeu_ps(to + t, load(scales + t));
 }
 
-// Pack up to 64 tokens of one head that lie at `offsets`; nobody looks at those from `count` on. Brings as much near meanwhile.
+// Pack up to 64 tokens of one head that lie at `offsets`; nobody looks at those from `count` on. Brings as much near meanwhile, two lines for
+// each token and 64 of H: a lone head of 64 lies on two, for it is longer than one.
 void pack_block(const Context<byte>& context, i64 size, const i64* offsets, i64 count, const Packed& to, Ahead<byte>& ahead) {
   alignas(64) static constexpr byte kNothing[128 + kScale] = {};
   alignas(64) bf16 key_scales[kColumns] = {}, value_scales[kColumns] = {};
@@ -67,7 +68,7 @@ void pack_block(const Context<byte>& context, i64 size, const i64* offsets, i64 
       for (int i = 0; i < 16; ++i) quads[i] = load_once(token(context.keys, t + i) + h);
       transpose(quads);
       for (int i = 0; i < 16; ++i) _mm512_storeu_si512(to.keys + ((h / 4 + i) * kColumns + t) * 4, quads[i]);
-      ahead.bring(8);
+      ahead.bring(12);
     }
   // In each quarter of a register, 16 values of H: their bytes of four tokens come to lie side by side, four of H to a register.
   for (i64 t = 0; t < kColumns; t += 4)
@@ -81,7 +82,7 @@ void pack_block(const Context<byte>& context, i64 size, const i64* offsets, i64 
       _mm512_storeu_si512(at + 64, _mm512_unpackhi_epi16(a, c));
       _mm512_storeu_si512(at + 128, _mm512_unpacklo_epi16(b, d));
       _mm512_storeu_si512(at + 192, _mm512_unpackhi_epi16(b, d));
-      ahead.bring(4);
+      ahead.bring(6);
     }
 }
 
@@ -119,7 +120,7 @@ inline float weigh_row(const int32_t* products, int8_t* planes, i64 length, i64 
     store_planes(whole, planes + t, planes + kChunk + t);
     whole_sum = _mm512_add_epi32(whole_sum, whole);
   }
-  weights = {most_scaled < kLeast ? 0.0f : most_scaled / kWhole, 128 * _mm512_reduce_add_epi32(whole_sum)};
+  weights = {most_scaled < kLeast ? 0.0f : most_scaled / kWhole, shift_of(whole_sum)};
   const float shrink = now == largest ? 1.0f : std::exp2(largest - now);
   total = total * shrink + _mm512_reduce_add_ps(sum);
   largest = now;

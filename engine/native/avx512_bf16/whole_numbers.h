@@ -10,10 +10,16 @@ namespace {
 
 using byte = uint8_t;
 
-constexpr float kLeast = 1e-30f;    // magnitudes below it count as zero
-constexpr float kBytes = 127.0f;    // the largest magnitude in eight bits
-constexpr float kWhole = 32512.0f;  // in sixteen: 127 * 256, so that both bytes are signed
-constexpr i64 kScale = 2;           // bytes of a scale, a bfloat16, behind the H bytes of a head
+constexpr float kLeast = 1e-30f;        // magnitudes below it count as zero
+constexpr float kMostScale = 0x1p121f;  // 127 times a larger scale would be infinite as bfloat16
+constexpr float kBytes = 127.0f;        // the largest magnitude in eight bits
+constexpr float kWhole = 32512.0f;      // in sixteen: 127 * 256, so that both bytes are signed
+constexpr i64 kScale = 2;               // bytes of a scale, a bfloat16, behind the H bytes of a head
+
+// The scale of a head whose largest magnitude this is, before it becomes a bfloat16.
+inline float scale_for(float largest) {
+  return largest < kLeast ? 0.0f : std::min(largest / kBytes, kMostScale);  // the first where it is no number
+}
 
 // The largest magnitude of `size` values, a multiple of 16; not a number where one of them is infinite or no number.
 inline float largest_magnitude(const bf16* from, i64 size) {
@@ -30,7 +36,7 @@ inline float largest_magnitude(const bf16* from, i64 size) {
 inline void store_head(const bf16* from, i64 size, byte* to) {
   const float largest = largest_magnitude(from, size);
   alignas(64) bf16 scale[32];
-  store(scale, _mm512_set1_ps(largest < kLeast ? 0.0f : largest / kBytes));
+  store(scale, _mm512_set1_ps(scale_for(largest)));
   const float rounded = _mm512_cvtss_f32(load(scale));
   const __m512 inverse = _mm512_set1_ps(rounded > 0.0f ? 1.0f / rounded : 0.0f);
   for (i64 i = 0; i < size; i += kVector) {
@@ -60,6 +66,15 @@ struct WholeRow {
   }
 };
 
+// What is too much in products with a row whose numbers have these sums. It may wrap, of what is no number.
+inline int32_t shift_of(__m512i sums) {
+  alignas(64) uint32_t each[kVector];
+  _mm512_store_si512(each, sums);
+  uint32_t sum = 0;
+  for (const uint32_t one : each) sum += one;
+  return static_cast<int32_t>(128 * sum);
+}
+
 // Values in bfloat16, rounded to sixteen bits, as two rows of bytes.
 inline WholeRow as_planes(const bf16* from, i64 size, int8_t* upper, int8_t* lower) {
   const float largest = largest_magnitude(from, size);
@@ -70,7 +85,7 @@ inline WholeRow as_planes(const bf16* from, i64 size, int8_t* upper, int8_t* low
     store_planes(whole, upper + i, lower + i);
     sum = _mm512_add_epi32(sum, whole);
   }
-  return {largest < kLeast ? 0.0f : largest / kWhole, 128 * _mm512_reduce_add_epi32(sum)};
+  return {largest < kLeast ? 0.0f : largest / kWhole, shift_of(sum)};
 }
 
 constexpr i64 kColumns = 64;  // columns of packed bytes

@@ -87,11 +87,14 @@ inline Vector scales_of(const S* heads, const i64* offsets, i64 count, i64 size)
   return load(scales);
 }
 
-// kVector values of a head from `at` on.
+// A head of `size` values becomes float32.
 template <typename S>
-inline Vector widened(const S* head, i64 at, i64 size) {
-  if constexpr (std::is_same_v<S, byte>) return value_of(load(head + at), all(scale_of(head, size)));
-  else return load(head + at);
+inline void widen_head(const S* head, i64 size, float* to) {
+  for (i64 h = 0; h < size; h += kVector) store(to + h, load(head + h));
+}
+inline void widen_head(const byte* head, i64 size, float* to) {
+  const Vector scale = all(scale_of(head, size));
+  for (i64 h = 0; h < size; h += kVector) store(to + h, value_of(load(head + h), scale));
 }
 
 // Tokens [begin, begin + count) of one head become float32. Beyond them lie zeros and what was there before: nobody looks at
@@ -103,7 +106,7 @@ void widen(const Context<S>& context, i64 head, i64 size, i64 begin, i64 count, 
   i64 offsets[kChunk];
   for (i64 t = 0; t < count; ++t) offsets[t] = context.offset(begin + t) + own;
   for (i64 t = begin + kChunk, end = std::min(length, t + kChunk); t < end; ++t)
-    for (i64 h = 0, at = context.offset(t) + own; h < size; h += kLine) {
+    for (i64 h = 0, at = context.offset(t) + own; h < head_width<S>(size); h += kLine) {
       _mm_prefetch(reinterpret_cast<const char*>(context.keys + at + h), _MM_HINT_T1);
       _mm_prefetch(reinterpret_cast<const char*>(context.values + at + h), _MM_HINT_T1);
     }
@@ -116,8 +119,7 @@ void widen(const Context<S>& context, i64 head, i64 size, i64 begin, i64 count, 
       put_columns(words, context.keys, scales, keys + h * kChunk + t);
     }
   }
-  for (i64 t = 0; t < count; ++t)
-    for (i64 h = 0; h < size; h += kVector) store(values + t * size + h, widened(context.values + offsets[t], h, size));
+  for (i64 t = 0; t < count; ++t) widen_head(context.values + offsets[t], size, values + t * size);
 }
 
 // C[R, columns] += A[R, depth] B[depth, columns], one after the other over the depth. Columns: a multiple of kAtOnce registers.

@@ -13,9 +13,10 @@ namespace {
 
 using byte = uint8_t;
 
-constexpr i64 kScale = 2;         // bytes of a scale
-constexpr float kLeast = 1e-30f;  // magnitudes below it count as zero
-constexpr float kBytes = 127.0f;  // the largest magnitude in eight bits
+constexpr i64 kScale = 2;               // bytes of a scale
+constexpr float kLeast = 1e-30f;        // magnitudes below it count as zero
+constexpr float kMostScale = 0x1p121f;  // 127 times a larger scale would be infinite as bfloat16
+constexpr float kBytes = 127.0f;        // the largest magnitude in eight bits
 
 // Values of the pool's type that a head of H takes.
 template <typename S>
@@ -35,6 +36,11 @@ inline float scale_of(const byte* head, i64 size) {
 // What bytes stand for.
 inline Vector value_of(Vector bytes, Vector scales) { return (bytes - all(128.0f)) * scales; }
 
+// The scale of a head whose largest magnitude this is, before it becomes a bfloat16.
+inline float scale_for(float largest) {
+  return largest < kLeast ? 0.0f : std::min(largest / kBytes, kMostScale);  // the first where it is no number
+}
+
 // `size` values as a head in the pool.
 template <typename T>
 inline void store_head(const T* from, i64 size, byte* to) {
@@ -47,7 +53,7 @@ inline void store_head(const T* from, i64 size, byte* to) {
   }
   const float largest = greatest(top) + sum(nothing);
   bf16 scales[kVector];
-  store(scales, all(largest < kLeast ? 0.0f : largest / kBytes));
+  store(scales, all(scale_for(largest)));
   std::memcpy(to + size, scales, kScale);
   const float scale = scale_of(to, size);
   const Vector inverse = all(scale > 0.0f ? 1.0f / scale : 0.0f);

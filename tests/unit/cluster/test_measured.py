@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from cluster.commands import cli
+from cluster.commands.lib.profile_tables import print_profile
+from cluster.commands.plan import _step_times
 from cluster.measured import (
     Profiles,
     key_here,
@@ -27,6 +29,7 @@ from configs.models import resolve
 from configs.profiles import DecodeTime, MachineProfile, PrefillTime, StepSizes, read_or_measure
 from configs.schema import ClusterConfig
 from protocol.messages import Role
+from simulator.profile import LAPTOP, Profile
 from tests.tiny_models import tiny_facts
 
 FACTS = tiny_facts("measured")
@@ -161,6 +164,21 @@ def test_a_plan_takes_the_step_times_of_this_machine(
     other.write_text("model: Qwen/Qwen3-0.6B\n")
     assert tandem(monkeypatch, *plan, "--config", str(other)) == 0
     assert "step times: smollm2 on a laptop" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("dtype", "kv_cache_dtype", "share"), [("bfloat16", "auto", 1.0), ("bfloat16", "int8", 66 / 128)])
+def test_a_plan_hands_over_the_bytes_of_the_format(dtype: str, kv_cache_dtype: str, share: float) -> None:
+    config = load_config(None, {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype})
+    for role in Role:
+        keep(config, resolve("smollm2").facts, role, sizes(128, 16))
+    handoff_token_s = _step_times(config, None)[0].overheads.handoff_token_s
+    assert handoff_token_s == pytest.approx(share * Profile.load(LAPTOP).overheads.handoff_token_s)
+
+
+def test_a_profile_is_shown_with_its_format(capsys: pytest.CaptureFixture[str]) -> None:
+    config = load_config(None, {"kv_cache_dtype": "int8"})
+    print_profile(keep(config, FACTS, Role.DECODE, sizes(128, 16)))
+    assert "measured, auto auto, KV in int8: " in capsys.readouterr().out
 
 
 def test_the_command_measures_and_shows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

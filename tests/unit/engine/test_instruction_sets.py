@@ -217,10 +217,13 @@ def test_a_token_does_not_see_what_comes_after_it(forced: Variant, bad: float, k
 
 @pytest.mark.parametrize("forced", HERE, indirect=True, ids=named)
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(9, 3, 64), (5, 1, 128), (8, 8, 64), (14, 2, 64)])
-def test_quantized_heads_are_read_for_what_they_stand_for(forced: Variant, heads: int, kv_heads: int, size: int) -> None:
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+def test_quantized_heads_are_read_for_what_they_stand_for(
+    forced: Variant, heads: int, kv_heads: int, size: int, block_size: int
+) -> None:
     """Against float64, with heads whose numbers are of quite different sizes, and whatever lies behind the context."""
     torch.manual_seed(6)
-    tokens, block_size = 200, 16
+    tokens = 200
     magnitudes_SK1 = torch.exp2(torch.randint(-6, 5, (2, 1024, kv_heads, 1)).float())
     pool_2SKH = quantized_heads(torch.randn(2, 1024, kv_heads, size) * magnitudes_SK1)
     table = torch.randperm(1024 // block_size)[: -(-tokens // block_size)]
@@ -258,6 +261,36 @@ def test_the_pool_gets_the_bytes_that_torch_s_operators_make(forced: Variant) ->
         assert not pool_2SKH[:, 60:].any()
         close = dequantized(pool_2SKH[0, 6:60], torch.float32) - k[6:].float()
         assert (close.abs() <= k[6:].float().abs().amax(-1, keepdim=True) / 127 * 0.52).all()
+
+
+def heads_at_the_edges(dtype: torch.dtype) -> Tensor:
+    """Of the smallest numbers that count, of the largest ones, and of numbers beside the middle of two steps: [..., 64]."""
+    most, whole_64 = torch.finfo(dtype).max, torch.linspace(-1, 1, 64)
+    near_top = [most / 2**n / (1 + i / 256) for n in range(2) for i in range(128)]
+    largest_N = torch.tensor([1e-30, 127 * 2.0**121, *near_top]).to(dtype).view(-1, 1)
+    largest_N = torch.cat((largest_N, *(torch.nextafter(largest_N, torch.full_like(largest_N, to)) for to in (0.0, most))))
+    scales_N = torch.exp2(torch.rand(50, 1) * 20 - 10).bfloat16().float()
+    middles = ((torch.arange(64) + 0.5) * scales_N).index_fill_(1, torch.tensor([7]), 0.0)
+    middles[:, 7:8] = 127 * scales_N
+    beside = [torch.nextafter(middles, torch.full_like(middles, to)) for to in (-math.inf, math.inf)]
+    return torch.cat([largest_N * whole_64.to(dtype), *(each.to(dtype) for each in (middles, *beside))])
+
+
+@pytest.mark.parametrize("forced", HERE, indirect=True, ids=named)
+def test_the_pool_gets_the_same_bytes_at_the_edges(forced: Variant) -> None:
+    """And what is finite is so when it is read, in either type."""
+    torch.manual_seed(8)
+    heads_TH = heads_at_the_edges(forced.dtype)
+    count = len(heads_TH)
+    qkv_TNH = torch.stack((torch.zeros_like(heads_TH), heads_TH, heads_TH.flip(0)), 1).contiguous()
+    pool_2SKH = torch.zeros(2, count, 1, 64 + 2, dtype=torch.uint8)
+    cos, sin, slots = torch.ones(count, 32), torch.zeros(count, 32), torch.arange(count)
+    forced.library(2).rotate_and_store(qkv_TNH.view(count, -1), cos, sin, slots, pool_2SKH, 1)
+    assert torch.equal(pool_2SKH, quantized_heads(torch.stack((heads_TH, heads_TH.flip(0)))[:, :, None]))
+    for dtype in (torch.float32, torch.bfloat16):
+        assert dequantized(pool_2SKH, dtype).isfinite().all()
+    most = heads_TH.float().abs().amax(-1, keepdim=True)
+    assert ((dequantized(pool_2SKH[0, :, 0], torch.float32) - heads_TH.float()).abs() <= 1.01 * most / 127 + 1e-30).all()
 
 
 def one_of_each(variant: Variant) -> Iterator[Tensor]:

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.cache import cache_dir
-from configs.facts import ModelFacts
+from configs.facts import KvCacheDtype, ModelFacts
 from configs.profiles import MeasuredProduct, RowsChoice, read_profile
 from configs.sharding import rank_facts
 from engine.batch import Chunk
@@ -104,7 +104,7 @@ def test_a_slow_kernel_is_not_chosen(product: Product) -> None:
 def test_a_kernel_that_became_slow_is_not_chosen_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once it was measured anew; before, the file holds."""
     first = ALIKE[0]
-    monkeypatch.setattr(measuring, "time_steps", lambda facts, products, library: None)
+    monkeypatch.setattr(measuring, "time_steps", lambda facts, products, library, kv_cache_dtype: None)
 
     def chosen(libraries: Sequence[Built], *, anew: bool) -> set[str]:
         monkeypatch.setattr(measuring, "load_alike", lambda dtype, compile_missing: list(libraries))
@@ -270,6 +270,17 @@ def test_noise_leaves_the_sizes_of_steps_as_they_are(monkeypatch: pytest.MonkeyP
     assert timing.time_steps(SMALL, products, library) is not None
     monkeypatch.setattr(timing, "MOST_SPREAD", 0.0)
     assert timing.time_steps(SMALL, products, library) is None
+
+
+@NATIVE
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_steps_are_timed_with_kv_of_ordinary_numbers(kv_cache_dtype: KvCacheDtype) -> None:
+    """Denormal ones would take longer."""
+    library = NativeLibrary.load(1, torch.bfloat16)
+    assert library is not None
+    model = timing._MadeUpModel(SMALL, products_of(SMALL, torch.bfloat16, "int8", ranks=1), library, kv_cache_dtype)
+    numbers = model._runner(2, 64).pool.read(1, torch.arange(64)).abs()
+    assert ((numbers > 0.1) & (numbers <= 1.0)).all()
 
 
 @NATIVE

@@ -32,6 +32,7 @@ from tests.unit.kv_transfer.two_ends import (
     [
         {"model_hash": "other"},
         {"dtype": "bfloat16"},
+        {"kv_cache_dtype": "int8"},
         {"num_layers": LAYERS + 1},
         {"num_kv_heads": HEADS * 2},
         {"head_dim": HEAD_DIM * 2},

@@ -40,7 +40,7 @@ from tests.unit.load_reports import load_report
 
 SECRET = b"k" * 32
 LAYERS, HEADS, HEAD_DIM, BLOCK_SIZE, BLOCKS = 3, 2, 8, 4, 16
-LAYOUT = KvLayout("hash", "float32", LAYERS, HEADS, HEAD_DIM, 1, "cpu")
+LAYOUT = KvLayout("hash", "float32", "auto", LAYERS, HEADS, HEAD_DIM, 1, "cpu")
 PREFILL = WorkerRef("prefill-0", 1, "tcp://127.0.0.1:1")
 LEASE_S = 1.0
 DONE = 0

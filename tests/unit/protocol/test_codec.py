@@ -73,7 +73,11 @@ def test_errors_keep_their_class_across_the_wire() -> None:
 
 
 def test_layout_differences_are_named() -> None:
-    layout = KvLayout("h", "float32", 30, 3, 64, 1, "cpu")
+    layout = KvLayout("h", "float32", "auto", 30, 3, 64, 1, "cpu")
     assert layout.differences(layout) == []
-    other = dataclasses.replace(layout, dtype="bfloat16", layout_version=32)
-    assert layout.differences(other) == ["dtype: float32 here, bfloat16 there", "layout_version: 1 here, 32 there"]
+    other = dataclasses.replace(layout, dtype="bfloat16", kv_cache_dtype="int8", layout_version=32)
+    assert layout.differences(other) == [
+        "dtype: float32 here, bfloat16 there",
+        "kv_cache_dtype: auto here, int8 there",
+        "layout_version: 1 here, 32 there",
+    ]
