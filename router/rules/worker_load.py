@@ -177,7 +177,9 @@ class WorkerLoad:
         for each of the others'. Long prompts of other routers are not known from other queued tokens.
         """
         between = self.prompts.let_between(num_tokens, step_tokens)
-        return 2 * (self.queued_tokens - between + step_tokens) if between else self.queued_tokens
+        if not between:
+            return self.queued_tokens
+        return min(self.queued_tokens, 2 * (self.queued_tokens - between + step_tokens))
 
     @property
     def held_blocks(self) -> int:
