@@ -74,7 +74,7 @@ class Run:
     def step(self) -> list[PlannedChunk]:
         plan = self.scheduler.plan()
         assert sum(chunk.num_tokens for chunk in plan) <= (self.budget if len(plan) < 2 else min(self.budget, self.saturation))
-        former, first = self.overtaken, (self.line[True] or self.line[False] or [None])[0]
+        former, first = self.overtaken, next(iter(self.line[True] or self.line[False]), None)
         computed = [chunk.prompt for chunk in plan]
         between = plan and first in self.started and first not in computed and not (self.line[True] and self.lines_turn)
         self.overtaken = first if between else None
