@@ -54,7 +54,7 @@ def long_model(tmp_path_factory: pytest.TempPathFactory) -> ModelFacts:
 
 @asynccontextmanager
 async def serving(facts: ModelFacts, length: int) -> AsyncIterator[tuple[TwoWorkers, Any]]:
-    async with run_two_workers(facts, config(length + 2048), seconds=SECONDS) as workers:
+    async with run_two_workers(facts, config((length // 16 + 129) * 16), seconds=SECONDS) as workers:
         yield workers, await workers.router()
 
 
