@@ -160,9 +160,9 @@ class PrefillScheduler:
         chunks: list[PlannedChunk] = []
         room = self._max_batch_tokens
         blocks_lack = False
-        first, *others = self._in_order() or [None]
-        between = self._between(first, others)
-        for prompt in between + [each for each in (first, *others) if each is not None and each not in between]:
+        order = self._in_order()
+        between = self._between(order)
+        for prompt in between + [each for each in order if each not in between] if between else order:
             if blocks_lack and not prompt.block_table:
                 continue
             hit = 0 if prompt.block_table else self._cache.match(prompt.usable_keys(self._block_size))
@@ -178,8 +178,8 @@ class PrefillScheduler:
             prompt.computed = start + num_tokens
             chunks.append(PlannedChunk(prompt, start, num_tokens, last=prompt.remaining == 0))
         self._cache.lacking = blocks_lack
-        if first is not None and chunks and between:
-            first.passed = True
+        if between and chunks:
+            order[0].passed = True
         for chunk in chunks:
             chunk.prompt.passed = False
         self._count(chunks)
@@ -208,15 +208,14 @@ class PrefillScheduler:
     def _in_order(self) -> list[Prompt]:
         return self._line + self._ahead if self._line_is_next else self._ahead + self._line
 
-    def _between(self, first: Prompt | None, others: Sequence[Prompt]) -> list[Prompt]:
+    def _between(self, order: Sequence[Prompt]) -> list[Prompt]:
         """The prompts that go before the first one in this step, although it is being computed (`turn_between`).
 
         In the line's turn these are of the line, too.
         """
-        if first is None or not first.block_table or first.passed:
+        if not order or not order[0].block_table or order[0].passed:
             return []
-        if self._line_is_next and self._line:
-            others = self._line[1:]
+        first, others = order[0], self._line[1:] if self._line_is_next and self._line else order[1:]
         length, left, step_tokens = len(first.token_ids), first.remaining, self._max_batch_tokens
         between = (each for each in others if goes_between(each.remaining, length, step_tokens, left=left))
         return sorted(between, key=lambda each: turn_between(each.remaining, step_tokens))

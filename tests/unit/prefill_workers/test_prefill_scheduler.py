@@ -78,7 +78,7 @@ class Run:
     def step(self) -> list[PlannedChunk]:
         plan = self.scheduler.plan()
         assert sum(chunk.num_tokens for chunk in plan) <= (self.budget if len(plan) < 2 else min(self.budget, self.saturation))
-        first, *_ = [*self.line[not self.lines_turn], *self.line[self.lines_turn], None]
+        first = next(iter([*self.line[not self.lines_turn], *self.line[self.lines_turn]]), None)
         computed = [chunk.prompt for chunk in plan]
         self.passed_over = first if plan and first in self.started and first not in computed else None
         if self.passed_over is not None:
