@@ -160,7 +160,7 @@ def _first_context(facts: ModelFacts) -> int:
 def _name(facts: ModelFacts) -> str:
     """Name positions that the model's files alone do not tell; equal names are equal positions."""
     scaling = facts.rope_scaling
-    served = facts.max_model_len if isinstance(scaling, DynamicScaling) else None
+    served = max(facts.max_model_len, scaling.original_max_position) if isinstance(scaling, DynamicScaling) else None
     digest = hashlib.sha256(repr((facts.rope_theta, scaling, served)).encode()).hexdigest()[:_SHOWN_DIGITS]
     if scaling is None:
         return f"rope=default-{digest}"

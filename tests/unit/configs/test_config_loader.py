@@ -307,6 +307,8 @@ def test_the_base_of_dynamic_scaling_is_that_of_the_served_context(facts: ModelF
     served = [with_overrides(facts, DYNAMIC, tokens) for tokens in (None, 512, 300, 900)]
     assert [each.max_model_len for each in served] == [512, 512, 300, 512]
     assert len({each.positions for each in served}) == len({each.identity for each in served}) == 2
+    shorter = [with_overrides(facts, DYNAMIC, tokens) for tokens in (128, 100, 64)]
+    assert len({each.positions for each in shorter}) == 1, "up to the first context all have the same base"
 
 
 @given(first=st.integers(1, 10_000), factor=st.floats(1, 64), kind=st.sampled_from(["yarn", "linear", "dynamic"]))
