@@ -16,7 +16,16 @@ def ceil_div(size: int, unit: int) -> int:
 def goes_between(num_tokens: int, long_tokens: int, step_tokens: int, *, left: int | None = None) -> bool:
     """Whether `num_tokens` of a prompt are computed between the steps of a prompt of `long_tokens`, which came before it.
 
-    A step has `step_tokens` tokens. `left` are those that are left of the long prompt; None is all of it.
+    A step has `step_tokens` tokens. `left` are those that are left of the long prompt; None is all of it. What is long itself
+    does not go between.
     """
-    rest = long_tokens if left is None else left
-    return long_tokens > LONG_STEPS * step_tokens and rest > step_tokens and num_tokens <= max(step_tokens, rest // _SHORTER)
+    rest, long = long_tokens if left is None else left, LONG_STEPS * step_tokens
+    return long_tokens > long and rest > step_tokens and num_tokens <= min(long, max(step_tokens, rest // _SHORTER))
+
+
+def turn_between(num_tokens: int, step_tokens: int) -> int:
+    """The key by which those that go between two steps of a long prompt are sorted, of which `num_tokens` are left.
+
+    What needs a single step goes first, in the order in which it came; then what is shorter.
+    """
+    return 0 if num_tokens <= step_tokens else num_tokens

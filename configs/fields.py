@@ -7,7 +7,7 @@ A JSON null counts as missing.
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from protocol.errors import ConfigError
 
 _REQUIRED: Any = object()
+_MOST = 2**63
 
 
 def model_error(message: str) -> ConfigError:
@@ -65,9 +66,9 @@ class Fields:
         return self._values.get(key)
 
     def count(self, key: str, default: int = _REQUIRED) -> int:
-        """Return a positive integer."""
+        """Return a positive integer, below 2**63."""
         value = self._value(key, default)
-        if type(value) is not int or value < 1:
+        if type(value) is not int or not 1 <= value < _MOST:
             raise self.wrong(key, "a positive integer")
         return value
 
@@ -81,14 +82,14 @@ class Fields:
     def positive(self, key: str, default: float = _REQUIRED) -> float:
         """Return a positive, finite number."""
         value = self._value(key, default)
-        if type(value) not in (int, float) or not 0 < value < math.inf:
+        if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
             raise self.wrong(key, "a positive number")
         return float(value)
 
     def number(self, key: str, default: float = _REQUIRED) -> float:
         """Return a finite number that is not negative."""
         value = self._value(key, default)
-        if type(value) not in (int, float) or not 0 <= value < math.inf:
+        if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
             raise self.wrong(key, "a number from 0 on")
         return float(value)
 

@@ -62,7 +62,7 @@ def served_context(config: ClusterConfig, facts: ModelFacts) -> int:
     wanted = config.max_model_len or facts.max_model_len
     if wanted > facts.max_model_len:
         problem = f"max_model_len: {wanted} is more than the context of {facts.name}: use at most {facts.max_model_len}"
-        raise ConfigError(problem + stretching(facts, wanted), param="max_model_len")
+        raise ConfigError(problem + ("" if config.engine == "paced" else stretching(facts, wanted)), param="max_model_len")
     for key, problem in _too_small(config, wanted):
         raise ConfigError(f"{key}: {problem}; raise it or lower max_model_len", param=key)
     return wanted

@@ -20,15 +20,16 @@ streams come back one at a time.
 Beside the newest tokens of running streams a step computes up to `max_chunk_tokens` tokens of those that are prefilled or
 recomputed, oldest first: short prompts share a step, a long one is cut into chunks, at multiples of that number whatever
 else is there: where the cuts are decides how sums are rounded. After a chunk of one that has more than eight, shorter ones have
-a step, if there are any (`configs.arithmetic.goes_between`): they wait for two chunks of it at most. What was emitted is never
-sampled again: a stream goes on at the position after its newest token.
+a step, if there are any (`configs.arithmetic.goes_between`): a prompt of one step waits for two chunks of it, and for one more
+for each step of those before it. What was emitted is never sampled again: a stream goes on at the position after its newest
+token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from configs.arithmetic import goes_between
+from configs.arithmetic import goes_between, turn_between
 from configs.schema import SAMPLED_TOKENS
 from decode_workers.ledger import Ledger
 from decode_workers.room import Room
@@ -190,7 +191,7 @@ class DecodeScheduler:
         return min((stream.computed // most + 1) * most, len(stream.token_ids))
 
     def _shorter_than(self, long: Stream | None) -> list[Stream]:
-        """The streams that go before this one in the next step, the shortest first. Those that run are none of them."""
+        """The streams that go before this one in the next step (`turn_between`). Those that run are none of them."""
         if long is None:
             return []
         shorter = [
@@ -200,7 +201,7 @@ class DecodeScheduler:
             and not (stream.preempted or stream.paused)
             and goes_between(stream.remaining, len(long.token_ids), self._max_chunk_tokens, left=long.remaining)
         ]
-        return sorted(shorter, key=lambda stream: stream.remaining)
+        return sorted(shorter, key=lambda stream: turn_between(stream.remaining, self._max_chunk_tokens))
 
     def _in_order(self) -> Collection[Stream]:
         """All streams, those with a seat first. While a step holds all that have blocks, they are in order of age."""

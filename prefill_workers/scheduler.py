@@ -9,12 +9,15 @@ would only wait for each other (DistServe's L_m: Zhong et al., OSDI 2024, sectio
 depend on its company. A prompt gets all its blocks when it starts; while there are too few, it and those behind it that have
 none wait, so that a long prompt is never starved by short ones.
 
-A prompt of more than eight steps does not hold up short ones: every other step goes to the shortest of those behind it that
-need a single step, or a quarter of what it still needs (`configs.arithmetic.goes_between`). So a short prompt waits for two
-steps of a long one at most, the one under way among them, and a long one takes at most twice as long.
+A prompt of more than eight steps is long, and does not hold up short ones: every other of its turns goes to those behind it
+that need a single step, in their order, or else to the shortest that needs up to eight and a quarter of what it still needs
+(`configs.arithmetic.goes_between`). So a prompt of one step waits for two steps of a long one, the one under way among them,
+and for one more for each step of those that go before it. What needs more steps may wait until the long one is done.
 
 The router may send a prompt ahead of others, also of one that is being computed. Between two prompts that went ahead, the
-others get a step, so they are never starved either.
+others get a step, which may be one between two of a long one, so they are never starved either. A long prompt is never passed
+in two turns one after the other: it has every other turn of its kind, those ahead or the others. That is every other step, and
+every fourth at least while prompts of one step keep coming, both ahead and in line.
 
 A prompt starts behind the blocks that the prefix cache has of it, and is first cut at the next such multiple. Its last token
 is always computed, for its logits, and into a block of its own, for a shared block is never written. What a step has computed
@@ -29,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from configs.arithmetic import ceil_div, goes_between
+from configs.arithmetic import ceil_div, goes_between, turn_between
 from configs.schema import SAMPLED_TOKENS, PrefillConfig
 from engine.memory.prefix_cache import PrefixCache
 from protocol.cache.keys import block_keys
@@ -55,6 +58,9 @@ class Prompt:
     """What came into the pool for it before it was queued."""
     likely_cached: int = 0
     """Number of leading tokens that were cached when the prompt was queued."""
+
+    passed: bool = False
+    """Whether its latest turn went to shorter ones, so that the next one is its own."""
 
     def usable_keys(self, block_size: int) -> Sequence[bytes]:
         """Keys of the blocks that need not be computed if they are cached: the last token always is, for its logits."""
@@ -108,8 +114,6 @@ class PrefillScheduler:
         """Prompts that were sent ahead of those in line, queued and computing, in their order."""
         self._line_is_next = False
         """The latest prompt that went ahead is computed, and no prompt of the line had a step since."""
-        self._first_is_next = False
-        """The latest step went to prompts that are shorter than the first one."""
         self._held = 0
         self.cache_queries = 0
         """Tokens of the prompts that were started."""
@@ -156,9 +160,9 @@ class PrefillScheduler:
         chunks: list[PlannedChunk] = []
         room = self._max_batch_tokens
         blocks_lack = False
-        first, *others = self._in_order() or [None]
-        between = self._between(first, others)
-        for prompt in between + [each for each in (first, *others) if each is not None and each not in between]:
+        order = self._in_order()
+        between = self._between(order)
+        for prompt in between + [each for each in order if each not in between] if between else order:
             if blocks_lack and not prompt.block_table:
                 continue
             hit = 0 if prompt.block_table else self._cache.match(prompt.usable_keys(self._block_size))
@@ -174,7 +178,10 @@ class PrefillScheduler:
             prompt.computed = start + num_tokens
             chunks.append(PlannedChunk(prompt, start, num_tokens, last=prompt.remaining == 0))
         self._cache.lacking = blocks_lack
-        self._first_is_next = bool(chunks) and all(chunk.prompt is not first for chunk in chunks)
+        if between and chunks:
+            order[0].passed = True
+        for chunk in chunks:
+            chunk.prompt.passed = False
         self._count(chunks)
         return chunks
 
@@ -201,13 +208,17 @@ class PrefillScheduler:
     def _in_order(self) -> list[Prompt]:
         return self._line + self._ahead if self._line_is_next else self._ahead + self._line
 
-    def _between(self, first: Prompt | None, others: Sequence[Prompt]) -> list[Prompt]:
-        """The prompts that go before the first one in this step, although it is being computed; the shortest comes first."""
-        if first is None or not first.block_table or self._first_is_next or self._line_is_next:
+    def _between(self, order: Sequence[Prompt]) -> list[Prompt]:
+        """The prompts that go before the first one in this step, although it is being computed (`turn_between`).
+
+        In the line's turn these are of the line, too.
+        """
+        if not order or not order[0].block_table or order[0].passed:
             return []
+        first, others = order[0], self._line[1:] if self._line_is_next and self._line else order[1:]
         length, left, step_tokens = len(first.token_ids), first.remaining, self._max_batch_tokens
         between = (each for each in others if goes_between(each.remaining, length, step_tokens, left=left))
-        return sorted(between, key=lambda each: each.remaining)
+        return sorted(between, key=lambda each: turn_between(each.remaining, step_tokens))
 
     def _count(self, chunks: Sequence[PlannedChunk]) -> None:
         """Whose turn it is after these chunks, and who is still to be computed."""

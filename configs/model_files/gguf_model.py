@@ -114,8 +114,11 @@ def _declared_scaling(fields: Fields, prefix: str, first_context: int) -> RopeSc
     for key in ("yarn_log_multiplier", "alpha"):
         if fields.number(scaling + key, 0.0):
             raise fields.wrong(scaling + key, "absent: it is not supported")
+    for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
+        if fields.number(scaling + key, 1.0) != 1.0:
+            raise fields.wrong(scaling + key, "1: others are not supported")
     names = {"type": "rope_type", "factor": "factor", "original_context_length": "original_max_position_embeddings"}
-    names |= {"attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
+    names |= {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
     given = {theirs: fields.raw(scaling + key) for key, theirs in names.items()}
     kind = fields.text(scaling + "type", "none")
     if kind == "none":

@@ -137,11 +137,11 @@ def _refuse_unsupported(config: Fields, architecture: Architecture) -> None:
 def _sliding_windows(config: Fields, architecture: Architecture, num_layers: int) -> tuple[int, ...]:
     """How many tokens a token sees in each layer; 0 is all. Empty if all layers see all."""
     is_mistral = _named(config) == _MISTRAL
+    has_window = "sliding_window" in config or not config.given("sliding_window")
     if is_mistral:
-        has_window = "sliding_window" in config or not config.given("sliding_window")
         types: tuple[str, ...] = (_SLIDING if has_window else _FULL,) * num_layers
     else:
-        has_window = config.flag("use_sliding_window", False) and architecture is not Architecture.LLAMA
+        has_window &= config.flag("use_sliding_window", False) and architecture is not Architecture.LLAMA
         first = config.integer("max_window_layers", _DEFAULT_WINDOW_LAYERS) if has_window else num_layers
         types = tuple(_SLIDING if layer >= first else _FULL for layer in range(num_layers))
     types = config.texts("layer_types", types)

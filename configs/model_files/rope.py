@@ -33,14 +33,17 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", _ORIGINAL, "low_freq_factor", "high_freq_factor"),
 }
 """Types, and the keys that each may have besides the common ones."""
+_SECTIONS = OVERRIDES[:2]
 _SHOWN_DIGITS = 8
+_MOST_FACTOR = 1_000_000
 
 
 def read_rope(config: Fields, first_context: int, default_theta: float) -> tuple[float, RopeScaling | None]:
     """Return the base of the rotary frequencies, and their scaling.
 
     `config` holds `rope_parameters`, or `rope_scaling` and `rope_theta` beside it; `first_context` is its
-    `max_position_embeddings`. Raises ConfigError for what is not known or can't be.
+    `max_position_embeddings`. An `original_max_position_embeddings`
+    beside them goes before one in them. Raises ConfigError for what is not known or can't be.
     """
     rope = config.section("rope_parameters" if "rope_parameters" in config else "rope_scaling")
     theta = rope.positive("rope_theta", config.positive("rope_theta", default_theta))
@@ -54,13 +57,13 @@ def read_rope(config: Fields, first_context: int, default_theta: float) -> tuple
     if kind == "default":
         return theta, None
     factor = rope.positive("factor")
-    if factor < 1.0:
-        raise rope.wrong("factor", "at least 1")
+    if not 1.0 <= factor <= _MOST_FACTOR:
+        raise rope.wrong("factor", f"at least 1, and {_MOST_FACTOR} at most")
     if kind == "linear":
         return theta, LinearScaling(factor)
     if kind == "dynamic":
         return theta, DynamicScaling(factor, first_context)
-    original = rope.count(_ORIGINAL, first_context)
+    original = config.count(_ORIGINAL, rope.count(_ORIGINAL, first_context))
     return theta, _yarn(rope, theta, factor, original) if kind == "yarn" else _llama3(rope, factor, original)
 
 
@@ -107,6 +110,11 @@ def overrides_of(given: Any) -> Any:
         raise ValueError("rope_scaling is the former name of rope_parameters: give one of them")
     fields = Fields("hf_overrides", given)
     try:
+        for key in given:
+            if key not in fields:
+                raise fields.wrong(key, "left out, or have the rope_type default" if key in _SECTIONS else "left out")
+            if key in _SECTIONS and not any(name in fields.section(key) for name in ("rope_type", "type")):
+                raise fields.wrong(key, "given with its rope_type; rope_theta is a key of its own, too")
         read_rope(fields, fields.count("max_position_embeddings", 1), 10_000.0)
     except ConfigError as error:
         raise ValueError(error.message.removeprefix("hf_overrides: ")) from None
@@ -114,10 +122,14 @@ def overrides_of(given: Any) -> Any:
 
 
 def stretching(facts: ModelFacts, wanted: int) -> str:
-    """What to add to an error for a model whose context is shorter than `wanted` tokens: how it would be longer."""
-    original = _first_context(facts)
-    factor = math.ceil(100 * wanted / original) / 100
-    rope = {"rope_type": "yarn", "factor": factor, _ORIGINAL: original}
+    """What to add to an error for a model whose context is shorter than `wanted` tokens: how it would be longer.
+
+    Empty where its positions are stretched already.
+    """
+    if facts.rope_scaling is not None:
+        return ""
+    factor = math.ceil(100 * wanted / facts.max_model_len) / 100
+    rope = {"rope_type": "yarn", "factor": factor, _ORIGINAL: facts.max_model_len}
     return f"; or stretch its positions: --hf-overrides '{json.dumps({'rope_parameters': rope})}'"
 
 
@@ -148,7 +160,7 @@ def _first_context(facts: ModelFacts) -> int:
 def _name(facts: ModelFacts) -> str:
     """Name positions that the model's files alone do not tell; equal names are equal positions."""
     scaling = facts.rope_scaling
-    served = facts.max_model_len if isinstance(scaling, DynamicScaling) else None
+    served = max(facts.max_model_len, scaling.original_max_position) if isinstance(scaling, DynamicScaling) else None
     digest = hashlib.sha256(repr((facts.rope_theta, scaling, served)).encode()).hexdigest()[:_SHOWN_DIGITS]
     if scaling is None:
         return f"rope=default-{digest}"

@@ -144,8 +144,12 @@ def _open(folder: Path, described: bytes, block_bytes: int, size: int, block_s: 
 
 
 def _described(config: ClusterConfig, layout: KvLayout, arithmetic: str) -> bytes:
-    """What must be equal for blocks to be taken: blocks of another arithmetic would change what is said."""
-    parts = [str(getattr(layout, field.name)) for field in fields(layout) if field.name != "memory"]
+    """What must be equal for blocks to be taken: blocks of another arithmetic would change what is said.
+
+    Positions that are the model's own are left out: its hash tells them, and tiers from before they had names are kept.
+    """
+    left_out = {"memory"} if layout.positions else {"memory", "positions"}
+    parts = [str(getattr(layout, field.name)) for field in fields(layout) if field.name not in left_out]
     return "\n".join([*parts, arithmetic, str(config.block_size)]).encode()
 
 

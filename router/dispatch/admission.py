@@ -132,7 +132,7 @@ class Admission:
         Short ones are computed beside that. As soon as it ends somewhere, nobody passes a long prompt any more.
         """
         never = self._terms.disaggregation == "never"
-        step_tokens = (self._terms.decode_window if never else self._terms.prefill_window) // 2
+        step_tokens = self._terms.decode_step if never else self._terms.prefill_step
         long = LONG_STEPS * step_tokens
         links = self._roster.ready(Role.DECODE if never else Role.PREFILL)
         return num_tokens > long and bool(links) and all(link.prompts.longest_prompt > long for link in links)

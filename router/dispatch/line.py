@@ -105,10 +105,10 @@ class WaitingLine:
         self._call_first()
 
     def let_pass(self, place: Place) -> None:
-        """Take `place` from the front, unless enough let others pass, and call whoever goes first of the others."""
-        if self._rules.let_pass(place.entry):
-            place.called = asyncio.get_running_loop().create_future()
-            self._call_first()
+        """Take `place` from the front, and call whoever goes first of the others: of other classes if enough are passed."""
+        self._rules.let_pass(place.entry)
+        place.called = asyncio.get_running_loop().create_future()
+        self._call_first()
 
     def _leave(self, place: Place) -> None:
         if self._places.pop(place.entry, None) is None:

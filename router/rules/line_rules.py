@@ -116,16 +116,16 @@ class LineRules:
         self.step_back(entry)
         self._aside.add(entry)
 
-    def let_pass(self, entry: Entry) -> bool:
+    def let_pass(self, entry: Entry) -> None:
         """Free the front for those behind the request there, which is not called until it steps back.
 
-        False if it stays there, because enough others are passed already: each of them looks for room at every change.
+        If enough are passed already, for each of them looks for room at every change, only those of other classes go.
         """
         if len(self._passed) >= _MOST_PASSED:
-            return False
+            self.step_aside(entry)
+            return
         self.step_back(entry)
         self._passed.add(entry)
-        return True
 
     def leave(self, entry: Entry, now: float, *, served: bool) -> None:
         """Take a request out of the line: it found room (`served`), or gives up."""

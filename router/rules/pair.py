@@ -25,7 +25,6 @@ lost worker all stand still at once.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -141,8 +140,9 @@ class PairSearch:
         by_prefill_s = math.inf
         if self._prefills and not never:
             reach = request.reach(costs)
-            there = self._prefills.best(request.num_tokens, sys.maxsize, None, request.avoid, request.held, reach)
-            saved_there, ahead_there = _there(request, there, self._prefills, reach)
+            window, step_tokens = self._terms.prefill_window, self._terms.prefill_step
+            there = self._prefills.best(request.num_tokens, window, _at_any, request.avoid, request.held, reach)
+            saved_there, ahead_there = _there(request, there, self._prefills, reach, step_tokens)
             by_prefill_s = there_s(ahead_there, request.num_tokens - saved_there, costs)
         may_here = never or self._terms.disaggregation == "auto"
 
@@ -151,7 +151,8 @@ class PairSearch:
             first_s = by_prefill_s + costs.handoff.seconds(missing)
             if may_here:
                 running = decode.report.running if decode.report else 0
-                first_s = min(first_s, here_s(decode.queued_tokens, missing, running, costs))
+                ahead = decode.ahead_of(missing, self._terms.decode_step)
+                first_s = min(first_s, here_s(ahead, missing, running, costs))
             return first_s + pace.seconds(decode.held_blocks + request.need_blocks)
 
         holders = islice(self._decodes.holders(request.held), _MOST_DECODE_HOLDERS)
@@ -184,11 +185,11 @@ def computing_worker(
         there = prefills.best(request.num_tokens, terms.prefill_window, overtaking, avoid, request.held, reach)
     if _needs_prefill(request, terms) or (mode == "always" and there is not None):
         return there
-    takes = decode.prompts.takes_prompt(request.num_tokens - held_tokens, terms.decode_window + held_tokens)
+    takes = decode.prompts.takes_prompt(request.num_tokens, terms.decode_window, terms.decode_step, held_tokens)
     here = decode if takes and decode.prompts.refused_size is None else None
     if mode != "auto" or not prefills:
         return here
-    if _better_here(request, held_tokens, decode, there, prefills, moment.costs, reach):
+    if _better_here(request, held_tokens, decode, there, prefills, moment.costs, reach, terms):
         return here or there
     # Waiting for the better place holds up the requests behind this one.
     return here if there is None and moment.num_waiting > 1 else there
@@ -221,6 +222,7 @@ def _better_here(
     prefills: PrefillRanking,
     costs: Costs | None,
     reach: Reach,
+    terms: PairTerms,
 ) -> bool:
     """It is better computed by the decode worker: nobody reaches it, all others are to be avoided, or it is sooner done."""
     if request.unreached and prefills.all_in(request.not_reaching(decode.worker_id)):
@@ -230,28 +232,36 @@ def _better_here(
         return all_avoided
     if costs is None:
         return False
-    saved_there, ahead_there = _there(request, there, prefills, reach)
+    saved_there, ahead_there = _there(request, there, prefills, reach, terms.prefill_step)
     case = Case(
         num_tokens=request.num_tokens,
         held_tokens=held_tokens,
         saved_there=saved_there,
-        ahead_here=decode.queued_tokens,
+        ahead_here=decode.ahead_of(request.num_tokens - held_tokens, terms.decode_step),
         ahead_there=ahead_there,
         running=decode.report.running if decode.report else 0,
     )
     return prefill_here(case, costs)
 
 
-def _there(request: PairRequest, there: WorkerLoad | None, prefills: PrefillRanking, reach: Reach) -> tuple[int, int]:
+def _at_any(_prompts: Outstanding) -> bool:
+    """Also at a worker that takes no prompt now: it will."""
+    return True
+
+
+def _there(
+    request: PairRequest, there: WorkerLoad | None, prefills: PrefillRanking, reach: Reach, step_tokens: int
+) -> tuple[int, int]:
     """Tokens of the prompt that the best prefill worker saves, and those ahead of it.
 
     `there` is the one that takes the prompt, None if none does now. One that does not take it may have less to do.
     """
-    least = prefills.least_queued_tokens
+    least = prefills.least_ahead_of(request.num_tokens - reach.saved(0), step_tokens)
     if there is not None:
         saved = reach.saved(request.held_by(there.worker_id))
-        if there.queued_tokens - saved <= least - reach.saved(0):
-            return saved, there.queued_tokens
+        ahead = there.ahead_of(request.num_tokens - saved, step_tokens)
+        if ahead - saved <= least - reach.saved(0):
+            return saved, ahead
     return reach.saved(0), least
 
 

@@ -25,6 +25,16 @@ class PairTerms:
     prefill_window: int
     decode_window: int
 
+    @property
+    def prefill_step(self) -> int:
+        """Prompt tokens of one step of a prefill worker."""
+        return self.prefill_window // 2
+
+    @property
+    def decode_step(self) -> int:
+        """Prompt tokens of one step of a decode worker."""
+        return self.decode_window
+
     @classmethod
     def of(cls, config: ClusterConfig) -> PairTerms:
         """The terms of this configuration."""

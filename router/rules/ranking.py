@@ -24,6 +24,8 @@ _Key = tuple[Any, ...]
 _NOTHING: Mapping[str, int] = {}
 _MOST_HOLDERS = 8
 """Workers that hold some of a prompt and are looked at for that."""
+_MOST_WITH_LONG_ONES = 8
+"""Workers that compute a long prompt and are looked at though many tokens are queued there."""
 
 
 class _Sorted:
@@ -112,23 +114,26 @@ class PrefillRanking:
         holders = list(islice((key for name in held if (key := self._open.key_of(name)) is not None), _MOST_HOLDERS))
         least_saved = reach.saved(0)
         longest = self._longest.keys[-1][0] if self._longest.keys else 0
-        beside = goes_between(num_tokens - least_saved, longest, (window_tokens + least_saved) // 2)
+        step_tokens = window_tokens // 2
+        beside = goes_between(num_tokens - least_saved, longest, step_tokens)
         too_long = num_tokens >= window_tokens + 2 * least_saved and not beside
         if not holders and not self._idle and too_long and may_overtake is None:
             return None
         best: tuple[Any, ...] | None = None
+        first = chain(holders, self._with_long_ones(step_tokens))
         # Those that are not looked at first hold no more than the last one that is.
         most = 0 if len(holders) < _MOST_HOLDERS else held[holders[-1][3]]
         rest = reach.saved(most)
-        for place, key in enumerate(chain(holders, self._open.keys)):
+        for is_first, key in chain(((True, key) for key in first), ((False, key) for key in self._open.keys)):
             queued, in_flight, given, worker_id, ahead, prompts = key
-            if place >= len(holders) and best is not None and best <= (False, queued + num_tokens - rest, -most, *key[1:4]):
+            if not is_first and best is not None and best <= (False, queued + num_tokens - rest, -most, *key[1:4]):
                 break  # and so it is with all that follow
             own = held.get(worker_id, 0)
             saved = reach.saved(own)
             # The rule of `Outstanding.takes_prompt`, without a call for each of a thousand workers.
-            if longest > LONG_STEPS * (window_tokens // 2):
-                ahead -= prompts.let_between(num_tokens - saved, window_tokens + saved)
+            if longest > LONG_STEPS * step_tokens and (between := prompts.let_between(num_tokens - saved, step_tokens)):
+                ahead -= between
+                queued = self._loads[worker_id].ahead_of(num_tokens - saved, step_tokens)
             room = not ahead or ahead + num_tokens <= window_tokens + 2 * saved
             if room or (may_overtake is not None and may_overtake(prompts)):
                 cost = (worker_id in avoid, queued + num_tokens - saved, -own, in_flight, given, worker_id)
@@ -136,10 +141,19 @@ class PrefillRanking:
                     best = cost
         return None if best is None else self._loads[best[-1]]
 
-    @property
-    def least_queued_tokens(self) -> int:
-        """Prompt tokens ahead of a new request at the worker with the fewest, be it open or not. There must be a worker."""
-        return int(self._queued.keys[0][0])
+    def least_ahead_of(self, num_tokens: int, step_tokens: int) -> int:
+        """Prompt tokens ahead of a new prompt at the worker with the fewest, be it open or not. There must be a worker."""
+        beside = (self._loads[key[3]].ahead_of(num_tokens, step_tokens) for key in self._with_long_ones(step_tokens))
+        return min((int(self._queued.keys[0][0]), *beside))
+
+    def _with_long_ones(self, step_tokens: int) -> Iterator[_Key]:
+        """Keys of some workers that take prompts and have a long one."""
+        for longest, worker_id in islice(reversed(self._longest.keys), _MOST_WITH_LONG_ONES):
+            if longest <= LONG_STEPS * step_tokens:
+                return
+            key = self._open.key_of(worker_id)
+            assert key is not None, "it takes prompts"
+            yield key
 
     def all_in(self, worker_ids: Container[str]) -> bool:
         """Tell whether every worker is one of these."""

@@ -11,6 +11,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from configs.arithmetic import ceil_div, goes_between
 from configs.schema import ClusterConfig
@@ -80,20 +81,28 @@ class Outstanding:
         self.unreported_size = min(self.unreported_size, self.in_flight_size - num_tokens)
         self.done(num_tokens)
 
-    def takes_prompt(self, num_tokens: int, window_tokens: int) -> bool:
-        """Tell whether a prompt of this length may go behind those in flight.
+    def takes_prompt(self, num_tokens: int, window_tokens: int, step_tokens: int, saved: int = 0) -> bool:
+        """Tell whether a prompt of this length, of which `saved` tokens need not be computed, may go behind those in flight.
 
-        A router can't reorder what is queued at a worker, so it keeps no more than a window of tokens there, which is two
-        steps. An idle worker takes one prompt of any length. One that computes a prompt so long that it lets this one go
-        between its steps takes it as if the long one were not there.
+        A router can't reorder what is queued at a worker, so it keeps no more than a window of tokens there, and as many more
+        as the prompt saves. An idle worker takes one prompt of any length. One that computes a prompt
+        so long that it lets this one go between its steps takes it as if those that let it pass were not there.
         """
-        ahead = self.in_flight_size - self.let_between(num_tokens, window_tokens)
-        return not ahead or ahead + num_tokens <= window_tokens
+        ahead = self.in_flight_size - self.let_between(num_tokens - saved, step_tokens)
+        return not ahead or ahead + num_tokens <= window_tokens + 2 * saved
 
-    def let_between(self, num_tokens: int, window_tokens: int) -> int:
-        """Length of the longest prompt in flight, if it lets one of `num_tokens` go between its steps; else 0."""
-        longest = self.longest_prompt
-        return longest if goes_between(num_tokens, longest, window_tokens // 2) else 0
+    def let_between(self, num_tokens: int, step_tokens: int) -> int:
+        """Tokens of the prompts in flight that let one of `num_tokens` go before them, be they begun: long ones.
+
+        Beside a long one, a prompt of a single step also goes before all that need several.
+        """
+        if not goes_between(num_tokens, self.longest_prompt, step_tokens):
+            return 0
+
+        def lets(size: int) -> bool:
+            return size > step_tokens if num_tokens <= step_tokens else goes_between(num_tokens, size, step_tokens)
+
+        return sum(takewhile(lets, reversed(self.prompt_sizes)))
 
     @property
     def longest_prompt(self) -> int:
@@ -160,6 +169,17 @@ class WorkerLoad:
         """Prompt tokens that the worker computes before those of a new request, as far as is known."""
         reported = self.report.queued_tokens if self.report else 0
         return max(reported + self.prompts.unreported_size, self.prompts.in_flight_size)
+
+    def ahead_of(self, num_tokens: int, step_tokens: int) -> int:
+        """Prompt tokens that the worker computes before those of a new prompt with `num_tokens` to compute, as far as is known.
+
+        Beside long prompts of this router that let it go between their steps, these are two of those steps, and one of theirs
+        for each of the others'. Long prompts of other routers are not known from other queued tokens.
+        """
+        between = self.prompts.let_between(num_tokens, step_tokens)
+        if not between:
+            return self.queued_tokens
+        return min(self.queued_tokens, 2 * (self.queued_tokens - between + step_tokens))
 
     @property
     def held_blocks(self) -> int:

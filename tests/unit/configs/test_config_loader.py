@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,20 @@ def test_a_whole_number_will_do_for_seconds(yaml_file: Path) -> None:
         ("hf_overrides: '{'", "hf_overrides", "should be a JSON object with keys of config.json, not '{'"),
         ("hf_overrides: {hidden_size: 3}", "hf_overrides", "hidden_size can't be overridden; the keys are rope_parameters,"),
         ("hf_overrides: {rope_scaling: {type: ntk}}", "hf_overrides", "rope_scaling: type should be one of default, linear"),
+        ("hf_overrides: {rope_scaling: null}", "hf_overrides", "rope_scaling should be left out, or have the rope_type"),
+        ("hf_overrides: {rope_theta: null}", "hf_overrides", "rope_theta should be left out, not null"),
+        (
+            "hf_overrides: {rope_parameters: {rope_theta: 1e6}}",
+            "hf_overrides",
+            "rope_parameters should be given with its rope_type",
+        ),
+        (f"hf_overrides: {{rope_theta: {10**400}}}", "hf_overrides", "rope_theta should be a positive number"),
+        (f"hf_overrides: {{max_position_embeddings: {10**400}}}", "hf_overrides", "should be a positive integer"),
+        (
+            "hf_overrides: {rope_parameters: {rope_type: linear, factor: 1.0e+308}}",
+            "hf_overrides",
+            "factor should be at least 1, and 1000000 at most",
+        ),
         ("hf_overrides: {rope_scaling: {}, rope_parameters: {}}", "hf_overrides", "the former name of rope_parameters"),
         ("hf_overrides: {max_position_embeddings: x}", "hf_overrides", "should be a positive integer"),
         ("{engine: paced, hf_overrides: {rope_theta: 500000}}", "hf_overrides", "paced workers compute no positions"),
@@ -314,6 +329,13 @@ def test_a_context_beyond_the_models_is_refused(facts: ModelFacts) -> None:
     assert served_context(config, with_overrides(facts, config.hf_overrides, config.max_model_len)) == 129
 
 
+def test_what_is_stretched_already_or_paced_gets_no_such_advice(facts: ModelFacts) -> None:
+    config, stretched = ClusterConfig(max_model_len=999), replace(facts, rope_scaling=LinearScaling(2.0))
+    for pair in ((config, stretched), (config.model_copy(update={"engine": "paced"}), facts)):
+        with pytest.raises(ConfigError, match=r"use at most 128$"):
+            served_context(*pair)
+
+
 LINEAR = {"rope_scaling": {"type": "linear", "factor": 2.0}}
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}
 
@@ -333,6 +355,8 @@ def test_the_base_of_dynamic_scaling_is_that_of_the_served_context(facts: ModelF
     served = [with_overrides(facts, DYNAMIC, tokens) for tokens in (None, 512, 300, 900)]
     assert [each.max_model_len for each in served] == [512, 512, 300, 512]
     assert len({each.positions for each in served}) == len({each.identity for each in served}) == 2
+    shorter = [with_overrides(facts, DYNAMIC, tokens) for tokens in (128, 100, 64)]
+    assert len({each.positions for each in shorter}) == 1, "up to the first context all have the same base"
 
 
 @given(first=st.integers(1, 10_000), factor=st.floats(1, 64), kind=st.sampled_from(["yarn", "linear", "dynamic"]))

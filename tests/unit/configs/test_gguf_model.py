@@ -91,6 +91,9 @@ def test_without_a_chat_template(make_gguf: Files) -> None:
         ({"llama__expert_count": 8}, "mixture-of-experts"),
         ({"llama__rope__scaling__type": "longrope"}, "llama.rope.scaling.type should be none, linear or yarn"),
         ({"llama__rope__scaling__type": "yarn"}, "llama.rope.scaling: rope_scaling: factor is missing"),
+        ({"llama__rope__scaling__attn_factor": 1.25}, "llama.rope.scaling.attn_factor should be 1"),
+        ({"llama__rope__scaling__yarn_attn_factor": 0.5}, "llama.rope.scaling.yarn_attn_factor should be 1"),
+        ({"llama__rope__scaling__yarn_ext_factor": 0.0}, "llama.rope.scaling.yarn_ext_factor should be 1"),
         ({"llama__rope__scaling__yarn_log_multiplier": 0.1}, "yarn_log_multiplier should be absent"),
         ({"llama__attention__sliding_window": 64}, "sliding windows"),
         ({"tokenizer__ggml__model": "llama"}, "tokenizer.ggml.model should be gpt2"),
@@ -119,8 +122,8 @@ def test_what_cant_be_served_is_refused_by_name(make_gguf: Files, changes: dict[
     [
         ({"type": "linear", "factor": 2.0}, LinearScaling(2.0), 256),
         (
-            {"type": "yarn", "factor": 4.0, "original_context_length": 64, "attn_factor": 1.25},
-            YarnScaling(4.0, 64, 1.25),
+            {"type": "yarn", "factor": 4.0, "original_context_length": 64, "attn_factor": 1.0, "yarn_ext_factor": 1.0},
+            YarnScaling(4.0, 64, 0.1 * math.log(4.0) + 1.0),
             256,
         ),
     ],

@@ -93,6 +93,13 @@ def test_positions_are_stretched_as_a_model_declares(
     assert facts.identity == facts.model_hash
 
 
+def test_the_original_context_beside_the_scaling_goes_before_the_one_in_it(make_directory: Files) -> None:
+    scaling = facts_from_directory(
+        make_directory(rope_parameters=YARN, original_max_position_embeddings=32), "tiny"
+    ).rope_scaling
+    assert scaling == YarnScaling(4.0, 32, 0.1 * math.log(4.0) + 1.0)
+
+
 MISTRAL, QWEN2 = "MistralForCausalLM", {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}
 
 
@@ -111,8 +118,9 @@ def test_sliding_windows_by_layer(make_directory: Files, changes: dict[str, Any]
     assert facts_from_directory(make_directory(**changes), "tiny").sliding_windows == windows
 
 
-def test_a_mistral_may_have_none(make_directory: Files) -> None:
-    path = make_directory(architectures=[MISTRAL]) / "config.json"
+@pytest.mark.parametrize("family", [{"architectures": [MISTRAL]}, QWEN2 | {"max_window_layers": 0}])
+def test_a_window_that_is_null_is_none(make_directory: Files, family: dict[str, Any]) -> None:
+    path = make_directory(**family) / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"sliding_window": None}))
     assert facts_from_directory(path.parent, "tiny").sliding_windows == ()
 

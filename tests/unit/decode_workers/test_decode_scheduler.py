@@ -394,9 +394,9 @@ def test_short_prompts_go_between_two_chunks_of_a_long_one() -> None:
     steps = []
     for _ in range(18):
         world.begin_step()
-        steps.append([prompts.index(request.stream) for request, chunk in world.step if request.stream.remaining > 1])
+        steps.append([prompts.index(each.stream) for each, _ in world.step if each.stream and each.stream.remaining > 1])
         world.end_step()
-    assert steps[:4] == [[0], [2], [0], [1]], "the shortest first"
+    assert steps[:4] == [[0], [2], [0], [1]], "what needs one step first"
     assert steps[4:16] == [[0], [1]] * 6
     assert steps[16:] == [[0], [0]]
 

@@ -81,6 +81,7 @@ def test_twice_the_first_context_by_yarn_equals_transformers(
         start = end
     for row, token in zip(expected, (token for token in found if token is not None), strict=True):
         assert token.token_id == int(row.argmax())
+        assert token.logprobs is not None
         for entry in token.logprobs.top:
             assert entry.logprob == pytest.approx(row[entry.token_id].item(), abs=2e-3)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -47,8 +49,10 @@ class Run:
         """Those of them that are not computed, in the order in which they are to start. True: those that came ahead."""
         self.passed = 0
         """Prompts that came ahead and were computed since one of the others had a step, while there were others."""
-        self.overtaken: Prompt | None = None
+        self.passed_over: Prompt | None = None
         """The prompt that goes first and is being computed, where the latest step went to shorter ones."""
+        self.overtaken: set[Prompt] = set()
+        """Those of which that was so when it was their turn last."""
         self.lines_turn = False
         """A prompt that came ahead was computed, and the others have had no step since."""
         self.reached: dict[Prompt, int] = {}
@@ -74,11 +78,14 @@ class Run:
     def step(self) -> list[PlannedChunk]:
         plan = self.scheduler.plan()
         assert sum(chunk.num_tokens for chunk in plan) <= (self.budget if len(plan) < 2 else min(self.budget, self.saturation))
-        former, first = self.overtaken, (self.line[True] or self.line[False] or [None])[0]
+        first = next(iter([*self.line[not self.lines_turn], *self.line[self.lines_turn]]), None)
         computed = [chunk.prompt for chunk in plan]
-        between = plan and first in self.started and first not in computed and not (self.line[True] and self.lines_turn)
-        self.overtaken = first if between else None
-        assert self.overtaken is None or self.overtaken is not former, "every other step is the long one's"
+        self.passed_over = first if plan and first in self.started and first not in computed else None
+        if self.passed_over is not None:
+            assert self.passed_over not in self.overtaken, "every other turn is the long one's"
+            assert not (self.lines_turn and self.line[False]) or set(computed) & set(self.line[False]), "its turn is its own"
+            self.overtaken.add(self.passed_over)
+        self.overtaken -= set(computed)
         if plan and set(computed) & set(self.line[False]):
             self.lines_turn = False
         elif any(chunk.last for chunk in plan):
@@ -105,9 +112,9 @@ class Run:
             self.started.append(prompt)
             before = self.line[ahead][: self.line[ahead].index(prompt)]
             if not set(before) <= set(self.started):
-                assert self.overtaken is not None, "it starts after all that go before it, or between the steps of a long one"
+                assert self.passed_over is not None, "it starts after all that go before it, or between the steps of a long one"
                 likely = len(prompt.token_ids) - prompt.likely_cached
-                assert goes_between(likely, len(self.overtaken.token_ids), self.budget, left=self.left(self.overtaken))
+                assert goes_between(likely, len(self.passed_over.token_ids), self.budget, left=self.left(self.passed_over))
             assert chunk.start == prompt.cached
             assert prompt.cached % BLOCK_SIZE == 0
         else:
@@ -187,7 +194,7 @@ def test_a_long_prompt_lets_short_ones_go_before_every_other_step_to_its_end() -
     long, medium, short, tiny = added(scheduler, range(1600), range(2000, 2040), range(3000, 3016), range(4000, 4004))
     steps = [[chunk.prompt for chunk in step(scheduler)] for _ in range(11)]
     assert steps[0] == [long]
-    assert steps[1::2] == [[tiny], [short], [medium], [medium], [medium]]
+    assert steps[1::2] == [[short], [tiny], [medium], [medium], [medium]]
     assert steps[2::2] == [[long]] * 5
     [late] = added(scheduler, range(5000, 5010))
     assert [step(scheduler)[0].prompt for _ in range(3)] == [late, long, long], "at most a step of the long one before it"
@@ -195,6 +202,63 @@ def test_a_long_prompt_lets_short_ones_go_before_every_other_step_to_its_end() -
         step(scheduler)
     [last] = added(scheduler, range(6000, 6010))
     assert [step(scheduler)[0].prompt for _ in range(3)] == [last, long, long]
+
+
+def test_prompts_of_one_step_go_between_in_the_order_in_which_they_came() -> None:
+    scheduler = PrefillScheduler(PrefixCache(2000), BLOCK_SIZE, steps_of(16))
+    long, first = added(scheduler, range(1600), range(2000, 2016))
+    step(scheduler)
+    shorter = []
+    for length in (15, 14, 13):
+        shorter += added(scheduler, range(3000 + 100 * length, 3000 + 100 * length + length))
+        assert step(scheduler)[0].prompt is [first, *shorter][len(shorter) - 1]
+        assert step(scheduler)[0].prompt is long
+
+
+LATER = st.tuples(st.booleans(), st.integers(1, 16))
+
+
+@given(
+    long_ahead=st.booleans(),
+    two=st.booleans(),
+    steady=st.lists(LATER, min_size=1, max_size=4),
+    every=st.integers(1, 2),
+    warm=st.integers(1, 12),
+    short=LATER,
+)
+def test_neither_long_prompts_nor_short_ones_starve_while_others_keep_coming(
+    long_ahead: bool, two: bool, steady: list[tuple[bool, int]], every: int, warm: int, short: tuple[bool, int]
+) -> None:
+    """Prompts of one step keep coming, ahead and in line. A long one has every fourth step at least, of two the one ahead.
+
+    A short one waits for a step of each long one, and for one more of each for each step of those that go before it.
+    """
+    scheduler = PrefillScheduler(PrefixCache(1000), BLOCK_SIZE, steps_of(4))
+    longs = [scheduler.new_prompt(range(100_000 * n, 100_000 * n + 400), "") for n in range(1 + two)]
+    for number, long in enumerate(longs):
+        scheduler.add(long, ahead=long_ahead if number == 0 else not long_ahead)
+    arrived = 0
+
+    def next_step() -> set[Prompt]:
+        nonlocal arrived
+        if arrived % every == 0:
+            ahead, length = steady[arrived % len(steady)]
+            prompt = scheduler.new_prompt(range(1_000_000 + 100 * arrived, 1_000_000 + 100 * arrived + length % 4 + 1), "")
+            scheduler.add(prompt, ahead=ahead)
+        arrived += 1
+        return {chunk.prompt for chunk in step(scheduler)}
+
+    steps = [next_step() for _ in range(warm)]
+    ahead, length = short
+    awaited = scheduler.new_prompt(range(5_000_000, 5_000_000 + length % 4 + 1), "")
+    scheduler.add(awaited, ahead=ahead)
+    steps += [next_step() for _ in range(60)]
+    waited = steps[warm : next(n for n, each in enumerate(steps) if awaited in each)]
+    chunks = sum(bool(each & set(longs)) for each in waited)
+    assert chunks <= (1 + two) * (1 + len(waited) - chunks), "besides the one under way"
+    long = longs[two and not long_ahead]
+    own = [0, *(number for number, each in enumerate(steps) if long in each), len(steps)]
+    assert max(later - number for number, later in pairwise(own)) <= 4
 
 
 def test_prompts_of_like_length_are_computed_one_after_the_other() -> None:

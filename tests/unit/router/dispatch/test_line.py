@@ -230,16 +230,21 @@ def test_who_lets_pass_lets_its_own_tenant_look_too_until_it_looks_again() -> No
     asyncio.run(main())
 
 
-def test_only_some_let_pass_at_a_time() -> None:
+def test_only_some_let_pass_at_a_time_and_the_next_one_holds_up_its_class_alone() -> None:
     rules = LineRules(100, 1.0)
-    entries = [rules.enter(A, 1, 10, 0)[0] for _ in range(12)]
-    passed = []
-    while (entry := rules.call(0)) is not None and rules.let_pass(entry):
-        passed.append(entry)
-    assert passed == entries[:8]
-    assert rules.front is entries[8]
-    rules.leave(entries[0], 0, served=False)
-    assert rules.let_pass(entries[8])
+    long = [rules.enter(A, 1, 10, 0)[0] for _ in range(9)]
+    for each in long:
+        assert rules.call(0) is each
+        rules.let_pass(each)
+    rules.enter(A, 1, 10, 0)
+    assert rules.call(0) is None, "it is of their class"
+    for who in (B, SchedulingClass("a", level=1)):
+        other, _ = rules.enter(who, 1, 10, 0)
+        assert rules.call(0) is other
+        rules.leave(other, 0, served=True)
+    for each in long:
+        assert not rules.step_back(each)
+    assert rules.call(0) is long[0], "all look again"
 
 
 def test_who_leaves_or_is_turned_out_while_it_stands_aside_holds_nobody_up() -> None:

@@ -48,6 +48,8 @@ class At:
         return found
 
 
+LONG = At((("other", 900),))
+"""More than eight steps."""
 FULL = At((("other", 199),))
 FULL_OF_MINE = At((("mine", 199),))
 BUSY_HERE = At((("other", 90),))
@@ -123,6 +125,9 @@ TABLE = {
     ),
     "always, copied: more than the prompt is held, no prefill worker has that": Row("always", HERE, request=RESUMED, held=88),
     "always, copied: even where much is computed": Row("always", HERE, request=RESUMED, held=88, here=FULL),
+    "auto: a long prompt there does not count for a short one": Row("auto", "prefill-0", prefills=(LONG,), costs=DEAR_HERE),
+    "auto: nor does one here": Row("auto", HERE, prefills=(At(queued=700),), here=LONG, costs=EVEN),
+    "auto: others' long prompts are unknown": Row("auto", HERE, prefills=(At(queued=900),), here=LONG, costs=EVEN),
     # never: the decode worker computes prompts
     "never: here": Row("never", HERE, prefills=()),
     "never: too much is computed already": Row("never", None, prefills=(), here=BUSY_HERE),

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable
 from random import Random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,6 +35,14 @@ def report(worker_id: str, queued_tokens: int = 0, reservable_blocks: int = 0) -
     return decode_report(worker_id, queued_tokens=queued_tokens, reservable_blocks=reservable_blocks)
 
 
+def let_between(sizes: list[int], num_tokens: int, step: int) -> int:
+    """Tokens of those that one of `num_tokens` does not wait for, in the plainest words."""
+    longs = [size for size in sizes if size > 8 * step and num_tokens <= min(8 * step, max(step, size // 4))]
+    if longs and num_tokens <= step:
+        return sum(size for size in sizes if size > step)
+    return sum(longs)
+
+
 def sorted_prefills(
     loads: Iterable[WorkerLoad], num_tokens: int, window_tokens: int, avoid: Container[str], may_overtake: Overtaking
 ) -> list[str]:
@@ -41,14 +50,15 @@ def sorted_prefills(
     found = []
     for load in loads:
         outstanding = load.outstanding
-        longest = max(outstanding.prompt_sizes, default=0)
-        step = window_tokens // 2
-        between = longest if longest > 8 * step and num_tokens <= max(step, longest // 4) else 0
+        between = let_between(outstanding.prompt_sizes, num_tokens, window_tokens // 2)
         others = outstanding.in_flight_size - between
+        queued = load.queued_tokens
+        if between:
+            queued = min(queued, 2 * (queued - between + window_tokens // 2))
         behind = not others or others + num_tokens <= window_tokens
         if outstanding.refused_size is None and (behind or may_overtake(outstanding)):
             turn = (outstanding.in_flight, outstanding.given, load.worker_id)
-            found.append((load.worker_id in avoid, load.queued_tokens, turn))
+            found.append((load.worker_id in avoid, queued, turn))
     return [turn[-1] for _, _, turn in sorted(found)]
 
 
@@ -83,10 +93,12 @@ def decode_order(loads: Iterable[WorkerLoad], need_blocks: int, avoid: Container
     return list(ranking.order(need_blocks, avoid))
 
 
+SIZES = st.lists(st.integers(1, 500) | st.sampled_from([1201, 1400, 5000]), max_size=4).map(sorted)
 outstandings = st.builds(
-    Outstanding,
-    in_flight=st.integers(0, 5),
-    in_flight_size=st.integers(0, 500),
+    lambda prompt_sizes, **others: Outstanding(
+        in_flight=len(prompt_sizes), in_flight_size=sum(prompt_sizes), prompt_sizes=prompt_sizes, **others
+    ),
+    prompt_sizes=SIZES,
     unreported_size=st.integers(0, 500),
     given=st.integers(0, 9),
     refused_size=st.none() | st.integers(0, 500),
@@ -143,13 +155,14 @@ def test_the_fewest_tokens_to_compute_decide_where_workers_hold_some(
 
     def cost(load: WorkerLoad) -> tuple[bool, int, int, int, int, str]:
         own, prompts = held.get(load.worker_id, 0), load.prompts
-        tokens = load.queued_tokens + size - reach.saved(own)
+        saved = reach.saved(own)
+        tokens = load.ahead_of(size - saved, WINDOW // 2) + size - saved
         return load.worker_id in avoid, tokens, -own, prompts.in_flight, prompts.given, load.worker_id
 
     def takes(load: WorkerLoad) -> bool:
         overtaken = may_overtake is not None and may_overtake(load.prompts)
         saved = reach.saved(held.get(load.worker_id, 0))
-        return load.prompts.refused_size is None and (load.prompts.takes_prompt(size - saved, WINDOW + saved) or overtaken)
+        return load.prompts.refused_size is None and (load.prompts.takes_prompt(size, WINDOW, WINDOW // 2, saved) or overtaken)
 
     able = [load for load in workers if takes(load)]
     found = ranking.best(size, WINDOW, may_overtake, avoid, held, reach)
@@ -212,7 +225,9 @@ def test_choice_stays_that_while_loads_change(moves: list[tuple[str, str, int]],
         outstanding = loads[name].outstanding
         if move == "give":
             tenant = TENANT if amount % 2 else OTHER
-            outstanding.give_prompt(amount, tenant, ahead=not outstanding.takes_prompt(amount, WINDOW) and tenant == OTHER)
+            outstanding.give_prompt(
+                amount, tenant, ahead=not outstanding.takes_prompt(amount, WINDOW, WINDOW // 2) and tenant == OTHER
+            )
             given_prompts[name].append((amount, tenant))
         elif move == "done" and given_prompts[name]:
             outstanding.prompt_done(*given_prompts[name].pop())
@@ -235,9 +250,9 @@ def test_choice_stays_that_while_loads_change(moves: list[tuple[str, str, int]],
 def test_prefill_goes_to_the_shortest_queue(workers: list[WorkerLoad], avoid: set[str]) -> None:
     best = best_prefill(workers, 10, WINDOW, avoid)
     by_id = {load.worker_id: load for load in workers}
-    within = {load.worker_id for load in workers if load.outstanding.takes_prompt(10, WINDOW)}
+    within = {load.worker_id for load in workers if load.outstanding.takes_prompt(10, WINDOW, WINDOW // 2)}
     open_ids = {load.worker_id for load in workers if load.outstanding.refused_size is None} & within
-    ranks = {name: (name in avoid, by_id[name].queued_tokens) for name in open_ids}
+    ranks = {name: (name in avoid, by_id[name].ahead_of(10, WINDOW // 2)) for name in open_ids}
     assert best in open_ids if open_ids else best is None
     if best is not None:
         assert ranks[best] == min(ranks.values())
@@ -278,22 +293,54 @@ def test_what_is_out_of_hand_is_a_window_or_one_prompt_and_as_much_beside_a_long
             given.append(prompt)
         elif worker.outstanding.in_flight == 1:
             assert worker.outstanding.in_flight_size + prompt > window
-            assert given[0] <= 8 * (window // 2) or prompt > max(window // 2, given[0] // 4)
-        beside = sorted(given)[:-1] if max(given) > 8 * (window // 2) else given
-        assert len(beside) <= 1 or sum(beside) <= window
+            assert not let_between(given, prompt, window // 2)
+        longs = [size for size in given if size > 8 * (window // 2)]
+        assert len(longs) <= 1
+        short = [size for size in given if size <= window // 2]
+        beside = [size for size in given if size not in longs]
+        assert sum(short if longs else beside) <= window or len(beside) == 1
+        assert len(beside) - len(short) <= 1 or sum(beside) <= window
 
 
 def test_a_long_prompt_lets_short_ones_of_its_tenant_to_the_worker() -> None:
     worker = load_of("p", report("p"), Outstanding())
     worker.outstanding.give_prompt(131_072, TENANT, ahead=False)
-    for prompt in (200, 300, 12):
+    for prompt in (200, 256, 56):
         assert best_prefill([worker], prompt, 512) == "p"
         worker.outstanding.give_prompt(prompt, TENANT, ahead=False)
     assert best_prefill([worker], 1, 512) is None, "a window of short ones"
-    for prompt in (200, 300, 12):
+    for prompt in (200, 256, 56):
         worker.outstanding.prompt_done(prompt, TENANT)
-    assert best_prefill([worker], 32_768, 512) == "p"
-    assert best_prefill([worker], 32_769, 512) is None, "a second long one waits for the first"
+    assert best_prefill([worker], 2049, 512) is None, "a second long one waits for the first"
+    assert best_prefill([worker], 2048, 512) == "p"
+
+
+@pytest.mark.parametrize("beside", [2000, 2048, 32_768])
+def test_one_of_several_steps_beside_a_long_one_lets_those_of_one_step_pass_too(beside: int) -> None:
+    worker = load_of("p", report("p"), Outstanding())
+    for size in (131_072, beside):
+        worker.outstanding.give_prompt(size, TENANT, ahead=True)
+    assert best_prefill([worker], 200, 512) == "p"
+    assert worker.ahead_of(200, 256) == 512
+    worker.outstanding.give_prompt(200, TENANT, ahead=False)
+    assert worker.ahead_of(200, 256) == 912
+    assert (best_prefill([worker], 312, 512) is None) == (beside <= 2048), "it waits for what is no longer than eight steps"
+    assert best_prefill([worker], 256, 512) == "p"
+
+
+def test_a_prompt_goes_to_the_worker_where_fewest_are_computed_before_it_beside_a_long_one_or_not() -> None:
+    long, crowded = (load_of(name, report(name), Outstanding()) for name in ("a long one", "crowded"))
+    long.outstanding.give_prompt(131_072, TENANT, ahead=False)
+    crowded.outstanding.give_prompt(255, TENANT, ahead=False)
+    assert best_prefill([long, crowded], 200, 512) == "crowded"
+    crowded.outstanding.prompt_done(255, TENANT)
+    for name in ("a", "b", "c"):
+        crowded.outstanding.give_prompt(300, name, ahead=False)
+    assert best_prefill([long, crowded], 200, 512, may_overtake=lambda _: True) == "a long one"
+    ranking = PrefillRanking()
+    for load in (long, crowded):
+        ranking.put(load)
+    assert (ranking.least_ahead_of(200, 256), ranking.least_ahead_of(2049, 256)) == (512, 900)
 
 
 @given(
@@ -310,7 +357,7 @@ def test_beyond_the_window_goes_the_only_prompt_of_a_tenant_before_those_of_crow
             worker.outstanding.prompt_done(*in_flight.pop(size % len(in_flight)))
             continue
         tenants = {of for _, of in in_flight}
-        ahead, former = not worker.outstanding.takes_prompt(size, 100), worker.outstanding.overtaker
+        ahead, former = not worker.outstanding.takes_prompt(size, 100, 50), worker.outstanding.overtaker
 
         def may_overtake(outstanding: Outstanding, tenant: str = tenant) -> bool:
             return outstanding.may_be_overtaken(tenant, in_line.__getitem__)
