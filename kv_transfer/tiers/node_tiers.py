@@ -146,10 +146,11 @@ def _open(folder: Path, described: bytes, block_bytes: int, size: int, block_s: 
 def _described(config: ClusterConfig, layout: KvLayout, arithmetic: str) -> bytes:
     """What must be equal for blocks to be taken: blocks of another arithmetic would change what is said.
 
-    Positions that are the model's own are left out: its hash tells them, and tiers from before they had names are kept.
+    Of what is as usual nothing is written, so that tiers from before it had a name are kept.
     """
-    left_out = {"memory"} if layout.positions else {"memory", "positions"}
-    parts = [str(getattr(layout, field.name)) for field in fields(layout) if field.name not in left_out]
+    usual = {"kv_cache_dtype": "auto", "positions": ""}
+    values = ((field.name, getattr(layout, field.name)) for field in fields(layout) if field.name != "memory")
+    parts = [str(value) for name, value in values if value != usual.get(name)]
     return "\n".join([*parts, arithmetic, str(config.block_size)]).encode()
 
 

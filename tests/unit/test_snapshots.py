@@ -117,7 +117,8 @@ def _keys(section: dict[str, Any], sections: dict[str, Any], defaults: dict[str,
             yield from _keys(sections[_last_part(described["$ref"])], sections, default, f"{key}.")
             continue
         kind = {word: value for word, value in described.items() if word not in ("title", "default")}
-        of_entries = kind.get("additionalProperties", {}).get("$ref")
+        entries = kind.get("additionalProperties", {})
+        of_entries = entries.get("$ref") if isinstance(entries, dict) else None
         if of_entries is not None:
             kind["additionalProperties"] = "below"
         yield f"{key}: {json.dumps(kind, sort_keys=True)} default {json.dumps(default)}"

@@ -1,4 +1,4 @@
-"""Which blocks on a disk a worker takes: those of its own layout, also from before positions were a part of it."""
+"""Which blocks on a disk a worker takes: those of its own layout, also from before a layout told positions and the format of KV."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.kv_transfer.two_ends import HEAD_DIM, HEADS, LAYERS, LAYOUT, poo
 BLOCK_SIZE = 8
 KEY = bytes(range(32))
 BEFORE = f"{LAYOUT.model_hash}\n{LAYOUT.dtype}\n{LAYERS}\n{HEADS}\n{HEAD_DIM}\n1\narithmetic\n{BLOCK_SIZE}"
-"""What version 1.0 wrote beside its blocks."""
+"""What was written beside blocks when a layout had no more."""
 
 
 def num_taken(folder: Path, layout: KvLayout) -> int:
