@@ -1,4 +1,4 @@
-"""Which blocks on a disk a worker takes: those of its own layout, also from before a layout told positions and the format of KV."""
+"""Which blocks on a disk a worker takes: those of its layout, also from before that told positions and the format of KV."""
 
 from __future__ import annotations
 
