@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -160,18 +160,21 @@ def test_kills_and_drains_change_nothing(guessing: Any, expected: list[dict[str,
     with ThreadPoolExecutor(len(requests)) as threads:
         answers: list[Future[dict[str, Any]]] = []
 
-        def send() -> None:
-            answers.extend(threads.submit(ask, guessing.url, request) for request in requests)
+        def busy(worker_ids: Collection[str]) -> list[dict[str, Any]]:
+            """Those of the workers that have several streams. All requests are sent again when all are answered."""
+            if all(answer.done() for answer in answers):
+                answers.extend(threads.submit(ask, guessing.url, request) for request in requests)
+            return [each for each in decodes() if each["worker_id"] in worker_ids and (each["running"] or 0) > 3]
 
-        send()
-        guessing.until(lambda: sum((worker["running"] or 0) > 3 for worker in decodes()) == 2, 60)
-        victim, other = sorted(decodes(), key=lambda worker: worker["worker_id"])
+        names = {worker["worker_id"] for worker in decodes()}
+        guessing.until(lambda: busy(names), 60)
+        [victim, *_] = busy(names)
         os.kill(victim["pid"], signal.SIGKILL)
         guessing.until(lambda: counted(guessing, "tandem:resumed_streams_total") > resumed, 60)
         guessing.until(lambda: guessing.settled(1, 2), 120)
-        send()
-        guessing.until(lambda: (guessing.worker(other["worker_id"])["running"] or 0) > 3, 60)
-        drained = guessing.ask("POST", "/admin/drain", json={"worker": other["worker_id"], "restart": True})
+        [other] = names - {victim["worker_id"]}
+        guessing.until(lambda: busy({other}), 60)
+        drained = guessing.ask("POST", "/admin/drain", json={"worker": other, "restart": True})
         assert drained.status_code == 200, drained.text
         found = [answer.result(300) for answer in answers]
     for number, answer in enumerate(found):
