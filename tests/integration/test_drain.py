@@ -95,13 +95,14 @@ def two_quantized(serve: Callable[..., Any]) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["two_decodes", "two_quantized"])
-def test_eight_streams_leave_a_drained_worker_exactly(request: pytest.FixtureRequest, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "max_tokens"), [("two_decodes", 500), ("two_quantized", 1500)])
+def test_eight_streams_leave_a_drained_worker_exactly(request: pytest.FixtureRequest, kind: str, max_tokens: int) -> None:
+    """So many tokens that the streams still run when the command is heard."""
     cluster = request.getfixturevalue(kind)
-    expected = run_all(variants(cluster, 8, 500))
+    expected = run_all(variants(cluster, 8, max_tokens))
     cluster.until(cluster.clean, 20)
     moved, resumed = counted(cluster, "migrations_total"), counted(cluster, "resumed_streams_total")
-    streams = variants(cluster, 8, 500)
+    streams = variants(cluster, 8, max_tokens)
     for stream in streams:
         stream.start()
     running: Callable[[], list[int]] = lambda: [w["running"] for w in cluster.workers() if w["role"] == "decode"]  # noqa: E731
