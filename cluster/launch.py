@@ -184,7 +184,7 @@ def _pools_and_http(config: ClusterConfig, facts: ModelFacts, place: _Place, rep
         parts.prepare_front()
         settled = parts.begin_settling()
         report("workers and router")
-        start_http(config.http, has_front=parts.has_front())
+        start_http(config.http, has_front=parts.has_front)
         deploy_router(parts.arguments(), place.head_resources)
         report("workers")
         ask_controller(settled)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import ray
@@ -68,8 +69,9 @@ class Parts:
         """
         at_head(self.head_resources, prepare, self.config, front_token(self.secret))
 
+    @cached_property
     def has_front(self) -> bool:
-        """Return whether Serve works with HAProxy."""
+        """Whether Serve works with HAProxy. Asked of the head node once."""
         return at_head(self.head_resources, has_front)
 
     def arguments(self) -> RouterArguments:
@@ -84,7 +86,7 @@ class Parts:
             start_stream_keeper(self.config, self.head_resources),
             start_audit_keeper(self.config, self.head_resources),
             _start_usage_keeper(self.config, self.head_resources),
-            front_token(self.secret) if self.has_front() else None,
+            front_token(self.secret) if self.has_front else None,
         )
 
     def begin_settling(self) -> Any:

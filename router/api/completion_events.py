@@ -14,7 +14,7 @@ from router.api.errors import error_body
 from router.api.large.encoding import encoded
 from router.api.server_sent_events import event
 from router.api.shapes import ENTRY_SIZE, LARGE_ENTRIES, AnswerInfo, AnswerShape, Json, Offload, num_entries
-from router.dispatch.journal import NO_GUESSES
+from router.dispatch.journal import NO_GUESSES, Guesses
 from router.request.answer import Answer, Delta
 from telemetry.request_times import RequestTimes
 
@@ -44,7 +44,7 @@ class CompletionEvents:
         """Return the events of the next piece; those that end the stream follow the last choice's last piece."""
         self._num_tokens += len(delta.token_ids)
         self._cached_tokens += delta.cached_tokens
-        self._guesses = self._guesses.plus(delta.guesses)
+        self._guesses = Guesses.total((self._guesses, delta.guesses))
         events = [] if delta.index in self._begun else self._opening(delta.index)
         events += self._chunks(delta)
         if delta.finish_reason is not None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any, Protocol, TypeVar
 
-from router.dispatch.journal import NO_GUESSES, Guesses
+from router.dispatch.journal import Guesses
 from router.request.answer import Answer, Delta, TextLogprobs
 from telemetry.request_times import RequestTimes
 
@@ -125,7 +124,7 @@ def usage(
 def whole_usage(info: AnswerInfo, answers: Sequence[Answer]) -> Json:
     """Return the usage of an answer that is not streamed."""
     num_tokens, cached_tokens = sum(len(each.token_ids) for each in answers), sum(each.cached_tokens for each in answers)
-    guesses = reduce(Guesses.plus, (each.guesses for each in answers), NO_GUESSES)
+    guesses = Guesses.total(each.guesses for each in answers)
     return usage(info, num_tokens, cached_tokens, [each.times for each in answers], guesses)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -28,9 +29,13 @@ class Guesses(NamedTuple):
     right: int = 0
     """Those of them that it has said."""
 
-    def plus(self, more: Guesses) -> Guesses:
-        """Return both together."""
-        return Guesses(self.drafts + more.drafts, self.right + more.right)
+    @classmethod
+    def total(cls, parts: Iterable[Guesses]) -> Guesses:
+        """Return all parts together."""
+        drafts, right = 0, 0
+        for part in parts:
+            drafts, right = drafts + part.drafts, right + part.right
+        return cls(drafts, right)
 
 
 NO_GUESSES = Guesses()

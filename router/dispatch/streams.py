@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from functools import reduce
 
 from protocol.errors import TandemError
 from protocol.messages import StreamOutput, TokenFrame
@@ -168,7 +167,7 @@ def _merged(outputs: Sequence[StreamOutput], arrivals: tuple[Arrival, ...]) -> T
         logprobs=tuple(entry for output in outputs for entry in output.logprobs),
         finish_reason=outputs[-1].finish_reason,
         arrivals=arrivals,
-        guesses=reduce(Guesses.plus, map(_guessed, outputs)),
+        guesses=Guesses.total(map(_guessed, outputs)),
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, reduce
+from functools import lru_cache
 from typing import Literal
 
 from pydantic import ConfigDict, with_config
@@ -104,7 +104,7 @@ class Answer:
             cached_tokens=sum(piece.cached_tokens for piece in pieces),
             tool_calls=[call for piece in pieces for call in piece.tool_calls],
             times=pieces[-1].times if pieces else None,
-            guesses=reduce(Guesses.plus, (piece.guesses for piece in pieces), NO_GUESSES),
+            guesses=Guesses.total(piece.guesses for piece in pieces),
         )
 
 
