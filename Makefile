@@ -55,7 +55,8 @@ test: lint
 	$(BIN)/pytest $(WORKERS) -m "not slow" $(ARGS)
 
 test-slow: $(VENV)/.installed-test
-	$(BIN)/pytest -m slow $(ARGS)
+	$(BIN)/pytest $(UNIT) -m slow $(ARGS)
+	$(BIN)/pytest $(WORKERS) -m slow $(ARGS)
 
 test-all: test
 	$(MAKE) test-slow
