@@ -235,7 +235,9 @@ _CLUSTER = (
         SERVING,
         "benchmarks.cache_sources",
     ),
-    Part("cached_chats", "How much of chats is cached, of what could be?", 20, "cached_chats", SERVING, "benchmarks.cached_chats"),
+    Part(
+        "cached_chats", "How much of chats is cached, of what could be?", 20, "cached_chats", SERVING, "benchmarks.cached_chats"
+    ),
     Part("prefix_cache", "What does a cached prefix save?", 3, "prefix_cache", WORKERS, "benchmarks.prefix_cache"),
     Part(
         "cache_index",

@@ -1,8 +1,8 @@
 """Which parts of `make bench` are run, and in which order: pure functions over the catalogue and what is done already.
 
-    no outcome at this commit ──► run        done at this commit ──► left out
-    failed, or over its limit, at this commit ──► run again, after all that were not tried
-    a need is missing, or it is run by hand ──► skipped, with the reason
+no outcome at this commit ──► run        done at this commit ──► left out
+failed, or over its limit, at this commit ──► run again, after all that were not tried
+a need is missing, or it is run by hand ──► skipped, with the reason
 """
 
 from __future__ import annotations
@@ -58,9 +58,7 @@ def plan(
     return sorted(planned, key=place)
 
 
-def _verdict(
-    part: Part, records: Mapping[str, Record], commit: str, missing: Mapping[Need, str], is_named: bool
-) -> Planned:
+def _verdict(part: Part, records: Mapping[str, Record], commit: str, missing: Mapping[Need, str], is_named: bool) -> Planned:
     if part.module is None:
         return Planned(part, "skip", f"run by hand: {part.command}")
     for need in part.needs:

@@ -3,8 +3,8 @@
     waits until the machine is idle ──► started ──► ends by itself ──► done, or failed
         │ still busy: no further part        └─ limit ─► SIGINT ─ GRACE_S ─► SIGKILL ──► over its budget
 
-A part gets SIGINT first, as by Ctrl-C, because scripts end their clusters then. Whatever it has started ends with it. Its output
-goes to a log beside the state file.
+A part gets SIGINT first, as by Ctrl-C, because scripts end their clusters then. Whatever it has started ends with it. Its
+output goes to a log beside the state file.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class State:
     """The records of a state file."""
 
     def __init__(self, file: Path, machine: str) -> None:
-        """`machine` says where parts are run. Raises ValueError for a file of another machine, and for one that is none of ours."""
+        """`machine` says where parts are run. Raises ValueError for a file of another machine, or of something else."""
         self._file = file
         self._machine = machine
         self.records: dict[str, Record] = {}
