@@ -11,14 +11,14 @@ import argparse
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from benchmarks.lib import idle
 from benchmarks.lib.environment import ROOT, environment
-from benchmarks.lib.idle import until_idle, why_busy
 from benchmarks.suite.catalogue import PARTS
 from benchmarks.suite.needs import Folders, missing_needs
 from benchmarks.suite.part import LIMIT_FACTOR, Part
@@ -53,9 +53,10 @@ def main() -> int:
     if options.list:
         print("\n".join(listed(planned)))
         return 0
-    if reason := why_busy():
+    if reason := idle.why_busy():
         parser.error(reason)
-    return run(planned, state, Place(state_file.parent, here["commit"], folders.placeholders()), options.budget)
+    place = Place(state_file.parent, here["commit"], folders.placeholders())
+    return run(planned, state, place, options.budget, lambda: idle.until_idle(IDLE_S))
 
 
 def listed(planned: Sequence[Planned]) -> list[str]:
@@ -68,8 +69,14 @@ def listed(planned: Sequence[Planned]) -> list[str]:
     return [*lines, f"To run: about {left:g} minutes; a part is ended after {LIMIT_FACTOR:g} times its own."]
 
 
-def run(planned: Sequence[Planned], state: State, place: Place, budget_minutes: float | None) -> int:
-    """Run the parts and show how far they are."""
+def run(
+    planned: Sequence[Planned],
+    state: State,
+    place: Place,
+    budget_minutes: float | None,
+    until_idle: Callable[[], str | None],
+) -> int:
+    """Run the parts and show how far they are. `until_idle` is called before each; what it returns ends the run."""
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     for each in planned:
         if each.verdict != "run":
@@ -93,7 +100,7 @@ def run(planned: Sequence[Planned], state: State, place: Place, budget_minutes: 
 
         budget_s = None if budget_minutes is None else budget_minutes * 60
         try:
-            reason = run_parts(parts, state, place, budget_s, lambda: until_idle(IDLE_S), tell)
+            reason = run_parts(parts, state, place, budget_s, until_idle, tell)
         except KeyboardInterrupt:
             reason = "interrupted; the same command goes on"
     done = outcomes.count("done")

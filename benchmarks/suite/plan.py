@@ -1,8 +1,10 @@
 """Which parts of `make bench` are run, and in which order: pure functions over the catalogue and what is done already.
 
-no outcome at this commit ──► run        done at this commit ──► left out
-failed, or over its limit, at this commit ──► run again, after all that were not tried
-a need is missing, or it is run by hand ──► skipped, with the reason
+    no outcome at this commit ──► run        done at this commit ──► left out
+    failed, or over its limit, at this commit ──► run again, after all that were not tried
+    a need is missing, or it is run by hand ──► skipped, with the reason
+
+In a tree with changes nothing counts as done or tried: nobody knows of which tree a record is.
 """
 
 from __future__ import annotations
@@ -71,7 +73,12 @@ def _verdict(part: Part, records: Mapping[str, Record], commit: str, missing: Ma
 
 def _is_of(records: Mapping[str, Record], part: Part, commit: str) -> bool:
     """Whether the part was tried at this commit."""
-    return part.name in records and records[part.name].commit == commit
+    return part.name in records and records[part.name].commit == commit and not has_changes(commit)
+
+
+def has_changes(commit: str) -> bool:
+    """Return whether the tree differed from the commit."""
+    return "+" in commit
 
 
 def may_begin(spent_s: float, budget_s: float | None) -> bool:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from benchmarks.lib.environment import ROOT
 from benchmarks.suite.part import Part
-from benchmarks.suite.plan import Outcome, Record, may_begin
+from benchmarks.suite.plan import Outcome, Record, has_changes, may_begin
 from benchmarks.suite.state import State
 from certify.runner import end_with_all
 
@@ -80,6 +80,8 @@ def run_parts(
 
 def run_part(part: Part, journal: Path, place: Place) -> Record:
     """Run one part to its end or its limit."""
+    if has_changes(place.commit):
+        journal.unlink(missing_ok=True)
     began = time.monotonic()
     with log_of(place.folder, part).open("wb") as log:
         process = subprocess.Popen(
