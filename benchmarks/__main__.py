@@ -31,7 +31,9 @@ STATE = ROOT / "build" / "bench" / "state.json"
 
 def main() -> int:
     """Run what is planned; the exit code is 0 only if nothing failed and nothing was cut short."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--list", action="store_true", help="name the parts and what would be done with each, and run none")
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="run this part; may be given several times")
     parser.add_argument("--budget", type=float, metavar="MINUTES", help="begin no further part after this time")

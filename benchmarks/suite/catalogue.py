@@ -51,6 +51,7 @@ _BESIDE_OTHERS = (
         ("--workloads", "azure-conversation", "--systems", "tandem,tandem-auto,vllm:128", *WITH_TRACES, *WITH_PEERS),
         needs=(PEERS, TRACES),
         per_processor=True,
+        keeps_state=True,
         shown="python -m benchmarks.goodput --traces DIR --peer-env DIR",
     ),
     Part(
@@ -238,7 +239,7 @@ _CLUSTER = (
     Part(
         "cached_chats", "How much of chats is cached, of what could be?", 20, "cached_chats", SERVING, "benchmarks.cached_chats"
     ),
-    Part("prefix_cache", "What does a cached prefix save?", 3, "prefix_cache", WORKERS, "benchmarks.prefix_cache"),
+    Part("prefix_cache", "What does a cached prefix save?", 2, "prefix_cache", WORKERS, "benchmarks.prefix_cache"),
     Part(
         "cache_index",
         "What does a router's index of caches take?",
@@ -348,6 +349,7 @@ _LAST = (
         ),
         needs=(PEERS, TRACES),
         per_processor=True,
+        keeps_state=True,
     ),
     Part(
         "simulate",
