@@ -7,6 +7,7 @@ from itertools import groupby
 
 from benchmarks.pages.history import Age, History
 from benchmarks.pages.markers import MARK
+from benchmarks.pages.reasons import REASONS
 from benchmarks.pages.results import KINDS, Result
 from benchmarks.suite.catalogue import PARTS
 from benchmarks.suite.part import Part
@@ -44,10 +45,10 @@ def missed(results: Sequence[Result], age_of: AgeOf) -> list[str]:
     wrong = [(figure, result) for figure, result in rows if figure.goal and not figure.goal.is_met(figure.value)]
     wrong.sort(key=lambda row: row[0].goal.short_by(row[0].value) if row[0].goal else 0.0, reverse=True)
     lines = [f"Of {len(rows)} goals that were measured, {len(rows) - len(wrong)} are met.", ""]
-    lines += ["| figure | measured | goal | | result |", "|---|---|---|---|---|"]
+    lines += ["| figure | measured | goal | | result | why |", "|---|---|---|---|---|---|"]
     return lines + [
         f"| {figure.name} | {figure.shown} | {figure.shown_goal} | {figure.verdict} "
-        f"| {_linked(result)}{_marked(age_of(result))} |"
+        f"| {_linked(result)}{_marked(age_of(result))} | {REASONS.get((result.name, figure.name), 'not known')} |"
         for figure, result in wrong
     ]
 

@@ -37,7 +37,7 @@ def engine(result: Result, kind: str) -> Sequence[Figure]:
     figures = []
     for name, peer, cases, goal, version in rows:
         if found := [ratio for case in cases for ratio in ratios(result, peer, case)]:
-            figures.append(Figure(f"{name}, lowest", min(found), goal=at_least(goal), peer=version))
+            figures.append(Figure(f"{name}, lowest", min(found), digits=3, goal=at_least(goal), peer=version))
     if starts := [each["ready_s"] - each["imports_s"] for each in result["worker_start"]]:
         figures.append(Figure("start of a worker, imports apart", statistics.median(starts), "s", goal=at_most(1)))
     return figures

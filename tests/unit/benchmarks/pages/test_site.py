@@ -8,6 +8,7 @@ from benchmarks.pages.figure import Figure, at_least, at_most
 from benchmarks.pages.history import Age, History
 from benchmarks.pages.markers import blocks
 from benchmarks.pages.overview import missed, section
+from benchmarks.pages.reasons import REASONS
 from benchmarks.pages.results import Result, read_results
 from benchmarks.pages.site import OVERVIEW, current_pages, stale_pages
 from benchmarks.pages.tables import TABLES
@@ -52,6 +53,11 @@ def test_a_kind_of_processor_that_was_not_measured_is_a_row() -> None:
     assert lines[-1] == "**Not measured on Intel with AMX.**"
     lines = section(part, [], History(), lambda result: Age.CURRENT)
     assert lines[-1] == "**Not measured on AMD with AVX-512 and Intel with AMX.**"
+
+
+def test_a_reason_is_one_of_a_figure_that_has_a_goal() -> None:
+    goals = {(result.name, figure.name) for result in RESULTS for figure in result.figures if figure.goal}
+    assert REASONS.keys() - goals == set()
 
 
 def test_goals_that_are_missed_come_worst_first() -> None:
