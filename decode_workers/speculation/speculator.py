@@ -32,7 +32,7 @@ _FADING = 0.9
 
 
 class StreamDrafts:
-    """What is known of one stream's drafts."""
+    """Index and acceptance of one stream, from which its drafts come."""
 
     def __init__(self, tokens: Sequence[int], shortest: int, longest: int) -> None:
         self.index = NgramIndex(tokens, shortest, longest)

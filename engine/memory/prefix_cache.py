@@ -77,7 +77,7 @@ class PrefixCache:
 
     @property
     def pins(self) -> Iterable[Pin]:
-        """Everything that is pinned."""
+        """All pins: blocks that are owned because they are read or filled."""
         return self._pins.keys()
 
     @property
