@@ -83,7 +83,6 @@ docs: $(VENV)/.installed-test
 	$(BIN)/python docs/badges.py
 	$(BIN)/python docs/data_path.py
 	$(BIN)/python docs/throughput_chart.py
-	$(BIN)/python docs/ticket_life.py
 	$(BIN)/python docs/module_map.py
 	$(BIN)/python -m deploy.grafana.build
 	$(BIN)/python -m deploy.kubernetes.build

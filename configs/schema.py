@@ -241,7 +241,7 @@ class KvOffloadingConfig(_Section):
 
     @property
     def wanted(self) -> bool:
-        """Whether there are any tiers."""
+        """Whether a memory tier or a disk tier is configured."""
         return self.memory_gib is not None or self.disk_gib is not None
 
 

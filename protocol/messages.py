@@ -94,14 +94,14 @@ class KvLayout:
     """What must be equal on both sides of a handoff."""
 
     model_hash: str
-    """`ModelFacts.identity`."""
+    """Identity of the model, `ModelFacts.identity`."""
     dtype: str
     """The type that is computed in, which decides the bits of KV in every format."""
     kv_cache_dtype: str
     """How it lies in the pool: `auto` is as it is computed."""
     num_layers: int
     num_kv_heads: int
-    """Of the whole model, however many ranks share them."""
+    """Number of KV heads of the whole model, however many ranks share them."""
     head_dim: int
     layout_version: int
     memory: str
@@ -172,7 +172,7 @@ class Brought:
 
     @property
     def num_tokens(self) -> int:
-        """Of all sources together."""
+        """Tokens from all sources together."""
         return self.peer_tokens + self.memory_tokens + self.disk_tokens
 
     def __add__(self, other: Brought) -> Brought:
@@ -187,9 +187,9 @@ class TierReport:
     """What lies in one tier of a node, and what the reporting worker has done with it since its start."""
 
     name: str
-    """memory or disk."""
+    """Name of the tier: `memory` or `disk`."""
     num_blocks: int
-    """Of all workers of the node."""
+    """Blocks in the tier, of all workers of the node."""
     num_bytes: int
     stored: int
     """Blocks that this worker has written."""
@@ -210,15 +210,15 @@ class GpuReport:
     """What NVML tells of one GPU, as a whole: others may use it, too. None is what NVML does not tell."""
 
     uuid: str
-    """As `nvidia-smi -L` writes it: GPU-8a3d..."""
+    """Id of the GPU, as `nvidia-smi -L` writes it: GPU-8a3d..."""
     utilization: float | None
     """Share of the time in which it computed something, from 0 to 1."""
     memory_used_bytes: int | None
     memory_total_bytes: int | None
     temperature_c: int | None
-    """In degrees Celsius."""
+    """Temperature of the GPU in degrees Celsius; None if NVML does not say."""
     power_w: float | None
-    """In watts."""
+    """Power that the GPU draws, in watts; None if NVML does not say."""
     ecc_uncorrected: int | None
     """Memory errors that ECC could not correct, since the driver was loaded."""
     latest_xid: int | None
@@ -253,7 +253,7 @@ class DecodeLoad:
     draft_tokens: int = 0
     """Tokens guessed since start."""
     accepted_tokens: int = 0
-    """Those of them that were right."""
+    """Guessed tokens that were right, since start."""
 
 
 @message(3)
@@ -289,7 +289,7 @@ class LoadReport:
     prefix_cache_queries: int
     """Tokens of the prompts that were looked up in the worker's prefix cache since start."""
     prefix_cache_hits: int
-    """Those of them whose KV was there: not computed again (prefill), not sent again (decode)."""
+    """Looked-up tokens whose KV was there, so that it was not computed again (prefill) or not sent again (decode)."""
     prefix_cache_evictions: int = 0
     """Cached blocks that were given to something else, since start."""
     lent_tokens: int = 0
@@ -362,14 +362,17 @@ class Reserve:
     prompt_token_ids: tuple[int, ...]
     """Prompt and, on a resumed stream, the tokens that were already emitted."""
     max_tokens: int
-    """Of the answer. Blocks are taken for its beginning, but a whole that can never fit is refused."""
+    """Most tokens of the answer. Blocks are taken for its beginning, but a whole that can never fit is refused."""
     cache_salt: str
     """Only requests with the same salt share cached KV; empty is a salt like any other."""
     trace: TraceContext
     """Whose id the worker's log lines about the request carry."""
     own_tokens: int
-    """So many at the prompt's end must lie in blocks of the ticket's own, though they may be cached: 0 if KV is sent for it;
-    1 if it may be computed here, for the logits of its last token; all if those of every token are wanted."""
+    """Tokens at the prompt's end that must lie in blocks of the ticket's own, even if they are cached.
+
+    0 if KV is sent for the prompt. 1 if it may be computed here, for the logits of its last token. All of them if the logits of
+    every token are wanted.
+    """
     share: Share = NOBODYS
     """The tenant's right to seats and blocks, beside those of other tenants."""
     displaces: bool = False
@@ -400,7 +403,7 @@ class Attach:
 class Attached:
     call_id: int
     waited_s: float
-    """For the KV, from the question on; 0 if it had arrived before."""
+    """Seconds that `Attach` waited for the KV; 0 if it had arrived before."""
 
 
 @message(14)
@@ -414,7 +417,7 @@ class Prefilled:
     """What is told of a prompt with the first token after it, wherever it was computed."""
 
     prefill_s: float
-    """From the first chunk to the token."""
+    """Seconds from the prompt's first chunk to the first token."""
     cached_tokens: int
     """Tokens at the prompt's beginning whose KV was cached or fetched, and so not computed."""
     prompt_logprobs: PromptLogprobs | None
@@ -434,7 +437,7 @@ class StreamOutput:
     finish_reason: FinishReason | None
     error: Failed | None
     prefilled: Prefilled | None = None
-    """With the first token of a prompt that was computed here."""
+    """What the router is told about a prompt that was computed here, with its first token."""
     drafts: int = 0
     """Tokens that were guessed for this step. Of `token_ids`, all but the first were guessed right."""
 
@@ -458,8 +461,8 @@ class Migrate:
     call_id: int
     ticket_id: int
     target: Ticket
-    """For all of the stream's tokens that the router has, but the newest, whose KV is not computed yet. Those that come
-    meanwhile are added by the transfer."""
+    """Ticket at the target for all of the stream's tokens that the router has, but the newest, whose KV is not computed yet.
+    Tokens that come meanwhile are added by the transfer."""
 
 
 @message(17)
@@ -469,7 +472,7 @@ class Migrated:
 
     call_id: int
     newest_token: int
-    """With it to attach at the target."""
+    """The stream's newest token, which the router sends to the target with `Attach`."""
     num_generated: int
     """Tokens of the answer so far, that one included."""
 
@@ -485,7 +488,7 @@ class Copy:
     call_id: int
     ticket_id: int
     target: Ticket
-    """For the stream's first tokens; KV of all of them was computed."""
+    """Ticket at the target for the stream's first tokens, of which all KV was computed."""
 
 
 @message(19)
@@ -505,7 +508,7 @@ class FetchFrom:
 
     worker: WorkerRef
     num_tokens: int
-    """At the prompt's beginning, in whole blocks."""
+    """Tokens at the prompt's beginning that the other worker probably holds, in whole blocks."""
 
 
 @message(20)
@@ -520,7 +523,7 @@ class Prefill:
     """How many at the end of `token_ids` were emitted before; 0 for a fresh request."""
     sampling: SamplingParams
     cache_salt: str
-    """As in `Reserve`."""
+    """Keeps cached prefixes of different tenants apart; the same as in the prompt's `Reserve`."""
     trace: TraceContext
     ahead: bool
     """It goes before the prompts that are there. Between two that do, the others get a step."""
@@ -563,7 +566,7 @@ class PairOpen:
     decode_epoch: int
     layout: KvLayout
     lane: int
-    """Which of the moves."""
+    """Number of the lane in the plan of moves between the two workers' ranks."""
     transport: str
     rendezvous: bytes
 
@@ -618,7 +621,7 @@ class PushCommit:
     num_layers: int
     layout: KvLayout
     fingerprints: tuple[bytes, ...]
-    """For each lane 64 bits of each block, in order (`kv_transfer.fingerprints.pushes`)."""
+    """Fingerprints by lane: 64 bits of each block, in order (`kv_transfer.fingerprints.pushes`)."""
 
 
 @message(35)

@@ -42,7 +42,7 @@ _SPAWN = multiprocessing.get_context("spawn")
 
 @dataclass(frozen=True)
 class Heard:
-    """What one rank says of itself."""
+    """What one rank reports about itself."""
 
     answers: list[list[int | None]]
     num_blocks: int

@@ -1,7 +1,7 @@
 """How MkDocs builds the site: which files are its pages, and what anchors their headings have.
 
-Pages keep their places in the repository, so that a relative link leads to the same page here and on GitHub. MkDocs calls the functions
-`on_...` by their names. mkdocs.yml names this file.
+Pages keep their places in the repository, so that a relative link leads to the same page here and on GitHub. MkDocs calls the
+functions `on_...` by their names. mkdocs.yml names this file.
 """
 
 from __future__ import annotations
@@ -17,8 +17,16 @@ TARGET = re.compile(r"\]\(([^)\s#]+)(?:#[^)\s]*)?\)|<img\b[^>]*?src=\"([^\"]+)\"
 OTHERS = (Path("docs/site/site.css"), Path("router/page/icon.svg"))
 
 REFERENCE = {
-    "wire": ("The wire", "What routers and workers say to each other.", ["protocol.messages", "protocol.wire", "protocol.sampling"]),
-    "tickets": ("Tickets and audit", "Who owns which KV block.", ["protocol.ticket", "decode_workers.ledger", "protocol.audit"]),
+    "wire": (
+        "The wire",
+        "What routers and workers say to each other.",
+        ["protocol.messages", "protocol.wire", "protocol.sampling"],
+    ),
+    "tickets": (
+        "Tickets and audit",
+        "Who owns which KV block.",
+        ["protocol.ticket", "decode_workers.ledger", "protocol.audit"],
+    ),
     "errors": ("Errors", "What bad input and lost peers raise.", ["protocol.errors"]),
     "handoff": (
         "The KV handoff",
@@ -35,7 +43,11 @@ REFERENCE = {
         "What computes a step.",
         ["engine.runner", "engine.model_runner", "engine.operators", "engine.sampler"],
     ),
-    "configuration": ("Configuration", "Every setting, with its bounds.", ["configs.schema", "configs.autoscale", "configs.facts"]),
+    "configuration": (
+        "Configuration",
+        "Every setting, with its bounds.",
+        ["configs.schema", "configs.autoscale", "configs.facts"],
+    ),
     "metrics": ("Metrics", "What is counted, and by which name.", ["telemetry.metrics", "telemetry.cluster_metrics"]),
     "load-tests": ("Load tests", "How a server is measured.", ["loadtest.options", "loadtest.records", "loadtest.metrics"]),
 }

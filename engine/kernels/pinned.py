@@ -12,5 +12,5 @@ def sendable(values: Tensor, device: torch.device) -> Tensor:
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
-    """The same on `device`, for what the calling thread launches there."""
+    """Return `values` on `device`, for what the calling thread launches there."""
     return sendable(values, device).to(device, non_blocking=True)

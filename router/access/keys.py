@@ -41,7 +41,7 @@ class ApiKey(BaseModel):
     tenant: Tenant
     """Whose key it is: tenants share neither cached prefixes nor places in line."""
     tier: str = DEFAULT_TIER
-    """One of the configuration's `tiers`."""
+    """Name of the key's tier, one of the configuration's `tiers`."""
     salt: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
     digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     created: AwareDatetime

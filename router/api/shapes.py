@@ -24,7 +24,7 @@ class AnswerInfo:
 
     answer_id: str
     created: int
-    """Unix time, s."""
+    """Unix time at which the answer was begun, in seconds."""
     model: str
     fingerprint: str
     prompts: tuple[tuple[int, ...], ...]
