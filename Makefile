@@ -82,6 +82,7 @@ unit-newest:
 docs: $(VENV)/.installed-test
 	$(BIN)/python docs/badges.py
 	$(BIN)/python docs/data_path.py
+	$(BIN)/python docs/sequences.py
 	$(BIN)/python docs/throughput_chart.py
 	$(BIN)/python docs/module_map.py
 	$(BIN)/python -m deploy.grafana.build
