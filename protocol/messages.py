@@ -28,6 +28,8 @@ from protocol.trace import TraceContext
 
 
 class Role(Enum):
+    """What routers ask of a worker: to compute prompts, or to make tokens."""
+
     PREFILL = "prefill"
     DECODE = "decode"
 
@@ -52,7 +54,7 @@ class WorkerRef:
     address: str
     """Where its socket listens, as `tcp://host:port`."""
     num_ranks: int = 1
-    """Its tensor-parallel size. The first rank speaks for all."""
+    """Number of the worker's tensor-parallel ranks. The first rank speaks for all."""
     arithmetic: str = ""
     """The name of the arithmetic by which it computes (`engine.arithmetic`). It ends with `VARIES` where a token's bits depend
     on what is computed beside it. No part of the layout: workers of different arithmetics hand over KV to each other."""
@@ -86,7 +88,7 @@ class Ticket:
     block_table: tuple[int, ...]
     num_prompt_tokens: int
     held_tokens: int
-    """At the prompt's beginning, whose KV the decode worker has already: whole blocks, and nothing is sent for them."""
+    """Tokens at the prompt's beginning whose KV the decode worker has already, in whole blocks. Nothing is sent for them."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class KvLayout:
     dtype: str
     """The type that is computed in, which decides the bits of KV in every format."""
     kv_cache_dtype: str
-    """How it lies in the pool: `auto` is as it is computed."""
+    """Format of K and V in the pool; `auto` is the type that they are computed in."""
     num_layers: int
     num_kv_heads: int
     """Number of KV heads of the whole model, however many ranks share them."""
@@ -154,19 +156,19 @@ class Brought:
     """Tokens at a prompt's beginning whose KV came from elsewhere, beyond what the worker's own pool held."""
 
     peer_tokens: int = 0
-    """Out of other workers' pools."""
+    """Tokens whose KV came out of other workers' pools."""
     peer_s: float = 0.0
-    """How long that took. With no tokens: a peer was asked in vain."""
+    """Seconds that other workers took. With no tokens: a peer was asked in vain."""
     memory_tokens: int = 0
-    """Out of the node's memory tier."""
+    """Tokens whose KV came out of the node's memory tier."""
     disk_tokens: int = 0
-    """Out of the node's disk tier."""
+    """Tokens whose KV came out of the node's disk tier."""
     seconds: float = 0.0
-    """How long the prompt waited for all of it, and for what did not come."""
+    """Seconds that the prompt waited for all of it, and for what did not come."""
 
     @classmethod
     def of(cls, source: str, num_tokens: int, seconds: float) -> Brought:
-        """So many tokens of one source, MEMORY, DISK or PEER, and how long that took."""
+        """Return what one source brought: MEMORY, DISK or PEER, the number of tokens, and the seconds that it took."""
         peer, memory, disk = (num_tokens if source == name else 0 for name in (PEER, MEMORY, DISK))
         return cls(peer, seconds if source == PEER else 0.0, memory, disk, seconds)
 
@@ -200,7 +202,7 @@ class TierReport:
     foreign: int
     """Files of another model, format or version that this worker found, and removed."""
     failed_writes: int
-    """Blocks that it could not write."""
+    """Blocks that this worker could not write."""
     bytes_written: int
     bytes_read: int
 
@@ -248,8 +250,10 @@ class DecodeLoad:
     recomputed_tokens: int
     """Tokens that were computed again after a preemption, since start."""
     step_s: float
-    """How long the latest step took that computed nothing of a prompt, in seconds; 0 before the first. With guesses:
-    by the tokens that a stream gets in a step, as a stream waits so long for each."""
+    """Seconds that a stream waits for a token: the time of the latest step that computed nothing of a prompt.
+
+    With guesses it is divided by the tokens that a stream gets in a step. 0 before the first such step.
+    """
     draft_tokens: int = 0
     """Tokens guessed since start."""
     accepted_tokens: int = 0
@@ -357,6 +361,8 @@ class LoadReport:
 @message(10)
 @dataclass(frozen=True)
 class Reserve:
+    """Asks a decode worker for blocks: for the prompt and the beginning of the answer. Answered with Reserved or Failed."""
+
     call_id: int
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -366,7 +372,7 @@ class Reserve:
     cache_salt: str
     """Only requests with the same salt share cached KV; empty is a salt like any other."""
     trace: TraceContext
-    """Whose id the worker's log lines about the request carry."""
+    """Trace of the request. The worker's log lines about the request carry its id."""
     own_tokens: int
     """Tokens at the prompt's end that must lie in blocks of the ticket's own, even if they are cached.
 
@@ -376,12 +382,14 @@ class Reserve:
     share: Share = NOBODYS
     """The tenant's right to seats and blocks, beside those of other tenants."""
     displaces: bool = False
-    """Whether streams may be preempted to make room for it."""
+    """Whether streams may be preempted to make room for the request."""
 
 
 @message(11)
 @dataclass(frozen=True)
 class Reserved:
+    """The answer to `Reserve`: the blocks are the request's, under a lease."""
+
     call_id: int
     ticket: Ticket
 
@@ -389,10 +397,13 @@ class Reserved:
 @message(12)
 @dataclass(frozen=True)
 class Attach:
+    """Lets a ticket's stream join the decode batch, as soon as its KV is committed. Answered with Attached or Failed."""
+
     call_id: int
     ticket_id: int
     first_token: int | None
-    """Sampled by prefill; its KV is the first that decode computes. None: nothing is sent, the prompt is computed here."""
+    """Token that prefill sampled; its KV is the first that decode computes. None: nothing is sent, and the prompt is computed
+    here."""
     sampling: SamplingParams
     num_generated: int
     """Tokens of the answer so far, the first token included if there is one; there are earlier ones on a resumed stream."""
@@ -401,6 +412,8 @@ class Attach:
 @message(13)
 @dataclass(frozen=True)
 class Attached:
+    """The answer to `Attach`: the stream is in the batch, or waits for its turn."""
+
     call_id: int
     waited_s: float
     """Seconds that `Attach` waited for the KV; 0 if it had arrived before."""
@@ -409,6 +422,8 @@ class Attached:
 @message(14)
 @dataclass(frozen=True)
 class Release:
+    """Gives a ticket back, in any state and for any reason. It has no answer and may be sent twice."""
+
     ticket_id: int
 
 
@@ -421,9 +436,9 @@ class Prefilled:
     cached_tokens: int
     """Tokens at the prompt's beginning whose KV was cached or fetched, and so not computed."""
     prompt_logprobs: PromptLogprobs | None
-    """Set if asked for, unless some of the answer was emitted before."""
+    """Logprobs of the prompt's tokens, if they were asked for and none of the answer was emitted before."""
     brought: Brought = NOTHING_BROUGHT
-    """What was brought of it from elsewhere before it was computed."""
+    """KV of the prompt that was brought from elsewhere before it was computed."""
 
 
 @dataclass(frozen=True)
@@ -433,7 +448,7 @@ class StreamOutput:
     ticket_id: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
-    """Empty unless asked for, else one per token."""
+    """Logprobs, one entry for each token; empty if they were not asked for."""
     finish_reason: FinishReason | None
     error: Failed | None
     prefilled: Prefilled | None = None
@@ -445,9 +460,11 @@ class StreamOutput:
 @message(15)
 @dataclass(frozen=True)
 class TokenFrame:
+    """What one step of a decode worker made for one router: an output for each of its streams that the step computed."""
+
     outputs: tuple[StreamOutput, ...]
     step_s: float
-    """How long the step took that made these tokens."""
+    """Seconds that the step took that made these tokens."""
 
 
 @message(16)
@@ -514,6 +531,8 @@ class FetchFrom:
 @message(20)
 @dataclass(frozen=True)
 class Prefill:
+    """Has a prefill worker compute a prompt and push its KV to the ticket. Answered with FirstToken or Failed."""
+
     call_id: int
     request_id: str
     ticket: Ticket
@@ -526,9 +545,9 @@ class Prefill:
     """Keeps cached prefixes of different tenants apart; the same as in the prompt's `Reserve`."""
     trace: TraceContext
     ahead: bool
-    """It goes before the prompts that are there. Between two that do, the others get a step."""
+    """Whether the prompt goes before those that are there. Between two that do, the others get a step."""
     fetch: FetchFrom | None = None
-    """Blocks to fetch before it is computed. What can't be had is computed."""
+    """Blocks to fetch before the prompt is computed. What can't be had is computed."""
 
 
 @message(21)
@@ -546,6 +565,8 @@ class FirstToken:
 @message(22)
 @dataclass(frozen=True)
 class Cancel:
+    """Gives up a prompt at a prefill worker, in any state. It has no answer and may be sent twice."""
+
     request_id: str
 
 
@@ -574,6 +595,8 @@ class PairOpen:
 @message(31)
 @dataclass(frozen=True)
 class PairOpened:
+    """The answer to `PairOpen`: the lane is open at decode's end."""
+
     call_id: int
     rendezvous: bytes
 
@@ -627,6 +650,8 @@ class PushCommit:
 @message(35)
 @dataclass(frozen=True)
 class Committed:
+    """The answer to `PushCommit`: decode's pool holds what was sent, and the ticket may be attached."""
+
     call_id: int
 
 

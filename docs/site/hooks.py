@@ -17,6 +17,11 @@ TARGET = re.compile(r"\]\(([^)\s#]+)(?:#[^)\s]*)?\)|<img\b[^>]*?src=\"([^\"]+)\"
 OTHERS = (Path("docs/site/site.css"), Path("router/page/icon.svg"))
 
 REFERENCE = {
+    "router": (
+        "A request in the router",
+        "The way of one request, and the line where it waits.",
+        ["router.request.pipeline", "router.dispatch.admission", "router.dispatch.journal", "router.rules.retry_policy"],
+    ),
     "wire": (
         "The wire",
         "What routers and workers say to each other.",
