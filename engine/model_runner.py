@@ -64,7 +64,7 @@ class ModelRunner:
         arithmetic: str,
         run_ahead: RunAhead | None = None,
     ) -> None:
-        """Make a runner. `run_ahead` is told of steps that nothing is sampled in, where `forward` does not wait for the device."""
+        """`run_ahead` is told of steps that nothing is sampled in, where `forward` does not wait for the device."""
         self.facts = facts
         self.pool = pool
         self.dtype_name = dtype_name
