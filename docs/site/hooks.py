@@ -50,13 +50,15 @@ REFERENCE = {
     ),
     "configuration": (
         "Configuration",
-        "Every setting, with its bounds.",
+        "Every setting, with its bounds. `configs/local.yaml` has them with their defaults, as a file.",
         ["configs.schema", "configs.autoscale", "configs.facts"],
     ),
     "metrics": ("Metrics", "What is counted, and by which name.", ["telemetry.metrics", "telemetry.cluster_metrics"]),
     "load-tests": ("Load tests", "How a server is measured.", ["loadtest.options", "loadtest.records", "loadtest.metrics"]),
 }
 """File name of a page to its title, what it is about, and the modules whose docstrings it shows."""
+WHOLE = {"wire", "configuration"}
+"""Pages that show fields without a docstring, too: of a message or a setting the name and the type say something."""
 
 
 def pages() -> list[Path]:
@@ -75,8 +77,10 @@ def linked_files(page: Path) -> set[Path]:
     return found
 
 
-def reference_page(title: str, about: str, modules: list[str]) -> str:
-    return "\n\n".join([f"# {title}", about, *(f"::: {module}" for module in modules)]) + "\n"
+def reference_page(name: str) -> str:
+    title, about, modules = REFERENCE[name]
+    options = "\n    options:\n      show_if_no_docstring: true" if name in WHOLE else ""
+    return "\n\n".join([f"# {title}", about, *(f"::: {module}{options}" for module in modules)]) + "\n"
 
 
 def slug(heading: str, separator: str) -> str:
@@ -97,6 +101,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.remove(file)
     for name in sorted(names):
         files.append(File.generated(config, str(name), abs_src_path=str(ROOT / name)))
-    for name, (title, about, modules) in REFERENCE.items():
-        files.append(File.generated(config, f"docs/reference/{name}.md", content=reference_page(title, about, modules)))
+    for name in REFERENCE:
+        files.append(File.generated(config, f"docs/reference/{name}.md", content=reference_page(name)))
     return files
