@@ -79,8 +79,9 @@ def linked_files(page: Path) -> set[Path]:
 
 def reference_page(name: str) -> str:
     title, about, modules = REFERENCE[name]
-    options = "\n    options:\n      show_if_no_docstring: true" if name in WHOLE else ""
-    return "\n\n".join([f"# {title}", about, *(f"::: {module}{options}" for module in modules)]) + "\n"
+    shows = str(name in WHOLE).lower()
+    blocks = (f"::: {each}\n    options:\n      toc_label: {each}\n      show_if_no_docstring: {shows}" for each in modules)
+    return "\n\n".join([f"# {title}", about, *blocks]) + "\n"
 
 
 def slug(heading: str, separator: str) -> str:
