@@ -42,7 +42,7 @@ class StreamDrafts:
 
 
 class Speculator:
-    """Of one worker. `begin` and `end` enclose each step."""
+    """Guesses the tokens of one worker's steps. `begin` and `end` enclose each step."""
 
     def __init__(self, config: SpeculativeConfig, max_rows: int, slots: Callable[[Stream, int], int], *, joined: bool) -> None:
         """A step has at most `max_rows` rows besides prompts. `slots` gives a stream up to so many slots in the pool for

@@ -194,7 +194,7 @@ class DecodeRanking:
         return self._loads.get(worker_id)
 
     def holders(self, held: Mapping[str, int]) -> Iterator[str]:
-        """Those workers that hold something, in the order of `held`."""
+        """Ids of the ranked workers that hold something, in the order of `held`."""
         return (worker_id for worker_id in held if worker_id in self._loads)
 
     def order(self, need_blocks: int, avoid: Container[str] = ()) -> Sequence[str]:
