@@ -30,7 +30,7 @@ class Stage(Enum):
     QUEUE = "queue"
     """Waiting for room and reserving blocks. A resumed answer does so again."""
     PREFILL_QUEUE = "prefill_queue"
-    """From the choice of a pair to the prompt's first chunk, but for FETCHED."""
+    """Waiting at prefill, from the choice of a pair to the prompt's first chunk, but for FETCHED."""
     FETCHED = "fetched"
     """Getting KV of the prompt's beginning out of other pools or tiers."""
     PREFILL = "prefill"

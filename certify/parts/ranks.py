@@ -141,7 +141,7 @@ def load(facts: ModelFacts, ranks: TensorParallel, dtype: DtypeName = "float32")
 
 
 def answers(runner: ModelRunner) -> list[list[int | None]]:
-    """Return the tokens that are sampled after two prompts: in a step of both, then in steps of single tokens, which are graphs.
+    """Return the tokens that are sampled after two prompts: in a step of both, then in steps of single tokens (graphs).
 
     What follows is not what was sampled, so that ranks which sample nothing compute the same.
     """

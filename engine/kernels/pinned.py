@@ -7,7 +7,10 @@ from torch import Tensor
 
 
 def sendable(values: Tensor, device: torch.device) -> Tensor:
-    """Return `values` where a copy to `device` need not be waited for: in pinned memory, for a GPU. torch uses pinned memory again only after such a copy."""
+    """Return `values` where a copy to `device` need not be waited for: in pinned memory, for a GPU.
+
+    torch uses pinned memory again only after such a copy.
+    """
     return values.pin_memory() if device.type == "cuda" else values
 
 
