@@ -7,7 +7,7 @@
 # make unit     the unit tests alone, slow ones included
 # make coverage   which lines of the product the unit and fault tests run; worker processes are not counted
 # make unit-newest  the same on the newest Python that is installed and that all dependencies support
-# make docs     draw the pictures and the module map anew, then check every link
+# make docs     draw the pictures and the module map anew, check every link, and build the site into build/site
 # make update   renew requirements.lock: the newest versions that the ranges in pyproject.toml allow
 # make chaos    workers, connections and nodes fail under load: twenty minutes (TANDEM_CHAOS_S=seconds), then half an hour of nodes
 # make bench    all benchmarks in parts that resume, on an idle machine: hours (ARGS="--list", "--peer-env DIR --traces DIR")
@@ -86,11 +86,14 @@ unit-newest:
 docs: $(VENV)/.installed-test
 	$(BIN)/python docs/badges.py
 	$(BIN)/python docs/data_path.py
+	$(BIN)/python docs/sequences.py
 	$(BIN)/python docs/throughput_chart.py
 	$(BIN)/python docs/module_map.py
 	$(BIN)/python -m deploy.grafana.build
 	$(BIN)/python -m deploy.kubernetes.build
-	$(BIN)/pytest tests/unit/test_docs.py $(ARGS)
+	$(BIN)/pytest tests/unit/test_docs.py tests/unit/test_prose.py $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "==> build/site/index.html; to read and search it: $(PYTHON) -m http.server --directory build/site"
 
 update: | $(BIN)/python
 	rm -rf build/update

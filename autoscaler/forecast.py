@@ -17,7 +17,7 @@ from protocol.errors import ConfigError
 log = logging.getLogger(__name__)
 
 BINS = 96
-"""Of a season."""
+"""Number of bins that a season is divided into."""
 _MOST_SEASONS = 8
 _LEAST_FOR_TREND = 12
 """Bins."""

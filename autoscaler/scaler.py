@@ -52,7 +52,7 @@ class ScalerRecord:
 
 @dataclass(frozen=True)
 class Present:
-    """The pools now."""
+    """Sizes of the pools at the moment of a decision."""
 
     wanted: Sizes
     ready: Sizes
@@ -61,7 +61,7 @@ class Present:
 
     @property
     def settled(self) -> bool:
-        """Whether what is wanted is there."""
+        """Whether as many workers are ready as are wanted."""
         return self.wanted == self.ready
 
 
@@ -114,7 +114,7 @@ class Autoscaler:
         return self._num_decisions
 
     def record(self) -> ScalerRecord:
-        """What another autoscaler goes on with."""
+        """Return what another autoscaler needs to go on from here."""
         history = self._history
         return ScalerRecord(self.paused, self.decisions, tuple(history.bins), history.latest, self._num_decisions)
 
@@ -169,11 +169,11 @@ class Autoscaler:
         return SizeDecision(now, sizes, _words(present.wanted, sizes, needs))
 
     def pause(self, reason: str) -> None:
-        """Decide nothing until `resume`."""
+        """Make no decision until `resume`, for the given reason."""
         self.paused = reason
 
     def resume(self) -> None:
-        """Decide again."""
+        """Make decisions again after `pause`."""
         self.paused = None
 
     def _settled(self, present: Present, start_s: float, now: float) -> bool:

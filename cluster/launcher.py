@@ -12,7 +12,7 @@ from protocol.messages import Role, WorkerLife, WorkerRef
 
 @dataclass(frozen=True)
 class Started:
-    """Where a worker listens and runs."""
+    """A worker that has started: where it listens, its processes and its node."""
 
     ref: WorkerRef
     pids: tuple[int, ...]

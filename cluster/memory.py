@@ -24,11 +24,11 @@ from protocol.messages import Role
 WORKERS_PER_HOST = 8
 """Paced workers that share a process."""
 PROCESS_BYTES = 300_000_000
-"""Of one rank without weights and pool: 220 MB after the start (float32, AMD EPYC, 2026-11-24), and room for steps' buffers."""
+"""Memory of one rank without weights and pool: 220 MB after the start (float32, AMD EPYC, 2026-11-24), and steps' buffers."""
 PACED_BYTES = PROCESS_BYTES // WORKERS_PER_HOST + 20_000_000
-"""Of a paced worker: its share of a process, sockets, threads of transfers."""
+"""Memory of a paced worker: its share of a process, sockets, threads of transfers."""
 CLUSTER_BYTES = 1_000_000_000
-"""Of all that a node of a cluster has besides workers: Ray, Serve, HAProxy, routers, the controller, a spare process."""
+"""Memory of what a node runs besides workers: Ray, Serve, HAProxy, routers, the controller, a spare process."""
 _PAGE_BYTES = 4096
 _SHOWN_BYTES = 50_000_000
 _QUANTIZED_BYTES = {"int8": 1.125, "int4": 0.625, "auto": 1.125}
@@ -52,7 +52,7 @@ class WorkerMemory:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Bytes of the KV pool, the weights, the process and the GPU's context together."""
         return self.kv_pool + self.weights + self.process + self.context
 
     def __str__(self) -> str:

@@ -52,7 +52,7 @@ class Numbers:
     wanted: int
     ready: int
     present: int
-    """Those that leave among them."""
+    """Workers that exist, with those that leave their nodes."""
     ended: int
     """Lives of present workers that have ended: they died, or did not start."""
     last_error: str | None
@@ -106,7 +106,7 @@ class Pools:
         return {role: sum(pool.desired for pool in self._serving() if pool.role is role) for role in self.roles}
 
     def records(self) -> dict[Role, PoolRecord]:
-        """What other pools can be made from."""
+        """Return the record of each role's pool, from which another controller makes its pools."""
         return {role: pool.record() for role, pool in self._pools.items()}
 
     def standby_record(self) -> PoolRecord:

@@ -113,7 +113,7 @@ class PoolSizer:
         await self._changed()
 
     async def resume(self) -> None:
-        """Decide again."""
+        """Let the autoscaler make decisions again."""
         self._running().resume()
         await self._changed()
 

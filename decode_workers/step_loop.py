@@ -86,7 +86,7 @@ class StepLoop:
             await asyncio.shield(self._boundary)
 
     async def run(self) -> None:
-        """Compute until cancelled."""
+        """Compute step after step until cancelled."""
         while True:
             if self._steps.contended:
                 self.flush()  # the worker computes a prompt for others first: that may last

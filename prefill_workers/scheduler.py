@@ -9,10 +9,11 @@ would only wait for each other (DistServe's L_m: Zhong et al., OSDI 2024, sectio
 depend on its company. A prompt gets all its blocks when it starts; while there are too few, it and those behind it that have
 none wait, so that a long prompt is never starved by short ones.
 
-A prompt of more than eight steps is long, and does not hold up short ones: every other of its turns goes to those behind it
-that need a single step, in their order, or else to the shortest that needs up to eight and a quarter of what it still needs
-(`configs.arithmetic.goes_between`). So a prompt of one step waits for two steps of a long one, the one under way among them,
-and for one more for each step of those that go before it. What needs more steps may wait until the long one is done.
+A prompt of more than eight steps is long, and does not hold up short ones. Every other of its turns goes to prompts behind it
+that need a single step, in their order. If there are none, it goes to the shortest that needs at most eight steps, and at most
+a quarter of what the long one still needs (`configs.arithmetic.goes_between`). So a prompt of one step waits for two steps of a
+long one, the one under way among them, and for one more for each step of those that go before it. What needs more steps may
+wait until the long one is done.
 
 The router may send a prompt ahead of others, also of one that is being computed. Between two prompts that went ahead, the
 others get a step, which may be one between two of a long one, so they are never starved either. A long prompt is never passed

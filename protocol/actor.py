@@ -18,7 +18,7 @@ from protocol.messages import Role, WorkerRef
 
 
 class Worker(Protocol):
-    """What an actor builds (`worker.core`)."""
+    """The worker that an actor builds and runs (`worker.core`)."""
 
     @property
     def me(self) -> WorkerRef: ...
@@ -34,7 +34,7 @@ class Worker(Protocol):
 
 
 class WorkerActor(ABC):
-    """One life of one worker."""
+    """The actor of one life of one worker."""
 
     def __init__(self) -> None:
         self._worker: Worker | None = None

@@ -22,7 +22,7 @@ from protocol.errors import InvalidRequestError
 LAPTOP = Path(__file__).with_name("laptop.json")
 """Profile of the default model on 2 cores, with one worker of each role and one thread each."""
 LAPTOP_TOKEN_BYTES = 30 * 2 * 3 * 64 * 2
-"""Of one token's KV in what `LAPTOP` was measured with: SmolLM2-135M in bfloat16."""
+"""Bytes of one token's KV in the model that `LAPTOP` was measured with: SmolLM2-135M in bfloat16."""
 
 
 class _Part(BaseModel):

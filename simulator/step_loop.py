@@ -117,7 +117,7 @@ class StepLoop:
 
     @property
     def idle(self) -> bool:
-        """Nothing is computed."""
+        """Whether no step is computed at the moment."""
         return self._run is None
 
     def sync(self, *, grow: bool = True) -> None:

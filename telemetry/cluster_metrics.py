@@ -28,7 +28,7 @@ class WorkerSample:
     """How often its life has changed its role."""
     report: LoadReport | None
     leaves: bool = False
-    """Whether its node will go."""
+    """Whether the worker's node will go."""
     revision: int = 1
 
 
@@ -54,7 +54,7 @@ class ClusterCollector(Collector):
         self._cluster = cluster
 
     def collect(self) -> Iterator[Metric]:
-        """All families."""
+        """Return all families of metrics about the cluster's workers."""
         cluster = self._cluster
         yield from self._pools(cluster)
         if cluster.autoscaler is not None:

@@ -54,7 +54,7 @@ if TYPE_CHECKING:  # imported only where tiers are configured, and where there i
     from worker.gpus import GpuWatch
 
 NICENESS = {Role.PREFILL: PREFILL_NICENESS, Role.DECODE: 0}
-"""Of the thread that computes, by the worker's role."""
+"""Niceness of the thread that computes, by the worker's role."""
 
 
 class WorkerCore:

@@ -53,7 +53,7 @@ class _WorseError(Exception):
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a rollout needs beside the supervisor."""
+    """What a rollout needs beside the supervisor: room on the nodes, and memory of workers."""
 
     room: Callable[[], Awaitable[Room]]
     """Finds out what the nodes have now, not what may be added: a rollout takes what is there."""

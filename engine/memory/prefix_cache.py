@@ -77,7 +77,7 @@ class PrefixCache:
 
     @property
     def pins(self) -> Iterable[Pin]:
-        """Everything that is pinned."""
+        """All pins: blocks that are owned because they are read or filled."""
         return self._pins.keys()
 
     @property
@@ -112,8 +112,8 @@ class PrefixCache:
         return len(keys)
 
     def cost(self, num_blocks: int, keys: Sequence[bytes]) -> int:
-        """By how much `num_free` falls if `num_blocks` are allocated with these cached keys: blocks that somebody owns already
-        are free of charge.
+        """Blocks by which `num_free` falls if `num_blocks` are allocated with these cached keys. Blocks that somebody owns
+        already are free of charge.
         """
         assert len(keys) <= num_blocks, "more cached blocks than the table has"
         return num_blocks - sum(self._references[self._block_of[key]] > 0 for key in keys)

@@ -43,11 +43,11 @@ class Observer:
         self._telling: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to tell."""
+        """Begin to tell the controller what this router observes."""
         self._telling = asyncio.get_running_loop().create_task(self._tell())
 
     async def close(self) -> None:
-        """Stop telling. Idempotent."""
+        """Stop telling the controller. Idempotent."""
         if self._telling is not None:
             self._telling.cancel()
             await asyncio.gather(self._telling, return_exceptions=True)

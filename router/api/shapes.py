@@ -24,7 +24,7 @@ class AnswerInfo:
 
     answer_id: str
     created: int
-    """Unix time, s."""
+    """Unix time at which the answer was begun, in seconds."""
     model: str
     fingerprint: str
     prompts: tuple[tuple[int, ...], ...]
@@ -33,9 +33,9 @@ class AnswerInfo:
     logprobs: bool
     return_token_ids: bool
     include_usage: bool
-    """In a stream: whether a last chunk has the usage."""
+    """Whether a stream's last chunk has the usage."""
     continuous_usage: bool
-    """In a stream: whether every chunk has the usage up to it."""
+    """Whether every chunk of a stream has the usage up to it."""
     include_times: bool
     """Whether the usage tells where the time went."""
     include_predictions: bool

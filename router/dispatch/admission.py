@@ -85,9 +85,9 @@ class Admission:
 
         A request that is `retried`, since an earlier attempt at it failed, goes ahead of all others.
 
-        Raises InvalidRequestError when no worker's pool could ever hold it; OverloadedError when too many wait already, or
-        no room came until `deadline` (the loop's time), or none would at the present pace; UnavailableError when no worker of
-        a role was up until then.
+        Raises InvalidRequestError when no worker's pool could ever hold it. Raises OverloadedError when too many wait already,
+        when no room came until `deadline` (the loop's time), or when none would at the present pace. Raises UnavailableError
+        when no worker of a role was up until then.
         """
         self.check_possible(len(journal.token_ids), journal.remaining_tokens)
         cached = await self._cached_parts(journal)

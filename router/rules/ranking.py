@@ -175,7 +175,7 @@ class DecodeRanking:
         """Workers by the prompt tokens that they compute before those of a new request, then by room."""
 
     def put(self, load: WorkerLoad) -> None:
-        """Note a worker's load."""
+        """Put a worker in its place by its load."""
         free, outstanding = load.reservable_blocks, load.outstanding
         room = (1, 0) if free is None else (0, -free)
         key = (*room, outstanding.in_flight, outstanding.given, load.worker_id)
@@ -194,7 +194,7 @@ class DecodeRanking:
         return self._loads.get(worker_id)
 
     def holders(self, held: Mapping[str, int]) -> Iterator[str]:
-        """Those workers that hold something, in the order of `held`."""
+        """Ids of the ranked workers that hold something, in the order of `held`."""
         return (worker_id for worker_id in held if worker_id in self._loads)
 
     def order(self, need_blocks: int, avoid: Container[str] = ()) -> Sequence[str]:

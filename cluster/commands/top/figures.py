@@ -53,9 +53,9 @@ class Poll:
     model: str | None
     totals: Totals
     autoscaler: Mapping[str, Any] | None = None
-    """As in /admin/status; None where pools do not size themselves."""
+    """State of the autoscaler, as /admin/status has it; None where pools do not size themselves."""
     rollout: Mapping[str, Any] | None = None
-    """As in /admin/status; None if there was none."""
+    """State of the latest rollout, as /admin/status has it; None if there was none."""
 
     @staticmethod
     def of(at_s: float, status: Mapping[str, Any], metrics: str) -> Poll:

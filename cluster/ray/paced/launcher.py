@@ -45,7 +45,7 @@ class Host:
 
     actor: asyncio.Future[NamedActor]
     lives: dict[WorkerLife, Role]
-    """Those that live here, and those that begin."""
+    """Workers that live in this process or begin here, with their roles."""
     leaves: bool = False
     """Whether its node will go, so that nothing begins here."""
 

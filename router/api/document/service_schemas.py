@@ -160,7 +160,7 @@ class AutoscalerStatus(TypedDict):
 
 @exact
 class Autoscaled(TypedDict):
-    """What the autoscaler was told."""
+    """What the autoscaler was told to do: `pause` or `resume`."""
 
     action: Literal["pause", "resume"]
 
