@@ -147,6 +147,12 @@ def test_usage_tells_who_asks(guessing: Any) -> None:
     without = ask(guessing.url, plain((path, body | {"include_predictions": True})))["usage"]["completion_tokens_details"]
     assert without == {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
     assert "completion_tokens_details" not in ask(guessing.url, (path, body))["usage"]
+    response = {"model": "smollm2", "input": f"Repeat: {PROMPTS[0]}", "temperature": 0, "include_predictions": True}
+    for fields in ({}, {"speculative_decoding": False}):
+        answer = httpx.post(f"{guessing.url}/v1/responses", json=response | {"max_output_tokens": 80} | fields, timeout=120)
+        assert answer.status_code == 200, answer.text
+        told = answer.json()["usage"]["output_tokens_details"]
+        assert (told["accepted_prediction_tokens"] > 0) == (not fields)
 
 
 def test_kills_and_drains_change_nothing(guessing: Any, expected: list[dict[str, Any]]) -> None:
