@@ -123,7 +123,7 @@ def assert_is_the_reference_s(folder: Path, prompt: str, choice: dict[str, Any])
 def test_a_long_prompt_is_right_while_others_stream_and_ask(served: Any, folder: Path) -> None:
     prompt, salt = text_of(CONTEXT - ANSWER, 1), os.urandom(8).hex()
     asked = greedy(prompt, ANSWER, cache_salt=salt, logprobs=0)
-    waits = []
+    waits = list[float]()
     with streaming(served.url) as came, ThreadPoolExecutor(1) as threads:
         served.until(lambda: len(came) > 10, 60)
         began = time.monotonic()
