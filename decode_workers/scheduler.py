@@ -183,7 +183,8 @@ class DecodeScheduler:
         stream.known = max(stream.known, chunk.end)
         if stream.prefill is not None:
             self.prefilled_tokens += len(chunk.token_ids) - again
-            self._ledger.keep(stream.ticket_id, stream.token_ids[: chunk.end])
+            start = chunk.start if chunk.end < len(stream.token_ids) else 0  # at its end what was evicted meanwhile, too
+            self._ledger.keep(stream.ticket_id, stream.token_ids, chunk.end, start)
 
     def _chunk_end(self, stream: Stream) -> int:
         is_scored = stream.prefill is not None and stream.prefill.scores is not None

@@ -174,7 +174,7 @@ class StepLoop:
         if finish is not None or failed is not None:
             self._scheduler.remove(stream.ticket_id)
             if failed is None:
-                self._ledger.keep(stream.ticket_id, stream.token_ids[: stream.computed])
+                self._ledger.keep(stream.ticket_id, stream.token_ids, stream.computed)
             self._ledger.release(stream.ticket_id)
 
     def _prefilled(self, stream: Stream, num_prompt_tokens: int) -> Prefilled | None:

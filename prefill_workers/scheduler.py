@@ -190,7 +190,8 @@ class PrefillScheduler:
         """Record that the KV of these chunks is in the pool. Their full blocks can be shared from now on."""
         for chunk in plan:
             prompt = chunk.prompt
-            self._cache.insert(prompt.keys[: chunk.end // self._block_size], prompt.block_table)
+            first = 0 if chunk.last else chunk.start // self._block_size  # with the last chunk what was evicted meanwhile, too
+            self._cache.insert(prompt.keys, prompt.block_table, first, chunk.end // self._block_size)
 
     def drop(self, prompt: Prompt) -> None:
         """Plan no more of this prompt. Its blocks stay until `release`. Idempotent."""

@@ -43,6 +43,7 @@ SHOWN_AS_ZERO = {
     "Phase of the latest rollout",
     "Requests in the usage log",
     "Requests refused for want of room",
+    "Share of guessed tokens that were right",
     "Share of new requests that a new configuration gets",
     "Streams of several arithmetics",
     "Streams that did not move",
