@@ -35,7 +35,7 @@ from configs.models import resolve_for
 from configs.schema import ClusterConfig
 from protocol.cluster_view import ClusterView, RolloutObservation, RolloutOrder, RouterObservation
 from protocol.errors import ConfigError, InvalidRequestError
-from protocol.messages import Role
+from protocol.messages import Duty, Role
 from telemetry.counts_folder import num_places
 from telemetry.logging import setup_logging
 
@@ -109,10 +109,10 @@ class Controller:
         if not restart:
             await self._pause(f"{worker_id} was drained by hand")
 
-    async def flip(self, worker_id: str, role: Role) -> None:
-        """Have a worker do the work of this role from now on. Raises InvalidRequestError if it can't."""
+    async def flip(self, worker_id: str, duty: Duty) -> None:
+        """Have a worker do this work from now on. Raises InvalidRequestError if it can't."""
         self._rollouts.check_none()
-        self._supervisor.flip(worker_id, role)
+        self._supervisor.flip(worker_id, duty)
         await self._pause(f"{worker_id} was flipped by hand")
 
     async def observe(self, seen: RouterObservation) -> None:
@@ -254,9 +254,9 @@ class RayControllerClient:
         """Let a worker go, or start it anew with `restart`. Raises InvalidRequestError if it can't be spared."""
         await _answered(self._controller.drain.remote(worker_id, restart))
 
-    async def flip(self, worker_id: str, role: Role) -> None:
-        """Have a worker do the work of this role from now on. Raises InvalidRequestError if it can't."""
-        await _answered(self._controller.flip.remote(worker_id, role))
+    async def flip(self, worker_id: str, duty: Duty) -> None:
+        """Have a worker do this work from now on. Raises InvalidRequestError if it can't."""
+        await _answered(self._controller.flip.remote(worker_id, duty))
 
     async def observe(self, seen: RouterObservation) -> None:
         """Tell the autoscaler what is asked of this router, and what workers do."""

@@ -130,7 +130,7 @@ class PoolSizer:
 
     def _present(self) -> Present:
         supervisor = self._supervisor
-        return Present(supervisor.wanted(), supervisor.ready(), supervisor.start_s)
+        return Present(supervisor.wanted(), supervisor.ready(), supervisor.start_s, supervisor.pools.num_both)
 
     async def _decide(self) -> None:
         saved_at = time.monotonic()

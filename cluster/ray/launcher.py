@@ -45,7 +45,7 @@ from cluster.ray.placement import Resources, Room, bundle_of, listed, missing, p
 from cluster.ray.worker_process import WorkerProcess
 from configs.schema import ClusterConfig
 from protocol.errors import TandemError, WorkerLostError
-from protocol.messages import Role, WorkerLife
+from protocol.messages import Duty, Role, WorkerLife
 
 log = logging.getLogger(__name__)
 
@@ -251,9 +251,9 @@ class RayProcess:
         """Let the worker finish what it has and take nothing new. Returns once nothing is left."""
         await answer(self._handles()[0].drain.remote())
 
-    async def take_role(self, role: Role) -> None:
-        """Have the worker do the work of this role from now on, and send back what has not begun of the other's."""
-        await answer(self._handles()[0].take_role.remote(role))
+    async def take_role(self, duty: Duty) -> None:
+        """Have the worker do this work from now on, and send back what has not begun of any other."""
+        await answer(self._handles()[0].take_role.remote(duty))
 
     async def stop(self) -> None:
         """Ask the worker to end. `run` returns when it has."""

@@ -33,7 +33,7 @@ from cluster.ray.placement import Room
 from configs.arithmetic import ceil_div
 from configs.schema import ClusterConfig
 from protocol.errors import TandemError, WorkerLostError
-from protocol.messages import Role, WorkerLife
+from protocol.messages import Duty, Role, WorkerLife
 
 _END_S = 15.0
 """Seconds that a host has to end a life before it is killed. A worker that closes slowly takes five of them."""
@@ -175,9 +175,9 @@ class PacedProcess:
         """Let the worker finish what it has and take nothing new. Returns once nothing is left."""
         await answer(self._actor().handle.drain.remote(self._life))
 
-    async def take_role(self, role: Role) -> None:
-        """Have the worker do the work of this role from now on, and send back what has not begun of the other's."""
-        await answer(self._actor().handle.take_role.remote(self._life, role))
+    async def take_role(self, duty: Duty) -> None:
+        """Have the worker do this work from now on, and send back what has not begun of any other."""
+        await answer(self._actor().handle.take_role.remote(self._life, duty))
 
     async def stop(self) -> None:
         """Ask the worker to end. `run` returns when it has."""
