@@ -27,7 +27,9 @@ WORKERS = (
 class Running:
     """An autoscaler that is asked once a second, and obeyed at once."""
 
-    def __init__(self, now: float = 0.0, record: ScalerRecord | None = None, **values: Any) -> None:
+    def __init__(
+        self, now: float = 0.0, record: ScalerRecord | None = None, needed: tuple[Role, ...] = (DECODE,), **values: Any
+    ) -> None:
         defaults = {"sizes": "prefill=1..8,decode=0..8", "hold_s": 30.0, "idle_s": 60.0}
         self.config = load_config(None, {f"autoscale.{key}": value for key, value in (defaults | values).items()})
         self.now = now
@@ -41,7 +43,7 @@ class Running:
             WorkerLimits(256, 800_000),
             PACED,
             prefills=True,
-            needed=(DECODE,),
+            needed=needed,
             flips=True,
             now=now,
             record=record or ScalerRecord(),
@@ -107,6 +109,17 @@ def test_paused_it_wakes_and_does_nothing_else() -> None:
     assert running.sizes == {PREFILL: 1, DECODE: 1}
     running.scaler.resume()
     assert running.seconds(5, 30.0)[PREFILL] > 1
+
+
+def test_prefill_does_not_sleep_while_a_decode_worker_does_both() -> None:
+    running = Running(needed=(PREFILL, DECODE), sizes="prefill=0..8,decode=0..8")
+    asleep = Present({PREFILL: 0, DECODE: 1}, {PREFILL: 0, DECODE: 1}, None)
+    running.sizes = dict(asleep.wanted)
+    running.scaler.pause("by hand")
+    running.second(waiting=1)
+    assert running.sizes[PREFILL] == 1
+    assert running.scaler.wake(asleep, running.now) is not None
+    assert running.scaler.wake(replace(asleep, both=1), running.now) is None
 
 
 def test_what_was_needed_while_it_was_paused_counts() -> None:
