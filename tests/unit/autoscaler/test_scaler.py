@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
@@ -189,3 +190,27 @@ def test_any_demand(steps: list[tuple[float, int]]) -> None:
         assert 1 <= sizes[PREFILL] <= 8
         assert 0 <= sizes[DECODE] <= 8
         assert sum(sizes.values()) <= 10
+
+
+@pytest.mark.parametrize("step_s", [-86_400.0, -3600.0, -20.0, 20.0, 3600.0, 86_400.0])
+def test_a_clock_that_is_set_changes_nothing_but_what_goes_by_the_time_of_day(step_s: float) -> None:
+    """Neither are sizes held for an hour, nor does everything look idle, or everybody gone."""
+    usual, stepped = Running(1e6), Running(1e6)
+    for second in range(400):
+        rate = 20.0 if 60 <= second < 120 else 0.0 if second > 250 else 2.0
+        if second == 100:
+            stepped.scaler.wall_ahead_s = step_s
+        usual.second(rate)
+        stepped.second(rate)
+        assert stepped.sizes == usual.sizes, second
+    assert usual.sizes == {PREFILL: 1, DECODE: 0}, "it grew, shrank, and went to sleep"
+    at = [decision.at for decision in stepped.scaler.decisions]
+    assert [each - decision.at for each, decision in zip(at, usual.scaler.decisions, strict=True)][-1] == step_s
+
+
+def test_a_schedule_goes_by_the_clock_that_is_set() -> None:
+    monday = 1_763_971_200.0 - 7200.0  # 2025-11-24 06:00 UTC
+    running = Running(monday, schedule=[{"begin": "08:00", "end": "09:00", "sizes": {"prefill": "3..8"}}])
+    assert running.seconds(20, 2.0)[PREFILL] == 1
+    running.scaler.wall_ahead_s = 2.5 * 3600
+    assert running.seconds(5, 2.0)[PREFILL] == 3
