@@ -55,6 +55,7 @@ class Controller:
         self._router_replicas = RouterReplicas()
         goes_on = await self._supervisor.start()
         if goes_on and (routers := self._supervisor.view().routers) is not None:
+            self._launcher.routers = routers
             self._router_replicas.want(routers)  # of which Serve may not have heard yet
         self._nodes: NodeWatch | None = None
         if may_grow:  # a Ray cluster that was joined, whose nodes come and go
@@ -96,8 +97,13 @@ class Controller:
         room = await self._launcher.room()
         if sizes:
             self._rollouts.check_none()
+        if routers is not None:
+            room = room.with_routers(routers)
+            if routers > self._launcher.routers:
+                room.check_routers(self._supervisor.with_standby({**self._supervisor.wanted(), **sizes}))
         self._supervisor.scale(sizes, room.check, routers)
         if routers is not None:
+            self._launcher.routers = routers
             self._router_replicas.want(routers)
         if sizes:
             await self._pause("scaled by hand")

@@ -17,7 +17,7 @@ from typing import Any, cast
 import ray
 
 from cluster.launcher import Process, Started
-from cluster.memory import WORKERS_PER_HOST, WorkerMemory
+from cluster.memory import WORKERS_PER_HOST, WorkerMemory, most_routers
 from cluster.ray.actors import (
     PROCESS_PREFIX,
     NamedActor,
@@ -59,6 +59,8 @@ class PacedLauncher:
         self._secret = secret
         self.memory = memory
         """What a worker of each role takes."""
+        self.routers = most_routers(config)
+        """How many routers are wanted, which take memory, too."""
         self._hosts: dict[str, Host] = {}
 
     def process(self, role: Role, worker_id: str, epoch: int, config: ClusterConfig) -> Process:
@@ -131,7 +133,7 @@ class PacedLauncher:
 
     async def room(self, *, grows: bool = True) -> Room:
         """Return what the nodes have for workers now: none is added for paced ones, whether or not it `grows`."""
-        return Room(self._config, self.memory, await asyncio.to_thread(node_resources), may_grow=False)
+        return Room(self._config, self.memory, await asyncio.to_thread(node_resources), routers=self.routers, may_grow=False)
 
     async def why_not_started(self, role: Role) -> str:
         """Say in words for people what keeps a worker of this role from starting."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Mapping
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.nodes.leaving import Leaving
-from cluster.pool import Drain, Remove, Start, TakeRole
+from cluster.pool import Drain, Pool, Remove, Start, TakeRole
 from cluster.pools import CheckRoom, Pools
 from configs.loader import load_config
 from configs.schema import ClusterConfig, DecodeConfig, PrefillConfig
@@ -361,7 +362,7 @@ def test_whatever_is_asked_somebody_computes_prompts_and_somebody_decodes(
                 case "scale":
                     pools.scale({Role.PREFILL: number % 3, Role.DECODE: index % 4}, anything_fits)
                 case "die":
-                    pools.tell(info.worker_id, lambda pool, info=info: pool.lost(info.worker_id, info.epoch, "killed"))
+                    pools.tell(info.worker_id, partial(Pool.lost, worker_id=info.worker_id, epoch=info.epoch, error="killed"))
                 case "born":
                     ready(pools, info.worker_id, info.epoch)
                 case "leave":
