@@ -169,9 +169,7 @@ def test_routers_take_memory_too(facts: ModelFacts, monkeypatch: pytest.MonkeyPa
     tight = room(monkeypatch, 6 * GB + CLUSTER_BYTES + 2 * ROUTER_BYTES)
     both = {Role.PREFILL: 1, Role.DECODE: 1}
     tight.with_routers(3).check_routers(both)
-    with pytest.raises(
-        InvalidRequestError, match="4 routers do not fit beside 1 prefill and 1 decode: each takes 0.3 GB"
-    ) as no:
+    with pytest.raises(InvalidRequestError, match="4 routers do not fit beside 1 prefill and 1 decode") as no:
         tight.with_routers(4).check_routers(both)
     assert no.value.param == "routers"
     tight.with_routers(4).check_routers({Role.PREFILL: 1, Role.DECODE: 9})  # that is not for the routers
