@@ -14,7 +14,7 @@ import os
 from abc import ABC, abstractmethod
 from typing import Protocol
 
-from protocol.messages import Role, WorkerRef
+from protocol.messages import Duty, WorkerRef
 
 
 class Worker(Protocol):
@@ -29,8 +29,8 @@ class Worker(Protocol):
     async def drain(self) -> None:
         """Take no new work; returns when idle."""
 
-    async def take_role(self, role: Role) -> None:
-        """Do the work of this role from now on, and send back what has not begun of another one's."""
+    async def take_role(self, duty: Duty) -> None:
+        """Do this work from now on, and send back what has not begun of any other."""
 
 
 class WorkerActor(ABC):
@@ -64,8 +64,8 @@ class WorkerActor(ABC):
     async def drain(self) -> None:
         await self._started().drain()
 
-    async def take_role(self, role: Role) -> None:
-        await self._started().take_role(role)
+    async def take_role(self, duty: Duty) -> None:
+        await self._started().take_role(duty)
 
     async def stop(self) -> None:
         self._stopped.set()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from protocol.messages import Role, WorkerRef
+from protocol.messages import Duty, Role, WorkerRef
 
 
 class WorkerState(Enum):
@@ -53,6 +53,13 @@ class WorkerInfo:
     """When its node is gone, as was said, in seconds since 1970; None for a node that stays."""
     revision: int = 1
     """Revision of the worker's configuration. Workers of one revision have the same one."""
+    both: bool = False
+    """It does the work of both roles, and counts as a decode worker."""
+
+    @property
+    def duty(self) -> Duty:
+        """What it is asked for."""
+        return Duty.BOTH if self.both else Duty(self.role.value)
 
     @property
     def pid(self) -> int | None:
@@ -205,8 +212,8 @@ class ClusterView:
     """The latest rollout of a configuration; None if there was none."""
 
     def usable(self, role: Role) -> tuple[WorkerRef, ...]:
-        """Workers of this role that take new requests, by worker id."""
-        ready = (w.ref for w in self.workers if w.role is role and w.state is WorkerState.READY and w.ref is not None)
+        """Workers that do the work of this role and take new requests, by worker id."""
+        ready = (w.ref for w in self.workers if w.duty.does(role) and w.state is WorkerState.READY and w.ref is not None)
         return tuple(sorted(ready, key=lambda ref: ref.worker_id))
 
 

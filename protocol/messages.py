@@ -34,6 +34,28 @@ class Role(Enum):
     DECODE = "decode"
 
 
+class Duty(Enum):
+    """What a worker is asked for: the work of one role, or of both."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+    @property
+    def role(self) -> Role:
+        """The role that the worker counts as where workers are counted: one that does both is a decode worker."""
+        return Role.PREFILL if self is Duty.PREFILL else Role.DECODE
+
+    def does(self, role: Role) -> bool:
+        """Whether the work of this role is part of it."""
+        return self is Duty.BOTH or self.role is role
+
+    @property
+    def in_words(self) -> str:
+        """What a worker is that has it."""
+        return "a worker of both roles" if self is Duty.BOTH else f"a {self.value} worker"
+
+
 class WorkerLife(NamedTuple):
     """Names one life of one worker: every start of a worker has a higher epoch than the one before."""
 

@@ -66,6 +66,6 @@ class Observer:
             await asyncio.sleep(_EVERY_S)
 
     def _observation(self) -> RouterObservation:
-        links = [(role, link) for role in Role for link in self._roster.linked(role)]
-        workers = tuple(seen(link.report, role, self._block_size) for role, link in links if link.report is not None)
+        links = [link for role in Role for link in self._roster.linked(role) if link.duty.role is role]
+        workers = tuple(seen(link.report, link.duty.role, self._block_size) for link in links if link.report is not None)
         return RouterObservation(self._router_id, self._counter.counts, self._num_waiting(), workers)

@@ -247,6 +247,7 @@ class Admission:
             decode = self._roster.ready_decode(question.worker_id)
             assert decode is not None, "the search knows the workers that are ready"
             asked.append(decode)
+            duty = decode.duty
             if journal.scheduling_class in decode.claims.turned_away:
                 continue
             room = Room(
@@ -260,7 +261,7 @@ class Admission:
             reservation = await reserve(decode, attempt_id, journal, room, patience_s)
             if reservation is None:
                 continue
-            if decode.role is not Role.DECODE:  # it has flipped meanwhile, and might be chosen for the prompt, too
+            if decode.duty is not duty:  # it has flipped meanwhile, and its ticket may not be what the pair needs
                 reservation.release()
                 continue
             if cached is not None:

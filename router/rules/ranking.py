@@ -73,6 +73,9 @@ class PrefillRanking:
     def __len__(self) -> int:
         return len(self._loads)
 
+    def __contains__(self, worker_id: str) -> bool:
+        return worker_id in self._loads
+
     def put(self, load: WorkerLoad) -> None:
         """Note a worker's load. A worker that has refused a prompt since its last report is not chosen: its queue is full."""
         worker_id, prompts, queued = load.worker_id, load.prompts, load.queued_tokens
