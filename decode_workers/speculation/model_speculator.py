@@ -31,7 +31,7 @@ from engine.batch import Chunk, SampledToken
 from engine.drafting.draft_model import Drafted, DraftRequest
 from protocol.sampling import SamplingParams
 
-RETRY = 512
+RETRY = 1024
 """Steps without drafts after which they are tried again."""
 READY_TOKENS = 8
 """Tokens that the draft model may lack of a stream that is drafted for: they are computed with the first draft."""
