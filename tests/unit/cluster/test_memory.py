@@ -163,3 +163,21 @@ def test_default_pools_shrink_to_a_small_laptop_and_chosen_ones_do_not(
     assert one.decode.kv_cache_tokens == 20_000
     assert one.prefill.kv_cache_tokens < 65_536
     assert with_fitting_pools(config(max_model_len=512), facts, GB).prefill.kv_cache_tokens == 512
+
+
+def test_a_draft_model_takes_its_weights_and_a_pool_of_its_own(facts: ModelFacts) -> None:
+    drafted = {"method": "draft_model", "model": "smollm2", "num_speculative_tokens": 4}
+    settings: dict[str, object] = {"quantization": "none", "dtype": "bfloat16", "decode": {"kv_cache_tokens": 40_000}}
+    plain, with_draft = (
+        role_memory(config(**settings), facts),
+        role_memory(config(speculative_config=drafted, **settings), facts),
+    )
+    for role, tokens in ((Role.PREFILL, 65_536 // 4), (Role.DECODE, 40_000 // 4)):
+        draft = with_draft[role].draft
+        kv_bytes = tokens * facts.num_layers * 2 * facts.num_kv_heads * facts.head_dim * 2
+        assert 0.1 * GB < draft - kv_bytes < 0.3 * GB, "the four bits that are stored, or bfloat16 without native operators"
+        assert with_draft[role].total == plain[role].total + draft
+        assert "draft model" in str(with_draft[role])
+        assert "draft model" not in str(plain[role])
+    small = with_fitting_pools(config(speculative_config=drafted, quantization="none"), facts, 8 * GB)
+    assert small.decode.kv_cache_tokens < with_fitting_pools(config(quantization="none"), facts, 8 * GB).decode.kv_cache_tokens
