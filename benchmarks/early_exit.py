@@ -12,6 +12,7 @@ steps without drafts. Nothing is counted for keeping account, and nothing for KV
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -85,11 +86,14 @@ class Depth:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, nargs="+", default=list(THREADS))
+    options = parser.parse_args()
     model = resolve("smollm2")
     text = Tokenizer.build(model.tokenizer).encode(PROSE.read_text())
     with torch.inference_mode():
         found = agreements(model.facts, text)
-        timed = {threads: times(model.facts, threads) for threads in THREADS}
+        timed = {threads: times(model.facts, threads) for threads in options.threads}
     gains = {
         f"{threads} threads": {depth: best_gain(own, depth, step_ms) for depth, (_, own) in found.items()}
         for threads, step_ms in timed.items()
@@ -176,7 +180,8 @@ def table(facts: ModelFacts, num_tokens: int, found: dict[int, tuple[float, floa
             f"{ms[f'{depth} layers'] / ms['1 rows']:.2f} | {best_gain(own, depth, ms):.2f}" for ms in timed.values()
         )
         lines.append(f"| {depth} | {on_text:.1%} | {own:.1%} | {cells} |")
-    return "\n".join([*lines, "", "Command: `python -m benchmarks.early_exit`"])
+    threads = " ".join(map(str, timed))
+    return "\n".join([*lines, "", f"Command: `python -m benchmarks.early_exit --threads {threads}`"])
 
 
 if __name__ == "__main__":
