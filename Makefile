@@ -11,9 +11,9 @@
 # make update   renew requirements.lock: the newest versions that the ranges in pyproject.toml allow
 # make chaos    workers, connections and nodes fail under load: twenty minutes (TANDEM_CHAOS_S=seconds), then half an hour of nodes
 # make bench    all benchmarks in parts that resume, on an idle machine: hours (ARGS="--list", "--peer-env DIR --traces DIR")
-# make bench-smoke   this tree beside the commit where its branch left main (ARGS=COMMIT for another): under five minutes
+# make bench-smoke   this tree beside the commit where its branch left main (ARGS=COMMIT for another): about five minutes
 # make results  write the tables of results in README and docs anew
-# make clean    forget the environment and every cache in this folder
+# make clean    forget the environment and every cache in this folder; what `make bench` has done stays, in .bench
 #
 # Needs Python 3.11 or newer (PYTHON=... names another one), for the tests curl too, and nothing else; everything goes into .venv.
 # To run some tests only, call .venv/bin/pytest with their names.

@@ -1,8 +1,9 @@
 """All benchmarks with one command: `make bench`, or `python -m benchmarks --peer-env DIR --traces DIR`, on an idle machine.
 
-Parts run one after the other, the most important first, each in a process of its own with a limit. What is done at this commit
-is kept in a state file: end the run whenever you like, and the same command goes on. Parts whose needs are missing are skipped
-and say so. A busy machine is refused. Results go to benchmarks/results; `make results` then writes the pages anew.
+Parts run one after the other, the most important first, each in a process of its own with a limit. What is done is kept in a
+state file: end the run whenever you like, and the same command goes on. Done stays done until the code that a part exercises
+changes. Parts whose needs are missing are skipped and say so. A machine that stays busy for five minutes is refused, as is a
+second run beside the first one. Results go to benchmarks/results; `make results` then writes the pages anew.
 """
 
 from __future__ import annotations
@@ -20,13 +21,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks.lib import idle
 from benchmarks.lib.environment import ROOT, environment
 from benchmarks.suite.catalogue import PARTS
+from benchmarks.suite.exercised import exercised
+from benchmarks.suite.history import Age, History
 from benchmarks.suite.needs import Folders, missing_needs
 from benchmarks.suite.part import LIMIT_FACTOR, Part
-from benchmarks.suite.plan import Planned, Record, plan
+from benchmarks.suite.plan import Planned, Record, has_changes, plan
 from benchmarks.suite.runner import IDLE_S, Place, log_of, run_parts
-from benchmarks.suite.state import State
+from benchmarks.suite.state import State, locked
 
-STATE = ROOT / "build" / "bench" / "state.json"
+STATE = ROOT / ".bench" / "state.json"
+"""It is not in build/, for `make clean` removes that."""
+
+
+DIRTY = "This tree has changed files, so results are of no commit, and older than the code from the beginning."
 
 
 def main() -> int:
@@ -41,6 +48,7 @@ def main() -> int:
     parser.add_argument("--peer-env", type=Path, metavar="DIR", help="the folder made by benchmarks.peers.setup")
     parser.add_argument("--traces", type=Path, metavar="DIR", help="the folder of the traces (benchmarks/lib/workloads.py)")
     parser.add_argument("--client-env", type=Path, metavar="DIR", help="a folder for the environments of guidellm and lm-eval")
+    parser.add_argument("--dirty", action="store_true", help="run although files are changed: results are of no commit then")
     options = parser.parse_args()
     given = (options.peer_env, options.traces, options.client_env)
     folders = Folders(*(folder.resolve() if folder else None for folder in given))
@@ -49,16 +57,22 @@ def main() -> int:
     try:
         state_file.parent.mkdir(parents=True, exist_ok=True)
         state = State(state_file, f"{here['processor']}, {here['cores']} cores")
-        planned = plan(PARTS, state.records, here["commit"], missing_needs(folders), options.only)
+        planned = plan(PARTS, state.records, is_current, missing_needs(folders), options.only)
+        if options.list:
+            print("\n".join([*([DIRTY] if has_changes(here["commit"]) else []), *listed(planned)]))
+            return 0
+        if has_changes(here["commit"]) and not options.dirty:
+            parser.error(f"{DIRTY} Commit or stash them, or say --dirty.")
+        with locked(state_file) as lock:
+            place = Place(state_file.parent, here["commit"], folders.placeholders(), is_current, lock)
+            return run(planned, state, place, options.budget, lambda: idle.until_idle(IDLE_S))
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    if options.list:
-        print("\n".join(listed(planned)))
-        return 0
-    if reason := idle.why_busy():
-        parser.error(reason)
-    place = Place(state_file.parent, here["commit"], folders.placeholders())
-    return run(planned, state, place, options.budget, lambda: idle.until_idle(IDLE_S))
+
+
+def is_current(commit: str, part: Part) -> bool:
+    """Return whether nothing that the part exercises has changed since a commit. It looks anew each time."""
+    return History().age([commit], exercised(part)) is Age.CURRENT
 
 
 def listed(planned: Sequence[Planned]) -> list[str]:
@@ -86,9 +100,10 @@ def run(
     parts = [each.part for each in planned if each.verdict == "run"]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     outcomes: list[str] = []
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what Ctrl-C ends, a stop ends too
+    for number in (signal.SIGTERM, signal.SIGHUP):  # what Ctrl-C ends, a stop and a closed terminal end too
+        signal.signal(number, signal.default_int_handler)
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("starting", total=len(parts))
+        task = progress.add_task("waiting until the machine is idle", total=len(parts))
 
         def tell(part: Part, record: Record | None) -> None:
             if record is None:

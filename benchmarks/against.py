@@ -10,7 +10,8 @@ temporary folder and run with this environment's packages; its native operators 
    token of these, and the time to the first token of a 32-token prompt when nothing else runs.
 
 The result, `against_COMMIT`, is the median ratio of the pairs with a 95 % interval of their geometric mean, by Student's t.
-`--smoke` is smaller, ends within five minutes, writes no result, and takes a busy machine, where intervals are wide.
+`--smoke` is smaller, takes about five minutes (two pairs are measured whatever they take), writes no result, and takes a busy
+machine, where intervals are wide. Of six ratios one is outside its interval by chance in every fourth run.
 """
 
 from __future__ import annotations

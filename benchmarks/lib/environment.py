@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 _FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 """As Linux names them. Many processors have the same name, and differ in these."""
-_NOT_RESULTS = ":!benchmarks/results"
-"""What git looks at for changes: all but results, as what was measured does not change what is measured."""
+_NOT_MEASURED = (":!benchmarks/results", ":!*.md")
+"""What git does not look at for changes: results and pages, which do not change what is measured."""
 
 
 def environment() -> dict[str, Any]:
@@ -33,7 +33,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": _version("torch"),
         "ray": _version("ray"),
-        "commit": _commit(),
+        "commit": commit(),
     }
 
 
@@ -76,9 +76,10 @@ def _version(package: str) -> str:
         return "none"
 
 
-def _commit() -> str:
+def commit() -> str:
+    """Return the commit of this tree, with `+changes` behind it if the tree differs from it in more than pages and results."""
     try:
-        changes = _git("status", "--porcelain", "-uno", "--", ".", _NOT_RESULTS)
+        changes = _git("status", "--porcelain", "-uno", "--", ".", *_NOT_MEASURED)
         return _git("rev-parse", "--short=12", "HEAD") + ("+changes" if changes else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown: no repository"

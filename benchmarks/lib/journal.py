@@ -4,7 +4,8 @@
     {"turn": name of a turn, "found": its figures}
     ...
 
-A file of another machine, commit or command is refused: its figures can't stand beside new ones.
+A file of another machine, commit or command is refused, and the script ends with the exit code DOES_NOT_FIT: its figures can't
+stand beside new ones.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.environment import environment
+
+DOES_NOT_FIT = 3
+"""Exit code of a script whose state is of another run, or is none."""
 
 
 class Journal:
@@ -74,4 +78,4 @@ def journal_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
     try:
         return Journal(options.state, {"script": Path(sys.argv[0]).stem, "options": given})
     except (ValueError, OSError) as error:
-        parser.error(f"--state: {error}")
+        parser.exit(DOES_NOT_FIT, f"{parser.prog}: --state: {error}\n")

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.pages.history import History
 from benchmarks.pages.site import current_pages, generated_pages
+from benchmarks.suite.history import History
 
 
 def main() -> int:

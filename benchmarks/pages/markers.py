@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import re
 
-from benchmarks.pages.history import Age
+from benchmarks.suite.history import Age
 
 MARK = {Age.CURRENT: "", Age.OLDER: f"**{Age.OLDER.value}**", Age.UNKNOWN: f"**{Age.UNKNOWN.value}**"}
 """What pages say of a result's age."""
 _BLOCK = re.compile(
     r"(?P<begin><!-- results: (?P<name>[a-z0-9-]+) begin -->\n).*?(?P<end><!-- results: (?P=name) end -->)", re.S
 )
-_VARIES = re.compile("|".join([r"(?:, |: )?" + re.escape(mark) for mark in MARK.values() if mark] + [r" of \d{4}-\d\d-\d\d"]))
-"""What depends on how far the clone's history goes back: marks of age, and the days of commits."""
+FOOTNOTE = "³"
+"""The same for a result that is older than the code, where a line under the table says what it means."""
+_VARIES = re.compile("|".join([*(r"(?:, |: )?" + re.escape(mark) for mark in MARK.values() if mark), FOOTNOTE]))
+"""What depends on how far the clone's history goes back: marks of age."""
 
 
 def blocks(page: str) -> dict[str, str]:
@@ -33,8 +35,8 @@ def renewed(page: str, generated: dict[str, str]) -> str:
 def problems(page: str, generated: str) -> list[str]:
     """Return what is wrong with a page beside what is generated now.
 
-    Everything must be equal but for days and marks of age, which depend on how much history a clone has. Where a result is
-    older than the code, the page must say so. A mark too many is no problem: it goes when the page is renewed.
+    Everything must be equal but for marks of age, which depend on how much history a clone has. Where a result is older than
+    the code, the page must say so. A mark too many is no problem: it goes when the page is renewed.
     """
     ours, theirs = page.splitlines(), generated.splitlines()
     plain = [[_VARIES.sub("", line) for line in lines] for lines in (ours, theirs)]
@@ -44,9 +46,9 @@ def problems(page: str, generated: str) -> list[str]:
         )
         here, there = (lines[number] if number < len(lines) else "(nothing)" for lines in (ours, theirs))
         return [f"line {number + 1} is {here!r}, and the results say {there!r}"]
-    older = MARK[Age.OLDER]
     return [
         f"line {number + 1} lacks the mark {older!r}: {line!r}"
         for number, (line, wanted) in enumerate(zip(ours, theirs, strict=True))
+        for older in (MARK[Age.OLDER], FOOTNOTE)
         if line.count(older) < wanted.count(older)
     ]

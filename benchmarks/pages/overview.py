@@ -5,20 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
-from benchmarks.pages.history import Age, History
+from benchmarks.pages import goals
 from benchmarks.pages.markers import MARK
-from benchmarks.pages.reasons import REASONS
 from benchmarks.pages.results import KINDS, Result
 from benchmarks.suite.catalogue import PARTS
+from benchmarks.suite.exercised import exercised
+from benchmarks.suite.history import Age, History
 from benchmarks.suite.part import Part
 
 HEAD = """# All results
 
 Written by `make results` from the result files and `benchmarks/suite/catalogue.py`. Ratios between systems on one machine mean
-more than the figures themselves. A result is **older than the code** if a file of the product that its script exercises has
-changed since its commit, and **commit unknown here** if its commit is not in this history. A goal is met, or the table says by
-what share it is missed. Kinds of processor that were not measured are rows that say so. How everything is measured:
-[benchmarks](../../docs/benchmarks.md).
+more than the figures themselves. A result is **older than the code** if something of the product that its script exercises has
+changed since its commit; comments and docstrings do not count. It is marked **commit unknown here** if its commit is not in
+this history. How everything is measured: [benchmarks](../../docs/benchmarks.md).
+
+## Goals
+
+Each goal stands here once. It is met, or the table says by what share it is missed. A kind of processor that was not measured
+is a row that says so.
 """
 
 AgeOf = Callable[[Result], Age]
@@ -28,37 +33,30 @@ def page(results: Sequence[Result], history: History) -> str:
     """Return the page."""
 
     def age_of(result: Result) -> Age:
-        return history.age(result.commits, result.part.exercises)
+        return history.age(result.commits, exercised(result.part))
 
-    lines = [HEAD, "## Goals that are missed, worst first", "", *missed(results, age_of)]
+    def marked(result: Result) -> str:
+        return f"{_linked(result)}{_marked(age_of(result))}"
+
+    lines = [HEAD, goals.summary(results), *goals.tables(results, marked)]
+    lines += ["", "## Goals that are missed, worst first", "", *goals.missed(results, marked)]
     for name, parts in groupby(PARTS, key=lambda part: part.result):
         of_part = [result for result in results if result.part.result == name]
         first = next(parts)
         if not any(part.result == name for part in PARTS[: PARTS.index(first)]):  # a second part writes into the same results
-            lines += ["", *section(first, of_part, history, age_of)]
+            lines += ["", *section(first, of_part, age_of)]
     return "\n".join([*lines, ""])
 
 
-def missed(results: Sequence[Result], age_of: AgeOf) -> list[str]:
-    """Return a table of the figures that miss their goals, the farthest from it first."""
-    rows = [(figure, result) for result in results for figure in result.figures if figure.goal]
-    wrong = [(figure, result) for figure, result in rows if figure.goal and not figure.goal.is_met(figure.value)]
-    wrong.sort(key=lambda row: row[0].goal.short_by(row[0].value) if row[0].goal else 0.0, reverse=True)
-    lines = [f"Of {len(rows)} goals that were measured, {len(rows) - len(wrong)} are met.", ""]
-    lines += ["| figure | measured | goal | | result | why |", "|---|---|---|---|---|---|"]
-    return lines + [
-        f"| {figure.name} | {figure.shown} | {figure.shown_goal} | {figure.verdict} "
-        f"| {_linked(result)}{_marked(age_of(result))} | {REASONS.get((result.name, figure.name), 'not known')} |"
-        for figure, result in wrong
-    ]
-
-
-def section(part: Part, results: Sequence[Result], history: History, age_of: AgeOf) -> list[str]:
+def section(part: Part, results: Sequence[Result], age_of: AgeOf) -> list[str]:
     """Return the lines about one question: the command, and for each result where it is from and its figures."""
     lines = [f"## {part.question}", "", f"`{part.command}`, about {part.minutes:g} minutes on two cores."]
     for result in results:
-        lines += ["", f"{_linked(result)}: {result.hardware}, {_commits(result, history)}{_marked(age_of(result))}", ""]
-        lines += ["| figure | measured | goal | | beside |", "|---|---|---|---|---|"]
+        lines += ["", f"{_linked(result)}: {result.hardware}, {_commits(result)}{_marked(age_of(result))}", ""]
+        if not result.figures:
+            lines.append("**Its systems were not measured in one run.**")
+            continue
+        lines += ["| figure | measured | goal | verdict | beside |", "|---|---|---|---|---|"]
         lines += [
             f"| {each.name} | {each.shown} | {each.shown_goal} | {each.verdict} | {each.peer} |" for each in result.figures
         ]
@@ -78,6 +76,5 @@ def _marked(age: Age) -> str:
     return f": {MARK[age]}" if MARK[age] else ""
 
 
-def _commits(result: Result, history: History) -> str:
-    named = [f"{commit}{f' of {day}' if (day := history.date(commit)) else ''}" for commit in result.commits]
-    return f"commit{'s' if len(named) > 1 else ''} {', '.join(named)}"
+def _commits(result: Result) -> str:
+    return f"commit{'s' if len(result.commits) > 1 else ''} {', '.join(result.commits)}"

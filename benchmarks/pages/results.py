@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +11,15 @@ from typing import Any
 
 from benchmarks.lib.environment import RESULTS
 from benchmarks.pages.figure import Figure
-from benchmarks.pages.figures import EXTRACT
+from benchmarks.pages.figures import EXTRACT, servers
 from benchmarks.suite.catalogue import PARTS
 from benchmarks.suite.part import Part
 
 KINDS = {"avx512_bf16": "AMD with AVX-512", "amx": "Intel with AMX"}
 """The kinds of processor that count: each result by processor should have both."""
-OTHER_KINDS = ("avx512", "avx2", "torch")
+OTHER_KINDS = {"avx512": "Intel with AVX-512, without AMX", "avx2": "any with AVX2", "torch": "any, by torch's operators"}
+KIND_NAMES = {**KINDS, **OTHER_KINDS}
+_FEATURES = re.compile(r" \([a-z0-9_/]+\)")
 _NAMED_OTHERWISE = {"throughput_xeon": ("throughput", "amx")}
 """Results whose name does not say their processor's operators."""
 
@@ -38,16 +41,22 @@ class Result:
 
     @property
     def commits(self) -> list[str]:
-        """The commits that its figures are of, as the result names them; `+changes` stays."""
-        parts = [entry["environment"]["commit"] for entry in self.data.get("entries", ())]
+        """The commits that its figures are of, as the result names them, `+changes` included."""
+        parts = [entry["environment"]["commit"] for entry in servers.shown_entries(self.data)]
         return sorted(set(parts)) or [self.data["environment"]["commit"]]
+
+    @property
+    def machine(self) -> str:
+        """Processor and cores, without the processor's features."""
+        return _FEATURES.sub("", self.hardware)
 
     @property
     def hardware(self) -> str:
         """Processor and cores."""
         environment = self.data["environment"]
         cores = f", {environment['cores']} cores" if "cores" in environment else ""
-        return f"{environment.get('processor', 'a machine that the result describes')}{cores}"
+        gpu = self.name.rpartition("_")[2].upper()
+        return f"{environment.get('processor', f'one {gpu}')}{cores}"
 
 
 def read_results(folder: Path = RESULTS) -> list[Result]:

@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 
 from benchmarks.lib.environment import RESULTS, ROOT
-from benchmarks.pages.history import History
 from benchmarks.pages.markers import blocks, problems, renewed
 from benchmarks.pages.overview import page as overview
 from benchmarks.pages.results import read_results
 from benchmarks.pages.tables import TABLES, Source
+from benchmarks.suite.history import History
 
 OVERVIEW = RESULTS / "README.md"
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from benchmarks.lib.slo import PAIRS
 from benchmarks.pages.figures import engines, servers
-from benchmarks.pages.history import History
-from benchmarks.pages.markers import MARK
+from benchmarks.pages.markers import FOOTNOTE, MARK
 from benchmarks.pages.results import Result
 from benchmarks.speculation import predicted
-from benchmarks.suite.catalogue import PARTS
+from benchmarks.suite.exercised import exercised
+from benchmarks.suite.history import Age, History
 
 UNDER = 0.25
 """The lowest rate, in requests/s, that goodput looks at: what is not good there is under it."""
@@ -39,13 +39,17 @@ class Source:
         """Return a link to a result's page."""
         return f"[{text or name}]({self.folder}{name}.md)"
 
-    def commit(self, name: str, commits: Sequence[str] = ()) -> str:
-        """Return a link that says a result's commits, or those of it that matter, with the mark of their age behind it."""
+    def commit(self, name: str, commits: Sequence[str] = (), is_footnote: bool = False) -> str:
+        """Return a link that says a result's commits, or those of it that matter, with the mark of their age behind it.
+
+        With `is_footnote` the mark of an older one is short.
+        """
         result = self.results[name]
         shown = commits or result.commits
         named = ", ".join(commit[:7] + ("+changes" if "+" in commit else "") for commit in shown)
-        mark = MARK[self.history.age(shown, result.part.exercises)]
-        return f"{self.link(name, named)}{f', {mark}' if mark else ''}"
+        age = self.history.age(shown, exercised(result.part))
+        mark = FOOTNOTE if is_footnote and age is Age.OLDER else f", {MARK[age]}" if MARK[age] else ""
+        return f"{self.link(name, named)}{mark}"
 
     def origin(self, *names: str, commits: Sequence[str] = ()) -> list[str]:
         """Return the lines under a table that say where its figures are from."""
@@ -55,55 +59,57 @@ class Source:
 
 def figures(source: Source) -> list[str]:
     """README's: where Tandem is ahead of vLLM, and where it loses."""
-    amd, xeon = "AMD EPYC, 2 cores", "**Intel Xeon with AMX**"
-    rates = servers.rates(source.data("throughput_avx512_bf16"))
-    xeon_rates = servers.rates(source.data("throughput_xeon"))
-    goodput, gaps = source.data("goodput_avx512_bf16"), source.data("interference_avx512_bf16")
-    chats = [servers.goodput_of(goodput, "azure-conversation", name) for name in ("tandem-auto", servers.VLLM)]
-    code = [servers.goodput_of(goodput, "azure-code", name) for name in ("tandem-auto", servers.VLLM)]
+    amd = "_avx512_bf16"
+    goodput, gaps = source.data(f"goodput{amd}"), source.data(f"interference{amd}")
     p99 = [servers.median_of(gaps, name, "itl_p99_ms") for name in ("tandem", servers.VLLM)]
-    load = "16 streams, 256 tokens in, 128 out"
-    conversations = "goodput¹, Azure's conversations, `--disaggregation auto`"
-    throughput, interference = (source.commit(f"{name}_avx512_bf16") for name in ("throughput", "interference"))
-    of_chats, of_code = (
-        source.commit("goodput_avx512_bf16", _commits(goodput, workload)) for workload in ("azure-conversation", "azure-code")
+    conversations, code = (
+        [_rate(servers.goodput_of(goodput, workload, name)) for name in ("tandem-auto", servers.VLLM)]
+        for workload in ("azure-conversation", "azure-code")
     )
-    rows = [
-        (load, amd, *(f"{rates[name]:.0f} tokens/s" for name in ("tandem:256", servers.VLLM)), throughput),
-        (conversations, amd, *(f"{_rate(each)} req/s" for each in chats), of_chats),
-        ("p99 gap of 8 streams when long prompts² arrive", amd, *(f"{each:.0f} ms" for each in p99), interference),
-        ("goodput¹, Azure's code: long prompts, short answers", amd, *(f"{_rate(each)} req/s" for each in code), of_code),
-        (
-            load,
-            xeon,
-            *(f"**{xeon_rates[name]:.0f} tokens/s**" for name in ("tandem", "vllm")),
-            source.commit("throughput_xeon"),
-        ),
-    ]
+    on_amx = next(name for name in ("throughput_amx", "throughput_xeon") if name in source.results)
+
+    def row(text: str, cells: Sequence[str], name: str, commits: Sequence[str] = ()) -> str:
+        hardware = source.results[name].machine
+        return f"| {text} | {hardware} | {' | '.join(cells)} | {source.commit(name, commits, is_footnote=True)} |"
+
+    def of_goodput(text: str, cells: Sequence[str], workload: str) -> str:
+        return row(f"goodput¹, Azure's {text}", cells, f"goodput{amd}", _commits(goodput, workload))
+
     return [
         "| what | hardware | Tandem | vLLM | commit |",
         "|---|---|---|---|---|",
-        *(f"| {' | '.join(row)} |" for row in rows),
+        row(LOAD, _throughput(source, f"throughput{amd}"), f"throughput{amd}"),
+        of_goodput("conversations, `--disaggregation auto`", conversations, "azure-conversation"),
+        row("p99 gap of 8 streams when long prompts² arrive", [f"{each:.0f} ms" for each in p99], f"interference{amd}"),
+        of_goodput("code: long prompts, short answers", code, "azure-code"),
+        row(LOAD, _throughput(source, on_amx), on_amx),
     ]
+
+
+LOAD = "16 streams, 256 tokens in, 128 out"
+
+
+def _throughput(source: Source, name: str) -> list[str]:
+    """The fastest of ours, and of vLLM's."""
+    rates = servers.rates(source.data(name))
+    return [f"{rates[system]:.0f} tokens/s" for system in servers.best(source.data(name))]
 
 
 def _commits(goodput: Mapping[str, Any], *workloads: str) -> list[str]:
     """The commits at which these workloads were measured for the systems that tables show."""
-    entries = [each for each in goodput["entries"] if each["system"] in GOODPUT_SYSTEMS and each["workload"] in workloads]
-    return sorted({entry["environment"]["commit"] for entry in entries})
+    shown = servers.shown_entries(goodput)
+    return sorted({entry["environment"]["commit"] for entry in shown if entry["workload"] in workloads})
 
 
-def _rate(medians: Sequence[float] | None) -> str:
+def _rate(medians: Sequence[float]) -> str:
     """Goodput within the first pair of limits."""
-    assert medians is not None, "the result has this system"
-    return _shown(medians[0])
+    return f"{_shown(medians[0])} req/s" if medians else "not in one run"
 
 
 def _shown(rate: float) -> str:
     return f"{rate:.2g}" if rate and rate < 1 else f"{rate:.1f}" if rate else f"under {UNDER}"
 
 
-GOODPUT_SYSTEMS = ("tandem", "tandem-auto", servers.VLLM)
 GOODPUT_ROWS = {
     "azure-conversation": "Azure's conversations, divided by 8",
     "azure-code": "Azure's code, divided by 8: longer prompts, short answers",
@@ -121,7 +127,8 @@ def goodput(source: Source) -> list[str]:
     for workload, text in GOODPUT_ROWS.items():
         seeds = {entry["seed"] for entry in data["entries"] if (entry["workload"], entry["system"]) == (workload, "tandem")}
         cells = [
-            ", ".join(_shown(rate) for rate in servers.goodput_of(data, workload, system) or ()) for system in GOODPUT_SYSTEMS
+            ", ".join(_shown(rate) for rate in servers.goodput_of(data, workload, system)) or "not in one run"
+            for system in servers.GOODPUT_SYSTEMS
         ]
         lines.append(f"| {text} | {' | '.join(cells)} | {len(seeds)} |")
     return [*lines, *source.origin(name, commits=_commits(data, *GOODPUT_ROWS))]
@@ -243,19 +250,6 @@ def autoscale(source: Source) -> list[str]:
     return [*lines, *source.origin("autoscale")]
 
 
-def catalogue(source: Source) -> list[str]:
-    """All questions, with their commands and results."""
-    lines = ["| question | command | results |", "|---|---|---|"]
-    named: set[str] = set()
-    for part in PARTS:
-        if part.result not in named:
-            results = [result for result in source.results.values() if result.part.result == part.result]
-            links = ", ".join(source.link(result.name, result.name) for result in results)
-            lines.append(f"| {part.question} | `{part.command}` | {links} |")
-        named.add(part.result)
-    return lines
-
-
 TABLES: dict[str, Callable[[Source], list[str]]] = {
     "figures": figures,
     "goodput": goodput,
@@ -265,5 +259,4 @@ TABLES: dict[str, Callable[[Source], list[str]]] = {
     "kv-quality": kv_quality,
     "speculation": speculation,
     "autoscale": autoscale,
-    "catalogue": catalogue,
 }

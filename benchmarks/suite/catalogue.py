@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from benchmarks.suite.part import Need, Part
 
-ENGINE = ("engine", "configs", "protocol/sampling.py")
-WORKERS = (*ENGINE, "worker", "prefill_workers", "decode_workers", "kv_transfer", "protocol")
-SERVING = (*WORKERS, "cluster", "router", "telemetry")
-"""What any request over HTTP passes through."""
-SIMULATED = ("simulator", "router/rules", "prefill_workers", "decode_workers", "engine/batch.py", "engine/memory", "loadtest")
-AUTOSCALED = (*SIMULATED, "autoscaler")
-TRITON = ("engine/kernels",)
+ENGINE = ("engine", "configs", "protocol")
+WORKERS = (*ENGINE, "worker", "prefill_workers", "decode_workers", "kv_transfer", "telemetry")
+SERVING = (*WORKERS, "cluster", "router", "autoscaler")
+"""What runs when a cluster is started."""
+IMPORTED: tuple[str, ...] = ()
+"""What a script starts that computes in its own process: nothing."""
 
 PEERS, TRACES = Need.PEERS, Need.TRACES
 WITH_PEERS = ("--peer-env", "{peers}")
@@ -22,7 +21,7 @@ _BESIDE_OTHERS = (
         "How fast is the engine, beside vLLM's, llama.cpp and transformers?",
         45,
         "engine",
-        ENGINE,
+        WORKERS,
         "benchmarks.engine",
         ("--peers", "vllm,llama.cpp,transformers", "--rounds", "3", *WITH_PEERS),
         needs=(PEERS,),
@@ -52,7 +51,6 @@ _BESIDE_OTHERS = (
         needs=(PEERS, TRACES),
         per_processor=True,
         keeps_state=True,
-        shown="python -m benchmarks.goodput --traces DIR --peer-env DIR",
     ),
     Part(
         "interference",
@@ -65,7 +63,6 @@ _BESIDE_OTHERS = (
         needs=(PEERS,),
         per_processor=True,
         keeps_state=True,
-        shown="python -m benchmarks.interference --peer-env DIR",
     ),
 )
 
@@ -77,10 +74,8 @@ _FAILURES = (
         "kills",
         SERVING,
         "benchmarks.kills",
-        ("--scale", "2"),
         per_processor=True,
         keeps_state=True,
-        shown="python -m benchmarks.kills",
     ),
     Part(
         "node_faults",
@@ -152,7 +147,7 @@ _COSTS = (
         "What does KV in eight bits save?",
         3,
         "kv_formats",
-        ENGINE,
+        IMPORTED,
         "benchmarks.kv_formats",
         per_processor=True,
     ),
@@ -170,12 +165,12 @@ _COSTS = (
         "What do number formats of the weights cost in time?",
         4,
         "weight_formats",
-        ENGINE,
+        IMPORTED,
         "benchmarks.weight_formats",
         per_processor=True,
     ),
-    Part("quality", "What do number formats of the weights cost in quality?", 4, "quality", ENGINE, "benchmarks.quality"),
-    Part("kv_quality", "What does KV in eight bits cost in quality?", 18, "kv_quality", ENGINE, "benchmarks.kv_quality"),
+    Part("quality", "What do number formats of the weights cost in quality?", 4, "quality", IMPORTED, "benchmarks.quality"),
+    Part("kv_quality", "What does KV in eight bits cost in quality?", 18, "kv_quality", IMPORTED, "benchmarks.kv_quality"),
     Part(
         "structured",
         "Do answers follow their schema, and what does that cost?",
@@ -200,7 +195,7 @@ _CLUSTER = (
         "How close does the autoscaler come to an oracle?",
         60,
         "autoscale",
-        AUTOSCALED,
+        IMPORTED,
         "benchmarks.autoscale",
         (*WITH_TRACES, "--result", "autoscale"),
         needs=(TRACES,),
@@ -222,7 +217,7 @@ _CLUSTER = (
         "What would caches, fetching and a memory tier bring to a large cluster that is 70 % busy? Simulated",
         10,
         "cache_simulation",
-        SIMULATED,
+        IMPORTED,
         "benchmarks.cache_simulation",
         (*WITH_TRACES, "--pace", "6.5", "--result", "benchmarks/results/cache_simulation"),
         needs=(TRACES,),
@@ -245,7 +240,7 @@ _CLUSTER = (
         "What does a router's index of caches take?",
         5,
         "cache_index",
-        ("router/dispatch", "router/rules", "protocol"),
+        IMPORTED,
         "benchmarks.cache_index",
     ),
     Part("paced", "What does a paced cluster of 32 workers take, and carry?", 5, "paced", SERVING, "benchmarks.paced"),
@@ -280,7 +275,7 @@ _CLUSTER = (
         "How do routing and controller grow with the cluster?",
         60,
         "scale",
-        (*SIMULATED, "cluster", "protocol"),
+        IMPORTED,
         "benchmarks.scale",
         ("--requests", "10000000"),
     ),
@@ -304,7 +299,7 @@ _OTHER_CLIENTS = (
         "Does `tandem bench` measure what guidellm does?",
         10,
         "agreement",
-        (*SERVING, "loadtest"),
+        SERVING,
         "benchmarks.clients.agreement",
         ("{url}", "{clients}/guidellm"),
         needs=(Need.CLIENTS,),
@@ -356,7 +351,7 @@ _LAST = (
         "Does the simulator say what is measured?",
         15,
         "simulate",
-        (*SIMULATED, "configs"),
+        IMPORTED,
         "benchmarks.simulate",
         WITH_TRACES,
         needs=(TRACES,),
@@ -366,7 +361,7 @@ _LAST = (
         "What do the GPU kernels take of a GPU, by their compiler?",
         5,
         "kernel_resources",
-        TRITON,
+        ("engine/kernels",),
         "benchmarks.kernel_resources",
     ),
     Part(
@@ -375,7 +370,6 @@ _LAST = (
         20,
         "certify",
         (*ENGINE, "kv_transfer", "certify"),
-        needs=(Need.GPU,),
         shown="tandem certify",
     ),
     Part(

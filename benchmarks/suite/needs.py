@@ -41,8 +41,6 @@ def missing_needs(folders: Folders) -> dict[Need, str]:
         found[Need.REDIS] = _lacks(None, Need.REDIS)
     if reason := why_no_machines():
         found[Need.NAMESPACES] = reason
-    if shutil.which("nvidia-smi") is None:
-        found[Need.GPU] = _lacks(None, Need.GPU)
     return found
 
 

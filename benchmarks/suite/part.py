@@ -22,7 +22,6 @@ class Need(Enum):
     LM_EVAL = "lm-eval, installed in lm_eval/ of --client-env DIR"
     REDIS = "redis-server"
     NAMESPACES = "network namespaces"
-    GPU = "a GPU"
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,8 @@ class Part:
     """Minutes that it is expected to take on two cores."""
     result: str
     """Name of the results without an ending. Those of a processor have the name of its operators behind it."""
-    exercises: tuple[str, ...]
-    """Folders and files of the product that the script exercises: results are older than the code once one has changed."""
+    starts: tuple[str, ...]
+    """Folders of the product that the script runs in other processes, with all below. What it imports is found without."""
     module: str | None = None
     """The module that does it; None for what is run by hand."""
     arguments: tuple[str, ...] = ()

@@ -1,15 +1,16 @@
 """Which parts of `make bench` are run, and in which order: pure functions over the catalogue and what is done already.
 
-    no outcome at this commit ──► run        done at this commit ──► left out
-    failed, or over its limit, at this commit ──► run again, after all that were not tried
+    no record, or the part's code has changed since ──► run        done ──► left out
+    failed, or over its limit, with the code as it is ──► run again, after all that were not tried
     a need is missing, or it is run by hand ──► skipped, with the reason
 
-In a tree with changes nothing counts as done or tried: nobody knows of which tree a record is.
+Whether its code has changed is what the pages of results ask, too (`benchmarks/suite/history.py`): what is done is current
+there, and what is older there is run. A tree with changes is in no commit, so nothing that was done in one counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +18,8 @@ from benchmarks.suite.part import Need, Part
 
 Outcome = Literal["done", "failed", "over its budget"]
 Verdict = Literal["run", "done", "skip"]
+IsCurrent = Callable[[str, Part], bool]
+"""Whether nothing that a part exercises has changed since a commit."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Planned:
 def plan(
     parts: Sequence[Part],
     records: Mapping[str, Record],
-    commit: str,
+    is_current: IsCurrent,
     missing: Mapping[Need, str],
     only: Collection[str] = (),
 ) -> list[Planned]:
@@ -52,28 +55,21 @@ def plan(
     if unknown := set(only) - {part.name for part in parts}:
         known = ", ".join(part.name for part in parts)
         raise ValueError(f"no part {sorted(unknown)[0]!r:.40}: it is one of {known}")
-    planned = [_verdict(part, records, commit, missing, part.name in only) for part in parts if not only or part.name in only]
+    counting = {
+        name for name, record in records.items() for part in parts if part.name == name and is_current(record.commit, part)
+    }
 
-    def place(each: Planned) -> tuple[bool, bool]:
-        return each.verdict != "run", _is_of(records, each.part, commit)
+    def verdict(part: Part) -> Planned:
+        if part.module is None:
+            return Planned(part, "skip", f"run by hand: {part.command}")
+        for need in part.needs:
+            if need in missing:
+                return Planned(part, "skip", missing[need])
+        is_done = part.name in counting and records[part.name].outcome == "done"
+        return Planned(part, "done" if is_done and part.name not in only else "run")
 
-    return sorted(planned, key=place)
-
-
-def _verdict(part: Part, records: Mapping[str, Record], commit: str, missing: Mapping[Need, str], is_named: bool) -> Planned:
-    if part.module is None:
-        return Planned(part, "skip", f"run by hand: {part.command}")
-    for need in part.needs:
-        if need in missing:
-            return Planned(part, "skip", missing[need])
-    if not is_named and _is_of(records, part, commit) and records[part.name].outcome == "done":
-        return Planned(part, "done")
-    return Planned(part, "run")
-
-
-def _is_of(records: Mapping[str, Record], part: Part, commit: str) -> bool:
-    """Whether the part was tried at this commit."""
-    return part.name in records and records[part.name].commit == commit and not has_changes(commit)
+    planned = [verdict(part) for part in parts if not only or part.name in only]
+    return sorted(planned, key=lambda each: (each.verdict != "run", each.part.name in counting))
 
 
 def has_changes(commit: str) -> bool:
@@ -82,5 +78,5 @@ def has_changes(commit: str) -> bool:
 
 
 def may_begin(spent_s: float, budget_s: float | None) -> bool:
-    """Whether another part may begin after this much time. Without a budget it always may."""
+    """Return whether another part may begin after this much time. Without a budget it always may."""
     return budget_s is None or spent_s < budget_s

@@ -1,16 +1,16 @@
 """Runs parts of `make bench`, each in a process of its own with a limit, and keeps what became of them.
 
     waits until the machine is idle ──► started ──► ends by itself ──► done, or failed
-        │ still busy: no further part        └─ limit ─► SIGINT ─ GRACE_S ─► SIGKILL ──► over its budget
+        │ still busy: no further part        ├─ state does not fit ──► started anew, once
+        │                                    └─ limit ──► ended ──► over its budget
 
-A part gets SIGINT first, as by Ctrl-C, because scripts end their clusters then. Whatever it has started ends with it. Its
-output goes to a log beside the state file.
+A guard (`benchmarks/suite/guard.py`) starts and ends the part, so that it does not outlive the run. Its output goes to a log
+beside the state file. A part whose code has changed while it ran has failed: nobody knows which of the two was measured.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -19,15 +19,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.lib.environment import ROOT
+from benchmarks.lib.journal import DOES_NOT_FIT
+from benchmarks.suite.guard import OVER
 from benchmarks.suite.part import Part
-from benchmarks.suite.plan import Outcome, Record, has_changes, may_begin
+from benchmarks.suite.plan import IsCurrent, Outcome, Record, has_changes, may_begin
 from benchmarks.suite.state import State
-from certify.runner import end_with_all
 
 GRACE_S = 90.0
 """Seconds that a part has between SIGINT and SIGKILL: a cluster stops its Ray in them."""
 IDLE_S = 300.0
 """Seconds that a part waits for the machine to become idle."""
+_END_S = 60.0
+"""Seconds that a guard may take to end what has got SIGKILL."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,10 @@ class Place:
     """For logs."""
     commit: str
     placeholders: Mapping[str, str]
+    is_current: IsCurrent
+    """Looks anew each time."""
+    lock: int
+    """File descriptor of the lock that guards hold, too."""
     grace_s: float = GRACE_S
 
 
@@ -72,34 +79,51 @@ def run_parts(
         if reason := until_idle():
             return f"{reason}; {len(parts) - number} parts are left"
         tell(part, None)
-        record = run_part(part, state.journal(part.name, place.commit), place)
+        record = run_part(part, state.journal(part.name), place)
         state.add(part.name, record)
         tell(part, record)
     return None
 
 
 def run_part(part: Part, journal: Path, place: Place) -> Record:
-    """Run one part to its end or its limit."""
+    """Run one part to its end or its limit. What its script has kept goes when it is done, and when it does not fit."""
     if has_changes(place.commit):
         journal.unlink(missing_ok=True)
     began = time.monotonic()
-    with log_of(place.folder, part).open("wb") as log:
-        process = subprocess.Popen(
-            argv(part, place.placeholders, journal),
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **dict(part.environment)},
-            start_new_session=True,
-        )
-        try:
-            outcome: Outcome = "done" if process.wait(part.limit_s) == 0 else "failed"
-        except subprocess.TimeoutExpired:
-            outcome = "over its budget"
-        finally:
-            end_with_all(process, place.grace_s, signal.SIGINT)
+    with log_of(place.folder, part).open("w") as log:
+        code = _guarded(part, journal, place, log.fileno())
+        if code == DOES_NOT_FIT and part.keeps_state and journal.exists():
+            journal.unlink()
+            print("make bench: started anew, without what was kept", file=log, flush=True)
+            code = _guarded(part, journal, place, log.fileno())
+        outcome: Outcome = "over its budget" if code == OVER else "failed" if code else "done"
+        if not code and not has_changes(place.commit) and not place.is_current(place.commit, part):
+            print(f"make bench: the code is no longer that of {place.commit}", file=log)
+            outcome = "failed"
+    if outcome == "done":
+        journal.unlink(missing_ok=True)
     return Record(place.commit, outcome, round(time.monotonic() - began, 1))
+
+
+def _guarded(part: Part, journal: Path, place: Place, log: int) -> int:
+    """The exit code of the part, or of its guard."""
+    words = [f"{place.grace_s}", f"{part.limit_s}", *argv(part, place.placeholders, journal)]
+    guard = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.suite.guard", *words],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=log,
+        stderr=log,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **dict(part.environment)},
+        start_new_session=True,
+        pass_fds=[place.lock],
+    )
+    assert guard.stdin is not None
+    try:
+        return guard.wait(part.limit_s + place.grace_s + _END_S)
+    finally:
+        guard.stdin.close()
+        guard.wait(place.grace_s + _END_S)
 
 
 def log_of(folder: Path, part: Part) -> Path:

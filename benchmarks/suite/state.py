@@ -2,14 +2,17 @@
 
     {"machine": "AMD EPYC, 2 cores", "parts": {"engine": {"commit": "a9b2d9748a78", "outcome": "done", "seconds": 1803.2}}}
 
-The file is replaced after each part, never written in place. What a script keeps itself, with `--state`, lies beside it, one
-file for each part and commit.
+The file is replaced after each part, never written in place. What a script keeps itself, with `--state`, lies beside it, a file
+for each part. One run has the state at a time: it holds a lock on a file beside it, which names the process.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import get_args
@@ -45,6 +48,24 @@ class State:
         new.write_text(json.dumps({"machine": self._machine, "parts": parts}, indent=2) + "\n")
         os.replace(new, self._file)
 
-    def journal(self, name: str, commit: str) -> Path:
-        """Return the file in which the script of a part keeps what it has measured at this commit."""
-        return self._file.with_name(f"{self._file.stem}.{name}.{commit}.jsonl")
+    def journal(self, name: str) -> Path:
+        """Return the file in which the script of a part keeps what it has measured."""
+        return self._file.with_name(f"{self._file.stem}.{name}.jsonl")
+
+
+@contextmanager
+def locked(state: Path) -> Iterator[int]:
+    """Hold the lock of a state file, and yield its file descriptor.
+
+    A process that inherits the descriptor holds the lock, too, until it ends. Raises ValueError if another run has it.
+    """
+    with state.with_name(f"{state.name}.lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise ValueError(f"{state} is in use by another run, process {file.read().strip()}, or by its last part") from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield file.fileno()

@@ -12,6 +12,8 @@ from benchmarks.pages.figure import Figure, at_least, at_most
 
 Result = Mapping[str, Any]
 VLLM = "vllm:128"
+GOODPUT_SYSTEMS = ("tandem", "tandem-auto", VLLM)
+"""Those whose goodput pages show."""
 _GOODPUT_GOALS = {(500, 30): 2.0, (500, 40): 1.5, (1000, 60): 1.3}
 
 
@@ -32,31 +34,48 @@ def version_of(result: Result, system: str) -> str:
     return str(result.get("settings", {}).get(system, "vLLM")).split(",")[0]
 
 
+def best(result: Result) -> tuple[str, str]:
+    """Return the names of the fastest pair of a prefill and a decode worker, and of the fastest vLLM."""
+    found = rates(result)
+    pairs = [name for name in found if name.startswith("tandem") and "colocated" not in name]
+    return max(pairs, key=found.__getitem__), max((name for name in found if name.startswith("vllm")), key=found.__getitem__)
+
+
 def throughput(result: Result, kind: str) -> Sequence[Figure]:
     """Output tokens per second of one prefill and one decode worker, and beside the best of vLLM."""
     found = rates(result)
-    pairs = {name: rate for name, rate in found.items() if name.startswith("tandem") and "colocated" not in name}
-    peers = {name: rate for name, rate in found.items() if name.startswith("vllm")}
-    best, peer = max(pairs, key=pairs.__getitem__), max(peers, key=peers.__getitem__)
+    ours, peer = best(result)
     beside = version_of(result, peer)
     return [
-        Figure(f"output tokens/s, `{best}`", pairs[best], digits=0),
-        Figure("output tokens/s, vLLM", peers[peer], digits=0, peer=beside),
-        Figure("one prefill and one decode worker / vLLM", pairs[best] / peers[peer], goal=at_least(1.3), peer=beside),
+        Figure(f"output tokens/s, `{ours}`", found[ours], digits=0),
+        Figure("output tokens/s, vLLM", found[peer], digits=0, peer=beside),
+        Figure("one prefill and one decode worker / vLLM", found[ours] / found[peer], goal=at_least(1.3), peer=beside),
     ]
 
 
-def goodput_of(result: Result, workload: str, system: str) -> list[float] | None:
-    """Return the medians over the seeds of a system's goodput, in requests/s, for the three pairs of limits."""
-    entries = by_workload(result["entries"])[workload].get(system)
-    return None if entries is None else [statistics.median(goodputs(entries, Slo(*pair, 1.0))) for pair in PAIRS]
+def shown_entries(result: Result) -> list[dict[str, Any]]:
+    """Return what pages show of a result that is merged from several runs; nothing of another one."""
+    return [entry for entry in result.get("entries", ()) if entry["system"] in GOODPUT_SYSTEMS]
+
+
+def goodput_of(result: Result, workload: str, system: str) -> list[float]:
+    """Return the medians over the seeds of a system's goodput, in requests/s, for the three pairs of limits.
+
+    Only seeds count in which all systems that pages show were measured on one processor at one commit. Without any the list is
+    empty.
+    """
+    systems = by_workload(shown_entries(result)).get(workload, {})
+    of_seed: dict[int, list[Any]] = {}
+    for entry in (entry for entries in systems.values() for entry in entries):
+        of_seed.setdefault(entry["seed"], []).append((entry["environment"]["processor"], entry["environment"]["commit"]))
+    together = {seed for seed, where in of_seed.items() if len(where) == len(GOODPUT_SYSTEMS) and len(set(where)) == 1}
+    entries = [entry for entry in systems.get(system, ()) if entry["seed"] in together]
+    return [statistics.median(goodputs(entries, Slo(*pair, 1.0))) for pair in PAIRS] if entries else []
 
 
 def goodput(result: Result, kind: str) -> Sequence[Figure]:
     """Azure's conversations with `auto`, beside vLLM."""
     ours, theirs = (goodput_of(result, "azure-conversation", system) for system in ("tandem-auto", VLLM))
-    if ours is None or theirs is None:
-        return []
     return [
         Figure(
             f"Azure's conversations, {pair[0]} / {pair[1]} ms: `auto` / vLLM",
@@ -64,7 +83,7 @@ def goodput(result: Result, kind: str) -> Sequence[Figure]:
             goal=at_least(_GOODPUT_GOALS[pair]),
             peer="vLLM, 128 tokens a step",
         )
-        for pair, one, other in zip(PAIRS, ours, theirs, strict=True)
+        for pair, one, other in zip(PAIRS if ours and theirs else (), ours, theirs, strict=True)
     ]
 
 
@@ -74,7 +93,7 @@ def interference(result: Result, kind: str) -> Sequence[Figure]:
     beside = version_of(result, VLLM)
     return [
         Figure("p99 gap of 8 streams, with long prompts / without", median_of(result, "tandem", "ratio"), goal=at_most(1.3)),
-        Figure("the same of vLLM", median_of(result, VLLM, "ratio"), peer=beside),
+        Figure("p99 gap of 8 streams of vLLM, with long prompts / without", median_of(result, VLLM, "ratio"), peer=beside),
         Figure("TTFT of the long prompts / vLLM's", long_ttft[0] / long_ttft[1], goal=at_most(1.15), peer=beside),
     ]
 
@@ -105,8 +124,14 @@ def flood(result: Result, kind: str) -> Sequence[Figure]:
 
 def seats(result: Result, kind: str) -> Sequence[Figure]:
     """Short answers beside 150 long ones, over those beside 64."""
-    ratios = [ratio for pool in ("all", "half") if pool in result for ratio in result[pool]["ratio"].values()]
-    return [Figure("a short answer beside 150 long ones / beside 64, worst of pools and tenants", max(ratios))]
+    return [
+        Figure(
+            f"a short answer {whose} beside 150 long ones / beside 64, worse of two pools",
+            max(result[pool]["ratio"][tenant] for pool in ("all", "half") if pool in result),
+            goal=at_most(bound),
+        )
+        for tenant, whose, bound in (("other", "of another tenant", 3), ("same", "of the same tenant", 6))
+    ]
 
 
 def memory(result: Result, kind: str) -> Sequence[Figure]:
@@ -114,7 +139,13 @@ def memory(result: Result, kind: str) -> Sequence[Figure]:
     auto, second = result["weights"]["auto"]
     return [
         Figure("weights as stored in four bits / bfloat16", auto / result["weights"]["none"][0], goal=at_most(0.45)),
-        Figure("memory that a second worker's weights add", 100 * second / auto, "%", 0, goal=at_most(10)),
+        Figure(
+            "memory that a second worker's weights add (below 0: noise)",
+            100 * second / auto,
+            "%",
+            0,
+            goal=at_most(10),
+        ),
         Figure("default cluster after 1,000 chats", sum(result["after_chats"].values()) / 2**30, "GiB", goal=at_most(2)),
     ]
 

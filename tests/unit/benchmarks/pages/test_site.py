@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.pages.figure import Figure, at_least, at_most
-from benchmarks.pages.history import Age, History
 from benchmarks.pages.markers import blocks
-from benchmarks.pages.overview import missed, section
-from benchmarks.pages.reasons import REASONS
+from benchmarks.pages.overview import section
 from benchmarks.pages.results import Result, read_results
 from benchmarks.pages.site import OVERVIEW, current_pages, stale_pages
 from benchmarks.pages.tables import TABLES
 from benchmarks.suite.catalogue import PARTS
+from benchmarks.suite.history import Age, History
 
 RESULTS = read_results()
 
@@ -49,20 +48,7 @@ def test_a_kind_of_processor_that_was_not_measured_is_a_row() -> None:
     part = next(part for part in PARTS if part.name == "overhead")
     of_part = [result for result in RESULTS if result.part == part]
     assert {result.kind for result in of_part} >= {"avx512_bf16"}
-    lines = section(part, [result for result in of_part if result.kind == "avx512_bf16"], History(), lambda result: Age.CURRENT)
+    lines = section(part, [result for result in of_part if result.kind == "avx512_bf16"], lambda result: Age.CURRENT)
     assert lines[-1] == "**Not measured on Intel with AMX.**"
-    lines = section(part, [], History(), lambda result: Age.CURRENT)
+    lines = section(part, [], lambda result: Age.CURRENT)
     assert lines[-1] == "**Not measured on AMD with AVX-512 and Intel with AMX.**"
-
-
-def test_a_reason_is_one_of_a_figure_that_has_a_goal() -> None:
-    goals = {(result.name, figure.name) for result in RESULTS for figure in result.figures if figure.goal}
-    assert REASONS.keys() - goals == set()
-
-
-def test_goals_that_are_missed_come_worst_first() -> None:
-    rows = missed(RESULTS, lambda result: Age.OLDER)[4:]
-    assert len(rows) > 1
-    shares = [float(row.split("missed by ")[1].split(" %")[0]) for row in rows if "missed by" in row]
-    assert shares == sorted(shares, reverse=True)
-    assert all("**older than the code**" in row for row in rows)

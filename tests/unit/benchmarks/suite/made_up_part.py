@@ -15,7 +15,7 @@ FOREVER_S = 600
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["print", "exit", "hang", "tidy", "count"])
+    parser.add_argument("what", choices=["print", "exit", "hang", "tidy", "count", "foreign"])
     parser.add_argument("value", nargs="?", default="")
     parser.add_argument("--state", type=Path)
     given = parser.parse_args()
@@ -27,10 +27,15 @@ def main() -> None:
         hang(Path(given.value))
     elif given.what == "tidy":
         tidy(Path(given.value))
+    elif given.what == "foreign" and given.state.exists():
+        sys.exit(int(given.value))
+    elif given.what == "foreign":
+        sys.stdout.write("anew\n")
     else:
         seen = given.state.read_text() if given.state.exists() else ""
         given.state.write_text(f"{seen}x")
         sys.stdout.write(f"{len(seen) + 1}\n")
+        sys.exit(int(given.value or 0))
 
 
 def hang(pids: Path) -> None:

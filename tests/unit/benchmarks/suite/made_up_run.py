@@ -9,7 +9,7 @@ from benchmarks import __main__ as command
 from benchmarks.suite.part import Part
 from benchmarks.suite.plan import Planned
 from benchmarks.suite.runner import Place
-from benchmarks.suite.state import State
+from benchmarks.suite.state import State, locked
 
 SCRIPT = "tests.unit.benchmarks.suite.made_up_part"
 
@@ -20,9 +20,11 @@ def main() -> int:
         Part("quick", "?", 5, "quick", ("engine",), SCRIPT, ("print", "x")),
         Part("slow", "?", 5, "slow", ("engine",), SCRIPT, ("hang", pids)),
     ]
+    state_file = folder / "state.json"
     planned = [Planned(part, "run") for part in parts]
-    place = Place(folder, "a9b2d9748a78", {}, grace_s=0.5)
-    return command.run(planned, State(folder / "state.json", "a machine"), place, None, lambda: None)
+    with locked(state_file) as lock:
+        place = Place(folder, "a9b2d9748a78", {}, lambda commit, part: True, lock, grace_s=0.5)
+        return command.run(planned, State(state_file, "a machine"), place, None, lambda: None)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ import pytest
 from benchmarks.lib.environment import RESULTS, ROOT
 from benchmarks.pages.figures import EXTRACT
 from benchmarks.pages.results import owner
-from benchmarks.suite.catalogue import PARTS
+from benchmarks.suite.catalogue import PARTS, SERVING
+from benchmarks.suite.exercised import exercised, imported, package_of, product
 from benchmarks.suite.part import Part
 
 SCRIPTS_WITHOUT_A_PART = {
@@ -39,8 +40,9 @@ def test_names_are_unique() -> None:
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
 def test_what_a_part_exercises_is_there(part: Part) -> None:
-    assert part.exercises
-    assert [path for path in part.exercises if not (ROOT / path).exists()] == []
+    assert [path for path in part.starts if not (ROOT / path).is_dir()] == []
+    assert exercised(part) <= product()
+    assert exercised(part)
     assert part.result in EXTRACT, "its figures are on no page"
 
 
@@ -77,3 +79,33 @@ def test_every_result_belongs_to_a_part() -> None:
         owner("made_up")
     with pytest.raises(ValueError, match="belongs to no part"):
         owner("engine_sse2")
+
+
+STARTERS = {"cluster", "serving", "serving_process", "cluster_process"}
+
+
+@pytest.mark.parametrize("part", [part for part in PARTS if part.module not in (None, "pytest")], ids=lambda part: part.name)
+def test_who_starts_a_cluster_says_so(part: Part) -> None:
+    """What runs in other processes is not found by imports."""
+    starts = part.serve is not None or re.search(rf"\b({'|'.join(STARTERS)})\(", source(part))
+    if starts:
+        assert set(SERVING) <= set(part.starts)
+
+
+def test_what_a_script_imports_is_exercised() -> None:
+    by_name = {part.name: exercised(part) for part in PARTS}
+    assert {"autoscaler", "configs", "configs/paced", "simulator", "loadtest"} <= by_name["autoscale"]
+    assert {"loadtest", "autoscaler", "router/api", "engine/native", "kv_transfer/transports"} <= by_name["goodput"]
+    assert {"router/text", "engine/native"} <= by_name["quality"]
+    assert "certify" in by_name["kernel_resources"]
+    assert not {"router/api", "kv_transfer", "worker"} & by_name["kv_formats"]
+    assert "router/page" not in by_name["goodput"]
+    assert "engine/native/build.py" in imported("benchmarks/lib/environment.py")
+
+
+def test_a_file_belongs_to_the_nearest_package() -> None:
+    assert package_of("engine/native/fma/products.cpp") == "engine/native"
+    assert package_of("engine/gone/step.py") == "engine"
+    assert package_of("configs/paced/h200_8b.json") == "configs/paced"
+    assert package_of("docs/module_map.py") == ""
+    assert package_of("pyproject.toml") == ""

@@ -19,7 +19,7 @@ def test_without_folders_all_that_they_hold_is_missing(monkeypatch: pytest.Monke
     monkeypatch.setattr(shutil, "which", lambda name: None)
     missing = missing_needs(Folders())
     assert set(missing) - {Need.NAMESPACES} == set(Need) - {Need.NAMESPACES}
-    assert missing[Need.GPU] == "needs a GPU"
+    assert missing[Need.REDIS] == "needs redis-server"
     assert "--traces DIR" in missing[Need.TRACES]
 
 
@@ -42,7 +42,7 @@ def test_a_folder_has_to_hold_all_of_it(tmp_path: Path) -> None:
 
 def test_a_list_tells_of_every_part_and_of_the_minutes_that_are_left() -> None:
     done = {"engine": Record("a9b2d9748a78", "done", 1.0)}
-    *lines, last = listed(plan(PARTS, done, "a9b2d9748a78", {Need.TRACES: "needs the traces"}))
+    *lines, last = listed(plan(PARTS, done, lambda commit, part: True, {Need.TRACES: "needs the traces"}))
     assert sorted(line.split()[0] for line in lines) == sorted(part.name for part in PARTS)
     verdicts = {line.split()[0]: line for line in lines}
     assert "  done " in verdicts["engine"]

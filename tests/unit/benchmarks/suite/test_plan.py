@@ -12,11 +12,13 @@ from benchmarks.suite.part import Need, Part
 from benchmarks.suite.plan import Planned, Record, may_begin, plan
 
 COMMIT = "a9b2d9748a78"
+OLD = "e4e14eef5311"
+"""Since this commit, the code of all parts has changed."""
 NAMES = [f"part{number}" for number in range(6)]
 OUTCOMES = st.sampled_from(["done", "failed", "over its budget"])
 RECORDS = st.dictionaries(
     st.sampled_from(NAMES),
-    st.builds(Record, st.sampled_from([COMMIT, "e4e14eef5311"]), OUTCOMES, st.floats(0, 1e4)),
+    st.builds(Record, st.sampled_from([COMMIT, OLD]), OUTCOMES, st.floats(0, 1e4)),
 )
 
 
@@ -27,13 +29,17 @@ def part(name: str, *needs: Need, module: str | None = "benchmarks.none") -> Par
 PARTS = [part(name) for name in NAMES]
 
 
+def is_current(commit: str, part: Part) -> bool:
+    return commit == COMMIT
+
+
 def names(planned: Sequence[Planned], verdict: str) -> list[str]:
     return [each.part.name for each in planned if each.verdict == verdict]
 
 
 @given(RECORDS)
-def test_each_part_is_run_unless_it_is_done_at_this_commit(records: dict[str, Record]) -> None:
-    planned = plan(PARTS, records, COMMIT, {})
+def test_each_part_is_run_unless_it_is_done_and_its_code_unchanged(records: dict[str, Record]) -> None:
+    planned = plan(PARTS, records, is_current, {})
     done = {name for name, record in records.items() if (record.commit, record.outcome) == (COMMIT, "done")}
     assert sorted(each.part.name for each in planned) == NAMES
     assert set(names(planned, "done")) == done
@@ -47,11 +53,11 @@ def test_each_part_is_run_unless_it_is_done_at_this_commit(records: dict[str, Re
 @given(RECORDS, st.lists(OUTCOMES, min_size=len(NAMES), max_size=len(NAMES)), st.integers(0, len(NAMES)))
 def test_a_run_that_is_ended_anywhere_goes_on(records: dict[str, Record], outcomes: list[str], ended: int) -> None:
     """However often it is ended, a part that is done is not run again, and all others are."""
-    first = names(plan(PARTS, records, COMMIT, {}), "run")
+    first = names(plan(PARTS, records, is_current, {}), "run")
     after = dict(records)
     for name, outcome in zip(first[:ended], outcomes, strict=False):
         after[name] = Record(COMMIT, outcome, 1.0)  # type: ignore[arg-type]
-    second = names(plan(PARTS, after, COMMIT, {}), "run")
+    second = names(plan(PARTS, after, is_current, {}), "run")
     succeeded = {name for name, outcome in zip(first[:ended], outcomes, strict=False) if outcome == "done"}
     assert set(second) == set(first) - succeeded
     untried = [name for name in first[ended:] if name not in records or records[name].commit != COMMIT]
@@ -62,25 +68,32 @@ def test_a_run_that_is_ended_anywhere_goes_on(records: dict[str, Record], outcom
 def test_in_a_tree_with_changes_nothing_counts_as_done(records: dict[str, Record]) -> None:
     dirty = f"{COMMIT}+changes"
     of_dirty = {name: Record(dirty, record.outcome, record.seconds) for name, record in records.items()}
-    assert names(plan(PARTS, of_dirty, dirty, {}), "run") == NAMES
+    assert names(plan(PARTS, of_dirty, is_current, {}), "run") == NAMES
+
+
+def test_each_part_has_an_age_of_its_own() -> None:
+    """Others' code may change after a part is done."""
+    records = {name: Record(OLD, "done", 1.0) for name in NAMES}
+    planned = plan(PARTS, records, lambda commit, part: part.name != "part2", {})
+    assert names(planned, "run") == ["part2"]
 
 
 def test_what_lacks_something_is_skipped_and_says_what() -> None:
-    parts = [part("one", Need.TRACES, Need.GPU), part("two"), part("three", module=None)]
-    planned = plan(parts, {}, COMMIT, {Need.GPU: "needs a GPU"})
+    parts = [part("one", Need.TRACES, Need.REDIS), part("two"), part("three", module=None)]
+    planned = plan(parts, {}, is_current, {Need.REDIS: "needs redis-server"})
     assert [(each.part.name, each.verdict, each.reason) for each in planned] == [
         ("two", "run", ""),
-        ("one", "skip", "needs a GPU"),
+        ("one", "skip", "needs redis-server"),
         ("three", "skip", "run by hand: python -m None"),
     ]
-    assert names(plan(parts, {}, COMMIT, {}), "run") == ["one", "two"]
+    assert names(plan(parts, {}, is_current, {}), "run") == ["one", "two"]
 
 
 def test_a_part_that_is_named_is_run_alone_and_again() -> None:
     records = {"part1": Record(COMMIT, "done", 1.0)}
-    assert names(plan(PARTS, records, COMMIT, {}, only=["part1"]), "run") == ["part1"]
+    assert names(plan(PARTS, records, is_current, {}, only=["part1"]), "run") == ["part1"]
     with pytest.raises(ValueError, match=r"no part 'part9': it is one of part0, part1"):
-        plan(PARTS, {}, COMMIT, {}, only=["part9"])
+        plan(PARTS, {}, is_current, {}, only=["part9"])
 
 
 @given(st.lists(st.floats(0.1, 1e4), max_size=20), st.floats(0, 1e5))

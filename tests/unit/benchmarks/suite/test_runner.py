@@ -7,15 +7,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from benchmarks.lib.environment import ROOT
+from benchmarks.lib.journal import DOES_NOT_FIT
 from benchmarks.suite.part import Part
-from benchmarks.suite.plan import Record, plan
+from benchmarks.suite.plan import IsCurrent, Record, plan
 from benchmarks.suite.runner import Place, argv, log_of, run_parts
-from benchmarks.suite.state import State
+from benchmarks.suite.state import State, locked
 
 COMMIT = "a9b2d9748a78"
 SCRIPT = "tests.unit.benchmarks.suite.made_up_part"
@@ -33,18 +35,25 @@ def run(
     budget_s: float | None = None,
     until_idle: Callable[[], str | None] = lambda: None,
     commit: str = COMMIT,
+    after: str = "",
 ) -> tuple[State, str | None, list[str]]:
-    """Run what is left of the parts; returns also their names in order."""
+    """Run what is left of the parts; returns also their names in order. `after` is the commit when a part has ended."""
     state = State(folder / "state.json", "a machine")
-    planned = [each.part for each in plan(parts, state.records, commit, {}) if each.verdict == "run"]
+    planned = [each.part for each in plan(parts, state.records, at(commit), {}) if each.verdict == "run"]
     begun: list[str] = []
 
     def tell(part: Part, record: Record | None) -> None:
         if record is None:
             begun.append(part.name)
 
-    place = Place(folder, commit, {"{traces}": "/of/traces"}, grace_s=1.0)
-    return state, run_parts(planned, state, place, budget_s, until_idle, tell), begun
+    with locked(folder / "state.json") as lock:
+        place = Place(folder, commit, {"{traces}": "/of/traces"}, at(after or commit), lock, grace_s=1.0)
+        return state, run_parts(planned, state, place, budget_s, until_idle, tell), begun
+
+
+def at(now: str) -> IsCurrent:
+    """Every part's code changes with each commit."""
+    return lambda commit, part: commit == now
 
 
 def lives(pid: int) -> bool:
@@ -88,17 +97,33 @@ def test_a_part_that_takes_too_long_may_end_its_own_things_first(tmp_path: Path)
     assert tidied.read_text() == "as by Ctrl-C"
 
 
-def test_a_script_that_keeps_a_state_gets_the_same_file_again_until_the_commit_changes(tmp_path: Path) -> None:
-    counting = part("counting", "count", keeps_state=True)
+def test_a_script_that_keeps_a_state_gets_the_same_file_until_it_is_done(tmp_path: Path) -> None:
+    failing = part("counting", "count", "1", keeps_state=True)
     for expected in ("1", "2"):
-        (tmp_path / "state.json").unlink(missing_ok=True)
-        run([counting], tmp_path)
-        assert log_of(tmp_path, counting).read_text().strip() == expected
-    run([counting], tmp_path, commit="e4e14eef5311")
-    assert log_of(tmp_path, counting).read_text().strip() == "1"
+        run([failing], tmp_path)
+        assert log_of(tmp_path, failing).read_text().strip() == expected
+    for expected in ("3", "1"):  # once it is done, it begins anew
+        (tmp_path / "state.json").unlink()
+        run([part("counting", "count", keeps_state=True)], tmp_path)
+        assert log_of(tmp_path, failing).read_text().strip() == expected
     for _ in range(2):
-        run([counting], tmp_path, commit=f"{COMMIT}+changes")
-        assert log_of(tmp_path, counting).read_text().strip() == "1", "of another tree, perhaps"
+        run([failing], tmp_path, commit=f"{COMMIT}+changes")
+        assert log_of(tmp_path, failing).read_text().strip() == "1", "of another tree, perhaps"
+
+
+def test_a_state_that_does_not_fit_is_left_out(tmp_path: Path) -> None:
+    foreign = part("foreign", "foreign", str(DOES_NOT_FIT), keeps_state=True)
+    State(tmp_path / "state.json", "a machine").journal("foreign").write_text("another option, kernel or commit\n")
+    state, _, _ = run([foreign], tmp_path)
+    assert outcomes(state) == {"foreign": "done"}
+    assert log_of(tmp_path, foreign).read_text().splitlines() == ["make bench: started anew, without what was kept", "anew"]
+
+
+def test_a_part_whose_code_changes_meanwhile_has_failed(tmp_path: Path) -> None:
+    changing = part("changing", "print", "x")
+    state, _, _ = run([changing], tmp_path, after="e4e14eef5311")
+    assert outcomes(state) == {"changing": "failed"}
+    assert f"the code is no longer that of {COMMIT}" in log_of(tmp_path, changing).read_text()
 
 
 def test_no_further_part_begins_when_the_budget_is_spent_or_the_machine_is_busy(tmp_path: Path) -> None:
@@ -110,23 +135,46 @@ def test_no_further_part_begins_when_the_budget_is_spent_or_the_machine_is_busy(
     assert run(parts, tmp_path)[2] == ["second"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_run_that_is_ended_ends_its_part_and_keeps_what_is_done(number: signal.Signals, tmp_path: Path) -> None:
-    """The real command in a process of its own, with parts of ours."""
-    pids = tmp_path / "pids"
-    command = [sys.executable, "-m", "tests.unit.benchmarks.suite.made_up_run", str(tmp_path), str(pids)]
+def started(folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
+    """The real command in a process of its own, with parts of ours, and the processes of the part that runs."""
+    pids = folder / "pids"
+    command = [sys.executable, "-m", "tests.unit.benchmarks.suite.made_up_run", str(folder), str(pids)]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while not (pids.exists() and len(pids.read_text().split()) == 2):
         assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.05)
+    return process, [int(pid) for pid in pids.read_text().split()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_run_that_is_ended_ends_its_part_and_keeps_what_is_done(number: signal.Signals, tmp_path: Path) -> None:
+    process, pids = started(tmp_path)
     process.send_signal(number)
     _, told = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "1 of 2 parts done: interrupted; the same command goes on" in told
     assert outcomes(State(tmp_path / "state.json", "a machine")) == {"quick": "done"}
-    assert not [pid for pid in pids.read_text().split() if lives(int(pid))]
+    assert not [pid for pid in pids if lives(pid)]
+
+
+def test_a_part_does_not_outlive_a_run_that_is_killed(tmp_path: Path) -> None:
+    """Until it is gone, no other run begins."""
+    process, pids = started(tmp_path)
+    state = tmp_path / "state.json"
+    with pytest.raises(ValueError, match=f"in use by another run, process {process.pid}"), locked(state):
+        pass
+    process.kill()
+    process.communicate(timeout=60)
+    deadline = time.monotonic() + 60
+    while True:
+        assert time.monotonic() < deadline
+        with suppress(ValueError), locked(state):
+            break
+        time.sleep(0.05)
+    assert not [pid for pid in pids if lives(pid)]
+    assert outcomes(State(state, "a machine")) == {"quick": "done"}
 
 
 def test_a_cluster_is_started_for_a_part_that_wants_one() -> None:

@@ -1,0 +1,197 @@
+"""The goals that the project has set itself, each once, by what they are about: with figures, with tests, or with neither.
+
+A goal with a figure names the result and how the figure's name begins (`benchmarks/pages/figures/`). A goal of another kind is
+kept by tests, which are named. Where there is neither, `absent` says why.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Aim:
+    """One goal."""
+
+    text: str
+    figures: tuple[tuple[str, str], ...] = ()
+    """Names of results as in the catalogue, and beginnings of the names of their figures."""
+    tests: tuple[str, ...] = ()
+    """Files of tests that keep it."""
+    absent: str = ""
+    """What of it has no figure and no test, and why."""
+
+
+def _figures(result: str, *names: str) -> tuple[tuple[str, str], ...]:
+    return tuple((result, name) for name in names)
+
+
+_NO_SCRIPT = "No script measures it."
+_GRID = "tests/unit/engine/test_batch_invariance.py"
+
+AIMS: dict[str, tuple[Aim, ...]] = {
+    "Speed on processors": (
+        Aim("Prefill is as fast as vLLM's", _figures("engine", "prefill of 256 and 1,024 tokens / vLLM's")),
+        Aim("Decode of 1 to 64 at 256 is 1.2 times as fast as vLLM's", _figures("engine", "decode of 1 to 64 at 256")),
+        Aim("Decode of long contexts is 1.2 times as fast as vLLM's", _figures("engine", "decode of 16 at 1,024")),
+        Aim("Decode of 1 at 256 is 1.2 times as fast as llama.cpp's", _figures("engine", "decode of 1 at 256")),
+        Aim(
+            "Prefill is 4 times as fast as llama.cpp's, and as fast with AMX",
+            _figures("engine", "prefill of 256 and 1,024 tokens / llama.cpp's"),
+        ),
+        Aim(
+            "With AVX2 forced, decode is 0.8 (one sequence) and 1.1 times (8 and 16) as fast as llama.cpp's for AVX2",
+            absent="No result: `make bench` does not force instruction sets, and there is no build of llama.cpp for AVX2.",
+        ),
+        Aim("Full servers with 16 streams make 1.3 times vLLM's tokens/s", _figures("throughput", "one prefill and")),
+        Aim(
+            "Goodput of Azure's conversations is 2, 1.5 and 1.3 times vLLM's",
+            _figures("goodput", "Azure's conversations"),
+        ),
+        Aim(
+            "Long prompts cost running streams 1.3 times their p99 gap at most, and wait 1.15 times as long as vLLM's",
+            _figures("interference", "p99 gap of 8 streams", "TTFT of the long prompts"),
+        ),
+        Aim("Outside the engine a token costs 120 µs of a processor at most", _figures("overhead", "processor time")),
+        Aim("Outside the engine a first token costs 5 ms at most", _figures("overhead", "TTFT above")),
+        Aim("Weights in four bits take 0.45 of bfloat16's memory", _figures("memory", "weights as stored")),
+        Aim("A whole cluster takes 2 GiB after 1,000 chats", _figures("memory", "default cluster")),
+        Aim(
+            "A second worker starts in a second, imports apart, and adds 10 % of its weights' memory",
+            (*_figures("engine", "start of a worker"), *_figures("memory", "memory that a second")),
+        ),
+        Aim("A row's bits do not depend on other rows, cuts, caches or threads", tests=(_GRID,)),
+        Aim(
+            "200 kills of decode workers in the default format leave every stream as it was",
+            _figures("kills", "streams with the undisturbed tokens", "decode workers killed"),
+        ),
+        Aim("One arithmetic costs 5 % of throughput at most", absent=f"No result: {_NO_SCRIPT.lower()}"),
+        Aim("A slow kernel is not chosen after `tandem profile`", tests=("tests/unit/engine/test_profiling.py",)),
+        Aim("The default of `disaggregation` is the better one", _figures("conditional", "TTFT of auto")),
+    ),
+    "One cache": (
+        Aim(
+            "By cache, 3.5 times as many tokens are cached as by load alone, and 85 % of the bound",
+            _figures("cache_routing", "cached tokens"),
+        ),
+        Aim("With the memory tier, 95 % of the bound is cached", absent="No result: the script has no run with a tier."),
+        Aim(
+            "TTFT closes 80 % of the gap between load alone and one ideal cache, on the paced cluster",
+            absent="No result on the paced cluster: `benchmarks.cache_simulation` is the simulated one.",
+        ),
+        Aim("The simulator is within 10 % of the paced cluster", absent=f"No result: {_NO_SCRIPT.lower()}"),
+        Aim("Of chats, 90 % of what could be cached is", _figures("cached_chats", "cached, of what")),
+        Aim(
+            "TTFT takes 0.3 of computing from another pool and from memory, 0.4 from disk",
+            _figures("cache_sources", "TTFT from"),
+        ),
+        Aim("A plain request gets no slower", absent=f"No result: {_NO_SCRIPT.lower()}"),
+        Aim(
+            "Tokens with every source are those without cache, whatever is damaged or dies",
+            tests=("tests/fault/test_fetching.py", "tests/fault/test_tiers.py", "tests/unit/kv_transfer/test_damage.py"),
+        ),
+        Aim(
+            "A choice takes 200 µs at most at 1,000 workers and 10 million blocks, a block 64 bytes",
+            _figures("cache_index", "lookup and choice", "bytes of a block"),
+        ),
+        Aim(
+            "20 minutes of faults among 32 paced workers leave no wrong token and no leak",
+            _figures("paced_kills", "minutes", "wrong answers", "leaks"),
+        ),
+        Aim("32 paced workers are ready in 30 s and take 4 GiB", _figures("paced", "32 paced", "memory")),
+    ),
+    "Operators": (
+        Aim(
+            "A flip answers in its new role within a second, fails nothing and keeps tokens and caches",
+            tests=("tests/integration/test_flip.py", "tests/fault/test_flips.py"),
+            absent="The second is asserted by the test; no result has its figure.",
+        ),
+        Aim("The autoscaler keeps 95 % in time", _figures("autoscale", "Azure's hour: requests", "a synthetic day: requests")),
+        Aim(
+            "It takes 1.2 times an oracle's worker-hours",
+            _figures("autoscale", "Azure's hour: worker-hours", "a synthetic day: worker-hours"),
+        ),
+        Aim("It changes direction 6 times in a synthetic day", _figures("autoscale", "a synthetic day: changes")),
+        Aim(
+            "From zero, the first answer comes within a worker's start and a second, with a standby within 2 s",
+            tests=("tests/integration/test_autoscale.py",),
+            absent="The bounds are asserted by the test; no result has their figures.",
+        ),
+        Aim("A scrape equals what clients counted", tests=("tests/integration/test_cluster_metrics.py",)),
+        Aim(
+            "A real Prometheus loads the rules, and `/ops` works in a browser",
+            tests=("tests/integration/test_prometheus.py", "tests/integration/test_ops.py"),
+        ),
+        Aim(
+            "10 million simulated requests on 1,000 workers lose none",
+            _figures("scale", "simulated requests"),
+        ),
+    ),
+    "GPUs": (
+        Aim("Decode attention reaches 85 % of a copy's rate at 64 x 4,096", _figures("certify", "decode attention")),
+        Aim("Prefill of an 8B shape reaches 60 % of the rate of products", _figures("certify", "prefill")),
+        Aim("A decode step of 16 rows takes 1.2 times its byte floor", _figures("certify", "decode step")),
+        Aim("A handoff between processes reaches 70 % of a copy's rate", _figures("certify", "handoff")),
+        Aim(
+            "The host takes 1.5 ms for a decode step of 128 rows",
+            absent="No result: no committed script measures it.",
+        ),
+        Aim(
+            "Known defects of overlap and ranks are mended, each with a test",
+            tests=("tests/unit/kv_transfer/test_progress.py", "tests/unit/engine/test_run_ahead.py"),
+        ),
+    ),
+    "Deployed and kept running": (
+        Aim("`serve deploy` leaves nothing behind", tests=("tests/integration/test_serve_deploy.py",)),
+        Aim(
+            "Every file of `deploy/` is used by a test, or says what was not tried", tests=("tests/unit/deploy/test_files.py",)
+        ),
+        Aim("A slower or failing configuration is rolled back by itself", tests=("tests/integration/test_rollout.py",)),
+        Aim(
+            "Each acknowledged usage event is once in the log, though routers are killed",
+            tests=("tests/integration/test_usage.py",),
+        ),
+        Aim(
+            "Nodes that die, are cut off, or lose their head cost no stream its tokens",
+            _figures("node_faults", "streams with the undisturbed tokens"),
+        ),
+        Aim("A killed node stops a stream for 5 s at most, p99", _figures("node_faults", "gap p99, a node killed")),
+        Aim(
+            "A partition stops a stream for the lease and 3 s at most, p99",
+            _figures("node_faults", "gap p99, a node cut off", "gap p99, two nodes"),
+        ),
+    ),
+    "Guesses, small KV, long contexts": (
+        Aim(
+            "Tokens are the same with and without guesses",
+            tests=("tests/fault/test_speculation.py", "tests/integration/test_speculation.py"),
+        ),
+        Aim("One stream that copies is 1.8 times as fast", _figures("speculation", "1 stream that copies")),
+        Aim(
+            "Eight streams that copy gain 0.85 of what is predicted, and 1.3 times where rows are cheap",
+            _figures("speculation", "8 streams that copy"),
+            absent="1.3 times is asked where 24 rows cost at most 1.6 times 8 rows, which was on no machine.",
+        ),
+        Aim("Random text gets 5 % slower at most, of 1 to 64 streams", _figures("speculation", "random text")),
+        Aim("KV in int8 makes decoding 1.2 times as fast", _figures("kv_formats", "decode of")),
+        Aim("KV in int8 is 0.52 of the bytes of a handoff", _figures("kv_formats", "bytes of a token's KV")),
+        Aim(
+            "A prompt of 128k tokens is right, and a short one beside it waits for two chunks",
+            tests=("tests/fault/test_long_prompts.py",),
+            absent="On a small random model; not over HTTP.",
+        ),
+        Aim("A draft model: where it pays is measured", absent="No result yet."),
+    ),
+    "Closed doors and fair seats": (
+        Aim(
+            "A body of any shape up to 16 MiB stops a stream for 0.3 s at most",
+            tests=("tests/integration/test_hostile_bodies.py",),
+        ),
+        Aim(
+            "A short answer beside 150 long ones takes 3 times what it takes beside 64, 6 times for its own tenant",
+            _figures("seats", "a short answer"),
+        ),
+        Aim("Seats cost 5 % of throughput at most", absent=f"No result: {_NO_SCRIPT.lower()}"),
+    ),
+}
+"""By what they are about."""

@@ -1,0 +1,107 @@
+"""Goals: each once, with figures and tests that there are, and with what is missing."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from benchmarks.lib.environment import ROOT
+from benchmarks.pages.aims import AIMS, Aim
+from benchmarks.pages.goals import Row, missed, rows_of, state_of, summary, tables
+from benchmarks.pages.reasons import REASONS, UNKNOWN, reason
+from benchmarks.pages.results import KINDS, Result, owner, read_results
+from benchmarks.suite.catalogue import PARTS
+
+RESULTS = read_results()
+ALL = [aim for group in AIMS.values() for aim in group]
+ENVIRONMENT = {"processor": "A processor (avx2)", "cores": 2, "commit": "a9b2d9748a78"}
+
+
+def overhead(kind: str, us: float, ms: float) -> Result:
+    name = f"overhead_{kind}"
+    data = {"cpu_per_token": [{"us_per_token": us}], "first_token": {"extra_ms": ms}, "environment": ENVIRONMENT}
+    return Result(name, *owner(name), data)
+
+
+def test_a_figure_with_a_goal_is_in_one_goal() -> None:
+    known = {(result.name, figure.name) for result in RESULTS for figure in result.figures if figure.goal}
+    named = Counter(
+        (row.result.name, row.figure.name) for aim in ALL for row in rows_of(aim, RESULTS) if row.result and row.figure
+    )
+    assert [each for each, times in named.items() if times > 1] == []
+    elsewhere = {
+        "chaos",
+        "cut_streams",
+        "guidellm",
+        "api_cases",
+        "simulate",
+        "paced_kills",
+    }  # checks without a goal of an issue
+    assert {name for name, _ in known - named.keys()} <= elsewhere
+
+
+def test_a_goal_has_figures_or_tests_or_a_reason() -> None:
+    assert len({aim.text for aim in ALL}) == len(ALL)
+    for aim in ALL:
+        assert aim.figures or aim.tests or aim.absent, aim.text
+        assert [test for test in aim.tests if not (ROOT / test).exists()] == []
+        for result, _ in aim.figures:
+            assert any(part.result == result for part in PARTS), result
+
+
+def test_what_was_not_measured_is_a_row() -> None:
+    aim = Aim("TTFT", (("overhead", "TTFT above"), ("overhead", "processor time")))
+    rows = rows_of(aim, [overhead("avx512_bf16", 100.0, 9.0)])
+    assert [(row.where, row.figure is None) for row in rows] == 2 * [(KINDS["avx512_bf16"], False), (KINDS["amx"], True)]
+    assert rows_of(aim, []) == 2 * [Row(where) for where in KINDS.values()]
+    assert rows_of(Aim("x", (("scale", "simulated"),)), []) == [Row("any processor")]
+
+
+def test_a_goal_is_met_only_if_all_of_its_figures_are() -> None:
+    aim = Aim("TTFT", (("overhead", "TTFT above"), ("overhead", "processor time")))
+    good, bad = overhead("avx512_bf16", 100.0, 1.0), overhead("amx", 100.0, 9.0)
+    assert state_of(aim, [good]) == "met"
+    assert state_of(aim, [good, bad]) == "missed"
+    assert state_of(aim, []) == "unknown"
+    assert state_of(Aim("x", tests=("tests/x.py",)), [good, bad]) == "tested"
+    aims = {"Speed": [aim, Aim("x", tests=("tests/x.py",)), Aim("y", absent="No result.")]}
+    assert summary([good], aims) == (
+        "Of 3 goals 1 are met wherever they were measured, 0 are missed somewhere, 1 are kept by tests alone, "
+        "1 are without any result. 1 have no figure on Intel with AMX."
+    )
+
+
+def test_tables_say_what_is_known() -> None:
+    aims = {"Speed": [Aim("TTFT", (("overhead", "TTFT above"),)), Aim("Rows", tests=("tests/x.py",), absent="No figure.")]}
+    lines = tables([overhead("amx", 100.0, 9.0)], lambda result: result.name, aims)
+    assert lines[1] == "### Speed"
+    assert lines[-3:] == [
+        "| TTFT | Intel with AMX | TTFT above the engine's: 9.0 ms | ≤ 5.0 ms | **missed by 80 %** | overhead_amx |",
+        "|  | AMD with AVX-512 | **no result** | | | |",
+        "| Rows |  | | | | `tests/x.py`. No figure. |",
+    ]
+
+
+def test_goals_that_are_missed_come_worst_first() -> None:
+    aims = {"Speed": [Aim("TTFT", (("overhead", "TTFT above"), ("overhead", "processor time")))]}
+    results = [overhead("avx512_bf16", 130.0, 6.0), overhead("amx", 100.0, 9.0)]
+    rows = missed(results, lambda result: result.name, aims)[2:]
+    assert [row.split(" | ")[1] for row in rows] == ["9.0 ms", "6.0 ms", "130 µs"]
+    assert all(row.endswith(f"| {UNKNOWN} |") for row in rows)
+
+
+def test_a_reason_is_of_one_commit() -> None:
+    (result, figure, commit), text = next(iter(REASONS.items()))
+    assert reason(result, figure, [commit]) == text
+    assert reason(result, figure, ["a9b2d97" if commit != "a9b2d97" else "e4e14ee"]) == UNKNOWN
+
+
+def test_reasons_are_of_the_results_that_there_are() -> None:
+    """One that is no longer shown goes."""
+    shown = {
+        (result.name, figure.name, commit)
+        for result in RESULTS
+        for figure in result.figures
+        if figure.goal and not figure.goal.is_met(figure.value)
+        for commit in result.commits
+    }
+    assert REASONS.keys() - shown == set()
