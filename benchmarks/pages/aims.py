@@ -180,7 +180,8 @@ AIMS: dict[str, tuple[Aim, ...]] = {
             tests=("tests/fault/test_long_prompts.py",),
             absent="On a small random model; not over HTTP.",
         ),
-        Aim("A draft model: where it pays is measured", absent="No result yet."),
+        Aim("A draft model: where it pays is measured", _figures("speculation_draft_model", "1 stream that copies")),
+        Aim("Early exit: where it pays is measured", _figures("early_exit", "predicted gain")),
     ),
     "Closed doors and fair seats": (
         Aim(

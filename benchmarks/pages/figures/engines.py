@@ -105,6 +105,14 @@ def speculation(result: Result, kind: str) -> Sequence[Figure]:
     return figures
 
 
+def early_exit(result: Result, kind: str) -> Sequence[Figure]:
+    """What drafts of the model's first layers would bring at best."""
+    return [
+        Figure(f"predicted gain of the best depth, {threads}", max(depths.values()), digits=2)
+        for threads, depths in result["predicted_gain"].items()
+    ]
+
+
 def weight_formats(result: Result, kind: str) -> Sequence[Figure]:
     """Products of all layers with the weights of the default model, over those of oneDNN in bfloat16."""
     times = result["milliseconds"]
@@ -137,6 +145,8 @@ EXTRACT = {
     "kv_formats": kv_formats,
     "kv_quality": kv_quality,
     "speculation": speculation,
+    "speculation_draft_model": speculation,
+    "early_exit": early_exit,
     "weight_formats": weight_formats,
     "quality": quality,
     "tensor_parallel": tensor_parallel,
