@@ -206,7 +206,7 @@ class Attaches:
 
     async def _read(self, reader: TierReader, entry: TicketEntry, waiting: _Waiting) -> None:
         """Read what tiers have of a prompt that is computed here into the ticket's own blocks; until then the stream waits."""
-        keys = entry.keys[: (len(entry.token_ids) - 1) // self._block_size]
+        keys = entry.keys[: min((len(entry.token_ids) - 1) // self._block_size, len(entry.block_table))]
         for name in reader.names:
             held = entry.held_tokens // self._block_size
             began = time.monotonic()

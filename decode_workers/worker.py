@@ -71,6 +71,8 @@ class DecodeWorker:
             on_settled=changed,
             on_released=None if core.tiers is None else core.tiers.note,
             ids=core.ids,
+            window=core.window,
+            step_tokens=core.config.chunk_tokens,
         )
         self._scheduler = DecodeScheduler(
             self.ledger, core.config.decode.max_batch_size, core.config.chunk_tokens, limits.turn_s, time.monotonic
@@ -150,7 +152,7 @@ class DecodeWorker:
     @property
     def held_blocks(self) -> int:
         """KV blocks that tickets hold."""
-        return sum(len(entry.block_table) for entry in self.ledger)
+        return sum(entry.block_table.num_owned for entry in self.ledger)
 
     @property
     def growth(self) -> int | None:

@@ -87,6 +87,14 @@ class Ticket:
     num_prompt_tokens: int
     held_tokens: int
     """At the prompt's beginning, whose KV the decode worker has already: whole blocks, and nothing is sent for them."""
+    unseen_tokens: int = 0
+    """At the prompt's beginning, which lie before the sliding windows of the first token to be generated: nothing is sent for
+    them either."""
+
+    @property
+    def sent_from(self) -> int:
+        """Position of the first token whose KV is sent."""
+        return max(self.held_tokens, self.unseen_tokens)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from configs.kv_window import KvWindow
 from configs.paced.profile import load_paced_profile
 from engine.engine_thread import EngineThread
 from engine.memory.cache_teller import CacheTeller
@@ -76,6 +77,7 @@ class WorkerCore:
         self.config = config
         self.facts = runner.facts
         self.block_size = pool.block_size
+        self.window = KvWindow.of(runner.facts, config.engine)
         self.gang = gang
         self.grammars = rank.grammars
         self.ids = itertools.count(1)

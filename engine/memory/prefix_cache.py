@@ -104,6 +104,14 @@ class PrefixCache:
         """The keys of all cached blocks."""
         return self._block_of.keys()
 
+    def has(self, key: bytes) -> bool:
+        """Whether the block of this key is cached."""
+        return key in self._block_of
+
+    def num_sole(self, blocks: Sequence[int]) -> int:
+        """Number of blocks, all owned, that nobody else owns."""
+        return sum(self._references[block] == 1 for block in blocks)
+
     def match(self, keys: Sequence[bytes]) -> int:
         """Number of leading keys whose blocks are all cached. Takes nothing."""
         for count, key in enumerate(keys):

@@ -12,6 +12,7 @@ from decode_workers.speculation.drafts import drafted_step
 from decode_workers.speculation.speculator import PLAIN_EVERY, Speculator
 from decode_workers.stream import Stream
 from engine.batch import Chunk, ForwardBatch, SampledToken
+from engine.memory.block_table import BlockTable
 from protocol.sampling import SamplingParams
 
 PENALIZED = SamplingParams(seed=3, max_tokens=20, presence_penalty=0.5)
@@ -63,7 +64,7 @@ def test_tokens_are_those_of_single_steps(drafts: list[list[int]], joined: bool,
 
 def streams(*samplings: SamplingParams) -> list[Stream]:
     said = [5, 6, 7, 8, 5, 6]
-    return [Stream(n, b"r", [n], sampling, list(said), 1, len(said) - 1) for n, sampling in enumerate(samplings)]
+    return [Stream(n, b"r", BlockTable(0, [n]), sampling, list(said), 1, len(said) - 1) for n, sampling in enumerate(samplings)]
 
 
 def plan(batch: list[Stream], max_rows: int = 64, slots: Any = lambda stream, most: most) -> list[int]:
