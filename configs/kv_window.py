@@ -28,7 +28,9 @@ class KvWindow:
     """How far back a token's attention reaches."""
 
     reach: int
-    """Tokens before a unit of UNIT tokens that are read from within it: whole units."""
+    """Tokens before a unit that are read from within it: whole units."""
+    unit: int = UNIT
+    late: int = LATE
 
     @classmethod
     def of(cls, facts: ModelFacts, engine: str = "model") -> KvWindow:
@@ -40,11 +42,15 @@ class KvWindow:
 
     def first_seen(self, position: int) -> int:
         """Return the first position whose KV may be read from this position on."""
-        return max(0, position // UNIT * UNIT - self.reach)
+        return max(0, position // self.unit * self.unit - self.reach)
+
+    def kept_from(self, position: int) -> int:
+        """Return the first position whose KV a stream keeps when it has come to this position."""
+        return self.first_seen(max(0, position - self.late))
 
     def at_once(self, num_tokens: int, step_tokens: int) -> int:
         """Return the most tokens whose KV a sequence of `num_tokens` has at a time, if a step computes `step_tokens` of it."""
-        return min(num_tokens, self.reach + UNIT + LATE + step_tokens)
+        return min(num_tokens, self.reach + self.unit + self.late + step_tokens)
 
 
 def prefill_at_once(config: ClusterConfig, window: KvWindow, num_tokens: int) -> int:

@@ -188,8 +188,8 @@ class Attaches:
             raise KvTransferError("somebody sends KV for this ticket")
         if num_tokens >= self._facts.max_model_len:
             raise ContextLengthError(f"{num_tokens} prompt tokens don't fit into {self._facts.max_model_len}", param="prompt")
-        if entry.held_tokens == num_tokens or (num_scores is not None and entry.held_tokens):
-            raise InvalidRequestError("the ticket holds tokens whose logits are wanted: reserve with `own_tokens`")
+        if not self._ledger.computable(entry) or (num_scores is not None and entry.held_tokens):
+            raise InvalidRequestError("the ticket is not for a prompt that is computed here: reserve with `own_tokens`")
         if num_tokens * (1 + (num_scores or 0)) > MAX_PROMPT_LOGPROBS:
             raise InvalidRequestError(f"more than {MAX_PROMPT_LOGPROBS} logprobs of a prompt", param="logprobs")
 

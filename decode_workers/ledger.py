@@ -30,7 +30,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from configs.arithmetic import ceil_div
-from configs.kv_window import LATE, WHOLE, KvWindow
+from configs.kv_window import WHOLE, KvWindow
 from decode_workers.ticket_entry import TicketEntry
 from engine.memory.block_table import BlockTable, BlockTables
 from engine.memory.prefix_cache import PrefixCache
@@ -281,12 +281,17 @@ class Ledger:
     def attach_here(self, ticket_id: int) -> TicketEntry | None:
         """Hand a ticket to the batch for which nothing was sent: what is not held of its prompt is computed here.
 
-        Returns None if it is not reserved, or if nothing of it would be computed.
+        Returns None if it is not reserved, or if it can't be computed here (`computable`).
         """
         entry = self._entries.get(ticket_id)
-        if entry is None or entry.state is not TicketState.RESERVED or entry.held_tokens == len(entry.token_ids):
+        if entry is None or entry.state is not TicketState.RESERVED or not self.computable(entry):
             return None
         return self._attach(entry)
+
+    def computable(self, entry: TicketEntry) -> bool:
+        """Whether the prompt of a reserved ticket can be computed here: some is not held, and what is seen from there on is."""
+        missing = entry.held_tokens < len(entry.token_ids)
+        return missing and entry.block_table.first <= self._tables.first_block(entry.held_tokens)
 
     def grow(self, ticket_id: int, num_tokens: int, computed: int = 0) -> bool:
         """Extend an attached ticket's blocks to cover `num_tokens`. False, and no block is taken, if too few are free.
@@ -295,7 +300,7 @@ class Ledger:
         """
         entry = self._attached(ticket_id)
         if not (entry.sending or entry.wanted):
-            self._tables.give_up(entry.block_table, self._tables.first_block(max(0, computed - LATE)), entry.keys)
+            self._tables.give_up(entry.block_table, self._window.kept_from(computed) // self._block_size, entry.keys)
         return self._tables.lengthen(entry.block_table, self.blocks_for(num_tokens))
 
     def begins_at(self, ticket_id: int) -> int:
