@@ -360,3 +360,34 @@ def test_a_prompt_leaves_blocks_into_which_others_grow() -> None:
     assert step(scheduler) == [], "somebody waits for blocks"
     growth[0] = 2
     assert [chunk.prompt for chunk in step(scheduler)] == [prompt]
+
+
+def test_what_a_windowed_prompt_will_need_is_kept_for_it() -> None:
+    """It holds four blocks at most, of ten, and three between two steps."""
+    scheduler = PrefillScheduler(PrefixCache(7), BLOCK_SIZE, steps_of(4), window=KvWindow(8, unit=4, late=0))
+    [first] = added(scheduler, range(40))
+    while first.computed < 16:
+        step(scheduler)
+    assert first.block_table.num_owned == 3
+    second = scheduler.new_prompt(range(100, 140), "")
+    scheduler.add(second, ahead=True)
+    computed = [step(scheduler)[0].prompt for _ in range(6)]
+    assert computed == [first] * 6, "the four that are free are not all for others"
+    scheduler.release(first)
+    while step(scheduler):
+        assert second.block_table.num_owned <= 4
+    assert second.computed == 40
+
+
+def test_a_windowed_prompt_goes_on_behind_what_is_left_of_it() -> None:
+    """What lies before the window of the next token was evicted."""
+    cache = PrefixCache(8)
+    scheduler = PrefillScheduler(cache, BLOCK_SIZE, steps_of(8), window=KvWindow(8, unit=4, late=0))
+    for tokens in (range(40), range(41)):
+        [prompt] = added(scheduler, tokens)
+        while step(scheduler):
+            pass
+        scheduler.release(prompt)
+    assert cache.match(prompt.keys) == 0
+    assert prompt.cached == 40
+    assert cache.num_free == 8
