@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from configs.facts import ModelFacts, WeightFormat, kv_head_bytes
-from configs.kv_window import KvWindow, decode_at_once, prefill_at_once
 from configs.machine import processor_features
+from configs.model_files.kv_window import KvWindow, decode_at_once, prefill_at_once
 from configs.paced.profile import TOKEN_BYTES, load_paced_profile
 from configs.schema import ClusterConfig, PoolConfig
 from protocol.messages import Role

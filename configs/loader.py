@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 from configs.addresses import is_loopback
 from configs.autoscale import RoleName
 from configs.facts import ModelFacts
-from configs.kv_window import WHOLE, KvWindow, decode_at_once, prefill_at_once
+from configs.model_files.kv_window import WHOLE, KvWindow, decode_at_once, prefill_at_once
 from configs.model_files.rope import stretching
 from configs.paced.profile import DEFAULT_PROFILE, default_sizes, load_paced_profile
 from configs.schema import DEFAULT_TIER, ClusterConfig, PoolConfig

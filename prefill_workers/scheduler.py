@@ -35,7 +35,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from configs.arithmetic import ceil_div, goes_between, turn_between
-from configs.kv_window import WHOLE, KvWindow
+from configs.model_files.kv_window import WHOLE, KvWindow
 from configs.schema import SAMPLED_TOKENS, PrefillConfig
 from engine.memory.block_table import BlockTable, BlockTables
 from engine.memory.prefix_cache import PrefixCache

@@ -16,8 +16,8 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from configs.facts import Model
-from configs.kv_window import KvWindow
 from configs.loader import served_context
+from configs.model_files.kv_window import KvWindow
 from configs.schema import ClusterConfig
 from protocol.cluster_view import RolloutOrder, WorkerState
 from protocol.errors import ModelNotFoundError

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from configs.kv_window import KvWindow
+from configs.model_files.kv_window import KvWindow
 from configs.paced.profile import load_paced_profile
 from engine.engine_thread import EngineThread
 from engine.memory.cache_teller import CacheTeller

@@ -3,7 +3,7 @@
     positions    0 ─── first ──────────── length        in blocks
     entries      0 0 0 0 │ blocks that are owned
 
-A table keeps its positions when the blocks before a sliding window go (`configs.kv_window`). Their entries become 0, which is
+A table keeps its positions when the blocks before a sliding window go (`configs.model_files.kv_window`). Their entries become 0, which is
 any block: nobody reads it, or writes to it. vLLM keeps a block of zeros for them; here no block is spent.
 """
 
@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from configs.kv_window import WHOLE, KvWindow
+from configs.model_files.kv_window import WHOLE, KvWindow
 from engine.memory.prefix_cache import PrefixCache
 
 if TYPE_CHECKING:

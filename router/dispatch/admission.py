@@ -22,7 +22,7 @@ from collections.abc import Container, Iterator
 from contextlib import contextmanager
 
 from configs.arithmetic import LONG_STEPS
-from configs.kv_window import WHOLE, KvWindow, decode_at_once, prefill_at_once
+from configs.model_files.kv_window import WHOLE, KvWindow, decode_at_once, prefill_at_once
 from configs.schema import ClusterConfig
 from protocol.cache.keys import block_keys, keys_of
 from protocol.errors import (

@@ -16,7 +16,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterable, Set
 
-from configs.kv_window import KvWindow
+from configs.model_files.kv_window import KvWindow
 from configs.schema import ClusterConfig
 from protocol.errors import OverloadedError, TandemError
 from protocol.messages import Role

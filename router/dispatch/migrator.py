@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from configs.kv_window import WHOLE, KvWindow
+from configs.model_files.kv_window import WHOLE, KvWindow
 from configs.schema import ClusterConfig
 from protocol.errors import OverloadedError, TandemError
 from protocol.messages import Role

@@ -1,7 +1,7 @@
 """A model whose layers all have a sliding window: KV that nobody sees any more is not held and not sent. Nothing else changes.
 
 The model has heads of 64, for which there are native operators: tokens are those of one worker that keeps everything, bit for
-bit. Windows are 50 tokens, so 128 to 255 tokens before a token are kept (`configs.kv_window`).
+bit. Windows are 50 tokens, so 128 to 255 tokens before a token are kept (`configs.model_files.kv_window`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from transformers import MistralForCausalLM
 
 from configs.facts import ModelFacts
-from configs.kv_window import KvWindow
+from configs.model_files.kv_window import KvWindow
 from configs.schema import ClusterConfig
 from engine.batch import Chunk
 from engine.model_runner import ModelRunner
@@ -130,7 +130,7 @@ def test_several_streams_of_prompts_that_no_pool_holds(windowed: ModelFacts, alo
             router = await workers.router()
             answers = await asyncio.gather(*(router.generate(prompt, endless(100), str(n)) for n, prompt in enumerate(prompts)))
             assert answers == [alone(prompt, 100, False) for prompt in prompts]
-            assert workers.decode.core.load().decode.num_preemptions == 0
+            assert workers.decode._scheduler.preemptions == 0
             await workers.until(workers.all_free)
             workers.check()
 
@@ -283,7 +283,7 @@ def test_streams_move_while_they_run(windowed: ModelFacts, alone: Reference, ran
 
     async def scenario() -> None:
         config = with_pools(many_decodes.CONFIG, 1024, 1024)
-        async with run_many_decodes(windowed, 2, config, **({} if ranks is None else {"ranks": ranks})) as many:
+        async with run_many_decodes(windowed, 2, config, ranks=ranks or ()) as many:
             if ranks is None:
                 expected = alone(LONG, 900, False)
             else:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from configs.arithmetic import ceil_div
 from configs.facts import ModelFacts
-from configs.kv_window import LATE, UNIT, WHOLE, KvWindow
+from configs.model_files.kv_window import LATE, UNIT, WHOLE, KvWindow
 from tests.tiny_models import tiny_facts
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from configs.arithmetic import ceil_div
-from configs.kv_window import WHOLE, KvWindow
+from configs.model_files.kv_window import WHOLE, KvWindow
 from decode_workers.ledger import Ledger
 from decode_workers.ticket_entry import TicketEntry
 from engine.memory.prefix_cache import PrefixCache

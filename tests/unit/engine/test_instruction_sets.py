@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from configs.facts import KvCacheDtype, ModelFacts
-from configs.kv_window import KvWindow
+from configs.model_files.kv_window import KvWindow
 from engine.kernels.activation import swiglu
 from engine.kernels.kv_cache import dequantized, quantized_heads
 from engine.kernels.norm import rms_norm

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.arithmetic import goes_between
-from configs.kv_window import WHOLE, KvWindow
+from configs.model_files.kv_window import WHOLE, KvWindow
 from configs.schema import PrefillConfig
 from engine.memory.prefix_cache import PrefixCache
 from prefill_workers.scheduler import PlannedChunk, PrefillScheduler, Prompt

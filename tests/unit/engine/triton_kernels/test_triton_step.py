@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from certify.kernels.cases import relative_error
 from configs.facts import KvCacheDtype, ModelFacts
-from configs.kv_window import KvWindow
+from configs.model_files.kv_window import KvWindow
 from engine.batch import Chunk, ForwardBatch
 from engine.kernels.rope import inverse_frequencies
 from engine.memory.kv_pool import KVPool
@@ -81,7 +81,7 @@ def test_a_forward_pass_is_the_same_as_torch_s(kind: str, small_model: Callable[
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 def test_what_no_window_reaches_is_not_read(make: Any, kv_cache_dtype: KvCacheDtype) -> None:
     """Its entries in the block tables lead to a block of NaN, and no bit changes."""
-    facts, found = tiny_facts("windowed", sliding_windows=(1, 140)), []
+    facts, found = tiny_facts("windowed", sliding_windows=(1, 140), max_model_len=1024), []
     window, blocks = KvWindow.of(facts), (1 + torch.randperm(127, generator=torch.Generator().manual_seed(1))).tolist()
     work = [(600, 1), (0, 3), (511, 4), (512, 1), (383, 1)]
     for freed in (False, True):
