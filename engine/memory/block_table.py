@@ -3,8 +3,8 @@
     positions    0 ─── first ──────────── length        in blocks
     entries      0 0 0 0 │ blocks that are owned
 
-A table keeps its positions when the blocks before a sliding window go (`configs.model_files.kv_window`). Their entries become 0, which is
-any block: nobody reads it, or writes to it. vLLM keeps a block of zeros for them; here no block is spent.
+A table keeps its positions when the blocks before a sliding window go (`configs.model_files.kv_window`). Their entries become
+0, which is any block: nobody reads it, or writes to it. vLLM keeps a block of zeros for them; here no block is spent.
 """
 
 from __future__ import annotations

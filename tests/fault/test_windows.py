@@ -20,7 +20,8 @@ from configs.schema import ClusterConfig
 from engine.batch import Chunk
 from engine.model_runner import ModelRunner
 from protocol.cluster_view import WorkerState
-from protocol.messages import Release, Role
+from protocol.errors import InvalidRequestError
+from protocol.messages import Attach, Release, Role
 from protocol.sampling import SamplingParams
 from tests.fault import many_decodes, two_workers
 from tests.fault.many_decodes import ManyDecodes, Said, run_many_decodes
@@ -194,6 +195,24 @@ def test_a_ticket_for_either_way_is_sent_to_as_well(windowed: ModelFacts, alone:
                 router.decode.send(Release(ticket.ticket_id))
                 await workers.until(workers.all_free)
                 workers.check()
+
+    run(scenario())
+
+
+def test_tickets_of_other_windows_are_refused(windowed: ModelFacts) -> None:
+    """A prefill worker has given back what such a ticket wants, and a ticket for KV that is sent has no blocks to compute in."""
+
+    async def scenario() -> None:
+        async with run_two_workers(windowed, with_pools(two_workers.CONFIG, 2048, 2048)) as workers:
+            router = await workers.router()
+            ticket = await router.reserve(LONG, 8)
+            for unseen in (0, ticket.unseen_tokens - 128, len(LONG) + 1):
+                with pytest.raises(InvalidRequestError, match="other sliding windows"):
+                    await router.compute(replace(ticket, unseen_tokens=unseen), LONG, greedy(8))
+            with pytest.raises(InvalidRequestError, match="own_tokens"):
+                await router.decode.ask(lambda call_id: Attach(call_id, ticket.ticket_id, None, greedy(8), 0), 10)
+            router.decode.send(Release(ticket.ticket_id))
+            await workers.until(workers.all_free)
 
     run(scenario())
 
