@@ -200,7 +200,7 @@ def test_a_ticket_for_either_way_is_sent_to_as_well(windowed: ModelFacts, alone:
 
 
 def test_tickets_of_other_windows_are_refused(windowed: ModelFacts) -> None:
-    """A prefill worker has given back what such a ticket wants, and a ticket for KV that is sent has no blocks to compute in."""
+    """A prefill worker has given back what such a ticket wants; a ticket for KV that is sent has no blocks to compute in."""
 
     async def scenario() -> None:
         async with run_two_workers(windowed, with_pools(two_workers.CONFIG, 2048, 2048)) as workers:
