@@ -362,7 +362,9 @@ WindowedLedgerMachine.TestCase.settings = _SETTINGS
 TestWindowedLedger = WindowedLedgerMachine.TestCase
 
 
-def book(lease_s: float = LEASE_S, clock: Callable[[], float] = lambda: 0.0) -> tuple[Ledger, PrefixCache]:
+def book(
+    lease_s: float = LEASE_S, clock: Callable[[], float] = lambda: 0.0, window: KvWindow = WHOLE
+) -> tuple[Ledger, PrefixCache]:
     cache = PrefixCache(NUM_BLOCKS)
     quiet: Callable[[TicketEntry], None] = lambda entry: None  # noqa: E731
     ledger = Ledger(
@@ -373,13 +375,14 @@ def book(lease_s: float = LEASE_S, clock: Callable[[], float] = lambda: 0.0) -> 
         on_committed=quiet,
         on_failed=quiet,
         on_settled=lambda: None,
+        window=window,
     )
     return ledger, cache
 
 
 def receive(ledger: Ledger, entry: TicketEntry) -> bool:
     """The whole transfer of what is not held, and its commit."""
-    start, num_tokens = entry.held_tokens, len(entry.token_ids)
+    start, num_tokens = entry.sent_from, len(entry.token_ids)
     if start < num_tokens:
         assert ledger.begin_push(b"p", entry.ticket_id, entry.transfer_id, start, num_tokens - start) is entry
         ledger.end_push(entry.ticket_id, num_tokens - start, ok=True)
@@ -526,3 +529,41 @@ def test_an_answer_is_kept_for_the_next_turn() -> None:
     turn = ledger.reserve(b"r", (*prompt, *answer, 7), 1, "")
     assert turn is not None
     assert turn.held_tokens == 2 * BLOCK_SIZE
+
+
+def test_a_stream_that_others_wait_for_keeps_what_it_no_longer_sees() -> None:
+    ledger, cache = book(window=WindowedLedgerMachine.window)
+    entry = ledger.reserve(b"r", tuple(range(10)), 40, "")
+    assert entry is not None
+    assert (entry.unseen_tokens, entry.block_table.first, entry.block_table.num_owned) == (4, 1, 3)
+    assert receive(ledger, entry)
+    ledger.attach(entry.ticket_id)
+    ledger.want(entry.ticket_id, True)
+    assert ledger.grow(entry.ticket_id, 20, 19)
+    assert ledger.begins_at(entry.ticket_id) == 4
+    ledger.want(entry.ticket_id, False)
+    ledger.begin_send(entry.ticket_id)
+    assert ledger.grow(entry.ticket_id, 20, 19)
+    assert ledger.begins_at(entry.ticket_id) == 4
+    ledger.end_send(entry.ticket_id)
+    assert ledger.grow(entry.ticket_id, 20, 19)
+    assert ledger.begins_at(entry.ticket_id) == 12, "two tokens less than it sees begin in the block from 16 on, and reach 4"
+    assert cache.num_free == NUM_BLOCKS - 2
+    ledger.want(99, True)
+
+
+def test_what_was_handed_over_without_its_beginning_serves_a_next_turn() -> None:
+    ledger, _ = book(window=WindowedLedgerMachine.window)
+    entry = ledger.reserve(b"r", tuple(range(32)), 1, "")
+    assert entry is not None
+    assert (entry.held_tokens, entry.sent_from) == (0, 28)
+    assert receive(ledger, entry)
+    ledger.release(entry.ticket_id)
+    turn = ledger.reserve(b"r", tuple(range(33)), 1, "", own_tokens=1)
+    assert turn is not None
+    assert (turn.held_tokens, turn.block_table.first) == (32, 7)
+    assert ledger.computable(turn)
+    sent = ledger.reserve(b"r", tuple(range(100, 140)), 1, "")
+    assert sent is not None
+    assert not ledger.computable(sent)
+    assert ledger.attach_here(sent.ticket_id) is None
