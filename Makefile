@@ -7,16 +7,19 @@
 # make unit     the unit tests alone, slow ones included
 # make coverage   which lines of the product the unit and fault tests run; worker processes are not counted
 # make unit-newest  the same on the newest Python that is installed and that all dependencies support
-# make docs     draw the pictures and the module map anew, then check every link
+# make docs     draw the pictures and the module map anew, check every link, and build the site into build/site
 # make update   renew requirements.lock: the newest versions that the ranges in pyproject.toml allow
 # make chaos    workers, connections and nodes fail under load: twenty minutes (TANDEM_CHAOS_S=seconds), then half an hour of nodes
+# make bench    all benchmarks in parts that resume, on an idle machine: hours (ARGS="--list", "--peer-env DIR --traces DIR")
+# make bench-smoke   this tree beside the commit where its branch left main (ARGS=COMMIT for another): under five minutes
+# make results  write the tables of results in README and docs anew
 # make clean    forget the environment and every cache in this folder
 #
 # Needs Python 3.11 or newer (PYTHON=... names another one), for the tests curl too, and nothing else; everything goes into .venv.
 # To run some tests only, call .venv/bin/pytest with their names.
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-slow test-all coverage lint format unit unit-newest docs update chaos clean
+.PHONY: help install serve test test-slow test-all coverage lint format unit unit-newest docs update chaos bench bench-smoke results clean
 .DELETE_ON_ERROR:
 
 VENV := .venv
@@ -55,7 +58,8 @@ test: lint
 	$(BIN)/pytest $(WORKERS) -m "not slow" $(ARGS)
 
 test-slow: $(VENV)/.installed-test
-	$(BIN)/pytest -m slow $(ARGS)
+	$(BIN)/pytest $(UNIT) -m slow $(ARGS)
+	$(BIN)/pytest $(WORKERS) -m slow $(ARGS)
 
 test-all: test
 	$(MAKE) test-slow
@@ -82,11 +86,14 @@ unit-newest:
 docs: $(VENV)/.installed-test
 	$(BIN)/python docs/badges.py
 	$(BIN)/python docs/data_path.py
+	$(BIN)/python docs/sequences.py
 	$(BIN)/python docs/throughput_chart.py
 	$(BIN)/python docs/module_map.py
 	$(BIN)/python -m deploy.grafana.build
 	$(BIN)/python -m deploy.kubernetes.build
-	$(BIN)/pytest tests/unit/test_docs.py $(ARGS)
+	$(BIN)/pytest tests/unit/test_docs.py tests/unit/test_prose.py $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "==> build/site/index.html; to read and search it: $(PYTHON) -m http.server --directory build/site"
 
 update: | $(BIN)/python
 	rm -rf build/update
@@ -100,6 +107,15 @@ update: | $(BIN)/python
 chaos: $(VENV)/.installed-test
 	TANDEM_CHAOS_S=$${TANDEM_CHAOS_S:-1200} TANDEM_NODE_FAULTS_SCALE=$${TANDEM_NODE_FAULTS_SCALE:-0.4} \
 		$(BIN)/pytest -s tests/integration/test_chaos.py tests/integration/test_node_faults.py tests/integration/test_scarce.py $(ARGS)
+
+bench: $(VENV)/.installed-test
+	@$(BIN)/python -m benchmarks $(ARGS)
+
+bench-smoke: $(VENV)/.installed-test
+	@$(BIN)/python -m benchmarks.against --smoke $(ARGS)
+
+results: $(VENV)/.installed-test
+	@$(BIN)/python -m benchmarks.pages
 
 clean:
 	rm -rf $(VENV) .venv-newest .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info

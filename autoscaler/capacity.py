@@ -1,9 +1,9 @@
 """How many workers a demand needs, by what steps take (`configs.step_times`). Pure.
 
-A prompt waits for the prompts before it, so how busy prefill workers may be depends on how many there are, and on how far the
-limit is from what one prompt takes: the wait is that of a queue with several servers (Erlang C; Allen and Cunneen's factor for
-prompts of different lengths). A decode worker takes as many streams as its steps stay within the limit for, and its KV pool
-holds; at times a standard deviation more than the mean number of streams are under way.
+A prompt waits for the prompts before it. So how busy prefill workers may be depends on how many there are, and on how far the
+limit is from what one prompt takes. The wait is that of a queue with several servers (Erlang C), with Allen and Cunneen's
+factor for prompts of different lengths. A decode worker takes as many streams as its KV pool holds and its steps stay within
+the limit for. Room is kept for a standard deviation more than the mean number of streams.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MOST = 1024
 
 @dataclass(frozen=True)
 class Slo:
-    """What requests are promised."""
+    """Latency limits that requests are promised, in seconds."""
 
     ttft_s: float
     tpot_s: float
@@ -41,7 +41,7 @@ class Slo:
 
 @dataclass(frozen=True)
 class WorkerLimits:
-    """What one worker has at most."""
+    """Limits of one worker: most streams in a step, and tokens in its KV pool."""
 
     max_batch_size: int
     decode_tokens: int

@@ -57,11 +57,11 @@ class RoleState:
     """What the workers of one role do now, together."""
 
     workers: int = 0
-    """Those that have reported."""
+    """Number of workers of the role that have reported."""
     running: int = 0
     queued_tokens: int = 0
     kv_usage: float = 0.0
-    """Of the fullest worker."""
+    """Used part of the KV pool of the fullest worker, from 0 to 1."""
     step_s: float = 0.0
     """Mean of the latest decode steps."""
     held_tokens: int = 0
@@ -72,7 +72,7 @@ class Demand:
     """What is asked of the cluster, and how well it answers."""
 
     rate: float
-    """Requests per second."""
+    """Requests that arrive per second."""
     lengths: Lengths | None
     """None before the first answer has ended."""
     waiting: int
@@ -89,7 +89,7 @@ class Demand:
     """Seconds since anything was asked, waited or ran."""
 
     def role(self, role: Role) -> RoleState:
-        """What the workers of a role do."""
+        """Return the load of the workers of a role."""
         return self.roles.get(role, RoleState())
 
 
@@ -99,7 +99,7 @@ class _Totals:
 
     counts: DemandCounts
     busy_s: tuple[float, float]
-    """Of prefill and of decode workers."""
+    """Seconds that prefill workers and decode workers computed."""
     computed: tuple[int, int]
 
     def values(self) -> tuple[float, ...]:

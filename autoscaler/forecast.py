@@ -17,7 +17,7 @@ from protocol.errors import ConfigError
 log = logging.getLogger(__name__)
 
 BINS = 96
-"""Of a season."""
+"""Number of bins that a season is divided into."""
 _MOST_SEASONS = 8
 _LEAST_FOR_TREND = 12
 """Bins."""
@@ -56,7 +56,9 @@ class History:
     def add(self, arrived: int, now: float) -> None:
         """Count requests that have arrived since the last call."""
         number = int(now // self._bin_s)
-        if self._open is None:
+        if number <= (self.latest if self._open is None else self._open - 1):
+            self._set_back(number)
+        elif self._open is None:
             self._open = number
             self._fill(number - 1)
         elif number != self._open:
@@ -79,6 +81,14 @@ class History:
         most = float(np.max(np.interp(steps, xs, self._forecast)))
         floor = 0.05 * float(np.max(self._forecast)) + 1e-9
         return float(np.clip(most / max(present, floor), 1.0, _MOST_TIMES))
+
+    def _set_back(self, number: int) -> None:
+        """The clock was set back into this bin: what was counted from there on has another time now, and is forgotten."""
+        ahead = min(len(self.bins), max(0, self.latest - number + 1))
+        self.bins = self.bins[: len(self.bins) - ahead]
+        self.latest = min(self.latest, number - 1)
+        self._open, self._whole, self._count = number, False, 0
+        self._forecast = _forecast(self.bins)
 
     def _close(self) -> None:
         """The bin is over. One of which the beginning is missing counts as the one before it."""

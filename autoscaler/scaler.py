@@ -52,21 +52,27 @@ class ScalerRecord:
 
 @dataclass(frozen=True)
 class Present:
-    """The pools now."""
+    """Sizes of the pools at the moment of a decision."""
 
     wanted: Sizes
     ready: Sizes
     start_s: float | None
     """Seconds that the latest starts took; None before the first."""
+    both: int = 0
+    """Number of decode workers that compute prompts for others, too: prefill does not sleep then."""
 
     @property
     def settled(self) -> bool:
-        """Whether what is wanted is there."""
+        """Whether as many workers are ready as are wanted."""
         return self.wanted == self.ready
 
 
 class Autoscaler:
-    """Decides for one cluster. Times are seconds since 1970, or of any clock that all calls share."""
+    """Decides for one cluster.
+
+    Times are seconds of one clock that all calls share and that is never set. Schedules, seasons and the times of decisions are
+    by the wall clock, which may be: `wall_ahead_s` is how far it is ahead.
+    """
 
     def __init__(
         self,
@@ -94,12 +100,16 @@ class Autoscaler:
         self._holds = Holds(config.hold_s)
         self._history = History(config.season_s, record.bins, record.latest_bin)
         self._trust = Trust(config.attainment)
+        self.wall_ahead_s = 0.0
+        """Seconds to add to the calls' times for seconds since 1970. Whoever knows both clocks sets it before each call."""
         self._began = now
         self._learned: StepTimes | None = None
         """Step times as they were seen, where none were measured."""
         self._most = max((each.most for sizes in config.all_sizes() for each in sizes.values()), default=MOST)
         self._num_decisions = record.num_decisions
         self._decisions = deque(record.decisions, KEPT_DECISIONS)
+        self._decided_at = min(now, record.decisions[-1].at) if record.decisions else now
+        """When the latest decision was done, by the calls' clock."""
         self.paused = record.paused
         """Why it is paused; None if it is not."""
 
@@ -114,14 +124,15 @@ class Autoscaler:
         return self._num_decisions
 
     def record(self) -> ScalerRecord:
-        """What another autoscaler goes on with."""
+        """Return what another autoscaler needs to go on from here."""
         history = self._history
         return ScalerRecord(self.paused, self.decisions, tuple(history.bins), history.latest, self._num_decisions)
 
     def keep(self, decision: SizeDecision, before: Sizes) -> None:
         """Note a decision that is done, and the sizes that were wanted before it."""
+        self._decided_at = decision.at - self.wall_ahead_s
         for role, size in decision.sizes.items():
-            self._holds.sized(role, before[role], size, decision.at)
+            self._holds.sized(role, before[role], size, self._decided_at)
         self._decisions.append(decision)
         self._num_decisions += 1
 
@@ -129,20 +140,22 @@ class Autoscaler:
         """Take what a router tells."""
         before = self._meter.num_arrived
         self._meter.observe(seen, now)
-        self._history.add(self._meter.num_arrived - before, now)
+        self._history.add(self._meter.num_arrived - before, now + self.wall_ahead_s)
 
     def wake(self, present: Present, now: float) -> SizeDecision | None:
         """A decision if a request waits for a role that sleeps, which is there at once, paused or not."""
-        ranges = ranges_at(self._config, now)
-        asleep = [role for role in self._needed if present.wanted.get(role) == 0 and role in ranges]
+        ranges = ranges_at(self._config, now + self.wall_ahead_s)
+        served = (Role.PREFILL,) if present.both else ()
+        asleep = [role for role in self._needed if present.wanted.get(role) == 0 and role in ranges and role not in served]
         if not asleep or not self._meter.demand(now).waiting:
             return None
         names = " and ".join(role.value for role in asleep)
-        return SizeDecision(now, {**present.wanted, **dict.fromkeys(asleep, 1)}, f"{names} 0 → 1: a request waits")
+        sizes = {**present.wanted, **dict.fromkeys(asleep, 1)}
+        return SizeDecision(now + self.wall_ahead_s, sizes, f"{names} 0 → 1: a request waits")
 
     def decide(self, present: Present, now: float) -> SizeDecision | None:
         """A decision if other sizes are wanted from now on."""
-        ranges = ranges_at(self._config, now)
+        ranges = ranges_at(self._config, now + self.wall_ahead_s)
         start_s = present.start_s or FIRST_START_S
         demand = self._meter.demand(now, start_s)
         reported = any(demand.role(role).workers for role in Role)
@@ -166,20 +179,19 @@ class Autoscaler:
         )
         if sizes == dict(present.wanted):
             return None
-        return SizeDecision(now, sizes, _words(present.wanted, sizes, needs))
+        return SizeDecision(now + self.wall_ahead_s, sizes, _words(present.wanted, sizes, needs))
 
     def pause(self, reason: str) -> None:
-        """Decide nothing until `resume`."""
+        """Make no decision until `resume`, for the given reason."""
         self.paused = reason
 
     def resume(self) -> None:
-        """Decide again."""
+        """Make decisions again after `pause`."""
         self.paused = None
 
     def _settled(self, present: Present, start_s: float, now: float) -> bool:
         """Whether workers may be taken away: what is wanted is there, or has had its time to come."""
-        last = self._decisions[-1].at if self._decisions else self._began
-        has_come = present.settled or now - last > max(self._config.hold_s, _LATE_START * start_s)
+        has_come = present.settled or now - self._decided_at > max(self._config.hold_s, _LATE_START * start_s)
         return has_come and now - self._began >= self._config.hold_s
 
     def _needs(self, demand: Demand, present: Present, ahead_s: float, now: float) -> dict[Role, Need]:
@@ -192,8 +204,9 @@ class Autoscaler:
             return {role: Need(present.wanted[role], present.wanted[role], "nothing is known yet") for role in self._roles}
         pace = self._trust.pace(demand, self._times)
         self._trust.note(demand, now)
-        growth = self._history.growth(now, ahead_s)
-        later = max(growth, self._history.growth(now, ahead_s + self._config.hold_s))
+        wall = now + self.wall_ahead_s
+        growth = self._history.growth(wall, ahead_s)
+        later = max(growth, self._history.growth(wall, ahead_s + self._config.hold_s))
         needs = {}
         for role in self._roles:
             if not present.wanted[role] and not demand.rate and not demand.waiting:

@@ -5,8 +5,9 @@
 
 Every seed is a round in which all systems take their turn, each with all cores; the same prompts arrive at the same moments
 for all of them. Results are merged with those that are there, so parts can be run on their own (`--workloads`, `--systems`,
-`--seeds`), and an interrupted run loses one turn. `--runs` bounds a turn: what is not known by then stays between a good rate
-and a bad one. `--report` measures nothing, and writes table and pictures anew.
+`--seeds`), and an interrupted run loses one turn: with `--state FILE` the same command goes on there. `--runs` bounds a turn:
+what is not known by then stays between a good rate and a bad one. `--report` measures nothing, and writes table and pictures
+anew.
 
 DIR of the traces has azure_llm_2023_conv.csv, azure_llm_2023_code.csv and mooncake_conversation.jsonl
 (`benchmarks.lib.workloads`).
@@ -19,12 +20,14 @@ import asyncio
 import json
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.lib import goodput_report
 from benchmarks.lib.environment import RESULTS, environment, operators, save_result
 from benchmarks.lib.goodput_report import Entry
+from benchmarks.lib.journal import add_state, journal_of
 from benchmarks.lib.load import Prompts, bench_options, put_load, warm_up
 from benchmarks.lib.servers import System, add_options, chosen, serving, turns
 from benchmarks.lib.slo import COARSE, LOWEST_STEP, SLOS, STEPS_PER_DOUBLING, bracket, count_met, next_step, rate_of
@@ -49,6 +52,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=14, help="at most, for each workload, system and seed")
     parser.add_argument("--report", action="store_true", help="of what is known, without measuring")
     add_options(parser)
+    add_state(parser)
     options = parser.parse_args()
     known = load()
     names = options.workloads.split(",")
@@ -60,25 +64,30 @@ def main() -> None:
         print(save(known))
         return
     systems, seeds = chosen(parser, options), [int(seed) for seed in options.seeds.split(",")]
-    where, load_average = environment(), os.getloadavg()[0]
+    journal, load_average = journal_of(parser, options), os.getloadavg()[0]
     for name in names:
         for seed, system in turns(systems, seeds):
-            print(f"==> {name}, seed {seed}, {system.name}", flush=True)
+            turn = f"{name}, seed {seed}, {system.name}"
+            print(f"==> {turn}", flush=True)
             first = first_step(known, name, system.name)
-            turn = measure(system, prompts_of(name, options.traces), seed, first, options)
-            entry = {
-                "workload": name,
-                "system": system.name,
-                "seed": seed,
-                "settings": system.settings,
-                "prompts": described(name),
-                "seconds": options.seconds,
-                "load_average": load_average,
-                "environment": where,
-                "runs": asyncio.run(turn),
-            }
+            entry = journal.once(turn, partial(entry_of, name, seed, system, first, load_average, options))
             known = goodput_report.merge(known, entry)
             save(known)
+
+
+def entry_of(name: str, seed: int, system: System, first: int, load_average: float, options: Any) -> Entry:
+    """Measure one turn: a workload, seed and system."""
+    return {
+        "workload": name,
+        "system": system.name,
+        "seed": seed,
+        "settings": system.settings,
+        "prompts": described(name),
+        "seconds": options.seconds,
+        "load_average": load_average,
+        "environment": environment(),
+        "runs": asyncio.run(measure(system, prompts_of(name, options.traces), seed, first, options)),
+    }
 
 
 def load() -> list[Entry]:

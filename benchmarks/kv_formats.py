@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.lib.environment import operators, write_result
+from benchmarks.lib.idle import why_busy
 from benchmarks.lib.rounds import T_975, interval
 from configs.arithmetic import ceil_div
 from configs.facts import KvCacheDtype, ModelFacts
@@ -33,8 +34,6 @@ PREFILLS = ((512, 0), (512, 3584))
 """Tokens of a chunk, and tokens before it."""
 BLOCK_SIZE, KV_TOKENS = 16, 16 * 1040
 ROUNDS, WARM_UP = 15, 2
-MOST_LOAD = 1.0
-"""Load average from which a machine counts as busy: times vary more there than formats differ."""
 GREEDY = SamplingParams(seed=0, max_tokens=2, temperature=0.0)
 
 
@@ -44,8 +43,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=ROUNDS, choices=sorted(T_975))
     options = parser.parse_args()
-    if (load_average := os.getloadavg()[0]) > MOST_LOAD:
-        parser.error(f"this machine is busy: its load average is {load_average:.1f}, and at most {MOST_LOAD} is idle enough")
+    if reason := why_busy():
+        parser.error(reason)
+    load_average = os.getloadavg()[0]
     torch.set_num_threads(options.threads)
     facts = resolve("smollm2").facts
     runners = {each: _runner(facts, each) for each in FORMATS}

@@ -28,7 +28,7 @@ from cluster.records import ClusterRecord
 from cluster.supervisor import Supervisor
 from configs.loader import load_config
 from configs.schema import ClusterConfig
-from protocol.messages import Role, WorkerLife, WorkerRef
+from protocol.messages import Duty, Role, WorkerLife, WorkerRef
 from router.rules.pair import PairSearch
 from simulator.cluster import Cluster, Shape
 from simulator.profile import LAPTOP, Profile
@@ -145,7 +145,7 @@ class IdleProcess:
     async def drain(self) -> None:
         return None
 
-    async def take_role(self, role: Role) -> None:
+    async def take_role(self, duty: Duty) -> None:
         return None
 
     async def stop(self) -> None:

@@ -14,14 +14,14 @@ import torch
 
 ROUNDS = 20
 WIDTH = 8192
-"""Of the matrices that are multiplied on a GPU."""
+"""Rows and columns of the matrices that are multiplied on a GPU."""
 COPIED_BYTES = 2**32
 _CPU_WIDTH, _CPU_BYTES = 512, 2**26
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this GPU reaches in torch's hands."""
+    """Rates that this GPU reaches with torch's own copy and product."""
 
     bytes_per_s: float
     """Bytes per second of a copy, read and written."""

@@ -16,7 +16,7 @@ Device = Literal["cuda", "cpu"]
 """What is certified: this machine's GPUs, or, as a rehearsal, its processor."""
 Cell = str | int | float | bool | None
 Row = dict[str, Cell]
-"""Column to cell."""
+"""A row of a table: title of each column to its cell."""
 
 
 class PartSkipped(Exception):
@@ -34,17 +34,17 @@ class Check:
 
 @dataclass
 class Content:
-    """All that a part has found."""
+    """Everything that one part of the certification has found."""
 
     checks: list[Check] = field(default_factory=list)
     tables: dict[str, list[Row]] = field(default_factory=dict)
-    """Title to rows."""
+    """Title of each table to its rows."""
     texts: dict[str, str] = field(default_factory=dict)
     """Title to what some program has printed."""
     skipped: str | None = None
     """Why there was nothing to do."""
     error: str | None = None
-    """What the part raised."""
+    """Text of the exception that ended the part; None if there was none."""
     is_complete: bool = False
     """Whether the part came to its end."""
 
@@ -69,7 +69,7 @@ class Findings:
         self._write()
 
     def check(self, name: str, passed: bool, detail: str = "") -> None:
-        """Note whether something holds."""
+        """Note whether a claim holds, with a detail for the report."""
         with self._lock:
             self._content.checks.append(Check(name, bool(passed), detail))
             self._write()

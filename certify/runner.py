@@ -75,7 +75,7 @@ def run_part(part: Part, device: Device, folder: Path, grace_s: float = GRACE_S)
         except KeyboardInterrupt:
             code, interrupted = None, True
         finally:
-            _end(process, grace_s)
+            end_with_all(process, grace_s)
     seconds = time.monotonic() - began
     content, problem = _read(path)
     path.unlink(missing_ok=True)
@@ -126,11 +126,14 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _end(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    """End the part's process, its group, and all that they have started. Returns when they are gone or were killed."""
+def end_with_all(process: subprocess.Popen[bytes], grace_s: float, first: signal.Signals = signal.SIGTERM) -> None:
+    """End a process that leads a group, its group, and all that they have started.
+
+    The group gets the signal `first`, and `grace_s` seconds later SIGKILL. Returns when all are gone or were killed.
+    """
     below = _descendants(process.pid)
     deadline = time.monotonic() + grace_s
-    _signal_group(process.pid, signal.SIGTERM)
+    _signal_group(process.pid, first)
     while _group_lives(process) and time.monotonic() < deadline:
         time.sleep(_PAUSE_S)
     _signal_group(process.pid, signal.SIGKILL)

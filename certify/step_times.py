@@ -52,7 +52,7 @@ class MeasuredStep:
 
     name: str
     tokens: int
-    """Tokens that it computes."""
+    """Tokens that the step computes."""
     is_decode: bool
     chunks: Sequence[Chunk]
     moved_bytes: float

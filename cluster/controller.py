@@ -35,7 +35,7 @@ from configs.models import resolve_for
 from configs.schema import ClusterConfig
 from protocol.cluster_view import ClusterView, RolloutObservation, RolloutOrder, RouterObservation
 from protocol.errors import ConfigError, InvalidRequestError
-from protocol.messages import Role
+from protocol.messages import Duty, Role
 from telemetry.counts_folder import num_places
 from telemetry.logging import setup_logging
 
@@ -55,6 +55,7 @@ class Controller:
         self._router_replicas = RouterReplicas()
         goes_on = await self._supervisor.start()
         if goes_on and (routers := self._supervisor.view().routers) is not None:
+            self._launcher.routers = routers
             self._router_replicas.want(routers)  # of which Serve may not have heard yet
         self._nodes: NodeWatch | None = None
         if may_grow:  # a Ray cluster that was joined, whose nodes come and go
@@ -96,8 +97,13 @@ class Controller:
         room = await self._launcher.room()
         if sizes:
             self._rollouts.check_none()
+        if routers is not None:
+            room = room.with_routers(routers)
+            if routers > self._launcher.routers:
+                room.check_routers(self._supervisor.with_standby({**self._supervisor.wanted(), **sizes}))
         self._supervisor.scale(sizes, room.check, routers)
         if routers is not None:
+            self._launcher.routers = routers
             self._router_replicas.want(routers)
         if sizes:
             await self._pause("scaled by hand")
@@ -109,10 +115,10 @@ class Controller:
         if not restart:
             await self._pause(f"{worker_id} was drained by hand")
 
-    async def flip(self, worker_id: str, role: Role) -> None:
-        """Have a worker do the work of this role from now on. Raises InvalidRequestError if it can't."""
+    async def flip(self, worker_id: str, duty: Duty) -> None:
+        """Have a worker do this work from now on. Raises InvalidRequestError if it can't."""
         self._rollouts.check_none()
-        self._supervisor.flip(worker_id, role)
+        self._supervisor.flip(worker_id, duty)
         await self._pause(f"{worker_id} was flipped by hand")
 
     async def observe(self, seen: RouterObservation) -> None:
@@ -254,9 +260,9 @@ class RayControllerClient:
         """Let a worker go, or start it anew with `restart`. Raises InvalidRequestError if it can't be spared."""
         await _answered(self._controller.drain.remote(worker_id, restart))
 
-    async def flip(self, worker_id: str, role: Role) -> None:
-        """Have a worker do the work of this role from now on. Raises InvalidRequestError if it can't."""
-        await _answered(self._controller.flip.remote(worker_id, role))
+    async def flip(self, worker_id: str, duty: Duty) -> None:
+        """Have a worker do this work from now on. Raises InvalidRequestError if it can't."""
+        await _answered(self._controller.flip.remote(worker_id, duty))
 
     async def observe(self, seen: RouterObservation) -> None:
         """Tell the autoscaler what is asked of this router, and what workers do."""

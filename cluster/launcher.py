@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from configs.schema import ClusterConfig
-from protocol.messages import Role, WorkerLife, WorkerRef
+from protocol.messages import Duty, Role, WorkerLife, WorkerRef
 
 
 @dataclass(frozen=True)
 class Started:
-    """Where a worker listens and runs."""
+    """A worker that has started: where it listens, its processes and its node."""
 
     ref: WorkerRef
     pids: tuple[int, ...]
@@ -39,8 +39,8 @@ class Process(Protocol):
     async def drain(self) -> None:
         """Let the worker finish what it has and take nothing new. Returns once nothing is left."""
 
-    async def take_role(self, role: Role) -> None:
-        """Have the worker do the work of this role from now on, and send back what has not begun of the other's."""
+    async def take_role(self, duty: Duty) -> None:
+        """Have the worker do this work from now on, and send back what has not begun of any other."""
 
     async def stop(self) -> None:
         """Ask the worker to end. `run` returns when it has."""

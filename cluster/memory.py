@@ -4,6 +4,7 @@
     weights      all matrices as they are multiplied; workers of one node share them, and each is counted
     context      one layer's KV of the longest context, as the attention of a chunk packs it
     process      Python, torch, buffers for transfers and steps, once for each rank
+    routers      a fixed size for each but the first, which counts with the rest of the cluster
     memory tier  what all workers of a node share (`kv_offloading.memory_gib`)
 
 A pool's memory is touched only when tokens need it, and then stays: what is enough at the start may not be a day later. On GPUs
@@ -25,11 +26,13 @@ from protocol.messages import Role
 WORKERS_PER_HOST = 8
 """Paced workers that share a process."""
 PROCESS_BYTES = 300_000_000
-"""Of one rank without weights and pool: 220 MB after the start (float32, AMD EPYC, 2026-11-24), and room for steps' buffers."""
+"""Memory of one rank without weights and pool: 220 MB after the start (float32, AMD EPYC, 2026-11-24), and steps' buffers."""
 PACED_BYTES = PROCESS_BYTES // WORKERS_PER_HOST + 20_000_000
-"""Of a paced worker: its share of a process, sockets, threads of transfers."""
+"""Memory of a paced worker: its share of a process, sockets, threads of transfers."""
 CLUSTER_BYTES = 1_000_000_000
-"""Of all that a node of a cluster has besides workers: Ray, Serve, HAProxy, routers, the controller, a spare process."""
+"""Memory of all that a node of a cluster has besides workers: Ray, Serve, HAProxy, a router, the controller, a spare process."""
+ROUTER_BYTES = 300_000_000
+"""Memory of each further router: 214 MB after the start (SmolLM2, AMD EPYC, 2026-11-27), and room for requests."""
 _PAGE_BYTES = 4096
 _SHOWN_BYTES = 50_000_000
 _QUANTIZED_BYTES = {"int8": 1.125, "int4": 0.625, "auto": 1.125}
@@ -53,7 +56,7 @@ class WorkerMemory:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Bytes of the KV pool, the weights, the process and the GPU's context together."""
         return self.kv_pool + self.weights + self.process + self.context
 
     def __str__(self) -> str:
@@ -118,7 +121,7 @@ def with_fitting_pools(config: ClusterConfig, facts: ModelFacts, memory_bytes: i
         counts = {name: count * budget / all_workers for name, count in counts.items()}
     fixed = sum((memory[name].total - (0 if name in chosen else memory[name].kv_pool)) * counts[name] for name in pools)
     wanted = sum(memory[name].kv_pool * counts[name] for name in pools if name not in chosen)
-    room = memory_bytes - CLUSTER_BYTES - tier_bytes(config) - fixed
+    room = memory_bytes - CLUSTER_BYTES - (most_routers(config) - 1) * ROUTER_BYTES - tier_bytes(config) - fixed
     if wanted <= room or not wanted:
         return config
     context, window = config.max_model_len or facts.max_model_len, KvWindow.of(facts, config.engine)
@@ -138,6 +141,11 @@ def most_workers(config: ClusterConfig, role: Role) -> int:
     pool, auto = config.prefill if role is Role.PREFILL else config.decode, config.autoscale
     most = auto.most(role.value)
     return (pool.workers if most is None else most) + (auto.standby if role is Role.DECODE else 0)
+
+
+def most_routers(config: ClusterConfig) -> int:
+    """Return how many routers there may be without an operator's word."""
+    return config.http.max_router_replicas or config.http.router_replicas
 
 
 def in_gb(size: float) -> str:

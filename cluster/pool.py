@@ -5,6 +5,7 @@
                     └──┴──────────────────┴──── restart: drained, died ─┘ next epoch
     scale down or drain of a STARTING worker: gone at once
     READY ──hand_over──► READY in the other role's pool, the same life, one term later (take)
+    READY ──turn──► READY in the same pool, of which some do the other role's work, too; one term later
     READY ──leave──► READY, but no longer counted: another one begins in its place (begin_missing) ──due──► DRAINING ──► gone
 
 A pool can be made from the record of a former one (`resume`): who was READY stays so, drains go on, and what was starting
@@ -24,7 +25,7 @@ from dataclasses import dataclass, replace
 from cluster.nodes.leaving import Leaving, which_drain
 from protocol.cluster_view import WorkerInfo, WorkerState
 from protocol.errors import InvalidRequestError
-from protocol.messages import Role, WorkerRef
+from protocol.messages import Duty, Role, WorkerRef
 
 MAX_WORKERS = 1024
 FIRST_RETRY_S = 1.0
@@ -81,11 +82,11 @@ class Resume:
 
 @dataclass(frozen=True)
 class TakeRole:
-    """Tell this life, which is up, that it has another role from now on. No answer."""
+    """Tell this life, which is up, what it is asked for from now on. No answer."""
 
     worker_id: str
     epoch: int
-    role: Role
+    duty: Duty
 
 
 Action = Start | Drain | Stop | Remove | Resume | TakeRole
@@ -114,6 +115,8 @@ class PoolRecord:
 
     desired: int = 0
     members: tuple[Member, ...] = ()
+    both: int = 0
+    """How many of the wanted workers do the work of both roles."""
 
 
 class WorkerIds:
@@ -153,6 +156,7 @@ class Pool:
         self.revision = revision
         self.least = least
         self.desired = record.desired
+        self._both = record.both
         self._ids = ids
         self._members = {member.info.worker_id: member for member in record.members}
         for member in record.members:
@@ -167,7 +171,7 @@ class Pool:
 
     def record(self) -> PoolRecord:
         """The pool's present state as a record, from which another pool can be made."""
-        return PoolRecord(self.desired, tuple(self._members.values()))
+        return PoolRecord(self.desired, tuple(self._members.values()), self._both)
 
     def resume(self) -> list[Action]:
         """Go on where the former pool, from whose record this one was made, has ended. Call it once, before anything else."""
@@ -186,7 +190,7 @@ class Pool:
     def scale(self, workers: int) -> list[Action]:
         """Want `workers` from now on. Raises InvalidRequestError for fewer than the least, or more than 1024.
 
-        Scaling down takes workers that are not ready yet first, then the ones with the highest index.
+        Scaling down takes workers that are not ready yet first, then the ones with the highest index; those that do both last.
         """
         if not self.least <= workers <= MAX_WORKERS:
             raise InvalidRequestError(
@@ -194,10 +198,11 @@ class Pool:
             )
         missing, self.desired = self.num_missing, workers
         active = self._staying()
-        active.sort(key=lambda member: (member.info.state is not WorkerState.READY, member.index))
+        active.sort(key=lambda member: (not member.info.both, member.info.state is not WorkerState.READY, member.index))
         actions: list[Action] = [self._begin() for _ in range(workers - len(active) - missing)]
         for member in reversed(active[workers:]):
             actions += self._dismiss(member)
+        self._both = min(self._both, workers)
         return actions
 
     def drain(self, worker_id: str, *, restart: bool) -> list[Action]:
@@ -222,7 +227,7 @@ class Pool:
         if self.least and self._ready() == [member]:
             problem = f"{worker_id} is the only {self.role.value} worker that is ready: wait for another, or restart it"
             raise InvalidRequestError(problem, param="worker")
-        self.desired -= 1
+        self._want_less(member)
         return self._dismiss(member)
 
     @property
@@ -250,37 +255,56 @@ class Pool:
         """Number of workers on nodes that stay, those that drain there among them."""
         return sum(member.leaving is None for member in self._members.values())
 
+    @property
+    def num_both(self) -> int:
+        """Number of workers that are to stay and do the work of both roles."""
+        return sum(member.info.both for member in self._staying())
+
+    def both_ready(self) -> list[str]:
+        """The ids of those of them that take requests."""
+        return [member.info.worker_id for member in self._ready() if member.info.both]
+
+    def duty_of(self, worker_id: str) -> Duty:
+        """What a worker of this pool is asked for."""
+        return self._members[worker_id].info.duty
+
     def spare(self) -> str | None:
-        """The id of the worker that is the first to go over to another role: the READY one with the highest index. None if no
-        other one is READY, and its role can't do without any.
+        """The id of the worker that is the first to go over to another role: the READY one with the highest index, of those
+        that do not do both already. None if no other one is READY, and its role can't do without any.
         """
         ready = self._ready()
-        return max(ready, key=lambda member: member.index).info.worker_id if len(ready) > self.least else None
+        if len(ready) <= self.least:
+            return None
+        return max(ready, key=lambda member: (not member.info.both, member.index)).info.worker_id
 
     def hand_over(self, worker_id: str) -> Member:
         """Give a READY worker of this pool up to the pool of another role, with one worker less wanted here from now on.
 
         Raises InvalidRequestError if it is not READY, leaves its node, or if its role can't do without it.
         """
-        member = self._members[worker_id]
-        if member.info.state is not WorkerState.READY:
-            raise InvalidRequestError(f"{worker_id} is {member.info.state.value}: only a ready worker flips", param="worker")
-        if member.leaves:
-            raise InvalidRequestError(f"{worker_id} goes with its node, and another one takes its place", param="worker")
+        member = self._to_flip(worker_id)
         if self.desired <= self.least:
             raise InvalidRequestError(
                 f"{worker_id} is the only {self.role.value} worker that is wanted: add another first", param="worker"
             )
         if self.spare() is None:
             raise InvalidRequestError(f"{worker_id} is the only {self.role.value} worker that is ready", param="worker")
-        self.desired -= 1
+        self._want_less(member)
         return self._members.pop(worker_id)
 
-    def take(self, member: Member) -> None:
-        """Have a worker of another pool from now on: the same life, in another role."""
+    def take(self, member: Member, *, both: bool = False) -> Duty:
+        """Have a worker of another pool from now on: the same life, in another role. Return what it is asked for."""
         self.desired += 1
-        info = replace(member.info, role=self.role, term=member.info.term + 1)
-        self._members[info.worker_id] = replace(member, info=info)
+        self._both += both
+        return self._give(member, both=both)
+
+    def turn(self, worker_id: str, *, both: bool) -> list[Action]:
+        """Have a READY worker do the other role's work, too, or no more. Raises InvalidRequestError if it is not READY, or
+        leaves its node.
+        """
+        member = self._to_flip(worker_id)
+        self._both += 1 if both else -1
+        return [TakeRole(worker_id, member.info.epoch, self._give(member, both=both))]
 
     def leave(self, worker_id: str, epoch: int, told: Leaving) -> list[Action]:
         """Have this life leave its node, which will go. Idempotent; what is said later about the same node counts.
@@ -352,7 +376,7 @@ class Pool:
         delay_s = 0.0 if member.comes_back else self._delay_s(member, quick_ends)
         reason = "restarted on request" if member.comes_back else error
         info = self._fresh(worker_id, restarts=member.info.restarts + 1, last_error=reason)
-        info = replace(info, quick_ends=quick_ends, start_delay_s=delay_s)
+        info = replace(info, both=member.info.both, quick_ends=quick_ends, start_delay_s=delay_s)
         self._members[worker_id] = replace(member, info=info, comes_back=False)
         return [Start(worker_id, info.epoch, delay_s)]
 
@@ -372,6 +396,25 @@ class Pool:
             return max(RESUMPTION_S, pause_s)
         return pause_s
 
+    def _to_flip(self, worker_id: str) -> Member:
+        """The worker, which must be READY and stay on its node."""
+        member = self._members[worker_id]
+        if member.info.state is not WorkerState.READY:
+            raise InvalidRequestError(f"{worker_id} is {member.info.state.value}: only a ready worker flips", param="worker")
+        if member.leaves:
+            raise InvalidRequestError(f"{worker_id} goes with its node, and another one takes its place", param="worker")
+        return member
+
+    def _give(self, member: Member, *, both: bool) -> Duty:
+        info = replace(member.info, role=self.role, both=both, term=member.info.term + 1)
+        self._members[info.worker_id] = replace(member, info=info)
+        return info.duty
+
+    def _want_less(self, member: Member) -> None:
+        """Want one worker less: this one."""
+        self.desired -= 1
+        self._both -= member.info.both
+
     def _staying(self) -> list[Member]:
         return [member for member in self._members.values() if not member.leaves]
 
@@ -390,6 +433,7 @@ class Pool:
     def _begin(self) -> Start:
         index = self._ids.take()
         info = self._fresh(f"worker-{index}", restarts=0, last_error=None)
+        info = replace(info, both=self.num_both < self._both)  # the one in whose place it comes did both
         self._members[info.worker_id] = Member(index, info)
         return Start(info.worker_id, info.epoch, 0.0)
 

@@ -10,6 +10,9 @@ A worker whose node will go stays until another one is ready in its place, or un
 While a new configuration is rolled out (cluster.rollout), each role has a second pool, of the workers that have it: the new
 revision. In the end one of the two revisions is empty, and forgotten.
 
+A decode worker that does the work of both roles is one more decode worker in every number, but for one thing: while one is
+ready, prefill can do without workers of its own.
+
 Workers on standby (`autoscale.standby`) are up and have the model. They are a pool of their own, which counts as one of decode
 workers to whom nobody gives work; going over from it is a flip, and as quick.
 """
@@ -25,7 +28,7 @@ from cluster.ray.placement import pool_of
 from configs.schema import ClusterConfig
 from protocol.cluster_view import WorkerInfo, WorkerState
 from protocol.errors import InvalidRequestError
-from protocol.messages import Role, WorkerLife
+from protocol.messages import Duty, Role, WorkerLife
 
 CheckRoom = Callable[[Mapping[Role, int], Collection[Role]], None]
 """Raises InvalidRequestError, naming one of the second argument's roles, if the first one's workers can't all be had."""
@@ -52,7 +55,7 @@ class Numbers:
     wanted: int
     ready: int
     present: int
-    """Those that leave among them."""
+    """Workers that exist, with those that leave their nodes."""
     ended: int
     """Lives of present workers that have ended: they died, or did not start."""
     last_error: str | None
@@ -106,7 +109,7 @@ class Pools:
         return {role: sum(pool.desired for pool in self._serving() if pool.role is role) for role in self.roles}
 
     def records(self) -> dict[Role, PoolRecord]:
-        """What other pools can be made from."""
+        """Return the record of each role's pool, from which another controller makes its pools."""
         return {role: pool.record() for role, pool in self._pools.items()}
 
     def standby_record(self) -> PoolRecord:
@@ -136,14 +139,18 @@ class Pools:
         Raises InvalidRequestError for a role that the cluster lacks, for fewer or more than are allowed, and what `check_room`
         raises; then nothing has changed.
         """
+        present = self.wanted()
+        both = min(self.num_both, sizes.get(Role.DECODE, present[Role.DECODE]))  # those go last
+        self._spare_prefill(both)
         for role, workers in sizes.items():
             if role not in self.roles:
                 raise InvalidRequestError("this cluster is colocated: its decode workers compute the prompts", param=role.value)
-            least, most = self._config.autoscale.least(role.value), pool_of(self._config, role).max_workers
+            least, most = self._pools[role].least, pool_of(self._config, role).max_workers
             if not least <= workers <= most:
                 problem = f"{role.value} must be {least} to {most} workers ({role.value}.max_workers), got {workers}"
                 raise InvalidRequestError(problem, param=role.value)
-        present = self.wanted()
+        if not both and self._both_needed(sizes.get(Role.PREFILL, present.get(Role.PREFILL, 0))):
+            raise InvalidRequestError("nobody would be left who computes prompts: want a prefill worker, too", param="decode")
         if any(workers > present[role] for role, workers in sizes.items()):
             check_room(self.with_standby({**present, **sizes}), tuple(sizes))
         actions = self._flips_towards({**present, **sizes})
@@ -165,6 +172,8 @@ class Pools:
         pool = self._pool_with(worker_id)
         if pool is self._standby and not restart:
             raise InvalidRequestError(f"{worker_id} is on standby and has no work; it can be restarted", param="worker")
+        if not restart:
+            self._check_others_compute(worker_id)
         return pool.drain(worker_id, restart=restart)
 
     def heed(self, told: Mapping[WorkerLife, Leaving], now: float, check_room: CheckRoom) -> list[Action]:
@@ -200,23 +209,29 @@ class Pools:
             actions += pool.begin_missing()
         return actions, None
 
-    def flip(self, worker_id: str, role: Role) -> list[Action]:
-        """Have a worker do the work of this role from now on. Its streams move, its prompts go elsewhere.
+    def flip(self, worker_id: str, duty: Duty) -> list[Action]:
+        """Have a worker do this work from now on. Streams and prompts that are no part of it go elsewhere.
 
         Raises InvalidRequestError if there is no such worker, if it is not ready or can't be spared, or if workers of the two
         roles differ in more than what they do.
         """
-        pool = self._pool_with(worker_id)
+        pool, role = self._pool_with(worker_id), duty.role
         if pool is self._standby:
             raise InvalidRequestError(f"{worker_id} is on standby: scale {role.value} up, and it is taken", param="worker")
-        if pool.role is role:
+        if pool.duty_of(worker_id) is duty:
             return []
         if (problem := self.why_not_alike()) is not None:
             raise InvalidRequestError(f"no worker can flip: {problem}", param="role")
+        if duty.does(Role.PREFILL):
+            self._spare_prefill(1)  # it goes on with prompts itself
+        else:
+            self._check_others_compute(worker_id)
+        if pool.role is role:
+            return pool.turn(worker_id, both=duty is Duty.BOTH)
         if self._pools[role].desired >= (most := pool_of(self._config, role).max_workers):
             problem = f"there are {most} {role.value} workers already ({role.value}.max_workers)"
             raise InvalidRequestError(problem, param="role")
-        return self._hand_over(worker_id, pool, self._pools[role])
+        return self._hand_over(worker_id, pool, self._pools[role], both=duty is Duty.BOTH)
 
     def begin_revision(self, config: ClusterConfig) -> list[Action]:
         """Have a new revision, with this configuration and no workers yet. There must be no other one."""
@@ -266,9 +281,14 @@ class Pools:
             return self.new_config
         return self._config
 
-    def role_of(self, worker_id: str) -> Role:
-        """The role that a worker has now. Raises InvalidRequestError if there is no such worker."""
-        return self._pool_with(worker_id).role
+    def duty_of(self, worker_id: str) -> Duty:
+        """What a worker is asked for now. Raises InvalidRequestError if there is no such worker."""
+        return self._pool_with(worker_id).duty_of(worker_id)
+
+    @property
+    def num_both(self) -> int:
+        """Number of workers that are to stay and do the work of both roles."""
+        return self._pools[Role.DECODE].num_both
 
     def tell(self, worker_id: str, event: Callable[[Pool], list[Action]]) -> list[Action]:
         """Tell the pool that a worker is in now what has become of it. Of a worker in none, nobody wants to hear."""
@@ -286,10 +306,32 @@ class Pools:
                     actions += self._hand_over(worker_id, self._pools[giving], self._pools[taking])
         return actions
 
-    def _hand_over(self, worker_id: str, giving: Pool, taking: Pool) -> list[Action]:
+    def _hand_over(self, worker_id: str, giving: Pool, taking: Pool, *, both: bool = False) -> list[Action]:
         member = giving.hand_over(worker_id)
-        taking.take(member)
-        return [TakeRole(worker_id, member.info.epoch, taking.role)]
+        return [TakeRole(worker_id, member.info.epoch, taking.take(member, both=both))]
+
+    def _spare_prefill(self, both: int) -> None:
+        """Let the last prefill worker go, too, if so many workers are left that do both."""
+        if not self._new:
+            self._pools[Role.PREFILL].least = 0 if both else self._config.autoscale.least(Role.PREFILL.value)
+
+    def _both_needed(self, prefill: int) -> bool:
+        """Whether somebody has to do both where so many prefill workers are wanted."""
+        return Role.PREFILL in self.roles and not prefill and self._config.autoscale.least(Role.PREFILL.value) > 0
+
+    def _check_others_compute(self, worker_id: str) -> None:
+        """See to it that somebody computes prompts for others when this worker does so no more.
+
+        Raises InvalidRequestError if it does both, and no other ready worker does, nor one of prefill. Of prefill workers
+        themselves, their pool keeps one where nobody does both.
+        """
+        decode = self._pools[Role.DECODE]
+        others = [each for each in decode.both_ready() if each != worker_id]
+        self._spare_prefill(len(others))
+        does_both = worker_id in decode and decode.duty_of(worker_id) is Duty.BOTH
+        if does_both and not others and self._config.autoscale.least(Role.PREFILL.value) and not self.ready()[Role.PREFILL]:
+            problem = f"{worker_id} is the only worker that computes prompts for others: add a prefill worker first"
+            raise InvalidRequestError(problem, param="worker")
 
     def why_not_alike(self) -> str | None:
         """What keeps workers of one role from doing the other's work; None if they can."""

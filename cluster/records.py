@@ -50,7 +50,7 @@ class RecordStore(Protocol[_Record]):
         """Return the record, or None if none was saved."""
 
     async def save(self, record: _Record) -> None:
-        """Replace the record."""
+        """Replace the stored record with this one."""
 
 
 class GcsRecords(Generic[_Record]):
@@ -79,12 +79,12 @@ class GcsRecords(Generic[_Record]):
 
 
 def pool_records() -> GcsRecords[ClusterRecord]:
-    """Where the supervisor's record is."""
+    """Return the store of the supervisor's record, in Ray's GCS."""
     return GcsRecords(_POOLS, ClusterRecord)
 
 
 def scaler_records() -> GcsRecords[ScalerRecord]:
-    """Where the autoscaler's record is."""
+    """Return the store of the autoscaler's record, in Ray's GCS."""
     return GcsRecords(_SCALER, ScalerRecord)
 
 

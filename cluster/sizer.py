@@ -63,6 +63,7 @@ class PoolSizer:
         self._saving = asyncio.Lock()
         self._saved: ScalerRecord | None = None
         self._closed = False
+        self._begun_at, self._begun = time.time(), time.monotonic()
 
     async def start(self) -> None:
         """Begin, where a former one has ended if there was one."""
@@ -75,7 +76,7 @@ class PoolSizer:
             prefills=not never,
             needed=needed_roles(self._config),
             flips=self._supervisor.can_flip,
-            now=time.time(),
+            now=self._now(),
             record=record or ScalerRecord(),
         )
         self._show()
@@ -92,13 +93,13 @@ class PoolSizer:
         """Take what a router tells, and wake what sleeps and is asked for."""
         if self._closed:
             return
-        self._running().observe(seen, time.time())
-        if self._running().wake(self._present(), time.time()) is None:
+        self._running().observe(seen, self._now())
+        if self._running().wake(self._present(), self._now()) is None:
             return
         room = await self._find_room()
         async with self._scaling:
             # Others may have woken it meanwhile, and an operator may have said something else.
-            decision = self._running().wake(self._present(), time.time())
+            decision = self._running().wake(self._present(), self._now())
             if decision is not None and not self._closed:
                 await self._do(decision, room)
 
@@ -113,7 +114,7 @@ class PoolSizer:
         await self._changed()
 
     async def resume(self) -> None:
-        """Decide again."""
+        """Let the autoscaler make decisions again."""
         self._running().resume()
         await self._changed()
 
@@ -124,13 +125,20 @@ class PoolSizer:
         elif not runs and self.paused == _ROLLOUT:
             await self.resume()
 
+    def _now(self) -> float:
+        """The autoscaler's clock: seconds since 1970 if the machine's clock was not set meanwhile. Tells it if it was."""
+        now = self._begun_at + time.monotonic() - self._begun
+        if self._scaler is not None:
+            self._scaler.wall_ahead_s = time.time() - now
+        return now
+
     def _running(self) -> Autoscaler:
         assert self._scaler is not None, "it was started"
         return self._scaler
 
     def _present(self) -> Present:
         supervisor = self._supervisor
-        return Present(supervisor.wanted(), supervisor.ready(), supervisor.start_s)
+        return Present(supervisor.wanted(), supervisor.ready(), supervisor.start_s, supervisor.pools.num_both)
 
     async def _decide(self) -> None:
         saved_at = time.monotonic()
@@ -139,7 +147,7 @@ class PoolSizer:
             try:
                 room = await self._find_room()  # first, so that an operator's word can't come between deciding and doing
                 async with self._scaling:
-                    decision = self._running().decide(self._present(), time.time())
+                    decision = self._running().decide(self._present(), self._now())
                     if decision is not None:
                         await self._do(decision, room)
                     elif self._problem is not None:

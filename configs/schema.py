@@ -107,7 +107,7 @@ class TierConfig(_Section):
     tokens_per_minute: Positive | None = None
     """Tokens of a tenant's prompts and answers at all routers; None sets no limit."""
     tokens_per_month: Positive | None = None
-    """The same of a calendar month, in UTC. It needs `telemetry.usage_log`."""
+    """Tokens of a tenant in a calendar month, in UTC; None sets no limit. It needs `telemetry.usage_log`."""
 
 
 class PoolConfig(_Section):
@@ -241,7 +241,7 @@ class KvOffloadingConfig(_Section):
 
     @property
     def wanted(self) -> bool:
-        """Whether there are any tiers."""
+        """Whether a memory tier or a disk tier is configured."""
         return self.memory_gib is not None or self.disk_gib is not None
 
 
@@ -309,7 +309,7 @@ class ClusterConfig(_Section):
     busy. auto: each where it gets its first token sooner, by what is measured.
     never: decode workers compute all of them, and there are no others (colocated)."""
     routing: Literal["cache", "load"] = "cache"
-    """By what workers are chosen. cache: by what they have cached of the prompt, too. load: by what they have to do alone."""
+    """How workers are chosen. cache: also by what they have cached of the prompt. load: only by what they have to do."""
     transport: TransportName = "auto"
     """How KV goes from prefill to decode. auto: shared memory within a host, gloo between hosts; on GPUs CUDA IPC and NCCL."""
     speculative_config: Annotated[SpeculativeConfig | None, BeforeValidator(read_speculative)] = None

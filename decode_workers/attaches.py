@@ -50,7 +50,7 @@ class _Waiting:
     brought: Brought = NOTHING_BROUGHT
     """What came from there."""
     waited_s: float | None = None
-    """For the KV; None as long as it is not here."""
+    """Seconds that the attach waited for the KV; None as long as the KV is not here."""
 
     @property
     def here(self) -> bool:

@@ -311,16 +311,16 @@ class Ledger:
         """Number of slots that an attached ticket's blocks have behind so many tokens, which they hold."""
         return len(self._attached(ticket_id).block_table) * self._block_size - num_tokens
 
-    def keep(self, ticket_id: int, token_ids: Sequence[int]) -> None:
-        """Let others share the full blocks of these tokens, prompt and answer: their KV is complete in an attached ticket's
-        blocks.
+    def keep(self, ticket_id: int, token_ids: Sequence[int], num_tokens: int, start: int = 0) -> None:
+        """Let others share the full blocks of the first `num_tokens` of these tokens, prompt and answer: their KV is complete
+        in an attached ticket's blocks. What lies before token `start` was shared before.
         """
         entry = self._attached(ticket_id)
         if entry.mixed:
             return
-        keys = more_keys(entry.keys, token_ids, self._block_size, entry.cache_salt)
-        self._tables.insert(entry.block_table, keys)
-        entry.keys = max(entry.keys, keys, key=len)
+        if len(entry.keys) < num_tokens // self._block_size:
+            entry.keys = more_keys(entry.keys, token_ids[:num_tokens], self._block_size, entry.cache_salt)
+        self._tables.insert(entry.block_table, entry.keys, start // self._block_size, num_tokens // self._block_size)
 
     def preempt(self, ticket_id: int) -> None:
         """Take all blocks of an attached ticket, which stays attached.

@@ -155,7 +155,7 @@ class Migrations:
                 await pair.commit(sending.transfer)
             self._check_there(sending)
             self._scheduler.remove(stream.ticket_id)
-            self._ledger.keep(stream.ticket_id, stream.token_ids[: stream.computed])
+            self._ledger.keep(stream.ticket_id, stream.token_ids, stream.computed)
             self._ledger.release(stream.ticket_id)
 
     async def _send_full_blocks(self, sending: _Sending, pair: SendingPair) -> None:

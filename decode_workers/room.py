@@ -202,7 +202,7 @@ class Room:
     def _preempt(self, givers: Sequence[Holding]) -> None:
         for giver in givers:
             stream = self._streams[giver.ticket_id]
-            self._ledger.keep(stream.ticket_id, stream.token_ids[: stream.computed])
+            self._ledger.keep(stream.ticket_id, stream.token_ids, stream.computed)
             self._ledger.preempt(stream.ticket_id)
             stream.preempted_at = self._clock()
             self._preempted[stream.ticket_id] = stream

@@ -3,10 +3,10 @@
     add ──► RUNNING ──no block is free──► PREEMPTED ──blocks are free again──► RECOMPUTING ──last chunk──► RUNNING ──► remove
      └────► PREFILLING ──last chunk──► RUNNING
 
-RUNNING       holds blocks for all its tokens that are seen; each step computes its newest token and samples the next
-PREFILLING    its prompt is computed here, chunk by chunk; the last chunk samples the first token. It may be preempted too
-PREEMPTED     holds none, and waits; its tokens are kept, and its KV as long as nobody else needs the blocks
-RECOMPUTING   holds blocks again; each step computes a chunk of what is lost, and the last one samples
+    RUNNING       holds blocks for all its tokens that are seen; each step computes its newest token and samples the next
+    PREFILLING    its prompt is computed here, chunk by chunk; the last chunk samples the first token. It may be preempted too
+    PREEMPTED     holds none, and waits; its tokens are kept, and its KV as long as nobody else needs the blocks
+    RECOMPUTING   holds blocks again; each step computes a chunk of what is lost, and the last one samples
 
 Streams are served in the order in which they were attached, and keep their place while they wait. When more streams hold
 blocks than a step has rows (`max_batch_size`), `decode_workers.rules.turns` decides who has a row.
@@ -17,12 +17,12 @@ block belongs to tickets that are not attached yet, it waits for these, which co
 migrates gives nothing back while its blocks are sent; who needs some of them waits until it has gone, or stays. Preempted
 streams come back one at a time.
 
-Beside the newest tokens of running streams a step computes up to `max_chunk_tokens` tokens of those that are prefilled or
-recomputed, oldest first: short prompts share a step, a long one is cut into chunks, at multiples of that number whatever
-else is there: where the cuts are decides how sums are rounded. After a chunk of one that has more than eight, shorter ones have
-a step, if there are any (`configs.arithmetic.goes_between`): a prompt of one step waits for two chunks of it, and for one more
-for each step of those before it. What was emitted is never sampled again: a stream goes on at the position after its newest
-token.
+Beside the newest tokens of running streams, a step computes up to `max_chunk_tokens` tokens of streams that are prefilled or
+recomputed, oldest first. Short prompts share a step. A long one is cut into chunks at multiples of that number, whatever else
+is there, because where the cuts are decides how sums are rounded. After a chunk of a prompt that has more than eight, shorter
+prompts have a step, if there are any (`configs.arithmetic.goes_between`). So a prompt of one step waits for two chunks of a
+long one, and for one more for each step of those before it. What was emitted is never sampled again: a stream goes on at the
+position after its newest token.
 """
 
 from __future__ import annotations
@@ -183,7 +183,8 @@ class DecodeScheduler:
         stream.known = max(stream.known, chunk.end)
         if stream.prefill is not None:
             self.prefilled_tokens += len(chunk.token_ids) - again
-            self._ledger.keep(stream.ticket_id, stream.token_ids[: chunk.end])
+            start = chunk.start if chunk.end < len(stream.token_ids) else 0  # at its end what was evicted meanwhile, too
+            self._ledger.keep(stream.ticket_id, stream.token_ids, chunk.end, start)
 
     def _chunk_end(self, stream: Stream) -> int:
         is_scored = stream.prefill is not None and stream.prefill.scores is not None

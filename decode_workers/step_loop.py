@@ -86,7 +86,7 @@ class StepLoop:
             await asyncio.shield(self._boundary)
 
     async def run(self) -> None:
-        """Compute until cancelled."""
+        """Compute step after step until cancelled."""
         while True:
             if self._steps.contended:
                 self.flush()  # the worker computes a prompt for others first: that may last
@@ -174,7 +174,7 @@ class StepLoop:
         if finish is not None or failed is not None:
             self._scheduler.remove(stream.ticket_id)
             if failed is None:
-                self._ledger.keep(stream.ticket_id, stream.token_ids[: stream.computed])
+                self._ledger.keep(stream.ticket_id, stream.token_ids, stream.computed)
             self._ledger.release(stream.ticket_id)
 
     def _prefilled(self, stream: Stream, num_prompt_tokens: int) -> Prefilled | None:

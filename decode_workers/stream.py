@@ -26,7 +26,7 @@ class LocalPrefill:
     scores: PromptScores | None
     """Collects the logprobs of the prompt, if they are wanted."""
     brought: Brought = NOTHING_BROUGHT
-    """What came out of tiers for it."""
+    """KV of the prompt that was read from tiers instead of computed."""
     began: float | None = None
     """Time on `time.monotonic` at which the prompt's first chunk began."""
 
@@ -56,7 +56,7 @@ class Stream:
     paused: bool = False
     """Whether the last of its blocks are being sent. Such a stream is not computed."""
     share: Share = NOBODYS
-    """Its tenant's right to seats and blocks."""
+    """Right of the stream's tenant to seats and blocks."""
     seated: bool = True
     """Whether it has a seat in the present slice, if it can be computed."""
     preempted_at: float = 0.0

@@ -130,7 +130,7 @@ class DecodeWorker:
         }
 
     def loops(self) -> Sequence[Coroutine[Any, Any, None]]:
-        """The loop that computes."""
+        """Return the loops that run as long as the worker: the one that computes steps."""
         return [self._loop.run()]
 
     def peer_lost(self, peer: bytes) -> None:
@@ -165,7 +165,7 @@ class DecodeWorker:
         return not len(self.ledger)
 
     def drain(self) -> None:
-        """Grant no more reservations."""
+        """Refuse reservations from now on. Streams that are here go on."""
         self._reservations.draining = True
 
     def leave(self) -> None:

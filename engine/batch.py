@@ -31,7 +31,7 @@ class Chunk:
     """Consecutive tokens of one sequence, to be computed in this step."""
 
     token_ids: Sequence[int]
-    """At least one."""
+    """Ids of the tokens to compute, at least one."""
     start: int
     """Position of the first; the KV of all earlier positions is in the pool."""
     block_table: Sequence[int]
@@ -60,7 +60,7 @@ class Chunk:
 class SampledToken:
     token_id: int
     logprobs: TokenLogprobs | None
-    """Set if asked for."""
+    """Logprobs of the token and of the likeliest others; None if they were not asked for."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class ForwardBatch:
 
     @cached_property
     def slots_T(self) -> _Ints:
-        """Where each token's KV goes."""
+        """Slot of the KV pool for each of the T tokens."""
         chunk_T = np.repeat(np.arange(len(self.ends_C)), self.ends_C - self.starts_C)
         blocks = self.tables_CW[chunk_T, self.positions_T // self.block_size]
         slots: _Ints = blocks * self.block_size + self.positions_T % self.block_size

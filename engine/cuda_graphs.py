@@ -46,7 +46,7 @@ class _Graph:
 
 
 class GraphedDecoder:
-    """See above. Made and used in inference mode, from one thread at a time."""
+    """A decoder whose decode steps run as CUDA graphs. Made and used in inference mode, from one thread at a time."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class GraphedDecoder:
         self._graphs = graphs[::-1]
 
     def forward(self, batch: ForwardBatch, on_layer: Callable[[int], None] | None) -> Tensor | None:
-        """As `Decoder.forward`; the result is good until the next call."""
+        """Return the logits of the sampled rows, as `Decoder.forward` does. The result is good until the next call."""
         rows = len(batch.token_ids_T)
         is_decoding = on_layer is None and batch.num_longer == 0 and len(batch.sampled_chunks) == rows
         if not is_decoding or rows > self._rows[-1]:

@@ -26,7 +26,7 @@ _STEP_TOKENS = 1000
 
 @dataclass(frozen=True)
 class Gpu:
-    """What CUDA says of a GPU."""
+    """Properties of a GPU that CUDA reports."""
 
     name: str
     capability: tuple[int, int]

@@ -22,7 +22,7 @@ class GpuMemory:
 
     total: int
     free: int
-    """Taken by nobody."""
+    """Bytes of the GPU's memory that no process has taken."""
     own: int
     """Taken by this process' tensors."""
 

@@ -21,7 +21,7 @@ class LargestStep:
     """The most that a step computes."""
 
     prompt_tokens: int = 2048
-    """Of prompts."""
+    """Tokens of prompts that the step computes."""
     rows: int = 128
     """Streams of which it computes a token each."""
     sampled_tokens: int = 0
@@ -29,7 +29,7 @@ class LargestStep:
 
 
 SOME_STEP = LargestStep()
-"""For a model that is loaded by itself."""
+"""Largest step of a model that is loaded without a worker's configuration."""
 
 
 def trial_steps(step: LargestStep, max_model_len: int, block_size: int) -> tuple[list[list[Chunk]], int]:

@@ -69,7 +69,7 @@ class ModelRunner:
         self.pool = pool
         self.dtype_name = dtype_name
         self.arithmetic = arithmetic
-        """Its name (`engine.arithmetic`): what this rank computes has the bits of any other rank of this name."""
+        """Name of the rank's arithmetic (`engine.arithmetic`). What it computes has the bits of any other rank of this name."""
         self._forward = forward
         self._sample = sample
         self._run_ahead = run_ahead
@@ -154,7 +154,9 @@ class ModelRunner:
         max_rows: int = 128,
         ranks: TensorParallel = ALONE,
     ) -> ModelRunner:
-        """With one rank's weights and pool in a GPU's memory; captures graphs for decode steps of up to `max_rows` streams."""
+        """Return a runner with one rank's weights and pool in a GPU's memory. It captures graphs for decode steps of up to
+        `max_rows` streams.
+        """
         # Triton exists for Linux alone, and machines without a GPU need not wait for its import.
         from engine.cuda_graphs import GraphedDecoder, cuda_capture, graph_rows
         from engine.device_sampler import sample_on_device
@@ -192,7 +194,7 @@ class ModelRunner:
         return sum(peak_bytes(lambda step=step: runner.execute(step)) for step in steps[:2])  # type: ignore[misc]
 
     def layout(self) -> KvLayout:
-        """What another worker's KV must look like to fit into this one's pool."""
+        """Layout that another worker's KV must have to fit into this worker's pool."""
         return KvLayout(
             model_hash=self.facts.identity,
             dtype=self.dtype_name,
@@ -274,7 +276,8 @@ def own_arithmetic(
 
 
 def resolve_dtype(name: DtypeName, device: DeviceName = "cpu") -> str:
-    """`auto` is bfloat16 on GPUs and on processors that multiply it or have native operators, else float32.
+    """Return the dtype to compute in. `auto` is bfloat16 on GPUs and on processors that multiply it or have native operators,
+    else float32.
 
     float16 is for GPUs.
     """

@@ -17,7 +17,7 @@ class Runner(Protocol):
 
     @property
     def facts(self) -> ModelFacts:
-        """Of the whole model."""
+        """Facts of the whole model, not of one rank's share."""
 
     @property
     def pool(self) -> KVPool:
@@ -42,9 +42,9 @@ class Engine(Protocol):
     """Runs a worker's steps, one at a time, and keeps account of them: `engine.engine_thread`, or `engine.paced.engine`."""
 
     steps: int
-    """How many there were since the start."""
+    """Number of steps since the start."""
     busy_s: float
-    """How long they took together, in seconds."""
+    """Seconds that all steps since the start took together."""
 
     def start(
         self, chunks: Sequence[Chunk], on_layer: Callable[[int], None] | None = None
@@ -59,4 +59,4 @@ class Engine(Protocol):
         """Compute in a thread of another niceness from the next step on. Not while a step runs."""
 
     def close(self) -> None:
-        """Begin no further step."""
+        """Begin no further step. A step that runs is finished."""

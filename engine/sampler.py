@@ -1,14 +1,19 @@
 """From logits to tokens: a pure function of (seed, choice, position of the new token, tokens before it, logits row).
 
 A row is treated alone, so what else is in the batch can't change its token. The order is that of vLLM and transformers:
-stop tokens are masked while `min_tokens` is not reached; biases are added; penalties are taken off, counted anew from the
-token ids at every step, so that a stream that goes on elsewhere needs nothing else; logits are divided by the temperature;
-then top-k, top-p and min-p narrow the choice, each seeing what the one before left; then one token is drawn. What a grammar
-(`engine.grammar`) forbids is masked after biases and penalties, so that nothing can bring it back.
+
+1. Stop tokens are masked while `min_tokens` is not reached.
+2. Biases are added.
+3. Penalties are taken off. They are counted anew from the token ids at every step, so a stream that goes on elsewhere needs
+   nothing else.
+4. What a grammar (`engine.grammar`) forbids is masked, so that neither biases nor penalties bring it back.
+5. Logits are divided by the temperature.
+6. top-k, top-p and min-p narrow the choice, each seeing what the one before left.
+7. One token is drawn.
 
 The draw is the Gumbel-max trick (Gumbel, 1954; see Maddison et al., "A* Sampling", 2014): the token with the largest
 `logit / temperature + noise` is distributed as softmax. The noise is counter-based (`engine.kernels.noise`), so a draw
-can be repeated anywhere, and it is bounded: a token too far below the best one can't win whatever its noise, and
+can be repeated anywhere. It is also bounded, so a token too far below the best one can't win whatever its noise. Such a token
 is left out before any noise is made, which changes nothing.
 """
 
@@ -42,7 +47,7 @@ class SampleRequest:
 
     sampling: SamplingParams
     position: int
-    """Of the new token in its sequence."""
+    """Position of the new token in its sequence."""
     num_generated: int
     """Tokens of the answer before it."""
     history: Sequence[int] = ()

@@ -47,6 +47,6 @@ class PromptScores:
             self._top_ids_TN[places] = ids_PN.cpu().numpy()
 
     def packed(self) -> PromptLogprobs:
-        """When the last chunk is computed."""
+        """Return the logprobs of the whole prompt. Call it when the last chunk is computed."""
         assert self._chosen is not None, "every chunk was computed"
         return PromptLogprobs(self._chosen.tobytes(), self._top_ids_TN.tobytes(), self._top_TN.tobytes())

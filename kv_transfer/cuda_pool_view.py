@@ -15,7 +15,7 @@ from kv_transfer.pool_view import PoolView, Slots
 class CudaPoolView(PoolView):
     """A pool in the memory of a GPU, whose engine computes on the device's default stream.
 
-    A lane's thread has a stream of its own, which waits for the engine's where it must and never the other way round: the
+    A lane's thread has a stream of its own. It waits for the engine's stream where it must, and never the other way round: the
     engine meets what a lane has written only when the host has heard that the push has ended.
     """
 

@@ -67,7 +67,7 @@ class PoolView:
     """A message of fewer bytes costs more than it brings (`plan.layer_groups`)."""
 
     most_messages: int | None = None
-    """Of one push, if there is a limit."""
+    """Most messages of one push; None if there is no limit."""
 
     @property
     def layer_bytes(self) -> int:

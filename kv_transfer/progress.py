@@ -28,7 +28,7 @@ class Mark(Protocol):
     """A place in what a device has been given to do, as a CUDA event marks it."""
 
     def query(self) -> bool:
-        """Whether the device has come so far."""
+        """Whether the device has done everything up to this mark."""
 
 
 class StepProgress:

@@ -90,7 +90,7 @@ class _Push:
     segments: tuple[PushSegment, ...]
     destinations: tuple[Destination, ...]
     commits: list[PushCommit] = field(default_factory=list)
-    """Of transfers that this push is the last of."""
+    """Commits of the transfers that end with this push."""
 
 
 class ReceivingPair:

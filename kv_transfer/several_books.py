@@ -8,7 +8,7 @@ from kv_transfer.receiver import Destination, TransferBooks
 
 
 class SeveralBooks:
-    """For those who fill it, one `TransferBooks` (`kv_transfer.receiver`). Each transfer is known to one of the books alone."""
+    """Several books as one `TransferBooks` (`kv_transfer.receiver`). Each transfer is known to one of the books alone."""
 
     def __init__(self) -> None:
         self._books: list[TransferBooks] = []

@@ -13,7 +13,7 @@ Prompt = str | tuple[int, ...]
 Unit = str | int
 """A word or a token id."""
 Draw = Callable[[np.random.Generator, int], list[Unit]]
-"""What draws this many units at random."""
+"""A function that draws the given number of units at random."""
 
 _WORDS = """
 the of and to in is that for it as was with be by on not he his but at are this have from or had an they which one you were

@@ -74,8 +74,8 @@ class TurnRecord(RequestRecord):
     """One question of a conversation. The first is planned before the run, each other one when the last answer is there."""
 
     conversation_id: int = 0
-    """Which of the planned conversations, from 0."""
+    """Number of the planned conversation, from 0."""
     turn_index: int = 0
-    """Which of its questions, from 0."""
+    """Number of the question in its conversation, from 0."""
     reusable_tokens: int | None = None
     """Tokens of the prompt that an earlier request of the run began with, as far as can be told; known after the run."""

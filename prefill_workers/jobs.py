@@ -51,7 +51,7 @@ class Jobs:
         return self._by_prompt[prompt]
 
     def add(self, job: Job) -> None:
-        """A prompt has arrived."""
+        """Add the job of a prompt that has arrived."""
         self._by_prompt[job.prompt] = job
 
     def fail(self, job: Job, error: TandemError) -> None:
@@ -85,7 +85,7 @@ class Jobs:
                 self.stop(job)
 
     def stop_router(self, router: bytes) -> None:
-        """A router is lost."""
+        """Stop all jobs of a router whose connection is gone."""
         for job in self:
             if job.router == router:
                 self.stop(job)

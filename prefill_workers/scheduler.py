@@ -11,10 +11,11 @@ none wait, so that a long prompt is never starved by short ones. Where all layer
 gets as many as it needs at a time, and gives back what no later token sees. As many are kept for it, so that no two prompts
 wait for each other.
 
-A prompt of more than eight steps is long, and does not hold up short ones: every other of its turns goes to those behind it
-that need a single step, in their order, or else to the shortest that needs up to eight and a quarter of what it still needs
-(`configs.arithmetic.goes_between`). So a prompt of one step waits for two steps of a long one, the one under way among them,
-and for one more for each step of those that go before it. What needs more steps may wait until the long one is done.
+A prompt of more than eight steps is long, and does not hold up short ones. Every other of its turns goes to prompts behind it
+that need a single step, in their order. If there are none, it goes to the shortest that needs at most eight steps, and at most
+a quarter of what the long one still needs (`configs.arithmetic.goes_between`). So a prompt of one step waits for two steps of a
+long one, the one under way among them, and for one more for each step of those that go before it. What needs more steps may
+wait until the long one is done.
 
 The router may send a prompt ahead of others, also of one that is being computed. Between two prompts that went ahead, the
 others get a step, which may be one between two of a long one, so they are never starved either. A long prompt is never passed
@@ -197,7 +198,8 @@ class PrefillScheduler:
         """Record that the KV of these chunks is in the pool. Their full blocks can be shared from now on."""
         for chunk in plan:
             prompt = chunk.prompt
-            self._tables.insert(prompt.block_table, prompt.keys[: chunk.end // self._block_size])
+            first = 0 if chunk.last else chunk.start // self._block_size  # with the last chunk what was evicted meanwhile, too
+            self._tables.insert(prompt.block_table, prompt.keys, first, chunk.end // self._block_size)
 
     def drop(self, prompt: Prompt) -> None:
         """Plan no more of this prompt. Its blocks stay until `release`. Idempotent."""

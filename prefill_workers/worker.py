@@ -65,7 +65,7 @@ class PrefillWorker:
         return {Prefill: self._prefill, Cancel: self._cancel}
 
     def loops(self) -> Sequence[Coroutine[Any, Any, None]]:
-        """The loop that computes."""
+        """Return the loops that run as long as the worker: the one that computes steps."""
         return [self._run()]
 
     @property
@@ -80,7 +80,7 @@ class PrefillWorker:
 
     @property
     def growth(self) -> int | None:
-        """Prompts do not grow."""
+        """Blocks that prompts may still need beyond those they hold: 0, for prompts do not grow."""
         return 0
 
     @property
@@ -89,7 +89,7 @@ class PrefillWorker:
         return not len(self._jobs)
 
     def drain(self) -> None:
-        """Take no more prompts."""
+        """Refuse prompts from now on. Those that are here are finished."""
         self._draining = True
 
     def leave(self) -> None:

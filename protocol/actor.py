@@ -14,11 +14,11 @@ import os
 from abc import ABC, abstractmethod
 from typing import Protocol
 
-from protocol.messages import Role, WorkerRef
+from protocol.messages import Duty, WorkerRef
 
 
 class Worker(Protocol):
-    """What an actor builds (`worker.core`)."""
+    """The worker that an actor builds and runs (`worker.core`)."""
 
     @property
     def me(self) -> WorkerRef: ...
@@ -29,12 +29,12 @@ class Worker(Protocol):
     async def drain(self) -> None:
         """Take no new work; returns when idle."""
 
-    async def take_role(self, role: Role) -> None:
-        """Do the work of this role from now on, and send back what has not begun of another one's."""
+    async def take_role(self, duty: Duty) -> None:
+        """Do this work from now on, and send back what has not begun of any other."""
 
 
 class WorkerActor(ABC):
-    """One life of one worker."""
+    """The actor of one life of one worker."""
 
     def __init__(self) -> None:
         self._worker: Worker | None = None
@@ -64,8 +64,8 @@ class WorkerActor(ABC):
     async def drain(self) -> None:
         await self._started().drain()
 
-    async def take_role(self, role: Role) -> None:
-        await self._started().take_role(role)
+    async def take_role(self, duty: Duty) -> None:
+        await self._started().take_role(duty)
 
     async def stop(self) -> None:
         self._stopped.set()

@@ -20,9 +20,9 @@ class Owner(Enum):
 
     ASKER = "asker"
     OTHER = "other"
-    """Of another router that is connected."""
+    """The ticket belongs to another router that is connected."""
     NOBODY = "nobody"
-    """Of a router whose connection is gone."""
+    """The ticket belongs to a router whose connection is gone."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class TicketRow:
     owner: Owner
     state: TicketState
     num_blocks: int
-    """0 while preempted."""
+    """Blocks that the ticket holds; 0 while its stream is preempted."""
     pushes_in_flight: int
     in_step: bool
     computes_here: bool
@@ -53,7 +53,7 @@ class PromptRow:
     decode_id: str
     decode_epoch: int
     num_blocks: int
-    """0 while queued."""
+    """Blocks that the prompt holds; 0 while it is queued."""
     in_step: bool
     stopped: bool
     """It was cancelled or has failed, and leaves once no step and no push reads its blocks."""
@@ -64,7 +64,7 @@ class SendRow:
     """One stream that a worker hands over to another, until that has its KV."""
 
     ticket_id: int
-    """Of the other worker, as all that follows."""
+    """Ticket of the other worker. The fields that follow are the other worker's, too."""
     transfer_id: int
     decode_id: str
     decode_epoch: int
@@ -101,9 +101,9 @@ class Books:
     call_id: int
     total_blocks: int
     free_blocks: int
-    """Those included that are cached and idle."""
+    """Blocks that nobody owns, with those that are cached and idle."""
     owned_blocks: int
-    """Those to which there is at least one reference."""
+    """Blocks to which there is at least one reference."""
     references: int
     """A block that n tickets, prompts and pins share has n."""
     tickets: tuple[TicketRow, ...] = ()

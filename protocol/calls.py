@@ -59,7 +59,7 @@ class CallClient:
 
     @property
     def lost(self) -> bool:
-        """Whether the connection is lost."""
+        """Whether the connection to the worker is lost."""
         return self._lost is not None
 
     def send(self, message: Any) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from protocol.messages import Role, WorkerRef
+from protocol.messages import Duty, Role, WorkerRef
 
 
 class WorkerState(Enum):
@@ -36,7 +36,7 @@ class WorkerInfo:
     state: WorkerState
     ref: WorkerRef | None
     pids: tuple[int, ...]
-    """Of its ranks, the first one's first; empty until it is ready."""
+    """Process ids of the worker's ranks, the first rank's first; empty until the worker is ready."""
     node: str | None
     restarts: int
     last_error: str | None
@@ -52,11 +52,18 @@ class WorkerInfo:
     leaves_at: float | None = None
     """When its node is gone, as was said, in seconds since 1970; None for a node that stays."""
     revision: int = 1
-    """Of its configuration. Workers of one revision have the same one."""
+    """Revision of the worker's configuration. Workers of one revision have the same one."""
+    both: bool = False
+    """It does the work of both roles, and counts as a decode worker."""
+
+    @property
+    def duty(self) -> Duty:
+        """What it is asked for."""
+        return Duty.BOTH if self.both else Duty(self.role.value)
 
     @property
     def pid(self) -> int | None:
-        """Of the rank that speaks for all."""
+        """Process id of the rank that speaks for all; None if it is not known."""
         return self.pids[0] if self.pids else None
 
 
@@ -65,21 +72,21 @@ class SizeDecision:
     """Sizes that the autoscaler has decided, and why."""
 
     at: float
-    """Seconds since 1970."""
+    """Time of the decision, in seconds since 1970."""
     sizes: Mapping[Role, int]
     reason: str
 
 
 @dataclass(frozen=True)
 class AutoscalerState:
-    """What the autoscaler does."""
+    """State of the autoscaler: whether it is paused, and its latest decisions."""
 
     paused: str | None
     """Why it is paused; None if it is not."""
     decisions: tuple[SizeDecision, ...]
     """The latest ones, the newest last."""
     num_decisions: int
-    """Of the cluster's life."""
+    """Number of decisions since the cluster began."""
     problem: str | None = None
     """What kept the latest decision from being done in full."""
 
@@ -126,7 +133,7 @@ class RevisionFigures:
     failures: int
     """Requests that failed at these workers, and went on elsewhere."""
     ttft_p50_s: float | None
-    """From the choice of the workers to the first token."""
+    """Median time from the choice of the workers to the first token, in seconds; None without a request."""
     ttft_p90_s: float | None
     tpot_p50_s: float | None
     tpot_p90_s: float | None
@@ -137,12 +144,12 @@ class RolloutState:
     """The latest rollout of a configuration: the one that runs, or how it has ended."""
 
     revision: int
-    """Of the new workers."""
+    """Revision of the new workers."""
     phase: RolloutPhase
     share: float
     """Share of new requests that go to the new workers now."""
     changes: tuple[str, ...]
-    """Such as `quantization: auto -> int8`."""
+    """Settings that the rollout changes, such as `quantization: auto -> int8`."""
     targets: Mapping[Role, int]
     """Number of workers of each role before it, and after it."""
     verdict: str
@@ -163,7 +170,7 @@ class RevisionCounts:
     requests: int = 0
     """Attempts that were given to a pair of these workers."""
     failures: int = 0
-    """Those that failed there, but for those whose worker has died."""
+    """Attempts that failed there, but for those whose worker has died."""
     first_tokens: tuple[int, ...] = ()
     """First tokens, by the time from the choice of the pair on."""
     unanswered: tuple[int, ...] = ()
@@ -180,7 +187,7 @@ class RolloutObservation:
 
     router_id: str
     revision: int
-    """Of the new workers: it names the rollout."""
+    """Revision of the new workers, which names the rollout."""
     current: RevisionCounts
     new: RevisionCounts
 
@@ -205,8 +212,8 @@ class ClusterView:
     """The latest rollout of a configuration; None if there was none."""
 
     def usable(self, role: Role) -> tuple[WorkerRef, ...]:
-        """Workers of this role that take new requests, by worker id."""
-        ready = (w.ref for w in self.workers if w.role is role and w.state is WorkerState.READY and w.ref is not None)
+        """Workers that do the work of this role and take new requests, by worker id."""
+        ready = (w.ref for w in self.workers if w.duty.does(role) and w.state is WorkerState.READY and w.ref is not None)
         return tuple(sorted(ready, key=lambda ref: ref.worker_id))
 
 
@@ -239,20 +246,20 @@ class DemandCounts:
 
     arrived: int = 0
     prompt_tokens: int = 0
-    """Of requests that arrived."""
+    """Prompt tokens of the requests that arrived."""
     squared_tokens: int = 0
     """Squares of their prompts' lengths."""
     ended: int = 0
     """Answers that came to their end."""
     answer_tokens: int = 0
-    """Of answers that came to their end."""
+    """Tokens of the answers that came to their end."""
     first_tokens: int = 0
     first_in_time: int = 0
-    """First tokens within `slo.ttft`."""
+    """Number of first tokens that came within `slo.ttft`."""
     paced: int = 0
     """Ended answers of more than one token."""
     in_pace: int = 0
-    """Those within `slo.tpot`."""
+    """Ended answers whose time per token was within `slo.tpot`."""
 
 
 @dataclass(frozen=True)

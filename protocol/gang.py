@@ -74,7 +74,7 @@ class StepChunk:
 class RunStep:
     call_id: int
     step: int
-    """Counts from 1."""
+    """Number of the step, from 1 on."""
     chunks: tuple[StepChunk, ...]
     tells_layers: bool
     """KV of this step is sent while it is computed, so ranks tell of each layer."""
@@ -171,7 +171,7 @@ class LaneReceive:
 class LaneDone:
     call_id: int
     digests: tuple[bytes, ...]
-    """Of each span."""
+    """Fingerprint of each span."""
 
 
 @message(64)

@@ -28,8 +28,32 @@ from protocol.trace import TraceContext
 
 
 class Role(Enum):
+    """What routers ask of a worker: to compute prompts, or to make tokens."""
+
     PREFILL = "prefill"
     DECODE = "decode"
+
+
+class Duty(Enum):
+    """What a worker is asked for: the work of one role, or of both."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+    @property
+    def role(self) -> Role:
+        """The role that the worker counts as where workers are counted: one that does both is a decode worker."""
+        return Role.PREFILL if self is Duty.PREFILL else Role.DECODE
+
+    def does(self, role: Role) -> bool:
+        """Whether the work of this role is part of it."""
+        return self is Duty.BOTH or self.role is role
+
+    @property
+    def in_words(self) -> str:
+        """What a worker is that has it."""
+        return "a worker of both roles" if self is Duty.BOTH else f"a {self.value} worker"
 
 
 class WorkerLife(NamedTuple):
@@ -52,7 +76,7 @@ class WorkerRef:
     address: str
     """Where its socket listens, as `tcp://host:port`."""
     num_ranks: int = 1
-    """Its tensor-parallel size. The first rank speaks for all."""
+    """Number of the worker's tensor-parallel ranks. The first rank speaks for all."""
     arithmetic: str = ""
     """The name of the arithmetic by which it computes (`engine.arithmetic`). It ends with `VARIES` where a token's bits depend
     on what is computed beside it. No part of the layout: workers of different arithmetics hand over KV to each other."""
@@ -86,9 +110,9 @@ class Ticket:
     block_table: tuple[int, ...]
     num_prompt_tokens: int
     held_tokens: int
-    """At the prompt's beginning, whose KV the decode worker has already: whole blocks, and nothing is sent for them."""
+    """Tokens at the prompt's beginning whose KV the decode worker has already, in whole blocks. Nothing is sent for them."""
     unseen_tokens: int = 0
-    """At the prompt's beginning, which lie before the sliding windows of the first token to be generated: nothing is sent for
+    """Tokens at the prompt's beginning that lie before the sliding windows of the first generated token. Nothing is sent for
     them either."""
 
     @property
@@ -102,14 +126,14 @@ class KvLayout:
     """What must be equal on both sides of a handoff."""
 
     model_hash: str
-    """`ModelFacts.identity`."""
+    """Identity of the model, `ModelFacts.identity`."""
     dtype: str
     """The type that is computed in, which decides the bits of KV in every format."""
     kv_cache_dtype: str
-    """How it lies in the pool: `auto` is as it is computed."""
+    """Format of K and V in the pool; `auto` is the type that they are computed in."""
     num_layers: int
     num_kv_heads: int
-    """Of the whole model, however many ranks share them."""
+    """Number of KV heads of the whole model, however many ranks share them."""
     head_dim: int
     layout_version: int
     memory: str
@@ -162,25 +186,25 @@ class Brought:
     """Tokens at a prompt's beginning whose KV came from elsewhere, beyond what the worker's own pool held."""
 
     peer_tokens: int = 0
-    """Out of other workers' pools."""
+    """Tokens whose KV came out of other workers' pools."""
     peer_s: float = 0.0
-    """How long that took. With no tokens: a peer was asked in vain."""
+    """Seconds that other workers took. With no tokens: a peer was asked in vain."""
     memory_tokens: int = 0
-    """Out of the node's memory tier."""
+    """Tokens whose KV came out of the node's memory tier."""
     disk_tokens: int = 0
-    """Out of the node's disk tier."""
+    """Tokens whose KV came out of the node's disk tier."""
     seconds: float = 0.0
-    """How long the prompt waited for all of it, and for what did not come."""
+    """Seconds that the prompt waited for all of it, and for what did not come."""
 
     @classmethod
     def of(cls, source: str, num_tokens: int, seconds: float) -> Brought:
-        """So many tokens of one source, MEMORY, DISK or PEER, and how long that took."""
+        """Return what one source brought: MEMORY, DISK or PEER, the number of tokens, and the seconds that it took."""
         peer, memory, disk = (num_tokens if source == name else 0 for name in (PEER, MEMORY, DISK))
         return cls(peer, seconds if source == PEER else 0.0, memory, disk, seconds)
 
     @property
     def num_tokens(self) -> int:
-        """Of all sources together."""
+        """Tokens from all sources together."""
         return self.peer_tokens + self.memory_tokens + self.disk_tokens
 
     def __add__(self, other: Brought) -> Brought:
@@ -195,9 +219,9 @@ class TierReport:
     """What lies in one tier of a node, and what the reporting worker has done with it since its start."""
 
     name: str
-    """memory or disk."""
+    """Name of the tier: `memory` or `disk`."""
     num_blocks: int
-    """Of all workers of the node."""
+    """Blocks in the tier, of all workers of the node."""
     num_bytes: int
     stored: int
     """Blocks that this worker has written."""
@@ -208,7 +232,7 @@ class TierReport:
     foreign: int
     """Files of another model, format or version that this worker found, and removed."""
     failed_writes: int
-    """Blocks that it could not write."""
+    """Blocks that this worker could not write."""
     bytes_written: int
     bytes_read: int
 
@@ -218,15 +242,15 @@ class GpuReport:
     """What NVML tells of one GPU, as a whole: others may use it, too. None is what NVML does not tell."""
 
     uuid: str
-    """As `nvidia-smi -L` writes it: GPU-8a3d..."""
+    """Id of the GPU, as `nvidia-smi -L` writes it: GPU-8a3d..."""
     utilization: float | None
     """Share of the time in which it computed something, from 0 to 1."""
     memory_used_bytes: int | None
     memory_total_bytes: int | None
     temperature_c: int | None
-    """In degrees Celsius."""
+    """Temperature of the GPU in degrees Celsius; None if NVML does not say."""
     power_w: float | None
-    """In watts."""
+    """Power that the GPU draws, in watts; None if NVML does not say."""
     ecc_uncorrected: int | None
     """Memory errors that ECC could not correct, since the driver was loaded."""
     latest_xid: int | None
@@ -256,12 +280,14 @@ class DecodeLoad:
     recomputed_tokens: int
     """Tokens that were computed again after a preemption, since start."""
     step_s: float
-    """How long the latest step took that computed nothing of a prompt, in seconds; 0 before the first. With guesses:
-    by the tokens that a stream gets in a step, as a stream waits so long for each."""
+    """Seconds that a stream waits for a token: the time of the latest step that computed nothing of a prompt.
+
+    With guesses it is divided by the tokens that a stream gets in a step. 0 before the first such step.
+    """
     draft_tokens: int = 0
     """Tokens guessed since start."""
     accepted_tokens: int = 0
-    """Those of them that were right."""
+    """Guessed tokens that were right, since start."""
 
 
 @message(3)
@@ -297,7 +323,7 @@ class LoadReport:
     prefix_cache_queries: int
     """Tokens of the prompts that were looked up in the worker's prefix cache since start."""
     prefix_cache_hits: int
-    """Those of them whose KV was there: not computed again (prefill), not sent again (decode)."""
+    """Looked-up tokens whose KV was there, so that it was not computed again (prefill) or not sent again (decode)."""
     prefix_cache_evictions: int = 0
     """Cached blocks that were given to something else, since start."""
     lent_tokens: int = 0
@@ -365,28 +391,35 @@ class LoadReport:
 @message(10)
 @dataclass(frozen=True)
 class Reserve:
+    """Asks a decode worker for blocks: for the prompt and the beginning of the answer. Answered with Reserved or Failed."""
+
     call_id: int
     request_id: str
     prompt_token_ids: tuple[int, ...]
     """Prompt and, on a resumed stream, the tokens that were already emitted."""
     max_tokens: int
-    """Of the answer. Blocks are taken for its beginning, but a whole that can never fit is refused."""
+    """Most tokens of the answer. Blocks are taken for its beginning, but a whole that can never fit is refused."""
     cache_salt: str
     """Only requests with the same salt share cached KV; empty is a salt like any other."""
     trace: TraceContext
-    """Whose id the worker's log lines about the request carry."""
+    """Trace of the request. The worker's log lines about the request carry its id."""
     own_tokens: int
-    """So many at the prompt's end must lie in blocks of the ticket's own, though they may be cached: 0 if KV is sent for it;
-    1 if it may be computed here, for the logits of its last token; all if those of every token are wanted."""
+    """Tokens at the prompt's end that must lie in blocks of the ticket's own, even if they are cached.
+
+    0 if KV is sent for the prompt. 1 if it may be computed here, for the logits of its last token. All of them if the logits of
+    every token are wanted.
+    """
     share: Share = NOBODYS
     """The tenant's right to seats and blocks, beside those of other tenants."""
     displaces: bool = False
-    """Whether streams may be preempted to make room for it."""
+    """Whether streams may be preempted to make room for the request."""
 
 
 @message(11)
 @dataclass(frozen=True)
 class Reserved:
+    """The answer to `Reserve`: the blocks are the request's, under a lease."""
+
     call_id: int
     ticket: Ticket
 
@@ -394,10 +427,13 @@ class Reserved:
 @message(12)
 @dataclass(frozen=True)
 class Attach:
+    """Lets a ticket's stream join the decode batch, as soon as its KV is committed. Answered with Attached or Failed."""
+
     call_id: int
     ticket_id: int
     first_token: int | None
-    """Sampled by prefill; its KV is the first that decode computes. None: nothing is sent, the prompt is computed here."""
+    """Token that prefill sampled; its KV is the first that decode computes. None: nothing is sent, and the prompt is computed
+    here."""
     sampling: SamplingParams
     num_generated: int
     """Tokens of the answer so far, the first token included if there is one; there are earlier ones on a resumed stream."""
@@ -406,14 +442,18 @@ class Attach:
 @message(13)
 @dataclass(frozen=True)
 class Attached:
+    """The answer to `Attach`: the stream is in the batch, or waits for its turn."""
+
     call_id: int
     waited_s: float
-    """For the KV, from the question on; 0 if it had arrived before."""
+    """Seconds that `Attach` waited for the KV; 0 if it had arrived before."""
 
 
 @message(14)
 @dataclass(frozen=True)
 class Release:
+    """Gives a ticket back, in any state and for any reason. It has no answer and may be sent twice."""
+
     ticket_id: int
 
 
@@ -422,13 +462,13 @@ class Prefilled:
     """What is told of a prompt with the first token after it, wherever it was computed."""
 
     prefill_s: float
-    """From the first chunk to the token."""
+    """Seconds from the prompt's first chunk to the first token."""
     cached_tokens: int
     """Tokens at the prompt's beginning whose KV was cached or fetched, and so not computed."""
     prompt_logprobs: PromptLogprobs | None
-    """Set if asked for, unless some of the answer was emitted before."""
+    """Logprobs of the prompt's tokens, if they were asked for and none of the answer was emitted before."""
     brought: Brought = NOTHING_BROUGHT
-    """What was brought of it from elsewhere before it was computed."""
+    """KV of the prompt that was brought from elsewhere before it was computed."""
 
 
 @dataclass(frozen=True)
@@ -438,11 +478,11 @@ class StreamOutput:
     ticket_id: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
-    """Empty unless asked for, else one per token."""
+    """Logprobs, one entry for each token; empty if they were not asked for."""
     finish_reason: FinishReason | None
     error: Failed | None
     prefilled: Prefilled | None = None
-    """With the first token of a prompt that was computed here."""
+    """What the router is told about a prompt that was computed here, with its first token."""
     drafts: int = 0
     """Tokens that were guessed for this step. Of `token_ids`, all but the first were guessed right."""
 
@@ -450,9 +490,11 @@ class StreamOutput:
 @message(15)
 @dataclass(frozen=True)
 class TokenFrame:
+    """What one step of a decode worker made for one router: an output for each of its streams that the step computed."""
+
     outputs: tuple[StreamOutput, ...]
     step_s: float
-    """How long the step took that made these tokens."""
+    """Seconds that the step took that made these tokens."""
 
 
 @message(16)
@@ -466,8 +508,8 @@ class Migrate:
     call_id: int
     ticket_id: int
     target: Ticket
-    """For all of the stream's tokens that the router has, but the newest, whose KV is not computed yet. Those that come
-    meanwhile are added by the transfer."""
+    """Ticket at the target for all of the stream's tokens that the router has, but the newest, whose KV is not computed yet.
+    Tokens that come meanwhile are added by the transfer."""
 
 
 @message(17)
@@ -477,7 +519,7 @@ class Migrated:
 
     call_id: int
     newest_token: int
-    """With it to attach at the target."""
+    """The stream's newest token, which the router sends to the target with `Attach`."""
     num_generated: int
     """Tokens of the answer so far, that one included."""
 
@@ -493,7 +535,7 @@ class Copy:
     call_id: int
     ticket_id: int
     target: Ticket
-    """For the stream's first tokens; KV of all of them was computed."""
+    """Ticket at the target for the stream's first tokens, of which all KV was computed."""
 
 
 @message(19)
@@ -513,12 +555,14 @@ class FetchFrom:
 
     worker: WorkerRef
     num_tokens: int
-    """At the prompt's beginning, in whole blocks."""
+    """Tokens at the prompt's beginning that the other worker probably holds, in whole blocks."""
 
 
 @message(20)
 @dataclass(frozen=True)
 class Prefill:
+    """Has a prefill worker compute a prompt and push its KV to the ticket. Answered with FirstToken or Failed."""
+
     call_id: int
     request_id: str
     ticket: Ticket
@@ -528,12 +572,12 @@ class Prefill:
     """How many at the end of `token_ids` were emitted before; 0 for a fresh request."""
     sampling: SamplingParams
     cache_salt: str
-    """As in `Reserve`."""
+    """Keeps cached prefixes of different tenants apart; the same as in the prompt's `Reserve`."""
     trace: TraceContext
     ahead: bool
-    """It goes before the prompts that are there. Between two that do, the others get a step."""
+    """Whether the prompt goes before those that are there. Between two that do, the others get a step."""
     fetch: FetchFrom | None = None
-    """Blocks to fetch before it is computed. What can't be had is computed."""
+    """Blocks to fetch before the prompt is computed. What can't be had is computed."""
 
 
 @message(21)
@@ -551,6 +595,8 @@ class FirstToken:
 @message(22)
 @dataclass(frozen=True)
 class Cancel:
+    """Gives up a prompt at a prefill worker, in any state. It has no answer and may be sent twice."""
+
     request_id: str
 
 
@@ -571,7 +617,7 @@ class PairOpen:
     decode_epoch: int
     layout: KvLayout
     lane: int
-    """Which of the moves."""
+    """Number of the lane in the plan of moves between the two workers' ranks."""
     transport: str
     rendezvous: bytes
 
@@ -579,6 +625,8 @@ class PairOpen:
 @message(31)
 @dataclass(frozen=True)
 class PairOpened:
+    """The answer to `PairOpen`: the lane is open at decode's end."""
+
     call_id: int
     rendezvous: bytes
 
@@ -626,12 +674,14 @@ class PushCommit:
     num_layers: int
     layout: KvLayout
     fingerprints: tuple[bytes, ...]
-    """For each lane 64 bits of each block, in order (`kv_transfer.fingerprints.pushes`)."""
+    """Fingerprints by lane: 64 bits of each block, in order (`kv_transfer.fingerprints.pushes`)."""
 
 
 @message(35)
 @dataclass(frozen=True)
 class Committed:
+    """The answer to `PushCommit`: decode's pool holds what was sent, and the ticket may be attached."""
+
     call_id: int
 
 

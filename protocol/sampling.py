@@ -34,7 +34,7 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """0 means all."""
+    """Number of likeliest tokens to sample from; 0 means all."""
     min_p: float = 0.0
     min_tokens: int = 0
     """Tokens before which no stop token may be chosen."""
@@ -51,7 +51,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     """Logits of tokens in the prompt or the answer are divided by it if positive, else multiplied by it."""
     logit_bias: tuple[TokenBias, ...] = ()
-    """From -100 to 100 each."""
+    """Values that are added to tokens' logits, from -100 to 100 each."""
 
     grammar: str = ""
     """What the answer's text must follow, in llguidance's dialect of Lark; empty if it is free."""

@@ -7,13 +7,13 @@
         │            │             │                      │
         └────────────┴─────────────┴──────────────────────┴──► ABORTED | EXPIRED
 
-RESERVED    decode holds blocks for the prompt and some of the answer; no KV was sent     (router: Reserve)
-RECEIVING   a prefill worker announced a push; its transfer writes into the blocks        (prefill: PushAnnounce)
-COMMITTED   every token of every layer is there and the commit record was checked         (prefill: PushCommit)
-ATTACHED    the sequence is in the decode batch, or preempted and waiting to go on        (router: Attach)
-RELEASED    the router gave it back, or the sequence finished: blocks free
-ABORTED     cancelled, or its peer died: blocks free once no transfer writes into them
-EXPIRED     its lease ran out; otherwise like ABORTED
+    RESERVED    decode holds blocks for the prompt and some of the answer; no KV was sent     (router: Reserve)
+    RECEIVING   a prefill worker announced a push; its transfer writes into the blocks        (prefill: PushAnnounce)
+    COMMITTED   every token of every layer is there and the commit record was checked         (prefill: PushCommit)
+    ATTACHED    the sequence is in the decode batch, or preempted and waiting to go on        (router: Attach)
+    RELEASED    the router gave it back, or the sequence finished: blocks free
+    ABORTED     cancelled, or its peer died: blocks free once no transfer writes into them
+    EXPIRED     its lease ran out; otherwise like ABORTED
 
 A ticket whose prompt is cached at decode as a whole goes from RESERVED to COMMITTED: nothing has to be sent for it. One whose
 prompt the decode worker computes itself goes from RESERVED to ATTACHED: there is no transfer to commit.

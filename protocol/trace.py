@@ -43,7 +43,7 @@ class TraceContext:
 
     @property
     def traceparent(self) -> str:
-        """As a header: what a callee of this request, or its client, is told."""
+        """The header `traceparent` that a callee of this request, or its client, is told."""
         return f"00-{self.trace_id}-{self.span_id}-{self.sampled:02x}"
 
     def check(self) -> None:
@@ -55,7 +55,7 @@ class TraceContext:
 
 
 def new_trace() -> TraceContext:
-    """Of a request whose client sent none."""
+    """Return a new trace context, for a request whose client sent none."""
     return TraceContext(_random_id(16), new_span_id(), sampled=False, state="")
 
 

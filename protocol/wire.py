@@ -8,8 +8,9 @@
 
 Below, ZeroMQ has encrypted the connection with keys that are made from the cluster secret, and strangers never get here
 (`protocol.sockets`). Both sides prove that they know the secret itself; a recorded handshake is worthless because the nonces
-are fresh. What an unknown peer sends before its proof is dropped with a log line and answered with an empty message, so that
-a client whom the server has given up (one of the two was stopped for longer than a lease) learns of it at its next heartbeat.
+are fresh. What an unknown peer sends before its proof is dropped with a log line, and answered with an empty message. So a
+client whom the server has given up, because one of the two was stopped for longer than a lease, learns of it at its next
+heartbeat.
 A hello of another version is answered with ours alone: both ends then say which two met.
 
 A ZeroMQ identity belongs to one TCP connection, so an authenticated identity is an authenticated connection; clients never
@@ -37,7 +38,7 @@ from protocol.sockets import HANDSHAKE_S, LoopSocket, client_socket, server_sock
 
 log = logging.getLogger(__name__)
 
-WIRE_VERSION = b"tandem/11"
+WIRE_VERSION = b"tandem/12"
 _NONCE_BYTES = 32
 _NOT_KNOWN = b""
 _MAX_UNPROVEN = 1024
@@ -90,7 +91,7 @@ class WireServer:
         self._send_raw(identity, encode(message))
 
     def peers(self) -> list[bytes]:
-        """Authenticated peers."""
+        """Identities of the peers that have proved to know the secret."""
         return [identity for identity, peer in self._peers.items() if peer.proven]
 
     def silent_for(self, identity: bytes) -> float:
@@ -102,7 +103,7 @@ class WireServer:
         self._peers.pop(identity, None)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the socket and its monitor. Idempotent."""
         if not self._socket.socket.closed:
             self._socket.socket.disable_monitor()
             self._monitor.close()

@@ -21,7 +21,7 @@ from configs.model_files.kv_window import KvWindow
 from configs.schema import ClusterConfig
 from protocol.cluster_view import RolloutOrder, WorkerState
 from protocol.errors import ModelNotFoundError
-from protocol.messages import Role
+from protocol.messages import Duty, Role
 from router.access.observer import Observer
 from router.access.shutdown import Shutdown
 from router.api.large.helper import BodyHelper
@@ -167,9 +167,9 @@ class Router:
         """Have the controller empty a worker, then end or restart it. Raises as `ControllerOrders.drain`."""
         await self._orders.drain(worker_id, restart)
 
-    async def flip(self, worker_id: str, role: Role) -> None:
+    async def flip(self, worker_id: str, duty: Duty) -> None:
         """Have the controller give a worker another role. Raises as `ControllerOrders.flip`."""
-        await self._orders.flip(worker_id, role)
+        await self._orders.flip(worker_id, duty)
 
     async def autoscale(self, paused: str | None) -> None:
         """Have the autoscaler pause for this reason, or go on. Raises as `ControllerOrders.autoscale`."""
@@ -223,7 +223,7 @@ class Router:
         workers = [
             WorkerSample(
                 info.worker_id,
-                info.role,
+                info.duty,
                 WorkerState.STANDBY if info.standby else info.state,
                 info.restarts,
                 info.term,

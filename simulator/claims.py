@@ -103,7 +103,7 @@ class Claims:
         self._on_change = on_change
 
     def begin(self, claim: Claim) -> None:
-        """Have the prompt computed."""
+        """Have the claim's prompt computed by the chosen worker."""
         claim.computing.prompts.give_prompt(claim.pair.num_missing, ANYBODY.tenant, ahead=claim.pair.ahead)
         self._clock.after(self._message_s, self._compute_here if claim.pair.here else self._compute_there, claim)
 

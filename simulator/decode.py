@@ -229,7 +229,7 @@ class DecodeWorker:
         """A stream has its last token."""
         ticket_id = stream.ticket_id
         self._scheduler.remove(ticket_id)
-        self._ledger.keep(ticket_id, stream.token_ids[: stream.computed])
+        self._ledger.keep(ticket_id, stream.token_ids, stream.computed)
         self._ledger.release(ticket_id)
         self._tickets.pop(ticket_id).on_finished()
 

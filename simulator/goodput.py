@@ -103,7 +103,7 @@ class Planned:
 
     shape: Shape
     goodput: float
-    """Requests per second."""
+    """Highest rate that meets the limits, in requests per second."""
 
     @property
     def per_worker(self) -> float:

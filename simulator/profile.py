@@ -22,7 +22,7 @@ from protocol.errors import InvalidRequestError
 LAPTOP = Path(__file__).with_name("laptop.json")
 """Profile of the default model on 2 cores, with one worker of each role and one thread each."""
 LAPTOP_TOKEN_BYTES = 30 * 2 * 3 * 64 * 2
-"""Of one token's KV in what `LAPTOP` was measured with: SmolLM2-135M in bfloat16."""
+"""Bytes of one token's KV in the model that `LAPTOP` was measured with: SmolLM2-135M in bfloat16."""
 
 
 class _Part(BaseModel):
@@ -71,6 +71,8 @@ class Profile(StepTimes):
 
     overheads: Overheads
     slowdown: Slowdowns = Slowdowns()
+    acceptance: float = Field(default=0.0, ge=0, le=1)
+    """Chance that a guessed token is right if all guesses before it in the same step are; 0: none is guessed."""
     machine: dict[str, Any] = Field(default_factory=dict)
     """Description of the machine on which it was measured, for people."""
 
@@ -114,12 +116,23 @@ class Profile(StepTimes):
         """Seconds of a step of chunks (start, number of tokens), while this share of the decode workers computes."""
         return self.overheads.step_s + self.slowdown.prefill.at(decode_busy) * self.prefill_s(chunks)
 
-    def decode_step(self, batch: int, prefill_busy: float = 0.0) -> tuple[float, float]:
+    def decode_step(
+        self, batch: int, prefill_busy: float = 0.0, most_guesses: int = 0, context: int = 0
+    ) -> tuple[float, float]:
         """(base, token): a step of so many streams takes base + token * tokens of context of all together, while this share
-        of the prefill workers computes."""
-        slowdown = self.slowdown.decode.at(prefill_busy)
-        base, token = self.decode_parts(batch)
-        return self.overheads.step_s + self.overheads.output_s * batch + slowdown * base, slowdown * token
+        of the prefill workers computes.
+
+        With up to `most_guesses` guessed tokens a stream it is a step's share for one token of each stream: as many are guessed
+        as make that least at this `context` of all streams together. A guess is a row of a stream more, which reads no context.
+        """
+        slowdown, token = self.slowdown.decode.at(prefill_busy), self.decode_parts(batch)[1]
+        steps = []
+        for guesses in range(most_guesses + 1):
+            tokens = sum(self.acceptance**i for i in range(guesses + 1))
+            step_s = self.overheads.step_s + slowdown * self.decode_parts(batch * (1 + guesses))[0]
+            steps.append((step_s / tokens, slowdown * token / tokens))
+        base_s, token_s = min(steps, key=lambda step: step[0] + step[1] * context)
+        return self.overheads.output_s * batch + base_s, token_s
 
     def handoff_s(self, last_chunk: int) -> float:
         """Seconds from the first token until decode may begin, for a last chunk of this many tokens."""

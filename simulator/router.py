@@ -123,7 +123,7 @@ class Router:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in line."""
+        """Number of requests that wait in line."""
         return len(self._line)
 
     def leave(self, worker_id: str) -> None:
@@ -134,7 +134,7 @@ class Router:
             self._caches.leave(self._followers[worker_id])
 
     def join(self, worker_id: str) -> None:
-        """Give a worker requests."""
+        """Let a worker that was away get requests again."""
         self._away.discard(worker_id)
         if worker_id in self._followers:
             self._followers[worker_id] = self._caches.follow(WorkerLife(worker_id, EPOCH), lambda ask: None)

@@ -45,7 +45,7 @@ class Caching:
 
 
 DEFAULT_CACHING = Caching()
-"""As a cluster without tiers does it."""
+"""Caching of a cluster without tiers."""
 
 
 class MemoryTier:
@@ -117,7 +117,7 @@ class PartsOfOne(Mapping[str, int]):
         self._tokens = 0
 
     def look(self, now: float) -> None:
-        """Ask the cache."""
+        """Find out how much of the prompt the cache holds now."""
         self._tokens = self._cache.blocks.match(self._keys) * self._block_size
 
     def told(self, worker_id: str, tokens: int) -> None:

@@ -4,6 +4,10 @@ Steps that are planned alike are one event, a `StepRun`: the same streams, as lo
 blocks suffice for all of them. A run is brought up to date (`StepLoop.sync`) before anybody looks at the books, so they say
 what they would after single steps. A step that computes chunks, of a prompt or of what was lost by a preemption, is a run of
 its own.
+
+Where tokens are guessed, a step here is the share of a real one that makes one token of each stream, and as long. Real workers
+guess for each stream as its own guesses went; here all have the profile's chance and equally many guesses. Beside chunks
+there are none.
 """
 
 from __future__ import annotations
@@ -105,6 +109,8 @@ class StepLoop:
         self._clock = site.clock
         self._profile = site.profile
         self._busyness = site.busyness
+        speculative, self._max_rows = site.config.speculative_config, site.config.decode.max_batch_size
+        self._most_guesses = speculative.num_speculative_tokens if speculative and self._profile.acceptance else 0
         self._block_size = site.config.block_size
         self._cache = cache
         self._ledger = ledger
@@ -117,7 +123,7 @@ class StepLoop:
 
     @property
     def idle(self) -> bool:
-        """Nothing is computed."""
+        """Whether no step is computed at the moment."""
         return self._run is None
 
     def sync(self, *, grow: bool = True) -> None:
@@ -179,9 +185,11 @@ class StepLoop:
         rows = [stream for stream in batch if not stream.recomputing and stream.prefill is None]
         context = sum(len(stream.token_ids) for stream in rows)
         prefill_busy = self._busyness[Role.PREFILL].share
-        first_s, token_s = self._profile.decode_step(len(rows), prefill_busy) if rows else (0.0, 0.0)
+        alone = len(rows) == len(batch) and not scheduler.room.waits
+        most_guesses = min(self._most_guesses, self._max_rows // len(rows) - 1) if alone else 0
+        first_s, token_s = self._profile.decode_step(len(rows), prefill_busy, most_guesses, context) if rows else (0.0, 0.0)
         first_s += token_s * context
-        if len(rows) < len(batch) or scheduler.room.waits:
+        if not alone:
             chunks = [scheduler.chunk(stream) for stream in batch]
             first_s += _chunks_s(self._profile, batch, chunks, prefill_busy, beside_rows=bool(rows))
             return StepRun(batch, chunks, now, 1, max(_LEAST_STEP_S, first_s), 0.0)

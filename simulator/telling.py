@@ -17,7 +17,7 @@ from protocol.messages import LoadReport
 from simulator.clock import Clock
 
 EPOCH = 1
-"""Of all workers: nobody dies here."""
+"""Epoch of all simulated workers: none of them dies."""
 _MEMORY_S = 1.0
 """Time constant of busyness: what was measured this long ago counts for 1/e."""
 

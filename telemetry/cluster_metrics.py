@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from protocol.cluster_view import AutoscalerState, RolloutPhase, RolloutState, WorkerState
-from protocol.messages import LoadReport, Role
+from protocol.messages import Duty, LoadReport, Role
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,14 @@ class WorkerSample:
     """What is known of one worker when the metrics are read. `report` is None until its first one arrives."""
 
     worker_id: str
-    role: Role
+    duty: Duty
     state: WorkerState
     restarts: int
     term: int
     """How often its life has changed its role."""
     report: LoadReport | None
     leaves: bool = False
-    """Whether its node will go."""
+    """Whether the worker's node will go."""
     revision: int = 1
 
 
@@ -54,7 +54,7 @@ class ClusterCollector(Collector):
         self._cluster = cluster
 
     def collect(self) -> Iterator[Metric]:
-        """All families."""
+        """Return all families of metrics about the cluster's workers."""
         cluster = self._cluster
         yield from self._pools(cluster)
         if cluster.autoscaler is not None:
@@ -86,7 +86,7 @@ class ClusterCollector(Collector):
         yield flips
 
     def _of(self, sample: WorkerSample) -> tuple[str, ...]:
-        return self._model_name, sample.worker_id, sample.role.value
+        return self._model_name, sample.worker_id, sample.duty.value
 
     def _autoscaler(self, state: AutoscalerState) -> Iterator[Metric]:
         labels = ("model_name",)
@@ -111,7 +111,7 @@ class ClusterCollector(Collector):
         there = GaugeMetricFamily(
             "tandem:rollout_workers", "Number of workers, by the revision of their configuration.", labels=_OF_REVISIONS
         )
-        for (role, revision), number in sorted(Counter((each.role.value, str(each.revision)) for each in workers).items()):
+        for (role, revision), number in sorted(Counter((each.duty.role.value, str(each.revision)) for each in workers).items()):
             there.add_metric((self._model_name, role, revision), number)
         yield there
 
@@ -123,8 +123,8 @@ class ClusterCollector(Collector):
         leaving = GaugeMetricFamily(
             "tandem:workers_leaving", "Number of workers whose node will go.", labels=("model_name", "role")
         )
-        numbers = Counter((sample.role, sample.state) for sample in cluster.workers)
-        going = Counter(sample.role for sample in cluster.workers if sample.leaves)
+        numbers = Counter((sample.duty.role, sample.state) for sample in cluster.workers)
+        going = Counter(sample.duty.role for sample in cluster.workers if sample.leaves)
         for role, number in cluster.wanted.items():
             wanted.add_metric((self._model_name, role.value), number)
             leaving.add_metric((self._model_name, role.value), going[role])

@@ -6,9 +6,9 @@
             ─DECODE_QUEUE─ DECODE_STEP ─DECODE_GAP─ DECODE_STEP ... ─► last token
             ─SEND─ now                     an attempt that failed: all since its latest mark is LOST, and QUEUE begins again
 
-Moments are `time.monotonic()` of the router's process, in seconds. Workers have clocks of their own, so they report durations,
-and each is taken out of the stretch between the two moments at the router that enclose it; what is left of the stretch is the
-stage before it, messages on their way included. So the stages always sum up to the whole.
+Moments are `time.monotonic()` of the router's process, in seconds. Workers have clocks of their own, so they report durations.
+Each duration is taken out of the stretch between the two moments at the router that enclose it. What is left of the stretch is
+the stage before it, messages on their way included. So the stages always sum up to the whole.
 
 What runs beside something else is in no stage: KV that is sent while later layers are computed, and text that is sent while the
 next step is computed. TRANSFER is only what the first decode step had to wait for.
@@ -30,19 +30,19 @@ class Stage(Enum):
     QUEUE = "queue"
     """Waiting for room and reserving blocks. A resumed answer does so again."""
     PREFILL_QUEUE = "prefill_queue"
-    """From the choice of a pair to the prompt's first chunk, but for FETCHED."""
+    """Waiting at prefill, from the choice of a pair to the prompt's first chunk, but for FETCHED."""
     FETCHED = "fetched"
     """Getting KV of the prompt's beginning out of other pools or tiers."""
     PREFILL = "prefill"
-    """From the first chunk to the first token."""
+    """Computing the prompt, from its first chunk to the first token."""
     HANDOFF_WAIT = "handoff_wait"
     """From the first token until the decode worker has attached, but for TRANSFER: messages, and a grammar's state."""
     TRANSFER = "transfer"
     """What the decode worker, asked to attach, still waited for KV, its commit and the check of it."""
     DECODE_QUEUE = "decode_queue"
-    """From attached to the first step."""
+    """Waiting for a seat, from the moment the stream is attached to its first step."""
     DECODE_STEP = "decode_step"
-    """In steps that produced tokens of this answer."""
+    """Computing, in the steps that produced tokens of this answer."""
     DECODE_GAP = "decode_gap"
     """Between those steps: planning, frames on their way, preemption, recomputing."""
     SEND = "send"

@@ -40,6 +40,7 @@ from protocol.cache.reset import CacheReset
 from protocol.endpoint import Endpoint, Handler
 from protocol.messages import (
     NOTHING_BROUGHT,
+    Duty,
     LoadReport,
     PairOpen,
     PushAnnounce,
@@ -55,7 +56,7 @@ if TYPE_CHECKING:  # imported only where tiers are configured, and where there i
     from worker.gpus import GpuWatch
 
 NICENESS = {Role.PREFILL: PREFILL_NICENESS, Role.DECODE: 0}
-"""Of the thread that computes, by the worker's role."""
+"""Niceness of the thread that computes, by the worker's role."""
 
 
 class WorkerCore:
@@ -166,11 +167,11 @@ class WorkerCore:
         self.changed()
         await self._idle.wait()
 
-    async def take_role(self, role: Role) -> None:
-        """Do the work of this role from now on. Streams and prompts that run go on until they are moved or done. Idempotent."""
-        self._niceness = NICENESS[role]
+    async def take_role(self, duty: Duty) -> None:
+        """Do this work from now on. Streams and prompts that run go on until they are moved or done. Idempotent."""
+        self._niceness = NICENESS[duty.role]
         for each in self._roles:
-            if each.role is not role:
+            if not duty.does(each.role):
                 each.leave()
         self.changed()
 

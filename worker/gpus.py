@@ -96,7 +96,7 @@ class NvmlReader:
         return tuple(gpu.read() for gpu in self.gpus)
 
     def close(self) -> None:
-        """Give NVML back. Idempotent."""
+        """Shut NVML down. Idempotent."""
         if not self._begun:
             return
         self._begun = False

@@ -54,7 +54,7 @@ class RoleWork(Protocol):
         """Who answers which message of the role's own."""
 
     def loops(self) -> Sequence[Coroutine[Any, Any, None]]:
-        """What runs as long as the worker."""
+        """Return the coroutines that run as long as the worker."""
 
     def role_load(self) -> RoleLoad:
         """The role's part of the worker's load at this moment."""

@@ -33,22 +33,22 @@ from protocol.messages import VARIES
 WORKERS = 3
 START_S, RESTART_S = 120.0, 60.0
 SHARE = 0.3
-"""Of one GPU or processor, for one of three workers."""
+"""Part of one GPU or processor that each of three workers gets."""
 VOCABULARY = 49_152
 """Smaller than Llama's: the files are written and read, and of random weights a larger one proves no more."""
 FREE_FACTOR = 1.2
-"""Of the size of the files, which the temporary folder must have free."""
+"""Free space that the temporary folder must have, as a multiple of the files' size."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is asked of the cluster."""
+    """Size of the model, the pools and the load that the cluster gets."""
 
     layers: int
     kv_cache_tokens: int
     streams: int
     tokens: int
-    """Of each answer."""
+    """Tokens of each answer."""
     kill_after: int
     """Tokens of the first answer after which a worker is killed."""
     load: BenchOptions

@@ -31,14 +31,14 @@ from engine.memory.kv_pool import KVPool
 MOST_PROCESSES = 8
 """Each takes half a gigabyte of a GPU's memory, and some cores for what is computed in float64."""
 MODEL_LIMIT, GRAPH_LIMIT = 1e-3, 0.1
-"""Of a logprob, in float32 and in bfloat16."""
+"""Largest difference of a logprob that passes, in float32 and in bfloat16."""
 LARGE_VOCABULARY, MISSED_PICKS = 100_000, 1 / 16
 """Masses of top-p are summed in float32, in float64 on the processor: of a large vocabulary a token at the border may fall on
 the other side."""
 POSITIONS = (0, 1, 63, 64, 511, 512, 700, 4095, 8191, 16_383, 16_500, 17_500)
 """Positions of tokens whose attention is compared: at the borders of tiles and parts, and between them."""
 LIMIT_S = 120.0
-"""For one group of cases."""
+"""Time limit for one group of cases, in seconds."""
 _SPAWN = multiprocessing.get_context("spawn")
 
 

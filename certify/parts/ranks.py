@@ -42,7 +42,7 @@ _SPAWN = multiprocessing.get_context("spawn")
 
 @dataclass(frozen=True)
 class Heard:
-    """What one rank says of itself."""
+    """What one rank reports about itself."""
 
     answers: list[list[int | None]]
     num_blocks: int
@@ -141,8 +141,9 @@ def load(facts: ModelFacts, ranks: TensorParallel, dtype: DtypeName = "float32")
 
 
 def answers(runner: ModelRunner) -> list[list[int | None]]:
-    """Of two prompts: a step of both, then steps of single tokens, which are graphs. What follows is not what was sampled, so
-    that ranks which sample nothing compute the same.
+    """Return the tokens that are sampled after two prompts: in a step of both, then in steps of single tokens (graphs).
+
+    What follows is not what was sampled, so that ranks which sample nothing compute the same.
     """
     known = [list(range(3, 40)), [9, 8, 7]]
     tables = [[4, 9, 2, 11], [5, 6, 7, 8]]

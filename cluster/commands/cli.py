@@ -3,8 +3,13 @@
 `tandem status` waits for neither Ray nor torch. Nor does `tandem --help`, which imports all of them: what is slow to import is
 imported inside their functions.
 
-Exit codes: 0 done; 1 a bug, with its traceback, or an audit that found something; 2 anything that the operator can mend (a
-flag, a file, a port, a cluster that is not there), with one line on stderr that names it; 130 interrupted.
+Exit codes:
+
+- 0: done.
+- 1: a bug, with its traceback, or an audit that found something.
+- 2: anything that the operator can mend, such as a flag, a file, a port, or a cluster that is not there. One line on stderr
+  names it.
+- 130: interrupted.
 """
 
 from __future__ import annotations

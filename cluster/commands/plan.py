@@ -38,6 +38,7 @@ class PlanOptions:
     max_workers: Annotated[int, Option(help="Of both roles together.")] = 6
     profile: Annotated[Path | None, Option(help="Step times; by default this machine's, else a laptop's.")] = None
     config: Annotated[Path | None, Option(help="YAML file of the cluster: pools, chunk, limits.")] = None
+    acceptance: Annotated[float | None, Option(help="Share of guessed tokens that are right, from 0 to 1.")] = None
     seed: Annotated[int, Option(help="Of prompts and arrivals.")] = 0
     plot: Annotated[Path | None, Option(help="Draw goodput by ratio into this PNG file.")] = None
 
@@ -46,6 +47,8 @@ class PlanOptions:
             raise InvalidRequestError("give either --trace FILE or --dataset random", param="trace")
         if self.rate is not None and not self.rate > 0:
             raise InvalidRequestError(f"rate must be over 0; got {self.rate:g}", param="rate")
+        if self.acceptance is not None and not 0 <= self.acceptance <= 1:
+            raise InvalidRequestError(f"acceptance must be from 0 to 1; got {self.acceptance:g}", param="acceptance")
 
 
 @expand_flags
@@ -79,6 +82,10 @@ def _planned(options: PlanOptions) -> tuple[Workload, Sequence[Planned], str]:
     targets = goodput.Targets(parse_goodput(options.slo.split(",")))
     workload = _workload(options)
     profile, cluster, step_times = _step_times(load_config(options.config, {}), options.profile)
+    if options.acceptance is not None:
+        if cluster.speculative_config is None:
+            raise InvalidRequestError("acceptance needs a --config with speculative_config", param="acceptance")
+        profile = profile.model_copy(update={"acceptance": options.acceptance})
     with Progress(console=Console(stderr=True), transient=True) as progress:
         colocated = cluster.disaggregation == "never"
         task = progress.add_task("simulating", total=len(goodput.shapes(options.max_workers, colocated=colocated)))

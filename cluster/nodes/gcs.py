@@ -40,7 +40,7 @@ class RayNode:
     node_id: str
     address: str
     name: str
-    """Its host's name."""
+    """Host name of the node."""
     is_head: bool
     up: bool
     lost: bool = False

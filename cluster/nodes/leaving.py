@@ -26,7 +26,7 @@ class Leaving:
 
     told_at: float
     leaves_at: float
-    """When it is gone."""
+    """Time at which the node is gone, in seconds since 1970."""
 
     @property
     def notice_s(self) -> float:

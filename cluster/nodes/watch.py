@@ -65,11 +65,11 @@ class NodeWatch:
         self._watching: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to look."""
+        """Begin to ask Ray which nodes are drained."""
         self._watching = asyncio.get_running_loop().create_task(self._watch())
 
     async def close(self) -> None:
-        """Look no more. Idempotent."""
+        """Stop asking Ray about its nodes. Idempotent."""
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)

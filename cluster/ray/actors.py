@@ -23,7 +23,7 @@ STREAM_KEEPER = "streams"
 
 @dataclass(frozen=True)
 class NamedActor:
-    """A process of workers."""
+    """A Ray actor that is a worker or one of its ranks, with its name."""
 
     name: str
     handle: Any

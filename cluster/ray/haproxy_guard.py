@@ -64,7 +64,7 @@ class FrontSettings:
     client_s: float
     """Seconds that a client may go without sending or taking a byte that is due."""
     certificate: CertificateFiles | None
-    """None means plain HTTP."""
+    """Files of the TLS certificate; None serves plain HTTP."""
     host: str
     """Where it listens: a name, an address, or * for all."""
 

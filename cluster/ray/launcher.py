@@ -29,7 +29,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.launcher import Process, Started
-from cluster.memory import WorkerMemory
+from cluster.memory import WorkerMemory, most_routers
 from cluster.ray.actors import (
     NAME_PREFIX,
     PROCESS_PREFIX,
@@ -45,7 +45,7 @@ from cluster.ray.placement import Resources, Room, bundle_of, listed, missing, p
 from cluster.ray.worker_process import WorkerProcess
 from configs.schema import ClusterConfig
 from protocol.errors import TandemError, WorkerLostError
-from protocol.messages import Role, WorkerLife
+from protocol.messages import Duty, Role, WorkerLife
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +62,8 @@ class RayLauncher:
         self._secret = secret
         self.memory = memory
         """What a worker of each role takes."""
+        self.routers = most_routers(config)
+        """How many routers are wanted, which take memory, too."""
         self._may_grow = may_grow
         self._groups: dict[str, PlacementGroup] = {}
         self._epochs: dict[str, int] = {}
@@ -135,7 +137,7 @@ class RayLauncher:
     async def room(self, *, grows: bool = True) -> Room:
         """Return what the nodes have for workers; with `grows`, those that may be added for them, too."""
         may_grow = grows and self._may_grow
-        return Room(self._config, self.memory, await asyncio.to_thread(node_resources), may_grow=may_grow)
+        return Room(self._config, self.memory, await asyncio.to_thread(node_resources), routers=self.routers, may_grow=may_grow)
 
     async def why_not_started(self, role: Role) -> str:
         """Say in words for people what keeps a worker of this role from starting."""
@@ -251,9 +253,9 @@ class RayProcess:
         """Let the worker finish what it has and take nothing new. Returns once nothing is left."""
         await answer(self._handles()[0].drain.remote())
 
-    async def take_role(self, role: Role) -> None:
-        """Have the worker do the work of this role from now on, and send back what has not begun of the other's."""
-        await answer(self._handles()[0].take_role.remote(role))
+    async def take_role(self, duty: Duty) -> None:
+        """Have the worker do this work from now on, and send back what has not begun of any other."""
+        await answer(self._handles()[0].take_role.remote(duty))
 
     async def stop(self) -> None:
         """Ask the worker to end. `run` returns when it has."""

@@ -19,7 +19,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from cluster.controller import start_controller
-from cluster.memory import WorkerMemory
+from cluster.memory import WorkerMemory, most_routers
 from cluster.ray.actors import node_resources
 from cluster.ray.errors import original
 from cluster.ray.front import at_head, check_listener, front_token, has_front, prepare
@@ -59,7 +59,7 @@ class Parts:
         With `may_grow`, nodes may be added to the Ray cluster. Raises ConfigError if the Ray cluster has a controller, or if
         the workers do not fit into memory.
         """
-        _check_room(config, Room(config, memory, node_resources(), may_grow=may_grow))
+        _check_room(config, Room(config, memory, node_resources(), may_grow=may_grow, routers=most_routers(config)))
         return cls(config, secret, start_controller(config, secret, memory, head_resources, may_grow=may_grow), head_resources)
 
     def prepare_front(self) -> None:

@@ -8,9 +8,10 @@ bundle per rank of its tensor-parallel gang, all on one node (STRICT_PACK).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Mapping, Sequence
 
-from cluster.memory import CLUSTER_BYTES, WorkerMemory, in_gb, tier_bytes
+from cluster.memory import CLUSTER_BYTES, ROUTER_BYTES, WorkerMemory, in_gb, tier_bytes
 from configs.machine import memory_bytes
 from configs.schema import ClusterConfig, PoolConfig
 from protocol.errors import InvalidRequestError
@@ -86,13 +87,36 @@ class Room:
     """What the nodes of a cluster have for workers."""
 
     def __init__(
-        self, config: ClusterConfig, memory: Mapping[Role, WorkerMemory], nodes: Sequence[Resources], *, may_grow: bool
+        self,
+        config: ClusterConfig,
+        memory: Mapping[Role, WorkerMemory],
+        nodes: Sequence[Resources],
+        *,
+        may_grow: bool,
+        routers: int = 1,
     ) -> None:
-        """`memory` is what a worker of each role takes. With `may_grow`, nodes are added for workers that reserve resources."""
+        """`memory` is what a worker of each role takes. With `may_grow`, nodes are added for workers that reserve resources.
+
+        Beside the workers there are so many routers, on whichever nodes have room for them.
+        """
         self._config = config
         self._memory = memory
         self._nodes = [dict(node) | {_MEMORY: _memory_of(node) - tier_bytes(config)} for node in nodes]
         self._may_grow = may_grow
+        self._routers = routers
+
+    def with_routers(self, routers: int) -> Room:
+        """Return what the same nodes have beside so many routers."""
+        room = copy.copy(self)
+        room._routers = routers
+        return room
+
+    def check_routers(self, wanted: Mapping[Role, int]) -> None:
+        """Raise InvalidRequestError if the routers do not fit beside `wanted` workers of all roles."""
+        if not self._holds_all(wanted) and self.with_routers(1)._holds_all(wanted):
+            workers = " and ".join(f"{number} {role.value}" for role, number in wanted.items() if number)
+            problem = f"{self._routers} routers do not fit beside {workers}: each takes {in_gb(ROUTER_BYTES)} of memory"
+            raise InvalidRequestError(problem, param="routers")
 
     def check(self, wanted: Mapping[Role, int], asked: Collection[Role]) -> None:
         """Raise InvalidRequestError, naming a role of `asked`, if the nodes can't hold `wanted` workers of all roles."""
@@ -142,13 +166,20 @@ class Room:
             need = _need(pool)
             if memory:
                 need[_MEMORY] = self._memory[role].total
-            for _ in range(number):
-                node = next((node for node in free if _holds(node, need)), None)
-                if node is None:
-                    return False
-                for name, amount in need.items():
-                    node[name] -= amount
-        return True
+            if not _place(number, need, free):
+                return False
+        return not memory or _place(self._routers - 1, {_MEMORY: ROUTER_BYTES}, free)
+
+
+def _place(number: int, need: Resources, free: Sequence[dict[str, float]]) -> bool:
+    """Take so many times what is needed from the nodes by first fit. Return whether there was enough."""
+    for _ in range(number):
+        node = next((node for node in free if _holds(node, need)), None)
+        if node is None:
+            return False
+        for name, amount in need.items():
+            node[name] -= amount
+    return True
 
 
 def _memory_of(node: Resources) -> float:

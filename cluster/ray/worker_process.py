@@ -22,7 +22,7 @@ from cluster.ray.placement import pool_of
 from configs.models import resolve_for
 from configs.schema import ClusterConfig
 from protocol.actor import WorkerActor
-from protocol.messages import Role
+from protocol.messages import Duty, Role
 from telemetry.logging import setup_logging
 from worker.visible_gpus import show_neighbours
 
@@ -109,9 +109,9 @@ class WorkerProcess:
         """Take nothing new, and return once the worker has nothing left to do."""
         await self._started().drain()
 
-    async def take_role(self, role: Role) -> None:
-        """Do the work of this role from now on."""
-        await self._started().take_role(role)
+    async def take_role(self, duty: Duty) -> None:
+        """Do this work from now on."""
+        await self._started().take_role(duty)
 
     async def stop(self) -> None:
         """Ask the worker to end. `run` returns when it has."""

@@ -74,7 +74,7 @@ def check_models(current: ClusterConfig, config: ClusterConfig) -> Mapping[Role,
 
 
 def larger(first: Mapping[Role, WorkerMemory], second: Mapping[Role, WorkerMemory]) -> dict[Role, WorkerMemory]:
-    """For each role the one that takes more, while there are workers of both."""
+    """Return the larger memory for each role, which counts while there are workers of both configurations."""
     return {role: max(first[role], second[role], key=lambda memory: memory.total) for role in Role}
 
 

@@ -53,7 +53,7 @@ class _WorseError(Exception):
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a rollout needs beside the supervisor."""
+    """What a rollout needs beside the supervisor: room on the nodes, and memory of workers."""
 
     room: Callable[[], Awaitable[Room]]
     """Finds out what the nodes have now, not what may be added: a rollout takes what is there."""
@@ -107,6 +107,8 @@ class Rollouts:
         if asleep or config.autoscale.standby:
             problem = f"{asleep[0]} has no workers now" if asleep else "there are workers on standby (autoscale.standby)"
             raise InvalidRequestError(f"nothing can be rolled out while {problem}", param="config")
+        if pools.num_both:
+            raise InvalidRequestError("nothing can be rolled out while a worker does both: flip it to one role", param="config")
         revision = pools.latest + 1
         state = RolloutState(revision, RolloutPhase.STARTING, 0.0, changes, targets, "its first workers start")
         self._seen, self._lacking = {}, {}

@@ -42,7 +42,7 @@ class Outcome(Enum):
 class Verdict:
     outcome: Outcome
     reason: str
-    """In words for people."""
+    """The reason for the verdict, in words for operators."""
 
 
 def judge(current: RevisionCounts, new: RevisionCounts, *, watched_s: float, watch_s: float, min_requests: int) -> Verdict:
@@ -75,7 +75,7 @@ def slower(current: RevisionCounts, new: RevisionCounts) -> str | None:
 
 
 def figures_of(counts: RevisionCounts) -> RevisionFigures:
-    """What operators see of one revision."""
+    """Return the figures of one revision that operators see."""
     firsts, paces = counts.first_tokens, _paces(counts)
     return RevisionFigures(
         requests=counts.requests,

@@ -54,11 +54,11 @@ class PacedProfile(StepTimes):
     """What a paced worker of either role takes its time from."""
 
     name: str
-    """For people: the processor and the model, and whether this is measured or an estimate."""
+    """Name for people: the processor and the model, and whether this is measured or an estimate."""
     context_tokens: Annotated[int, Field(ge=64)]
     """Most tokens of prompt and answer together."""
     layers: Annotated[int, Field(ge=1)]
-    """Of the model, for people. Those of a paced worker's pool are `PACED_LAYERS`."""
+    """Layers of the model, for people. A paced worker's pool has `PACED_LAYERS` layers."""
     kv_token_bytes: Annotated[int, Field(ge=1)]
     """Bytes of one token's KV in all layers of the model: what a transfer's time is reckoned by."""
     link_bytes_per_s: _Positive
@@ -66,15 +66,15 @@ class PacedProfile(StepTimes):
     host_bytes_per_s: _Positive = 1e12
     """What a worker reads of its node's memory tier. Without it, reading takes what it takes here."""
     disk_bytes_per_s: _Positive = 1e12
-    """The same of the disk tier."""
+    """Bytes per second that a worker reads from its node's disk tier. Without it, reading takes what it takes here."""
     kv_cache_tokens: Annotated[int, Field(ge=64)]
     """Tokens that one worker's KV pool holds."""
     sizes: StepSizes
-    """Of steps, where the configuration names none."""
+    """Sizes of steps, where the configuration names none."""
     max_batch_size: Annotated[int, Field(ge=1)]
     """Most streams in a step, where the configuration names no number."""
     figures: Mapping[str, Figure] = Field(default_factory=dict)
-    """What an estimate was made of."""
+    """Name to figure, for profiles that are estimates: what they were made of."""
 
     def step_s(self, chunks: list[tuple[int, int]], contexts: list[int]) -> float:
         """Seconds of a step of parts of prompts (start, number of tokens), and of streams that have so many tokens each.

@@ -10,7 +10,7 @@ _FADING = 0.9
 
 
 class Acceptance:
-    """Of one stream. A draft counts if those before it were right: what follows a wrong one says nothing."""
+    """Acceptance of one stream. A draft counts if those before it were right: what follows a wrong one says nothing."""
 
     def __init__(self) -> None:
         self._right = _FIRST_CHANCE * _FIRST_WEIGHT

@@ -22,11 +22,11 @@ class DraftedStep:
     chunks: Sequence[Chunk]
     """Each stream's chunk, its drafts' behind it."""
     counts: Sequence[int]
-    """Drafts of each stream."""
+    """Number of drafts of each stream."""
 
     @property
     def num_drafts(self) -> int:
-        """Drafts of all streams."""
+        """Number of drafts of all streams together."""
         return sum(self.counts)
 
     def results(self, outputs: Sequence[SampledToken | None]) -> list[tuple[SampledToken, ...]]:

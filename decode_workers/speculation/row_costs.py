@@ -48,7 +48,7 @@ class _Seen:
 
 
 class RowCosts:
-    """Of one worker. It knows as many numbers of rows as a step can have."""
+    """Times of one worker's steps by number of rows. It knows as many numbers of rows as a step can have."""
 
     def __init__(self) -> None:
         self._seen: dict[int, _Seen] = {}

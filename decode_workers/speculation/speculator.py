@@ -32,7 +32,7 @@ _FADING = 0.9
 
 
 class StreamDrafts:
-    """What is known of one stream's drafts."""
+    """Index and acceptance of one stream, from which its drafts come."""
 
     def __init__(self, tokens: Sequence[int], shortest: int, longest: int) -> None:
         self.index = NgramIndex(tokens, shortest, longest)
@@ -42,7 +42,7 @@ class StreamDrafts:
 
 
 class Speculator:
-    """Of one worker. `begin` and `end` enclose each step."""
+    """Guesses the tokens of one worker's steps. `begin` and `end` enclose each step."""
 
     def __init__(self, config: SpeculativeConfig, max_rows: int, slots: Callable[[Stream, int], int], *, joined: bool) -> None:
         """A step has at most `max_rows` rows besides prompts. `slots` gives a stream up to so many slots in the pool for

@@ -40,7 +40,7 @@ class Linear:
         return F.linear(x_TI, self._weight, self._bias_O)
 
     def logits(self, x_TI: Tensor) -> Tensor:
-        """The same product, in float32."""
+        """Return the product of [T, I] as float32 logits [T, O]."""
         return self(x_TI).float()
 
 

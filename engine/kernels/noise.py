@@ -27,7 +27,7 @@ _KEY_STARTS = (0x243F6A88, 0x85A308D3)
 
 
 class NoiseKey(NamedTuple):
-    """What (seed, choice, position) come down to."""
+    """Key of the noise of one draw, made of seed, choice and position."""
 
     first: int
     second: int

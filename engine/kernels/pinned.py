@@ -7,10 +7,13 @@ from torch import Tensor
 
 
 def sendable(values: Tensor, device: torch.device) -> Tensor:
-    """The same, where a copy to `device` need not be waited for. torch uses pinned memory again only after such a copy."""
+    """Return `values` where a copy to `device` need not be waited for: in pinned memory, for a GPU.
+
+    torch uses pinned memory again only after such a copy.
+    """
     return values.pin_memory() if device.type == "cuda" else values
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
-    """The same on `device`, for what the calling thread launches there."""
+    """Return `values` on `device`, for what the calling thread launches there."""
     return sendable(values, device).to(device, non_blocking=True)

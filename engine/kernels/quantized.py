@@ -20,7 +20,7 @@ class QuantizedWeight:
     scales_OG: Tensor
     """float16, one for each of the G groups of a row."""
     minimums_OG: Tensor
-    """float16."""
+    """Minimum of each group, in float16."""
 
     def __post_init__(self) -> None:
         outputs, inputs = self.values_OI.shape

@@ -135,9 +135,11 @@ class BlockTables:
         self.give_up(table, first, keys)
         return self.lengthen(table, length)
 
-    def insert(self, table: BlockTable, keys: Sequence[bytes]) -> None:
-        """Let others share the first blocks of a table, one for each key; what is left out is not shared."""
-        self._cache.insert(keys[table.first :], table.owned)
+    def insert(self, table: BlockTable, keys: Sequence[bytes], first: int = 0, end: int | None = None) -> None:
+        """Let others share the blocks of a table from `first` up to `end`, or to the last that has a key. What is left out is
+        not shared.
+        """
+        self._cache.insert(keys, table, max(first, table.first), end)
 
     def release(self, table: BlockTable, keys: Sequence[bytes]) -> None:
         """Give a whole table's blocks back. `keys` are those of the sequence's full blocks."""

@@ -67,7 +67,7 @@ class CacheTeller:
             self._changes.clear()
 
     async def run(self) -> None:
-        """Tell changes until cancelled."""
+        """Tell routers what changes in the cache until cancelled."""
         while True:
             await self._changed.wait()
             self._changed.clear()

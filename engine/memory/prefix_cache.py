@@ -77,7 +77,7 @@ class PrefixCache:
 
     @property
     def pins(self) -> Iterable[Pin]:
-        """Everything that is pinned."""
+        """All pins: blocks that are owned because they are read or filled."""
         return self._pins.keys()
 
     @property
@@ -120,8 +120,8 @@ class PrefixCache:
         return len(keys)
 
     def cost(self, num_blocks: int, keys: Sequence[bytes]) -> int:
-        """By how much `num_free` falls if `num_blocks` are allocated with these cached keys: blocks that somebody owns already
-        are free of charge.
+        """Blocks by which `num_free` falls if `num_blocks` are allocated with these cached keys. Blocks that somebody owns
+        already are free of charge.
         """
         assert len(keys) <= num_blocks, "more cached blocks than the table has"
         return num_blocks - sum(self._references[self._block_of[key]] > 0 for key in keys)
@@ -148,13 +148,14 @@ class PrefixCache:
             self._references[block] += 1
         return table
 
-    def insert(self, keys: Sequence[bytes], table: Sequence[int]) -> None:
-        """Record that the first blocks of an owned table, one per key, hold complete KV and can be found by these keys.
+    def insert(self, keys: Sequence[bytes], table: Sequence[int], first: int = 0, end: int | None = None) -> None:
+        """Record that an owned table's blocks from `first` up to `end`, or to the last that has a key, hold complete KV.
 
-        Give all keys from the first one on each time. A key that is known already keeps its block, and the caller's stays the
-        caller's own; one that was evicted meanwhile is known again.
+        They can be found by these keys from now on. A key that is known already keeps its block, and the caller's stays the
+        caller's own; one that was evicted meanwhile is known again. So insert the whole table when it is complete.
         """
-        for key, block in zip(keys, table, strict=False):
+        for index in range(first, min(len(keys), len(table)) if end is None else end):
+            key, block = keys[index], table[index]
             assert self._references[block], f"block {block} has no owner"
             if key not in self._block_of:
                 assert block not in self._key_of, f"block {block} holds something else"

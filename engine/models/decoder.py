@@ -51,7 +51,7 @@ class DecoderWeights:
     head: Callable[[Tensor], Tensor]
     """[S, D] to float32 logits of this rank's tokens, [S, V]."""
     rope_frequencies: Tensor
-    """[H/2], float32, scaling included."""
+    """Rotary frequencies [H/2] in float32, with the model's scaling included."""
 
 
 class Decoder:

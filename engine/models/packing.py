@@ -39,7 +39,7 @@ class LoadedMatrix:
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """What the matrices are turned into."""
+    """Format that the weight matrices are packed into."""
 
     dtype: torch.dtype
     quantization: Quantization

@@ -29,7 +29,7 @@ class Split(Enum):
 
 @dataclass(frozen=True)
 class Part:
-    """One stored tensor."""
+    """One tensor of the model's files, and how ranks share it."""
 
     name: str
     shape: tuple[int, ...]
@@ -41,7 +41,7 @@ class Part:
     """The rows of a head are rotated; their order differs between file formats."""
 
     def shard(self, rank: int, size: int) -> Shard:
-        """What one of `size` ranks holds."""
+        """Return the rows and columns that one of `size` ranks holds."""
         rows, columns = range(self.shape[0]), range(self.shape[1]) if len(self.shape) > 1 else None
         if self.split is Split.OUTPUTS and self.heads is not None:
             held, head_rows = heads_of(rank, size, self.heads), self.shape[0] // self.heads
@@ -62,7 +62,7 @@ class Shard:
     part: Part
     rows: range
     columns: range | None
-    """None of a vector."""
+    """Columns that the rank holds; None if the tensor is a vector."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -79,16 +79,16 @@ class Parameter:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole."""
+        """Shape of the whole parameter, before ranks share it."""
         return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it multiplies; all others are vectors."""
+        """Whether the parameter is a matrix that rows are multiplied with. All others are vectors."""
         return len(self.shape) == 2
 
     def shard_shape(self, rank: int, size: int) -> tuple[int, ...]:
-        """Of what one of `size` ranks holds."""
+        """Shape of the share that one of `size` ranks holds."""
         shards = self.shards(rank, size)
         return (sum(len(shard.rows) for shard in shards), *shards[0].shape[1:])
 
@@ -97,7 +97,7 @@ class Parameter:
 
 
 def model_parameters(facts: ModelFacts) -> tuple[Parameter, ...]:
-    """Those outside the layers."""
+    """Return the parameters outside the layers: embedding, final norm and output head."""
     embedding = (facts.vocab_size, facts.hidden_size)
     parameters = [
         _single("embedding", Part(TOKEN_EMBEDDING, embedding, Split.VOCABULARY)),
@@ -109,7 +109,7 @@ def model_parameters(facts: ModelFacts) -> tuple[Parameter, ...]:
 
 
 def layer_parameters(facts: ModelFacts, layer: int) -> tuple[Parameter, ...]:
-    """Those of one layer."""
+    """Return the parameters of one layer."""
     hidden, inner, head_dim = facts.hidden_size, facts.intermediate_size, facts.head_dim
     heads, kv_heads = facts.num_heads, facts.num_kv_heads
     blk = f"blk.{layer}"

@@ -1,9 +1,9 @@
 """Finds the native operators for this machine, or compiles them once and keeps the library in the cache folder.
 
-There is a set for each of several instruction sets. The first that the processor has, that is the best choice there and that
-computes in the wanted type is used, if it came compiled with a wheel, or if a C++ compiler is at hand ($CXX, g++ or c++);
-everywhere else the engine computes with torch's operators. Other sets of the same arithmetic may take over single products,
-where they were measured to be faster (`engine.profiling`).
+There is a set for each of several instruction sets. The first one is used that the processor has, that is the best choice
+there, and that computes in the wanted type. It has to come compiled with a wheel, or a C++ compiler has to be at hand ($CXX,
+g++ or c++). Everywhere else the engine computes with torch's operators. Other sets of the same arithmetic may take over single
+products, where they were measured to be faster (`engine.profiling`).
 
     TANDEM_NATIVE=avx2    # use this set, though the processor may have a better one
 """
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Built:
-    """A loaded library."""
+    """A library of native operators that was compiled and loaded."""
 
     instruction_set: InstructionSet
     functions: Any

@@ -105,7 +105,7 @@ INSTRUCTION_SETS = (
         arithmetic="fma",
     ),
 )
-"""The best first."""
+"""Sets of instructions that the native operators are written for, the best first."""
 
 
 def find_compiler() -> str | None:

@@ -301,7 +301,7 @@ def pack_dense(weight_OI: Tensor) -> Tensor:
 
 
 def can_pack(values_OI: Tensor) -> bool:
-    """Whether a matrix divides into records."""
+    """Whether a matrix can be packed: whether its outputs and inputs divide into whole records."""
     outputs, inputs = values_OI.shape
     return outputs % OUTPUT_MULTIPLE == 0 and inputs % GROUP == 0
 

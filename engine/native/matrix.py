@@ -20,7 +20,7 @@ class Matrix(Protocol):
         ...
 
     def logits(self, x_TI: Tensor) -> Tensor:
-        """The same product with a result in float32."""
+        """Return the product of [T, I] as float32 logits [T, O]."""
         ...
 
     def embedding(self, ids_T: Tensor) -> Tensor:

@@ -27,10 +27,10 @@ class BatchShape:
     """Sizes of everything that a launch is made for."""
 
     num_longer: int
-    """Chunks of several tokens."""
+    """Number of chunks of several tokens."""
     num_longer_rows: int
     num_tiles: int
-    """Of their attention, as `engine.kernels.triton.prefill_attention.prefill_tiles` cuts them."""
+    """Number of tiles that `engine.kernels.triton.prefill_attention.prefill_tiles` cuts the attention of these chunks into."""
     num_singles: int
     """Chunks of one token, whose rows come last."""
     table_width: int
@@ -41,7 +41,7 @@ class BatchShape:
         return self.num_longer_rows + self.num_singles
 
     def parts(self) -> dict[str, tuple[int, ...]]:
-        """What is sent at once."""
+        """Name and shape of each array that is sent to the device in one copy."""
         return {
             "token_ids_T": (self.num_rows,),
             "positions_T": (self.num_rows,),

@@ -13,7 +13,7 @@ from engine.native.library import NativeLibrary
 
 
 class NativeStep:
-    """See `engine.operators.Step`."""
+    """One batch on its way through the layers, computed by the native operators on a CPU. A `engine.operators.Step`."""
 
     def __init__(
         self, facts: ModelFacts, batch: ForwardBatch, pool: KVPool, frequencies: Tensor, library: NativeLibrary

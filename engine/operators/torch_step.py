@@ -55,7 +55,7 @@ class DecodeGroup:
 
 
 class TorchStep:
-    """See `engine.operators.Step`."""
+    """One batch on its way through the layers, computed by torch's operators on a CPU. A `engine.operators.Step`."""
 
     def __init__(self, facts: ModelFacts, batch: ForwardBatch, pool: KVPool, frequencies: Tensor) -> None:
         self._num_heads = facts.num_heads

@@ -24,7 +24,7 @@ from engine.operators.device_batch import BatchShape, DeviceBatch
 
 
 class TritonStep:
-    """See `engine.operators.Step`."""
+    """One batch on its way through the layers, computed by Triton kernels on a GPU. A `engine.operators.Step`."""
 
     def __init__(self, facts: ModelFacts, batch: DeviceBatch, pool: KVPool, frequencies: Tensor) -> None:
         """Set aside what the step's kernels write, on the device of `batch`."""

@@ -39,7 +39,7 @@ class FirstRank:
     runner: Runner
     grammars: Grammars
     gang: Gang
-    """The worker's other ranks."""
+    """The other ranks of the worker."""
 
 
 class FirstRankActor(WorkerActor):

@@ -146,8 +146,10 @@ class Gang:
         return expect(await self._callers[rank - 1].ask(build, deadline_s), kind)
 
     def askers(self) -> list[Callable[[Callable[[int], Any], type[Any]], Awaitable[Any]]]:
-        """For each rank but the first a function that asks it a question, for the KV lanes that end there. The deadline is that
-        of a step."""
+        """Return a function for each rank but the first that asks it a question, for the KV lanes that end there.
+
+        The deadline is that of a step.
+        """
         return [self._asker(rank) for rank in range(1, self.size)]
 
     async def run(self) -> None:

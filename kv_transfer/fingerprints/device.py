@@ -68,7 +68,7 @@ class MultilinearFingerprints:
         hash_rows(self._rows, layers, *arrays).run()
 
     def digests(self) -> list[bytes]:
-        """For each transfer, DIGEST_BYTES of each of its blocks in this push, in order. Waits for the device."""
+        """Return the digests by transfer: DIGEST_BYTES of each block in this push, in order. Waits for the device."""
         halves_GN = self._hashes_GN.cpu().numpy()
         hashes_N = (halves_GN * _powers(len(halves_GN))[:, None]).sum(axis=0).astype("<i8")
         return [part.tobytes() for part in np.split(hashes_N, np.cumsum(self._counts)[:-1])]

@@ -30,7 +30,7 @@ class PushFingerprints(Protocol):
         """Take in some layers, which are complete in the pool."""
 
     def digests(self) -> list[bytes]:
-        """For each transfer, DIGEST_BYTES of each of its blocks in this push, in order."""
+        """Return the digests by transfer: DIGEST_BYTES of each of its blocks in this push, in order."""
 
 
 def push_fingerprints(pool: PoolView, cuts: Sequence[Sequence[Piece]]) -> PushFingerprints:
@@ -69,7 +69,7 @@ class Xxh3Fingerprints:
                     update(half[begin:end])
 
     def digests(self) -> list[bytes]:
-        """For each transfer, DIGEST_BYTES of each of its blocks in this push, in order."""
+        """Return the digests by transfer: DIGEST_BYTES of each of its blocks in this push, in order."""
         return [b"".join(one.digest() for one in hashes) for hashes in self._hashes]
 
 

@@ -59,7 +59,7 @@ class NodeTiers:
 
     @property
     def reports(self) -> tuple[TierReport, ...]:
-        """What `look` has found last."""
+        """What the latest `look` found, by tier."""
         return self._reports
 
     def look(self) -> None:

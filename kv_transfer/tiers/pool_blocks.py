@@ -53,7 +53,7 @@ class CpuBlocks:
     incoming = outgoing
 
     def filled(self, block: int) -> None:
-        """They are in the pool already."""
+        """Do nothing: the bytes were read straight into the pool."""
 
 
 class StagedBlocks:
@@ -72,7 +72,7 @@ class StagedBlocks:
         return [self._bytes]
 
     def incoming(self, block: int) -> Sequence[memoryview]:
-        """The staging memory."""
+        """Return the staging memory that the block's bytes are read into."""
         return [self._bytes]
 
     def filled(self, block: int) -> None:

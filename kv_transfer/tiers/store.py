@@ -120,7 +120,7 @@ class BlockStore:
 
     @property
     def stats(self) -> StoreStats:
-        """What this store has done until now."""
+        """Return counts of what this store has done since it was opened."""
         with self._lock:
             return replace(self._counts, rebuilt=self._current.num_rebuilt)
 

@@ -124,7 +124,7 @@ class Rows:
         return [_key(key) for (key,) in found]
 
     def num_bytes(self) -> int:
-        """Bytes of all blocks."""
+        """Bytes of all blocks in the index."""
         return _whole(self._execute("SELECT bytes FROM state").fetchone())
 
     def recount(self) -> None:

@@ -65,7 +65,7 @@ class WorkerTiers:
         return await asyncio.to_thread(self._tiers.reset, tenant)
 
     async def run(self) -> None:
-        """Write until cancelled."""
+        """Write blocks to the tiers until cancelled."""
         await self._offload.run()
 
     def close(self) -> None:

@@ -4,8 +4,8 @@ The two meet as in `same_host`. The offer carries CUDA's handle of prefill's poo
 the GPUs can't reach each other's memory that is a refusal, and the next transport is tried.
 
 Whose work is done when: prefill says that layers are there when its engine has written them (`progress`). Decode launches a
-copy for each message on its thread's own stream, and waits for all of them before it answers, once a push: so no copy is under
-way when that has ended, and workers that share one GPU, which takes turns among them, wait for few turns.
+copy for each message on its thread's own stream. It waits for all of them before it answers, once a push, so no copy is under
+way when a push has ended. A GPU that several workers share takes turns among them, and in this way they wait for few turns.
 
 The pool lives as long as prefill's process. CUDA leaves undefined what a reader sees after that; whatever it is, the socket is
 closed then, and nothing is committed that came over it.

@@ -59,7 +59,7 @@ class Offer(NamedTuple):
         return cls(name, key, num_slots, stride_bytes, first_byte, memory=data[_OFFER.size :])
 
     def pack(self) -> bytes:
-        """The offer as bytes."""
+        """Return the offer as bytes, for `PairOpen`."""
         return _OFFER.pack(*self[:-1]) + self.memory
 
     def check(self, pool: PoolView) -> None:

@@ -24,7 +24,7 @@ class Fetch:
     ticket: Ticket
     """The borrower's. What it holds already is not sent."""
     keys: tuple[bytes, ...]
-    """Of all full blocks that are wanted, from the prompt's first on."""
+    """Keys of all full blocks that are wanted, from the prompt's first on."""
 
 
 @message(73)
@@ -34,4 +34,4 @@ class Fetched:
 
     call_id: int
     num_tokens: int
-    """From the prompt's first token on, those that the borrower held included."""
+    """Tokens that the borrower holds now, from the prompt's first on, with those that it held before."""

@@ -33,7 +33,7 @@ class CacheNews:
     worker_id: str
     epoch: int
     number: int
-    """Of the change. The parts of all that is held have the number of the latest one."""
+    """Number of the change. The parts of all that is held have the number of the latest change."""
     begins: bool
     """The first part of all that is held: what was told before counts no longer."""
     left: int
@@ -41,4 +41,4 @@ class CacheNews:
     gained: bytes
     """Keys of blocks, the first eight bytes of each (`protocol.cache.keys`)."""
     lost: bytes
-    """The same of blocks that are gone."""
+    """Keys of blocks that are gone, the first eight bytes of each."""

@@ -18,13 +18,13 @@ class CacheReset:
 
     call_id: int
     tenant: str | None
-    """None is everybody."""
+    """Tenant whose cached KV is erased; None erases everybody's."""
 
 
 @message(75)
 @dataclass(frozen=True)
 class CacheErased:
-    """It is done."""
+    """The worker's answer to `CacheReset`: its cached KV is erased."""
 
     call_id: int
     pool_blocks: int

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 REFUSALS_AT_ONCE = 20
 REFUSALS_PER_S = 0.2
-"""Of one router, in the long run: at most four megabytes a day, whoever knocks."""
+"""Refusals that one router writes per second in the long run: at most four megabytes a day, whoever knocks."""
 MAX_QUEUED = 1000
 _PAUSE_S = 1.0
 """Seconds between two writes, and before a write that failed is tried again."""
@@ -34,7 +34,7 @@ _PEER = "peer"
 
 
 class AuditStore(Protocol):
-    """Whoever writes the file."""
+    """Where lines of the audit log go."""
 
     async def append(self, lines: Sequence[Line]) -> None:
         """Add lines to the audit log. Any exception means that none was added."""
@@ -53,7 +53,7 @@ class AuditQueue:
         self._writing: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to write."""
+        """Begin to write queued lines."""
         self._writing = asyncio.get_running_loop().create_task(self._write())
 
     async def close(self) -> None:

@@ -24,7 +24,7 @@ class Limits:
     requests_per_minute: int | None
     tokens_per_minute: int | None
     tokens_per_month: int | None
-    """Of a calendar month, in UTC."""
+    """Most tokens in a calendar month, in UTC; None is no limit."""
     max_running_requests: int | None
 
 

@@ -33,7 +33,7 @@ class KeyringState:
     num_keys: int
     """Entries that count, revoked and expired ones among them."""
     skipped: Mapping[str, str]
-    """By id, what is wrong with each entry that is skipped."""
+    """Id of each entry that is skipped, and what is wrong with it."""
     problem: str | None
     """Why the file can't be read as it is now; the keys are those that it had before. None if it was read."""
 

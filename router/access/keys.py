@@ -41,7 +41,7 @@ class ApiKey(BaseModel):
     tenant: Tenant
     """Whose key it is: tenants share neither cached prefixes nor places in line."""
     tier: str = DEFAULT_TIER
-    """One of the configuration's `tiers`."""
+    """Name of the key's tier, one of the configuration's `tiers`."""
     salt: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
     digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     created: AwareDatetime
@@ -51,7 +51,7 @@ class ApiKey(BaseModel):
     tokens_per_minute: _Count | None = None
     """Tokens of prompts and answers together."""
     tokens_per_month: _Count | None = None
-    """The same of a calendar month, in UTC. The cluster needs a usage log for it."""
+    """Tokens of prompts and answers in a calendar month, in UTC. The cluster needs a usage log for it."""
     max_running_requests: _Count | None = None
     """Answers that may be under way at a time, at each router; those that wait in line count too."""
     max_context: _Count | None = None

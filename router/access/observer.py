@@ -43,11 +43,11 @@ class Observer:
         self._telling: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to tell."""
+        """Begin to tell the controller what this router observes."""
         self._telling = asyncio.get_running_loop().create_task(self._tell())
 
     async def close(self) -> None:
-        """Stop telling. Idempotent."""
+        """Stop telling the controller. Idempotent."""
         if self._telling is not None:
             self._telling.cancel()
             await asyncio.gather(self._telling, return_exceptions=True)
@@ -66,6 +66,6 @@ class Observer:
             await asyncio.sleep(_EVERY_S)
 
     def _observation(self) -> RouterObservation:
-        links = [(role, link) for role in Role for link in self._roster.linked(role)]
-        workers = tuple(seen(link.report, role, self._block_size) for role, link in links if link.report is not None)
+        links = [link for role in Role for link in self._roster.linked(role) if link.duty.role is role]
+        workers = tuple(seen(link.report, link.duty.role, self._block_size) for link in links if link.report is not None)
         return RouterObservation(self._router_id, self._counter.counts, self._num_waiting(), workers)

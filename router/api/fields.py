@@ -140,7 +140,7 @@ class SamplingBody(GuidedBody):
         return any(getattr(self, name) is not None for name in FORMS)
 
     def stops(self) -> tuple[str, ...]:
-        """Return the stop strings."""
+        """Return the stop strings of the request, none if it has none."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def check_together(self) -> None:

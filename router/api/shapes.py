@@ -24,7 +24,7 @@ class AnswerInfo:
 
     answer_id: str
     created: int
-    """Unix time, s."""
+    """Unix time at which the answer was begun, in seconds."""
     model: str
     fingerprint: str
     prompts: tuple[tuple[int, ...], ...]
@@ -33,9 +33,9 @@ class AnswerInfo:
     logprobs: bool
     return_token_ids: bool
     include_usage: bool
-    """In a stream: whether a last chunk has the usage."""
+    """Whether a stream's last chunk has the usage."""
     continuous_usage: bool
-    """In a stream: whether every chunk has the usage up to it."""
+    """Whether every chunk of a stream has the usage up to it."""
     include_times: bool
     """Whether the usage tells where the time went."""
     include_predictions: bool
@@ -112,13 +112,16 @@ def usage(
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
     if info.include_predictions:
-        wrong = guesses.drafts - guesses.right
-        predicted = {"accepted_prediction_tokens": guesses.right, "rejected_prediction_tokens": wrong}
-        counts["completion_tokens_details"] = predicted
+        counts["completion_tokens_details"] = predictions(guesses)
     if not info.include_times:
         return counts
     now = time.monotonic()
     return {**counts, "times": [None if each is None else each.report(now) for each in times]}
+
+
+def predictions(guesses: Guesses) -> Json:
+    """Return how many tokens were guessed, right and wrong, under the names that OpenAI's usage has for predictions."""
+    return {"accepted_prediction_tokens": guesses.right, "rejected_prediction_tokens": guesses.drafts - guesses.right}
 
 
 def whole_usage(info: AnswerInfo, answers: Sequence[Answer]) -> Json:

@@ -91,9 +91,9 @@ class Admission:
 
         A request that is `retried`, since an earlier attempt at it failed, goes ahead of all others.
 
-        Raises InvalidRequestError when no worker's pool could ever hold it; OverloadedError when too many wait already, or
-        no room came until `deadline` (the loop's time), or none would at the present pace; UnavailableError when no worker of
-        a role was up until then.
+        Raises InvalidRequestError when no worker's pool could ever hold it. Raises OverloadedError when too many wait already,
+        when no room came until `deadline` (the loop's time), or when none would at the present pace. Raises UnavailableError
+        when no worker of a role was up until then.
         """
         self.check_possible(len(journal.token_ids), journal.remaining_tokens)
         cached = await self._cached_parts(journal)
@@ -255,6 +255,7 @@ class Admission:
             decode = self._roster.ready_decode(question.worker_id)
             assert decode is not None, "the search knows the workers that are ready"
             asked.append(decode)
+            duty = decode.duty
             if journal.scheduling_class in decode.claims.turned_away:
                 continue
             room = Room(
@@ -268,7 +269,7 @@ class Admission:
             reservation = await reserve(decode, attempt_id, journal, room, patience_s)
             if reservation is None:
                 continue
-            if decode.role is not Role.DECODE:  # it has flipped meanwhile, and might be chosen for the prompt, too
+            if decode.duty is not duty:  # it has flipped meanwhile, and its ticket may not be what the pair needs
                 reservation.release()
                 continue
             if cached is not None:

@@ -46,7 +46,7 @@ class Placed:
 
     reason: Reason
     fetch: FetchFrom | None
-    """What that worker fetches first."""
+    """Blocks that the worker fetches from another one before it computes; None if it fetches none."""
     not_lending: NotLending
     """Notes a worker from which nothing came."""
 

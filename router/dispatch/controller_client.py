@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 from protocol.cluster_view import ClusterView, RolloutObservation, RolloutOrder, RouterObservation
 from protocol.errors import TandemError, UnavailableError
-from protocol.messages import Role
+from protocol.messages import Duty, Role
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +38,8 @@ class ControllerClient(Protocol):
         """
         ...
 
-    async def flip(self, worker_id: str, role: Role) -> None:
-        """Ask that this worker does the work of this role; returns once it is accepted.
+    async def flip(self, worker_id: str, duty: Duty) -> None:
+        """Ask that this worker does this work from now on; returns once it is accepted.
 
         Raises InvalidRequestError if it can't.
         """
@@ -99,12 +99,12 @@ class ControllerOrders:
         """
         await self._obeyed(self._controller.drain(worker_id, restart))
 
-    async def flip(self, worker_id: str, role: Role) -> None:
+    async def flip(self, worker_id: str, duty: Duty) -> None:
         """Have the controller give a worker another role.
 
         Raises what the controller answers, and UnavailableError if it is away.
         """
-        await self._obeyed(self._controller.flip(worker_id, role))
+        await self._obeyed(self._controller.flip(worker_id, duty))
 
     async def autoscale(self, paused: str | None) -> None:
         """Have the autoscaler pause for this reason, or go on.

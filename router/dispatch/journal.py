@@ -17,7 +17,7 @@ class Arrival(NamedTuple):
     """When one step's tokens for a stream arrived at the router."""
 
     at: float
-    """The moment, on `time.monotonic`."""
+    """Time at which the router got it, on `time.monotonic`."""
     step_s: float
     """How long the step took that made them, in seconds."""
 
@@ -27,11 +27,11 @@ class Guesses(NamedTuple):
 
     drafts: int = 0
     right: int = 0
-    """Those of them that it has said."""
+    """Guessed tokens that turned out right."""
 
     @classmethod
     def total(cls, parts: Iterable[Guesses]) -> Guesses:
-        """Return all parts together."""
+        """Return the sum of several counts."""
         drafts, right = 0, 0
         for part in parts:
             drafts, right = drafts + part.drafts, right + part.right
@@ -49,13 +49,13 @@ class Tokens:
     logprobs: tuple[TokenLogprobs, ...]
     finish_reason: FinishReason | None
     cached_tokens: int = 0
-    """With the first token of an answer: how many of the prompt's tokens prefill did not have to compute."""
+    """Prompt tokens that prefill did not have to compute. Set with the first token of an answer."""
     prompt_logprobs: PromptLogprobs | None = None
-    """With the first token of an answer: the logprobs of the prompt's tokens, if they were asked for."""
+    """Logprobs of the prompt's tokens, if they were asked for. Set with the first token of an answer."""
     arrivals: tuple[Arrival, ...] = ()
     """One entry for each step of decode that made some of these tokens."""
     guesses: Guesses = NO_GUESSES
-    """What was guessed for these tokens."""
+    """Counts of the guesses behind these tokens."""
 
 
 @dataclass(frozen=True)

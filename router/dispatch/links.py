@@ -18,7 +18,7 @@ from typing import Any
 
 from configs.schema import LimitsConfig
 from protocol.cache.news import CacheNews
-from protocol.messages import LoadReport, Ping, Role, TokenFrame, WorkerLife, WorkerRef
+from protocol.messages import Duty, LoadReport, Ping, Role, TokenFrame, WorkerLife, WorkerRef
 from protocol.wire import WireClient
 from router.dispatch.connection import Connection
 from router.dispatch.streams import OpenStreams
@@ -44,7 +44,7 @@ class WorkerLink:
         on_load: Callable[[], None],
         on_report: Callable[[], None],
         caches: Caches | None = None,
-        role: Role = Role.DECODE,
+        duty: Duty = Duty.DECODE,
         revision: int = 1,
     ) -> None:
         """`on_load` is called when anything that is known of the worker's load changes, and when the link is lost;
@@ -56,7 +56,7 @@ class WorkerLink:
         self.calls = WorkerCalls(self.connection, self.streams, limits.lease_s)
         self.gone = self.connection.gone
         """Done, with the reason, when the link is lost."""
-        self.role = role
+        self.duty = duty
         """What the worker is asked for now. The roster sets it."""
         self.revision = revision
         """Of the worker's configuration."""
@@ -105,7 +105,7 @@ class WorkerLink:
 
     def load(self) -> WorkerLoad:
         """What is known of the worker's load now."""
-        outstanding = self.prompts if self.role is Role.PREFILL else self.claims
+        outstanding = self.claims if self.duty.does(Role.DECODE) else self.prompts
         return WorkerLoad(self.ref.worker_id, self.report, outstanding, self.prompts)
 
     @property

@@ -105,7 +105,7 @@ class Migrator:
                 need_blocks = self._need_blocks(running)
                 target = self._target(running, need_blocks)
                 if target is not None:
-                    reason = "drain" if running.claim.decode.role is Role.DECODE else "flip"
+                    reason = "drain" if running.claim.decode.duty.does(Role.DECODE) else "flip"
                     self._begin(running, target, need_blocks, reason)
 
     def _target(self, running: Running, need_blocks: int) -> WorkerLink | None:

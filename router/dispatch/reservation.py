@@ -24,7 +24,7 @@ class Room:
     max_tokens: int
     """The most tokens that the answer may still get."""
     num_blocks: int
-    """For all of these tokens and the answer's beginning."""
+    """Blocks for all of these tokens and the answer's beginning."""
     own_tokens: int = 0
     """So many at the end of `token_ids` must lie in blocks of the ticket's own, as `protocol.messages.Reserve` says."""
     displaces: bool = False

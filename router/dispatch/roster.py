@@ -3,7 +3,8 @@
 A worker's entry follows the controller's view:
 
     READY ──► DRAINING ──► no longer in the view      no new requests; the link stays until its last stream is done or moved
-      │ └─ listed in another role                     requests of that role from now on; its streams are moved
+      │ └─ listed in another role                     requests of that role from now on; its streams are moved, if it decodes
+      │                                               no more
       └─ listed under another epoch                   that life is over: the link is closed and its streams fail at once
 
 While an entry stands, a lost link is made again, with a growing pause between attempts. While the controller is away, the last
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from configs.schema import LimitsConfig
 from protocol.cluster_view import ClusterView, RolloutPhase, WorkerInfo, WorkerState
 from protocol.errors import ProtocolError, UnavailableError, WorkerLostError
-from protocol.messages import Role, WorkerLife, WorkerRef
+from protocol.messages import Duty, Role, WorkerLife, WorkerRef
 from protocol.wire import WireClient
 from router.dispatch.controller_client import ControllerClient
 from router.dispatch.links import WorkerLink
@@ -40,7 +41,7 @@ _LONGEST_PAUSE_S = 2.0
 @dataclass
 class _Entry:
     ref: WorkerRef
-    role: Role
+    duty: Duty
     state: WorkerState
     task: asyncio.Task[None]
     link: WorkerLink | None = None
@@ -110,8 +111,8 @@ class Roster:
             raise UnavailableError("this router is shutting down")
 
     def linked(self, role: Role) -> list[WorkerLink]:
-        """Live links to workers of this role that take new requests."""
-        links = (entry.linked for entry in self._entries.values() if entry.role is role)
+        """Live links to workers that do the work of this role and take new requests."""
+        links = (entry.linked for entry in self._entries.values() if entry.duty.does(role))
         return [link for link in links if link is not None]
 
     def ready(self, role: Role) -> list[WorkerLink]:
@@ -174,7 +175,9 @@ class Roster:
             (entry, entry.link) for entry in self._entries.values() if entry.link is not None and not entry.link.gone.done()
         )
         return [
-            link for entry, link in links if (entry.state in _EMPTIED if entry.role is Role.DECODE else link.claims.in_flight)
+            link
+            for entry, link in links
+            if (entry.state in _EMPTIED if entry.duty.does(Role.DECODE) else link.claims.in_flight)
         ]
 
     def find(self, info: WorkerInfo) -> WorkerLink | None:
@@ -223,7 +226,7 @@ class Roster:
                 self._retire(entry)
             else:
                 entry.state = info.state
-                self._set_role(entry, info.role)
+                self._set_duty(entry, info.duty)
                 self._set_retired(entry, False)
         for info in view.workers:
             if info.ref is not None and info.ref.life not in self._entries:
@@ -232,14 +235,14 @@ class Roster:
         self.note_change()
 
     def _open(self, ref: WorkerRef, info: WorkerInfo) -> None:
-        self._entries[ref.life] = _Entry(ref, info.role, info.state, self._spawn(self._keep(ref)), revision=info.revision)
+        self._entries[ref.life] = _Entry(ref, info.duty, info.state, self._spawn(self._keep(ref)), revision=info.revision)
 
-    def _set_role(self, entry: _Entry, role: Role) -> None:
-        if entry.role is not role:
-            self.fleet(entry.revision).of(entry.role).discard(entry.link)
-            entry.role = role
+    def _set_duty(self, entry: _Entry, duty: Duty) -> None:
+        if entry.duty is not duty:
+            entry.duty = duty
             if entry.link is not None:
-                entry.link.role = role
+                entry.link.duty = duty
+            self._rank(entry)
 
     def _retire(self, entry: _Entry) -> None:
         """Its worker is no longer listed: it left, or a new controller has not found it yet."""
@@ -257,13 +260,15 @@ class Roster:
     def _rank(self, entry: _Entry) -> None:
         """Take over what has changed about a worker: its state, its link, its load."""
         link = entry.linked
-        if link is not None and not link.wedged:
-            fleet = self._fleets.get(entry.revision)
-            if fleet is None:
-                fleet = self._fleets[entry.revision] = Fleet()
-            fleet.of(entry.role).put(link)
-        else:
-            self.fleet(entry.revision).of(entry.role).discard(entry.link)
+        ready = link is not None and not link.wedged
+        if ready and entry.revision not in self._fleets:
+            self._fleets[entry.revision] = Fleet()
+        fleet = self.fleet(entry.revision)
+        for role in Role:
+            if link is not None and ready and entry.duty.does(role):
+                fleet.of(role).put(link)
+            else:
+                fleet.of(role).discard(entry.link)
 
     async def _keep(self, ref: WorkerRef) -> None:
         """Hold a link to one life of a worker for as long as its entry stands."""
@@ -292,7 +297,7 @@ class Roster:
             on_load=lambda: self._rank(entry),
             on_report=lambda: self._reported(link),
             caches=self.caches,
-            role=entry.role,
+            duty=entry.duty,
             revision=entry.revision,
         )
         self._rank(entry)
@@ -328,7 +333,7 @@ class Roster:
         return next((link for link in found if link is not None), None)
 
     def _reported(self, link: WorkerLink) -> None:
-        if self.caches is not None and link.report is not None and link.role is Role.DECODE:
+        if self.caches is not None and link.report is not None and link.duty.does(Role.DECODE):
             self.pace.reported(link.report, link.reported_at)
         self.note_change()
 

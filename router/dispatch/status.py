@@ -42,7 +42,7 @@ def worker_status(info: WorkerInfo, link: WorkerLink | None, problem: str | None
     report = link.report if link is not None else None
     row: dict[str, Any] = {
         "worker_id": info.worker_id,
-        "role": info.role.value,
+        "role": info.duty.value,
         "epoch": info.epoch,
         "term": info.term,
         "state": info.state.value,
@@ -110,9 +110,9 @@ def health_problem(roster: Roster, config: ClusterConfig) -> str | None:
 
 def _wakes(view: ClusterView, role: Role, config: ClusterConfig) -> bool:
     """Whether a role sleeps by decision, or has just been woken and its first worker starts."""
-    if view.wanted.get(role) == 0:
+    workers = [info for info in view.workers if info.duty.does(role) and not info.standby]
+    if view.wanted.get(role) == 0 and not any(info.both for info in workers):
         return True
-    workers = [info for info in view.workers if info.role is role and not info.standby]
     starts = all(info.state is WorkerState.STARTING and not info.quick_ends for info in workers)
     return config.autoscale.least(role.value) == 0 and bool(workers) and starts
 

@@ -37,7 +37,7 @@ class TokenStream:
 
     @property
     def ended(self) -> bool:
-        """Nothing more will come."""
+        """Whether the stream is over, so that nothing more will come."""
         return self._error is not None or bool(self._outputs and self._outputs[-1].finish_reason)
 
     def put(self, output: StreamOutput, arrival: Arrival) -> None:

@@ -16,7 +16,7 @@ from configs.addresses import is_loopback
 from configs.schema import HttpConfig
 from protocol.cluster_view import RolloutOrder
 from protocol.errors import AuthenticationError, NotAllowedError
-from protocol.messages import Role
+from protocol.messages import Duty, Role
 from router.access.audit_trail import note_action
 from router.access.keyring import Keyring
 from router.access.peers import peer_of
@@ -103,11 +103,11 @@ class OperatorEndpoints:
         return JSONResponse(given)
 
     async def flip(self, request: Request) -> Response:
-        """Give a worker another role, at once: its streams move, and its prompts go to other workers."""
+        """Give a worker another role or both, at once: streams and prompts that are no longer its work go to other workers."""
         check_operator(self._router.config.http, request)
         body, _ = await read_body(self._router, request, FlipBody)
         note_action(request.scope, "flip", worker=body.worker_id, role=body.role)
-        await self._router.flip(body.worker_id, Role(body.role))
+        await self._router.flip(body.worker_id, Duty(body.role))
         return JSONResponse({"worker_id": body.worker_id, "role": body.role})
 
     async def autoscale(self, request: Request) -> Response:

@@ -36,7 +36,7 @@ class TokenText:
     text: str
     """Has U+FFFD for bytes that are no whole character."""
     utf8: tuple[int, ...]
-    """Its bytes, each from 0 to 255."""
+    """Bytes of the token in UTF-8, each from 0 to 255."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Delta:
     times: RequestTimes | None = None
     """Where the choice's time went, in its last piece; None in the others."""
     guesses: Guesses = NO_GUESSES
-    """What was guessed for the piece's tokens."""
+    """Counts of the guesses behind the piece's tokens."""
 
 
 @dataclass

@@ -43,7 +43,7 @@ class Choice:
     prompt: SharedPrompt | None
     """Set if the choice shares its prompt with others that begin with it."""
     usage: PromptUsage
-    """Of the choice's prompt. The choice adds its own when it ends."""
+    """Usage of the choice's prompt. The choice adds its own when it ends."""
 
     @property
     def is_first(self) -> bool:

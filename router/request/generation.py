@@ -41,7 +41,7 @@ class RequestIdentity:
     request_id: str
     trace: TraceContext
     arrival: float
-    """On `time.monotonic`."""
+    """Time at which the request arrived, on `time.monotonic`."""
     tenant: str = ""
     """Empty where the cluster has no keys."""
     key_id: str | None = None

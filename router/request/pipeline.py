@@ -1,10 +1,11 @@
 """One request, from admission to its last token.
 
-admit ─► reserve ─► prefill ─► first token ─► attach ─► frames ... ─► release        attach comes before the first token
-  ▲                    │            │            │         │
-  │                    │            │            │         │                         where the prompt is computed at decode
-  └────────────────────┴────────────┴────────────┴─────────┘  a worker was lost or the KV did not arrive: go on at another
-                                                              pair with prompt + what was emitted
+    admit ─► reserve ─► prefill ─► first token ─► attach ─► frames ... ─► release
+      ▲                    │            │            │         │
+      └────────────────────┴────────────┴────────────┴─────────┘  a worker was lost or the KV did not arrive: go on at
+                                                                  another pair with prompt + what was emitted
+
+Where the prompt is computed at the decode worker, attach comes before the first token.
 
 One way through is an `Attempt` (`router.request.attempt`); whether another one follows is decided by `RetryPolicy`
 (`router.rules.retry_policy`).
@@ -61,12 +62,12 @@ class _Attempts:
 
 
 class Pipeline:
-    """Runs requests; holds nothing of any of them."""
+    """Runs requests, and keeps no state of them between its calls."""
 
     def __init__(
         self, admission: Admission, migrator: Migrator, limits: LimitsConfig, metrics: Metrics, watch: RolloutWatch
     ) -> None:
-        """`watch` counts attempts while a new configuration is rolled out."""
+        """Make the pipeline of one router. `watch` counts attempts while a new configuration is rolled out."""
         self._admission = admission
         self._migrator = migrator
         self._limits = limits

@@ -17,7 +17,7 @@ class PromptUsage:
     num_answer_tokens: int = 0
     """Tokens of all answers, with those that a resumed stream had before: they were computed again."""
     num_resumed_tokens: int = 0
-    """Those that a resumed stream had before."""
+    """Tokens that resumed streams had before and that were computed again."""
     num_cached_tokens: int = 0
     """Tokens of the prompt that need not be computed, as their KV was there."""
 

@@ -114,7 +114,7 @@ class AnswerRequest:
 
     @classmethod
     def load(cls, data: bytes) -> AnswerRequest:
-        """Read what `dump` wrote."""
+        """Return the request that `dump` turned into these bytes."""
         loaded = _ANSWER_REQUEST.validate_json(data)
         prompts = tuple(generation.prompt_token_ids for generation in loaded.generations)
         return replace(loaded, info=replace(loaded.info, prompts=prompts))

@@ -18,7 +18,7 @@ class DemandCounter:
         self.counts = DemandCounts()
 
     def arrived(self, prompt_tokens: int) -> None:
-        """Count a request."""
+        """Count a request that has arrived."""
         counts = self.counts
         self.counts = replace(
             counts,

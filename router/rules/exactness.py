@@ -12,8 +12,11 @@ from typing import Literal
 from protocol.messages import VARIES
 
 Way = Literal["prefill", "handoff", "migration", "resumption"]
-"""How a stream comes to the worker that computes it now: as a new request (prefill), with its prompt's KV (handoff), with all
-of its KV from another decode worker (migration), or without, so that its tokens are computed again (resumption)."""
+"""How a stream comes to the worker that computes it now.
+
+It may be a new request (prefill), or come with its prompt's KV (handoff), or with all of its KV from another decode worker
+(migration), or without KV, so that its tokens are computed again (resumption).
+"""
 Reason = Literal["mixed_kv", "resumed"]
 
 

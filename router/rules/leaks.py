@@ -1,7 +1,7 @@
 """What is held in the cluster though nobody needs it, found by comparing the books of all workers. Pure.
 
-A block belongs to a ticket, a prompt, or a pin under a lease; a prompt works for a ticket; a ticket waits for its prompt, or
-for a stream that migrates, or is attached, and belongs to a router that still wants it. `find_leaks` names every place where
+A block belongs to a ticket, a prompt, or a pin under a lease. A prompt works for a ticket. A ticket waits for its prompt or for
+a stream that migrates, or it is attached and belongs to a router that still wants it. `find_leaks` names every place where
 this chain is broken, each once.
 
 The books of different workers are not taken at one instant, and messages are under way between them. So one comparison may find
@@ -25,7 +25,7 @@ from protocol.ticket import TicketState
 
 @dataclass(frozen=True)
 class Audited:
-    """What an audit learned of one worker."""
+    """What an audit learned about one worker."""
 
     ref: WorkerRef
     books: Books | None

@@ -18,10 +18,10 @@ _MEMORY_S = 60.0
 
 @dataclass(frozen=True)
 class Pace:
-    """What answers cost lately."""
+    """Duration of steps and length of answers, as they were lately."""
 
     step: Line
-    """From KV blocks that streams hold to seconds of a step."""
+    """Line from the KV blocks that streams hold to the seconds of a step."""
     answer_tokens: float
     """Mean length of an answer."""
 

@@ -17,6 +17,8 @@ worker (`router.rules.caching.reach`). A decode worker is asked the earlier, the
 time it takes from there on: to the first token, and for the answer at the pace of its steps (`router.rules.pace`). A prefix
 that many ask for spreads by itself: once the queue of those that have it is longer than the prefix, another one computes it.
 
+A worker of both roles is in both rankings. In a pair with itself it computes the prompt as a decode worker does.
+
 In every mode the decode worker computes what no prefill worker can have: a stream of which it holds more than the prompt. A
 stream that has to go on elsewhere is computed by the decode worker while all prefill workers are busy, because the streams of a
 lost worker all stand still at once.
@@ -101,7 +103,8 @@ class PairSearch:
             if load is None:
                 continue  # it has left since the search began
             if self._computing(load, self._request.held_by(worker_id), moment) is not None:
-                return DecodeQuestion(worker_id, own_tokens(self._request, self._terms), last=self._next is None)
+                both = worker_id in self._prefills
+                return DecodeQuestion(worker_id, own_tokens(self._request, self._terms, both=both), last=self._next is None)
             if _needs_prefill(self._request, self._terms):
                 return None  # no prefill worker takes the prompt, whoever decodes it
         return None
@@ -149,7 +152,7 @@ class PairSearch:
         def seconds(decode: WorkerLoad) -> float:
             missing = request.num_tokens - request.held_by(decode.worker_id)
             first_s = by_prefill_s + costs.handoff.seconds(missing)
-            if may_here:
+            if may_here or decode.worker_id in self._prefills:
                 running = decode.report.running if decode.report else 0
                 ahead = decode.ahead_of(missing, self._terms.decode_step)
                 first_s = min(first_s, here_s(ahead, missing, running, costs))
@@ -160,7 +163,23 @@ class PairSearch:
         return self._decodes.cheapest_first(looked_at, request.need_blocks, seconds, by_load, request.avoid)
 
     def _computing(self, decode: WorkerLoad, held_tokens: int, moment: Moment) -> WorkerLoad | None:
-        return computing_worker(self._request, held_tokens, decode, self._prefills, moment, self._terms)
+        computing = computing_worker(self._request, held_tokens, decode, self._prefills, moment, self._terms)
+        both = computing is not None and self._decodes.find(computing.worker_id) is not None
+        if computing is not None and both and self._as_well_here(decode, held_tokens, computing):
+            return decode
+        return computing
+
+    def _as_well_here(self, decode: WorkerLoad, held_tokens: int, other: WorkerLoad) -> bool:
+        """Whether `decode`, which does both, computes the prompt as well as `other`, which does both, too, and would hand it
+        over. Where costs are compared (`auto`), that was decided already.
+        """
+        request, terms = self._request, self._terms
+        if terms.disaggregation != "always" or decode.worker_id not in self._prefills or decode.worker_id in request.avoid:
+            return False
+        takes = decode.prompts.takes_prompt(request.num_tokens, terms.prefill_window, terms.prefill_step, held_tokens)
+        missing, there = request.num_tokens - held_tokens, request.num_tokens - request.held_by(other.worker_id)
+        here_first = decode.ahead_of(missing, terms.prefill_step) + missing
+        return takes and decode.prompts.refused_size is None and here_first <= other.ahead_of(there, terms.prefill_step) + there
 
 
 def computing_worker(
@@ -195,9 +214,12 @@ def computing_worker(
     return here if there is None and moment.num_waiting > 1 else there
 
 
-def own_tokens(request: PairRequest, terms: PairTerms) -> int:
-    """Tokens at the prompt's end that must not come from the decode worker's cache: it may compute them for their logits."""
-    if _needs_prefill(request, terms):
+def own_tokens(request: PairRequest, terms: PairTerms, *, both: bool) -> int:
+    """Tokens at the prompt's end that must not come from the decode worker's cache: it may compute them for their logits.
+
+    `both`: it does the work of both roles.
+    """
+    if _needs_prefill(request, terms) and not both:
         return 0
     return request.num_tokens if request.scores_prompt else 1
 

@@ -56,7 +56,7 @@ class PairRequest:
     copied_to: str | None = None
     """Id of the decode worker that has a copy of the stream's KV; it is asked first."""
     copied_tokens: int = 0
-    """Length of that copy."""
+    """Tokens that the copy at `copied_to` has."""
     avoid: Container[str] = ()
     """Ids of workers that are chosen only if no other is left."""
     unreached: frozenset[tuple[str, str]] = frozenset()
@@ -110,7 +110,7 @@ class Moment:
     costs: Costs | None
     """What computing and handing over took lately; None if nothing was measured, or nobody asks."""
     lasting_costs: Costs | None
-    """The same, however long ago it was."""
+    """The latest costs that were measured, however long ago; None if there are none."""
     pace: Pace | None
     """What the answers take at decode workers; None likewise."""
     num_waiting: int

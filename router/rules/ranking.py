@@ -73,6 +73,9 @@ class PrefillRanking:
     def __len__(self) -> int:
         return len(self._loads)
 
+    def __contains__(self, worker_id: str) -> bool:
+        return worker_id in self._loads
+
     def put(self, load: WorkerLoad) -> None:
         """Note a worker's load. A worker that has refused a prompt since its last report is not chosen: its queue is full."""
         worker_id, prompts, queued = load.worker_id, load.prompts, load.queued_tokens
@@ -175,7 +178,7 @@ class DecodeRanking:
         """Workers by the prompt tokens that they compute before those of a new request, then by room."""
 
     def put(self, load: WorkerLoad) -> None:
-        """Note a worker's load."""
+        """Put a worker in its place by its load."""
         free, outstanding = load.reservable_blocks, load.outstanding
         room = (1, 0) if free is None else (0, -free)
         key = (*room, outstanding.in_flight, outstanding.given, load.worker_id)
@@ -194,7 +197,7 @@ class DecodeRanking:
         return self._loads.get(worker_id)
 
     def holders(self, held: Mapping[str, int]) -> Iterator[str]:
-        """Those workers that hold something, in the order of `held`."""
+        """Ids of the ranked workers that hold something, in the order of `held`."""
         return (worker_id for worker_id in held if worker_id in self._loads)
 
     def order(self, need_blocks: int, avoid: Container[str] = ()) -> Sequence[str]:

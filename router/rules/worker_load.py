@@ -65,7 +65,7 @@ class Outstanding:
     overtaker: str | None = None
     """Tenant whose prompt in flight was sent to go before the others; None if no prompt was."""
     on_change: Callable[[], None] = field(default=_tell_nobody, repr=False, compare=False)
-    """Called after every change."""
+    """Function that is called after every change of these counts."""
 
     def give_prompt(self, num_tokens: int, tenant: str, *, ahead: bool) -> None:
         """Note that a prompt was sent to the worker; with `ahead` it goes before those in flight."""

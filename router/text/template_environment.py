@@ -1,8 +1,8 @@
 """The Jinja environment of chat templates: that of `transformers`, and one that traces what a client wrote.
 
-Templates come from the model's files, which are not trusted, so they run in an immutable sandbox: blocks trimmed, loop
-controls, `raise_exception`, `strftime_now`, `tojson` without HTML escapes, and `{% generation %}` blocks, whose content is
-rendered and whose extent is not needed here (`utils/chat_template_utils.py` of `transformers`).
+Templates come from the model's files, which are not trusted, so they run in an immutable sandbox. It has what `transformers`
+gives them (its `utils/chat_template_utils.py`): trimmed blocks, loop controls, `raise_exception`, `strftime_now`, and `tojson`
+without HTML escapes. It has `{% generation %}` blocks, too, whose content is rendered and whose extent is not needed here.
 
 Whatever makes a string out of others passes `TracingEnvironment`: filters, calls, operators, output. Methods of `Traced` know
 whose characters they return. All else is done twice, with the texts and with their outlines. If the two results are of one
@@ -93,7 +93,7 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def joined(values: Iterable[Any]) -> str:
-        """Return what `~` gives."""
+        """Return the text that Jinja's operator `~` joins these values to."""
         return concat(str(_output(value)) for value in values)
 
 

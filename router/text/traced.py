@@ -79,7 +79,7 @@ class Traced(str):
         return self._found(super().rsplit(sep, maxsplit), sep)
 
     def splitlines(self, keepends: bool = False) -> list[str]:
-        """Return the lines."""
+        """Return the lines of the text, each with its outline."""
         whole = self._found(super().splitlines(True), "")
         return whole if keepends else [line[: len(bare)] for line, bare in zip(whole, super().splitlines(), strict=True)]
 

@@ -10,14 +10,14 @@ from protocol.cluster_view import RouterObservation, SizeDecision
 
 
 class Sizer(Protocol):
-    """A rule for sizes."""
+    """A rule that decides about the sizes of the pools."""
 
     def sizes(self, seen: RouterObservation, present: Present, now: float) -> Sizes | None:
         """The sizes to want from now on; None leaves them."""
 
 
 class SizedByAutoscaler:
-    """The real one."""
+    """The rule of the product: `autoscaler.scaler.Autoscaler`."""
 
     def __init__(self, scaler: Autoscaler) -> None:
         self.scaler = scaler
@@ -25,7 +25,7 @@ class SizedByAutoscaler:
         """All of them."""
 
     def sizes(self, seen: RouterObservation, present: Present, now: float) -> Sizes | None:
-        """What it decides."""
+        """The sizes that the autoscaler wants from now on; None leaves them."""
         self.scaler.observe(seen, now)
         decision = self.scaler.wake(present, now) or self.scaler.decide(present, now)
         if decision is None:

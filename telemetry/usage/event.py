@@ -25,11 +25,11 @@ class Used(NamedTuple):
     """What sums are made of: a line without what it takes up time and space for."""
 
     life: str
-    """Of the router that the request ended at."""
+    """Life of the router that the request ended at."""
     number: int
-    """Of the event in that life, from 1 on."""
+    """Number of the event in that life, from 1 on."""
     month: str
-    """In which the request ended, in UTC: 2026-11."""
+    """Month in which the request ended, in UTC: 2026-11."""
     tenant: str
     tier: str
     key: str | None
@@ -58,9 +58,9 @@ class UsageEvent:
     life: str
     number: int
     ended: float
-    """Seconds since 1970."""
+    """Time at which the request ended, in seconds since 1970."""
     request: str
-    """Its x-request-id."""
+    """The x-request-id of the request."""
     tenant: str
     tier: str
     key: str | None
@@ -68,7 +68,7 @@ class UsageEvent:
     model: str
     endpoint: str
     prompt_tokens: int
-    """Of the prompts that a worker was given."""
+    """Tokens of the prompts that a worker was given."""
     cached_tokens: int
     """How many of these need not be computed, as their KV was there."""
     answer_tokens: int
@@ -82,7 +82,7 @@ class UsageEvent:
 
     @property
     def used(self) -> Used:
-        """What sums are made of."""
+        """The part of the event that sums are made of."""
         return Used(
             self.life,
             self.number,

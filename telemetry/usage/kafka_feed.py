@@ -50,10 +50,10 @@ _OURS = {
 
 @dataclass(frozen=True)
 class KafkaTarget:
-    """Where lines go."""
+    """Servers and topic that lines of the usage log go to."""
 
     servers: str
-    """As librdkafka takes it: host:port, with commas between several."""
+    """Addresses of Kafka's servers as librdkafka takes them: host:port, with commas between several."""
     topic: str
     options: Mapping[str, str]
     """Further settings of librdkafka's, such as `security.protocol`."""
@@ -117,12 +117,12 @@ class KafkaFeed:
 
     @property
     def state(self) -> KafkaState:
-        """What is known now."""
+        """Counts of lines that wait, were delivered or were lost."""
         lag = max(0, self._num_behind + self._num_added - self._num_passed)
         return KafkaState(lag, self._num_delivered, self._num_lost, self._num_failures)
 
     def start(self) -> None:
-        """Begin to send."""
+        """Begin to send lines in a thread."""
         self._thread.start()
 
     def close(self) -> None:

@@ -26,13 +26,13 @@ class TenantTotals:
     """What one tenant has used of one model since the log began."""
 
     events: dict[str, int] = field(default_factory=dict)
-    """How many, by outcome."""
+    """Number of events, by outcome."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     answer_tokens: int = 0
 
     def add(self, used: Used) -> None:
-        """Add one event."""
+        """Add what one event has used."""
         self.events[used.outcome] = self.events.get(used.outcome, 0) + 1
         self.prompt_tokens += used.prompt_tokens
         self.cached_tokens += used.cached_tokens
@@ -55,7 +55,7 @@ class UsageLedger:
         """By life: the number of its latest event. A router's events arrive in order."""
 
     def has(self, life: str, number: int) -> bool:
-        """Whether an event is in the log."""
+        """Whether the event of this number of a router's life is in the log."""
         return number <= self._latest.get(life, 0)
 
     def add(self, used: Used) -> bool:
@@ -82,7 +82,7 @@ class UsageLedger:
         return self._months.get(month, {})
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, for a file."""
+        """Return the whole ledger as JSON, for a file."""
         totals = {model: {tenant: each.as_json() for tenant, each in tenants.items()} for model, tenants in self.totals.items()}
         return {"totals": totals, "months": dict(self._months), "latest": dict(self._latest)}
 

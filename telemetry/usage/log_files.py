@@ -36,7 +36,7 @@ class Place(NamedTuple):
     """A place in the log, between two lines."""
 
     number: int
-    """Of the file."""
+    """Number of the log's file."""
     offset: int
 
 

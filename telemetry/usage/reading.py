@@ -16,13 +16,13 @@ from telemetry.usage.log_files import open_all, whole_lines
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which lines count. None takes all."""
+    """Which lines of the log count. None in a field takes all."""
 
     tenant: str | None = None
     key: str | None = None
-    """A key's id."""
+    """Id of an API key."""
     month: str | None = None
-    """In UTC: 2026-11."""
+    """Month in UTC, such as 2026-11."""
 
     def needles(self) -> list[bytes]:
         """What a line has to have in it, so that others need not be parsed: a line is a fifth as fast to search as to parse."""
@@ -46,7 +46,7 @@ class UsageSum:
 
     @property
     def tokens(self) -> int:
-        """What counts against budgets."""
+        """Tokens that count against a monthly budget: prompts and answers."""
         return self.prompt_tokens + self.answer_tokens
 
 
@@ -55,7 +55,7 @@ class UsageSums:
     """The sums of a log."""
 
     rows: dict[tuple[str, str | None, str], UsageSum] = field(default_factory=dict)
-    """By tenant, key's id and model."""
+    """Sums by tenant, key's id and model."""
     budgets: dict[str, int] = field(default_factory=dict)
     """What routers count of the month that is wanted, removed lines among it: tokens by the name of the budget that they
     count against (`telemetry.usage.event.Used.budgets`). Those of a tenant or key that is not wanted are not up to date.

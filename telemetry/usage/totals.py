@@ -59,7 +59,7 @@ class UsageTotals(Collector):
         self._path = path
 
     def collect(self) -> Iterator[Metric]:
-        """All families."""
+        """Return all families of metrics about usage."""
         try:
             found: dict[str, Any] = json.loads(self._path.read_bytes())
         except (OSError, ValueError):

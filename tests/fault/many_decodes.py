@@ -22,7 +22,7 @@ from engine.runner import Runner
 from kv_transfer.transports.loopback import LoopbackNetwork, LoopbackTransport
 from prefill_workers.worker import PrefillWorker
 from protocol.cluster_view import ClusterView, RolloutObservation, RolloutOrder, RouterObservation, WorkerInfo, WorkerState
-from protocol.messages import Role, WorkerRef
+from protocol.messages import Duty, Role, WorkerRef
 from protocol.sampling import SamplingParams, TokenLogprobs
 from protocol.wire import WireServer
 from router.dispatch.admission import Admission
@@ -67,12 +67,13 @@ class ScriptedController:
     def mark(self, worker_id: str, state: WorkerState) -> None:
         self._change(worker_id, state=state)
 
-    def turn(self, worker_id: str, role: Role) -> None:
-        """Give a worker another role."""
-        self._change(worker_id, role=role, term=self._infos[worker_id].term + 1)
+    def turn(self, worker_id: str, duty: Duty) -> None:
+        """Give a worker another role, or both."""
+        both = duty is Duty.BOTH
+        self._change(worker_id, role=duty.role, both=both, term=self._infos[worker_id].term + 1)
 
-    def role_of(self, worker_id: str) -> Role:
-        return self._infos[worker_id].role
+    def duty_of(self, worker_id: str) -> Duty:
+        return self._infos[worker_id].duty
 
     def _change(self, worker_id: str, **values: Any) -> None:
         self._infos[worker_id] = replace(self._infos[worker_id], **values)
@@ -88,7 +89,7 @@ class ScriptedController:
     async def scale(self, sizes: Mapping[Role, int], routers: int | None) -> None:
         raise AssertionError("nobody scales here")
 
-    async def flip(self, worker_id: str, role: Role) -> None:
+    async def flip(self, worker_id: str, duty: Duty) -> None:
         raise AssertionError("a test sets the roles itself")
 
     async def drain(self, worker_id: str, restart: bool) -> None:
@@ -177,12 +178,12 @@ class ManyDecodes:
         self.controller.mark(worker_id, WorkerState.DRAINING)
         return asyncio.create_task(self.decodes[worker_id].core.drain())
 
-    async def flip(self, worker_id: str) -> None:
-        """As the supervisor does: give a worker the other role."""
-        role = Role.DECODE if self.controller.role_of(worker_id) is Role.PREFILL else Role.PREFILL
-        self.controller.turn(worker_id, role)
+    async def flip(self, worker_id: str, duty: Duty | None = None) -> None:
+        """As the supervisor does: give a worker this work, or without it that of the other role."""
+        duty = duty or (Duty.DECODE if self.controller.duty_of(worker_id) is Duty.PREFILL else Duty.PREFILL)
+        self.controller.turn(worker_id, duty)
         (worker,) = (each for each in self.alive() if each.me.worker_id == worker_id)
-        await worker.core.take_role(role)
+        await worker.core.take_role(duty)
 
     async def kill(self, worker_id: str) -> None:
         self.tasks[worker_id].cancel()
@@ -279,7 +280,7 @@ async def run_many_decodes(
     for number, server in enumerate(servers[1:]):
         size = ranks[number] if ranks else 1
         others, gang, first, arithmetic = await load_gang(
-            size, partial(load_decode, number), lambda share: share_of(share, transports, transports, lease_s)
+            size, partial(load_decode, number), lambda share: share_of(share, transports, transports, lease_s), lease_s
         )
         following += others.running
         me = WorkerRef(f"decode-{number}", 1, server.address, size, arithmetic)

@@ -9,7 +9,7 @@ from typing import Any
 
 from protocol.cluster_view import ClusterView, RolloutObservation, RolloutOrder, RouterObservation, WorkerInfo, WorkerState
 from protocol.errors import TandemError
-from protocol.messages import Release, Role
+from protocol.messages import Duty, Release, Role
 from router.dispatch.of_all import audit
 from router.dispatch.roster import Roster
 from router.rules.leaks import Leak
@@ -33,7 +33,7 @@ class FixedController:
     async def scale(self, sizes: Mapping[Role, int], routers: int | None) -> None:
         raise NotImplementedError
 
-    async def flip(self, worker_id: str, role: Role) -> None:
+    async def flip(self, worker_id: str, duty: Duty) -> None:
         raise AssertionError("nobody flips here")
 
     async def drain(self, worker_id: str, restart: bool) -> None:

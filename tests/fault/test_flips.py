@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from typing import Literal
 
 import pytest
 
 from configs.facts import ModelFacts
 from decode_workers.worker import DecodeWorker
 from protocol.cluster_view import WorkerState
-from protocol.messages import Role
+from protocol.messages import Duty, Role
 from protocol.sampling import SamplingParams
 from tests.fault.many_decodes import CONFIG, ManyDecodes, Said, run_many_decodes
 from tests.fault.scenarios import prompt_of, run, seeds
@@ -123,10 +124,11 @@ def test_any_flips_under_load_change_nothing(small_model: ModelFacts, seed: int)
                 count = 0
                 while not over.is_set():
                     worker_id = rng.choice(["prefill-0", *many.decodes])
-                    role = many.controller.role_of(worker_id)
+                    duty = rng.choice(list(Duty))
                     others = [each for each in ("prefill-0", *many.decodes) if each != worker_id]
-                    if any(many.controller.role_of(each) is role for each in others):
-                        await many.flip(worker_id)
+                    there = [duty, *(many.controller.duty_of(each) for each in others)]
+                    if all(any(each.does(role) for each in there) for role in Role):
+                        await many.flip(worker_id, duty)
                         count += 1
                     await asyncio.sleep(rng.uniform(0.0, 0.05))
                 return count
@@ -136,5 +138,59 @@ def test_any_flips_under_load_change_nothing(small_model: ModelFacts, seed: int)
                 assert same(await ask_all(many, wanted), expected)
             over.set()
             assert await flips > 10
+
+    run(scenario())
+
+
+def test_streams_stay_at_a_decode_worker_that_does_both_from_now_on(small_model: ModelFacts) -> None:
+    """It computes prompts, for others and for itself, and none of its streams moves."""
+
+    async def scenario() -> None:
+        async with run_many_decodes(small_model, 2, ALWAYS) as many:
+            wanted = [(prompt, endless(300)) for prompt, _ in cases(1, 300)]
+            expected = await undisturbed(many, wanted)
+            asking = asyncio.create_task(ask_all(many, wanted))
+            await many.until(lambda: many.running("decode-0") + many.running("decode-1") == 8)
+            await many.flip("decode-0", Duty.BOTH)
+            await many.until(lambda: len(many.roster.ready(Role.PREFILL)) == 2)
+            assert len(many.roster.ready(Role.DECODE)) == 2
+            before = prefilled(many, "decode-0")
+            await ask_all(many, [(prompt_of(90, 100 + number), endless(4)) for number in range(12)])
+            assert prefilled(many, "decode-0") > before
+            assert same(await asking, expected)
+            assert not many.moves("flip")
+            assert not many.moves("drain")
+            await many.flip("decode-0", Duty.DECODE)
+            await many.until(lambda: len(many.roster.ready(Role.PREFILL)) == 1)
+            before = prefilled(many, "decode-0")
+            assert same(await ask_all(many, wanted), expected)
+            assert prefilled(many, "decode-0") == before, "it holds what it decodes, and computes no prompt"
+
+    run(scenario())
+
+
+def prefilled(many: ManyDecodes, worker_id: str) -> int:
+    """Prompt tokens that a worker has computed, for others and for its own streams."""
+    return many.decodes[worker_id].core.load().prefilled_tokens
+
+
+@pytest.mark.parametrize("mode", ["always", "auto"])
+def test_one_that_does_both_serves_alone(small_model: ModelFacts, mode: Literal["always", "auto"]) -> None:
+    """The only prefill worker is killed while requests run, and nothing fails."""
+
+    async def scenario() -> None:
+        async with run_many_decodes(small_model, 1, CONFIG.model_copy(update={"disaggregation": mode})) as many:
+            wanted = cases(5, 40)
+            expected = await undisturbed(many, wanted)
+            await many.flip("decode-0", Duty.BOTH)
+            await many.until(lambda: len(many.roster.ready(Role.PREFILL)) == 2)
+            asking = asyncio.create_task(ask_all(many, wanted))
+            await many.until(lambda: many.running("decode-0") > 2)
+            await many.kill("prefill-0")
+            assert same(await asking, expected)
+            await many.until(lambda: len(many.roster.ready(Role.PREFILL)) == 1)
+            assert same(await ask_all(many, wanted), expected), "what is held is not taken from the cache to the last token"
+            scored = endless(4, num_prompt_logprobs=1)
+            assert len((await many.ask(prompt_of(50, 9), scored)).token_ids) == 4
 
     run(scenario())

@@ -67,7 +67,7 @@ def test_a_gang_fetches_blocks_of_another(small_model: ModelFacts, reference: Re
 
 def test_a_cancelled_prompt_and_a_broken_lane_leave_nothing(small_model: ModelFacts, reference: Reference) -> None:
     async def scenario() -> None:
-        async with run_gangs(small_model, 2, 4) as (workers, _):
+        async with run_gangs(small_model, 2, 4, lease_s=4.0) as (workers, _):
             router = await workers.router()
             assert await router.generate(prompt_of(50), greedy(4)) == reference(prompt_of(50), 4)
             long = asyncio.create_task(router.generate(prompt_of(900, 1), greedy(4), "long"))

@@ -16,7 +16,7 @@ import pytest
 
 from kv_transfer.transports.loopback import Faults
 from protocol.cluster_view import ClusterView, RolloutObservation, RolloutOrder, RouterObservation, WorkerInfo, WorkerState
-from protocol.messages import Role
+from protocol.messages import Duty, Role
 from router.dispatch.admission import Admission
 from router.dispatch.journal import Journal
 from router.dispatch.migrator import Migrator
@@ -47,7 +47,7 @@ class FixedController:
     async def scale(self, sizes: Mapping[Role, int], routers: int | None) -> None:
         raise AssertionError("nobody scales here")
 
-    async def flip(self, worker_id: str, role: Role) -> None:
+    async def flip(self, worker_id: str, duty: Duty) -> None:
         raise AssertionError("nobody flips here")
 
     async def drain(self, worker_id: str, restart: bool) -> None:

@@ -22,7 +22,7 @@ from decode_workers.speculation.ngram_index import NgramIndex
 from decode_workers.worker import DecodeWorker
 from engine.paced.fingerprints import next_token
 from protocol.cluster_view import WorkerState
-from protocol.messages import LoadReport
+from protocol.messages import LoadReport, Role
 from protocol.sampling import SamplingParams
 from tests.fault.many_decodes import CONFIG, COPYING, ManyDecodes, Said, run_many_decodes, varied
 from tests.fault.scenarios import prompt_of, run, seeds, slow
@@ -236,6 +236,32 @@ def test_streams_that_move_and_workers_that_die(small_model: ModelFacts, guesses
             assert [each.token_ids for each in answers] == [each.token_ids for each in expected]
             assert sum(answer.resumes for answer in answers) > 0
             del many.decodes[second]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("seed", seeds(1, 5))
+def test_streams_leave_a_worker_that_flips(small_model: ModelFacts, guesses: Guesses, rows: str, seed: int) -> None:
+    """Tokens are guessed where they come from and where they go, and the index of their tokens begins anew there."""
+    config = guessing(CONFIG, max_batch_size=64)
+
+    async def scenario() -> None:
+        async with run_many_decodes(small_model, 2, config) as many:
+            wanted = [(prompt, replace(sampling, stop_token_ids=())) for prompt, sampling in cases(seed, 250)]
+            expected = await unguessed(many, wanted)
+            guesses.learn(wanted, expected)
+            many.step_s = 0.01  # so that streams still run when they are to move
+            asking = asyncio.create_task(ask(many, wanted))
+            await many.until(lambda: sum(many.running(worker_id) for worker_id in many.decodes) == 8)
+            flipped, other = sorted(many.decodes, key=many.running, reverse=True)
+            await many.flip(flipped)
+            await many.until(lambda: len(many.roster.ready(Role.PREFILL)) == 2)
+            accepted = report(many, other).accepted_tokens
+            answers = await asking
+            assert said(answers) == said(expected)
+            assert not any(answer.resumes for answer in answers), "nothing was computed anew"
+            assert many.moves("flip")["moved"] > 0
+            assert report(many, other).accepted_tokens > accepted
 
     run(scenario())
 

@@ -39,8 +39,10 @@ class Ranks:
 
 @asynccontextmanager
 async def run_gangs(
-    facts: ModelFacts, num_prefill: int, num_decode: int, kv_cache_dtype: KvCacheDtype = "auto"
+    facts: ModelFacts, num_prefill: int, num_decode: int, kv_cache_dtype: KvCacheDtype = "auto", lease_s: float = LEASE_S
 ) -> AsyncIterator[tuple[TwoWorkers, dict[Role, Ranks]]]:
+    """All ranks share one loop with everybody who has to hear of them: `lease_s` is how late it may be."""
+    config = CONFIG.model_copy(update={"limits": CONFIG.limits.model_copy(update={"lease_s": lease_s})})
     network = LoopbackNetwork()
     transports = [LoopbackTransport(network)]
 
@@ -56,18 +58,18 @@ async def run_gangs(
 
     load_prefill, load_decode = load(CONFIG.prefill.kv_cache_tokens), load(CONFIG.decode.kv_cache_tokens)
     prefill_ranks, prefill_gang, prefill_runner, prefill_arithmetic = await load_gang(
-        num_prefill, load_prefill, lambda runner: share_of(runner, transports, transports, LEASE_S)
+        num_prefill, load_prefill, lambda runner: share_of(runner, transports, transports, lease_s), lease_s
     )
     decode_ranks, decode_gang, decode_runner, decode_arithmetic = await load_gang(
-        num_decode, load_decode, lambda runner: share_of(runner, transports, transports, LEASE_S)
+        num_decode, load_decode, lambda runner: share_of(runner, transports, transports, lease_s), lease_s
     )
     servers = [WireServer(SECRET, HOST) for _ in range(2)]
     me = WorkerRef("prefill-0", 1, servers[0].address, num_prefill, prefill_arithmetic)
     prefill = PrefillWorker(
-        WorkerCore(first_rank(me, CONFIG, servers[0], prefill_runner, prefill_gang), transports, transports)
+        WorkerCore(first_rank(me, config, servers[0], prefill_runner, prefill_gang), transports, transports)
     )
     me = WorkerRef("decode-0", 1, servers[1].address, num_decode, decode_arithmetic)
-    decode = DecodeWorker(WorkerCore(first_rank(me, CONFIG, servers[1], decode_runner, decode_gang), transports, transports))
+    decode = DecodeWorker(WorkerCore(first_rank(me, config, servers[1], decode_runner, decode_gang), transports, transports))
     try:
         async with served(prefill, decode, network) as workers:
             yield workers, {Role.PREFILL: prefill_ranks, Role.DECODE: decode_ranks}
@@ -79,15 +81,15 @@ async def run_gangs(
 
 
 async def load_gang(
-    size: int, load: Callable[[TensorParallel], Runner], share: Callable[[Runner], Share]
+    size: int, load: Callable[[TensorParallel], Runner], share: Callable[[Runner], Share], lease_s: float = LEASE_S
 ) -> tuple[Ranks, Gang, Runner, str]:
     followers = [
-        Follower(WireServer(SECRET, HOST), rank, size, HOST, lambda ranks: share(load(ranks)), LEASE_S, CPU)
+        Follower(WireServer(SECRET, HOST), rank, size, HOST, lambda ranks: share(load(ranks)), lease_s, CPU)
         for rank in range(1, size)
     ]
     running = [asyncio.create_task(follower.run()) for follower in followers]
     addresses = [follower.address for follower in followers]
-    gang = await Gang.connect(addresses, SECRET, connect_s=5, lease_s=LEASE_S, heartbeat_s=CONFIG.limits.heartbeat_s)
+    gang = await Gang.connect(addresses, SECRET, connect_s=5, lease_s=lease_s, heartbeat_s=CONFIG.limits.heartbeat_s)
     runner = await asyncio.to_thread(load, await gang.form(HOST, 30, CPU))
     arithmetic = await gang.joined(runner.pool.num_blocks, runner.arithmetic)
     return Ranks(followers, running), gang, runner, arithmetic

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -105,7 +107,7 @@ def test_wrong_flips_are_refused(two_and_two: Any) -> None:
     for arguments, word in (
         (("worker-77",), "no worker"),
         ((worker_id, "--to", "prefill"), "already"),
-        ((worker_id, "--to", "both"), "--to"),
+        ((worker_id, "--to", "cook"), "--to"),
     ):
         refused = cluster.command("flip", *arguments)
         assert (refused.returncode, word in refused.stderr) == (2, True), refused.stderr
@@ -117,6 +119,63 @@ def test_wrong_flips_are_refused(two_and_two: Any) -> None:
     for body, param in wrong:
         answer = cluster.ask("POST", "/admin/flip", json=body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_a_worker_goes_from_role_to_role_under_load(two_and_two: Any) -> None:
+    """Prefill, both, decode, both, prefill: one process, no failed request, and every token as it was."""
+    cluster = two_and_two
+    right = run_all(variants(cluster, 8, 200))
+    cluster.until(cluster.clean, 20)
+    worker = of_role(cluster, "prefill")[-1]
+    name, pid, epoch, term = (worker[key] for key in ("worker_id", "pid", "epoch", "term"))
+    for role in ("both", "decode", "both", "prefill"):
+        streams = variants(cluster, 8, 200)
+        for stream in streams:
+            stream.start()
+        cluster.until(lambda: sum(len(stream.times) > 5 for stream in streams) >= 4, 60)  # noqa: B023
+        moved, running = counted(cluster, "migrations_total"), cluster.worker(name)["running"]
+        flipped = cluster.command("flip", name, "--to", role)
+        assert flipped.returncode == 0, flipped.stderr
+        more = variants(cluster, 4, 30)
+        assert run_all(more) == [each[:30] for each in right[:4]]
+        assert finished(streams) == right
+        if role == "both":
+            assert counted(cluster, "migrations_total") == moved, f"its {running} streams stayed"
+        now, term = cluster.worker(name), term + 1
+        assert (now["role"], now["pid"], now["epoch"], now["term"]) == (role, pid, epoch, term)
+        cluster.until(cluster.clean, 20)
+        assert cluster.leaks() == []
+    assert counted(cluster, "resumed_streams_total") == 0
+
+
+def test_one_that_does_both_serves_while_the_only_prefill_worker_is_dead(two_and_two: Any) -> None:
+    cluster = two_and_two
+    right = run_all(variants(cluster, 8, 200))
+    assert cluster.command("scale", "prefill=1", "decode=1").returncode == 0
+    (prefill,), (decode,) = of_role(cluster, "prefill"), of_role(cluster, "decode")
+    assert cluster.command("flip", decode["worker_id"], "--to", "both").returncode == 0
+    assert cluster.ask("GET", "/admin/status").json()["wanted"] == {"prefill": 1, "decode": 1}
+    streams = variants(cluster, 8, 200)
+    for stream in streams:
+        stream.start()
+    cluster.until(lambda: sum(len(stream.times) > 5 for stream in streams) >= 4, 60)
+    os.kill(prefill["pid"], signal.SIGKILL)
+    cluster.until(lambda: cluster.worker(prefill["worker_id"])["epoch"] > prefill["epoch"], 30)
+    assert httpx.get(f"{cluster.url}/health", timeout=30).status_code == 200
+    assert run_all(variants(cluster, 8, 200)) == right
+    assert finished(streams) == right
+    cluster.until(lambda: cluster.worker(prefill["worker_id"])["state"] == "ready", 90)
+    assert cluster.command("drain", prefill["worker_id"]).returncode == 0, "there is one that does both"
+    assert cluster.ask("GET", "/admin/status").json()["wanted"] == {"prefill": 0, "decode": 1}
+    assert run_all(variants(cluster, 4, 30)) == [each[:30] for each in right[:4]]
+    refused = cluster.command("flip", decode["worker_id"], "--to", "decode")
+    assert "the only worker that computes prompts for others" in refused.stderr
+    refused = cluster.command("flip", decode["worker_id"])
+    assert "does both: say which role" in refused.stderr
+    assert "both" in cluster.command("status").stdout
+    cluster.until(cluster.clean, 20)
+    assert cluster.leaks() == []
+    assert cluster.command("scale", "prefill=2", "decode=2").returncode == 0
 
 
 @pytest.mark.timeout(400)
@@ -142,11 +201,10 @@ def test_a_hundred_flips_under_load_leave_nothing_behind(serve: Callable[..., An
         try:
             while flips < FLIPS:
                 worker_id = f"worker-{rng.randrange(8)}"
-                worker = cluster.worker(worker_id)
-                if len(of_role(cluster, worker["role"])) > 1:
-                    role = "decode" if worker["role"] == "prefill" else "prefill"
-                    assert cluster.ask("POST", "/admin/flip", json={"worker_id": worker_id, "role": role}).status_code == 200
-                    flips += 1
+                role = rng.choice(sorted({"prefill", "decode", "both"} - {cluster.worker(worker_id)["role"]}))
+                answer = cluster.ask("POST", "/admin/flip", json={"worker_id": worker_id, "role": role})
+                assert answer.status_code == 200 or "the only" in answer.json()["error"]["message"], answer.text
+                flips += answer.status_code == 200
         finally:
             over.set()
         answered = sum(each.result() for each in loads)

@@ -154,7 +154,40 @@ def test_a_worker_flips_with_confirmation(cluster: Any, visit: Callable[..., Ops
         ops.confirm("Flip")
         ops.close_dialog()
         expect(ops.tile("prefill ready")).to_have_text("3 / 3")
+        expect(ops.card(name).get_by_text("both roles")).to_be_hidden()
+        ops.page.get_by_role("button", name=f"Flip {name}", exact=True).click()
+        expect(ops.dialog.get_by_label("a prefill worker")).to_be_hidden()
+        ops.dialog.get_by_label("a worker of both roles").check()
+        assert violations(ops.page) == []
+        ops.confirm("Flip")
+        expect(ops.outcome).to_have_text(f"{name} is a worker of both roles now.")
+        ops.close_dialog()
+        expect(ops.tile("decode ready")).to_have_text("4 / 4")
+        expect(ops.card(name).get_by_text("both roles")).to_be_visible()
+        expect(ops.event(f"{name} is a worker of both roles now, and was a prefill worker")).to_be_visible()
+        ops.page.get_by_role("button", name=f"Flip {name}", exact=True).click()
+        expect(ops.dialog.get_by_label("a worker of both roles")).to_be_hidden()
+        ops.dialog.get_by_label("a prefill worker").check()
+        ops.confirm("Flip")
+        ops.close_dialog()
+        expect(ops.tile("prefill ready")).to_have_text("3 / 3")
     cluster.until(lambda: cluster.settled(3, 3), 30)
+
+
+def test_routers_scale_with_confirmation(cluster: Any, visit: Callable[..., OpsVisit]) -> None:
+    ops = visit(cluster)
+    ops.live()
+    for number, words in ((2, "2 routers"), (1, "1 router")):
+        ops.page.get_by_role("button", name="Scale").click()
+        expect(ops.dialog.get_by_label("Routers")).to_have_value(str(3 - number))
+        ops.dialog.get_by_label("Routers").fill(str(number))
+        assert violations(ops.page) == []
+        ops.confirm("Scale")
+        expect(ops.outcome).to_have_text(f"The cluster is on its way to {words}.")
+        ops.close_dialog()
+        expect(ops.event(f"{words} wanted")).to_be_visible(timeout=30_000)
+        cluster.until(lambda: cluster.ask("GET", "/admin/status").json()["routers"]["ready"] == number, 90)  # noqa: B023
+    assert cluster.settled(3, 3), "workers stay as they are"
 
 
 def test_a_worker_starts_anew_and_an_audit_finds_nothing(cluster: Any, visit: Callable[..., OpsVisit]) -> None:

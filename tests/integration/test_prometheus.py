@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from protocol.cluster_view import WorkerState
-from protocol.messages import GpuReport, Role
+from protocol.messages import Duty, GpuReport
 from telemetry.cluster_metrics import ClusterSample, WorkerSample
 from telemetry.metrics import Metrics
 from tests.integration.prometheus_server import DEPLOY, PROMETHEUS, PROMTOOL, RULE_FILES, Prometheus, start_prometheus
@@ -43,6 +43,7 @@ SHOWN_AS_ZERO = {
     "Phase of the latest rollout",
     "Requests in the usage log",
     "Requests refused for want of room",
+    "Share of guessed tokens that were right",
     "Share of new requests that a new configuration gets",
     "Streams of several arithmetics",
     "Streams that did not move",
@@ -176,7 +177,7 @@ def page_of_gpus() -> Iterator[str]:
     """Where the metrics of a worker are shown that says what a GPU would tell: nothing of it needs one but the reading."""
     gpu = GpuReport("GPU-1", 0.75, 60 << 30, 80 << 30, 64, 412.5, 1, 79)
     report = replace(load_report("worker-1"), gpus=(gpu,))
-    workers = [WorkerSample("worker-1", Role.DECODE, WorkerState.READY, 0, 0, report)]
+    workers = [WorkerSample("worker-1", Duty.DECODE, WorkerState.READY, 0, 0, report)]
     metrics = Metrics("smollm2", lambda: ClusterSample(workers))
 
     class Page(BaseHTTPRequestHandler):

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -147,26 +148,43 @@ def test_usage_tells_who_asks(guessing: Any) -> None:
     without = ask(guessing.url, plain((path, body | {"include_predictions": True})))["usage"]["completion_tokens_details"]
     assert without == {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
     assert "completion_tokens_details" not in ask(guessing.url, (path, body))["usage"]
+    response = {"model": "smollm2", "input": f"Repeat: {PROMPTS[0]}", "temperature": 0, "include_predictions": True}
+    for fields in ({}, {"speculative_decoding": False}):
+        answer = httpx.post(f"{guessing.url}/v1/responses", json=response | {"max_output_tokens": 80} | fields, timeout=120)
+        assert answer.status_code == 200, answer.text
+        told = answer.json()["usage"]["output_tokens_details"]
+        assert (told["accepted_prediction_tokens"] > 0) == (not fields)
 
 
-def test_kills_and_drains_change_nothing(guessing: Any, expected: list[dict[str, Any]]) -> None:
-    """All at once, again and again, while a decode worker is killed and the other one is drained."""
+def decodes(served: Any) -> list[dict[str, Any]]:
+    return [worker for worker in served.workers() if worker["role"] == "decode"]
+
+
+@contextmanager
+def under_load(served: Any, expected: list[dict[str, Any]]) -> Iterator[Callable[[Collection[str]], list[dict[str, Any]]]]:
+    """All requests at once, again and again: tells which of some workers have several streams. All is said as expected."""
     requests = requests_of_every_kind()
-    resumed = counted(guessing, "tandem:resumed_streams_total")
-
-    def decodes() -> list[dict[str, Any]]:
-        return [worker for worker in guessing.workers() if worker["role"] == "decode"]
-
     with ThreadPoolExecutor(len(requests)) as threads:
         answers: list[Future[dict[str, Any]]] = []
 
         def busy(worker_ids: Collection[str]) -> list[dict[str, Any]]:
-            """Those of the workers that have several streams. All requests are sent again when all are answered."""
+            """All requests are sent again when all are answered."""
             if all(answer.done() for answer in answers):
-                answers.extend(threads.submit(ask, guessing.url, request) for request in requests)
-            return [each for each in decodes() if each["worker_id"] in worker_ids and (each["running"] or 0) > 3]
+                answers.extend(threads.submit(ask, served.url, request) for request in requests)
+            return [each for each in decodes(served) if each["worker_id"] in worker_ids and (each["running"] or 0) > 3]
 
-        names = {worker["worker_id"] for worker in decodes()}
+        yield busy
+        found = [answer.result(300) for answer in answers]
+    for number, answer in enumerate(found):
+        request, alone = requests[number % len(requests)], expected[number % len(requests)]
+        assert answer["choices"] == alone["choices"], request
+
+
+def test_kills_and_drains_change_nothing(guessing: Any, expected: list[dict[str, Any]]) -> None:
+    """While a decode worker is killed, and the other one is drained."""
+    resumed = counted(guessing, "tandem:resumed_streams_total")
+    with under_load(guessing, expected) as busy:
+        names = {worker["worker_id"] for worker in decodes(guessing)}
         guessing.until(lambda: busy(names), 60)
         [victim, *_] = busy(names)
         os.kill(victim["pid"], signal.SIGKILL)
@@ -176,10 +194,21 @@ def test_kills_and_drains_change_nothing(guessing: Any, expected: list[dict[str,
         guessing.until(lambda: busy({other}), 60)
         drained = guessing.ask("POST", "/admin/drain", json={"worker": other, "restart": True})
         assert drained.status_code == 200, drained.text
-        found = [answer.result(300) for answer in answers]
-    for number, answer in enumerate(found):
-        request, alone = requests[number % len(requests)], expected[number % len(requests)]
-        assert answer["choices"] == alone["choices"], request
+    guessing.until(lambda: guessing.settled(1, 2), 120)
+
+
+def test_flips_change_nothing(guessing: Any, expected: list[dict[str, Any]]) -> None:
+    """While a decode worker becomes a prefill worker, and comes back."""
+    moved = counted(guessing, "tandem:migrations_total")
+    with under_load(guessing, expected) as busy:
+        names = {worker["worker_id"] for worker in decodes(guessing)}
+        guessing.until(lambda: busy(names), 60)
+        [flipped, *_] = busy(names)
+        told = guessing.command("flip", flipped["worker_id"])
+        assert told.returncode == 0, told.stderr
+        guessing.until(lambda: counted(guessing, "tandem:migrations_total") > moved, 60)
+        guessing.until(lambda: busy(names - {flipped["worker_id"]}), 60)
+        assert guessing.command("scale", "prefill=1", "decode=2").returncode == 0
     guessing.until(lambda: guessing.settled(1, 2), 120)
 
 

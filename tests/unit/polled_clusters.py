@@ -47,7 +47,7 @@ def unheard(worker_id: str, **fields: Any) -> dict[str, Any]:
 
 def status(*workers: Mapping[str, Any], **wanted: int) -> Status:
     """An answer of /admin/status; as many workers are wanted as there are unless `wanted` says otherwise."""
-    roles = [row["role"] for row in workers]
+    roles = ["decode" if row["role"] == "both" else row["role"] for row in workers]
     return {"workers": list(workers), "wanted": {role: roles.count(role) for role in sorted(set(roles))} | wanted}
 
 
@@ -77,7 +77,8 @@ class Counts:
 def random_pair(rng: random.Random) -> list[dict[str, Any]]:
     """Two polls of a cluster that changes as it likes in between: workers come, go, die, and say nothing."""
     counts, polls = Counts(STRANGE_NAME), []
-    rows = [worker(f"{role}-{index}") for role in ("prefill", "decode") for index in range(rng.randrange(4))]
+    duties = {"prefill": ["prefill"], "decode": ["decode", "both"]}
+    rows = [worker(f"{role}-{n}", role=rng.choice(duties[role])) for role in duties for n in range(rng.randrange(4))]
     at = 0.0
     for _ in range(2):
         at += rng.choice([0.1, 1.0, 2.5])

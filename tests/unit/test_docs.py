@@ -122,8 +122,9 @@ def test_a_command_and_a_flag_that_are_gone_are_found() -> None:
 
 def test_pictures_are_what_their_scripts_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(DOCS))
-    badges, chart, path = (importlib.import_module(name) for name in ("badges", "throughput_chart", "data_path"))
-    drawn = {path.TARGET: path.draw(), chart.TARGET: chart.draw(chart.read_groups()), **badges.pictures()}
+    badges, chart, path, sequences = map(importlib.import_module, ("badges", "throughput_chart", "data_path", "sequences"))
+    drawn = {path.TARGET: path.draw(), chart.TARGET: chart.draw(chart.read_groups())}
+    drawn |= {**badges.pictures(), **sequences.pictures()}
     stale = [name_of(target) for target, picture in drawn.items() if target.read_text() != picture]
     assert stale == [], "draw them anew with `make docs`"
 

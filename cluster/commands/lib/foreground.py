@@ -161,7 +161,7 @@ def _change(old: WorkerInfo | None, new: WorkerInfo) -> str | None:
     if old is not None and (old.epoch, old.state) == (new.epoch, new.state):
         if old.leaves_at != new.leaves_at:
             return f"{new.worker_id}: {new.last_error}"
-        return None if old.role is new.role else f"{new.worker_id} is a {new.role.value} worker now"
+        return None if old.duty is new.duty else f"{new.worker_id} is {new.duty.in_words} now"
     match new.state:
         case WorkerState.STARTING if old is not None:
             return f"{new.worker_id} ended ({new.last_error}); starting it again as epoch {new.epoch}"

@@ -15,7 +15,7 @@ from types import FrameType
 
 
 class Phase(Enum):
-    """What a signal interrupts."""
+    """What a command is doing when a signal comes."""
 
     STARTING = auto()
     SERVING = auto()

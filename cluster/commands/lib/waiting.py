@@ -8,7 +8,7 @@ from typing import Any
 
 from cluster.commands.lib.http_client import ApiClient
 from protocol.errors import UnavailableError
-from protocol.messages import Role
+from protocol.messages import Duty, Role
 
 _ASK_AGAIN_S = 0.2
 
@@ -68,8 +68,8 @@ def what_a_role_lacks(role: Role, number: int) -> Lacking:
 
 
 def of_role(workers: Workers, role: Role) -> Workers:
-    """The workers of a role. Those on standby have none."""
-    return [worker for worker in workers if worker["role"] == role.value and not worker.get("standby")]
+    """The workers of a role, those that do both with the decode workers. Those on standby have none."""
+    return [worker for worker in workers if Duty(worker["role"]).role is role and not worker.get("standby")]
 
 
 def epoch_of(workers: Workers, worker_id: str) -> int | None:

@@ -53,9 +53,9 @@ class Poll:
     model: str | None
     totals: Totals
     autoscaler: Mapping[str, Any] | None = None
-    """As in /admin/status; None where pools do not size themselves."""
+    """State of the autoscaler, as /admin/status has it; None where pools do not size themselves."""
     rollout: Mapping[str, Any] | None = None
-    """As in /admin/status; None if there was none."""
+    """State of the latest rollout, as /admin/status has it; None if there was none."""
 
     @staticmethod
     def of(at_s: float, status: Mapping[str, Any], metrics: str) -> Poll:
@@ -64,13 +64,18 @@ class Poll:
         return Poll(at_s, status["workers"], status["wanted"], model, totals, status.get("autoscaler"), status.get("rollout"))
 
     def of_role(self, role: str) -> list[Worker]:
-        """Return the workers of a role."""
-        return [worker for worker in self.workers if worker["role"] == role]
+        """Return the workers of a role, those that do both with the decode workers."""
+        return [worker for worker in self.workers if ("decode" if worker["role"] == "both" else worker["role"]) == role]
 
     @property
     def roles(self) -> list[str]:
         """Roles that the cluster has or wants: a colocated one has no prefill workers."""
         return [role for role in _ROLES if role in self.wanted or self.of_role(role)]
+
+    @property
+    def readers(self) -> list[Worker]:
+        """Return the prefill workers, or where there are none the decode workers, which compute the prompts then."""
+        return self.of_role("prefill") or self.of_role("decode")
 
     def total(self, name: str, series: str | None = None) -> float:
         """Return what a sample says over all its labels, or for those that `series` joins."""
@@ -165,7 +170,7 @@ def request_counts(poll: Poll) -> tuple[int, int]:
     A request whose prompt is read holds a ticket at a decode worker, too, and counts once: where there are prefill workers,
     what waits at decode workers is left out.
     """
-    readers = poll.of_role(poll.roles[0]) if poll.roles else []
+    readers = poll.readers
     running = sum(worker["running"] or 0 for worker in poll.workers)
     return running, round(poll.total(_WAITING)) + sum(worker["waiting"] or 0 for worker in readers)
 
@@ -204,7 +209,7 @@ def quantile(before: Poll, after: Poll, family: str, share: float) -> float | No
 def cache_hits(before: Poll, after: Poll) -> float | None:
     """Return the share of looked-up prompt tokens whose KV was there; None if none were looked up between the polls."""
     hits = queries = 0
-    for old, now in _same_lives(before, after, after.of_role(after.roles[0]) if after.roles else []):
+    for old, now in _same_lives(before, after, after.readers):
         if old["prefix_cache_queries"] is not None and now["prefix_cache_queries"] is not None:
             hits += now["prefix_cache_hits"] - old["prefix_cache_hits"]
             queries += now["prefix_cache_queries"] - old["prefix_cache_queries"]

@@ -145,7 +145,7 @@ def _cells(worker: Worker, busy: float | None) -> Sequence[str]:
     state = _state(worker)
     style = _STYLES.get(state)
     return (
-        escape(worker["worker_id"]),
+        escape(worker["worker_id"]) + (" [dim]both[/]" if worker["role"] == "both" else ""),
         f"[{style}]{state}[/]" if style else state,
         _busy(busy),
         _percent(worker["kv_usage"]),

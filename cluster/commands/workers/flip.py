@@ -11,24 +11,31 @@ from cluster.commands.lib.http_client import ApiClient
 from cluster.commands.lib.options import DEFAULT_URL, AdminKey, Url
 from cluster.commands.lib.waiting import current_workers
 from protocol.errors import InvalidRequestError
-from protocol.messages import Role
+from protocol.messages import Duty
 
-_OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
+_OTHER = {Duty.PREFILL: Duty.DECODE, Duty.DECODE: Duty.PREFILL}
 
 
 def flip(
     worker: Annotated[str, typer.Argument(help="Its id, as `tandem status` shows it.")],
-    to: Annotated[Role | None, typer.Option("--to", help="The role that it is to have; without it, the other one.")] = None,
+    to: Annotated[
+        Duty | None, typer.Option("--to", help="The role that it is to have, or both; without it, the other role.")
+    ] = None,
     url: Url = DEFAULT_URL,
     admin_key: AdminKey = None,
 ) -> None:
-    """Give a worker another role at once: same process, KV pool and cache. Its streams move while they run."""
+    """Give a worker another role, or both, at once: same process, KV pool and cache.
+
+    Streams move while they run, if the worker decodes no more.
+    """
     client = ApiClient(url, admin_key)
-    roles = {each["worker_id"]: Role(each["role"]) for each in current_workers(client)}
-    if worker not in roles:
+    duties = {each["worker_id"]: Duty(each["role"]) for each in current_workers(client)}
+    if worker not in duties:
         raise InvalidRequestError(f"there is no worker {worker!r:.100}; `tandem status` lists them", param="worker")
-    role = to or _OTHER[roles[worker]]
-    if role is roles[worker]:
-        raise InvalidRequestError(f"{worker} is a {role.value} worker already", param="to")
-    client.post("/admin/flip", {"worker_id": worker, "role": role.value})
-    Console(stderr=True).print(f"{worker} is a {role.value} worker now", highlight=False)
+    duty = to or _OTHER.get(duties[worker])
+    if duty is None:
+        raise InvalidRequestError(f"{worker} does both: say which role it is to have", param="to")
+    if duty is duties[worker]:
+        raise InvalidRequestError(f"{worker} is {duty.in_words} already", param="to")
+    client.post("/admin/flip", {"worker_id": worker, "role": duty.value})
+    Console(stderr=True).print(f"{worker} is {duty.in_words} now", highlight=False)

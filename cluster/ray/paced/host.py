@@ -18,7 +18,7 @@ from cluster.launcher import Started
 from cluster.ray.worker_process import WorkerProcess
 from configs.schema import ClusterConfig
 from protocol.errors import WorkerLostError
-from protocol.messages import Role, WorkerLife
+from protocol.messages import Duty, Role, WorkerLife
 from telemetry.logging import name_component, setup_logging
 
 log = logging.getLogger(__name__)
@@ -62,9 +62,9 @@ class PacedHost:
         """Take nothing new, and return once the worker has nothing left to do."""
         await self._living(life).process.drain()
 
-    async def take_role(self, life: WorkerLife, role: Role) -> None:
-        """Do the work of this role from now on."""
-        await self._living(life).process.take_role(role)
+    async def take_role(self, life: WorkerLife, duty: Duty) -> None:
+        """Do this work from now on."""
+        await self._living(life).process.take_role(duty)
 
     async def stop(self, life: WorkerLife) -> None:
         """Ask the worker to end. `run` returns when it has."""

@@ -17,7 +17,7 @@ from typing import Any, cast
 import ray
 
 from cluster.launcher import Process, Started
-from cluster.memory import WORKERS_PER_HOST, WorkerMemory
+from cluster.memory import WORKERS_PER_HOST, WorkerMemory, most_routers
 from cluster.ray.actors import (
     PROCESS_PREFIX,
     NamedActor,
@@ -33,7 +33,7 @@ from cluster.ray.placement import Room
 from configs.arithmetic import ceil_div
 from configs.schema import ClusterConfig
 from protocol.errors import TandemError, WorkerLostError
-from protocol.messages import Role, WorkerLife
+from protocol.messages import Duty, Role, WorkerLife
 
 _END_S = 15.0
 """Seconds that a host has to end a life before it is killed. A worker that closes slowly takes five of them."""
@@ -45,7 +45,7 @@ class Host:
 
     actor: asyncio.Future[NamedActor]
     lives: dict[WorkerLife, Role]
-    """Those that live here, and those that begin."""
+    """Workers that live in this process or begin here, with their roles."""
     leaves: bool = False
     """Whether its node will go, so that nothing begins here."""
 
@@ -59,6 +59,8 @@ class PacedLauncher:
         self._secret = secret
         self.memory = memory
         """What a worker of each role takes."""
+        self.routers = most_routers(config)
+        """How many routers are wanted, which take memory, too."""
         self._hosts: dict[str, Host] = {}
 
     def process(self, role: Role, worker_id: str, epoch: int, config: ClusterConfig) -> Process:
@@ -131,7 +133,7 @@ class PacedLauncher:
 
     async def room(self, *, grows: bool = True) -> Room:
         """Return what the nodes have for workers now: none is added for paced ones, whether or not it `grows`."""
-        return Room(self._config, self.memory, await asyncio.to_thread(node_resources), may_grow=False)
+        return Room(self._config, self.memory, await asyncio.to_thread(node_resources), routers=self.routers, may_grow=False)
 
     async def why_not_started(self, role: Role) -> str:
         """Say in words for people what keeps a worker of this role from starting."""
@@ -175,9 +177,9 @@ class PacedProcess:
         """Let the worker finish what it has and take nothing new. Returns once nothing is left."""
         await answer(self._actor().handle.drain.remote(self._life))
 
-    async def take_role(self, role: Role) -> None:
-        """Have the worker do the work of this role from now on, and send back what has not begun of the other's."""
-        await answer(self._actor().handle.take_role.remote(self._life, role))
+    async def take_role(self, duty: Duty) -> None:
+        """Have the worker do this work from now on, and send back what has not begun of any other."""
+        await answer(self._actor().handle.take_role.remote(self._life, duty))
 
     async def stop(self) -> None:
         """Ask the worker to end. `run` returns when it has."""

@@ -132,7 +132,7 @@ def _feeding(book: UsageBook, target: KafkaTarget) -> KafkaFeed:
 
 
 class UsageKeeper(UsageOwner):
-    """The actor."""
+    """The Ray actor that owns the usage log."""
 
     def __init__(self, settings: UsageSettings) -> None:
         setup_logging("usage")

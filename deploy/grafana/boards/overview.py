@@ -60,6 +60,24 @@ _TRAFFIC = row(
     ),
 )
 
+_DRAFTED, _ACCEPTED = rate("tandem:spec_decode_num_draft_tokens_total"), rate("tandem:spec_decode_num_accepted_tokens_total")
+_GUESSES = row(
+    "Guessed tokens",
+    lines(
+        "Guessed tokens",
+        PER_S,
+        _DRAFTED.named("guessed"),
+        _ACCEPTED.named("right"),
+        about="With --speculative-config. What was guessed and is wrong took a row of a step for nothing.",
+    ).wide(),
+    lines(
+        "Share of guessed tokens that were right",
+        "percentunit",
+        Query(f"{_ACCEPTED.expr} / ({_DRAFTED.expr} > 0)", "share").or_zero(),
+        about="0 while nothing is guessed.",
+    ).wide(),
+)
+
 _KV_POOLS = lines(
     "KV pools, by role",
     "percentunit",
@@ -77,6 +95,7 @@ OVERVIEW = Board(
         _TRAFFIC,
         row("Latency", TIME_TO_FIRST_TOKEN, GAPS, BURN_RATES),
         row("Workers", WORKERS, BUSY_ROLES, _KV_POOLS),
+        _GUESSES,
         GPUS,
     ),
 )

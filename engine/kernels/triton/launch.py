@@ -15,10 +15,10 @@ class Launch:
     """A kernel with everything that it is launched with."""
 
     kernel: Any
-    """What `triton.jit` made."""
+    """The kernel, as `triton.jit` returned it."""
     grid: tuple[int, ...]
     args: tuple[Tensor | TensorDescriptor | int | float, ...]
-    """In the order of the kernel's parameters; its constants follow."""
+    """Arguments in the order of the kernel's parameters. Its constants follow them."""
     constants: Mapping[str, int | float | bool]
     num_warps: int
     num_stages: int = 1

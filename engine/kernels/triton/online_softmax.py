@@ -28,7 +28,7 @@ _ONES: tl.constexpr = tl.constexpr(MIN_DOT)
 
 @dataclass(frozen=True)
 class ProgramConfig:
-    """How a program goes over its context."""
+    """Warps and pipeline stages of a program that goes over its context."""
 
     num_warps: int
     num_stages: int
@@ -108,7 +108,7 @@ def attend_tiles(
 
 @triton.jit
 def total_of(totals_MX: tl.tensor) -> tl.tensor:
-    """One of the columns, which are alike."""
+    """Return the totals [M]: any one of the columns of `totals_MX`, which are all equal."""
     return tl.max(totals_MX, axis=1)
 
 

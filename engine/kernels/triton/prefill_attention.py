@@ -1,7 +1,7 @@
 """Causal attention of prompts' chunks to themselves and to what the pool holds of their earlier tokens.
 
-All chunks of a step go into one launch. A tile is a run of a chunk's tokens, the query heads of a group as rows of their own,
-so that keys and values are read once per group; it reads its chunk's context, its own tokens included, from the pool.
+All chunks of a step go into one launch. A tile is a run of a chunk's tokens. The query heads of a group are rows of their own,
+so that keys and values are read once per group. A tile reads its chunk's context, its own tokens included, from the pool.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`x Wᵀ + b` whose sums have one order, so that a row's bits do not depend on the rows beside it.
 
 Every value of the result is one chain over the inputs, in their order, as matrix units take them: 16 after the other. Tiles say
-who computes a value and when, and never how: on an H100, tiles of 16 to 128 rows, 16 to 256 columns and 64 to 256 inputs, by
-its older and by its newer instructions, gave the same bits. cuBLAS cuts the chain where there are few rows, so as to have work
+who computes a value and when, and never how. On an H100, tiles of 16 to 128 rows, 16 to 256 columns and 64 to 256 inputs gave
+the same bits, by its older and by its newer instructions. cuBLAS cuts the chain where there are few rows, so as to have work
 for all multiprocessors; here tiles are narrow instead.
 
     few rows      narrow tiles, each read once from memory, as many of them as keep it busy
@@ -31,25 +31,25 @@ _BAND = 8
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a product is cut."""
+    """How a matrix product is cut into tiles."""
 
     rows: int
     columns: int
     inputs: int
-    """Taken at once."""
+    """Inputs that a program takes at once."""
     num_warps: int
     num_stages: int
     programs: int
-    """For each multiprocessor, at most."""
+    """Most programs for each multiprocessor."""
 
 
 @dataclass(frozen=True)
 class Multiprocessors:
-    """What a GPU has to compute with."""
+    """The multiprocessors of a GPU: how many there are, and what each can do."""
 
     count: int
     shared_bytes: int
-    """That a program may have."""
+    """Bytes of shared memory that a program may have."""
     bulk_copies: bool
 
 
@@ -188,7 +188,7 @@ class GpuLinear:
         return self._product(x_TI, self._weight_OI.dtype)
 
     def logits(self, x_TI: Tensor) -> Tensor:
-        """The same product, in float32."""
+        """Return the product of [T, I] as float32 logits [T, O]."""
         return self._product(x_TI, torch.float32)
 
     def _product(self, x_TI: Tensor, dtype: torch.dtype) -> Tensor:

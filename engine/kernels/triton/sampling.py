@@ -1,7 +1,7 @@
 """From logits to tokens, by the rules of `engine.sampler`; every row has its own parameters.
 
 A token's gap, how far its scaled logit lies below the best one's, is 0 or more. As a float's bits grow with the float, gaps are
-compared as integers, and the gap at which top-k or top-p ends is found digit by digit: a pass over the row measures how many
+compared as integers. The gap at which top-k or top-p ends is found digit by digit. A pass over the row measures how many
 tokens, or how much mass, lie below three candidates, which settles two bits. No row is sorted.
 
 The difference to `engine.sampler`: masses come from the GPU's own exponential and are summed in float32, there in float64. A
@@ -34,15 +34,15 @@ class SamplingRows:
     temperatures_S: Tensor
     """float32; 0 takes the best token, the lowest id if there are several."""
     top_ks_S: Tensor
-    """int32; 0 keeps all."""
+    """top-k of each of S rows, int32; 0 keeps all tokens."""
     top_ps_S: Tensor
-    """float32."""
+    """top-p of each of S rows, float32."""
     max_gaps_S: Tensor
     """float32: what min-p allows, `max_gap(min_p)`."""
     seeds_S: Tensor
     """int64, the bits of an unsigned number."""
     choices_S: Tensor
-    """int32."""
+    """Number of the choice that each of S rows is for, int32."""
     positions_S: Tensor
     """int32, of the new token."""
 

@@ -33,7 +33,7 @@ class Rows:
     """Points to the row in slot 0 of the first layer's K."""
     num_slots: int
     slot_words: int
-    """From one slot to the next."""
+    """Words from the row of one slot to that of the next slot."""
     row_words: int
 
     @classmethod
@@ -161,11 +161,11 @@ def copy_rows(
 def hash_rows(
     rows: Rows, layers: range, slots_T: Tensor, begins_N: Tensor, columns_W: Tensor, places_T: Tensor, hashes_GN: Tensor
 ) -> Launch:
-    """Fill the halves of `layers` in the int64 `hashes_GN` [2 L, N]: for each block the sum of its rows, each times the
-    multiplier of its place in the block, where a row is the sum of its words, each times the multiplier of its column. Modulo
-    2^64.
+    """Fill the halves of `layers` in the int64 `hashes_GN` [2 L, N] with one hash for each block, modulo 2^64.
 
-    The tokens of block n are those from `begins_N[n]` to `begins_N[n + 1]`, int64 [N + 1]. Multipliers are int64.
+    A row's hash is the sum of its words, each times the multiplier of its column. A block's hash is the sum of its rows'
+    hashes, each times the multiplier of its place in the block. The tokens of block n are those from `begins_N[n]` to
+    `begins_N[n + 1]`, int64 [N + 1]. Multipliers are int64.
     """
     num_blocks = hashes_GN.shape[1]
     return Launch(

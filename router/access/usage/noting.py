@@ -34,7 +34,7 @@ class UsageNotes:
         self._num_ended = 0
 
     def start(self) -> None:
-        """Begin to write."""
+        """Begin to write usage events to the log."""
         self._queue.start()
 
     async def close(self) -> None:

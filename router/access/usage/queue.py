@@ -63,7 +63,7 @@ class UsageQueue:
         return len(self._events)
 
     def start(self) -> None:
-        """Begin to write."""
+        """Begin to write queued events to the store."""
         self._writing = asyncio.get_running_loop().create_task(self._write())
 
     async def close(self) -> None:

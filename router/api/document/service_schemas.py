@@ -91,7 +91,7 @@ class WorkerRow(TypedDict):
     """What a worker reports is null until it has."""
 
     worker_id: str
-    role: Literal["prefill", "decode"]
+    role: Literal["prefill", "decode", "both"]
     epoch: Count
     term: Count
     state: Literal["starting", "ready", "draining", "standby"]
@@ -160,7 +160,7 @@ class AutoscalerStatus(TypedDict):
 
 @exact
 class Autoscaled(TypedDict):
-    """What the autoscaler was told."""
+    """What the autoscaler was told to do: `pause` or `resume`."""
 
     action: Literal["pause", "resume"]
 
@@ -233,7 +233,7 @@ class Status(TypedDict):
 @exact
 class Flipped(TypedDict):
     worker_id: str
-    role: Literal["prefill", "decode"]
+    role: Literal["prefill", "decode", "both"]
 
 
 @exact

@@ -16,7 +16,7 @@ MAX_CONTAINERS = 2**15
 MAX_NAMES = 2**15
 MAX_VALUES = 2**18
 MAX_DIGITS = 64
-"""Of a number. A run that is cut by the end of a chunk may be as long as twice that."""
+"""Most digits of a number. A run that is cut by the end of a chunk may be as long as twice that."""
 
 _CHUNK_BYTES = 64 * 1024
 _DIGITS = bytes.maketrans(b"123456789", b"000000000")

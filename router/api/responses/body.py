@@ -80,6 +80,9 @@ class ResponsesBody(Body):
     speculative_decoding: bool = Field(
         default=True, description="true or false; whether tokens may be guessed, where the cluster does so"
     )
+    include_predictions: bool = Field(
+        default=False, description="true or false; puts into the usage how many tokens were guessed, right and wrong"
+    )
     seed: int | None = Field(default=None, ge=0, le=MAX_SEED, description="an integer from 0 to 2**63 - 1")
     cache_salt: str | None = Field(
         default=None,

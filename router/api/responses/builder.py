@@ -15,7 +15,8 @@ from collections.abc import Iterable
 from protocol.errors import OverloadedError, TandemError
 from router.api.responses.body import ResponsesBody
 from router.api.responses.items import PartialCall, PartialMessage
-from router.api.shapes import Json, clipped, num_entries
+from router.api.shapes import Json, clipped, num_entries, predictions
+from router.dispatch.journal import NO_GUESSES, Guesses
 from router.request.answer import Delta, TextLogprob, TextLogprobs
 from router.text.tool_calls import ToolCallDelta
 
@@ -31,6 +32,7 @@ class ResponseBuilder:
         self._wants_logprobs = body.wants_logprobs
         self._num_prompt_tokens = num_prompt_tokens
         self._num_tokens = self._cached_tokens = 0
+        self._guesses = NO_GUESSES if body.include_predictions else None
         self._num_events = self._num_entries = 0
         self._open: PartialMessage | PartialCall | None = None
         self._logprobs: list[Json] = []
@@ -46,6 +48,8 @@ class ResponseBuilder:
         """Return the events of the next piece; those that end the response too if the piece has the finish reason."""
         self._num_tokens += len(delta.token_ids)
         self._cached_tokens += delta.cached_tokens
+        if self._guesses is not None:
+            self._guesses = Guesses.total((self._guesses, delta.guesses))
         if self._wants_logprobs:
             self._logprobs += [_logprobs(entry) for entry in delta.logprobs]
             self._num_entries += num_entries(delta.logprobs)
@@ -139,11 +143,12 @@ class ResponseBuilder:
         return numbered
 
     def _usage(self) -> Json:
+        predicted = {} if self._guesses is None else predictions(self._guesses)
         return {
             "input_tokens": self._num_prompt_tokens,
             "input_tokens_details": {"cached_tokens": self._cached_tokens, "cache_write_tokens": 0},
             "output_tokens": self._num_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": 0, **predicted},
             "total_tokens": self._num_prompt_tokens + self._num_tokens,
         }
 

@@ -66,7 +66,7 @@ class CallItem(Body):
 
 
 class CallOutputItem(Body):
-    """What a called function gave."""
+    """An input item with the result of a function that the model called."""
 
     neutral: ClassVar[Neutral] = {"caller": (), "name": (), "namespace": ()}
 

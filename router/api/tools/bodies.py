@@ -96,10 +96,10 @@ class RolloutBody(Body):
 
 
 class FlipBody(Body):
-    """The body of POST /admin/flip: a worker, and the role that it is to have."""
+    """The body of POST /admin/flip: a worker, and the role that it is to have, or both roles."""
 
     worker_id: str = Field(description="the id of a worker (see /admin/status)")
-    role: Literal["prefill", "decode"] = Field(description="prefill or decode")
+    role: Literal["prefill", "decode", "both"] = Field(description="prefill, decode, or both")
 
 
 class DrainBody(Body):

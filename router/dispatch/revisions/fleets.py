@@ -45,7 +45,7 @@ class Fleet:
         self._ready = {Role.PREFILL: Ready(self.prefills), Role.DECODE: Ready(self.decodes)}
 
     def of(self, role: Role) -> Ready:
-        """Those of one role."""
+        """Return the ready workers of one role."""
         return self._ready[role]
 
     @property

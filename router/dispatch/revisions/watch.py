@@ -40,7 +40,7 @@ class RolloutWatch:
         self._telling = asyncio.get_running_loop().create_task(self._tell())
 
     async def close(self) -> None:
-        """Stop telling. Idempotent."""
+        """Stop telling the controller about the rollout. Idempotent."""
         if self._telling is not None:
             self._telling.cancel()
             await asyncio.gather(self._telling, return_exceptions=True)

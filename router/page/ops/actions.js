@@ -9,6 +9,14 @@
 
 import { Failure } from "../api.js";
 import { write } from "./elements.js";
+import { roleInWords } from "./figures.js";
+
+/** What so many of each are called. */
+const SIZED = {
+  prefill: (number) => (number === 1 ? "prefill worker" : "prefill workers"),
+  decode: (number) => (number === 1 ? "decode worker" : "decode workers"),
+  routers: (number) => (number === 1 ? "router" : "routers"),
+};
 
 /** One dialog. `order` does what was confirmed and says in words what came of it. */
 class Action {
@@ -80,30 +88,36 @@ export function connectActions(cluster, tell) {
 }
 
 function connectScale(cluster, tell) {
-  const fields = new Map(["prefill", "decode"].map((role) => [role, document.getElementById(`scale-${role}`)]));
+  const names = ["prefill", "decode", "routers"];
+  const fields = new Map(names.map((name) => [name, document.getElementById(`scale-${name}`)]));
   const scale = new Action("scale", () => runScale(cluster, fields), tell);
   document.getElementById("scale-button").addEventListener("click", () => {
-    const { wanted } = cluster.poll();
+    const wanted = sizesOf(cluster.poll());
     scale.open();
-    for (const [role, field] of fields) {
-      const there = role in wanted;
-      field.closest("[data-role]").hidden = !there;
+    for (const [name, field] of fields) {
+      const there = name in wanted;
+      field.closest("[data-size]").hidden = !there;
       field.disabled = !there;
-      field.value = wanted[role] ?? "";
+      field.value = wanted[name] ?? "";
     }
   });
 }
 
+/** The numbers that are wanted now, of what can be scaled here: Ray Serve may size the routers itself. */
+function sizesOf({ wanted, routers }) {
+  return routers === null ? wanted : { ...wanted, routers };
+}
+
 async function runScale(cluster, fields) {
-  const { wanted } = cluster.poll();
+  const wanted = sizesOf(cluster.poll());
   const sizes = {};
-  for (const [role, field] of fields) {
-    if (role in wanted && field.valueAsNumber !== wanted[role]) sizes[role] = field.valueAsNumber;
+  for (const [name, field] of fields) {
+    if (name in wanted && field.valueAsNumber !== wanted[name]) sizes[name] = field.valueAsNumber;
   }
-  const asked = Object.entries(sizes).map(([role, number]) => `${number} ${role}`).join(", ");
-  if (!asked) throw new Failure("These are the numbers of workers that the cluster has already.");
+  const asked = Object.entries(sizes).map(([name, number]) => `${number} ${SIZED[name](number)}`).join(", ");
+  if (!asked) throw new Failure("These are the numbers that the cluster has already.");
   await cluster.post("admin/scale", sizes);
-  return { event: `asked here for ${asked} workers`, outcome: `The cluster is on its way to ${asked} workers.` };
+  return { event: `asked here for ${asked}`, outcome: `The cluster is on its way to ${asked}.` };
 }
 
 function connectDrain(cluster, tell) {
@@ -119,20 +133,20 @@ function connectDrain(cluster, tell) {
 
 function connectFlip(cluster, tell) {
   let worker = null;
-  let role = null;
-  const flip = new Action("flip", () => runFlip(cluster, worker, role), tell);
+  const flip = new Action("flip", () => runFlip(cluster, worker, flip.form.elements.to.value), tell);
   return (name, present) => {
     worker = name;
-    role = present === "prefill" ? "decode" : "prefill";
     write(document.querySelector("#flip-heading span"), name);
-    write(document.querySelector("#flip-role"), role);
+    const choices = [...flip.form.elements.to];
+    for (const choice of choices) choice.closest("label").hidden = choice.value === present;
+    choices.find((choice) => choice.value !== present).checked = true;
     flip.open();
   };
 }
 
 async function runFlip(cluster, worker, role) {
   await cluster.post("admin/flip", { worker_id: worker, role });
-  return { event: `asked here to flip ${worker} to ${role}`, outcome: `${worker} is a ${role} worker now.` };
+  return { event: `asked here to flip ${worker} to ${role}`, outcome: `${worker} is ${roleInWords(role)} now.` };
 }
 
 async function runDrain(cluster, worker, restart) {

@@ -5,7 +5,7 @@
  * that somebody wanted), bad (something was lost).
  */
 
-import { growths } from "./figures.js";
+import { countsAs, growths, roleInWords } from "./figures.js";
 
 /**
  * @param {object} before a poll (see figures.js)
@@ -37,14 +37,15 @@ function ofRollout(before, after) {
 
 function wishes(before, after) {
   const roles = Object.keys(after.wanted).filter((role) => (before.wanted[role] ?? after.wanted[role]) !== after.wanted[role]);
-  return roles.map((role) => note(`${role}: ${plural(after.wanted[role], "worker")} wanted, before ${before.wanted[role]}`));
+  const wished = roles.map((role) => note(`${role}: ${plural(after.wanted[role], "worker")} wanted, before ${before.wanted[role]}`));
+  return before.routers === after.routers ? wished : [...wished, note(`${plural(after.routers, "router")} wanted`)];
 }
 
 function ofWorkers(before, after) {
   const old = new Map(before.workers.map((worker) => [worker.worker_id, worker]));
   const now = new Set(after.workers.map((worker) => worker.worker_id));
   const changes = after.workers.map((worker) => {
-    return changeOf(old.get(worker.worker_id), worker, fewerWanted(before, after, worker.role));
+    return changeOf(old.get(worker.worker_id), worker, fewerWanted(before, after, countsAs(worker.role)));
   });
   const gone = before.workers.filter((worker) => !now.has(worker.worker_id));
   return [...changes.filter(Boolean), ...gone.map((worker) => note(`${worker.worker_id} is gone; it was ${worker.state}`))];
@@ -58,7 +59,7 @@ function changeOf(old, worker, reason) {
     if (old.state === "draining") return note(`${name} was drained; ${next}`);
     return bad(`${name} ended: ${worker.last_error ?? "no reason is known"}; ${next}${lives(worker)}`);
   }
-  if (old.role !== worker.role) return note(`${name} is a ${worker.role} worker now, and was a ${old.role} worker`);
+  if (old.role !== worker.role) return note(`${name} is ${roleInWords(worker.role)} now, and was ${roleInWords(old.role)}`);
   if (old.state !== worker.state) return stateChange(name, worker, reason);
   if (worker.state === "ready" && old.linked && !worker.linked) return bad(`${name}: the router lost its link to it`);
   if (worker.state === "ready" && !old.linked && worker.linked) return good(`${name} is in reach of the router`);

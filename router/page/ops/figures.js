@@ -70,14 +70,15 @@ function unescaped(value) {
 }
 
 /**
- * One look at the cluster.
+ * One look at the cluster. Its `routers` are how many there should be, null where Ray Serve sizes them.
  * @param {number} at seconds of any clock that only goes forward
  * @param {object} status answer of /admin/status
  * @param {string} metrics answer of /metrics
  */
 export function pollOf(at, status, metrics) {
   const { workers, wanted, autoscaler, rollout } = status;
-  return { at, workers, wanted, autoscaler, rollout, ...readMetrics(metrics) };
+  const routers = status.routers?.wanted ?? null;
+  return { at, workers, wanted, routers, autoscaler, rollout, ...readMetrics(metrics) };
 }
 
 /** The latest polls, as many as the figures need. */
@@ -148,8 +149,25 @@ export function roleBusy(before, after, role) {
   return known.length ? known.reduce(sum, 0) / known.length : null;
 }
 
+/** The workers of a role; those that do both count as decode workers. */
 export function ofRole(poll, role) {
-  return poll.workers.filter((worker) => worker.role === role);
+  return poll.workers.filter((worker) => countsAs(worker.role) === role);
+}
+
+/** The role that a worker counts as where workers are counted. */
+export function countsAs(role) {
+  return role === "both" ? "decode" : role;
+}
+
+/** What a worker is that has this role, or both. */
+export function roleInWords(role) {
+  return role === "both" ? "a worker of both roles" : `a ${role} worker`;
+}
+
+/** The prefill workers, or where there are none the decode workers, which compute the prompts then. */
+function readersOf(poll) {
+  const prefill = ofRole(poll, "prefill");
+  return prefill.length ? prefill : ofRole(poll, "decode");
 }
 
 /** Roles that the cluster has or wants: a colocated one has no prefill workers. */
@@ -162,7 +180,7 @@ export function rolesOf(poll) {
  * and counts once: where there are prefill workers, what waits at decode workers is left out.
  */
 export function requestCounts(poll) {
-  const readers = ofRole(poll, rolesOf(poll)[0]);
+  const readers = readersOf(poll);
   return {
     running: poll.workers.reduce((count, worker) => count + (worker.running ?? 0), 0),
     waiting: readers.reduce((count, worker) => count + (worker.waiting ?? 0), total(poll, WAITING)),
@@ -205,7 +223,7 @@ function bound(label) {
 export function cacheHits(before, after) {
   const earlier = new Map(before.workers.map((worker) => [worker.worker_id, worker]));
   let [hits, queries] = [0, 0];
-  for (const worker of ofRole(after, rolesOf(after)[0])) {
+  for (const worker of readersOf(after)) {
     const old = earlier.get(worker.worker_id);
     if (old?.epoch !== worker.epoch || old.prefix_cache_queries === null || worker.prefix_cache_queries === null) continue;
     hits += worker.prefix_cache_hits - old.prefix_cache_hits;

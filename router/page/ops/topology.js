@@ -1,9 +1,10 @@
 /**
- * A card for each worker, prefill workers on the left and decode workers on the right. Cards stay where they are while their
- * figures change, so that the focus does, too.
+ * A card for each worker, prefill workers on the left and decode workers on the right, those that do both among them. Cards
+ * stay where they are while their figures change, so that the focus does, too.
  */
 
 import { bar, fill, make, percent, short, write } from "./elements.js";
+import { ofRole } from "./figures.js";
 
 const MANY = 40;
 const STUCK_S = 10;
@@ -31,8 +32,8 @@ class Pool {
     this.#list = section.querySelector("ul");
   }
 
-  /** @param {boolean} spares whether one of its workers may take the other role */
-  show(workers, wanted, busy, spares) {
+  /** @param {boolean} flips whether workers of this cluster may take another role */
+  show(workers, wanted, busy, flips) {
     this.section.hidden = !workers.length && wanted === undefined;
     const ready = workers.filter((worker) => worker.state === "ready").length;
     write(this.#count, `${ready} of ${wanted ?? workers.length} ready`);
@@ -43,7 +44,7 @@ class Pool {
       card.element.remove();
       this.#cards.delete(name);
     }
-    sorted.forEach((worker, index) => this.#place(worker, index).show(worker, busy.get(worker.worker_id) ?? null, spares));
+    sorted.forEach((worker, index) => this.#place(worker, index).show(worker, busy.get(worker.worker_id) ?? null, flips));
   }
 
   #place(worker, index) {
@@ -66,17 +67,19 @@ class Card {
   #trouble = make("p", { className: "trouble" });
   #flip;
   #drain;
+  #role = null;
+  #both = make("span", { className: "both", textContent: "both roles" });
 
-  constructor({ worker_id: name, role }, orders) {
+  constructor({ worker_id: name }, orders) {
     const button = (order, open) => {
       const made = make("button", { type: "button", ariaLabel: `${order} ${name}`, textContent: order });
-      made.addEventListener("click", () => open(name, role));
+      made.addEventListener("click", () => open(name, this.#role));
       return made;
     };
     this.#flip = button("Flip", orders.flip);
     this.#drain = button("Drain", orders.drain);
     const title = make("h3", { textContent: name });
-    const head = make("div", { className: "head" }, title, this.#state, this.#flip, this.#drain);
+    const head = make("div", { className: "head" }, title, this.#both, this.#state, this.#flip, this.#drain);
     const shares = [
       ["busy", this.#busy, this.#busyText],
       ["KV", this.#kv, this.#kvText],
@@ -92,9 +95,11 @@ class Card {
 
   /**
    * @param {number | null} busy the share of time in which its engine computes
-   * @param {boolean} spare whether it may take the other role
+   * @param {boolean} flips whether it may take another role
    */
-  show(worker, busy, spare) {
+  show(worker, busy, flips) {
+    this.#role = worker.role;
+    this.#both.hidden = worker.role !== "both";
     const stuck = worker.step_age_s > STUCK_S;
     const state = worker.state === "ready" && !worker.linked ? "out of reach" : worker.state;
     this.element.dataset.state = stuck ? "stuck" : state.replaceAll(" ", "-");
@@ -107,7 +112,7 @@ class Card {
     write(this.#trouble, troubleOf(worker));
     this.#trouble.title = this.#trouble.textContent;
     this.#drain.disabled = worker.state !== "ready";
-    this.#flip.disabled = worker.state !== "ready" || !spare;
+    this.#flip.disabled = worker.state !== "ready" || !flips;
   }
 }
 
@@ -129,8 +134,7 @@ export class Topology {
   /** @param {Map<string, number | null>} busy by worker */
   show(poll, busy) {
     for (const [role, pool] of this.#pools) {
-      const spares = Object.keys(poll.wanted).length > 1 && poll.wanted[role] > 1;
-      pool.show(poll.workers.filter((worker) => worker.role === role), poll.wanted[role], busy, spares);
+      pool.show(ofRole(poll, role), poll.wanted[role], busy, Object.keys(poll.wanted).length > 1);
     }
   }
 }

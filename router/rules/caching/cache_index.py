@@ -128,12 +128,12 @@ class CacheIndex:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that somebody holds."""
+        """Number of blocks that some worker holds."""
         return self._sets.num_blocks
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tables."""
+        """Bytes that the index's tables take."""
         return sum(table.keys.nbytes + table.ids.nbytes for table in (self._table, self._old) if table is not None)
 
     def held(self, keys: Sequence[bytes]) -> Held:

@@ -105,7 +105,7 @@ class CacheFollower:
         self._caches.changed(self, news)
 
     def leave(self) -> None:
-        """The link is lost."""
+        """Forget what the worker holds, because its link is lost."""
         self._caches.leave(self)
 
 

@@ -22,13 +22,13 @@ class Reach:
     """What fetching is worth for one prompt at one moment."""
 
     source: str | None = None
-    """Who holds the most of it."""
+    """Id of the worker that holds the most of the prompt's beginning; None if nobody is worth asking."""
     tokens: int = 0
-    """How many tokens it holds."""
+    """Tokens at the prompt's beginning that the source holds."""
     fixed: float = 0.0
     """Tokens that could be computed in the time that a fetch takes at least."""
     per_token: float = 0.0
-    """The same for each token that is fetched."""
+    """Tokens that could be computed in the time that fetching one token takes."""
 
     @classmethod
     def of(cls, held: Mapping[str, int], at_most: int, costs: Costs | None, not_asked: Container[str]) -> Reach:

@@ -30,7 +30,7 @@ def end_of(number: int) -> float:
 
 
 def binned(durations: Iterable[float]) -> Bins:
-    """Durations in seconds, counted."""
+    """Count durations, given in seconds, by bin."""
     bins = [0] * NUM_BINS
     for seconds in durations:
         bins[bin_of(seconds)] += 1
@@ -38,7 +38,7 @@ def binned(durations: Iterable[float]) -> Bins:
 
 
 def added(first: Bins, second: Bins) -> Bins:
-    """Both together."""
+    """Return the sum of two counts by bin."""
     if not first or not second:
         return first or second
     return tuple(map(sum, zip(first, second, strict=True)))

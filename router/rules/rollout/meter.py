@@ -24,7 +24,7 @@ class Watched:
     first_at: float | None = None
     latest_at: float = 0.0
     num_tokens: int = 0
-    """After the first one."""
+    """Tokens of the answer after the first one."""
     failed: bool = False
     """At these workers, and not because one of them has died."""
 

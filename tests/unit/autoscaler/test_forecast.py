@@ -69,3 +69,31 @@ def test_after_a_season_without_anybody_it_begins_anew() -> None:
     history.add(1, now + 2 * SEASON_S)
     assert len(history.bins) < BINS
     assert history.growth(now + 2 * SEASON_S, SEASON_S) == 1.0
+
+
+@pytest.mark.parametrize("resumed", [False, True], ids=["at work", "by the next one"])
+def test_what_lies_ahead_is_forgotten_when_the_clock_is_set_back(resumed: bool) -> None:
+    history, now = counted(3 * BINS)
+    whole, latest = list(history.bins), history.latest
+    if resumed:
+        history = History(SEASON_S, whole, latest)
+    history.add(1, now - 10 * BIN_S)
+    assert (history.bins, history.latest) == (whole[:-10], latest - 10)
+    for number in range(1, 13):
+        history.add(7, now + (number - 10) * BIN_S)
+    assert history.latest == latest + 2
+    assert history.bins[-11:] == [7.0] * 11, "a bin that was not counted from its beginning is that before it"
+    assert history.bins[-12] == history.bins[-13]
+    history.add(1, 5.0)
+    assert (history.bins, history.latest) == ([], -1)
+
+
+def test_a_clock_that_is_set_forward_leaves_a_gap() -> None:
+    history, now = counted(3 * BINS)
+    last, latest = history.bins[-1], history.latest
+    history.add(1, now + 10 * BIN_S)
+    assert history.latest == latest + 10
+    assert history.bins[-9:] == [history.bins[-10]] * 9
+    history.add(1, now + BIN_S)
+    assert history.latest == latest + 1
+    assert last in history.bins

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
@@ -27,7 +28,9 @@ WORKERS = (
 class Running:
     """An autoscaler that is asked once a second, and obeyed at once."""
 
-    def __init__(self, now: float = 0.0, record: ScalerRecord | None = None, **values: Any) -> None:
+    def __init__(
+        self, now: float = 0.0, record: ScalerRecord | None = None, needed: tuple[Role, ...] = (DECODE,), **values: Any
+    ) -> None:
         defaults = {"sizes": "prefill=1..8,decode=0..8", "hold_s": 30.0, "idle_s": 60.0}
         self.config = load_config(None, {f"autoscale.{key}": value for key, value in (defaults | values).items()})
         self.now = now
@@ -41,7 +44,7 @@ class Running:
             WorkerLimits(256, 800_000),
             PACED,
             prefills=True,
-            needed=(DECODE,),
+            needed=needed,
             flips=True,
             now=now,
             record=record or ScalerRecord(),
@@ -107,6 +110,17 @@ def test_paused_it_wakes_and_does_nothing_else() -> None:
     assert running.sizes == {PREFILL: 1, DECODE: 1}
     running.scaler.resume()
     assert running.seconds(5, 30.0)[PREFILL] > 1
+
+
+def test_prefill_does_not_sleep_while_a_decode_worker_does_both() -> None:
+    running = Running(needed=(PREFILL, DECODE), sizes="prefill=0..8,decode=0..8")
+    asleep = Present({PREFILL: 0, DECODE: 1}, {PREFILL: 0, DECODE: 1}, None)
+    running.sizes = dict(asleep.wanted)
+    running.scaler.pause("by hand")
+    running.second(waiting=1)
+    assert running.sizes[PREFILL] == 1
+    assert running.scaler.wake(asleep, running.now) is not None
+    assert running.scaler.wake(replace(asleep, both=1), running.now) is None
 
 
 def test_what_was_needed_while_it_was_paused_counts() -> None:
@@ -176,3 +190,27 @@ def test_any_demand(steps: list[tuple[float, int]]) -> None:
         assert 1 <= sizes[PREFILL] <= 8
         assert 0 <= sizes[DECODE] <= 8
         assert sum(sizes.values()) <= 10
+
+
+@pytest.mark.parametrize("step_s", [-86_400.0, -3600.0, -20.0, 20.0, 3600.0, 86_400.0])
+def test_a_clock_that_is_set_changes_nothing_but_what_goes_by_the_time_of_day(step_s: float) -> None:
+    """Neither are sizes held for an hour, nor does everything look idle, or everybody gone."""
+    usual, stepped = Running(1e6), Running(1e6)
+    for second in range(400):
+        rate = 20.0 if 60 <= second < 120 else 0.0 if second > 250 else 2.0
+        if second == 100:
+            stepped.scaler.wall_ahead_s = step_s
+        usual.second(rate)
+        stepped.second(rate)
+        assert stepped.sizes == usual.sizes, second
+    assert usual.sizes == {PREFILL: 1, DECODE: 0}, "it grew, shrank, and went to sleep"
+    at = [decision.at for decision in stepped.scaler.decisions]
+    assert [each - decision.at for each, decision in zip(at, usual.scaler.decisions, strict=True)][-1] == step_s
+
+
+def test_a_schedule_goes_by_the_clock_that_is_set() -> None:
+    monday = 1_763_971_200.0 - 7200.0  # 2025-11-24 06:00 UTC
+    running = Running(monday, schedule=[{"begin": "08:00", "end": "09:00", "sizes": {"prefill": "3..8"}}])
+    assert running.seconds(20, 2.0)[PREFILL] == 1
+    running.scaler.wall_ahead_s = 2.5 * 3600
+    assert running.seconds(5, 2.0)[PREFILL] == 3

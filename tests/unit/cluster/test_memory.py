@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 import cluster.memory
-from cluster.memory import CLUSTER_BYTES, WorkerMemory, role_memory, tier_bytes, with_fitting_pools
+from cluster.memory import CLUSTER_BYTES, ROUTER_BYTES, WorkerMemory, role_memory, tier_bytes, with_fitting_pools
 from cluster.ray import placement
 from cluster.ray.launcher import RayLauncher
 from cluster.ray.placement import Room
@@ -163,3 +163,17 @@ def test_default_pools_shrink_to_a_small_laptop_and_chosen_ones_do_not(
     assert one.decode.kv_cache_tokens == 20_000
     assert one.prefill.kv_cache_tokens < 65_536
     assert with_fitting_pools(config(max_model_len=512), facts, GB).prefill.kv_cache_tokens == 512
+
+
+def test_routers_take_memory_too(facts: ModelFacts, monkeypatch: pytest.MonkeyPatch) -> None:
+    tight = room(monkeypatch, 6 * GB + CLUSTER_BYTES + 2 * ROUTER_BYTES)
+    both = {Role.PREFILL: 1, Role.DECODE: 1}
+    tight.with_routers(3).check_routers(both)
+    with pytest.raises(InvalidRequestError, match="4 routers do not fit beside 1 prefill and 1 decode") as no:
+        tight.with_routers(4).check_routers(both)
+    assert no.value.param == "routers"
+    tight.with_routers(4).check_routers({Role.PREFILL: 1, Role.DECODE: 9})  # that is not for the routers
+    with pytest.raises(InvalidRequestError, match="at most 0 beside 1 prefill"):
+        tight.with_routers(4).check(both, [Role.DECODE])
+    one, three = (with_fitting_pools(config(http={"router_replicas": number}), facts, 6 * GB) for number in (1, 3))
+    assert three.decode.kv_cache_tokens < one.decode.kv_cache_tokens

@@ -36,14 +36,27 @@ def test_a_plan_for_a_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cap
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(("mode", "cluster"), [("never", "2D"), ("auto", "1P1D")])
-def test_a_plan_for_the_configurations_disaggregation(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: str, cluster: str
+@pytest.mark.parametrize(
+    ("said", "flags", "cluster"),
+    [
+        ("disaggregation: never", (), "2D"),
+        ("disaggregation: auto", (), "1P1D"),
+        ("speculative_config: {method: ngram, num_speculative_tokens: 4}", ("--acceptance", "0.6"), "1P1D"),
+    ],
+)
+def test_a_plan_for_the_configuration(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    said: str,
+    flags: tuple[str, ...],
+    cluster: str,
 ) -> None:
     config = tmp_path / "cluster.yaml"
-    config.write_text(f"disaggregation: {mode}\n")
+    config.write_text(f"{said}\n")
     lengths = ("--random-input-len", "100", "--random-output-len", "4", "--num-prompts", "20", "--max-workers", "2")
-    assert tandem(monkeypatch, "--dataset", "random", *lengths, "--slo", "ttft:2000,tpot:200", "--config", str(config)) == 0
+    slo = ("--slo", "ttft:2000,tpot:200")
+    assert tandem(monkeypatch, "--dataset", "random", *lengths, *slo, "--config", str(config), *flags) == 0
     assert cluster in capsys.readouterr().out
 
 
@@ -56,6 +69,8 @@ def test_a_plan_for_the_configurations_disaggregation(
         (("--dataset", "random", "--max-workers", "1"), "at least 2 workers"),
         (("--dataset", "random", "--num-prompts", "0"), "num-prompts"),
         (("--dataset", "random", "--profile", "nowhere.json"), "can't be read"),
+        (("--dataset", "random", "--acceptance", "1.5"), "acceptance must be from 0 to 1"),
+        (("--dataset", "random", "--acceptance", "0.5"), "acceptance needs a --config with speculative_config"),
     ],
 )
 def test_what_makes_no_sense_is_said_in_one_line(

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping
+from functools import partial
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cluster.nodes.leaving import Leaving
-from cluster.pool import Drain, Remove, Start, TakeRole
+from cluster.pool import Drain, Pool, Remove, Start, TakeRole
 from cluster.pools import CheckRoom, Pools
 from configs.loader import load_config
 from configs.schema import ClusterConfig, DecodeConfig, PrefillConfig
-from protocol.cluster_view import WorkerState
+from protocol.cluster_view import WorkerInfo, WorkerState
 from protocol.errors import InvalidRequestError
-from protocol.messages import Role, WorkerLife, WorkerRef
+from protocol.messages import Duty, Role, WorkerLife, WorkerRef
 
 
 def anything_fits(wanted: Mapping[Role, int], asked: Collection[Role]) -> None:
@@ -44,8 +48,8 @@ def test_scaling_makes_as_few_workers_as_it_can() -> None:
     pools = started(3, 1)
     actions = pools.scale({Role.PREFILL: 1, Role.DECODE: 4}, anything_fits)
     assert actions == [
-        TakeRole("worker-2", 1, Role.DECODE),
-        TakeRole("worker-1", 1, Role.DECODE),
+        TakeRole("worker-2", 1, Duty.DECODE),
+        TakeRole("worker-1", 1, Duty.DECODE),
         Start("worker-4", 1, 0.0),
     ]
     assert roles(pools) == {"worker-0": Role.PREFILL} | {f"worker-{n}": Role.DECODE for n in (1, 2, 3, 4)}
@@ -66,21 +70,21 @@ def test_the_only_ready_worker_of_a_role_does_not_flip() -> None:
     pools = started(2, 2)
     pools.tell("worker-1", lambda pool: pool.lost("worker-1", 1, "killed"))
     with pytest.raises(InvalidRequestError, match="the only prefill worker that is ready"):
-        pools.flip("worker-0", Role.DECODE)
+        pools.flip("worker-0", Duty.DECODE)
     ready(pools, "worker-1", 2)
-    assert pools.flip("worker-0", Role.DECODE) == [TakeRole("worker-0", 1, Role.DECODE)]
+    assert pools.flip("worker-0", Duty.DECODE) == [TakeRole("worker-0", 1, Duty.DECODE)]
 
 
 def test_no_flip_makes_more_workers_than_are_allowed() -> None:
     pools = started(2, 3, most=3)
     with pytest.raises(InvalidRequestError, match=r"there are 3 decode workers already \(decode.max_workers\)"):
-        pools.flip("worker-0", Role.DECODE)
+        pools.flip("worker-0", Duty.DECODE)
     assert pools.wanted() == {Role.PREFILL: 2, Role.DECODE: 3}
 
 
 def test_what_was_recorded_makes_the_same_pools() -> None:
     pools = started(2, 1)
-    pools.flip("worker-1", Role.DECODE)
+    pools.flip("worker-1", Duty.DECODE)
     again = Pools(ClusterConfig(), pools.records(), pools.standby_record(), pools.epochs)
     assert again.workers() == pools.workers()
     assert again.wanted() == pools.wanted() == {Role.PREFILL: 1, Role.DECODE: 2}
@@ -116,7 +120,7 @@ def test_the_last_worker_of_a_role_goes_where_requests_can_wake_it() -> None:
 
 def test_the_last_worker_of_a_role_flips_where_requests_can_wake_it() -> None:
     pools = sized("0..2", "1..3")
-    assert pools.flip("worker-0", Role.DECODE) == [TakeRole("worker-0", 1, Role.DECODE)]
+    assert pools.flip("worker-0", Duty.DECODE) == [TakeRole("worker-0", 1, Duty.DECODE)]
     assert pools.wanted() == {Role.PREFILL: 0, Role.DECODE: 2}
     with pytest.raises(InvalidRequestError, match="decode must be 1 to 64 workers"):
         pools.scale({Role.DECODE: 0}, anything_fits)
@@ -126,7 +130,7 @@ def test_a_standby_is_taken_at_once_and_replaced() -> None:
     pools = sized("1..2", "1..3", standby=1)
     assert states(pools)["worker-2"] == (Role.DECODE, WorkerState.STANDBY)
     actions = pools.scale({Role.PREFILL: 2}, anything_fits)
-    assert actions == [TakeRole("worker-2", 1, Role.PREFILL), Start("worker-3", 1, 0.0)]
+    assert actions == [TakeRole("worker-2", 1, Duty.PREFILL), Start("worker-3", 1, 0.0)]
     assert states(pools)["worker-2"] == (Role.PREFILL, WorkerState.READY)
     assert pools.ready() == {Role.PREFILL: 2, Role.DECODE: 1}
 
@@ -135,7 +139,7 @@ def test_who_is_not_wanted_any_more_goes_on_standby_where_one_is_missing() -> No
     pools = sized("1..2", "1..3", standby=1)
     pools.scale({Role.DECODE: 2}, anything_fits)  # the standby; another one starts
     actions = pools.scale({Role.DECODE: 1}, anything_fits)
-    assert actions == [TakeRole("worker-2", 1, Role.DECODE), Remove("worker-3", 1)]
+    assert actions == [TakeRole("worker-2", 1, Duty.DECODE), Remove("worker-3", 1)]
     assert states(pools)["worker-2"] == (Role.DECODE, WorkerState.STANDBY)
 
 
@@ -144,7 +148,7 @@ def test_a_standby_has_no_work_to_give_away() -> None:
     with pytest.raises(InvalidRequestError, match="on standby"):
         pools.drain("worker-2", restart=False)
     with pytest.raises(InvalidRequestError, match="on standby: scale prefill up"):
-        pools.flip("worker-2", Role.PREFILL)
+        pools.flip("worker-2", Duty.PREFILL)
     assert pools.drain("worker-2", restart=True) == [Drain("worker-2", 1)]
 
 
@@ -154,7 +158,7 @@ def test_a_standby_outlives_the_controller() -> None:
     again = Pools(config, pools.records(), pools.standby_record(), pools.epochs)
     assert again.workers() == pools.workers()
     assert [action.worker_id for action in again.resume()] == ["worker-0", "worker-1", "worker-2"]
-    assert again.scale({Role.DECODE: 2}, anything_fits)[0] == TakeRole("worker-2", 1, Role.DECODE)
+    assert again.scale({Role.DECODE: 2}, anything_fits)[0] == TakeRole("worker-2", 1, Duty.DECODE)
 
 
 def test_standbys_count_for_the_room() -> None:
@@ -247,3 +251,137 @@ def test_a_notice_of_a_former_life_is_ignored() -> None:
     assert pools.heed({WorkerLife("worker-1", 0): Leaving(0.0, 100.0)}, 1.0, anything_fits) == []
     assert pools.heed({WorkerLife("worker-9", 1): Leaving(0.0, 100.0)}, 1.0, anything_fits) == []
     assert not pools.any_leaving
+
+
+def duties(pools: Pools) -> dict[str, Duty]:
+    return {info.worker_id: info.duty for info in pools.workers()}
+
+
+def test_a_worker_takes_both_roles_and_gives_them_back_one_by_one() -> None:
+    pools = started(1, 1)
+    assert pools.flip("worker-0", Duty.BOTH) == [TakeRole("worker-0", 1, Duty.BOTH)]
+    assert pools.wanted() == {Role.PREFILL: 0, Role.DECODE: 2}, "it counts as a decode worker"
+    assert pools.flip("worker-0", Duty.BOTH) == []
+    with pytest.raises(InvalidRequestError, match="worker-0 is the only worker that computes prompts"):
+        pools.flip("worker-0", Duty.DECODE)
+    with pytest.raises(InvalidRequestError, match="worker-0 is the only worker that computes prompts"):
+        pools.drain("worker-0", restart=False)
+    assert pools.flip("worker-1", Duty.BOTH) == [TakeRole("worker-1", 1, Duty.BOTH)]
+    assert pools.flip("worker-0", Duty.DECODE) == [TakeRole("worker-0", 1, Duty.DECODE)]
+    assert pools.flip("worker-0", Duty.PREFILL) == [TakeRole("worker-0", 1, Duty.PREFILL)]
+    assert pools.flip("worker-1", Duty.DECODE) == [TakeRole("worker-1", 1, Duty.DECODE)]
+    assert pools.wanted() == {Role.PREFILL: 1, Role.DECODE: 1}
+    assert {info.worker_id: (info.term, info.epoch) for info in pools.workers()} == {"worker-0": (3, 1), "worker-1": (2, 1)}
+    with pytest.raises(InvalidRequestError, match="the only prefill worker"):
+        pools.flip("worker-0", Duty.DECODE)
+
+
+def test_the_last_decode_worker_does_not_leave_though_it_does_both() -> None:
+    pools = started(1, 1)
+    pools.flip("worker-1", Duty.BOTH)
+    with pytest.raises(InvalidRequestError, match="the only decode worker"):
+        pools.flip("worker-1", Duty.PREFILL)
+
+
+def test_those_that_do_both_go_last_and_prefill_may_have_none_meanwhile() -> None:
+    pools = started(1, 3)
+    pools.flip("worker-3", Duty.BOTH)
+    assert pools.scale({Role.PREFILL: 0}, anything_fits) == [Drain("worker-0", 1)]
+    assert pools.scale({Role.DECODE: 1}, anything_fits) == [Drain("worker-2", 1), Drain("worker-1", 1)]
+    assert pools.wanted() == {Role.PREFILL: 0, Role.DECODE: 1}
+    with pytest.raises(InvalidRequestError, match="decode must be 1 to"):
+        pools.scale({Role.DECODE: 0}, anything_fits)
+    (start,) = pools.scale({Role.PREFILL: 1}, anything_fits)
+    ready(pools, start.worker_id, start.epoch)
+    assert duties(pools)["worker-3"] is Duty.BOTH
+    assert pools.flip("worker-3", Duty.DECODE) == [TakeRole("worker-3", 1, Duty.DECODE)]
+
+
+def test_prefill_takes_plain_decode_workers_first() -> None:
+    pools = started(1, 3)
+    pools.flip("worker-3", Duty.BOTH)
+    assert pools.scale({Role.PREFILL: 2, Role.DECODE: 2}, anything_fits) == [TakeRole("worker-2", 1, Duty.PREFILL)]
+    assert pools.scale({Role.PREFILL: 3, Role.DECODE: 1}, anything_fits) == [TakeRole("worker-1", 1, Duty.PREFILL)]
+    assert duties(pools)["worker-3"] is Duty.BOTH
+
+
+def test_somebody_must_be_left_who_computes_prompts() -> None:
+    pools = sized("1..2", "0..3")
+    pools.flip("worker-1", Duty.BOTH)
+    pools.scale({Role.PREFILL: 0}, anything_fits)
+    with pytest.raises(InvalidRequestError, match="nobody would be left who computes prompts") as caught:
+        pools.scale({Role.DECODE: 0}, anything_fits)
+    assert caught.value.param == "decode"
+    assert pools.wanted() == {Role.PREFILL: 0, Role.DECODE: 1}
+
+
+def test_the_next_life_of_a_worker_that_does_both_does_so_too() -> None:
+    pools = started(1, 2)
+    pools.flip("worker-2", Duty.BOTH)
+    pools.tell("worker-2", lambda pool: pool.lost("worker-2", 1, "killed"))
+    assert duties(pools)["worker-2"] is Duty.BOTH
+    with pytest.raises(InvalidRequestError, match="only a ready worker flips"):
+        pools.flip("worker-2", Duty.DECODE)
+    with pytest.raises(InvalidRequestError, match="the only prefill worker"):
+        pools.drain("worker-0", restart=False)
+    ready(pools, "worker-2", 2)
+    assert pools.drain("worker-0", restart=False) == [Drain("worker-0", 1)]
+    again = Pools(ClusterConfig(), pools.records(), pools.standby_record(), pools.epochs)
+    assert again.workers() == pools.workers()
+    assert again.num_both == 1
+
+
+def test_who_comes_in_the_place_of_one_that_did_both_does_so_too() -> None:
+    pools = started(1, 2)
+    pools.flip("worker-2", Duty.BOTH)
+    (start,) = pools.heed(told("worker-2"), 1.0, anything_fits)
+    assert isinstance(start, Start)
+    assert duties(pools)[start.worker_id] is Duty.BOTH
+    assert pools.wanted() == {Role.PREFILL: 1, Role.DECODE: 2}
+
+
+MOVES = st.sampled_from(["flip", "flip", "die", "born", "drain", "restart", "scale", "leave", "heed", "again"])
+
+
+@given(st.lists(st.tuples(MOVES, st.integers(0, 5), st.sampled_from(list(Duty)), st.integers(0, 3)), max_size=30))
+def test_whatever_is_asked_somebody_computes_prompts_and_somebody_decodes(
+    moves: list[tuple[str, int, Duty, int]],
+) -> None:
+    """As far as orders go: who is wanted covers both roles, and one who is READY before an order is so after it."""
+    pools = started(2, 2, most=4)
+    for move, index, duty, number in moves:
+        infos = pools.workers()
+        info = infos[index % len(infos)]
+        served = {role for role in Role if any(each.duty.does(role) for each in taking(pools))}
+        with contextlib.suppress(InvalidRequestError):
+            match move:
+                case "flip":
+                    pools.flip(info.worker_id, duty)
+                case "drain" | "restart":
+                    pools.drain(info.worker_id, restart=move == "restart")
+                case "scale":
+                    pools.scale({Role.PREFILL: number % 3, Role.DECODE: index % 4}, anything_fits)
+                case "die":
+                    pools.tell(info.worker_id, partial(Pool.lost, worker_id=info.worker_id, epoch=info.epoch, error="killed"))
+                case "born":
+                    ready(pools, info.worker_id, info.epoch)
+                case "leave":
+                    pools.heed({WorkerLife(info.worker_id, info.epoch): Leaving(0.0, 100.0)}, 1.0, anything_fits)
+                case "heed":
+                    pools.heed({}, 100.0, anything_fits)
+                case "again":
+                    before = pools.workers()
+                    pools = Pools(pools.config, pools.records(), pools.standby_record(), pools.epochs)
+                    assert pools.workers() == before
+        wanted = pools.wanted()
+        assert wanted[Role.DECODE] >= 1
+        assert wanted[Role.PREFILL] >= 1 or pools.num_both >= 1
+        assert len(pools.workers()) == len({each.worker_id for each in pools.workers()})
+        assert all(each.role is Role.DECODE for each in pools.workers() if each.both)
+        if move in ("flip", "drain"):
+            assert served <= {role for role in Role if any(each.duty.does(role) for each in taking(pools))}
+
+
+def taking(pools: Pools) -> list[WorkerInfo]:
+    """Workers that take requests."""
+    return [info for info in pools.workers() if info.state is WorkerState.READY]

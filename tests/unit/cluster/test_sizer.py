@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
+
+import pytest
 
 from autoscaler.scaler import ScalerRecord
 from cluster.memory import WorkerMemory
@@ -153,3 +156,13 @@ def test_as_many_as_fit() -> None:
     assert min(fitting[PREFILL], fitting[DECODE]) >= 2, "both get some of it"
     assert problem is not None
     assert _fitting({PREFILL: 1, DECODE: 0}, present, room(settings, 1), lambda sizes: sizes) == ({PREFILL: 1, DECODE: 0}, None)
+
+
+def test_a_clock_that_is_set_is_told_from_time_that_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(supervisor: Supervisor, sizer: PoolSizer, records: KeptRecords) -> None:
+        real, before = time.time, sizer._now()
+        monkeypatch.setattr("cluster.sizer.time.time", lambda: real() - 3600.0)
+        assert 0.0 <= sizer._now() - before < 60.0
+        assert sizer._running().wall_ahead_s == pytest.approx(-3600.0, abs=60.0)
+
+    sized(scene)

@@ -14,7 +14,7 @@ from cluster.supervisor import Supervisor
 from configs.schema import ClusterConfig, DecodeConfig, HttpConfig, LimitsConfig, PrefillConfig
 from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState
 from protocol.errors import ConfigError, InvalidRequestError, UnavailableError, WorkerLostError
-from protocol.messages import Role, WorkerLife, WorkerRef
+from protocol.messages import Duty, Role, WorkerLife, WorkerRef
 
 
 class ScriptedProcess:
@@ -27,7 +27,7 @@ class ScriptedProcess:
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.idle = asyncio.Event()
         self.told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.roles: list[Role] = []
+        self.roles: list[Duty] = []
         """The roles that it was told."""
         self.stopped = False
         self.killed = False
@@ -52,8 +52,8 @@ class ScriptedProcess:
     async def drain(self) -> None:
         await self.idle.wait()
 
-    async def take_role(self, role: Role) -> None:
-        self.roles.append(role)
+    async def take_role(self, duty: Duty) -> None:
+        self.roles.append(duty)
         if not self.told.done():
             self.told.set_result(None)
 
@@ -603,20 +603,20 @@ def test_a_flip_tells_the_worker_and_the_routers() -> None:
         await supervisor.start()
         await supervisor.settle(5)
         known = supervisor.view().version
-        supervisor.flip("worker-3", Role.PREFILL)
+        supervisor.flip("worker-3", Duty.PREFILL)
         view = await supervisor.watch(known)
         info = one(view, "worker-3")
         assert (info.role, info.term, info.epoch, info.state) == (Role.PREFILL, 1, 1, WorkerState.READY)
         assert view.wanted == {Role.PREFILL: 3, Role.DECODE: 1}
         process = launcher.processes["worker-3", 1]
         await process.told
-        assert process.roles == [Role.PREFILL]
-        supervisor.flip("worker-3", Role.PREFILL)
+        assert process.roles == [Duty.PREFILL]
+        supervisor.flip("worker-3", Duty.PREFILL)
         assert one(supervisor.view(), "worker-3").term == 1, "it has that role"
         with pytest.raises(InvalidRequestError, match="the only decode worker"):
-            supervisor.flip("worker-2", Role.PREFILL)
+            supervisor.flip("worker-2", Duty.PREFILL)
         with pytest.raises(InvalidRequestError, match="worker-9") as caught:
-            supervisor.flip("worker-9", Role.PREFILL)
+            supervisor.flip("worker-9", Duty.PREFILL)
         assert caught.value.param == "worker"
         process.die()
         view = await seen(supervisor, lambda view: one(view, "worker-3").epoch == 2 and all_ready(view))
@@ -654,7 +654,7 @@ def test_workers_that_differ_do_not_flip(name: str, value: Any) -> None:
         await supervisor.start()
         await supervisor.settle(5)
         with pytest.raises(InvalidRequestError, match=rf"prefill\.{name} and decode\.{name} differ"):
-            supervisor.flip("worker-3", Role.PREFILL)
+            supervisor.flip("worker-3", Duty.PREFILL)
         supervisor.scale({Role.PREFILL: 1, Role.DECODE: 3}, anything_fits)
         view = await seen(supervisor, lambda view: len(view.workers) == 4 and all_ready(view))
         assert all(info.term == 0 for info in view.workers), "it ends one and starts one"
@@ -670,7 +670,7 @@ def test_a_colocated_cluster_has_nobody_to_flip() -> None:
     async def scenario(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
         await supervisor.start()
         with pytest.raises(InvalidRequestError, match="do both"):
-            supervisor.flip("worker-1", Role.PREFILL)
+            supervisor.flip("worker-1", Duty.PREFILL)
 
     supervised(scenario, settings)
 
@@ -682,7 +682,7 @@ def test_roles_outlive_the_controller() -> None:
         async with asyncio.timeout(10):
             await first.start()
             await first.settle(5)
-            first.flip("worker-1", Role.DECODE)
+            first.flip("worker-1", Duty.DECODE)
             await first._save()
             assert records.record is not None
             assert records.record.pools[Role.DECODE].desired == 2

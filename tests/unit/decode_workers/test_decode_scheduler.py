@@ -286,7 +286,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if stream.num_generated == request.sampling.max_tokens:
             request.finished = True
             self.scheduler.remove(stream.ticket_id)
-            self.ledger.keep(stream.ticket_id, stream.token_ids[: stream.computed])
+            self.ledger.keep(stream.ticket_id, stream.token_ids, stream.computed)
             self.ledger.release(stream.ticket_id)
 
     @invariant()

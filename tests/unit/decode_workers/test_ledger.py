@@ -17,6 +17,7 @@ from decode_workers.ticket_entry import TicketEntry
 from engine.memory.prefix_cache import PrefixCache
 from protocol.cache.keys import block_keys
 from protocol.ticket import TicketState, check_transition
+from tests.unit.counted_keys import CountedKeys
 
 BLOCK_SIZE = 4
 STEP_TOKENS = 5
@@ -79,7 +80,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.contents |= dict.fromkeys(set(entry.block_table.owned) - set(before))
             assert entry.block_table.first * BLOCK_SIZE <= self.window.first_seen(start), "what is read is there"
             self._fill(entry, token_ids[:end], start)
-            self.ledger.keep(entry.ticket_id, token_ids[:end])
+            self.ledger.keep(entry.ticket_id, token_ids, end, start)
             start = end
 
     def _table(self, keys: list[bytes], num_tokens: int, sent_from: int | None) -> tuple[int, int, int]:
@@ -226,7 +227,7 @@ class LedgerMachine(RuleBasedStateMachine):
             room = len(entry.block_table) * BLOCK_SIZE - len(entry.token_ids)
             token_ids = (*entry.token_ids, *(range(100, 100 + min(answer, room))))
             self._fill(entry, token_ids)
-            self.ledger.keep(entry.ticket_id, token_ids)
+            self.ledger.keep(entry.ticket_id, token_ids, len(token_ids))
 
     @rule(data=st.data())
     def begin_send(self, data: st.DataObject) -> None:
@@ -524,7 +525,7 @@ def test_an_answer_is_kept_for_the_next_turn() -> None:
     assert receive(ledger, entry)
     ledger.attach(entry.ticket_id)
     ledger.grow(entry.ticket_id, 2 * BLOCK_SIZE)
-    ledger.keep(entry.ticket_id, prompt + answer)
+    ledger.keep(entry.ticket_id, prompt + answer, len(prompt + answer))
     ledger.release(entry.ticket_id)
     turn = ledger.reserve(b"r", (*prompt, *answer, 7), 1, "")
     assert turn is not None
@@ -567,3 +568,20 @@ def test_what_was_handed_over_without_its_beginning_serves_a_next_turn() -> None
     assert sent is not None
     assert not ledger.computable(sent)
     assert ledger.attach_here(sent.ticket_id) is None
+
+
+def test_keeping_a_chunk_touches_only_the_keys_of_its_blocks() -> None:
+    num_blocks = 500
+    cache = PrefixCache(num_blocks + 1)
+    ledger = Ledger(cache, BLOCK_SIZE, LEASE_S, lambda: 0.0, lambda _: None, lambda _: None, lambda: None)
+    prompt = tuple(range(num_blocks * BLOCK_SIZE))
+    entry = ledger.reserve(b"r", prompt, 1, "")
+    assert entry is not None
+    assert ledger.attach_here(entry.ticket_id) is entry
+    entry.keys = keys = CountedKeys(entry.keys)
+    for start in range(0, len(prompt), 2 * BLOCK_SIZE):
+        ledger.keep(entry.ticket_id, prompt, start + 2 * BLOCK_SIZE, start)
+        assert keys.reads == 2
+        keys.reads = 0
+    assert entry.keys is keys
+    assert cache.match(block_keys(prompt, BLOCK_SIZE, "")) == num_blocks

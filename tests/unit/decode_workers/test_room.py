@@ -89,7 +89,7 @@ class World:
             self.latest[stream.ticket_id] = self.now
             if stream.num_generated == stream.sampling.max_tokens:
                 self.scheduler.remove(stream.ticket_id)
-                self.ledger.keep(stream.ticket_id, stream.token_ids[: stream.computed])
+                self.ledger.keep(stream.ticket_id, stream.token_ids, stream.computed)
                 self.ledger.release(stream.ticket_id)
                 self.ended[stream.ticket_id] = self.now
                 del self.latest[stream.ticket_id]

@@ -82,16 +82,16 @@ class Cache(RuleBasedStateMachine):
         self.bound = max(self.bound, self.cache._num_kept, len(blocks))
 
     @precondition(lambda self: self.owners)
-    @rule(data=st.data())
-    def compute(self, data: st.DataObject) -> None:
-        """A step writes some more blocks of a prompt, then they are inserted."""
+    @rule(data=st.data(), whole=st.booleans())
+    def compute(self, data: st.DataObject, whole: bool) -> None:
+        """A step writes some more blocks of a prompt, then they are inserted, or all that it has by now."""
         owner = data.draw(st.sampled_from(self.owners))
-        end = data.draw(st.integers(owner.computed, len(owner.keys)))
-        for index in range(owner.computed, end):
+        begin, end = owner.computed, data.draw(st.integers(owner.computed, len(owner.keys)))
+        for index in range(begin, end):
             self.content[owner.table[index]] = self._prefix(owner, index)
         owner.computed = end
-        self.cache.insert(owner.keys[:end], owner.table)
-        assert self.cache.match(owner.keys) >= end
+        self.cache.insert(owner.keys, owner.table, 0 if whole else begin, end)
+        assert self.cache.match(owner.keys if whole else owner.keys[begin:end]) >= (end if whole else end - begin)
 
     @precondition(lambda self: self.owners)
     @rule(data=st.data())

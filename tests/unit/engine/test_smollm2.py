@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from benchmarks import quality
 from benchmarks.lib.load import PROSE
-from configs.facts import ModelFacts
+from configs.facts import ModelFacts, WeightFormat
 from configs.model_files.rope import with_overrides
 from configs.models import resolve
 from engine.batch import Chunk
@@ -19,6 +22,7 @@ from engine.model_runner import ModelRunner
 from engine.models.packing import Quantization
 from protocol.sampling import SamplingParams
 from router.text.tokenizer import Tokenizer
+from tests.tiny_models import saved
 
 FRANCE = [504, 3575, 282, 4649, 314]  # The capital of France is
 PARIS = 7042
@@ -51,13 +55,15 @@ def test_float32_equals_transformers(smollm2_facts: ModelFacts, transformers_smo
 
 
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8192}
+LAYERS = 30 if os.environ.get("TANDEM_THOROUGH") else 8
+"""The first of 30, and all of them with TANDEM_THOROUGH: positions are turned in the same way in each."""
 CHECKED = (100, 4095, 8191, 8192, 12_000, 16_000)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_twice_the_first_context_by_yarn_equals_transformers(
-    smollm2_facts: ModelFacts, transformers_smollm2: Any, monkeypatch: pytest.MonkeyPatch
+    smollm2_facts: ModelFacts, transformers_smollm2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At positions below, at and far beyond the model's own context, of a prompt of 16k tokens in chunks."""
     facts = with_overrides(smollm2_facts, {"rope_parameters": YARN}, None)
@@ -65,6 +71,9 @@ def test_twice_the_first_context_by_yarn_equals_transformers(
     config = copy.deepcopy(transformers_smollm2.config)
     config.rope_parameters = YARN | {"rope_theta": facts.rope_theta}
     monkeypatch.setattr(transformers_smollm2.model, "rotary_emb", LlamaRotaryEmbedding(config))
+    monkeypatch.setattr(transformers_smollm2.model, "layers", transformers_smollm2.model.layers[:LAYERS])
+    monkeypatch.setattr(transformers_smollm2.config, "num_hidden_layers", LAYERS)
+    facts = saved(transformers_smollm2, replace(facts, num_layers=LAYERS, weight_format=WeightFormat.SAFETENSORS), tmp_path)
     text = Tokenizer.build(resolve("smollm2").tokenizer).encode(PROSE.read_text())
     token_ids = (text * (1 + CHECKED[-1] // len(text)))[: CHECKED[-1] + 1]
     with torch.inference_mode():

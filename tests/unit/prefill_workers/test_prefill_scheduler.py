@@ -12,6 +12,7 @@ from configs.model_files.kv_window import WHOLE, KvWindow
 from configs.schema import PrefillConfig
 from engine.memory.prefix_cache import PrefixCache
 from prefill_workers.scheduler import PlannedChunk, PrefillScheduler, Prompt
+from tests.unit.counted_keys import CountedKeys
 
 BLOCK_SIZE = 4
 OVERTAKEN = 2
@@ -347,6 +348,20 @@ def test_nothing_is_shared_before_it_is_computed_or_across_salts() -> None:
     added(scheduler, range(9), salt="other")
     added(scheduler, range(9))
     assert [chunk.start for chunk in step(scheduler)] == [0, 8], "cached although its owner was cancelled; salts share nothing"
+
+
+def test_a_step_of_a_long_prompt_touches_only_the_keys_of_its_blocks() -> None:
+    scheduler = PrefillScheduler(PrefixCache(2000), BLOCK_SIZE, steps_of(16))
+    [prompt] = added(scheduler, range(4000))
+    step(scheduler)
+    prompt.keys = keys = CountedKeys(prompt.keys)
+    reads = []
+    while not (plan := step(scheduler))[0].last:
+        reads.append(keys.reads)
+        keys.reads = 0
+    assert set(reads) == {16 // BLOCK_SIZE}
+    assert [chunk.end for chunk in plan] == [4000]
+    assert keys.reads == len(keys), "at its end what was evicted meanwhile is known again"
 
 
 def test_a_prompt_leaves_blocks_into_which_others_grow() -> None:

@@ -27,7 +27,7 @@ from protocol.cluster_view import (
     WorkerInfo,
     WorkerState,
 )
-from protocol.messages import Role
+from protocol.messages import Duty, Role
 from router.access.meter import Meter
 from router.access.rates import RateStore
 from router.access.usage.noting import UsageNotes
@@ -49,7 +49,7 @@ class ScriptedController:
         self.routers: list[int | None] = []
         """How many each wish was for."""
         self.drained: list[tuple[str, bool]] = []
-        self.flipped: list[tuple[str, Role]] = []
+        self.flipped: list[tuple[str, Duty]] = []
         self.open_requests: dict[str, int] = {}
         self.observed: list[RouterObservation] = []
         self.autoscaled: list[str | None] = []
@@ -80,10 +80,10 @@ class ScriptedController:
             raise ConnectionError("the controller is gone")
         self.drained.append((worker_id, restart))
 
-    async def flip(self, worker_id: str, role: Role) -> None:
+    async def flip(self, worker_id: str, duty: Duty) -> None:
         if self.away:
             raise ConnectionError("the controller is gone")
-        self.flipped.append((worker_id, role))
+        self.flipped.append((worker_id, duty))
 
     async def observe(self, seen: RouterObservation) -> None:
         self.observed.append(seen)

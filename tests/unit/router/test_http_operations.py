@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from configs.schema import HttpConfig
 from protocol.errors import UnavailableError
-from protocol.messages import Role
+from protocol.messages import Duty, Role
 from router.app import create_app
 
 Run = Callable[..., None]
@@ -134,8 +134,11 @@ def test_flip_reaches_the_controller(run_cluster: Run) -> None:
     async def test(cluster: Any) -> None:
         response = await cluster.http.post("/admin/flip", json={"worker_id": "decode-0", "role": "prefill"})
         assert response.json() == {"worker_id": "decode-0", "role": "prefill"}
-        assert cluster.controller.flipped == [("decode-0", Role.PREFILL)]
-        for wrong, named in (({"role": "prefill"}, "worker_id"), ({"worker_id": "decode-0", "role": "both"}, "role")):
+        assert cluster.controller.flipped == [("decode-0", Duty.PREFILL)]
+        both = {"worker_id": "decode-0", "role": "both"}
+        assert (await cluster.http.post("/admin/flip", json=both)).json() == both
+        assert cluster.controller.flipped[1:] == [("decode-0", Duty.BOTH)]
+        for wrong, named in (({"role": "prefill"}, "worker_id"), ({"worker_id": "decode-0", "role": "all"}, "role")):
             refused = await cluster.http.post("/admin/flip", json=wrong)
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, named)
         cluster.controller.away = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from cluster.commands.lib.key_file import add_key
 from configs.schema import HttpConfig
-from protocol.cluster_view import ClusterView
+from protocol.cluster_view import ClusterView, WorkerState
 from protocol.messages import Role
 
 Run = Callable[..., None]
@@ -51,6 +52,14 @@ def test_a_role_that_sleeps_by_decision_is_ready_and_one_that_is_missing_is_not(
         assert status["wanted"] == {"prefill": 0, "decode": 1}
         assert status["routers"] == {"wanted": 3, "ready": 1}
         change_view(cluster, wanted={Role.PREFILL: 1, Role.DECODE: 1})
+        await cluster.until(lambda: cluster.router.ready_problem() == "no prefill worker is ready")
+        [decode] = cluster.controller.view.workers
+        change_view(cluster, workers=(replace(decode, both=True, term=1),))
+        await cluster.until(lambda: cluster.router.ready_problem() is None)
+        [row] = (await cluster.http.get("/admin/status")).json()["workers"]
+        assert row["role"] == "both"
+        starting = replace(decode, both=True, epoch=2, ref=None, state=WorkerState.STARTING, quick_ends=1)
+        change_view(cluster, workers=(starting,), wanted={Role.PREFILL: 0, Role.DECODE: 1})
         await cluster.until(lambda: cluster.router.ready_problem() == "no prefill worker is ready")
 
     run_cluster(test, prefill=0, decode=0)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.loader import load_config
+from configs.profiles import DecodeTime
 from configs.step_times import Line
 from loadtest.datasets import Lengths, TraceRow
 from protocol.errors import InvalidRequestError
@@ -87,6 +88,23 @@ def test_the_laptops_profile_is_near_its_points() -> None:
         base, token = profile.decode_step(step.batch)
         outside = profile.overheads.step_s + profile.overheads.output_s * step.batch
         assert base + token * step.batch * step.context - outside == pytest.approx(step.seconds, rel=0.35)
+
+
+def test_as_many_tokens_are_guessed_as_pay() -> None:
+    """A step of n rows takes 10 + n seconds, and 1/1024 s for a token of context."""
+    times = tuple(DecodeTime(batch=n, context=c, seconds=10 + n + n * c / 1024) for n in (1, 64) for c in (256, 1024))
+    laptop = Profile.load(LAPTOP)
+    outside = laptop.overheads.model_copy(update={"step_s": 0.0, "output_s": 0.5})
+    flat = laptop.model_copy(update={"slowdown": Slowdowns(), "overheads": outside, "decode": times})
+    profile = Profile.model_validate(flat.model_dump() | {"acceptance": 0.5})
+    assert profile.decode_step(1) == pytest.approx((0.5 + 11, 1 / 1024))
+    assert profile.decode_step(1, most_guesses=1) == pytest.approx((0.5 + 12 / 1.5, 1 / 1024 / 1.5))
+    best = min((11 + guesses) / (2 - 0.5**guesses) for guesses in range(9))
+    assert profile.decode_step(1, most_guesses=8)[0] == pytest.approx(0.5 + best)
+    assert profile.decode_step(60, most_guesses=8) == profile.decode_step(60), "a row costs more than its half of a token"
+    assert profile.decode_step(60, most_guesses=1, context=10**6)[1] < 1 / 1024, "but less than to read so much context anew"
+    never = profile.model_copy(update={"acceptance": 0.0})
+    assert never.decode_step(4, most_guesses=8) == never.decode_step(4)
 
 
 def test_a_slowdown_is_of_the_engines_alone() -> None:

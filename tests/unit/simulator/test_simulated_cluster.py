@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from configs.loader import load_config
+from configs.speculation.config import SpeculativeConfig
 from simulator.clock import Clock
 from simulator.cluster import Cluster, Shape, simulate
 from simulator.profile import Overheads, Slowdown, Slowdowns
@@ -227,3 +228,17 @@ def test_nobody_waits_longer_than_the_limit() -> None:
     refused = [request for request in ended if request.error is not None]
     assert len(ended) == 20
     assert refused
+
+
+def test_guessed_tokens_make_answers_faster_where_rows_are_left() -> None:
+    """All are right, and a row costs nothing: a lone stream has four tokens of each step, and four streams fill the rows."""
+    right = profile(OVERHEADS.model_copy(update={"output_s": 0.0})).model_copy(update={"acceptance": 1.0})
+    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=8)
+    guessing = config().model_copy(update={"speculative_config": speculative})
+    for count, faster in ((1, 4), (4, 1)):
+        times = []
+        for cluster in (config(), guessing):
+            requests = made([(0.0, 16, 80, False)] * count)
+            simulate(requests, Shape(1, 1), cluster, right)
+            times.append(sum(request.last_at - request.first_at for request in requests))
+        assert times[0] / times[1] == pytest.approx(faster, rel=0.1)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from protocol.cluster_view import WorkerState
-from protocol.messages import Brought, DecodeLoad, GpuReport, LoadReport, Role, TierReport
+from protocol.messages import Brought, DecodeLoad, Duty, GpuReport, LoadReport, Role, TierReport
 from telemetry.cluster_metrics import ClusterSample, WorkerSample
 from telemetry.metrics import MOST_TENANTS, OTHERS, Metrics
 from tests.unit.load_reports import load_report
@@ -50,7 +50,7 @@ def read(metrics: Metrics) -> dict[tuple[str, tuple[str, ...]], float]:
 
 
 def test_workers_are_read_at_scrape_time() -> None:
-    samples = [WorkerSample("d0", Role.DECODE, WorkerState.READY, 2, 1, None)]
+    samples = [WorkerSample("d0", Duty.DECODE, WorkerState.READY, 2, 1, None)]
     metrics = Metrics("m", lambda: ClusterSample(samples, {Role.DECODE: 2}))
     before = read(metrics)
     assert before["tandem:workers_wanted", ("decode",)] == 2
@@ -59,7 +59,7 @@ def test_workers_are_read_at_scrape_time() -> None:
     assert before["tandem:workers_leaving", ("decode",)] == 0
     assert before["tandem:worker_restarts_total", ("decode", "d0")] == 2
     assert ("tandem:num_requests_running", ("decode", "d0")) not in before, "unknown is not zero"
-    samples[:] = [WorkerSample("d0", Role.DECODE, WorkerState.READY, 2, 1, REPORT, leaves=True)]
+    samples[:] = [WorkerSample("d0", Duty.DECODE, WorkerState.READY, 2, 1, REPORT, leaves=True)]
     after = read(metrics)
     assert after["tandem:workers_leaving", ("decode",)] == 1
     assert after["tandem:num_requests_running", ("decode", "d0")] == 3
@@ -77,7 +77,7 @@ def test_workers_are_read_at_scrape_time() -> None:
     tier = TierReport("memory", 7, 7000, 5, 1, 2, 3, 4, 5000, 600)
     samples[:] = [
         WorkerSample(
-            "d0", Role.DECODE, WorkerState.READY, 2, 1, replace(REPORT, tiers=(tier,), brought=Brought.of("disk", 80, 0.1))
+            "d0", Duty.DECODE, WorkerState.READY, 2, 1, replace(REPORT, tiers=(tier,), brought=Brought.of("disk", 80, 0.1))
         )
     ]
     tiered = read(metrics)
@@ -94,7 +94,7 @@ def test_gpus_tell_what_is_known_of_them() -> None:
     gpu = GpuReport("GPU-1", 0.5, 7000, 8000, 60, 250.5, 2, None)
     blind = GpuReport("GPU-2", None, None, None, None, None, None, 79)
     report = replace(REPORT, gpus=(gpu, blind))
-    told = read(Metrics("m", lambda: ClusterSample([WorkerSample("d0", Role.DECODE, WorkerState.READY, 0, 0, report)])))
+    told = read(Metrics("m", lambda: ClusterSample([WorkerSample("d0", Duty.DECODE, WorkerState.READY, 0, 0, report)])))
     of_gpus = {key: value for key, value in told.items() if key[0].startswith("tandem:gpu_")}
     assert of_gpus == {
         ("tandem:gpu_utilization", ("GPU-1", "decode", "d0")): 0.5,

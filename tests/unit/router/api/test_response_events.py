@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import given
@@ -14,6 +15,7 @@ from pydantic import TypeAdapter
 from protocol.errors import OverloadedError, WorkerLostError
 from router.api.responses.body import LOGPROBS, ResponsesBody
 from router.api.responses.builder import ResponseBuilder
+from router.dispatch.journal import Guesses
 from router.request.answer import Delta, Finish, TextLogprob, TextLogprobs, TokenText
 from router.text.tool_calls import ToolCallDelta
 
@@ -89,6 +91,16 @@ def test_logprobs_of_a_message_are_all_there_once(said: list[str], calls: bool) 
         assert len(told) <= len(said), "what spells a call is no text"
     else:
         assert len(told) == len(deltas)
+
+
+def test_guessed_tokens_are_told_to_who_asks() -> None:
+    for asked in (False, True):
+        body = ResponsesBody(model="m", input="i", include_predictions=asked)
+        builder = ResponseBuilder("x", "m", body, 5)
+        builder.push(replace(delta("a"), guesses=Guesses(4, 3)))
+        builder.push(replace(delta("b", finish="stop"), guesses=Guesses(2, 0)))
+        predicted = {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 3} if asked else {}
+        assert builder.response["usage"]["output_tokens_details"] == {"reasoning_tokens": 0} | predicted
 
 
 def test_a_rate_limit_on_the_way_is_called_one() -> None:

@@ -123,6 +123,11 @@ def test_nothing_happens_while_nothing_changes() -> None:
             worker("decode-0", role="prefill"),
             ("note", "decode-0 is a prefill worker now, and was a decode worker"),
         ),
+        (
+            worker("decode-0"),
+            worker("decode-0", role="both"),
+            ("note", "decode-0 is a worker of both roles now, and was a decode worker"),
+        ),
     ],
 )
 def test_what_becomes_of_a_worker(before: dict[str, Any], after: dict[str, Any], event: tuple[str, str]) -> None:
@@ -137,6 +142,8 @@ def test_a_change_of_size_is_the_reason_of_what_follows() -> None:
         ("note", "decode-1 drains: 1 worker of its role is wanted"),
     ]
     assert told(smaller, status(worker("decode-0"), prefill=1)) == [("note", "decode-1 is gone; it was draining")]
+    routers = {"routers": {"wanted": 3, "ready": 1}}
+    assert told(before | {"routers": {"wanted": 1, "ready": 1}}, before | routers) == [("note", "3 routers wanted")]
     larger = status(worker("decode-0"), worker("decode-1"), unheard("decode-2"), prefill=1)
     assert told(before, larger) == [("note", "decode: 3 workers wanted, before 2"), ("note", "decode-2 starts")]
 

@@ -286,6 +286,45 @@ def test_the_pair_says_what_is_missing_and_what_is_overtaken() -> None:
     assert (colocated.computes, colocated.here, colocated.num_missing, colocated.ahead) == ("a", True, 32, False)
 
 
+def both_of(*names: str, busy: dict[str, int] | None = None, prefill: At | None = None) -> PairSearch:
+    """Workers that do both, with so many prompt tokens of this router each, and perhaps one prefill worker."""
+    prefills, decodes = PrefillRanking(), DecodeRanking()
+    for number, name in enumerate(names):
+        prompts = At((("other", (busy or {}).get(name, 0)),) if name in (busy or {}) else ()).outstanding()
+        load = WorkerLoad(name, decode_report(name, reservable_blocks=99 - number), Outstanding(), prompts)
+        prefills.put(load)
+        decodes.put(load)
+    if prefill is not None:
+        outstanding = prefill.outstanding()
+        prefills.put(WorkerLoad("prefill-0", None, outstanding, outstanding))
+    return PairSearch(FRESH, prefills, decodes, PairTerms("always", PREFILL_WINDOW, DECODE_WINDOW))
+
+
+@pytest.mark.parametrize(
+    ("search", "computes"),
+    [
+        (both_of("a"), "a"),
+        (both_of("a", "b"), "a"),
+        (both_of("a", "b", busy={"b": 20}), "a"),
+        (both_of("a", "b", busy={"a": 20}), "b"),
+        (both_of("a", "b", busy={"a": 20, "b": 20}), "a"),
+        (both_of("a", prefill=At()), "a"),
+        (both_of("a", busy={"a": 20}, prefill=At()), "prefill-0"),
+        (both_of("a", prefill=At(queued=300)), "a"),
+    ],
+)
+def test_a_worker_of_both_roles_is_chosen_as_either_and_hands_nothing_over_to_itself(search: PairSearch, computes: str) -> None:
+    """`a` has the most room. It computes the prompt if none has fewer tokens to compute before."""
+    question = search.next_decode(ALONE)
+    assert question is not None
+    assert (question.worker_id, question.own_tokens) == ("a", 1), "it may compute the prompt, and wants its last logits"
+    load = search._decodes.find("a")
+    assert load is not None
+    pair = search.pair(load, 0, ALONE)
+    assert pair is not None
+    assert (pair.computes, pair.here) == (computes, computes == "a")
+
+
 WORKERS: Sequence[At] = (At(), At(queued=300), FULL, FULL_OF_MINE, At(refused=True))
 
 

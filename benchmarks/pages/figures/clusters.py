@@ -1,0 +1,192 @@
+"""Figures of clusters: failures, caches, and clusters that grow."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.pages.figure import Figure, at_least, at_most
+
+Result = Mapping[str, Any]
+_SOURCES = {"peer": ("another worker's pool", 0.3), "memory": ("the memory tier", 0.3), "disk": ("the disk tier", 0.4)}
+
+
+def kills(result: Result, kind: str) -> Sequence[Figure]:
+    """All kinds of requests together."""
+    runs = result["runs"]
+    exact = sum(run["exact"] for run in runs) / sum(run["streams"] for run in runs)
+    return [
+        Figure("share of streams with the undisturbed tokens", exact, digits=4, goal=at_least(1)),
+        Figure("decode workers killed", sum(run["kills"] for run in runs), digits=0, goal=at_least(200)),
+        Figure("longest gap of a stream", max(max(run["longest_gaps_s"]) for run in runs), "s"),
+    ]
+
+
+def node_faults(result: Result, kind: str) -> Sequence[Figure]:
+    """All faults together."""
+    runs = result["runs"]
+    exact = sum(run["exact"] for run in runs) / sum(run["streams"] for run in runs)
+    return [
+        Figure("share of streams with the undisturbed tokens", exact, digits=4, goal=at_least(1)),
+        Figure("faults", sum(run["faults"] for run in runs), digits=0),
+        Figure("longest gap of a stream", max(max(run["longest_gaps_s"]) for run in runs), "s", 1),
+    ]
+
+
+def migration(result: Result, kind: str) -> Sequence[Figure]:
+    """In the default type."""
+    rounds = result["rounds"]["bfloat16"]
+    return [
+        Figure(
+            "streams with the same tokens", sum(each["exact"] for each in rounds), f"of {len(rounds) * result['streams']}", 0
+        ),
+        Figure("a drain takes, median", statistics.median(each["drained_s"] for each in rounds), "s"),
+        Figure("longest gap of a stream", max(max(each["pause_s"]) for each in rounds), "s"),
+    ]
+
+
+def paced_kills(result: Result, kind: str) -> Sequence[Figure]:
+    """Nothing may be wrong."""
+    return [
+        Figure("minutes of faults", result["minutes"], digits=0, goal=at_least(20)),
+        Figure(f"wrong answers, of {result['requests']:,}", result["wrong"], digits=0, goal=at_most(0)),
+        Figure("failed requests", sum(result["failures"].values()), digits=0, goal=at_most(0)),
+        Figure("leaks found by the audit", len(result["leaks"]), digits=0, goal=at_most(0)),
+    ]
+
+
+def chaos(result: Result, kind: str) -> Sequence[Figure]:
+    """Whether anything went wrong."""
+    return [
+        Figure("faults", sum(result["faults"].values()), digits=0),
+        Figure("problems", len(result["problems"]), digits=0, goal=at_most(0)),
+        Figure("minutes", result["seconds"] / 60, digits=0),
+    ]
+
+
+def cut_streams(result: Result, kind: str) -> Sequence[Figure]:
+    """What clients leave behind."""
+    return [
+        Figure("leaks found by the audit", len(result["leaks"]), digits=0, goal=at_most(0)),
+        Figure("growth of a process's memory, most", 100 * max(result["growth"].values()), "%", 1, goal=at_most(5)),
+    ]
+
+
+def handoff(result: Result, kind: str) -> Sequence[Figure]:
+    """What a first token waits for its handoff, over each transport."""
+    figures = []
+    for name, found in result["first_tokens"].items():
+        exposed = [one - other for one, other in zip(found["handoff_s"], found["alone_s"], strict=True)]
+        figures.append(Figure(f"a first token comes later, {name}, median", 1e3 * statistics.median(exposed), "ms", 1))
+    return figures
+
+
+def cache_routing(result: Result, kind: str) -> Sequence[Figure]:
+    """By cache and load, beside load alone and what any cache could have."""
+    cache, load = result["runs"]["cache"], result["runs"]["load"]
+    bound = result["bounds"]["one cache as large as all pools of prefill workers"]
+    return [
+        Figure("cached tokens, by cache / by load alone", cache["hit_share"] / load["hit_share"], goal=at_least(3.5)),
+        Figure("cached tokens / the bound for pools of this size", cache["hit_share"] / bound, goal=at_least(0.85)),
+        Figure("TTFT p99, by cache / by load alone", cache["ttft_p99_s"] / load["ttft_p99_s"]),
+        Figure("requests in time", 100 * cache["in_time"], "%", 1),
+    ]
+
+
+def cache_simulation(result: Result, kind: str) -> Sequence[Figure]:
+    """The share of the gap between load alone and one ideal cache that is closed."""
+    closed = result["gap_closed"].get("tier", {})
+    return [
+        Figure(f"gap to one ideal cache closed, {name}", 100 * value, "%", 0, goal=at_least(80))
+        for name, value in closed.items()
+    ]
+
+
+def cache_sources(result: Result, kind: str) -> Sequence[Figure]:
+    """What bringing a prompt's KV takes of computing it."""
+    figures = []
+    for source, (name, goal) in _SOURCES.items():
+        run = result["runs"][source]
+        ratio = statistics.median(run["brought_s"]) / statistics.median(run["computed_s"])
+        figures.append(Figure(f"TTFT from {name} / computed", ratio, digits=3, goal=at_most(goal)))
+    return figures
+
+
+def cached_chats(result: Result, kind: str) -> Sequence[Figure]:
+    """Of what could be cached."""
+    shares = result["shares"]
+    return [
+        Figure("cached, of what could be, by cache", 100 * statistics.median(shares["cache"]), "%", 1, goal=at_least(90)),
+        Figure("the same by load alone", 100 * statistics.median(shares["load"]), "%", 1),
+    ]
+
+
+def cache_index(result: Result, kind: str) -> Sequence[Figure]:
+    """Its size, and the choice of a pair."""
+    slowest = max(each["p99"] for each in result["choice_us"].values())
+    return [
+        Figure("lookup and choice, p99 of the slowest kind", slowest, "µs", 0, goal=at_most(200)),
+        Figure("bytes of a block", result["bytes_per_block"], digits=0, goal=at_most(64)),
+    ]
+
+
+def prefix_cache(result: Result, kind: str) -> Sequence[Figure]:
+    """Of 1,024 tokens 960 are cached."""
+    ratio = statistics.median(result["cached_s"]) / statistics.median(result["uncached_s"])
+    return [Figure("TTFT of 1,024 tokens, 960 of them cached / none", ratio)]
+
+
+def paced(result: Result, kind: str) -> Sequence[Figure]:
+    """Its start and its memory."""
+    return [
+        Figure("32 paced workers are ready after", result["ready_s"], "s", 1, goal=at_most(30)),
+        Figure("memory after the loads", result["memory_after"] / 2**30, "GiB", goal=at_most(4)),
+    ]
+
+
+def autoscale(result: Result, kind: str) -> Sequence[Figure]:
+    """Both scenes."""
+    figures = []
+    for scene, name in (("hour", "Azure's hour"), ("day", "a synthetic day")):
+        if scene not in result:
+            continue
+        run = result[scene]["runs"]["autoscaler"]
+        figures += [
+            Figure(f"{name}: requests in time", 100 * run["attainment"], "%", 1, goal=at_least(95)),
+            Figure(f"{name}: worker-hours / the oracle's", run["beside_oracle"], goal=at_most(1.2)),
+        ]
+        if scene == "day":
+            turns = sum(run["turns"].values())
+            figures.append(Figure(f"{name}: changes of direction, both roles", turns, digits=0, goal=at_most(6)))
+    return figures
+
+
+def scale(result: Result, kind: str) -> Sequence[Figure]:
+    """The largest cluster."""
+    row = result["rows"][-1]
+    return [
+        Figure(f"simulated requests with {row['workers']:,} workers", row["requests"], digits=0, goal=at_least(10_000_000)),
+        Figure("of these lost", row["requests"] - row["answered"] - row["refused"], digits=0, goal=at_most(0)),
+        Figure("choice of a pair, p99", row["choice_us_p99"], "µs", 0),
+    ]
+
+
+EXTRACT = {
+    "kills": kills,
+    "node_faults": node_faults,
+    "migration": migration,
+    "paced_kills": paced_kills,
+    "chaos": chaos,
+    "cut_streams": cut_streams,
+    "handoff": handoff,
+    "cache_routing": cache_routing,
+    "cache_simulation": cache_simulation,
+    "cache_sources": cache_sources,
+    "cached_chats": cached_chats,
+    "cache_index": cache_index,
+    "prefix_cache": prefix_cache,
+    "paced": paced,
+    "autoscale": autoscale,
+    "scale": scale,
+}

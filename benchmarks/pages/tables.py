@@ -1,0 +1,269 @@
+"""The tables of README and docs that are made of results: a function for each, by the name in the page's markers.
+
+A table's lines are made for a page in some folder, so that links lead to the results from there. Where a table has no column
+for commits, a line under it names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.lib.slo import PAIRS
+from benchmarks.pages.figures import engines, servers
+from benchmarks.pages.history import History
+from benchmarks.pages.markers import MARK
+from benchmarks.pages.results import Result
+from benchmarks.speculation import predicted
+from benchmarks.suite.catalogue import PARTS
+
+UNDER = 0.25
+"""The lowest rate, in requests/s, that goodput looks at: what is not good there is under it."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a table is made of: the results by name, and how their files are reached from the page."""
+
+    results: Mapping[str, Result]
+    history: History
+    folder: str
+    """The way from the page to the folder of the results, with a slash behind it."""
+
+    def data(self, name: str) -> Mapping[str, Any]:
+        """Return the JSON of a result."""
+        return self.results[name].data
+
+    def link(self, name: str, text: str = "") -> str:
+        """Return a link to a result's page."""
+        return f"[{text or name}]({self.folder}{name}.md)"
+
+    def commit(self, name: str, commits: Sequence[str] = ()) -> str:
+        """Return a link that says a result's commits, or those of it that matter, with the mark of their age behind it."""
+        result = self.results[name]
+        shown = commits or result.commits
+        named = ", ".join(commit[:7] + ("+changes" if "+" in commit else "") for commit in shown)
+        mark = MARK[self.history.age(shown, result.part.exercises)]
+        return f"{self.link(name, named)}{f', {mark}' if mark else ''}"
+
+    def origin(self, *names: str, commits: Sequence[str] = ()) -> list[str]:
+        """Return the lines under a table that say where its figures are from."""
+        links = "; ".join(self.commit(name, commits) for name in names)
+        return ["", f"{'Commit' if len(names) + len(commits) == 1 else 'Commits'} {links}"]
+
+
+def figures(source: Source) -> list[str]:
+    """README's: where Tandem is ahead of vLLM, and where it loses."""
+    amd, xeon = "AMD EPYC, 2 cores", "**Intel Xeon with AMX**"
+    rates = servers.rates(source.data("throughput_avx512_bf16"))
+    xeon_rates = servers.rates(source.data("throughput_xeon"))
+    goodput, gaps = source.data("goodput_avx512_bf16"), source.data("interference_avx512_bf16")
+    chats = [servers.goodput_of(goodput, "azure-conversation", name) for name in ("tandem-auto", servers.VLLM)]
+    code = [servers.goodput_of(goodput, "azure-code", name) for name in ("tandem-auto", servers.VLLM)]
+    p99 = [servers.median_of(gaps, name, "itl_p99_ms") for name in ("tandem", servers.VLLM)]
+    load = "16 streams, 256 tokens in, 128 out"
+    conversations = "goodput¹, Azure's conversations, `--disaggregation auto`"
+    throughput, interference = (source.commit(f"{name}_avx512_bf16") for name in ("throughput", "interference"))
+    of_chats, of_code = (
+        source.commit("goodput_avx512_bf16", _commits(goodput, workload)) for workload in ("azure-conversation", "azure-code")
+    )
+    rows = [
+        (load, amd, *(f"{rates[name]:.0f} tokens/s" for name in ("tandem:256", servers.VLLM)), throughput),
+        (conversations, amd, *(f"{_rate(each)} req/s" for each in chats), of_chats),
+        ("p99 gap of 8 streams when long prompts² arrive", amd, *(f"{each:.0f} ms" for each in p99), interference),
+        ("goodput¹, Azure's code: long prompts, short answers", amd, *(f"{_rate(each)} req/s" for each in code), of_code),
+        (
+            load,
+            xeon,
+            *(f"**{xeon_rates[name]:.0f} tokens/s**" for name in ("tandem", "vllm")),
+            source.commit("throughput_xeon"),
+        ),
+    ]
+    return [
+        "| what | hardware | Tandem | vLLM | commit |",
+        "|---|---|---|---|---|",
+        *(f"| {' | '.join(row)} |" for row in rows),
+    ]
+
+
+def _commits(goodput: Mapping[str, Any], *workloads: str) -> list[str]:
+    """The commits at which these workloads were measured for the systems that tables show."""
+    entries = [each for each in goodput["entries"] if each["system"] in GOODPUT_SYSTEMS and each["workload"] in workloads]
+    return sorted({entry["environment"]["commit"] for entry in entries})
+
+
+def _rate(medians: Sequence[float] | None) -> str:
+    """Goodput within the first pair of limits."""
+    assert medians is not None, "the result has this system"
+    return _shown(medians[0])
+
+
+def _shown(rate: float) -> str:
+    return f"{rate:.2g}" if rate and rate < 1 else f"{rate:.1f}" if rate else f"under {UNDER}"
+
+
+GOODPUT_SYSTEMS = ("tandem", "tandem-auto", servers.VLLM)
+GOODPUT_ROWS = {
+    "azure-conversation": "Azure's conversations, divided by 8",
+    "azure-code": "Azure's code, divided by 8: longer prompts, short answers",
+    "mooncake-conversation": "Mooncake's conversations, divided by 32: very long prompts",
+    "200-in-200-out": "200 tokens in, 200 out",
+}
+
+
+def goodput(source: Source) -> list[str]:
+    """Goodput of all workloads."""
+    name = "goodput_avx512_bf16"
+    data = source.data(name)
+    limits = ", ".join(f"{ttft:,} / {tpot}" for ttft, tpot in PAIRS)
+    lines = [f"| within {limits} ms | Tandem | Tandem, `auto` | vLLM | seeds |", "|---|---|---|---|---|"]
+    for workload, text in GOODPUT_ROWS.items():
+        seeds = {entry["seed"] for entry in data["entries"] if (entry["workload"], entry["system"]) == (workload, "tandem")}
+        cells = [
+            ", ".join(_shown(rate) for rate in servers.goodput_of(data, workload, system) or ()) for system in GOODPUT_SYSTEMS
+        ]
+        lines.append(f"| {text} | {' | '.join(cells)} | {len(seeds)} |")
+    return [*lines, *source.origin(name, commits=_commits(data, *GOODPUT_ROWS))]
+
+
+ENGINE_ROWS = {
+    "prefill 256": "prefill of 256 tokens",
+    "prefill 1024": "prefill of 1,024 tokens",
+    "decode 1 x 256": "decode, one sequence at 256 tokens",
+    "decode 16 x 256": "decode, 16 at 256",
+    "decode 32 x 256": "decode, 32 at 256",
+    "decode 16 x 1024": "decode, 16 at 1,024",
+}
+
+
+def engine(source: Source) -> list[str]:
+    """The engine beside vLLM's and llama.cpp."""
+    names = ("engine_avx512", "engine_avx512_bf16")
+    lines = [
+        "| | Intel Xeon, AMX hidden: vLLM 0.32 (bfloat16), 1 / 2 threads | llama.cpp (Q4_1), 1 / 2 "
+        "| AMD EPYC, AVX-512: vLLM, 1 / 2 | llama.cpp, 1 / 2 |",
+        "|---|---|---|---|---|",
+    ]
+    for case, text in ENGINE_ROWS.items():
+        cells = [
+            " / ".join(f"{ratio:.2f}" for ratio in engines.ratios(source.data(name), peer, case))
+            for name in names
+            for peer in ("vllm", "llama.cpp")
+        ]
+        lines.append(f"| {text} | {' | '.join(cells)} |")
+    return [*lines, *source.origin(*names)]
+
+
+QUALITY_ROWS = {
+    "float32": "float32",
+    "bfloat16, 512 rows a step": "bfloat16",
+    "four bits as stored, 8 rows a step": "four bits as stored, 1 or 8 rows a step",
+    "int8, 8 rows a step": "int8, rounded when loaded",
+    "int4, 8 rows a step": "int4, rounded when loaded",
+}
+
+
+def quality(source: Source) -> list[str]:
+    """Formats of weights, by what they say."""
+    lines = [
+        "| | perplexity | divergence (nats) | mean distance of a token's logprob | same best token |",
+        "|---|---|---|---|---|",
+    ]
+    for key, text in QUALITY_ROWS.items():
+        found = source.data("quality")["figures"][key]
+        cells = [
+            f"{found['divergence']:.5f}",
+            f"{found['mean_logprob_distance']:.4f}",
+            f"{100 * found['same_best_token']:.1f} %",
+        ]
+        lines.append(f"| {text} | {found['perplexity']:.3f} | {' | '.join(cells if key != 'float32' else ['', '', ''])} |")
+    return [*lines, *source.origin("quality")]
+
+
+KV_STEPS = {
+    "decode, 16 x 1,024": "decode, 16 streams of 1,024 tokens",
+    "decode, 1 x 7,900": "decode, one stream of 7,900 tokens",
+    "decode, 16 x 256": "decode, 16 streams of 256 tokens",
+    "decode, 1 x 256": "decode, one stream of 256 tokens",
+    "prefill, 512 after 0": "prefill, 512 tokens at the beginning",
+    "prefill, 512 after 3,584": "prefill, 512 tokens after 3,584",
+}
+
+
+def kv_formats(source: Source) -> list[str]:
+    """Steps with KV in int8."""
+    lines = ["| step | int8 is so many times as fast as bfloat16 | 95 % interval |", "|---|---|---|"]
+    for step, text in KV_STEPS.items():
+        ratio, low, high = engines.step_gain(source.data("kv_formats_avx512_bf16"), step)
+        lines.append(f"| {text} | {ratio:.2f} | {low:.2f} to {high:.2f} |")
+    return [*lines, *source.origin("kv_formats_avx512_bf16")]
+
+
+def kv_quality(source: Source) -> list[str]:
+    """What KV in int8 costs in quality."""
+    lines = ["| computed in | positions | perplexity | divergence (nats) | same best token |", "|---|---|---|---|---|"]
+    found = source.data("kv_quality")["distributions"]
+    plain, quantized = "bfloat16", "bfloat16, KV in int8"
+    for positions in found[plain]:
+        for name in (plain, quantized):
+            row = found[name][positions]
+            best = f"{100 * row['same_best_token']:.1f} %"
+            lines.append(f"| {name} | {positions} | {row['perplexity']:.2f} | {row['divergence']:.5f} | {best} |")
+    return [*lines, *source.origin("kv_quality")]
+
+
+SPECULATION_ROWS = {"copy x 1": "1 that copies", "copy x 8": "8 that copy", "random x 8": "8 with random text"}
+
+
+def speculation(source: Source) -> list[str]:
+    """Guesses with one thread."""
+    found = source.data("speculation_avx512_bf16")["threads"]["1"]
+    lines = ["| requests | times as fast | predicted from rows and acceptance |", "|---|---|---|"]
+    for workload, text in SPECULATION_ROWS.items():
+        gain, low, high = engines.speculation_gain(found, workload)
+        between = f", between {low:.2f} and {high:.2f}" if workload.startswith("random") else ""
+        lines.append(f"| {text} | {gain:.2f}{between} | {predicted(dict(found), workload):.2f} |")
+    return [*lines, *source.origin("speculation_avx512_bf16")]
+
+
+SCENES = {"hour": "Azure's hour in ten minutes, a minute of it with five times the load", "day": "a synthetic day"}
+RULES = {"autoscaler": "autoscaler", "queue depth": "queue depth", "most": "sizes of the peak, always"}
+
+
+def autoscale(source: Source) -> list[str]:
+    """The autoscaler beside other rules."""
+    lines = ["| scene | rule | in time | worker-hours / oracle's | turns of prefill, decode |", "|---|---|---|---|---|"]
+    for scene, text in SCENES.items():
+        for rule, name in RULES.items():
+            run = source.data("autoscale")[scene]["runs"][rule]
+            turns = "" if rule == "most" else ", ".join(str(number) for number in run["turns"].values())
+            head = f"{text} " if rule == "autoscaler" else ""
+            lines.append(f"| {head}| {name} | {100 * run['attainment']:.1f} % | {run['beside_oracle']:.2f} | {turns} |")
+    return [*lines, *source.origin("autoscale")]
+
+
+def catalogue(source: Source) -> list[str]:
+    """All questions, with their commands and results."""
+    lines = ["| question | command | results |", "|---|---|---|"]
+    named: set[str] = set()
+    for part in PARTS:
+        if part.result not in named:
+            results = [result for result in source.results.values() if result.part.result == part.result]
+            links = ", ".join(source.link(result.name, result.name) for result in results)
+            lines.append(f"| {part.question} | `{part.command}` | {links} |")
+        named.add(part.result)
+    return lines
+
+
+TABLES: dict[str, Callable[[Source], list[str]]] = {
+    "figures": figures,
+    "goodput": goodput,
+    "engine": engine,
+    "quality": quality,
+    "kv-formats": kv_formats,
+    "kv-quality": kv_quality,
+    "speculation": speculation,
+    "autoscale": autoscale,
+    "catalogue": catalogue,
+}
