@@ -45,7 +45,8 @@ class Ledger:
     `clock` gives monotonic seconds. `on_committed` is called when a ticket may be attached, `on_failed` when one is aborted or
     expired, and `on_settled` when a ticket's blocks are free again. `on_released` gets the keys and the salt of blocks that a
     ticket no longer has. `ids` has the tickets' ids, where others take some of them, too. A step computes up to `step_tokens`
-    of a sequence, whose tokens see what their `window` leaves them.
+    of a sequence, whose tokens see what their `window` leaves them. `beside` says, where there is a window, how many blocks
+    have to stay free for prompts that are computed for others, if a ticket takes the cached blocks of these keys.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Ledger:
         *,
         window: KvWindow = WHOLE,
         step_tokens: int = 0,
+        beside: Callable[[Sequence[bytes]], int] = lambda _: 0,
     ) -> None:
         self._cache = cache
         self._tables = BlockTables(cache, block_size, window, step_tokens)
@@ -73,6 +75,7 @@ class Ledger:
         self._on_failed = on_failed
         self._on_settled = on_settled
         self._on_released = on_released
+        self._beside = beside
         self._entries: dict[int, TicketEntry] = {}
         self._ids = itertools.count(1) if ids is None else ids
         self.cache_queries = 0
@@ -98,13 +101,24 @@ class Ledger:
 
     @property
     def num_free(self) -> int:
-        """KV blocks that nobody owns."""
-        return self._cache.num_free
+        """KV blocks that nobody owns, and that tickets may take."""
+        return self._cache.num_free - self._kept()
 
     @property
     def num_holders(self) -> int:
         """Tickets that hold blocks, of which each may soon want another one."""
         return sum(bool(entry.block_table) for entry in self._entries.values() if not entry.state.final)
+
+    @property
+    def growth(self) -> int:
+        """Blocks that tickets will soon want: one for each that holds some, or all that it may once have at a time, where it
+        gives others back.
+        """
+        if not self._tables.windowed:
+            return self.num_holders
+        holders = (entry for entry in self._entries.values() if entry.block_table and not entry.state.final)
+        most = ((self.blocks_at_once(len(each.token_ids) + each.max_tokens), each.block_table.num_owned) for each in holders)
+        return sum(max(0, at_once - owned) for at_once, owned in most)
 
     def fits(self, num_tokens: int, max_tokens: int) -> bool:
         """Whether the whole pool could hold what is seen of a prompt of `num_tokens` and its answer, whose last token needs no
@@ -232,13 +246,13 @@ class Ledger:
         self._on_committed(entry)
         return True
 
-    def want(self, ticket_id: int, wanted: bool) -> None:
-        """Tell whether another worker waits for what an attached ticket's blocks hold: then it keeps also what is not seen any
-        more. No effect on one that is gone.
+    def want(self, ticket_id: int, start: int | None) -> None:
+        """Tell from which token on another worker waits for an attached ticket's KV: that is kept though it is not seen any
+        more, until nobody waits for it (None), or the ticket is preempted. No effect on one that is gone.
         """
         entry = self.find(ticket_id)
         if entry is not None:
-            entry.wanted = wanted
+            entry.wanted_from = start
 
     def begin_send(self, ticket_id: int) -> None:
         """Tell that an attached ticket's blocks are read for another worker. They stay the ticket's until `end_send`."""
@@ -299,9 +313,14 @@ class Ledger:
         Called between two steps. Blocks that nobody reads when the first `computed` tokens have been computed are given back.
         """
         entry = self._attached(ticket_id)
-        if not (entry.sending or entry.wanted):
-            self._tables.give_up(entry.block_table, self._window.kept_from(computed) // self._block_size, entry.keys)
-        return self._tables.lengthen(entry.block_table, self.blocks_for(num_tokens))
+        if not entry.sending:
+            kept_from = self._window.kept_from(computed)
+            if entry.wanted_from is not None:
+                kept_from = min(kept_from, entry.wanted_from)
+            self._tables.give_up(entry.block_table, kept_from // self._block_size, entry.keys)
+        length = self.blocks_for(num_tokens)
+        missing = length - len(entry.block_table)
+        return missing <= 0 or (missing <= self.num_free and self._tables.lengthen(entry.block_table, length))
 
     def begins_at(self, ticket_id: int) -> int:
         """Position of the first token whose KV an attached ticket has."""
@@ -331,6 +350,7 @@ class Ledger:
         assert not entry.quarantined, "blocks are in use"
         self._release(entry)
         entry.block_table.empty()
+        entry.wanted_from = None
 
     def readmit(self, ticket_id: int, num_tokens: int, at_most: int, spare: int | None = None) -> int | None:
         """Give a preempted ticket blocks for its tokens, as many as it has at once, if `spare` blocks stay free as beside a new
@@ -428,7 +448,8 @@ class Ledger:
         """
         length = min(length, first + self._tables.at_once(length * self._block_size))
         cached = keys[first:]
-        if self._tables.cost(first, length, cached) > self.num_free - (self.num_holders if spare is None else spare):
+        spare = self.num_holders if spare is None else spare
+        if self._tables.cost(first, length, cached) > self._cache.num_free - self._kept(cached) - spare:
             return None
         table = self._tables.new(first, length, cached)
         assert table is not None, "reservable blocks are free"
@@ -443,10 +464,14 @@ class Ledger:
             return False
         token_ids = entry.token_ids + added
         length = self.blocks_for(reserved_tokens(len(token_ids), max_tokens, self._block_size))
-        if not self._tables.move(entry.block_table, entry.unseen_tokens // self._block_size, length, entry.keys):
+        first = entry.unseen_tokens // self._block_size
+        if not self._tables.move(entry.block_table, first, length, entry.keys, self._kept()):
             return False
         entry.token_ids, entry.max_tokens = token_ids, max_tokens
         return True
+
+    def _kept(self, shared: Sequence[bytes] = ()) -> int:
+        return self._beside(shared) if self._tables.windowed else 0
 
     def _keys(self, token_ids: Sequence[int], cache_salt: str) -> list[bytes]:
         return block_keys(token_ids, self._block_size, cache_salt)

@@ -90,7 +90,7 @@ class Migrations:
             self._send(router, Failed.from_error(message.call_id, error))
             return
         self._sending[message.ticket_id] = sending
-        self._ledger.want(message.ticket_id, True)
+        self._ledger.want(message.ticket_id, message.target.sent_from)
         self._spawn(self._serve(sending))
 
     def rows(self) -> tuple[SendRow, ...]:
@@ -127,7 +127,7 @@ class Migrations:
                 sending.pair.abort(sending.transfer)
         finally:
             del self._sending[message.ticket_id]
-            self._ledger.want(message.ticket_id, False)
+            self._ledger.want(message.ticket_id, None)
         self._loop.flush()  # all that it has said goes before the news that it has left
         self._send(sending.router, answer)
 

@@ -47,8 +47,8 @@ class TicketEntry:
     """Whether the engine is computing a step that writes into its blocks."""
     sending: bool = False
     """Whether its blocks are read for another worker."""
-    wanted: bool = False
-    """Whether another worker waits for what its blocks hold, so that none is given back although it is not seen any more."""
+    wanted_from: int | None = None
+    """Position of the first token whose KV another worker waits for, so that it is kept although it is not seen any more."""
     filling: bool = False
     """Whether blocks of a tier are being read into its own."""
     mixed: bool = False

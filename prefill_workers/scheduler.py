@@ -7,9 +7,11 @@ all together have at most `saturation_tokens`. From there on a step takes as lon
 would only wait for each other (DistServe's L_m: Zhong et al., OSDI 2024, section 3.1). A prompt is cut at multiples of
 `max_batch_tokens` whatever else is there: where the cuts are decides how sums are rounded, and a request's tokens shall not
 depend on its company. A prompt gets all its blocks when it starts; while there are too few, it and those behind it that have
-none wait, so that a long prompt is never starved by short ones. Where all layers of the model have a sliding window, a prompt
-gets as many as it needs at a time, and gives back what no later token sees. As many are kept for it, so that no two prompts
-wait for each other.
+none wait, so that a long prompt is never starved by short ones.
+
+Where all layers of the model have a sliding window, a prompt gets as many blocks as it needs at a time. From then on it takes
+one for each that it gives back. A block that is shared goes to nobody when it is given back, so for each of these another one
+stays free (`kept`). So a prompt that has started waits for no other prompt, and for no stream.
 
 A prompt of more than eight steps is long, and does not hold up short ones. Every other of its turns goes to prompts behind it
 that need a single step, in their order. If there are none, it goes to the shortest that needs at most eight steps, and at most
@@ -146,6 +148,12 @@ class PrefillScheduler:
         """Number of prompts that hold blocks."""
         return self._held
 
+    def kept(self, shared: Sequence[bytes] = ()) -> int:
+        """Blocks that have to stay free for prompts that have started, if others take the cached blocks of `shared` as well."""
+        if not self._tables.windowed:
+            return 0
+        return sum(self._lacks(prompt, shared) for prompt in self._line + self._ahead)
+
     def fits(self, num_tokens: int, others: int = 0) -> bool:
         """Whether a prompt of this many tokens can ever be computed here while `others` have so many of the blocks."""
         return self._tables.at_once(num_tokens) <= self._cache.num_blocks - others
@@ -241,16 +249,14 @@ class PrefillScheduler:
 
     def _start(self, prompt: Prompt, hit: int) -> bool:
         """Give the prompt its blocks, of which the first `hit` are cached; False if there are too few."""
-        first, most = self._tables.first_block(hit * self._block_size), self._tables.at_once(len(prompt.token_ids))
-        length = min(ceil_div(len(prompt.token_ids), self._block_size), first + most)
+        first, whole = self._tables.first_block(hit * self._block_size), ceil_div(len(prompt.token_ids), self._block_size)
+        length = min(whole, first + self._tables.at_once(len(prompt.token_ids)))
         cached, growth = prompt.keys[first:hit], self._growth()
         if growth is None:
             return False
         cost = self._tables.cost(first, length, cached)
-        if self._tables.windowed:
-            # Who shares a block has none to give back for the one that it needs next, and neither has its owner.
-            cost += 2 * (length - first - cost) + sum(map(self._lacks, self._line + self._ahead))
-        if cost > self._cache.num_free - growth:
+        later = 0 if length == whole else length - first - cost  # what it gives back of what it shares is no other block
+        if cost + later + self.kept(cached) > self._cache.num_free - growth:
             return False
         block_table = self._tables.new(first, length, cached)
         assert block_table is not None, "there are as many"
@@ -263,14 +269,18 @@ class PrefillScheduler:
             self.brought += prompt.brought
         return True
 
-    def _lacks(self, prompt: Prompt) -> int:
+    def _lacks(self, prompt: Prompt, shared: Sequence[bytes]) -> int:
         """The most blocks that a started prompt will take beside those that are its alone, what it gives back among them."""
         table, whole = prompt.block_table, ceil_div(len(prompt.token_ids), self._block_size)
         if not table or len(table) == whole:
             return 0
-        return min(self._tables.at_once(len(prompt.token_ids)), whole - table.first) - self._cache.num_sole(table.owned)
+        return min(self._tables.at_once(len(prompt.token_ids)), whole - table.first) - self._cache.num_sole(table.owned, shared)
 
     def _has_blocks(self, prompt: Prompt, end: int) -> bool:
-        """Whether a prompt that was started has blocks for its tokens up to `end`. What no later token sees is given back."""
-        self._tables.give_up(prompt.block_table, self._tables.first_block(prompt.computed), prompt.keys)
-        return self._tables.lengthen(prompt.block_table, ceil_div(end, self._block_size))
+        """Whether a prompt that was started has blocks for its tokens up to `end`. What no later token sees is given back, and
+        as many others are taken.
+        """
+        table, num_tokens = prompt.block_table, len(prompt.token_ids)
+        self._tables.give_up(table, self._tables.first_block(prompt.computed), prompt.keys)
+        most = min(ceil_div(num_tokens, self._block_size), table.first + self._tables.at_once(num_tokens))
+        return self._tables.lengthen(table, most) or self._tables.lengthen(table, ceil_div(end, self._block_size))

@@ -78,10 +78,9 @@ class PrefillWorker:
         """KV blocks that prompts hold."""
         return sum(job.prompt.block_table.num_owned for job in self._jobs)
 
-    @property
-    def growth(self) -> int | None:
-        """Blocks that prompts may still need beyond those they hold: 0, for prompts do not grow."""
-        return 0
+    def growth(self, shared: Sequence[bytes] = ()) -> int | None:
+        """Blocks that prompts may still need beyond those they hold: none, but for what others share of sliding windows."""
+        return self._scheduler.kept(shared)
 
     @property
     def idle(self) -> bool:

@@ -133,9 +133,11 @@ class WorkerCore:
         """Have the worker do the work of this role, too. Called before `run`."""
         self._roles.append(role)
 
-    def growth_beside(self, role: RoleWork) -> int | None:
-        """KV blocks that new work of this role leaves to what is under way of the other's; None: it should not begin now."""
-        wanted = [other.growth for other in self._roles if other is not role]
+    def growth_beside(self, role: RoleWork, shared: Sequence[bytes] = ()) -> int | None:
+        """KV blocks that work of this role which shares these cached blocks leaves to what is under way of the other's; None:
+        nothing new should begin now.
+        """
+        wanted = [other.growth(shared) for other in self._roles if other is not role]
         return None if None in wanted else sum(each or 0 for each in wanted)
 
     def held_beside(self, role: RoleWork) -> int:

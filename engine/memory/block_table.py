@@ -76,7 +76,7 @@ class BlockTables:
     @property
     def windowed(self) -> bool:
         """Whether blocks are given back as a sequence goes on."""
-        return self._window is not WHOLE
+        return self._window != WHOLE
 
     def first_block(self, position: int) -> int:
         """The first block that may be read from this position on."""
@@ -101,7 +101,7 @@ class BlockTables:
         return found
 
     def cost(self, first: int, length: int, cached: Sequence[bytes]) -> int:
-        """By how much the pool's free blocks become fewer by `new`."""
+        """Blocks that the pool has fewer of, free and idle ones together, once a table with these cached blocks is made."""
         return self._cache.cost(length - first, cached)
 
     def new(self, first: int, length: int, cached: Sequence[bytes]) -> BlockTable | None:
@@ -125,12 +125,12 @@ class BlockTables:
             table.extend(more)
         return True
 
-    def move(self, table: BlockTable, first: int, length: int, keys: Sequence[bytes]) -> bool:
-        """Give back what lies before the entry `first`, and lengthen the table. False, and nothing changes, if too few blocks
-        are free then.
+    def move(self, table: BlockTable, first: int, length: int, keys: Sequence[bytes], spare: int = 0) -> bool:
+        """Give back what lies before the entry `first`, and lengthen the table. False, and nothing changes, if fewer than
+        `spare` blocks would be free then.
         """
         given = self._cache.num_sole(table[table.first : first])
-        if length - max(first, len(table)) > self._cache.num_free + given:
+        if length - max(first, len(table)) > max(0, self._cache.num_free - spare) + given:
             return False
         self.give_up(table, first, keys)
         return self.lengthen(table, length)

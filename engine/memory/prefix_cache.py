@@ -108,9 +108,10 @@ class PrefixCache:
         """Whether the block of this key is cached."""
         return key in self._block_of
 
-    def num_sole(self, blocks: Sequence[int]) -> int:
-        """Number of blocks, all owned, that nobody else owns."""
-        return sum(self._references[block] == 1 for block in blocks)
+    def num_sole(self, blocks: Sequence[int], shared: Sequence[bytes] = ()) -> int:
+        """Number of blocks, all owned, that nobody else owns, and would not if another took the cached blocks of `shared`."""
+        taken = {self._block_of[key] for key in shared}
+        return sum(self._references[block] == 1 and block not in taken for block in blocks)
 
     def match(self, keys: Sequence[bytes]) -> int:
         """Number of leading keys whose blocks are all cached. Takes nothing."""

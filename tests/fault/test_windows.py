@@ -17,37 +17,22 @@ from transformers import MistralForCausalLM
 from configs.facts import ModelFacts
 from configs.model_files.kv_window import KvWindow
 from configs.schema import ClusterConfig
-from engine.batch import Chunk
-from engine.model_runner import ModelRunner
 from protocol.cluster_view import WorkerState
 from protocol.errors import InvalidRequestError
 from protocol.messages import Attach, Release, Role
 from protocol.sampling import SamplingParams
 from tests.fault import many_decodes, two_workers
-from tests.fault.many_decodes import ManyDecodes, Said, run_many_decodes
+from tests.fault.many_decodes import Said, run_many_decodes
 from tests.fault.scenarios import Reference, greedy, prompt_of, run, slow
 from tests.fault.test_colocated import outputs, start
 from tests.fault.test_migration import elsewhere, endless, started
 from tests.fault.two_workers import TwoWorkers, run_two_workers
-from tests.tiny_models import random_model, saved, tiny_facts
-
-WINDOW = 50
-KEPT = 128 + 127 + 64
-"""The most tokens behind a stream's newest one that it keeps."""
-BYTES_PER_TOKEN = 2 * 2 * 2 * 64 * 4
-LONG = prompt_of(1000)
+from tests.fault.windowed import BYTES_PER_TOKEN, KEPT, LONG, alone_of, windowed_model, with_pools
 
 
 @pytest.fixture(scope="module")
 def windowed(tmp_path_factory: pytest.TempPathFactory) -> ModelFacts:
-    """A random two-layer Mistral on disk."""
-    facts = tiny_facts(
-        "windowed",
-        **{"hidden_size": 64, "intermediate_size": 96, "head_dim": 64, "vocab_size": 101, "max_model_len": 8192},
-        rms_norm_eps=1e-6,
-        sliding_windows=(WINDOW, WINDOW),
-    )
-    return saved(random_model(facts, seed=13), facts, tmp_path_factory.mktemp("windowed"))
+    return windowed_model(tmp_path_factory.mktemp("windowed"))
 
 
 @pytest.fixture(scope="module")
@@ -55,49 +40,29 @@ def alone(windowed: ModelFacts) -> Reference:
     return alone_of(windowed)
 
 
-def alone_of(facts: ModelFacts, **format: Any) -> Reference:
-    """Greedy tokens of one worker that computes everything itself, and keeps it."""
-    runner = ModelRunner.load(facts, dtype="float32", block_size=8, num_kv_tokens=8192, **format)
+def watched(workers: TwoWorkers, most: dict[str, int]) -> None:
+    """Note after each plan the most blocks that a sequence of each worker has owned, and how often blocks had several owners.
 
-    def generate(prompt: list[int], max_tokens: int, stops: bool = True) -> list[int]:
-        tokens, sampling = list(prompt), greedy(max_tokens) if stops else endless(max_tokens)
-        computed = 0
-        while len(tokens) < len(prompt) + max_tokens:
-            chunk = Chunk(tokens[computed:], computed, range(1024), sampling=sampling, num_generated=len(tokens) - len(prompt))
-            (token,) = runner.execute([chunk])
-            assert token is not None
-            computed = len(tokens)
-            tokens.append(token.token_id)
-            if stops and token.token_id == 0:
-                break
-        return tokens[len(prompt) :]
-
-    return generate
-
-
-def with_pools(config: ClusterConfig, prefill: int, decode: int, **more: Any) -> ClusterConfig:
-    return config.model_copy(
-        update={
-            "prefill": config.prefill.model_copy(update={"kv_cache_tokens": prefill}),
-            "decode": config.decode.model_copy(update={"kv_cache_tokens": decode}),
-            **more,
-        }
-    )
-
-
-def watched(workers: Any, most: dict[str, int]) -> None:
-    """Note the most blocks that each worker has owned after a plan, and check its books."""
-    decodes = workers.decodes.values() if isinstance(workers, ManyDecodes) else (workers.decode,)
-    for worker in (workers.prefill, *decodes):
+    The books of both are checked then, too.
+    """
+    prompts, streams = workers.prefill._scheduler, workers.decode._scheduler
+    tables = {
+        "prefill-0": lambda: [prompt.block_table for prompt in prompts._line + prompts._ahead],
+        "decode-0": lambda: [stream.block_table for stream in streams._streams.values()],
+    }
+    for worker in (workers.prefill, workers.decode):
         scheduler, cache, name = worker._scheduler, worker.core.cache, worker.me.worker_id
         plan = scheduler.plan
 
         def noted(plan: Any = plan, cache: Any = cache, name: str = name) -> Any:
             planned = plan()
-            most[name] = max(most.get(name, 0), cache.num_owned)
+            most[name] = max([most.get(name, 0), *(table.num_owned for table in tables[name]())])
+            shared = cache.num_references - cache.num_owned
+            most[f"{name} shares"] = max(most.get(f"{name} shares", 0), shared)
+            workers.check()
             return planned
 
-        scheduler.plan = noted
+        scheduler.plan = noted  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("length", [1, 49, 128, 250, 384, 385, 1000])
@@ -121,7 +86,7 @@ def test_a_handoff_sends_what_is_seen(windowed: ModelFacts, alone: Reference, le
 
 
 def test_several_streams_of_prompts_that_no_pool_holds(windowed: ModelFacts, alone: Reference) -> None:
-    """Memory as computed: pools of 768 tokens, eight streams of prompts of 1,000 tokens and more, and their answers."""
+    """Memory as computed: eight streams of prompts of 1,000 tokens and more, and their answers."""
     prompts = [prompt_of(1000 + 37 * number, number) for number in range(8)]
     most: dict[str, int] = {}
 
@@ -136,8 +101,8 @@ def test_several_streams_of_prompts_that_no_pool_holds(windowed: ModelFacts, alo
             workers.check()
 
     run(scenario())
-    assert most["prefill-0"] * 8 <= 768
-    assert 8 * most["decode-0"] <= 8 * (KEPT + 8)
+    assert 8 * most["prefill-0"] <= 128 + 128 + 64 + 32
+    assert 8 * most["decode-0"] <= KEPT + 8
 
 
 def test_an_answer_of_many_tokens_takes_no_more_room(windowed: ModelFacts, alone: Reference) -> None:
@@ -177,7 +142,7 @@ def test_a_prompt_that_is_computed_where_it_is_decoded(windowed: ModelFacts, alo
             workers.check()
 
     run(scenario())
-    assert 8 * most["decode-0"] <= 512
+    assert 8 * most["decode-0"] <= KEPT + 1 + 64, "and a chunk"
 
 
 def test_a_ticket_for_either_way_is_sent_to_as_well(windowed: ModelFacts, alone: Reference) -> None:
@@ -246,17 +211,20 @@ def test_turns_begin_behind_what_is_cached(windowed: ModelFacts, alone: Referenc
 
 def test_choices_share_a_prompt(windowed: ModelFacts) -> None:
     """Four streams of one prompt give up shared blocks, each at its own pace."""
+    most: dict[str, int] = {}
     choices = [SamplingParams(seed=1, max_tokens=300 - 70 * n, temperature=1.0, choice=n) for n in range(4)]
 
     async def scenario() -> None:
         async with run_two_workers(windowed, with_pools(two_workers.CONFIG, 4096, 1600)) as workers:
             router = await workers.router()
             expected = [await router.generate(LONG, each, str(n), f"alone {n}") for n, each in enumerate(choices)]
+            watched(workers, most)
             assert await asyncio.gather(*(router.generate(LONG, each, str(n)) for n, each in enumerate(choices))) == expected
             await workers.until(workers.all_free)
             workers.check()
 
     run(scenario())
+    assert most["decode-0 shares"] >= 3 * (KEPT - 128) // 8, "three of them began with the blocks of the fourth"
 
 
 @pytest.mark.parametrize("block_size", [16, 64])

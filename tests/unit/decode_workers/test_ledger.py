@@ -55,6 +55,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.stepping: list[int] = []
         self.sending: list[TicketEntry] = []
         """Those that migrate to another worker."""
+        self.wanted: dict[int, int] = {}
+        """From which token on others wait for a ticket's KV."""
         self.contents: dict[int, tuple[str, tuple[int, ...]] | None] = {}
         """Of each block: salt and tokens up to its end if it is full, None if it is being filled."""
 
@@ -211,7 +213,8 @@ class LedgerMachine(RuleBasedStateMachine):
         if entry is not None and entry.block_table:
             before, first = len(entry.block_table), entry.block_table.first
             computed, num_tokens = len(entry.token_ids), len(entry.token_ids) + more
-            kept = max(first, 0 if entry in self.sending else self.window.kept_from(computed) // BLOCK_SIZE)
+            seen = min(self.window.kept_from(computed), self.wanted.get(entry.ticket_id, computed))
+            kept = max(first, 0 if entry in self.sending else seen // BLOCK_SIZE)
             given = self.cache.num_sole(entry.block_table[first:kept])
             missing = max(0, ceil_div(num_tokens, BLOCK_SIZE) - before)
             fits = missing <= self.cache.num_free + given
@@ -228,6 +231,14 @@ class LedgerMachine(RuleBasedStateMachine):
             token_ids = (*entry.token_ids, *(range(100, 100 + min(answer, room))))
             self._fill(entry, token_ids)
             self.ledger.keep(entry.ticket_id, token_ids, len(token_ids))
+
+    @rule(data=st.data(), start=st.none() | st.integers(0, 20))
+    def want(self, data: st.DataObject, start: int | None) -> None:
+        ticket_id = self._id(data)
+        self.ledger.want(ticket_id, start)
+        self.wanted.pop(ticket_id, None)
+        if start is not None and self.ledger.find(ticket_id) is not None:
+            self.wanted[ticket_id] = start
 
     @rule(data=st.data())
     def begin_send(self, data: st.DataObject) -> None:
@@ -250,6 +261,7 @@ class LedgerMachine(RuleBasedStateMachine):
             others = {block for other in self.ledger if other is not entry for block in other.block_table.owned}
             free = self.cache.num_free + sum(block not in others for block in table)
             self.ledger.preempt(entry.ticket_id)
+            self.wanted.pop(entry.ticket_id, None)
             assert self.cache.num_free == free
             assert entry.preempted
 
@@ -539,10 +551,10 @@ def test_a_stream_that_others_wait_for_keeps_what_it_no_longer_sees() -> None:
     assert (entry.unseen_tokens, entry.block_table.first, entry.block_table.num_owned) == (4, 1, 3)
     assert receive(ledger, entry)
     ledger.attach(entry.ticket_id)
-    ledger.want(entry.ticket_id, True)
+    ledger.want(entry.ticket_id, 4)
     assert ledger.grow(entry.ticket_id, 20, 19)
     assert ledger.begins_at(entry.ticket_id) == 4
-    ledger.want(entry.ticket_id, False)
+    ledger.want(entry.ticket_id, None)
     ledger.begin_send(entry.ticket_id)
     assert ledger.grow(entry.ticket_id, 20, 19)
     assert ledger.begins_at(entry.ticket_id) == 4
@@ -550,7 +562,23 @@ def test_a_stream_that_others_wait_for_keeps_what_it_no_longer_sees() -> None:
     assert ledger.grow(entry.ticket_id, 20, 19)
     assert ledger.begins_at(entry.ticket_id) == 12, "two tokens less than it sees begin in the block from 16 on, and reach 4"
     assert cache.num_free == NUM_BLOCKS - 2
-    ledger.want(99, True)
+    ledger.want(99, 4)
+
+
+def test_a_stream_that_others_wait_for_is_computed_anew_with_no_more_blocks_than_others() -> None:
+    ledger, cache = book(window=WindowedLedgerMachine.window)
+    entry = ledger.reserve(b"r", tuple(range(33)), 40, "")
+    assert entry is not None
+    assert receive(ledger, entry)
+    ledger.attach(entry.ticket_id)
+    ledger.want(entry.ticket_id, 28)
+    ledger.preempt(entry.ticket_id)
+    cache.reset()
+    assert ledger.readmit(entry.ticket_id, 33, 33) == 0
+    for computed in range(0, 60, 2):
+        assert ledger.grow(entry.ticket_id, computed + 2, computed)
+        assert entry.block_table.num_owned <= ledger.blocks_at_once(100)
+    assert ledger.begins_at(entry.ticket_id) > 28, "who waited for the lost KV is told so"
 
 
 def test_what_was_handed_over_without_its_beginning_serves_a_next_turn() -> None:
