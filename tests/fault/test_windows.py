@@ -218,6 +218,7 @@ def test_choices_share_a_prompt(windowed: ModelFacts) -> None:
         async with run_two_workers(windowed, with_pools(two_workers.CONFIG, 4096, 1600)) as workers:
             router = await workers.router()
             expected = [await router.generate(LONG, each, str(n), f"alone {n}") for n, each in enumerate(choices)]
+            await router.generate(LONG, endless(2))  # so that the decode worker has it
             watched(workers, most)
             assert await asyncio.gather(*(router.generate(LONG, each, str(n)) for n, each in enumerate(choices))) == expected
             await workers.until(workers.all_free)

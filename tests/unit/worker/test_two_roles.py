@@ -129,7 +129,7 @@ class TwoRoles:
         raise AssertionError("no end")
 
 
-TOKENS = st.tuples(st.integers(0, 2), st.integers(1, 70))
+TOKENS = st.tuples(st.integers(0, 1), st.integers(1, 70) | st.integers(40, 90))
 """A family, of which all have the same beginning, and a length."""
 
 
@@ -140,11 +140,13 @@ def tokens_of(family: int, length: int, number: int) -> list[int]:
 
 
 @given(
-    num_blocks=st.integers(14, 60),
+    num_blocks=st.integers(12, 36),
     window=st.sampled_from([WHOLE, SMALL, SMALL, KvWindow(16, unit=8, late=2)]),
     batch_tokens=st.integers(2, 16),
     chunk_tokens=st.integers(2, 16),
-    arrivals=st.lists(st.tuples(TOKENS, st.integers(0, 60), st.integers(0, 4), st.integers(0, 4)), min_size=2, max_size=10),
+    arrivals=st.lists(
+        st.tuples(TOKENS, st.just(0) | st.integers(0, 60), st.integers(0, 6), st.integers(0, 6)), min_size=2, max_size=10
+    ),
 )
 @settings(max_examples=400)
 def test_whatever_has_begun_comes_to_its_end(
@@ -204,8 +206,29 @@ def test_sharing_a_prompt_that_is_there_as_a_whole_is_not_dearer(held: int) -> N
     assert started == [8, 8]
 
 
-def test_a_stream_that_takes_blocks_of_a_prompt_leaves_it_as_many() -> None:
-    """What the prompt gives back then goes to nobody, and it needs another block for each."""
+@pytest.mark.parametrize("num_blocks", range(12, 30))
+@pytest.mark.parametrize("steps", range(2, 6))
+@pytest.mark.parametrize("beside", ["stream", "prompt", "short prompt"])
+def test_who_takes_blocks_of_a_prompt_leaves_it_as_many(num_blocks: int, steps: int, beside: str) -> None:
+    """What the prompt gives back then goes to nobody, and it needs another block for each. They are taken or refused."""
+    worker = TwoRoles(num_blocks, SMALL, 6, 4)
+    tokens = list(range(100))
+    worker.prompt(tokens)
+    for _ in range(steps):
+        assert worker.prefill_step()
+    alike = [*tokens[: 6 * steps - 1], 999]
+    if beside == "stream":
+        worker.stream(alike, 60)
+    else:
+        worker.prompt([*alike, *range(1000, 1050)] if beside == "prompt" else alike)
+    for _ in range(40):
+        worker.check()
+        worker.decode_step()  # as far as it comes without a step of the prompt
+    worker.check()
+    worker.finish()
+
+
+def test_what_a_prompt_lacks_is_what_others_share_of_it() -> None:
     worker = TwoRoles(24, SMALL, 6, 4)
     tokens = list(range(100))
     worker.prompt(tokens)
@@ -215,5 +238,4 @@ def test_a_stream_that_takes_blocks_of_a_prompt_leaves_it_as_many() -> None:
     worker.stream([*tokens[:22], 999], 60)
     assert len(worker.ends) == 1
     assert worker.prompts.kept() == 7, "the blocks from token 8 to 22"
-    worker.check()
     worker.finish()
