@@ -6,10 +6,14 @@ with and without `--speculative-config` take turns, each fresh in every round, a
 What counts is the mean time per output token. Every prompt is sent for one token before, so that it is cached, and as many
 streams run together as are asked for.
 
+`--method draft_model` measures a draft model instead: clusters serve with `--quantization none`, and the four bits that the
+same file stores draft. Peers are left out then.
+
 Peers answer the copying prompts, with their own n-gram speculation and without, in rounds of their own.
 
 The predicted gain: tokens per step with drafts over those without, times what a step without drafts takes over what one with as
-many rows takes. Rows are timed in a process of their own, by the engine that workers have.
+many rows takes, and the draft model's steps where there is one. Rows are timed in a process of their own, by the engine that
+workers have.
 """
 
 from __future__ import annotations
@@ -41,6 +45,9 @@ from benchmarks.peers.setup import PeerEnv
 from loadtest.options import BenchOptions
 
 CONFIG = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
+CONFIGS = {"ngram": CONFIG, "draft_model": {"method": "draft_model", "model": "smollm2", "num_speculative_tokens": 4}}
+QUANTIZATION = {"ngram": "auto", "draft_model": "none"}
+"""Of the served model, by method."""
 THREADS = (1, 2)
 ANSWER = 128
 WORKLOADS: dict[str, tuple[Callable[[int], CopyPrompts | RandomPrompts], float, int, int]] = {
@@ -59,6 +66,7 @@ _COUNTERS = ("spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens", 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--method", default="ngram", choices=list(CONFIGS))
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--peer-rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, nargs="+", default=list(THREADS))
@@ -69,20 +77,30 @@ def main() -> None:
     options = parser.parse_args()
     journal = journal_of(parser, options)
     result = measured(options, journal)
-    write_result(f"speculation_{operators()}", result, table(result))
+    name = "speculation" if options.method == "ngram" else f"speculation_{options.method}"
+    write_result(f"{name}_{operators()}", result, table(result))
 
 
 def measured(options: argparse.Namespace, journal: Journal) -> dict[str, Any]:
     """All turns: rows, ours by threads, and peers."""
-    found: dict[str, Any] = {"config": CONFIG, "answer_tokens": ANSWER, "threads": {}}
+    method = options.method
+    found: dict[str, Any] = {
+        "config": CONFIGS[method],
+        "quantization": QUANTIZATION[method],
+        "answer_tokens": ANSWER,
+        "threads": {},
+    }
     for threads in options.threads:
-        rows = journal.once(f"rows, {threads} threads", partial(row_times, threads))
-        with ours(threads) as systems:
+        rows = journal.once(f"rows, {threads} threads", partial(row_times, threads, QUANTIZATION[method]))
+        draft = None
+        if method == "draft_model":
+            draft = journal.once(f"draft rows, {threads} threads", partial(row_times, threads, "auto"))
+        with ours(threads, method=method) as systems:
             compared = compare(
                 systems, options.rounds, journal, lambda system, seed: one_turn(system, options.port, options.workloads, seed)
             )
-        found["threads"][str(threads)] = {"rows_ms": rows, **compared}
-    if options.peer_env is not None and options.peer_rounds:
+        found["threads"][str(threads)] = {"rows_ms": rows, "draft_rows_ms": draft, **compared}
+    if options.peer_env is not None and options.peer_rounds and method == "ngram":
         with ours(max(options.threads), "tandem") as systems:
             compared = compare(
                 [*systems, *peers(PeerEnv(options.peer_env.resolve()))],
@@ -94,22 +112,22 @@ def measured(options: argparse.Namespace, journal: Journal) -> dict[str, Any]:
     return found
 
 
-def row_times(threads: int) -> dict[str, float]:
+def row_times(threads: int, quantization: str) -> dict[str, float]:
     """Milliseconds of steps, in a process of its own that has so many threads."""
-    command = [sys.executable, "-m", "benchmarks.lib.row_times", str(threads)]
+    command = [sys.executable, "-m", "benchmarks.lib.row_times", str(threads), quantization]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     rows: dict[str, float] = json.loads(done.stdout)
     return rows
 
 
 @contextmanager
-def ours(threads: int, name: str = "") -> Iterator[list[System]]:
+def ours(threads: int, name: str = "", method: str = "ngram") -> Iterator[list[System]]:
     """Clusters with and without guesses, whose decode worker has so many threads; called after these, or by `name`."""
     with tempfile.TemporaryDirectory() as folder:
         made = []
-        for kind, config in (("plain", None), ("ngram", CONFIG)):
+        for kind, config in (("plain", None), (method, CONFIGS[method])):
             file = Path(folder) / f"{kind}.yaml"
-            more = {} if config is None else {"speculative_config": config}
+            more: dict[str, Any] = {"quantization": QUANTIZATION[method], "speculative_config": config}
             file.write_text(json.dumps({"decode": {"threads": threads}, "prefill": {"threads": 1}, **more}))
             command = [TANDEM, "serve", "--disaggregation", "always", "--config", str(file)]
             settings = "1 prefill, 1 decode worker" + (", guesses" if config else "")
@@ -193,7 +211,9 @@ def predicted(found: dict[str, Any], workload: str) -> float:
     steps = [sum(each[f"{workload}: engine_steps"] for each in rounds) for rounds in (plain, ngram)]
     drafts = sum(each[f"{workload}: spec_decode_num_draft_tokens"] for each in ngram) / steps[1] / at_once
     more_tokens: float = (tokens[1] / steps[1]) / (tokens[0] / steps[0])
-    return more_tokens * step_ms(found, at_once, 0) / step_ms(found, at_once, drafts)
+    draft_rows = found.get("draft_rows_ms")
+    draft_ms = 0.0 if draft_rows is None else drafts * draft_rows[row_name(at_once, 0)]
+    return more_tokens * step_ms(found, at_once, 0) / (step_ms(found, at_once, drafts) + draft_ms)
 
 
 def step_ms(found: dict[str, Any], streams: int, drafts: float) -> float:
@@ -208,8 +228,9 @@ def table(result: dict[str, Any]) -> str:
     lines = [
         "# Guessed tokens",
         "",
-        f"{json.dumps(result['config'])}; answers of {result['answer_tokens']} tokens; milliseconds per output token, means "
-        "over the rounds, and how many times as fast with guesses. In brackets the 95 % interval over the rounds.",
+        f"{json.dumps(result['config'])}, quantization {result.get('quantization', 'auto')}; answers of "
+        f"{result['answer_tokens']} tokens; milliseconds per output token, means over the rounds, and how many times as fast "
+        "with guesses. In brackets the 95 % interval over the rounds.",
         "",
         "| threads | workload | without | with | times as fast | predicted | drafts, accepted | tokens a step |",
         "|---|---|---|---|---|---|---|---|",
@@ -237,7 +258,8 @@ def table(result: dict[str, Any]) -> str:
         for streams in STREAMS:
             cells = " | ".join(f"{found['rows_ms'][row_name(streams, number)]:.1f}" for number in DRAFTS)
             lines.append(f"| {threads} | {streams} | {cells} |")
-    return "\n".join([*lines, *_peer_lines(result), "", "Command: `python -m benchmarks.speculation --peer-env DIR`"])
+    options = "--peer-env DIR" if result["config"]["method"] == "ngram" else f"--method {result['config']['method']}"
+    return "\n".join([*lines, *_peer_lines(result), "", f"Command: `python -m benchmarks.speculation {options}`"])
 
 
 def _peer_lines(result: dict[str, Any]) -> list[str]:

@@ -31,7 +31,7 @@ from cluster.ray.placement import unplaceable
 from cluster.ray.session import check_port_free, joined_ray, local_ray
 from configs.facts import ModelFacts
 from configs.loader import served_context
-from configs.models import resolve_for
+from configs.models import check_draft, resolve_for
 from configs.schema import ClusterConfig
 from kv_transfer.tiers.occupied import remove_left_in_time
 from protocol.cluster_view import ClusterView
@@ -93,9 +93,10 @@ def check_model(config: ClusterConfig) -> ModelFacts:
 
     Raises ConfigError if the model can't be served at all, or not with this configuration.
     """
-    facts = resolve_for(config).facts
-    served_context(config, facts)
-    return facts
+    model = resolve_for(config)
+    served_context(config, model.facts)
+    check_draft(config, model)
+    return model.facts
 
 
 def check_keys(config: ClusterConfig) -> None:

@@ -3,6 +3,7 @@
     KV pool      kv_cache_tokens x layers x 2 x KV heads x bytes of a head (`configs.facts.kv_head_bytes`)
     weights      all matrices as they are multiplied; workers of one node share them, and each is counted
     context      one layer's KV of the longest context, as the attention of a chunk packs it
+    draft model  its weights and its own pool (`configs.speculation.config.draft_kv_tokens`), at the first rank
     process      Python, torch, buffers for transfers and steps, once for each rank
     routers      a fixed size for each but the first, which counts with the rest of the cluster
     memory tier  what all workers of a node share (`kv_offloading.memory_gib`)
@@ -19,8 +20,10 @@ from dataclasses import dataclass
 from configs.facts import ModelFacts, WeightFormat, kv_head_bytes
 from configs.machine import processor_features
 from configs.model_files.kv_window import KvWindow, decode_at_once, prefill_at_once
+from configs.models import draft_facts
 from configs.paced.profile import TOKEN_BYTES, load_paced_profile
 from configs.schema import ClusterConfig, PoolConfig
+from configs.speculation.config import draft_kv_tokens
 from protocol.messages import Role
 
 WORKERS_PER_HOST = 8
@@ -30,7 +33,7 @@ PROCESS_BYTES = 300_000_000
 PACED_BYTES = PROCESS_BYTES // WORKERS_PER_HOST + 20_000_000
 """Memory of a paced worker: its share of a process, sockets, threads of transfers."""
 CLUSTER_BYTES = 1_000_000_000
-"""Memory of all that a node of a cluster has besides workers: Ray, Serve, HAProxy, a router, the controller, a spare process."""
+"""Memory of all that a node has besides workers: Ray, Serve, HAProxy, a router, the controller, a spare process."""
 ROUTER_BYTES = 300_000_000
 """Memory of each further router: 214 MB after the start (SmolLM2, AMD EPYC, 2026-11-27), and room for requests."""
 _PAGE_BYTES = 4096
@@ -53,15 +56,17 @@ class WorkerMemory:
     weights: int
     process: int
     context: int = 0
+    draft: int = 0
 
     @property
     def total(self) -> int:
-        """Bytes of the KV pool, the weights, the process and the GPU's context together."""
-        return self.kv_pool + self.weights + self.process + self.context
+        """Bytes of the KV pool, the weights, the process, the longest context and the draft model together."""
+        return self.kv_pool + self.weights + self.process + self.context + self.draft
 
     def __str__(self) -> str:
         context = self.context if self.context >= _SHOWN_BYTES else 0
-        parts = {"KV pool": self.kv_pool, "weights": self.weights, "context": context, "process": self.process}
+        parts = {"KV pool": self.kv_pool, "weights": self.weights, "context": context, "draft model": self.draft}
+        parts["process"] = self.process
         return f"{in_gb(self.total)} ({', '.join(f'{name} {in_gb(size)}' for name, size in parts.items() if size)})"
 
 
@@ -81,9 +86,15 @@ def worker_memory(config: ClusterConfig, pool: PoolConfig, facts: ModelFacts) ->
     if not computes_on_processor(config, pool):
         return WorkerMemory(kv_pool=0, weights=0, process=process)
     kv_token = kv_token_bytes(config, facts)
-    weights = int(_num_weights(facts) * _weight_bytes(config, facts, _number_bytes(config)))
+    weights = _all_weights_bytes(config, facts)
     context = kv_token // facts.num_layers * (config.max_model_len or facts.max_model_len)
-    return WorkerMemory(kv_pool=kv_token * pool.kv_cache_tokens, weights=weights, process=process, context=context)
+    return WorkerMemory(
+        kv_pool=kv_token * pool.kv_cache_tokens,
+        weights=weights,
+        process=process,
+        context=context,
+        draft=_draft_bytes(config, pool),
+    )
 
 
 def kv_token_bytes(config: ClusterConfig, facts: ModelFacts) -> int:
@@ -162,6 +173,20 @@ def _computes_bfloat16(config: ClusterConfig) -> bool:
         return config.dtype == "bfloat16"
     features = processor_features()
     return features >= _NATIVE_OPERATORS or not features.isdisjoint(_NATIVE_BFLOAT16)
+
+
+def _draft_bytes(config: ClusterConfig, pool: PoolConfig) -> int:
+    """Of the draft model of a worker of this pool, if there is one."""
+    speculative, facts = config.speculative_config, draft_facts(config)
+    if speculative is None or facts is None:
+        return 0
+    own = config.model_copy(update={"quantization": speculative.quantization or "auto"})
+    tokens = draft_kv_tokens(pool.kv_cache_tokens, facts.max_model_len, config.block_size)
+    return _all_weights_bytes(own, facts) + kv_token_bytes(config, facts) * tokens
+
+
+def _all_weights_bytes(config: ClusterConfig, facts: ModelFacts) -> int:
+    return int(_num_weights(facts) * _weight_bytes(config, facts, _number_bytes(config)))
 
 
 def _weight_bytes(config: ClusterConfig, facts: ModelFacts, dtype_bytes: int) -> float:

@@ -211,6 +211,24 @@ def _on_gpus(config: ClusterConfig) -> list[tuple[str, str]]:
     return []
 
 
+def _guesses(config: ClusterConfig) -> list[tuple[str, str]]:
+    """What can't be of how tokens are guessed."""
+    speculative = config.speculative_config
+    if speculative is None:
+        return []
+    found = []
+    if config.decode.max_batch_size == 1:
+        found.append(("decode.max_batch_size", "1 leaves speculative_config no row for a guess: at least 2"))
+    if speculative.method == "draft_model":
+        if config.engine == "paced":
+            found.append(("speculative_config.method", "draft_model computes, and paced workers do not: use ngram"))
+        if config.device == "cuda" or config.decode.on_gpu:
+            found.append(
+                ("speculative_config.method", "draft_model is for processors, and decode workers are on GPUs: use ngram")
+            )
+    return found
+
+
 def _kv_format(config: ClusterConfig) -> list[tuple[str, str]]:
     """What can't be of the format in which KV lies in the pools."""
     if config.kv_cache_dtype == "auto":
@@ -314,8 +332,7 @@ def _contradictions(config: ClusterConfig) -> list[tuple[str, str]]:
             found.append((f"{role}.tensor_parallel_size", "paced workers have one rank: how fast it is says their profile"))
         if pool.workers > pool.max_workers:
             found.append((f"{role}.workers", f"{pool.workers} is more than {role}.max_workers ({pool.max_workers})"))
-    if config.speculative_config is not None and config.decode.max_batch_size == 1:
-        found.append(("decode.max_batch_size", "1 leaves speculative_config no row for a guess: at least 2"))
+    found += _guesses(config)
     if config.engine == "paced" and config.hf_overrides:
         found.append(("hf_overrides", "paced workers compute no positions, and their profile has the context: leave it out"))
     if config.engine != "paced" and config.paced_profile != DEFAULT_PROFILE:

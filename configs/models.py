@@ -11,18 +11,20 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from configs.facts import Model
+from configs.facts import Model, ModelFacts, TokenizerFacts
 from configs.fields import model_error, read_json
 from configs.model_files.gguf_model import model_from_gguf
 from configs.model_files.hf_directory import CONFIG, model_from_directory, supported_architecture
 from configs.model_files.hf_hub import fetch_snapshot, local_snapshots
 from configs.model_files.rope import with_overrides
+from configs.model_files.vocabulary import token_bytes
 from configs.paced.profile import load_paced_profile
 from configs.packaged import SMOLLM2, fetch
 from configs.schema import ClusterConfig
 from protocol.errors import ConfigError
 
 _PACKAGED = {"smollm2": SMOLLM2}
+_DRAFT = "speculative_config.model"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
@@ -80,6 +82,47 @@ def resolve_for(config: ClusterConfig) -> Model:
         context_tokens = load_paced_profile(config.paced_profile).context_tokens
         return replace(model, facts=replace(model.facts, max_model_len=context_tokens))
     return model
+
+
+def draft_facts(config: ClusterConfig) -> ModelFacts | None:
+    """Return the facts of the draft model, with the context up to which it is asked; None where no model drafts.
+
+    Raises ConfigError (param `speculative_config.model`) if there is no such model.
+    """
+    draft = _draft(config)
+    return None if draft is None else draft.facts
+
+
+def check_draft(config: ClusterConfig, model: Model) -> None:
+    """Raise ConfigError if a draft model is configured that can't guess tokens of `model`: its vocabulary is another."""
+    draft = _draft(config)
+    if draft is None:
+        return
+    same = draft.facts.vocab_size == model.facts.vocab_size and _tokens(draft.tokenizer) == _tokens(model.tokenizer)
+    if not same:
+        problem = f"the vocabulary of {draft.facts.name} is not that of {model.facts.name}: a draft model has to share it"
+        raise ConfigError(f"{_DRAFT}: {problem}", param=_DRAFT)
+
+
+def _draft(config: ClusterConfig) -> Model | None:
+    speculative = config.speculative_config
+    if speculative is None or speculative.model is None:
+        return None
+    try:
+        model = resolve(speculative.model)
+    except ConfigError as error:
+        raise ConfigError(f"{_DRAFT}: {error.message}", param=_DRAFT) from None
+    facts = with_overrides(model.facts, {}, speculative.max_model_len)
+    context = min(facts.max_model_len, speculative.max_model_len or facts.max_model_len)
+    return replace(model, facts=replace(facts, max_model_len=context))
+
+
+def _tokens(facts: TokenizerFacts) -> list[bytes]:
+    """The bytes of every token, by id, without ids at the end that stand for nothing."""
+    tokens = token_bytes(facts)
+    while tokens and not tokens[-1]:
+        tokens.pop()
+    return tokens
 
 
 def is_here(name: str) -> bool:

@@ -313,7 +313,8 @@ class ClusterConfig(_Section):
     transport: TransportName = "auto"
     """How KV goes from prefill to decode. auto: shared memory within a host, gloo between hosts; on GPUs CUDA IPC and NCCL."""
     speculative_config: Annotated[SpeculativeConfig | None, BeforeValidator(read_speculative)] = None
-    """How decode workers guess tokens, with vLLM's keys: `{method: ngram, num_speculative_tokens: 4}`. None: they do not."""
+    """How decode workers guess tokens, with vLLM's keys: `{method: ngram, num_speculative_tokens: 4}`, or
+    `{method: draft_model, model: smollm2, num_speculative_tokens: 4}`. None: they do not."""
     encrypt_kv: bool = False
     """Whether KV is encrypted between hosts (AES-256-GCM, over gloo), and never goes over what can't do that. All workers of
     a cluster have to agree."""

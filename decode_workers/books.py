@@ -19,11 +19,12 @@ def decode_books(
     waiting_attaches: Mapping[int, bool],
     sends: tuple[SendRow, ...],
     is_connected: Callable[[bytes], bool],
+    problems: tuple[str, ...] = (),
 ) -> RoleBooks:
     """What is held for tickets, all at one moment, as an audit compares it.
 
     `asker` is the wire identity of the router that asks. `waiting_attaches` are the tickets whose streams have not started;
-    the value tells whether the prompt is computed here.
+    the value tells whether the prompt is computed here. `problems` were found in other books of the role.
     """
     now = time.monotonic()
 
@@ -50,7 +51,7 @@ def decode_books(
         tables=[entry.block_table.owned for entry in ledger],
         tickets=tickets,
         sends=sends,
-        problems=tuple(_problems(ledger, scheduler, waiting_attaches)),
+        problems=(*problems, *_problems(ledger, scheduler, waiting_attaches)),
     )
 
 

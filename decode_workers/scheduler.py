@@ -102,6 +102,11 @@ class DecodeScheduler:
         self._streams[stream.ticket_id] = stream
         self._order = None
 
+    @property
+    def streams(self) -> Collection[Stream]:
+        """All streams, the oldest first."""
+        return self._streams.values()
+
     def find(self, ticket_id: int) -> Stream | None:
         """The stream of this ticket. None if there is none."""
         return self._streams.get(ticket_id)
@@ -112,6 +117,8 @@ class DecodeScheduler:
         if stream is not None:
             self._turns.leave(stream.turn)
             self._order = None
+            if stream.drafts is not None:
+                stream.drafts.release()
         self.room.remove(ticket_id)
 
     def plan(self) -> list[Stream]:

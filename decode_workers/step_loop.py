@@ -3,7 +3,8 @@
     plan ──► engine computes, meanwhile the last step's tokens leave ──► append, emit ──► plan ...
       └── nothing can be computed: wait until `wake`
 
-Where tokens are guessed (`decode_workers.speculation`), a step makes several tokens of a stream.
+Where tokens are guessed (`decode_workers.speculation`), a step makes several tokens of a stream. If a model guesses them, it
+computes first, and that is part of the step.
 
 Streams are added and removed at any moment, also while a step computes them: what it makes of a stream that has left is
 dropped, and the ledger keeps the blocks until the step is over.
@@ -28,6 +29,7 @@ from protocol.sampling import FinishReason
 from worker.steps import Steps
 
 if TYPE_CHECKING:  # imported only where tokens are guessed
+    from decode_workers.speculation.drafts import DraftedStep
     from decode_workers.speculation.speculator import Speculator
 
 _FADING = 0.9
@@ -111,20 +113,28 @@ class StepLoop:
         ticket_ids = [stream.ticket_id for stream in batch]
         prefilling = self._note_begun(batch)
         chunks = [self._scheduler.chunk(stream) for stream in batch]
-        drafted = None if self._speculator is None else self._speculator.begin(batch, chunks)
         self._ledger.begin_step(ticket_ids)
-        began = time.monotonic()
-        step = self._steps.start(chunks if drafted is None else drafted.chunks)
         self._boundary = asyncio.get_running_loop().create_future()
+        began = computing = time.monotonic()
+        drafted: DraftedStep | None = None
+        if self._speculator is not None:
+            ahead = self._speculator.ahead(batch, chunks)
+            if ahead is not None:
+                self.flush()
+                await ahead
+                computing = time.monotonic()
+            drafted = self._speculator.begin(batch, chunks)
+        step = self._steps.start(chunks if drafted is None else drafted.chunks)
         self.flush()
         outputs = await step
-        self._latest_step_s = time.monotonic() - began
+        now = time.monotonic()
+        self._latest_step_s = now - began
         self._scheduler.took(self._latest_step_s)
         if self._speculator is None or drafted is None:
             made: Iterable[tuple[Sequence[SampledToken], int]] = ((() if each is None else (each,), 0) for each in outputs)
         else:
             results = drafted.results(outputs)
-            self._speculator.end(drafted, results, self._latest_step_s)
+            self._speculator.end(drafted, results, now - computing)
             made = zip(results, drafted.counts, strict=True)
         if not prefilling:
             self.pace_s = self._latest_step_s / (1.0 if self._speculator is None else self._speculator.tokens_per_stream)

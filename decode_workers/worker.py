@@ -25,6 +25,7 @@ from decode_workers.reservations import Reservations
 from decode_workers.scheduler import DecodeScheduler
 from decode_workers.step_loop import StepLoop
 from decode_workers.ticket_entry import TicketEntry
+from engine.engine_thread import EngineThread
 from protocol.endpoint import Handler
 from protocol.errors import KvTransferError
 from protocol.messages import (
@@ -112,12 +113,19 @@ class DecodeWorker:
         config, pool = self.core.config, self.core.rank.runner.pool
         if config.speculative_config is None:
             return None
-        from decode_workers.speculation.speculator import Speculator
-
         # Where bits depend on how rows lie, and on GPUs, whose decode steps are graphs, each draft is a row of its own.
         exact = pool.data.device.type == "cpu" and not self.me.arithmetic.endswith(VARIES)
-        slots = self._scheduler.room.draft_slots
-        return Speculator(config.speculative_config, config.decode.max_batch_size, slots, joined=exact)
+        speculative, max_rows, slots = config.speculative_config, config.decode.max_batch_size, self._scheduler.room.draft_slots
+        if speculative.method == "ngram":
+            from decode_workers.speculation.ngram_speculator import NgramSpeculator
+
+            return NgramSpeculator(speculative, max_rows, slots, joined=exact)
+        from decode_workers.speculation.model_speculator import ModelSpeculator
+
+        draft, engine, most = self.core.rank.draft, self.core.engine, speculative.num_speculative_tokens
+        assert draft is not None, "a draft model was loaded"
+        assert isinstance(engine, EngineThread), "and computes in a thread"
+        return ModelSpeculator(most, max_rows, slots, draft, engine.run, config.chunk_tokens, log.info, joined=exact)
 
     def handlers(self) -> dict[type[Any], Handler]:
         """Who answers which message of the role's own."""
@@ -202,6 +210,7 @@ class DecodeWorker:
 
     def role_books(self, asker: bytes) -> RoleBooks:
         """The role's part of the worker's books at this moment."""
+        of_drafts = () if self._speculator is None else tuple(self._speculator.problems(self._scheduler.streams))
         return decode_books(
             asker,
             self.ledger,
@@ -209,6 +218,7 @@ class DecodeWorker:
             self._attaches.waiting(),
             self._migrations.rows(),
             self.core.endpoint.is_connected,
+            of_drafts,
         )
 
     # -- tickets -----------------------------------------------------------------------------------------------------

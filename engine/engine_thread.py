@@ -9,11 +9,14 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from engine.batch import Chunk, SampledToken
 from engine.niceness import be_nice
 from engine.ranks.gang import Gang
 from engine.runner import Runner
+
+_Result = TypeVar("_Result")
 
 
 class EngineThread:
@@ -38,6 +41,15 @@ class EngineThread:
         step = asyncio.get_running_loop().run_in_executor(self._thread, self._run, chunks, on_layer)
         return asyncio.ensure_future(_together(step, others)) if others else step
 
+    def run(self, work: Callable[[], None]) -> asyncio.Future[None]:
+        """Begin other work that a step needs, on this rank alone; it counts as busy, and its age as the step's.
+
+        The caller awaits it before the step. What `work` raises is the future's.
+        """
+        assert self._step_began is None, "one step at a time"
+        self._step_began = time.monotonic()
+        return asyncio.get_running_loop().run_in_executor(self._thread, self._timed, work)
+
     @property
     def step_age_s(self) -> float:
         """How long the current step has been running; 0 when idle."""
@@ -58,12 +70,17 @@ class EngineThread:
         self._thread.shutdown(wait=False)
 
     def _run(self, chunks: Sequence[Chunk], on_layer: Callable[[int], None] | None) -> list[SampledToken | None]:
+        try:
+            return self._timed(lambda: self._runner.execute(chunks, on_layer))
+        finally:
+            self.steps += 1
+
+    def _timed(self, work: Callable[[], _Result]) -> _Result:
         began = time.monotonic()
         try:
-            return self._runner.execute(chunks, on_layer)
+            return work()
         finally:
             self.busy_s += time.monotonic() - began
-            self.steps += 1
             self._step_began = None
 
 

@@ -1,6 +1,6 @@
-"""Milliseconds of decode steps with drafts, as JSON: `python -m benchmarks.lib.row_times THREADS`.
+"""Milliseconds of decode steps with drafts, as JSON: `python -m benchmarks.lib.row_times THREADS QUANTIZATION`.
 
-The default model in its default format. Each stream has its newest token and so many drafts, laid out as workers do.
+The default model. Each stream has its newest token and so many drafts, laid out as workers do.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import statistics
 import sys
 import time
+from typing import Any
 
 import torch
 
@@ -34,7 +35,10 @@ def row_name(streams: int, drafts: int) -> str:
 
 def main() -> None:
     torch.set_num_threads(int(sys.argv[1]))
-    runner = ModelRunner.load(resolve("smollm2").facts, dtype="auto", block_size=_BLOCK_SIZE, num_kv_tokens=16_384)
+    quantization: Any = sys.argv[2]
+    runner = ModelRunner.load(
+        resolve("smollm2").facts, dtype="auto", quantization=quantization, block_size=_BLOCK_SIZE, num_kv_tokens=16_384
+    )
     runner.pool.data.normal_()
     cases = {row_name(streams, drafts): _step(streams, drafts) for streams in STREAMS for drafts in DRAFTS}
     times: dict[str, list[float]] = {name: [] for name in cases}

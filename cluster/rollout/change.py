@@ -11,7 +11,7 @@ from typing import Any
 from cluster.memory import WorkerMemory, role_memory
 from configs.facts import TokenizerFacts
 from configs.loader import checked_config, served_context
-from configs.models import resolve_for
+from configs.models import check_draft, resolve_for
 from configs.schema import ClusterConfig
 from protocol.errors import ConfigError, InvalidRequestError
 from protocol.messages import Role
@@ -59,7 +59,7 @@ def changed_config(current: ClusterConfig, changes: Mapping[str, Any]) -> tuple[
 def check_models(current: ClusterConfig, config: ClusterConfig) -> Mapping[Role, WorkerMemory]:
     """Return what a worker of each role takes with the new configuration. Reads, perhaps fetches, both models.
 
-    Raises ConfigError if the new one can't be served, or if routers would have to know it.
+    Raises ConfigError if the new one can't be served, or if routers would have to know it, or if its draft model does not fit.
     """
     former, new = resolve_for(current), resolve_for(config)
     before, after = served_context(current, former.facts), served_context(config, new.facts)
@@ -70,6 +70,7 @@ def check_models(current: ClusterConfig, config: ClusterConfig) -> Mapping[Role,
             raise ConfigError(f"model: its {name} differs, and routers count on it: restart the cluster", param="model")
     if _comparable(former.tokenizer) != _comparable(new.tokenizer):
         raise ConfigError("model: its tokenizer or chat template differs: restart the cluster", param="model")
+    check_draft(config, new)
     return role_memory(config, new.facts)
 
 

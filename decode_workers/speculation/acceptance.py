@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_FIRST_CHANCE = 0.6
+FIRST_CHANCE = 0.6
 _FIRST_WEIGHT = 2.0
 """What a new stream's drafts are expected to be, and for how many drafts this counts."""
 _FADING = 0.9
@@ -12,8 +12,9 @@ _FADING = 0.9
 class Acceptance:
     """Acceptance of one stream. A draft counts if those before it were right: what follows a wrong one says nothing."""
 
-    def __init__(self) -> None:
-        self._right = _FIRST_CHANCE * _FIRST_WEIGHT
+    def __init__(self, first_chance: float = FIRST_CHANCE) -> None:
+        """Until something was seen, the chance is `first_chance`."""
+        self._right = first_chance * _FIRST_WEIGHT
         self._looked_at = _FIRST_WEIGHT
 
     @property

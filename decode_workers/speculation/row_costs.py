@@ -69,6 +69,11 @@ class RowCosts:
         seen = self._seen.get(num_streams)
         return self._step - seen.step if seen is not None and seen.counts(self._step, num_streams) else None
 
+    @property
+    def known(self) -> bool:
+        """Whether anything is known, so that `seconds` are seconds."""
+        return bool(self._known)
+
     def seconds(self, num_rows: int) -> float:
         """What a step of so many rows takes, as far as is known. Without any knowledge: in units of a step of one row."""
         known = self._known

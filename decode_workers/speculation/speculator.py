@@ -1,60 +1,51 @@
-"""Drafts for the streams of a decode worker, step by step.
+"""What guesses tokens for the streams of a decode worker, step by step. One way to guess is chosen when the worker starts.
 
-    begin: look up drafts ──► how many pay (choosing) ──► the step's chunks      end: who was right, what the rows took
+    ahead: what has to be computed first ──► begin: the step's chunks, drafts among them ──► end: who was right, what it took
 
-What a stream said before is looked through for what follows its latest tokens (`ngram_index`). Its index is built when it is
-drafted for the first time here, from the tokens that it has, so streams that resume, come back or move need nothing else. It
-ends with the stream. Streams for which nothing is drafted are watched all the same: what would have been their draft is
-compared with what they say, in every step or, where it is hardly ever right, in every fourth.
+`ngram_speculator` looks drafts up, which needs nothing ahead. `model_speculator` has a second model compute them. What is
+common to both is here: learning what steps take by their rows, and counting.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 
-from configs.speculation.config import SpeculativeConfig
-from decode_workers.speculation.acceptance import Acceptance
-from decode_workers.speculation.choosing import draft_counts
 from decode_workers.speculation.drafts import DraftedStep, drafted_step
-from decode_workers.speculation.ngram_index import NgramIndex
 from decode_workers.speculation.row_costs import RowCosts
 from decode_workers.stream import Stream
 from engine.batch import Chunk, SampledToken
 
 PLAIN_EVERY = 64
 """Steps after which one is computed without drafts, so that it is known what that takes."""
-TAKEN_IN = 4096
-"""Tokens that a step takes into indices, about two milliseconds' work. Its oldest streams go first."""
-SELDOM = 4
-"""Steps after which a stream is looked up for whose drafts are hardly ever right."""
-_HARDLY_EVER = 0.1
 _FADING = 0.9
 
-
-class StreamDrafts:
-    """Index and acceptance of one stream, from which its drafts come."""
-
-    def __init__(self, tokens: Sequence[int], shortest: int, longest: int) -> None:
-        self.index = NgramIndex(tokens, shortest, longest)
-        self.acceptance = Acceptance()
-        self.latest: list[int] = []
-        """Looked up for the step under way."""
+Slots = Callable[[Stream, int], int]
+"""Gives a stream up to so many slots in the pool for drafts."""
 
 
-class Speculator:
-    """Guesses the tokens of one worker's steps. `begin` and `end` enclose each step."""
+class StreamDrafts(ABC):
+    """What is known for guessing one stream's tokens. It ends with the stream."""
 
-    def __init__(self, config: SpeculativeConfig, max_rows: int, slots: Callable[[Stream, int], int], *, joined: bool) -> None:
-        """A step has at most `max_rows` rows besides prompts. `slots` gives a stream up to so many slots in the pool for
-        drafts. `joined` as in `drafted_step`.
+    @abstractmethod
+    def release(self) -> None:
+        """The stream has left: give back what is held for it. Idempotent."""
+
+
+class Speculator(ABC):
+    """Guesses the tokens of one worker's steps. `ahead`, `begin` and `end` enclose each step."""
+
+    def __init__(self, num_speculative_tokens: int, max_rows: int, slots: Slots, *, joined: bool) -> None:
+        """A stream gets at most `num_speculative_tokens` drafts. A step has at most `max_rows` rows besides prompts.
+
+        `joined` is that of `drafted_step`.
         """
-        self._config = config
+        self._most_drafts = num_speculative_tokens
         self._max_rows = max_rows
         self._slots = slots
         self._joined = joined
         self._costs = RowCosts()
-        self._watched: list[tuple[int, StreamDrafts]] = []
-        """Streams of the step under way for which something was looked up, by their place in it."""
+        """Times of the steps that verify, by their rows."""
         self._beside_prompts = False
         """Whether the step under way computes several tokens of a prompt, or some of which nothing is sampled."""
         self.draft_tokens = self.accepted_tokens = 0
@@ -62,18 +53,21 @@ class Speculator:
         self.tokens_per_stream = 1.0
         """That a step says, lately."""
 
+    def ahead(self, batch: Sequence[Stream], chunks: Sequence[Chunk]) -> Awaitable[None] | None:
+        """Begin what has to be computed before the step of these chunks of these streams can begin; None: nothing has."""
+        return None
+
+    @abstractmethod
+    def _guessed(self, batch: Sequence[Stream], chunks: Sequence[Chunk]) -> list[Sequence[int]]:
+        """The drafts for each stream; most have none."""
+
+    @abstractmethod
+    def _verified(self, place: int, tokens: Sequence[SampledToken], num_drafts: int) -> None:
+        """Take note of what a step said of the stream in this place of the batch, and how many drafts it had."""
+
     def begin(self, batch: Sequence[Stream], chunks: Sequence[Chunk]) -> DraftedStep:
         """Return what the step computes: these chunks of these streams, and drafts behind some of them."""
-        self._watched = []
-        drafts: list[list[int]] = [[] for _ in chunks]
-        num_rows = sum(chunk.sampling is not None and len(chunk.token_ids) == 1 for chunk in chunks)
-        self._beside_prompts = num_rows < len(chunks)
-        most = self._max_rows - len(chunks)
-        if most > 0:
-            self._look_up(batch, chunks)
-            if self._watched and (self._beside_prompts or not self._plain_is_due(num_rows)):
-                self._choose(batch, drafts, num_rows, most)
-        return drafted_step(chunks, drafts, joined=self._joined)
+        return drafted_step(chunks, self._guessed(batch, chunks), joined=self._joined)
 
     def end(self, step: DraftedStep, results: Sequence[Sequence[SampledToken]], step_s: float) -> None:
         """Take note of a step's results. `step_s` is what it took, in seconds. Beside prompts that says nothing."""
@@ -83,48 +77,32 @@ class Speculator:
             self.tokens_per_stream = _FADING * self.tokens_per_stream + (1 - _FADING) * sum(map(len, results)) / num_streams
         if not self._beside_prompts:
             self._costs.note(len(step.chunks), len(step.counts), step_s)
-        for place, known in self._watched:
-            tokens, count = results[place], step.counts[place]
-            if count:
-                known.acceptance.note(len(tokens) - 1, count)
-            elif tokens:
-                known.acceptance.note(int(tokens[0].token_id == known.latest[0]), 1)
+        for place, (tokens, count) in enumerate(zip(results, step.counts, strict=True)):
+            self._verified(place, tokens, count)
 
-    def _look_up(self, batch: Sequence[Stream], chunks: Sequence[Chunk]) -> None:
-        config, left = self._config, TAKEN_IN
-        for place, (stream, chunk) in enumerate(zip(batch, chunks, strict=True)):
-            most = min(config.num_speculative_tokens, stream.sampling.max_tokens - stream.num_generated - 1)
-            if most < 1 or not stream.complete or chunk.sampling is None or not stream.sampling.speculative_decoding:
-                continue
-            known = stream.drafts
-            if known is None:
-                known = stream.drafts = StreamDrafts(stream.token_ids, config.prompt_lookup_min, config.prompt_lookup_max)
-            if known.acceptance.chance < _HARDLY_EVER and (stream.ticket_id + stream.num_generated) % SELDOM:
-                continue
-            left -= known.index.take_in(left)
-            known.latest = _before_stop(known.index.draft(most), stream.sampling.stop_token_ids)
-            if known.latest:
-                self._watched.append((place, known))
+    def problems(self, streams: Collection[Stream]) -> Iterator[str]:
+        """What is wrong in the books of what is held for these streams, which are all there are, in words for an audit."""
+        yield from ()
+
+    def _most(self, stream: Stream, chunk: Chunk) -> int:
+        """Most drafts that the stream can have in this step."""
+        if not stream.complete or chunk.sampling is None or not stream.sampling.speculative_decoding:
+            return 0
+        return max(0, min(self._most_drafts, stream.sampling.max_tokens - stream.num_generated - 1))
+
+    def _rows(self, chunks: Sequence[Chunk]) -> int:
+        """Rows of streams in this step. Whether there are others is noted."""
+        num_rows = sum(chunk.sampling is not None and len(chunk.token_ids) == 1 for chunk in chunks)
+        self._beside_prompts = num_rows < len(chunks)
+        return num_rows
 
     def _plain_is_due(self, num_rows: int) -> bool:
         age = self._costs.plain_age(num_rows)
         return age is None or age >= PLAIN_EVERY
 
-    def _choose(self, batch: Sequence[Stream], drafts: list[list[int]], num_rows: int, most: int) -> None:
-        counts = draft_counts(
-            [known.acceptance.chance for _, known in self._watched],
-            [len(known.latest) for _, known in self._watched],
-            num_rows,
-            most,
-            self._costs.seconds,
-        )
-        for (place, known), count in zip(self._watched, counts, strict=True):
-            if count:
-                drafts[place] = known.latest[: self._slots(batch[place], count)]
 
-
-def _before_stop(drafted: list[int], stop_token_ids: Sequence[int]) -> list[int]:
-    """Without a token that would end the answer, and what follows it: nothing is sampled after that."""
+def before_stop(drafted: Sequence[int], stop_token_ids: Sequence[int]) -> Sequence[int]:
+    """Return the drafts without a token that would end the answer, and what follows it: nothing is sampled after that."""
     for place, token_id in enumerate(drafted):
         if token_id in stop_token_ids:
             return drafted[:place]

@@ -9,10 +9,12 @@ import asyncio
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from configs.models import resolve_for
+from configs.facts import Model
+from configs.models import check_draft, draft_facts, resolve_for
 from configs.schema import ClusterConfig, PoolConfig
 from engine.grammar import Grammars
 from engine.ranks.gang import Gang
@@ -21,6 +23,10 @@ from engine.runner import Runner
 from protocol.actor import Worker, WorkerActor
 from protocol.messages import WorkerRef
 from protocol.wire import WireServer
+
+if TYPE_CHECKING:  # imported only where a model drafts
+    from engine.drafting.draft_model import DraftModel
+    from engine.model_runner import DeviceName
 
 _HASH_DIGITS = 16
 """Of the hash of the weights, as routers and peers are told it. They mix up no two models of a cluster by it."""
@@ -40,6 +46,8 @@ class FirstRank:
     grammars: Grammars
     gang: Gang
     """The other ranks of the worker."""
+    draft: DraftModel | None = None
+    """The model that guesses tokens, where one is configured: whole, whatever this rank's share of the served model is."""
 
 
 class FirstRankActor(WorkerActor):
@@ -91,11 +99,12 @@ class FirstRankActor(WorkerActor):
         ranks = await gang.form(self._host, limits.worker_start_s, rank_device(self._config, self._pool))
         try:
             runner = await gang.beside(asyncio.to_thread(load_share, self._config, self._pool, ranks))
+            model = await asyncio.to_thread(resolve_for, self._config)
+            draft = await gang.beside(asyncio.to_thread(self._load_draft, model, runner))
             arithmetic = await gang.joined(runner.pool.num_blocks, runner.arithmetic)
         except BaseException:
             await gang.close()
             raise
-        model = await asyncio.to_thread(resolve_for, self._config)
         server = WireServer(self._secret, self._host)
         me = WorkerRef(self._worker_id, self._epoch, server.address, gang.size, arithmetic, model.facts.identity[:_HASH_DIGITS])
         try:
@@ -108,8 +117,20 @@ class FirstRankActor(WorkerActor):
                     runner=runner,
                     grammars=Grammars(model),
                     gang=gang,
+                    draft=draft,
                 )
             )
         except BaseException:
             server.close()
             raise
+
+    def _load_draft(self, model: Model, runner: Runner) -> DraftModel | None:
+        """The draft model of the worker, if there is to be one. Raises ConfigError if it can't be loaded, or does not fit."""
+        facts = draft_facts(self._config)
+        if facts is None:
+            return None
+        from engine.drafting.draft_model import DraftModel
+
+        check_draft(self._config, model)
+        device: DeviceName = "cpu" if runner.pool.data.device.type == "cpu" else "cuda"
+        return DraftModel.load(self._config, self._pool, facts, device)

@@ -12,9 +12,11 @@ from functools import partial
 from typing import Any
 
 from configs.facts import KvCacheDtype, ModelFacts
-from configs.schema import ClusterConfig, DecodeConfig, LimitsConfig, PrefillConfig
+from configs.schema import ClusterConfig, DecodeConfig, LimitsConfig, PoolConfig, PrefillConfig
+from decode_workers.speculation.model_speculator import ModelSpeculator
 from decode_workers.worker import DecodeWorker
 from engine.batch import Chunk, SampledToken
+from engine.drafting.draft_model import DraftModel
 from engine.model_runner import ModelRunner
 from engine.paced.runner import PacedRunner
 from engine.ranks.tensor_parallel import ALONE, TensorParallel
@@ -235,7 +237,15 @@ class ManyDecodes:
 
     def all_free(self) -> bool:
         loads = [worker.core.load() for worker in self.alive()]
-        return all(x.free_blocks == x.total_blocks and x.tickets == 0 and x.transfers == 0 for x in loads)
+        return not self.draft_blocks() and all(
+            x.free_blocks == x.total_blocks and x.tickets == 0 and x.transfers == 0 for x in loads
+        )
+
+    def draft_blocks(self) -> int:
+        """Blocks that streams hold in the pools of draft models."""
+        speculators = [worker._speculator for worker in self.alive() if isinstance(worker, DecodeWorker)]
+        books = [each.kv for each in speculators if isinstance(each, ModelSpeculator)]
+        return sum(kv.num_blocks - kv.num_free for kv in books)
 
     async def leaks(self) -> list[Leak]:
         return await leaks_of(worker.me for worker in self.alive())
@@ -248,9 +258,10 @@ async def run_many_decodes(
     config: ClusterConfig = CONFIG,
     ranks: Sequence[int] = (),
     formats: Sequence[KvCacheDtype] = (),
+    draft: ModelFacts | None = None,
 ) -> AsyncIterator[ManyDecodes]:
     """Ends with every block free and an empty audit of the workers that still live. `ranks`: those of each decode worker;
-    `formats`: of each one's KV, if not all have the configuration's.
+    `formats`: of each one's KV, if not all have the configuration's. `draft`: of the draft model, where one is configured.
     """
     network = LoopbackNetwork()
     transports = [LoopbackTransport(network)]
@@ -272,10 +283,14 @@ async def run_many_decodes(
     def load_decode(number: int, shares: TensorParallel) -> Runner:
         return runner(config.decode.kv_cache_tokens, shares, formats[number] if formats else config.kv_cache_dtype)
 
+    def draft_of(pool: PoolConfig) -> DraftModel | None:
+        return None if draft is None else DraftModel.load(config, pool, draft, "cpu")
+
     servers = [WireServer(SECRET, "127.0.0.1") for _ in range(num_decodes + 1)]
     prefill_runner = runner(config.prefill.kv_cache_tokens)
     me = WorkerRef("prefill-0", 1, servers[0].address, arithmetic=prefill_runner.arithmetic)
-    prefill = PrefillWorker(WorkerCore(first_rank(me, config, servers[0], prefill_runner), transports, transports))
+    rank = first_rank(me, config, servers[0], prefill_runner, draft=draft_of(config.prefill))
+    prefill = PrefillWorker(WorkerCore(rank, transports, transports))
     decodes, following = [], []
     for number, server in enumerate(servers[1:]):
         size = ranks[number] if ranks else 1
@@ -284,7 +299,8 @@ async def run_many_decodes(
         )
         following += others.running
         me = WorkerRef(f"decode-{number}", 1, server.address, size, arithmetic)
-        decodes.append(DecodeWorker(WorkerCore(first_rank(me, config, server, first, gang), transports, transports)))
+        rank = first_rank(me, config, server, first, gang, draft_of(config.decode))
+        decodes.append(DecodeWorker(WorkerCore(rank, transports, transports)))
     many = ManyDecodes(prefill, decodes, network, config)
     try:
         async with asyncio.timeout(120):

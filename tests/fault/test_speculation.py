@@ -17,7 +17,7 @@ import pytest
 from configs.facts import ModelFacts
 from configs.schema import ClusterConfig
 from configs.speculation.config import SpeculativeConfig
-from decode_workers.speculation import speculator
+from decode_workers.speculation import ngram_speculator, speculator
 from decode_workers.speculation.ngram_index import NgramIndex
 from decode_workers.worker import DecodeWorker
 from engine.paced.fingerprints import next_token
@@ -77,8 +77,8 @@ def all_of_them(
 def guesses(monkeypatch: pytest.MonkeyPatch) -> Guesses:
     made = Guesses()
     monkeypatch.setattr(NgramIndex, "draft", lambda index, most: made.draft(index, most))
-    monkeypatch.setattr(speculator, "draft_counts", all_of_them)
-    monkeypatch.setattr(speculator, "SELDOM", 1)
+    monkeypatch.setattr(ngram_speculator, "draft_counts", all_of_them)
+    monkeypatch.setattr(ngram_speculator, "SELDOM", 1)
     monkeypatch.setattr(speculator.Speculator, "_plain_is_due", lambda self, num_rows: False)
     return made
 

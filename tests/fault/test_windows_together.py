@@ -25,7 +25,7 @@ from tests.fault import many_decodes, two_workers
 from tests.fault.many_decodes import ManyDecodes, run_many_decodes
 from tests.fault.scenarios import Reference, prompt_of, run, seeds
 from tests.fault.test_migration import endless
-from tests.fault.two_workers import TwoWorkers, run_two_workers
+from tests.fault.two_workers import run_two_workers
 from tests.fault.windowed import KEPT, alone_of, windowed_model, with_pools
 
 PROMPTS = [prompt_of(700 + 130 * number, number) for number in range(6)]
@@ -159,10 +159,9 @@ def test_a_next_turn_is_read_from_a_tier(windowed: ModelFacts, alone: Reference)
     config = with_pools(two_workers.CONFIG, 1536, 768, kv_offloading=KvOffloadingConfig(memory_gib=0.02))
     prompt, window = PROMPTS[3], KvWindow.of(windowed)
 
-    async def settled(workers: TwoWorkers) -> None:
+    async def settled(workers: Any) -> None:
         for worker in (workers.prefill, workers.decode):
-            assert worker.core.tiers is not None
-            await workers.until(lambda tiers=worker.core.tiers: tiers.num_waiting == 0)
+            await workers.until(lambda worker=worker: worker.core.tiers.num_waiting == 0)
         await workers.until(workers.all_free)
         workers.check()
 

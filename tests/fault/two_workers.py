@@ -13,6 +13,7 @@ from typing import Any
 from configs.facts import KvCacheDtype, ModelFacts
 from configs.schema import ClusterConfig, DecodeConfig, LimitsConfig, PrefillConfig
 from decode_workers.worker import DecodeWorker
+from engine.drafting.draft_model import DraftModel
 from engine.grammar import Grammars
 from engine.model_runner import ModelRunner
 from engine.ranks.first_rank import FirstRank
@@ -240,7 +241,14 @@ async def _ping(caller: CallClient) -> None:
             await asyncio.sleep(0.1)
 
 
-def first_rank(me: WorkerRef, config: ClusterConfig, server: WireServer, runner: Runner, gang: Gang | None = None) -> FirstRank:
+def first_rank(
+    me: WorkerRef,
+    config: ClusterConfig,
+    server: WireServer,
+    runner: Runner,
+    gang: Gang | None = None,
+    draft: DraftModel | None = None,
+) -> FirstRank:
     """With the tests' secret, and grammars over a vocabulary of letters; without a gang it is the only rank."""
     return FirstRank(
         me=me,
@@ -250,6 +258,7 @@ def first_rank(me: WorkerRef, config: ClusterConfig, server: WireServer, runner:
         runner=runner,
         grammars=Grammars(with_letters(runner.facts)),
         gang=gang or Gang.alone(),
+        draft=draft,
     )
 
 

@@ -212,6 +212,20 @@ def test_flips_change_nothing(guessing: Any, expected: list[dict[str, Any]]) -> 
     guessing.until(lambda: guessing.settled(1, 2), 120)
 
 
+def test_a_gang_says_the_same(serve: Callable[..., Any]) -> None:
+    """The model has three KV heads. The bits of a gang are its own, so it is compared with itself, and computes no prompts."""
+    gang = ("--decode-tensor-parallel-size", "3", "--disaggregation", "always")
+    served = serve("--speculative-config", CONFIG, *gang)
+    served.wait_ready()
+    requests = requests_of_every_kind()
+    alone = all_at_once(served.url, [plain(request) for request in requests])
+    assert counted(served, "tandem:spec_decode_num_draft_tokens_total") == 0
+    for request, answer, wanted in zip(requests, all_at_once(served.url, requests), alone, strict=True):
+        assert answer == wanted, request
+    served.until(lambda: counted(served, "tandem:spec_decode_num_accepted_tokens_total") > 100, 20)
+    served.end()
+
+
 @pytest.mark.parametrize(
     ("config", "told"),
     [

@@ -80,7 +80,11 @@ FLAGS = (
         *("prefill.max_batch_tokens", "decode.max_chunk_tokens"),
         help="Prompt tokens per step, of either role.",
     ),
-    ConfigFlag("--speculative-config", "speculative_config", help="How tokens are guessed, as JSON with vLLM's keys."),
+    ConfigFlag(
+        "--speculative-config",
+        "speculative_config",
+        help="How tokens are guessed, as JSON with vLLM's keys: by ngram, or by a draft_model.",
+    ),
     ConfigFlag("--kv-offloading-size", "kv_offloading.memory_gib", help="GiB of each node's memory for KV of earlier prompts."),
     ConfigFlag("--kv-offloading-dir", "kv_offloading.disk_dir", help="Folder on each node's disk for KV of earlier prompts."),
     ConfigFlag("--kv-offloading-disk-size", "kv_offloading.disk_gib", help="GiB that it may take."),

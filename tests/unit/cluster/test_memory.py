@@ -177,3 +177,21 @@ def test_routers_take_memory_too(facts: ModelFacts, monkeypatch: pytest.MonkeyPa
         tight.with_routers(4).check(both, [Role.DECODE])
     one, three = (with_fitting_pools(config(http={"router_replicas": number}), facts, 6 * GB) for number in (1, 3))
     assert three.decode.kv_cache_tokens < one.decode.kv_cache_tokens
+
+
+def test_a_draft_model_takes_its_weights_and_a_pool_of_its_own(facts: ModelFacts) -> None:
+    drafted = {"method": "draft_model", "model": "smollm2", "num_speculative_tokens": 4}
+    settings: dict[str, object] = {"quantization": "none", "dtype": "bfloat16", "decode": {"kv_cache_tokens": 40_000}}
+    plain, with_draft = (
+        role_memory(config(**settings), facts),
+        role_memory(config(speculative_config=drafted, **settings), facts),
+    )
+    for role, tokens in ((Role.PREFILL, 65_536 // 4), (Role.DECODE, 40_000 // 4)):
+        draft = with_draft[role].draft
+        kv_bytes = tokens * facts.num_layers * 2 * facts.num_kv_heads * facts.head_dim * 2
+        assert 0.1 * GB < draft - kv_bytes < 0.3 * GB, "the four bits that are stored, or bfloat16 without native operators"
+        assert with_draft[role].total == plain[role].total + draft
+        assert "draft model" in str(with_draft[role])
+        assert "draft model" not in str(plain[role])
+    small = with_fitting_pools(config(speculative_config=drafted, quantization="none"), facts, 8 * GB)
+    assert small.decode.kv_cache_tokens < with_fitting_pools(config(quantization="none"), facts, 8 * GB).decode.kv_cache_tokens

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 from contextlib import suppress
 from dataclasses import replace
@@ -13,7 +14,7 @@ from pydantic import BaseModel
 
 import configs
 from configs.facts import LinearScaling, ModelFacts
-from configs.loader import load_config, served_context
+from configs.loader import checked_config, load_config, served_context
 from configs.model_files.rope import with_overrides
 from configs.models import resolve
 from configs.schema import ClusterConfig
@@ -22,6 +23,7 @@ from protocol.errors import ConfigError
 from tests.tiny_models import TINY, tiny_facts
 
 SHIPPED = Path(configs.__file__).parent
+DRAFTED = {"method": "draft_model", "model": "smollm2", "num_speculative_tokens": 4}
 
 
 @pytest.fixture
@@ -164,7 +166,18 @@ def test_how_tokens_are_guessed_is_read_from_json_and_from_yaml(yaml_file: Path)
         ("{", "speculative_config", "should be JSON"),
         ("3", "speculative_config", "mapping"),
         ({"method": "ngram"}, "speculative_config.num_speculative_tokens", "required"),
-        ({"method": "draft_model"}, "speculative_config.method", "draft_model is not built; methods are ngram"),
+        ({"method": "eagle"}, "speculative_config.method", "eagle is not built; methods are ngram, draft_model"),
+        ({"method": "draft_model", "num_speculative_tokens": 4}, "speculative_config", "draft_model needs a model"),
+        (DRAFTED | {"model": ""}, "speculative_config.model", "at least 1 character"),
+        (DRAFTED | {"quantization": "awq"}, "speculative_config.quantization", "'auto', 'none', 'int8' or 'int4'"),
+        (DRAFTED | {"max_model_len": 0}, "speculative_config.max_model_len", "greater"),
+        (DRAFTED | {"prompt_lookup_max": 7}, "speculative_config", "prompt_lookup_max is for the method ngram: leave it out"),
+        (DRAFTED | {"method": "ngram"}, "speculative_config", "model is for the method draft_model: leave it out"),
+        (
+            DRAFTED | {"draft_tensor_parallel_size": 2},
+            "speculative_config.draft_tensor_parallel_size",
+            "unknown key; the keys here are method",
+        ),
         ({"num_speculative_tokens": 4}, "speculative_config.method", "required"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "speculative_config.num_speculative_tokens", "greater"),
         ({"method": "ngram", "num_speculative_tokens": 33}, "speculative_config.num_speculative_tokens", "less"),
@@ -185,6 +198,28 @@ def test_guesses_that_are_not_built_are_refused_by_name(value: Any, param: str, 
     error = refused(None, {"speculative_config": value})
     assert error.param == param
     assert re.search(says, error.message), error.message
+
+
+def test_a_draft_model_is_read_and_checked_again() -> None:
+    """As a rollout does, which checks all values anew."""
+    config = load_config(None, {"speculative_config": json.dumps(DRAFTED | {"quantization": "none", "max_model_len": 900})})
+    assert config.speculative_config is not None
+    assert (config.speculative_config.model, config.speculative_config.max_model_len) == ("smollm2", 900)
+    assert checked_config(config.model_dump()) == config
+
+
+@pytest.mark.parametrize(
+    ("others", "says"),
+    [
+        ({"engine": "paced"}, "draft_model computes, and paced workers do not"),
+        ({"device": "cuda"}, "draft_model is for processors"),
+        ({"decode.resources": {"GPU": 1.0}, "prefill.resources": {"GPU": 1.0}}, "draft_model is for processors"),
+    ],
+)
+def test_workers_that_a_draft_model_is_not_for(others: dict[str, Any], says: str) -> None:
+    error = refused(None, {"speculative_config": DRAFTED, **others})
+    assert says in error.message
+    assert "speculative_config.method" in error.message
 
 
 def test_guesses_need_a_row_beside_the_stream() -> None:

@@ -61,3 +61,32 @@ def test_what_a_nice_thread_starts_is_no_nicer() -> None:
 
     run(lambda: nice(lambda: run(lambda: nice(lambda: None))))
     assert found == [min(19, before + PREFILL_NICENESS)] * 2
+
+
+def test_work_that_a_step_needs_runs_in_the_same_thread_and_counts_as_busy() -> None:
+    """Also where it fails: the next step can begin then."""
+
+    async def scenario() -> None:
+        engine = EngineThread(cast(ModelRunner, Asking()), cast(Gang, Alone()))
+        threads: list[int] = []
+
+        def work() -> None:
+            threads.append(threading.get_ident())
+            assert engine.step_age_s > 0
+            if len(threads) == 2:
+                raise ValueError("as a draft model that can't go on")
+
+        try:
+            await engine.run(work)
+            busy_s = engine.busy_s
+            assert busy_s > 0
+            with pytest.raises(ValueError, match="go on"):
+                await engine.run(work)
+            await engine.start([])
+            assert engine.busy_s > busy_s
+            assert (engine.steps, engine.step_age_s) == (1, 0.0)
+            assert threads[0] == threads[1] != threading.get_ident()
+        finally:
+            engine.close()
+
+    asyncio.run(scenario())

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from configs.speculation.config import SpeculativeConfig
 from decode_workers.speculation.drafts import drafted_step
-from decode_workers.speculation.speculator import PLAIN_EVERY, Speculator
+from decode_workers.speculation.ngram_speculator import NgramDrafts, NgramSpeculator
+from decode_workers.speculation.speculator import PLAIN_EVERY
 from decode_workers.stream import Stream
 from engine.batch import Chunk, ForwardBatch, SampledToken
 from engine.memory.block_table import BlockTable
@@ -69,7 +70,7 @@ def streams(*samplings: SamplingParams) -> list[Stream]:
 
 def plan(batch: list[Stream], max_rows: int = 64, slots: Any = lambda stream, most: most) -> list[int]:
     """How many drafts the second step has, if earlier ones were right, and it is known what a step without drafts takes."""
-    speculator = Speculator(CONFIG, max_rows, slots, joined=True)
+    speculator = NgramSpeculator(CONFIG, max_rows, slots, joined=True)
     chunks = [
         Chunk(stream.token_ids[stream.computed :], stream.computed, stream.block_table, stream.sampling, 1) for stream in batch
     ]
@@ -77,7 +78,7 @@ def plan(batch: list[Stream], max_rows: int = 64, slots: Any = lambda stream, mo
     assert first.num_drafts == 0, "what a step takes without drafts is found out first"
     speculator.end(first, [()] * len(batch), 0.01)
     for stream in batch:
-        if stream.drafts is not None:
+        if isinstance(stream.drafts, NgramDrafts):
             stream.drafts.acceptance.note(50, 50)
     return list(speculator.begin(batch, chunks).counts)
 
@@ -101,7 +102,7 @@ def test_drafts_get_the_rows_and_slots_that_are_left() -> None:
 
 def test_a_step_without_drafts_comes_now_and_then() -> None:
     batch = streams(SamplingParams(seed=1, max_tokens=1_000))
-    speculator = Speculator(CONFIG, 64, lambda stream, most: most, joined=False)
+    speculator = NgramSpeculator(CONFIG, 64, lambda stream, most: most, joined=False)
     chunks = [Chunk([6], 5, [0], batch[0].sampling, 1)]
     drafted = []
     for _ in range(3 * PLAIN_EVERY):

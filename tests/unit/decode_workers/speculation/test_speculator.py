@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from configs.speculation.config import SpeculativeConfig
 from decode_workers.speculation.drafts import DraftedStep
-from decode_workers.speculation.speculator import SELDOM, TAKEN_IN, Speculator
+from decode_workers.speculation.ngram_speculator import SELDOM, TAKEN_IN, NgramDrafts, NgramSpeculator
 from decode_workers.stream import Stream
 from engine.batch import Chunk, SampledToken
 from engine.memory.block_table import BlockTable
@@ -22,8 +22,8 @@ LOOP = [5, 6, 7, 8, 5, 6]
 """7, 8, 5, 6 is what is drafted after it."""
 
 
-def speculator_of(max_rows: int = 64) -> Speculator:
-    return Speculator(CONFIG, max_rows, lambda stream, most: most, joined=True)
+def speculator_of(max_rows: int = 64) -> NgramSpeculator:
+    return NgramSpeculator(CONFIG, max_rows, lambda stream, most: most, joined=True)
 
 
 def stream_of(token_ids: list[int], number: int = 0) -> Stream:
@@ -93,7 +93,7 @@ def test_prompts_that_come_together_are_taken_in_one_after_the_other(lengths: li
     taken, left = 0, [length - 2 for length in lengths]  # not the last one, and none ends with the first
     while any(left):
         speculator.begin(batch, [newest(stream) for stream in batch])
-        indices = [stream.drafts.index for stream in batch if stream.drafts is not None]
+        indices = [stream.drafts.index for stream in batch if isinstance(stream.drafts, NgramDrafts)]
         left = [length - 1 - len(index._before) for length, index in zip(lengths, indices, strict=True)]
         now = sum(lengths) - 2 * len(lengths) - sum(left)
         assert now - taken == TAKEN_IN or not any(left)
