@@ -15,8 +15,7 @@ import pytest
 from configs.facts import ModelFacts
 from configs.model_files.kv_window import KvWindow
 from configs.schema import ClusterConfig, KvOffloadingConfig
-from configs.speculation.config import SpeculativeConfig
-from decode_workers.speculation import speculator
+from decode_workers.speculation import ngram_speculator, speculator
 from decode_workers.speculation.ngram_index import NgramIndex
 from kv_transfer.tiers import occupied
 from protocol.cluster_view import WorkerState
@@ -25,6 +24,7 @@ from tests.fault import many_decodes, two_workers
 from tests.fault.many_decodes import ManyDecodes, run_many_decodes
 from tests.fault.scenarios import Reference, prompt_of, run, seeds
 from tests.fault.test_migration import endless
+from tests.fault.test_speculation import NGRAM, Guesses, all_of_them
 from tests.fault.two_workers import run_two_workers
 from tests.fault.windowed import KEPT, alone_of, windowed_model, with_pools
 
@@ -108,33 +108,16 @@ def test_guessed_tokens_near_what_is_given_back(
     windowed: ModelFacts, alone: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Right guesses and wrong ones, where streams give blocks back many times and are preempted."""
-    ngram = SpeculativeConfig(method="ngram", num_speculative_tokens=5, prompt_lookup_min=1, prompt_lookup_max=3)
     expected = [alone(prompt, 400, False) for prompt in PROMPTS[:4]]
-    known = [prompt + answer for prompt, answer in zip(PROMPTS[:4], expected, strict=True)]
-    rng = random.Random(1)
-
-    def draft(index: NgramIndex, most: int) -> list[int]:
-        said = list(index._tokens)
-        after = [whole[len(said) :] for whole in known if whole[: len(said)] == said] or [[]]
-        found = [*after[0], *prompt_of(most, len(said))][: rng.randint(0, most)]
-        if found and rng.random() < 0.5:
-            found[rng.randrange(len(found))] = rng.randrange(1, 101)
-        return found
-
-    def all_of_them(chances: list[float], lengths: list[int], num_rows: int, most: int, seconds: Any) -> list[int]:
-        counts = []
-        for length in lengths:
-            counts.append(min(length, most))
-            most -= counts[-1]
-        return counts
-
-    monkeypatch.setattr(NgramIndex, "draft", draft)
-    monkeypatch.setattr(speculator, "draft_counts", all_of_them)
-    monkeypatch.setattr(speculator, "SELDOM", 1)
+    guesses = Guesses()
+    guesses.known = [prompt + answer for prompt, answer in zip(PROMPTS[:4], expected, strict=True)]
+    monkeypatch.setattr(NgramIndex, "draft", lambda index, most: guesses.draft(index, most))
+    monkeypatch.setattr(ngram_speculator, "draft_counts", all_of_them)
+    monkeypatch.setattr(ngram_speculator, "SELDOM", 1)
     monkeypatch.setattr(speculator.Speculator, "_plain_is_due", lambda self, num_rows: False)
 
     async def scenario() -> None:
-        config = with_pools(many_decodes.CONFIG, 2048, 900, speculative_config=ngram)
+        config = with_pools(many_decodes.CONFIG, 2048, 900, speculative_config=NGRAM)
         async with run_many_decodes(windowed, 1, config) as many:
             answers = await asyncio.gather(*(many.ask(prompt, endless(400)) for prompt in PROMPTS[:4]))
             assert [answer.token_ids for answer in answers] == expected
