@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from configs.facts import ModelFacts, WeightFormat, kv_head_bytes
 from configs.machine import processor_features
+from configs.model_files.kv_window import KvWindow, decode_at_once, prefill_at_once
 from configs.models import draft_facts
 from configs.paced.profile import TOKEN_BYTES, load_paced_profile
 from configs.schema import ClusterConfig, PoolConfig
@@ -121,7 +122,7 @@ def role_memory(config: ClusterConfig, facts: ModelFacts) -> Mapping[Role, Worke
 def with_fitting_pools(config: ClusterConfig, facts: ModelFacts, memory_bytes: int) -> ClusterConfig:
     """Return the configuration with KV pools that fit side by side into a machine's memory, as far as nobody chose their sizes.
 
-    They are never smaller than one request of the whole context. Sizes that somebody chose stay as they are.
+    They are never smaller than what is seen of one request of the whole context. Sizes that somebody chose stay as they are.
     """
     pools = {"prefill": config.prefill, "decode": config.decode}
     chosen = {name for name, pool in pools.items() if "kv_cache_tokens" in pool.model_fields_set}
@@ -134,10 +135,12 @@ def with_fitting_pools(config: ClusterConfig, facts: ModelFacts, memory_bytes: i
     room = memory_bytes - CLUSTER_BYTES - (most_routers(config) - 1) * ROUTER_BYTES - tier_bytes(config) - fixed
     if wanted <= room or not wanted:
         return config
-    least = config.max_model_len or facts.max_model_len
+    context, window = config.max_model_len or facts.max_model_len, KvWindow.of(facts, config.engine)
+    at_once = {"prefill": prefill_at_once, "decode": decode_at_once}
     updates = {}
     for name, pool in pools.items():
         if name not in chosen:
+            least = at_once[name](config, window, context)
             tokens = max(least, int(pool.kv_cache_tokens * max(0.0, room / wanted)))
             blocks = -(-tokens // config.block_size) if tokens == least else tokens // config.block_size
             updates[name] = pool.model_copy(update={"kv_cache_tokens": min(pool.kv_cache_tokens, blocks * config.block_size)})

@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 from configs.addresses import is_loopback
 from configs.autoscale import RoleName
 from configs.facts import ModelFacts
+from configs.model_files.kv_window import WHOLE, KvWindow, decode_at_once, prefill_at_once
 from configs.model_files.rope import stretching
 from configs.paced.profile import DEFAULT_PROFILE, default_sizes, load_paced_profile
 from configs.schema import DEFAULT_TIER, ClusterConfig, PoolConfig
@@ -63,7 +64,7 @@ def served_context(config: ClusterConfig, facts: ModelFacts) -> int:
     if wanted > facts.max_model_len:
         problem = f"max_model_len: {wanted} is more than the context of {facts.name}: use at most {facts.max_model_len}"
         raise ConfigError(problem + ("" if config.engine == "paced" else stretching(facts, wanted)), param="max_model_len")
-    for key, problem in _too_small(config, wanted):
+    for key, problem in _too_small(config, KvWindow.of(facts, config.engine), wanted):
         raise ConfigError(f"{key}: {problem}; raise it or lower max_model_len", param=key)
     return wanted
 
@@ -300,7 +301,7 @@ def _usage(config: ClusterConfig) -> list[tuple[str, str]]:
 
 def _contradictions(config: ClusterConfig) -> list[tuple[str, str]]:
     """Values that are right one by one and impossible together, as (key, sentence)."""
-    found = _too_small(config, config.max_model_len or 1)
+    found = _too_small(config, WHOLE, 1)
     http = config.http
     if http.keys_file is not None and http.allow_anonymous:
         found.append(("http.allow_anonymous", "true makes no sense beside http.keys_file: one or the other"))
@@ -353,15 +354,15 @@ def _contradictions(config: ClusterConfig) -> list[tuple[str, str]]:
     return found
 
 
-def _too_small(config: ClusterConfig, num_tokens: int) -> list[tuple[str, str]]:
-    """Pools whose whole blocks can't hold one request of this many tokens."""
-    found = []
+def _too_small(config: ClusterConfig, window: KvWindow, num_tokens: int) -> list[tuple[str, str]]:
+    """Pools whose whole blocks can't hold what is seen of one request of this many tokens."""
+    found, at_once = [], {"prefill": prefill_at_once, "decode": decode_at_once}
     for role, pool in _pools(config):
         num_blocks = pool.kv_cache_tokens // config.block_size
         if num_blocks == 0:
             problem = f"{pool.kv_cache_tokens} is less than one block of {config.block_size}"
             found.append((f"{role}.kv_cache_tokens", problem))
-        elif num_blocks * config.block_size < num_tokens:
+        elif num_blocks * config.block_size < at_once[role](config, window, num_tokens):
             problem = f"{pool.kv_cache_tokens} ({num_blocks} blocks) can't hold one request of {num_tokens} tokens"
             found.append((f"{role}.kv_cache_tokens", problem))
     return found

@@ -188,8 +188,8 @@ class Attaches:
             raise KvTransferError("somebody sends KV for this ticket")
         if num_tokens >= self._facts.max_model_len:
             raise ContextLengthError(f"{num_tokens} prompt tokens don't fit into {self._facts.max_model_len}", param="prompt")
-        if entry.held_tokens == num_tokens or (num_scores is not None and entry.held_tokens):
-            raise InvalidRequestError("the ticket holds tokens whose logits are wanted: reserve with `own_tokens`")
+        if not self._ledger.computable(entry) or (num_scores is not None and entry.held_tokens):
+            raise InvalidRequestError("the ticket is not for a prompt that is computed here: reserve with `own_tokens`")
         if num_tokens * (1 + (num_scores or 0)) > MAX_PROMPT_LOGPROBS:
             raise InvalidRequestError(f"more than {MAX_PROMPT_LOGPROBS} logprobs of a prompt", param="logprobs")
 
@@ -206,7 +206,7 @@ class Attaches:
 
     async def _read(self, reader: TierReader, entry: TicketEntry, waiting: _Waiting) -> None:
         """Read what tiers have of a prompt that is computed here into the ticket's own blocks; until then the stream waits."""
-        keys = entry.keys[: (len(entry.token_ids) - 1) // self._block_size]
+        keys = entry.keys[: min((len(entry.token_ids) - 1) // self._block_size, len(entry.block_table))]
         for name in reader.names:
             held = entry.held_tokens // self._block_size
             began = time.monotonic()

@@ -39,7 +39,7 @@ def decode_books(
             transfer_id=entry.transfer_id,
             owner=owner(entry.owner),
             state=entry.state,
-            num_blocks=len(entry.block_table),
+            num_blocks=entry.block_table.num_owned,
             pushes_in_flight=entry.pushes_in_flight,
             in_step=entry.in_step,
             computes_here=waiting_attaches.get(entry.ticket_id, False),
@@ -48,7 +48,7 @@ def decode_books(
         for entry in ledger
     )
     return RoleBooks(
-        tables=[entry.block_table for entry in ledger],
+        tables=[entry.block_table.owned for entry in ledger],
         tickets=tickets,
         sends=sends,
         problems=(*problems, *_problems(ledger, scheduler, waiting_attaches)),

@@ -15,6 +15,9 @@ Full blocks are kept when their ticket is gone (`engine.memory.prefix_cache`): t
 here, and those of an answer that was preempted or came to its end. A new ticket shares what is there of its prompt's
 beginning; it is `held`, never written again, and not sent.
 
+Where all layers of the model have a sliding window, a ticket has no blocks for what is not seen any more (`engine.memory.
+block_table`). What is sent begins behind that; a prompt that is computed here gets its blocks as it goes.
+
 Who frees: `_settle`, when a ticket is final and neither a push nor an engine step writes into its blocks. Until then the
 blocks are quarantined. A ticket leaves the books at that moment and not before.
 """
@@ -23,12 +26,13 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from configs.arithmetic import ceil_div
+from configs.model_files.kv_window import WHOLE, KvWindow
 from decode_workers.ticket_entry import TicketEntry
+from engine.memory.block_table import BlockTable, BlockTables
 from engine.memory.prefix_cache import PrefixCache
 from protocol.cache.keys import block_keys, more_keys
 from protocol.share import NOBODYS, Share
@@ -40,7 +44,9 @@ class Ledger:
 
     `clock` gives monotonic seconds. `on_committed` is called when a ticket may be attached, `on_failed` when one is aborted or
     expired, and `on_settled` when a ticket's blocks are free again. `on_released` gets the keys and the salt of blocks that a
-    ticket no longer has. `ids` has the tickets' ids, where others take some of them, too.
+    ticket no longer has. `ids` has the tickets' ids, where others take some of them, too. A step computes up to `step_tokens`
+    of a sequence, whose tokens see what their `window` leaves them. `beside` says, where there is a window, how many blocks
+    have to stay free for prompts that are computed for others, if a ticket takes the cached blocks of these keys.
     """
 
     def __init__(
@@ -54,8 +60,14 @@ class Ledger:
         on_settled: Callable[[], None],
         on_released: Callable[[Sequence[bytes], str], None] | None = None,
         ids: Iterator[int] | None = None,
+        *,
+        window: KvWindow = WHOLE,
+        step_tokens: int = 0,
+        beside: Callable[[Sequence[bytes]], int] = lambda _: 0,
     ) -> None:
         self._cache = cache
+        self._tables = BlockTables(cache, block_size, window, step_tokens)
+        self._window = window
         self._block_size = block_size
         self._lease_s = lease_s
         self._clock = clock
@@ -63,6 +75,7 @@ class Ledger:
         self._on_failed = on_failed
         self._on_settled = on_settled
         self._on_released = on_released
+        self._beside = beside
         self._entries: dict[int, TicketEntry] = {}
         self._ids = itertools.count(1) if ids is None else ids
         self.cache_queries = 0
@@ -88,17 +101,29 @@ class Ledger:
 
     @property
     def num_free(self) -> int:
-        """KV blocks that nobody owns."""
-        return self._cache.num_free
+        """KV blocks that nobody owns, and that tickets may take."""
+        return self._cache.num_free - self._kept()
 
     @property
     def num_holders(self) -> int:
         """Tickets that hold blocks, of which each may soon want another one."""
         return sum(bool(entry.block_table) for entry in self._entries.values() if not entry.state.final)
 
+    @property
+    def growth(self) -> int:
+        """Blocks that tickets will soon want: one for each that holds some, or all that it may once have at a time, where it
+        gives others back.
+        """
+        if not self._tables.windowed:
+            return self.num_holders
+        holders = (entry for entry in self._entries.values() if entry.block_table and not entry.state.final)
+        most = ((self.blocks_at_once(len(each.token_ids) + each.max_tokens), each.block_table.num_owned) for each in holders)
+        return sum(max(0, at_once - owned) for at_once, owned in most)
+
     def fits(self, num_tokens: int, max_tokens: int) -> bool:
-        """Whether the whole pool could hold a prompt of `num_tokens` and its answer, whose last token needs no slot."""
-        return self.blocks_for(num_tokens + max_tokens - 1) <= self._cache.num_blocks
+        """Whether the whole pool could hold what is seen of a prompt of `num_tokens` and its answer, whose last token needs no
+        slot."""
+        return self.blocks_at_once(num_tokens + max_tokens - 1) <= self._cache.num_blocks
 
     def reserve(
         self,
@@ -115,18 +140,19 @@ class Ledger:
         """Make a ticket with blocks for the prompt and the beginning of the answer. Returns None when fewer than `spare` blocks
         would stay free: without it, one for each ticket that holds some.
 
-        The blocks of the last `own_tokens` of the prompt are not taken from the cache.
+        The blocks of the last `own_tokens` of the prompt are not taken from the cache. Without such tokens the prompt is not
+        computed here.
         """
         assert self.fits(len(token_ids), max_tokens), "too long for this pool: refuse it on arrival"
-        num_blocks = self.blocks_for_ticket(len(token_ids), max_tokens)
+        length = self.blocks_for(reserved_tokens(len(token_ids), max_tokens, self._block_size))
         keys = self._keys(token_ids, cache_salt)
         usable = keys[: max(0, len(token_ids) - own_tokens) // self._block_size]
-        cached = usable[: self._cache.match(usable)]
-        if self._cache.cost(num_blocks, cached) > self.num_free - (self.num_holders if spare is None else spare):
+        num_held, unseen = self._tables.match(usable), self._window.first_seen(len(token_ids))
+        first = self._tables.first_block(num_held * self._block_size) if own_tokens else unseen // self._block_size
+        block_table = self._new_table(first, length, usable[:num_held], spare)
+        if block_table is None:
             return None
-        block_table = self._cache.allocate(num_blocks, cached)
-        assert block_table is not None, "reservable blocks are free"
-        held = len(cached) * self._block_size
+        held = num_held * self._block_size
         # Whoever fills or aborts a transfer has been told its id: a number that comes from elsewhere meets no ticket.
         transfer_id = secrets.randbits(63)
         entry = TicketEntry(
@@ -139,7 +165,8 @@ class Ledger:
             share=share,
             keys=keys,
             held_tokens=held,
-            block_table=array("q", block_table),
+            unseen_tokens=unseen,
+            block_table=block_table,
             deadline=self._deadline(),
             trace_id=trace_id,
         )
@@ -147,8 +174,12 @@ class Ledger:
         return entry
 
     def blocks_for_ticket(self, num_tokens: int, max_tokens: int) -> int:
-        """Blocks of a new ticket for a prompt of `num_tokens`, those that are cached included."""
-        return self.blocks_for(reserved_tokens(num_tokens, max_tokens, self._block_size))
+        """The most blocks of a new ticket for a prompt of `num_tokens`, those that are cached included."""
+        return self.blocks_at_once(reserved_tokens(num_tokens, max_tokens, self._block_size))
+
+    def blocks_at_once(self, num_tokens: int) -> int:
+        """The most blocks that a sequence of so many tokens has at a time."""
+        return self._tables.at_once(num_tokens)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Smallest number of blocks that holds so many tokens."""
@@ -172,7 +203,7 @@ class Ledger:
             return None
         if entry.source not in (None, source) or start != entry.announced_tokens or num_tokens < 1:
             return None
-        if start + num_tokens > len(entry.token_ids) + len(added) or not self._add(entry, added):
+        if start + num_tokens > len(entry.token_ids) + len(added) or not self._make_room(entry, added):
             return None
         if entry.state is TicketState.RESERVED:
             self._move(entry, TicketState.RECEIVING)
@@ -209,10 +240,19 @@ class Ledger:
         self._move(entry, TicketState.COMMITTED)
         if len(entry.keys) < len(entry.token_ids) // self._block_size:  # of a stream that has migrated there are more by now
             entry.keys = more_keys(entry.keys, entry.token_ids, self._block_size, entry.cache_salt)
+        self._tables.give_up(entry.block_table, entry.unseen_tokens // self._block_size, entry.keys)
         if not entry.mixed:
-            self._cache.insert(entry.keys, entry.block_table)
+            self._tables.insert(entry.block_table, entry.keys)
         self._on_committed(entry)
         return True
+
+    def want(self, ticket_id: int, start: int | None) -> None:
+        """Tell from which token on another worker waits for an attached ticket's KV: that is kept though it is not seen any
+        more, until nobody waits for it (None), or the ticket is preempted. No effect on one that is gone.
+        """
+        entry = self.find(ticket_id)
+        if entry is not None:
+            entry.wanted_from = start
 
     def begin_send(self, ticket_id: int) -> None:
         """Tell that an attached ticket's blocks are read for another worker. They stay the ticket's until `end_send`."""
@@ -242,7 +282,7 @@ class Ledger:
         entry.filling = False
         if not entry.state.final:
             entry.held_tokens = entry.announced_tokens = entry.received_tokens = held_tokens
-            self._cache.insert(entry.keys[: held_tokens // self._block_size], entry.block_table)
+            self._tables.insert(entry.block_table, entry.keys[: held_tokens // self._block_size])
         self._settle(entry)
 
     def attach(self, ticket_id: int) -> TicketEntry | None:
@@ -255,23 +295,36 @@ class Ledger:
     def attach_here(self, ticket_id: int) -> TicketEntry | None:
         """Hand a ticket to the batch for which nothing was sent: what is not held of its prompt is computed here.
 
-        Returns None if it is not reserved, or if nothing of it would be computed.
+        Returns None if it is not reserved, or if it can't be computed here (`computable`).
         """
         entry = self._entries.get(ticket_id)
-        if entry is None or entry.state is not TicketState.RESERVED or entry.held_tokens == len(entry.token_ids):
+        if entry is None or entry.state is not TicketState.RESERVED or not self.computable(entry):
             return None
         return self._attach(entry)
 
-    def grow(self, ticket_id: int, num_tokens: int) -> bool:
-        """Extend an attached ticket's blocks to cover `num_tokens`. False, and nothing changes, if too few are free."""
+    def computable(self, entry: TicketEntry) -> bool:
+        """Whether the prompt of a reserved ticket can be computed here: some is not held, and what is seen from there on is."""
+        missing = entry.held_tokens < len(entry.token_ids)
+        return missing and entry.block_table.first <= self._tables.first_block(entry.held_tokens)
+
+    def grow(self, ticket_id: int, num_tokens: int, computed: int = 0) -> bool:
+        """Extend an attached ticket's blocks to cover `num_tokens`. False, and no block is taken, if too few are free.
+
+        Called between two steps. Blocks that nobody reads when the first `computed` tokens have been computed are given back.
+        """
         entry = self._attached(ticket_id)
-        missing = self.blocks_for(num_tokens) - len(entry.block_table)
-        if missing > 0:
-            more = self._cache.allocate(missing, ())
-            if more is None:
-                return False
-            entry.block_table.extend(more)
-        return True
+        if not entry.sending:
+            kept_from = self._window.kept_from(computed)
+            if entry.wanted_from is not None:
+                kept_from = min(kept_from, entry.wanted_from)
+            self._tables.give_up(entry.block_table, kept_from // self._block_size, entry.keys)
+        length = self.blocks_for(num_tokens)
+        missing = length - len(entry.block_table)
+        return missing <= 0 or (missing <= self.num_free and self._tables.lengthen(entry.block_table, length))
+
+    def begins_at(self, ticket_id: int) -> int:
+        """Position of the first token whose KV an attached ticket has."""
+        return self._attached(ticket_id).block_table.first * self._block_size
 
     def slots_behind(self, ticket_id: int, num_tokens: int) -> int:
         """Number of slots that an attached ticket's blocks have behind so many tokens, which they hold."""
@@ -286,7 +339,7 @@ class Ledger:
             return
         if len(entry.keys) < num_tokens // self._block_size:
             entry.keys = more_keys(entry.keys, token_ids[:num_tokens], self._block_size, entry.cache_salt)
-        self._cache.insert(entry.keys, entry.block_table, start // self._block_size, num_tokens // self._block_size)
+        self._tables.insert(entry.block_table, entry.keys, start // self._block_size, num_tokens // self._block_size)
 
     def preempt(self, ticket_id: int) -> None:
         """Take all blocks of an attached ticket, which stays attached.
@@ -296,25 +349,26 @@ class Ledger:
         entry = self._attached(ticket_id)
         assert not entry.quarantined, "blocks are in use"
         self._release(entry)
-        del entry.block_table[:]
+        entry.block_table.empty()
+        entry.wanted_from = None
 
     def readmit(self, ticket_id: int, num_tokens: int, at_most: int, spare: int | None = None) -> int | None:
-        """Give a preempted ticket blocks for all of its tokens, if `spare` blocks stay free as beside a new ticket.
+        """Give a preempted ticket blocks for its tokens, as many as it has at once, if `spare` blocks stay free as beside a new
+        ticket.
 
         Returns how many leading tokens have their KV there, at most `at_most`. Returns None, and changes nothing, if there is
         no room.
         """
         entry = self._attached(ticket_id)
         assert entry.preempted, "only what was preempted comes back"
-        num_blocks = self.blocks_for(num_tokens)
         usable = entry.keys[: at_most // self._block_size]
-        cached = usable[: self._cache.match(usable)]
-        if self._cache.cost(num_blocks, cached) > self.num_free - (self.num_holders if spare is None else spare):
+        num_held = self._tables.match(usable)
+        first = self._tables.first_block(num_held * self._block_size)
+        table = self._new_table(first, self.blocks_for(num_tokens), usable[:num_held], spare)
+        if table is None:
             return None
-        block_table = self._cache.allocate(num_blocks, cached)
-        assert block_table is not None, "as many are free"
-        entry.block_table.extend(block_table)
-        return len(cached) * self._block_size
+        entry.block_table.take(table)
+        return num_held * self._block_size
 
     def begin_step(self, ticket_ids: Iterable[int]) -> None:
         """Tell that the engine computes these attached tickets. Their blocks stay theirs until `end_step`."""
@@ -376,7 +430,7 @@ class Ledger:
 
     def check_integrity(self) -> None:
         """Assert that every block is free, kept, or owned by tickets, and what `check_tickets` does."""
-        self._cache.check_integrity(entry.block_table for entry in self._entries.values())
+        self._cache.check_integrity(entry.block_table.owned for entry in self._entries.values())
         self.check_tickets()
 
     def check_tickets(self) -> None:
@@ -384,23 +438,40 @@ class Ledger:
         written: list[int] = []
         for entry in self._entries.values():
             assert not entry.state.final or entry.quarantined, "a settled ticket is still in the books"
-            written += entry.block_table[entry.held_tokens // self._block_size :] if entry.pushes_in_flight else ()
-        owners = Counter(block for entry in self._entries.values() for block in entry.block_table)
+            written += entry.block_table[entry.sent_from // self._block_size :] if entry.pushes_in_flight else ()
+        owners = Counter(block for entry in self._entries.values() for block in entry.block_table.owned)
         assert all(owners[block] == 1 for block in written), "a push writes into a shared block"
 
-    def _add(self, entry: TicketEntry, added: tuple[int, ...]) -> bool:
-        """Let a ticket stand for these as well. False, and nothing changes, if they are too many or need too many blocks."""
+    def _new_table(self, first: int, length: int, keys: Sequence[bytes], spare: int | None) -> BlockTable | None:
+        """A table from the block `first` on, of which those with `keys` are cached, and as long as `length` but for what has to
+        wait until others are given back. None if fewer than `spare` blocks would stay free.
+        """
+        length = min(length, first + self._tables.at_once(length * self._block_size))
+        cached = keys[first:]
+        spare = self.num_holders if spare is None else spare
+        if self._tables.cost(first, length, cached) > self._cache.num_free - self._kept(cached) - spare:
+            return None
+        table = self._tables.new(first, length, cached)
+        assert table is not None, "reservable blocks are free"
+        return table
+
+    def _make_room(self, entry: TicketEntry, added: tuple[int, ...]) -> bool:
+        """Let a ticket that is filled stand for these as well, and have blocks for all that is seen. False, and nothing
+        changes, if they are too many or need too many blocks.
+        """
         max_tokens = entry.max_tokens - len(added)
         if max_tokens < 1:
             return False
         token_ids = entry.token_ids + added
-        num_blocks = self.blocks_for_ticket(len(token_ids), max_tokens)
-        more = self._cache.allocate(max(0, num_blocks - len(entry.block_table)), ())
-        if more is None:
+        length = self.blocks_for(reserved_tokens(len(token_ids), max_tokens, self._block_size))
+        first = entry.unseen_tokens // self._block_size
+        if not self._tables.move(entry.block_table, first, length, entry.keys, self._kept()):
             return False
-        entry.block_table.extend(more)
         entry.token_ids, entry.max_tokens = token_ids, max_tokens
         return True
+
+    def _kept(self, shared: Sequence[bytes] = ()) -> int:
+        return self._beside(shared) if self._tables.windowed else 0
 
     def _keys(self, token_ids: Sequence[int], cache_salt: str) -> list[bytes]:
         return block_keys(token_ids, self._block_size, cache_salt)
@@ -439,6 +510,6 @@ class Ledger:
             self._on_settled()
 
     def _release(self, entry: TicketEntry) -> None:
-        self._cache.release(entry.keys, entry.block_table)
+        self._tables.release(entry.block_table, entry.keys)
         if self._on_released is not None and entry.block_table:
             self._on_released(entry.keys, entry.cache_salt)

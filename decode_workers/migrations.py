@@ -90,6 +90,7 @@ class Migrations:
             self._send(router, Failed.from_error(message.call_id, error))
             return
         self._sending[message.ticket_id] = sending
+        self._ledger.want(message.ticket_id, message.target.sent_from)
         self._spawn(self._serve(sending))
 
     def rows(self) -> tuple[SendRow, ...]:
@@ -103,7 +104,8 @@ class Migrations:
             raise KvTransferError("the ticket has no stream")
         if message.ticket_id in self._sending:
             raise InvalidRequestError("the stream is being sent already")
-        if not 0 <= target.held_tokens <= target.num_prompt_tokens < len(stream.token_ids) or target.block_size < 1:
+        known = target.num_prompt_tokens
+        if not 0 <= target.held_tokens <= target.sent_from <= known < len(stream.token_ids) or target.block_size < 1:
             raise InvalidRequestError("the ticket was made for another stream")
         return _Sending(router, message, stream, OutgoingTransfer(target))
 
@@ -125,6 +127,7 @@ class Migrations:
                 sending.pair.abort(sending.transfer)
         finally:
             del self._sending[message.ticket_id]
+            self._ledger.want(message.ticket_id, None)
         self._loop.flush()  # all that it has said goes before the news that it has left
         self._send(sending.router, answer)
 
@@ -174,6 +177,8 @@ class Migrations:
         self._check_there(sending)
         transfer, stream = sending.transfer, sending.stream
         start = transfer.sent_tokens
+        if start < self._ledger.begins_at(stream.ticket_id):
+            raise KvTransferError("the stream no longer has what the target waits for")
         if start < end:
             added = tuple(stream.token_ids[max(start, transfer.ticket.num_prompt_tokens) : end])
             await pair.push(STEP_OVER, [PushPart(transfer, tuple(stream.block_table), start, end - start, added)])

@@ -58,6 +58,7 @@ class Reservations:
             block_table=tuple(entry.block_table),
             num_prompt_tokens=len(entry.token_ids),
             held_tokens=entry.held_tokens,
+            unseen_tokens=entry.unseen_tokens,
         )
         self._send(router, Reserved(message.call_id, ticket))
         return True

@@ -78,9 +78,9 @@ class Room:
         """Forget a stream that has left. Idempotent."""
         self._preempted.pop(ticket_id, None)
 
-    def has_slot(self, stream: Stream) -> bool:
-        """Tell whether the stream has a slot for its newest token, after others had to make room if need be."""
-        while not self._ledger.grow(stream.ticket_id, len(stream.token_ids)):
+    def has_slots(self, stream: Stream, end: int) -> bool:
+        """Tell whether the stream has slots for its tokens up to `end`, after others had to make room if need be."""
+        while not self._ledger.grow(stream.ticket_id, end, stream.computed):
             giver = giver_for_growth(self._holdings())
             if giver is None:
                 return False
@@ -179,7 +179,7 @@ class Room:
         stream = next(iter(self._preempted.values()))
         if self._clock() - stream.preempted_at < self._turn_s / 2 or not self._budget.allows(step):
             return None
-        num_blocks = self._ledger.blocks_for(len(stream.token_ids))
+        num_blocks = self._ledger.blocks_at_once(len(stream.token_ids))
         missing = num_blocks + self._margin - self._ledger.num_free
         givers = givers_for(self._holdings(), stream.share, num_blocks, missing, lambda each: True, keep_oldest=False)
         if missing > 0 and not givers:

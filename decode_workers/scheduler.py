@@ -3,10 +3,10 @@
     add ──► RUNNING ──no block is free──► PREEMPTED ──blocks are free again──► RECOMPUTING ──last chunk──► RUNNING ──► remove
      └────► PREFILLING ──last chunk──► RUNNING
 
-    RUNNING       holds blocks for all its tokens; each step computes its newest token and samples the next
+    RUNNING       holds blocks for all its tokens that are seen; each step computes its newest token and samples the next
     PREFILLING    its prompt is computed here, chunk by chunk; the last chunk samples the first token. It may be preempted too
     PREEMPTED     holds none, and waits; its tokens are kept, and its KV as long as nobody else needs the blocks
-    RECOMPUTING   holds blocks for all its tokens again; each step computes a chunk of what is lost, and the last one samples
+    RECOMPUTING   holds blocks again; each step computes a chunk of what is lost, and the last one samples
 
 Streams are served in the order in which they were attached, and keep their place while they wait. When more streams hold
 blocks than a step has rows (`max_batch_size`), `decode_workers.rules.turns` decides who has a row.
@@ -138,7 +138,7 @@ class DecodeScheduler:
             end = self._chunk_end(stream)
             num_tokens = end - stream.computed if stream.remaining > 1 else 0
             if num_tokens <= tokens_left:
-                if self.room.has_slot(stream):
+                if self.room.has_slots(stream, end):
                     tokens_left -= num_tokens
                     batch.append(stream)
                     if not shorter and num_tokens and end < len(stream.token_ids):

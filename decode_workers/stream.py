@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from decode_workers.rules.preemption import Holding
 from decode_workers.rules.turns import Turn
 from engine.grammar import Constraint
+from engine.memory.block_table import BlockTable
 from engine.scoring import PromptScores
 from protocol.messages import NOTHING_BROUGHT, Brought
 from protocol.sampling import SamplingParams
@@ -37,7 +37,7 @@ class Stream:
 
     ticket_id: int
     owner: bytes
-    block_table: Sequence[int]
+    block_table: BlockTable
     """The ledger's own: empty while preempted."""
     sampling: SamplingParams
     token_ids: list[int]
@@ -80,7 +80,7 @@ class Stream:
         return Holding(
             ticket_id=self.ticket_id,
             share=self.share,
-            num_blocks=len(self.block_table),
+            num_blocks=self.block_table.num_owned,
             num_tokens=self.computed,
             young=self.turn.young,
             seated=self.seated,

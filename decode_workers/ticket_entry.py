@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from engine.memory.block_table import BlockTable
 from protocol.share import Share
 from protocol.ticket import TicketState
 
@@ -30,22 +30,25 @@ class TicketEntry:
     """Keys of its full blocks for the prefix cache, from the first on: the prompt's, and later the answer's too."""
     held_tokens: int
     """Number of leading tokens that were cached here when the ticket was reserved."""
-    block_table: array[int]
-    """An array, since every step makes numbers for a device of it."""
+    unseen_tokens: int
+    """Number of leading tokens that the first one to be generated no longer sees. If KV is sent, theirs is not."""
+    block_table: BlockTable
     deadline: float
     """Time on the worker's clock by which the present state must have been left."""
     trace_id: str
     """The request's trace id, for log lines."""
     state: TicketState = TicketState.RESERVED
     announced_tokens: int = 0
-    """Number of leading tokens that are held or part of a push."""
+    """Number of leading tokens that are held, unseen or part of a push."""
     received_tokens: int = 0
-    """Number of leading tokens that are held or have arrived."""
+    """Number of leading tokens that are held, unseen or have arrived."""
     pushes_in_flight: int = 0
     in_step: bool = False
     """Whether the engine is computing a step that writes into its blocks."""
     sending: bool = False
     """Whether its blocks are read for another worker."""
+    wanted_from: int | None = None
+    """Position of the first token whose KV another worker waits for, so that it is kept although it is not seen any more."""
     filling: bool = False
     """Whether blocks of a tier are being read into its own."""
     mixed: bool = False
@@ -56,11 +59,16 @@ class TicketEntry:
     """Fingerprints of what has arrived so far, by lane."""
 
     def __post_init__(self) -> None:
-        self.announced_tokens = self.received_tokens = self.held_tokens
+        self.announced_tokens = self.received_tokens = self.sent_from
 
     def arrived(self, lane: int, digests: bytes) -> None:
         """Add the fingerprints of what a push has brought on this lane."""
         self.digests[lane] += digests
+
+    @property
+    def sent_from(self) -> int:
+        """Position of the first token whose KV is sent, if that of the prompt is."""
+        return max(self.held_tokens, self.unseen_tokens)
 
     @property
     def quarantined(self) -> bool:

@@ -72,6 +72,9 @@ class DecodeWorker:
             on_settled=changed,
             on_released=None if core.tiers is None else core.tiers.note,
             ids=core.ids,
+            window=core.window,
+            step_tokens=core.config.chunk_tokens,
+            beside=lambda shared: core.growth_beside(self, shared) or 0,
         )
         self._scheduler = DecodeScheduler(
             self.ledger, core.config.decode.max_batch_size, core.config.chunk_tokens, limits.turn_s, time.monotonic
@@ -158,12 +161,11 @@ class DecodeWorker:
     @property
     def held_blocks(self) -> int:
         """KV blocks that tickets hold."""
-        return sum(len(entry.block_table) for entry in self.ledger)
+        return sum(entry.block_table.num_owned for entry in self.ledger)
 
-    @property
-    def growth(self) -> int | None:
-        """A block for each ticket; None while a stream waits for blocks of its own."""
-        return None if self._scheduler.num_preempted else self.ledger.num_holders
+    def growth(self, shared: Sequence[bytes] = ()) -> int | None:
+        """Blocks that tickets will soon want (`Ledger.growth`); None while a stream waits for blocks of its own."""
+        return None if self._scheduler.num_preempted else self.ledger.growth
 
     @property
     def idle(self) -> bool:

@@ -55,7 +55,7 @@ class Product:
 def what_varies(
     facts: ModelFacts,
     weights: DecoderWeights,
-    begin_step: StepFactory,
+    steps_of: Callable[[ModelFacts], StepFactory],
     dtype: torch.dtype,
     block_size: int,
     *,
@@ -63,14 +63,20 @@ def what_varies(
 ) -> str | None:
     """Which operator gives a row other bits in company than alone, as a clause; None if every row keeps its bits.
 
-    `facts` and `weights` are those of one rank. All layers have products of the same shapes and formats, so the first
-    one's are tried. For SmolLM2 it takes half a second of one core in bfloat16.
+    `facts` and `weights` are those of one rank, and `steps_of` makes steps of a model of some facts. All layers have products
+    of the same shapes and formats, so the first one's are tried, and layers of each sliding window. For SmolLM2 it takes half
+    a second of one core in bfloat16.
     """
     device = weights.rope_frequencies.device
     product = product_that_varies(products_of(facts, weights, device), dtype, device)
     if product is not None:
         return product
-    return _Operators(facts, begin_step, weights.rope_frequencies, dtype, block_size, kv_cache_dtype).that_varies()
+    for window in sorted(set(facts.sliding_windows)) or [0]:
+        one_layer = replace(facts, num_layers=1, sliding_windows=(window,))
+        operators = _Operators(one_layer, steps_of(one_layer), weights.rope_frequencies, dtype, block_size, kv_cache_dtype)
+        if (varies := operators.that_varies()) is not None:
+            return varies
+    return None
 
 
 def product_that_varies(products: Sequence[Product], dtype: torch.dtype, device: torch.device = _CPU) -> str | None:
@@ -111,7 +117,7 @@ def rows_that_vary(product: Product, dtype: torch.dtype, device: torch.device = 
 
 
 class _Operators:
-    """Those between the products, on prompts and single tokens of one layer."""
+    """Those between the products, on prompts and single tokens of a model of one layer."""
 
     def __init__(
         self,
@@ -128,9 +134,9 @@ class _Operators:
         self._dtype = dtype
         self._chunks = _mixed_chunks(block_size, facts.max_model_len)
         num_blocks = sum(len(chunk.block_table) for chunk in self._chunks)
-        one_layer, num_tokens = replace(facts, num_layers=1), num_blocks * block_size
+        num_tokens = num_blocks * block_size
         self._pool = KVPool.for_model(
-            one_layer, num_tokens, block_size, dtype, device=frequencies.device, kv_cache_dtype=kv_cache_dtype
+            facts, num_tokens, block_size, dtype, device=frequencies.device, kv_cache_dtype=kv_cache_dtype
         )
         generator = torch.Generator().manual_seed(1)
         self._pool.fill_randomly(generator)

@@ -257,7 +257,7 @@ def own_arithmetic(
         variation = what_varies(
             facts,
             weights,
-            step_factory(facts, library),
+            lambda facts: step_factory(facts, library),
             DTYPES[dtype_name],
             block_size,
             kv_cache_dtype=kv_cache_dtype,

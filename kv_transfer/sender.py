@@ -54,12 +54,12 @@ class OutgoingTransfer:
     digests: defaultdict[int, bytes] = field(default_factory=lambda: defaultdict(bytes))
     """Fingerprints of what was sent so far, by lane."""
     sent_tokens: int = field(init=False)
-    """Number of leading tokens that were sent, those included that decode held already."""
+    """Number of leading tokens that were sent, those included that decode held already or does not need."""
     refused: bool = False
     """Decode no longer has the ticket, or no room for what was added to it: nothing more is sent."""
 
     def __post_init__(self) -> None:
-        self.sent_tokens = self.ticket.held_tokens
+        self.sent_tokens = self.ticket.sent_from
 
 
 @dataclass(frozen=True)

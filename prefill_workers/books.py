@@ -11,7 +11,7 @@ from worker.roles import RoleBooks
 
 def prefill_books(scheduler: PrefillScheduler, prompts: Mapping[Prompt, PromptRow]) -> RoleBooks:
     """What is held for prompts, all at one moment, as an audit compares it. `prompts` are all that the worker knows of."""
-    tables = [prompt.block_table for prompt in prompts]
+    tables = [prompt.block_table.owned for prompt in prompts]
     holding = sum(map(bool, tables))
     problems = []
     if scheduler.num_held != holding:

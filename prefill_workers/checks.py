@@ -27,5 +27,7 @@ def check_prefill(message: Prefill, facts: ModelFacts, scheduler: PrefillSchedul
     ticket = message.ticket
     if ticket.num_prompt_tokens != num_tokens or not 0 <= ticket.held_tokens <= num_tokens or ticket.block_size < 1:
         raise InvalidRequestError("the ticket was made for a prompt of another length")
+    if not scheduler.window.first_seen(num_tokens) <= ticket.sent_from <= num_tokens:
+        raise InvalidRequestError("the ticket was made for other sliding windows")
     if message.fetch is not None and message.fetch.num_tokens < 1:
         raise InvalidRequestError("there is nothing to fetch")

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
+from engine.memory.block_table import BlockTables
 from engine.memory.prefix_cache import Pin
 from kv_transfer.fetching.borrower import Borrower
 from kv_transfer.fetching.lenders import Lenders
@@ -49,6 +50,7 @@ class Fetching:
         rank, lease_s = core.rank, core.config.limits.lease_s
         self._me = core.me
         self._cache = core.cache
+        self._tables = BlockTables(core.cache, core.block_size, core.window)
         self._block_size = core.block_size
         self._lease_s = lease_s
         self._reader = None if core.tiers is None else core.tiers.reader
@@ -83,8 +85,7 @@ class Fetching:
         if wanted is None and self._reader is None:
             return
         keys = prompt.usable_keys(self._block_size)
-        held = self._cache.match(keys)
-        if held == len(keys):
+        if self._tables.match(keys) == len(keys):
             return
         began, before = time.monotonic(), prompt.brought.seconds
         await self._wait_for_others(keys)

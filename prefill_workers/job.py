@@ -40,7 +40,7 @@ class Job:
     def row(self) -> PromptRow:
         """The job as an audit sees it."""
         ticket = self.message.ticket
-        decode, blocks = ticket.worker, len(self.prompt.block_table)
+        decode, blocks = ticket.worker, self.prompt.block_table.num_owned
         return PromptRow(
             ticket_id=ticket.ticket_id,
             transfer_id=ticket.transfer_id,

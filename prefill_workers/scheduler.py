@@ -9,6 +9,10 @@ would only wait for each other (DistServe's L_m: Zhong et al., OSDI 2024, sectio
 depend on its company. A prompt gets all its blocks when it starts; while there are too few, it and those behind it that have
 none wait, so that a long prompt is never starved by short ones.
 
+Where all layers of the model have a sliding window, a prompt gets as many blocks as it needs at a time. From then on it takes
+one for each that it gives back. A block that is shared goes to nobody when it is given back, so for each of these another one
+stays free (`kept`). So a prompt that has started waits for no other prompt, and for no stream.
+
 A prompt of more than eight steps is long, and does not hold up short ones. Every other of its turns goes to prompts behind it
 that need a single step, in their order. If there are none, it goes to the shortest that needs at most eight steps, and at most
 a quarter of what the long one still needs (`configs.arithmetic.goes_between`). So a prompt of one step waits for two steps of a
@@ -34,7 +38,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from configs.arithmetic import ceil_div, goes_between, turn_between
+from configs.model_files.kv_window import WHOLE, KvWindow
 from configs.schema import SAMPLED_TOKENS, PrefillConfig
+from engine.memory.block_table import BlockTable, BlockTables
 from engine.memory.prefix_cache import PrefixCache
 from protocol.cache.keys import block_keys
 from protocol.messages import NOTHING_BROUGHT, Brought
@@ -49,7 +55,7 @@ class Prompt:
     """Keys of its full blocks for the prefix cache."""
     whole: bool = False
     """Whether all of it is computed, whatever is cached, because the logits of each token are wanted."""
-    block_table: list[int] = field(default_factory=list)
+    block_table: BlockTable = field(default_factory=BlockTable)
     """Its blocks, in order. Empty while the prompt is queued."""
     cached: int = 0
     """Number of leading tokens whose KV was cached when the prompt started."""
@@ -102,10 +108,14 @@ class PrefillScheduler:
         block_size: int,
         config: PrefillConfig,
         growth: Callable[[], int | None] = lambda: 0,
+        window: KvWindow = WHOLE,
     ) -> None:
-        """`growth` says how many blocks a prompt that starts leaves free for others; None: none starts now."""
+        """`growth` says how many blocks a prompt that starts leaves free for others; None: none starts now. `window` is what a
+        token sees."""
         self._growth = growth
         self._cache = cache
+        self.window = window
+        self._tables = BlockTables(cache, block_size, window, config.batch_tokens)
         self._block_size = block_size
         self._max_batch_tokens = config.batch_tokens
         self._shared_tokens = config.shared_tokens
@@ -138,9 +148,15 @@ class PrefillScheduler:
         """Number of prompts that hold blocks."""
         return self._held
 
+    def kept(self, shared: Sequence[bytes] = ()) -> int:
+        """Blocks that have to stay free for prompts that have started, if others take the cached blocks of `shared` as well."""
+        if not self._tables.windowed:
+            return 0
+        return sum(self._lacks(prompt, shared) for prompt in self._line + self._ahead)
+
     def fits(self, num_tokens: int, others: int = 0) -> bool:
         """Whether a prompt of this many tokens can ever be computed here while `others` have so many of the blocks."""
-        return self._blocks_for(num_tokens) <= self._cache.num_blocks - others
+        return self._tables.at_once(num_tokens) <= self._cache.num_blocks - others
 
     def new_prompt(self, token_ids: Sequence[int], cache_salt: str, *, whole: bool = False) -> Prompt:
         """Make a prompt to `add`. It shares KV only with prompts of the same salt, and takes none from others if `whole`."""
@@ -149,7 +165,7 @@ class PrefillScheduler:
 
     def add(self, prompt: Prompt, *, ahead: bool = False) -> None:
         """Queue a prompt behind all others, or `ahead` of those that were not sent ahead themselves."""
-        prompt.likely_cached = self._cache.match(prompt.usable_keys(self._block_size)) * self._block_size
+        prompt.likely_cached = self._tables.match(prompt.usable_keys(self._block_size)) * self._block_size
         (self._ahead if ahead else self._line).append(prompt)
 
     def plan(self) -> list[PlannedChunk]:
@@ -166,13 +182,13 @@ class PrefillScheduler:
         for prompt in between + [each for each in order if each not in between] if between else order:
             if blocks_lack and not prompt.block_table:
                 continue
-            hit = 0 if prompt.block_table else self._cache.match(prompt.usable_keys(self._block_size))
+            hit = 0 if prompt.block_table else self._tables.match(prompt.usable_keys(self._block_size))
             start = prompt.computed or hit * self._block_size
             most = min(self._max_batch_tokens, SAMPLED_TOKENS) if prompt.whole else self._max_batch_tokens
             num_tokens = min(most - start % most, len(prompt.token_ids) - start)
             if num_tokens > room or len(chunks) == SAMPLED_TOKENS:
                 break
-            if not prompt.block_table and not self._start(prompt, hit):
+            if not self._has_blocks(prompt, start + num_tokens) if prompt.block_table else not self._start(prompt, hit):
                 blocks_lack = True  # what would free them may be behind it
                 continue
             room = min(room, self._shared_tokens) - num_tokens
@@ -191,7 +207,7 @@ class PrefillScheduler:
         for chunk in plan:
             prompt = chunk.prompt
             first = 0 if chunk.last else chunk.start // self._block_size  # with the last chunk what was evicted meanwhile, too
-            self._cache.insert(prompt.keys, prompt.block_table, first, chunk.end // self._block_size)
+            self._tables.insert(prompt.block_table, prompt.keys, first, chunk.end // self._block_size)
 
     def drop(self, prompt: Prompt) -> None:
         """Plan no more of this prompt. Its blocks stay until `release`. Idempotent."""
@@ -203,8 +219,8 @@ class PrefillScheduler:
         """Give a dropped prompt's blocks back: nothing reads or writes them any more. Idempotent."""
         assert prompt not in self._line + self._ahead, "drop it first"
         if prompt.block_table:
-            self._cache.release(prompt.keys, prompt.block_table)
-            prompt.block_table = []
+            self._tables.release(prompt.block_table, prompt.keys)
+            prompt.block_table = BlockTable()
             self._held -= 1
 
     def _in_order(self) -> list[Prompt]:
@@ -233,12 +249,17 @@ class PrefillScheduler:
 
     def _start(self, prompt: Prompt, hit: int) -> bool:
         """Give the prompt its blocks, of which the first `hit` are cached; False if there are too few."""
-        num_blocks, cached, growth = self._blocks_for(len(prompt.token_ids)), prompt.keys[:hit], self._growth()
-        if growth is None or (growth and self._cache.cost(num_blocks, cached) > self._cache.num_free - growth):
+        first, whole = self._tables.first_block(hit * self._block_size), ceil_div(len(prompt.token_ids), self._block_size)
+        length = min(whole, first + self._tables.at_once(len(prompt.token_ids)))
+        cached, growth = prompt.keys[first:hit], self._growth()
+        if growth is None:
             return False
-        block_table = self._cache.allocate(num_blocks, cached)
-        if block_table is None:
+        cost = self._tables.cost(first, length, cached)
+        later = 0 if length == whole else length - first - cost  # what it gives back of what it shares is no other block
+        if cost + later + self.kept(cached) > self._cache.num_free - growth:
             return False
+        block_table = self._tables.new(first, length, cached)
+        assert block_table is not None, "there are as many"
         prompt.block_table = block_table
         prompt.cached = hit * self._block_size
         self._held += 1
@@ -248,5 +269,18 @@ class PrefillScheduler:
             self.brought += prompt.brought
         return True
 
-    def _blocks_for(self, num_tokens: int) -> int:
-        return ceil_div(num_tokens, self._block_size)
+    def _lacks(self, prompt: Prompt, shared: Sequence[bytes]) -> int:
+        """The most blocks that a started prompt will take beside those that are its alone, what it gives back among them."""
+        table, whole = prompt.block_table, ceil_div(len(prompt.token_ids), self._block_size)
+        if not table or len(table) == whole:
+            return 0
+        return min(self._tables.at_once(len(prompt.token_ids)), whole - table.first) - self._cache.num_sole(table.owned, shared)
+
+    def _has_blocks(self, prompt: Prompt, end: int) -> bool:
+        """Whether a prompt that was started has blocks for its tokens up to `end`. What no later token sees is given back, and
+        as many others are taken.
+        """
+        table, num_tokens = prompt.block_table, len(prompt.token_ids)
+        self._tables.give_up(table, self._tables.first_block(prompt.computed), prompt.keys)
+        most = min(ceil_div(num_tokens, self._block_size), table.first + self._tables.at_once(num_tokens))
+        return self._tables.lengthen(table, most) or self._tables.lengthen(table, ceil_div(end, self._block_size))

@@ -50,7 +50,8 @@ class PrefillWorker:
         self._max_queued = core.config.prefill.max_queued_requests
         self._send = core.endpoint.send
         self._cache = core.cache
-        self._scheduler = PrefillScheduler(core.cache, core.block_size, core.config.prefill, lambda: core.growth_beside(self))
+        growth = lambda: core.growth_beside(self)  # noqa: E731
+        self._scheduler = PrefillScheduler(core.cache, core.block_size, core.config.prefill, growth, core.window)
         self._tokens, self._seconds = 0, 0.0
         self._wake = asyncio.Event()
         self._draining = False
@@ -75,12 +76,11 @@ class PrefillWorker:
     @property
     def held_blocks(self) -> int:
         """KV blocks that prompts hold."""
-        return sum(len(job.prompt.block_table) for job in self._jobs)
+        return sum(job.prompt.block_table.num_owned for job in self._jobs)
 
-    @property
-    def growth(self) -> int | None:
-        """Blocks that prompts may still need beyond those they hold: 0, for prompts do not grow."""
-        return 0
+    def growth(self, shared: Sequence[bytes] = ()) -> int | None:
+        """Blocks that prompts may still need beyond those they hold: none, but for what others share of sliding windows."""
+        return self._scheduler.kept(shared)
 
     @property
     def idle(self) -> bool:
@@ -122,7 +122,7 @@ class PrefillWorker:
 
     def check_integrity(self) -> None:
         """Assert that every block is free, cached or held by prompts of ours."""
-        self._cache.check_integrity(job.prompt.block_table for job in self._jobs)
+        self._cache.check_integrity(job.prompt.block_table.owned for job in self._jobs)
 
     def role_load(self) -> RoleLoad:
         """The role's part of the worker's load at this moment."""
@@ -238,7 +238,7 @@ class PrefillWorker:
         for job, chunk in zip(jobs, plan, strict=True):
             job.in_step = True
             job.began = job.began or now
-            start = max(chunk.handoff_start, job.message.ticket.held_tokens)
+            start = max(chunk.handoff_start, job.message.ticket.sent_from)
             if job.pair is not None and start < chunk.end:
                 part = PushPart(job.transfer, chunk.prompt.block_table, start, chunk.end - start)
                 parts.setdefault(job.pair, []).append((job, part))

@@ -111,6 +111,14 @@ class Ticket:
     num_prompt_tokens: int
     held_tokens: int
     """Tokens at the prompt's beginning whose KV the decode worker has already, in whole blocks. Nothing is sent for them."""
+    unseen_tokens: int = 0
+    """Tokens at the prompt's beginning that lie before the sliding windows of the first generated token. Nothing is sent for
+    them either."""
+
+    @property
+    def sent_from(self) -> int:
+        """Position of the first token whose KV is sent."""
+        return max(self.held_tokens, self.unseen_tokens)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from configs.facts import Model
 from configs.loader import served_context
+from configs.model_files.kv_window import KvWindow
 from configs.schema import ClusterConfig
 from protocol.cluster_view import RolloutOrder, WorkerState
 from protocol.errors import ModelNotFoundError
@@ -75,8 +76,9 @@ class Router:
         self._audits = RegularAudits(self._roster, config.limits.lease_s, self.metrics.audit_leaks.set)
         self.shutdown = Shutdown(controller, self._roster)
         self._rollout_watch = RolloutWatch(controller, self._roster)
-        self._admission = Admission(config, self._roster, self.metrics, self._rollout_watch)
-        self._migrator = Migrator(config, self._roster, self.metrics)
+        window = KvWindow.of(model.facts, config.engine)
+        self._admission = Admission(config, self._roster, self.metrics, self._rollout_watch, window)
+        self._migrator = Migrator(config, self._roster, self.metrics, window)
         self._demand: DemandCounter | None = None
         self._observer: Observer | None = None
         if config.autoscale.wanted:

@@ -83,7 +83,7 @@ class PrefillWorker:
     @property
     def tables(self) -> list[Sequence[int]]:
         """The blocks of each prompt."""
-        return [prompt.block_table for prompt in self._jobs]
+        return [prompt.block_table.owned for prompt in self._jobs]
 
     @property
     def idle(self) -> bool:

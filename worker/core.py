@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from configs.model_files.kv_window import KvWindow
 from configs.paced.profile import load_paced_profile
 from engine.engine_thread import EngineThread
 from engine.memory.cache_teller import CacheTeller
@@ -77,6 +78,7 @@ class WorkerCore:
         self.config = config
         self.facts = runner.facts
         self.block_size = pool.block_size
+        self.window = KvWindow.of(runner.facts, config.engine)
         self.gang = gang
         self.grammars = rank.grammars
         self.ids = itertools.count(1)
@@ -131,9 +133,11 @@ class WorkerCore:
         """Have the worker do the work of this role, too. Called before `run`."""
         self._roles.append(role)
 
-    def growth_beside(self, role: RoleWork) -> int | None:
-        """KV blocks that new work of this role leaves to what is under way of the other's; None: it should not begin now."""
-        wanted = [other.growth for other in self._roles if other is not role]
+    def growth_beside(self, role: RoleWork, shared: Sequence[bytes] = ()) -> int | None:
+        """KV blocks that work of this role which shares these cached blocks leaves to what is under way of the other's; None:
+        nothing new should begin now.
+        """
+        wanted = [other.growth(shared) for other in self._roles if other is not role]
         return None if None in wanted else sum(each or 0 for each in wanted)
 
     def held_beside(self, role: RoleWork) -> int:

@@ -66,9 +66,10 @@ class RoleWork(Protocol):
     def held_blocks(self) -> int:
         """KV blocks that the role holds. Those that several share count for each."""
 
-    @property
-    def growth(self) -> int | None:
-        """KV blocks that what is under way will soon want. None: it waits for some, so that nothing new should take any."""
+    def growth(self, shared: Sequence[bytes] = ()) -> int | None:
+        """KV blocks that what is under way will soon want, if others take the cached blocks of `shared` as well. None: it waits
+        for some, so that nothing new should take any.
+        """
 
     @property
     def idle(self) -> bool:

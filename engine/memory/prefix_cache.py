@@ -104,6 +104,15 @@ class PrefixCache:
         """The keys of all cached blocks."""
         return self._block_of.keys()
 
+    def has(self, key: bytes) -> bool:
+        """Whether the block of this key is cached."""
+        return key in self._block_of
+
+    def num_sole(self, blocks: Sequence[int], shared: Sequence[bytes] = ()) -> int:
+        """Number of blocks, all owned, that nobody else owns, and would not if another took the cached blocks of `shared`."""
+        taken = {self._block_of[key] for key in shared}
+        return sum(self._references[block] == 1 and block not in taken for block in blocks)
+
     def match(self, keys: Sequence[bytes]) -> int:
         """Number of leading keys whose blocks are all cached. Takes nothing."""
         for count, key in enumerate(keys):

@@ -23,6 +23,8 @@ _CHEAP_PADDING = 64
 """Tokens of padding that cost less than one more attention call."""
 _CONTEXT_MULTIPLE = 16
 """Contexts are padded to a multiple of the widest vector, so that a sum's order does not depend on how much is padded."""
+_NO_WINDOW = 2**62
+"""Tokens that a token sees where there is no sliding window: more than there are."""
 _GROUP_TOKENS = 4096
 """Tokens of context that one attention call gathers, if it holds more than one sequence: they should stay in the cache."""
 
@@ -34,6 +36,8 @@ class PrefillSpan:
     rows: slice
     context_slots_L: Tensor | None
     """Slots of the earlier positions; None if the chunk is the sequence's first."""
+    unseen: int = 0
+    """So many of them, the first ones, lie before the windows of all layers, and may be anything."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class DecodeGroup:
     """What is added to the scores, in the pool's dtype: 0, and minus infinity where padded, or before the sliding window.
     By the length of the window; 0 is without one."""
     padding: Tensor
-    """Where the B * L tokens of `blocks` are padding."""
+    """Where the B * L tokens of `blocks` are padding, or lie before the windows of all layers."""
 
 
 class TorchStep:
@@ -60,8 +64,9 @@ class TorchStep:
         self._pool = pool
         self._slots_T = torch.from_numpy(batch.slots_T)
         self._rotation = rotation(frequencies, torch.from_numpy(batch.positions_T), pool.dtype, facts.attention_factor)
-        self._prefills = prefill_spans(batch)
-        self._decodes = decode_groups(batch, pool.dtype, set(facts.sliding_windows) or {0})
+        windows = set(facts.sliding_windows) or {0}
+        self._prefills = prefill_spans(batch, windows)
+        self._decodes = decode_groups(batch, pool.dtype, windows)
         self._facts = facts
 
     def add_norm(self, x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
@@ -86,6 +91,8 @@ class TorchStep:
         outs, window = [], self._facts.window(layer)
         for span in self._prefills:
             context = None if span.context_slots_L is None else self._pool.read(layer, span.context_slots_L)
+            if context is not None and span.unseen:
+                context[:, : span.unseen] = 0.0  # what the pool holds for them may be another's NaN
             outs.append(prefill_attention(q_TNH[span.rows], k_TKH[span.rows], v_TKH[span.rows], context, window))
         for group in self._decodes:
             kv_2CKH = self._pool.gather(layer, group.blocks)
@@ -98,13 +105,14 @@ class TorchStep:
         return swiglu(gate_up_TI)
 
 
-def prefill_spans(batch: ForwardBatch) -> list[PrefillSpan]:
+def prefill_spans(batch: ForwardBatch, windows: Collection[int] = (0,)) -> list[PrefillSpan]:
     """The chunks of several tokens."""
-    spans = []
+    spans, widest = [], max(windows) if all(windows) else _NO_WINDOW
     for chunk in range(batch.num_longer):
         slots = batch.tables_CW[chunk][:, None] * batch.block_size + np.arange(batch.block_size)
         context = torch.from_numpy(slots.reshape(-1)[: batch.starts_C[chunk]])
-        spans.append(PrefillSpan(batch.rows(chunk), context if len(context) else None))
+        unseen = max(0, int(batch.starts_C[chunk]) + 1 - widest)
+        spans.append(PrefillSpan(batch.rows(chunk), context if len(context) else None, unseen))
     return spans
 
 
@@ -115,6 +123,7 @@ def decode_groups(batch: ForwardBatch, dtype: torch.dtype, windows: Collection[i
     """
     groups = []
     multiple = max(_CONTEXT_MULTIPLE, batch.block_size)
+    widest = max(windows) if all(windows) else _NO_WINDOW
     first = batch.num_longer
     row = int(batch.row_ends_C[first - 1]) if first else 0
     while first < len(batch.ends_C):
@@ -127,12 +136,13 @@ def decode_groups(batch: ForwardBatch, dtype: torch.dtype, windows: Collection[i
         tables = batch.tables_CW[first : first + size, :num_blocks]
         blocks[:, : tables.shape[1]] = tables
         is_padding = torch.from_numpy(np.arange(padded) >= ends[:size, None])
+        is_unseen = torch.from_numpy(np.arange(padded) < ends[:size, None] - widest)
         biases = {}
         for window in windows:
             before = torch.from_numpy(np.arange(padded) < ends[:size, None] - (window or padded))
             bias = torch.zeros(is_padding.shape, dtype=dtype).masked_fill_(is_padding | before, -torch.inf)
             biases[window] = bias[:, None]
-        padding = is_padding.view(-1).nonzero().view(-1)
+        padding = (is_padding | is_unseen).view(-1).nonzero().view(-1)
         groups.append(DecodeGroup(slice(row, row + size), torch.from_numpy(blocks).view(-1), biases, padding))
         row, first = row + size, first + size
     return groups

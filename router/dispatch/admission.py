@@ -22,6 +22,7 @@ from collections.abc import Container, Iterator
 from contextlib import contextmanager
 
 from configs.arithmetic import LONG_STEPS
+from configs.model_files.kv_window import WHOLE, KvWindow, decode_at_once, prefill_at_once
 from configs.schema import ClusterConfig
 from protocol.cache.keys import block_keys, keys_of
 from protocol.errors import (
@@ -51,7 +52,7 @@ from router.rules.pair import Pair, PairSearch
 from router.rules.pair_request import Moment, PairRequest, PairTerms
 from router.rules.retry_policy import UnreachedPairs
 from router.rules.rollout.revisions import revisions_for
-from router.rules.worker_load import blocks_for
+from router.rules.worker_load import blocks_at_once
 from telemetry.logging import fields
 from telemetry.metrics import Metrics
 
@@ -67,9 +68,14 @@ _IMPATIENCE = 0.25
 class Admission:
     """Finds a pair of workers for each request of one router, and lets requests wait while there is no room."""
 
-    def __init__(self, config: ClusterConfig, roster: Roster, metrics: Metrics, watch: RolloutWatch) -> None:
-        """`watch` hears of workers of a new configuration that refuse what they should not."""
+    def __init__(
+        self, config: ClusterConfig, roster: Roster, metrics: Metrics, watch: RolloutWatch, window: KvWindow = WHOLE
+    ) -> None:
+        """`watch` hears of workers of a new configuration that refuse what they should not. `window` is what the model's tokens
+        see.
+        """
         self._config = config
+        self._window = window
         self._roster = roster
         self._metrics = metrics
         self._watch = watch
@@ -153,12 +159,14 @@ class Admission:
         `prompt_param` is the field that holds the prompt. Pools have the configuration's size until a worker has reported.
         """
         prefill_room, decode_room = (self.pool_tokens(role) for role in (Role.PREFILL, Role.DECODE))
-        if self._config.disaggregation == "always" and num_prompt_tokens > prefill_room:
+        prompt_at_once = prefill_at_once(self._config, self._window, num_prompt_tokens)
+        if self._config.disaggregation == "always" and prompt_at_once > prefill_room:
             raise InvalidRequestError(
                 f"the prompt has {num_prompt_tokens} tokens, but the KV pool of a prefill worker holds {prefill_room}",
                 param=prompt_param,
             )
-        if num_prompt_tokens + max_tokens - 1 > decode_room:  # the last token needs no slot
+        all_tokens = num_prompt_tokens + max_tokens - 1  # the last token needs no slot
+        if decode_at_once(self._config, self._window, all_tokens) > decode_room:
             raise InvalidRequestError(
                 f"prompt ({num_prompt_tokens}) and max_tokens ({max_tokens}) need {num_prompt_tokens + max_tokens} tokens, "
                 f"but the KV pool of a decode worker holds {decode_room}",
@@ -285,7 +293,7 @@ class Admission:
         return PairRequest(
             num_tokens=len(journal.token_ids),
             num_prompt_tokens=len(journal.prompt_token_ids),
-            need_blocks=blocks_for(self._cost(journal), self._config.block_size),
+            need_blocks=blocks_at_once(self._config, self._window, self._cost(journal)),
             tenant=journal.scheduling_class.tenant,
             scores_prompt=scores_prompt,
             copied_to=copied_to,

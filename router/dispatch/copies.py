@@ -16,6 +16,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterable, Set
 
+from configs.model_files.kv_window import KvWindow
 from configs.schema import ClusterConfig
 from protocol.errors import OverloadedError, TandemError
 from protocol.messages import Role
@@ -25,7 +26,7 @@ from router.dispatch.links import WorkerLink
 from router.dispatch.reservation import Room
 from router.dispatch.roster import Roster
 from router.dispatch.running import Running
-from router.rules.worker_load import blocks_for
+from router.rules.worker_load import blocks_at_once
 from telemetry.logging import fields
 from telemetry.metrics import Metrics
 
@@ -38,8 +39,11 @@ _LOOK_S = 0.25
 class Copies:
     """Copies one router's streams. `run` goes on until cancelled; `running` is the set of attached streams, as it changes."""
 
-    def __init__(self, config: ClusterConfig, roster: Roster, metrics: Metrics, running: Set[Running]) -> None:
+    def __init__(
+        self, config: ClusterConfig, window: KvWindow, roster: Roster, metrics: Metrics, running: Set[Running]
+    ) -> None:
         self._config = config
+        self._window = window
         self._roster = roster
         self._metrics = metrics
         self._running = running
@@ -100,7 +104,7 @@ class Copies:
     async def _copy(self, running: Running) -> None:
         journal, block_size = running.journal, self._config.block_size
         token_ids = journal.token_ids[: (len(journal.token_ids) - 1) // block_size * block_size]
-        need_blocks = blocks_for(reserved_tokens(len(token_ids), 1, block_size), block_size)
+        need_blocks = blocks_at_once(self._config, self._window, reserved_tokens(len(token_ids), 1, block_size))
         target = self.place(running) or self._other(running, need_blocks)
         outcome = "cancelled"
         try:

@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
+from configs.model_files.kv_window import WHOLE, KvWindow
 from configs.schema import ClusterConfig
 from protocol.errors import OverloadedError, TandemError
 from protocol.messages import Role
@@ -27,7 +28,7 @@ from router.dispatch.links import WorkerLink
 from router.dispatch.roster import Roster
 from router.dispatch.running import Running
 from router.rules.balance import evening, rebalancing
-from router.rules.worker_load import blocks_for
+from router.rules.worker_load import blocks_at_once
 from telemetry.logging import fields
 from telemetry.metrics import Metrics
 
@@ -45,13 +46,14 @@ _LONGEST_RETRY_S = 8.0
 class Migrator:
     """Moves and copies the streams of one router. Call `start` and `close` in the router's loop."""
 
-    def __init__(self, config: ClusterConfig, roster: Roster, metrics: Metrics) -> None:
+    def __init__(self, config: ClusterConfig, roster: Roster, metrics: Metrics, window: KvWindow = WHOLE) -> None:
         self._config = config
+        self._window = window
         self._roster = roster
         self._metrics = metrics
         self._running: set[Running] = set()
         self._moves: set[asyncio.Task[None]] = set()
-        self._copies = Copies(config, roster, metrics, self._running)
+        self._copies = Copies(config, window, roster, metrics, self._running)
         self._tasks: list[asyncio.Task[None]] = []
         self._balance_at = 0.0
         self._moved_at = 0.0
@@ -148,7 +150,7 @@ class Migrator:
     def _need_blocks(self, running: Running) -> int:
         journal = running.journal
         tokens = reserved_tokens(len(journal.token_ids) - 1, journal.remaining_tokens + 1, self._config.block_size)
-        return blocks_for(tokens, self._config.block_size)
+        return blocks_at_once(self._config, self._window, tokens)
 
     def _begin(self, running: Running, target: WorkerLink, need_blocks: int, reason: str) -> None:
         task = running.sending = asyncio.create_task(self._move(running, target, need_blocks, reason))

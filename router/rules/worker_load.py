@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from configs.arithmetic import ceil_div, goes_between
+from configs.model_files.kv_window import KvWindow, decode_at_once
 from configs.schema import ClusterConfig
 from protocol.messages import LoadReport
 from router.rules.fair_queue import SchedulingClass
@@ -22,6 +23,11 @@ from router.rules.fair_queue import SchedulingClass
 def blocks_for(num_tokens: int, block_size: int) -> int:
     """Smallest number of KV blocks that holds this many tokens."""
     return ceil_div(num_tokens, block_size)
+
+
+def blocks_at_once(config: ClusterConfig, window: KvWindow, num_tokens: int) -> int:
+    """Most KV blocks that a sequence of this many tokens has at a decode worker at a time."""
+    return blocks_for(decode_at_once(config, window, num_tokens), config.block_size)
 
 
 def prefill_window(config: ClusterConfig) -> int:

@@ -147,9 +147,9 @@ class ManyDecodes:
         self.controller = ScriptedController([(worker.role, worker.me) for worker in workers])
         caches = Caches() if config.routing == "cache" else None
         self.roster = Roster(self.controller, SECRET, config.limits, self.metrics.workers_lost.inc, caches)
-        self.migrator = Migrator(config, self.roster, self.metrics)
+        self.migrator = Migrator(config, self.roster, self.metrics, prefill.core.window)
         watch = RolloutWatch(self.controller, self.roster)
-        admission = Admission(config, self.roster, self.metrics, watch)
+        admission = Admission(config, self.roster, self.metrics, watch, prefill.core.window)
         self._pipeline = Pipeline(admission, self.migrator, config.limits, self.metrics, watch)
         self.roster.start()
         self.migrator.start()

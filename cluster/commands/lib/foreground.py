@@ -48,11 +48,11 @@ def serve_until_interrupted(config: ClusterConfig, address: str | None) -> None:
         if address is None:
             config = _with_gpus(config, console)
         facts = check_model(config)
-        config = _with_fitting_pools(config, facts, address, console)
         if address is None:
             check_own_http(config)
             with console.status("measuring what is fastest on this machine"):
                 config = with_measured_sizes(config, measured_profiles(config, facts))
+        config = _with_fitting_pools(config, facts, address, console)  # what windows need depends on the sizes of steps
         with (
             open(os.devnull, "w") as nowhere,
             console.status("starting") as progress,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from cluster.measured import (
     threads_on_node,
     with_measured_sizes,
 )
+from cluster.memory import with_fitting_pools
 from configs.cache import cache_dir
 from configs.facts import ModelFacts
-from configs.loader import load_config
+from configs.loader import load_config, served_context
 from configs.machine import usable_cores
 from configs.models import resolve
 from configs.profiles import DecodeTime, MachineProfile, PrefillTime, StepSizes, read_or_measure
@@ -84,6 +86,19 @@ def test_numbers_that_somebody_chose_win() -> None:
         keep(config, FACTS, role, sizes(512, 16))
     found = with_measured_sizes(config, kept(config))
     assert (found.prefill.batch_tokens, found.prefill.shared_tokens, found.chunk_tokens) == (100, 90, 80)
+
+
+def test_pools_that_fit_hold_a_request_of_measured_steps() -> None:
+    """What is seen of a prompt at a time is more with longer steps, and a start does not choose pools that it then refuses."""
+    facts = replace(FACTS, sliding_windows=(4096,) * FACTS.num_layers, max_model_len=32_768)
+    config = load_config(None, {})
+    for role in Role:
+        keep(config, facts, role, sizes(2048, 512))
+    sized = with_measured_sizes(config, known_profiles(config, facts))
+    fitting = with_fitting_pools(sized, facts, 10**9)
+    assert fitting.prefill.kv_cache_tokens == 4096 + 192 + 2048
+    assert fitting.decode.kv_cache_tokens == 4096 + 192 + 512
+    assert served_context(fitting, facts) == 32_768
 
 
 @pytest.mark.parametrize(("mode", "chunk"), [("always", 64), ("auto", 64), ("never", 128)])

@@ -20,7 +20,7 @@ from configs.models import resolve
 from configs.schema import ClusterConfig
 from engine.kernels.rope import rope_frequencies
 from protocol.errors import ConfigError
-from tests.tiny_models import TINY
+from tests.tiny_models import TINY, tiny_facts
 
 SHIPPED = Path(configs.__file__).parent
 DRAFTED = {"method": "draft_model", "model": "smollm2", "num_speculative_tokens": 4}
@@ -292,8 +292,6 @@ def test_a_whole_number_will_do_for_seconds(yaml_file: Path) -> None:
         ("dtype: float64", "dtype", "'auto', 'float32', 'bfloat16' or 'float16'"),
         ("1: 2", "1", "should be strings"),
         ("decode: {kv_cache_tokens: 8}", "decode.kv_cache_tokens", "less than one block of 16"),
-        ("{max_model_len: 100, decode: {kv_cache_tokens: 100}}", "decode.kv_cache_tokens", "6 blocks) can't hold one request"),
-        ("max_model_len: 70000", "prefill.kv_cache_tokens", "can't hold one request of 70000 tokens"),
         ("prefill: {tensor_parallel_size: 0}", "prefill.tensor_parallel_size", "greater than 0"),
         ("limits: {lease_s: 1}", "limits.heartbeat_s", "more than half of limits.lease_s"),
         ("- a", "config", "should hold a mapping of keys, not a list"),
@@ -362,6 +360,19 @@ def test_a_context_beyond_the_models_is_refused(facts: ModelFacts) -> None:
     would_be = caught.value.message.split("--hf-overrides ")[1].strip("'")
     config = load_config(None, {"max_model_len": 129, "hf_overrides": would_be})
     assert served_context(config, with_overrides(facts, config.hf_overrides, config.max_model_len)) == 129
+
+
+def test_a_pool_holds_what_is_seen_of_one_request() -> None:
+    """All of it, but where every layer has a sliding window."""
+    facts, values = tiny_facts("long", max_model_len=100_000), {"prefill.kv_cache_tokens": 1_000, "decode.kv_cache_tokens": 700}
+    config = load_config(None, {"max_model_len": 70_000, **values})
+    for windows in ((), (200, 0)):
+        with pytest.raises(ConfigError, match=r"\(62 blocks\) can't hold one request of 70000 tokens") as caught:
+            served_context(config, replace(facts, sliding_windows=windows))
+        assert caught.value.param == "prefill.kv_cache_tokens"
+    assert served_context(config, replace(facts, sliding_windows=(200, 200))) == 70_000
+    with pytest.raises(ConfigError, match=r"decode.kv_cache_tokens: 700 \(43 blocks\) can't hold"):
+        served_context(config, replace(facts, sliding_windows=(500, 200)))
 
 
 def test_what_is_stretched_already_or_paced_gets_no_such_advice(facts: ModelFacts) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from configs.arithmetic import ceil_div
+from configs.model_files.kv_window import WHOLE, KvWindow
 from decode_workers.ledger import Ledger
 from decode_workers.ticket_entry import TicketEntry
 from engine.memory.prefix_cache import PrefixCache
@@ -19,6 +20,7 @@ from protocol.ticket import TicketState, check_transition
 from tests.unit.counted_keys import CountedKeys
 
 BLOCK_SIZE = 4
+STEP_TOKENS = 5
 NUM_BLOCKS = 12
 LEASE_S = 10.0
 ROUTERS = [b"router-1", b"router-2"]
@@ -27,6 +29,8 @@ PREFILLS = [b"prefill-1", b"prefill-2"]
 
 class LedgerMachine(RuleBasedStateMachine):
     """The ledger against a world that sends everything late, twice, out of order and to the wrong ticket."""
+
+    window = WHOLE
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,12 +47,16 @@ class LedgerMachine(RuleBasedStateMachine):
             on_committed=lambda entry: self.committed.append(entry.ticket_id),
             on_failed=lambda entry: self.failed.append(entry.ticket_id),
             on_settled=self._settled,
+            window=self.window,
+            step_tokens=STEP_TOKENS,
         )
         self.entries: dict[int, TicketEntry] = {}
         self.pushes: list[tuple[TicketEntry, int]] = []
         self.stepping: list[int] = []
         self.sending: list[TicketEntry] = []
         """Those that migrate to another worker."""
+        self.wanted: dict[int, int] = {}
+        """From which token on others wait for a ticket's KV."""
         self.contents: dict[int, tuple[str, tuple[int, ...]] | None] = {}
         """Of each block: salt and tokens up to its end if it is full, None if it is being filled."""
 
@@ -58,10 +66,32 @@ class LedgerMachine(RuleBasedStateMachine):
     def _id(self, data: st.DataObject) -> int:
         return data.draw(st.integers(0, len(self.entries) + 1))
 
-    def _fill(self, entry: TicketEntry, token_ids: tuple[int, ...]) -> None:
-        """The KV of these tokens has been written, or was there."""
-        for number in range(len(token_ids) // BLOCK_SIZE):
+    def _fill(self, entry: TicketEntry, token_ids: tuple[int, ...], start: int = 0) -> None:
+        """The KV of these tokens from `start` on has been written, or was there."""
+        for number in range(max(entry.block_table.first, start // BLOCK_SIZE), len(token_ids) // BLOCK_SIZE):
             self.contents[entry.block_table[number]] = (entry.cache_salt, token_ids[: (number + 1) * BLOCK_SIZE])
+
+    def _compute(self, entry: TicketEntry, token_ids: tuple[int, ...], start: int) -> None:
+        """By the engine, a step after the other, as far as there are blocks for it."""
+        while start < len(token_ids):
+            end = min(start + STEP_TOKENS, len(token_ids))
+            before = entry.block_table[entry.block_table.first :]
+            if not self.ledger.grow(entry.ticket_id, end, start):
+                self.ledger.release(entry.ticket_id)
+                return
+            self.contents |= dict.fromkeys(set(entry.block_table.owned) - set(before))
+            assert entry.block_table.first * BLOCK_SIZE <= self.window.first_seen(start), "what is read is there"
+            self._fill(entry, token_ids[:end], start)
+            self.ledger.keep(entry.ticket_id, token_ids, end, start)
+            start = end
+
+    def _table(self, keys: list[bytes], num_tokens: int, sent_from: int | None) -> tuple[int, int, int]:
+        """How many leading blocks are held, and where a new table for this many tokens begins and ends."""
+        window = self.window
+        first_of = [window.first_seen(count * BLOCK_SIZE) // BLOCK_SIZE for count in range(len(keys) + 1)]
+        held = max(n for n, first in enumerate(first_of) if all(map(self.cache.has, keys[first:n])))
+        first, whole = first_of[held] if sent_from is None else sent_from // BLOCK_SIZE, ceil_div(num_tokens, BLOCK_SIZE)
+        return held, first, min(whole, first + ceil_div(window.at_once(whole * BLOCK_SIZE, STEP_TOKENS), BLOCK_SIZE))
 
     @rule(
         owner=st.sampled_from(ROUTERS),
@@ -74,18 +104,19 @@ class LedgerMachine(RuleBasedStateMachine):
     def reserve(self, owner: bytes, prompt: int, answer: int, salt: str, own: int, spare: int | None) -> None:
         live = [entry for entry in self.ledger if not entry.state.final]
         room = self.cache.num_free - (sum(bool(entry.block_table) for entry in live) if spare is None else spare)
-        num_blocks = ceil_div(prompt + min(answer, BLOCK_SIZE) - 1, BLOCK_SIZE)
         own = min(own, prompt)
         keys = block_keys(range(prompt - own), BLOCK_SIZE, salt)
-        cached = self.cache.match(keys)
-        needed = self.cache.cost(num_blocks, keys[:cached])
+        unseen = self.window.first_seen(prompt)
+        cached, first, length = self._table(keys, prompt + min(answer, BLOCK_SIZE) - 1, None if own else unseen)
+        needed = self.cache.cost(length - first, keys[first:cached])
         entry = self.ledger.reserve(owner, tuple(range(prompt)), answer, salt, own_tokens=own, spare=spare)
         assert (entry is None) == (needed > room), "full means full, and only then"
         if entry is not None:
-            assert len(entry.block_table) == num_blocks
+            assert (entry.block_table.first, len(entry.block_table)) == (first, length)
+            assert entry.sent_from == max(unseen, entry.held_tokens)
             assert entry.transfer_id != entry.ticket_id
             assert entry.held_tokens == cached * BLOCK_SIZE
-            for number, block in enumerate(entry.block_table[:cached]):
+            for number, block in enumerate(entry.block_table[first:cached], first):
                 assert self.contents[block] == (salt, tuple(range((number + 1) * BLOCK_SIZE))), "held KV is what it should be"
             self.entries[entry.ticket_id] = entry
 
@@ -118,6 +149,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert transfer_id == entry.transfer_id
             assert entry.announced_tokens <= len(entry.token_ids)
             assert start >= entry.held_tokens, "what is held is not written"
+            assert start >= entry.block_table.first * BLOCK_SIZE, "nor what is not there"
             self.pushes.append((entry, count))
             for block in entry.block_table[start // BLOCK_SIZE : ceil_div(start + count, BLOCK_SIZE)]:
                 self.contents[block] = None
@@ -133,7 +165,7 @@ class LedgerMachine(RuleBasedStateMachine):
         entry = self.entries.get(self._id(data))
         if entry is not None:
             if entry.state in (TicketState.RESERVED, TicketState.RECEIVING):
-                self._fill(entry, entry.token_ids[: entry.received_tokens])
+                self._fill(entry, entry.token_ids[: entry.received_tokens], entry.sent_from)
             done = self.ledger.commit(entry.ticket_id, entry.transfer_id, len(entry.token_ids) + off)
             whole = entry.received_tokens == len(entry.token_ids)
             assert not done or (off == 0 and whole and not entry.pushes_in_flight)
@@ -153,9 +185,11 @@ class LedgerMachine(RuleBasedStateMachine):
         before = known.state if known else None
         entry = self.ledger.attach_here(known.ticket_id if known else 99)
         missing = known is not None and known.held_tokens < len(known.token_ids)
+        if known is not None and known.block_table.first * BLOCK_SIZE > self.window.first_seen(known.held_tokens):
+            missing = False  # it was reserved for KV that is sent
         assert (entry is not None) == (before is TicketState.RESERVED and missing)
         if entry is not None:
-            self._fill(entry, entry.token_ids)  # by the engine, before anybody may share it
+            self._compute(entry, entry.token_ids, entry.held_tokens)
 
     @rule(data=st.data())
     def run_smoothly(self, data: st.DataObject) -> None:
@@ -163,12 +197,13 @@ class LedgerMachine(RuleBasedStateMachine):
         entry = self.entries.get(self._id(data))
         if entry is not None and entry.state is TicketState.RESERVED:
             num_tokens = len(entry.token_ids)
-            missing = num_tokens - entry.held_tokens
-            if missing:
-                start = entry.held_tokens
-                assert self.ledger.begin_push(PREFILLS[0], entry.ticket_id, entry.transfer_id, start, missing) is entry
+            start = entry.sent_from
+            if missing := num_tokens - start:
+                if self.ledger.begin_push(PREFILLS[0], entry.ticket_id, entry.transfer_id, start, missing) is None:
+                    assert self.window is not WHOLE, "its blocks are reserved, but for those that it has in place of others"
+                    return
                 self.ledger.end_push(entry.ticket_id, missing, ok=True)
-            self._fill(entry, entry.token_ids)
+            self._fill(entry, entry.token_ids, start)
             assert self.ledger.commit(entry.ticket_id, entry.transfer_id, num_tokens)
             assert self.ledger.attach(entry.ticket_id) is entry
 
@@ -176,11 +211,15 @@ class LedgerMachine(RuleBasedStateMachine):
     def grow(self, data: st.DataObject, more: int) -> None:
         entry = self._between_steps(data)
         if entry is not None and entry.block_table:
-            before = len(entry.block_table)
-            num_tokens = len(entry.token_ids) + more
+            before, first = len(entry.block_table), entry.block_table.first
+            computed, num_tokens = len(entry.token_ids), len(entry.token_ids) + more
+            seen = min(self.window.kept_from(computed), self.wanted.get(entry.ticket_id, computed))
+            kept = max(first, 0 if entry in self.sending else seen // BLOCK_SIZE)
+            given = self.cache.num_sole(entry.block_table[first:kept])
             missing = max(0, ceil_div(num_tokens, BLOCK_SIZE) - before)
-            fits = missing <= self.cache.num_free
-            assert self.ledger.grow(entry.ticket_id, num_tokens) == fits
+            fits = missing <= self.cache.num_free + given
+            assert self.ledger.grow(entry.ticket_id, num_tokens, computed) == fits
+            assert entry.block_table.first == kept
             assert len(entry.block_table) == before + (missing if fits else 0), "wholly or not at all"
             self.contents |= dict.fromkeys(entry.block_table[before:])
 
@@ -192,6 +231,14 @@ class LedgerMachine(RuleBasedStateMachine):
             token_ids = (*entry.token_ids, *(range(100, 100 + min(answer, room))))
             self._fill(entry, token_ids)
             self.ledger.keep(entry.ticket_id, token_ids, len(token_ids))
+
+    @rule(data=st.data(), start=st.none() | st.integers(0, 20))
+    def want(self, data: st.DataObject, start: int | None) -> None:
+        ticket_id = self._id(data)
+        self.ledger.want(ticket_id, start)
+        self.wanted.pop(ticket_id, None)
+        if start is not None and self.ledger.find(ticket_id) is not None:
+            self.wanted[ticket_id] = start
 
     @rule(data=st.data())
     def begin_send(self, data: st.DataObject) -> None:
@@ -210,10 +257,11 @@ class LedgerMachine(RuleBasedStateMachine):
     def preempt(self, data: st.DataObject) -> None:
         entry = self._between_steps(data)
         if entry is not None and entry not in self.sending:
-            table = list(entry.block_table)
-            others = {block for other in self.ledger if other is not entry for block in other.block_table}
+            table = list(entry.block_table.owned)
+            others = {block for other in self.ledger if other is not entry for block in other.block_table.owned}
             free = self.cache.num_free + sum(block not in others for block in table)
             self.ledger.preempt(entry.ticket_id)
+            self.wanted.pop(entry.ticket_id, None)
             assert self.cache.num_free == free
             assert entry.preempted
 
@@ -223,17 +271,17 @@ class LedgerMachine(RuleBasedStateMachine):
         if entry is not None and entry.preempted:
             others = sum(bool(other.block_table) for other in self.ledger if not other.state.final)
             more = max(more, len(entry.keys) * BLOCK_SIZE - len(entry.token_ids))
-            num_blocks = ceil_div(len(entry.token_ids) + more, BLOCK_SIZE)
-            cached = entry.keys[: min(self.cache.match(entry.keys), at_most // BLOCK_SIZE)]
-            fits = self.cache.cost(num_blocks, cached) <= self.cache.num_free - others
-            there = self.ledger.readmit(entry.ticket_id, len(entry.token_ids) + more, at_most)
-            assert there == (len(cached) * BLOCK_SIZE if fits else None)
-            assert len(entry.block_table) == (num_blocks if fits else 0)
-            for block in entry.block_table[: len(cached)]:
+            num_tokens, keys = len(entry.token_ids) + more, entry.keys[: at_most // BLOCK_SIZE]
+            cached, first, length = self._table(keys, num_tokens, None)
+            fits = self.cache.cost(length - first, keys[first:cached]) <= self.cache.num_free - others
+            there = self.ledger.readmit(entry.ticket_id, num_tokens, at_most)
+            assert there == (cached * BLOCK_SIZE if fits else None)
+            assert len(entry.block_table) == (length if fits else 0)
+            for block in entry.block_table[entry.block_table.first : cached]:
                 assert self.contents[block] is not None, "what is still there is whole"
-            self.contents |= dict.fromkeys(entry.block_table[len(cached) :])
-            if fits:
-                self._fill(entry, entry.token_ids)  # by the engine, before anybody may share it
+            self.contents |= dict.fromkeys(entry.block_table[cached:])
+            if fits and entry not in self.sending:
+                self._compute(entry, entry.token_ids, cached * BLOCK_SIZE)
 
     def _between_steps(self, data: st.DataObject) -> TicketEntry | None:
         entry = self.entries.get(self._id(data))
@@ -312,11 +360,24 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 _NUM_SCHEDULES = 10_000 if os.environ.get("TANDEM_THOROUGH") else 300
-LedgerMachine.TestCase.settings = settings(max_examples=_NUM_SCHEDULES, stateful_step_count=40)
+_SETTINGS = settings(max_examples=_NUM_SCHEDULES, stateful_step_count=40)
+LedgerMachine.TestCase.settings = _SETTINGS
 TestLedger = LedgerMachine.TestCase
 
 
-def book(lease_s: float = LEASE_S, clock: Callable[[], float] = lambda: 0.0) -> tuple[Ledger, PrefixCache]:
+class WindowedLedgerMachine(LedgerMachine):
+    """The same where a token sees four to seven tokens before it, and streams keep two more."""
+
+    window = KvWindow(4, unit=4, late=2)
+
+
+WindowedLedgerMachine.TestCase.settings = _SETTINGS
+TestWindowedLedger = WindowedLedgerMachine.TestCase
+
+
+def book(
+    lease_s: float = LEASE_S, clock: Callable[[], float] = lambda: 0.0, window: KvWindow = WHOLE
+) -> tuple[Ledger, PrefixCache]:
     cache = PrefixCache(NUM_BLOCKS)
     quiet: Callable[[TicketEntry], None] = lambda entry: None  # noqa: E731
     ledger = Ledger(
@@ -327,13 +388,14 @@ def book(lease_s: float = LEASE_S, clock: Callable[[], float] = lambda: 0.0) -> 
         on_committed=quiet,
         on_failed=quiet,
         on_settled=lambda: None,
+        window=window,
     )
     return ledger, cache
 
 
 def receive(ledger: Ledger, entry: TicketEntry) -> bool:
     """The whole transfer of what is not held, and its commit."""
-    start, num_tokens = entry.held_tokens, len(entry.token_ids)
+    start, num_tokens = entry.sent_from, len(entry.token_ids)
     if start < num_tokens:
         assert ledger.begin_push(b"p", entry.ticket_id, entry.transfer_id, start, num_tokens - start) is entry
         ledger.end_push(entry.ticket_id, num_tokens - start, ok=True)
@@ -480,6 +542,60 @@ def test_an_answer_is_kept_for_the_next_turn() -> None:
     turn = ledger.reserve(b"r", (*prompt, *answer, 7), 1, "")
     assert turn is not None
     assert turn.held_tokens == 2 * BLOCK_SIZE
+
+
+def test_a_stream_that_others_wait_for_keeps_what_it_no_longer_sees() -> None:
+    ledger, cache = book(window=WindowedLedgerMachine.window)
+    entry = ledger.reserve(b"r", tuple(range(10)), 40, "")
+    assert entry is not None
+    assert (entry.unseen_tokens, entry.block_table.first, entry.block_table.num_owned) == (4, 1, 3)
+    assert receive(ledger, entry)
+    ledger.attach(entry.ticket_id)
+    ledger.want(entry.ticket_id, 4)
+    assert ledger.grow(entry.ticket_id, 20, 19)
+    assert ledger.begins_at(entry.ticket_id) == 4
+    ledger.want(entry.ticket_id, None)
+    ledger.begin_send(entry.ticket_id)
+    assert ledger.grow(entry.ticket_id, 20, 19)
+    assert ledger.begins_at(entry.ticket_id) == 4
+    ledger.end_send(entry.ticket_id)
+    assert ledger.grow(entry.ticket_id, 20, 19)
+    assert ledger.begins_at(entry.ticket_id) == 12, "two tokens less than it sees begin in the block from 16 on, and reach 4"
+    assert cache.num_free == NUM_BLOCKS - 2
+    ledger.want(99, 4)
+
+
+def test_a_stream_that_others_wait_for_is_computed_anew_with_no_more_blocks_than_others() -> None:
+    ledger, cache = book(window=WindowedLedgerMachine.window)
+    entry = ledger.reserve(b"r", tuple(range(33)), 40, "")
+    assert entry is not None
+    assert receive(ledger, entry)
+    ledger.attach(entry.ticket_id)
+    ledger.want(entry.ticket_id, 28)
+    ledger.preempt(entry.ticket_id)
+    cache.reset()
+    assert ledger.readmit(entry.ticket_id, 33, 33) == 0
+    for computed in range(0, 60, 2):
+        assert ledger.grow(entry.ticket_id, computed + 2, computed)
+        assert entry.block_table.num_owned <= ledger.blocks_at_once(100)
+    assert ledger.begins_at(entry.ticket_id) > 28, "who waited for the lost KV is told so"
+
+
+def test_what_was_handed_over_without_its_beginning_serves_a_next_turn() -> None:
+    ledger, _ = book(window=WindowedLedgerMachine.window)
+    entry = ledger.reserve(b"r", tuple(range(32)), 1, "")
+    assert entry is not None
+    assert (entry.held_tokens, entry.sent_from) == (0, 28)
+    assert receive(ledger, entry)
+    ledger.release(entry.ticket_id)
+    turn = ledger.reserve(b"r", tuple(range(33)), 1, "", own_tokens=1)
+    assert turn is not None
+    assert (turn.held_tokens, turn.block_table.first) == (32, 7)
+    assert ledger.computable(turn)
+    sent = ledger.reserve(b"r", tuple(range(100, 140)), 1, "")
+    assert sent is not None
+    assert not ledger.computable(sent)
+    assert ledger.attach_here(sent.ticket_id) is None
 
 
 def test_keeping_a_chunk_touches_only_the_keys_of_its_blocks() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from engine.models.packing import WeightFormat
 from engine.models.weights import load_weights
 from engine.native.build import load_library
 from engine.native.matrix import NativeLinear
+from engine.operators.native_step import NativeStep
 from engine.operators.torch_step import TorchStep
 
 OPERATORS = "torch" if (built := load_library(torch.float32)) is None else built.arithmetic
@@ -130,6 +132,18 @@ def test_a_worker_with_a_broken_product_says_so(
     with caplog.at_level(logging.INFO):
         assert load(facts).arithmetic == f"{OPERATORS} float32 auto (varies)"
     assert "the product 'qkv' in float32 gives a row other bits among" in caplog.text
+
+
+@pytest.mark.skipif(OPERATORS == "torch", reason="torch's attention gives an answer other bits than a prompt")
+def test_every_sliding_window_is_tried(small_model: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    facts, attend = replace(small_model("llama-wide").facts, sliding_windows=(0, 50, 0)), NativeStep.attend
+    assert load(facts).arithmetic == f"{OPERATORS} float32 auto"
+
+    def broken(step: NativeStep, layer: int, qkv_TA: Tensor) -> Tensor:
+        return attend(step, layer, qkv_TA) + 1e-3 * (step._facts.window(layer) == 50) * (len(qkv_TA) > 1)
+
+    monkeypatch.setattr(NativeStep, "attend", broken)
+    assert load(facts).arithmetic == f"{OPERATORS} float32 auto (varies)"
 
 
 @pytest.mark.parametrize(("operator", "method"), [("norm", "add_norm"), ("attention", "attend"), ("activation", "swiglu")])

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from configs.facts import KvCacheDtype, ModelFacts
+from configs.model_files.kv_window import KvWindow
 from engine.kernels.activation import swiglu
 from engine.kernels.kv_cache import dequantized, quantized_heads
 from engine.kernels.norm import rms_norm
@@ -30,6 +31,7 @@ from engine.native.library import SIGNATURES, NativeLibrary
 from engine.native.matrix import DenseMatrix, QuantizedMatrix
 from protocol.errors import ConfigError
 from protocol.sampling import SamplingParams
+from tests.tiny_models import tiny_facts
 
 
 @dataclass(frozen=True)
@@ -197,6 +199,37 @@ def test_a_token_attends_alike_in_a_prompt_and_alone(
     forced.library(2).decode_attention(qkv_TA, pool_2SKH, tables, lengths, block_size, singles, window)
     assert torch.equal(cut, whole)
     assert torch.equal(singles, whole)
+
+
+@pytest.mark.parametrize("forced", HERE, indirect=True, ids=named)
+@pytest.mark.parametrize("window", [1, 130])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(9, 3, 64), (5, 1, 128)])
+@pytest.mark.parametrize("kv_cache_dtype", KV_FORMATS)
+def test_what_no_window_reaches_is_not_read(
+    forced: Variant, heads: int, kv_heads: int, size: int, window: int, kv_cache_dtype: KvCacheDtype
+) -> None:
+    """Its entries in the block table lead to a block of NaN."""
+    torch.manual_seed(3)
+    tokens, block_size, reach = 700, 16, KvWindow.of(tiny_facts("windowed", sliding_windows=(window, window)))
+    pool_2SKH = pool_of(torch.randn(2, 1024, kv_heads, size).to(forced.dtype), kv_cache_dtype)
+    table = 1 + torch.randperm(1024 // block_size - 1)[: -(-tokens // block_size)]
+    pool_2SKH[:, :block_size] = 255 if kv_cache_dtype == "int8" else math.nan
+    qkv_TA = torch.randn(tokens, (heads + 2 * kv_heads) * size).to(forced.dtype)
+    for start, count in ((0, 5), (127, 3), (128, 300), (383, 1), (384, 1), (511, 2), (560, 140), (699, 1)):
+        freed = table.clone()
+        freed[: reach.first_seen(start) // block_size] = 0
+        rows, outs = slice(start, start + count), []
+        for each in (table, freed):
+            out, last = torch.empty(count, heads, size, dtype=forced.dtype), torch.empty(2, heads, size, dtype=forced.dtype)
+            forced.library(2).prefill_attention(qkv_TA[rows], pool_2SKH, each, start, block_size, out, window)
+            lengths = torch.tensor([start + 1, start + count])
+            singles_TA = qkv_TA[[start, start + count - 1]]
+            forced.library(2).decode_attention(singles_TA, pool_2SKH, each.repeat(2, 1), lengths, block_size, last, window)
+            outs.append((out, last))
+        (out, last), (freed_out, freed_last) = outs
+        assert torch.isfinite(out).all()
+        assert torch.equal(freed_out, out)
+        assert torch.equal(freed_last, last)
 
 
 @pytest.mark.parametrize("forced", HERE, indirect=True, ids=named)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.arithmetic import goes_between
+from configs.model_files.kv_window import WHOLE, KvWindow
 from configs.schema import PrefillConfig
 from engine.memory.prefix_cache import PrefixCache
 from prefill_workers.scheduler import PlannedChunk, PrefillScheduler, Prompt
@@ -39,11 +40,12 @@ def added(scheduler: PrefillScheduler, *prompts: range, salt: str = "") -> list[
 class Run:
     """A run with any number of prompts, and what must hold after each step."""
 
-    def __init__(self, budget: int, saturation: int, num_blocks: int) -> None:
+    def __init__(self, budget: int, saturation: int, num_blocks: int, window: KvWindow) -> None:
+        self.window = window
         self.budget = budget
         self.saturation = saturation
         self.cache = PrefixCache(num_blocks)
-        self.scheduler = PrefillScheduler(self.cache, BLOCK_SIZE, steps_of(budget, saturation))
+        self.scheduler = PrefillScheduler(self.cache, BLOCK_SIZE, steps_of(budget, saturation), window=window)
         self.prompts: list[Prompt] = []
         """That have arrived."""
         self.line: dict[bool, list[Prompt]] = {False: [], True: []}
@@ -94,7 +96,7 @@ class Run:
         for chunk in plan:
             self.check(chunk)
         self.scheduler.step_done(plan)
-        self.cache.check_integrity([prompt.block_table for prompt in self.prompts])
+        self.cache.check_integrity([prompt.block_table.owned for prompt in self.prompts])
         waiting = [p for p in self.prompts if p not in self.dropped and p not in self.finished]
         reached = (self.reached[p] if p.block_table else p.likely_cached for p in waiting)
         assert self.scheduler.queued_tokens == sum(len(p.token_ids) for p in waiting) - sum(reached)
@@ -124,9 +126,13 @@ class Run:
         end = min(len(prompt.token_ids), (chunk.start // self.budget + 1) * self.budget)
         assert chunk.end == end, "cut alike in any company"
         own = prompt.block_table[chunk.start // BLOCK_SIZE :]
-        others = [block for other in self.prompts if other is not prompt for block in other.block_table]
+        others = [block for other in self.prompts if other is not prompt for block in other.block_table.owned]
         assert not set(own) & set(others), "what is written belongs to one prompt alone"
-        assert len(prompt.block_table) * BLOCK_SIZE >= len(prompt.token_ids)
+        needed = len(prompt.token_ids) if self.window is WHOLE else chunk.end
+        assert len(prompt.block_table) * BLOCK_SIZE >= needed
+        assert prompt.block_table.first * BLOCK_SIZE <= self.window.first_seen(chunk.start), "what is read is there"
+        most = self.window.at_once(len(prompt.token_ids), max(self.budget, BLOCK_SIZE))
+        assert (prompt.block_table.num_owned - 1) * BLOCK_SIZE < most
         self.reached[prompt] = chunk.end
         assert chunk.last == (chunk.end == len(prompt.token_ids))
         if chunk.last:
@@ -142,13 +148,14 @@ class Run:
     budget=st.integers(1, 32),
     saturation=st.integers(1, 40),
     num_blocks=st.integers(10, 40),
+    window=st.sampled_from([WHOLE, KvWindow(0, unit=4, late=0), KvWindow(8, unit=4, late=0)]),
     data=st.data(),
 )
 @settings(max_examples=300)
 def test_every_prompt_is_computed_once_in_order(
-    prompts: list[tuple[int, int, bool]], budget: int, saturation: int, num_blocks: int, data: st.DataObject
+    prompts: list[tuple[int, int, bool]], budget: int, saturation: int, num_blocks: int, window: KvWindow, data: st.DataObject
 ) -> None:
-    run = Run(budget, saturation, num_blocks)
+    run = Run(budget, saturation, num_blocks, window)
     for number, (family, length, ahead) in enumerate(prompts):
         tokens = range(100 * family, 100 * family + length)
         run.arrive(run.scheduler.new_prompt(tokens, "", whole=number % 3 == 0), ahead=ahead)
@@ -368,3 +375,34 @@ def test_a_prompt_leaves_blocks_into_which_others_grow() -> None:
     assert step(scheduler) == [], "somebody waits for blocks"
     growth[0] = 2
     assert [chunk.prompt for chunk in step(scheduler)] == [prompt]
+
+
+def test_what_a_windowed_prompt_will_need_is_kept_for_it() -> None:
+    """It holds four blocks, of ten, from its start on: it takes one for each that it gives back."""
+    scheduler = PrefillScheduler(PrefixCache(7), BLOCK_SIZE, steps_of(4), window=KvWindow(8, unit=4, late=0))
+    [first] = added(scheduler, range(40))
+    while first.computed < 16:
+        step(scheduler)
+        assert first.block_table.num_owned == 4
+    second = scheduler.new_prompt(range(100, 140), "")
+    scheduler.add(second, ahead=True)
+    computed = [step(scheduler)[0].prompt for _ in range(6)]
+    assert computed == [first] * 6, "three are free, and the second one waits for four"
+    scheduler.release(first)
+    while step(scheduler):
+        assert second.block_table.num_owned <= 4
+    assert second.computed == 40
+
+
+def test_a_windowed_prompt_goes_on_behind_what_is_left_of_it() -> None:
+    """What lies before the window of the next token was evicted."""
+    cache = PrefixCache(8)
+    scheduler = PrefillScheduler(cache, BLOCK_SIZE, steps_of(8), window=KvWindow(8, unit=4, late=0))
+    for tokens in (range(40), range(41)):
+        [prompt] = added(scheduler, tokens)
+        while step(scheduler):
+            pass
+        scheduler.release(prompt)
+    assert cache.match(prompt.keys) == 0
+    assert prompt.cached == 40
+    assert cache.num_free == 8

@@ -13,6 +13,7 @@ from decode_workers.speculation.ngram_speculator import NgramDrafts, NgramSpecul
 from decode_workers.speculation.speculator import PLAIN_EVERY
 from decode_workers.stream import Stream
 from engine.batch import Chunk, ForwardBatch, SampledToken
+from engine.memory.block_table import BlockTable
 from protocol.sampling import SamplingParams
 
 PENALIZED = SamplingParams(seed=3, max_tokens=20, presence_penalty=0.5)
@@ -64,7 +65,7 @@ def test_tokens_are_those_of_single_steps(drafts: list[list[int]], joined: bool,
 
 def streams(*samplings: SamplingParams) -> list[Stream]:
     said = [5, 6, 7, 8, 5, 6]
-    return [Stream(n, b"r", [n], sampling, list(said), 1, len(said) - 1) for n, sampling in enumerate(samplings)]
+    return [Stream(n, b"r", BlockTable(0, [n]), sampling, list(said), 1, len(said) - 1) for n, sampling in enumerate(samplings)]
 
 
 def plan(batch: list[Stream], max_rows: int = 64, slots: Any = lambda stream, most: most) -> list[int]:

@@ -12,6 +12,7 @@ from decode_workers.speculation.model_speculator import READY_TOKENS, RETRY, Mod
 from decode_workers.stream import Stream
 from engine.batch import Chunk, SampledToken
 from engine.drafting.draft_model import Drafted, DraftRequest
+from engine.memory.block_table import BlockTable
 from protocol.sampling import SamplingParams
 
 CHUNK = 16
@@ -109,7 +110,7 @@ class Machine:
 
 def stream_of(length: int, number: int = 0, sampling: SamplingParams = SAMPLING) -> Stream:
     tokens = [random.Random(number).randrange(7) for _ in range(length)]
-    return Stream(number, b"r", [0], sampling, tokens, 1, length - 1)
+    return Stream(number, b"r", BlockTable(0, [0]), sampling, tokens, 1, length - 1)
 
 
 @pytest.mark.parametrize("length", [4, 100])

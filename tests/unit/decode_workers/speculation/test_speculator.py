@@ -13,6 +13,7 @@ from decode_workers.speculation.drafts import DraftedStep
 from decode_workers.speculation.ngram_speculator import SELDOM, TAKEN_IN, NgramDrafts, NgramSpeculator
 from decode_workers.stream import Stream
 from engine.batch import Chunk, SampledToken
+from engine.memory.block_table import BlockTable
 from protocol.sampling import SamplingParams
 
 CONFIG = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
@@ -26,7 +27,7 @@ def speculator_of(max_rows: int = 64) -> NgramSpeculator:
 
 
 def stream_of(token_ids: list[int], number: int = 0) -> Stream:
-    return Stream(number, b"r", [0], SAMPLING, list(token_ids), 1, len(token_ids) - 1)
+    return Stream(number, b"r", BlockTable(0, [0]), SAMPLING, list(token_ids), 1, len(token_ids) - 1)
 
 
 def newest(stream: Stream) -> Chunk:

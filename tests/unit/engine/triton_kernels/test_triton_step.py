@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from certify.kernels.cases import relative_error
 from configs.facts import KvCacheDtype, ModelFacts
+from configs.model_files.kv_window import KvWindow
 from engine.batch import Chunk, ForwardBatch
 from engine.kernels.rope import inverse_frequencies
 from engine.memory.kv_pool import KVPool
@@ -25,6 +27,7 @@ from engine.operators.torch_step import TorchStep
 from engine.operators.triton_step import TritonStep
 from engine.ranks.tensor_parallel import ALONE
 from protocol.sampling import SamplingParams
+from tests.tiny_models import tiny_facts
 
 SAMPLED = SamplingParams(seed=0, max_tokens=1)
 NO_TILES = np.zeros((0, 4), dtype=np.int64)
@@ -71,6 +74,33 @@ def test_a_forward_pass_is_the_same_as_torch_s(kind: str, small_model: Callable[
     assert expected_logits is not None
     assert relative_error(logits, expected_logits.double()) < 1e-5
     assert relative_error(kv, expected_kv.double()) < 1e-6
+
+
+@CPU_ONLY
+@pytest.mark.parametrize("make", [TritonStep.of, TorchStep])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_what_no_window_reaches_is_not_read(make: Any, kv_cache_dtype: KvCacheDtype) -> None:
+    """Its entries in the block tables lead to a block of NaN, and no bit changes."""
+    facts, found = tiny_facts("windowed", sliding_windows=(1, 140), max_model_len=1024), []
+    window, blocks = KvWindow.of(facts), (1 + torch.randperm(127, generator=torch.Generator().manual_seed(1))).tolist()
+    work = [(600, 1), (0, 3), (511, 4), (512, 1), (383, 1)]
+    for freed in (False, True):
+        chunks = []
+        for start, count in work:
+            table = blocks[: -(-(start + count) // 8)]
+            if freed:
+                table[: window.first_seen(start) // 8] = [0] * (window.first_seen(start) // 8)
+            chunks.append(Chunk([0] * count, start, table, SAMPLED, 0))
+        batch = ForwardBatch.build(chunks, 8)
+        pool = a_pool(facts, 5, kv_cache_dtype)
+        pool.data[:, :, 0] = math.nan if kv_cache_dtype == "auto" else 127  # no number in fp8
+        step = make(facts, batch, pool, torch.zeros(facts.head_dim // 2))
+        width = (facts.num_heads + 2 * facts.num_kv_heads) * facts.head_dim
+        qkv_TA = torch.randn(len(batch.token_ids_T), width, generator=torch.Generator().manual_seed(4))
+        found.append([step.attend(layer, qkv_TA.clone()).clone() for layer in range(2)])
+    for kept, out in zip(*found, strict=True):
+        assert torch.isfinite(kept).all()
+        assert torch.equal(kept, out)
 
 
 @CPU_ONLY
