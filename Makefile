@@ -58,8 +58,8 @@ test: lint
 	$(BIN)/pytest $(WORKERS) -m "not slow" $(ARGS)
 
 test-slow: $(VENV)/.installed-test
-	$(BIN)/pytest $(UNIT) -m slow $(ARGS)
-	$(BIN)/pytest $(WORKERS) -m slow $(ARGS)
+	$(BIN)/pytest $(UNIT) tests/fault -m slow $(ARGS)
+	$(BIN)/pytest $(filter-out tests/fault,$(WORKERS)) -m slow $(ARGS)
 
 test-all: test
 	$(MAKE) test-slow
