@@ -220,7 +220,8 @@ class DemandMeter:
     def _rate(self, now: float, least_s: float) -> float:
         """Requests per second: the mean of the longest time in which they can be chance that came in its latest parts."""
         age_s = max(1.0, now - self._began)
-        rate, latest = 0.0, []
+        rate = 0.0
+        latest: list[tuple[int, float]] = []
         for length_s in _RATES_S:
             if length_s < least_s:
                 continue

@@ -45,9 +45,17 @@ class Running:
             needs = {PREFILL: Need(prefill, max(prefill, keep), ""), DECODE: Need(decode, decode, "")}
             for role, need in needs.items():
                 self.holds.note(role, need.to_keep, self.now)
-            settled, flips = self.now >= HOLD_S, self.flips
-            ways = {"hold_s": HOLD_S, "flips": flips, "settled": settled}
-            self.sizes = decide(needs, self.holds, self.sizes, RANGES, self.most, self.now, **ways)
+            self.sizes = decide(
+                needs,
+                self.holds,
+                self.sizes,
+                RANGES,
+                self.most,
+                self.now,
+                hold_s=HOLD_S,
+                flips=self.flips,
+                settled=self.now >= HOLD_S,
+            )
         return self.sizes
 
 
