@@ -21,7 +21,7 @@ _TPOT_SHARE = 0.9
 """Share of the TPOT limit that a step may take. A stream also waits for its handover, and for prompts in its steps."""
 _PEAK = 1.0
 """Standard deviations above the mean number of streams for which there is room: an answer lasts longer than most peaks."""
-_LONGEST_SHARE = 0.9
+_LONGEST_SHARE = 0.95
 """Largest share of its time in which a prefill worker is planned to compute, however patient its callers are."""
 _LEAST_STEPS = 1.05
 """So many times the step of a single stream is allowed in any case: no number of workers makes steps shorter."""

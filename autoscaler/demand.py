@@ -6,6 +6,7 @@ router ──RouterObservation (since its start)──► differences ──► 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
@@ -16,15 +17,18 @@ from protocol.messages import Role
 FRESH_S = 5.0
 """Seconds after which a router that has told nothing has ended."""
 SLOW_S = 60.0
-"""Window of the rate, and of shares."""
-_BURSTS_S = (10.0, 20.0, 40.0)
-"""Windows of the rate that count where they have so many more requests that it can't be chance."""
-LENGTHS_S = 300.0
+"""Window of shares."""
+_RATES_S = tuple(10.0 * 2**power for power in range(9))
+"""Windows of the rate, up to 43 minutes. The longest one counts in which the rate has not changed."""
+_LONGEST_START_S = 40.0
+"""Windows as long as this count however long a start takes."""
+LENGTHS_S = 900.0
 """Window of lengths and of the share that is computed."""
 _FEW = 20
 """Fewer requests than this give no share."""
 _NO_CHANCE = 14.0
-"""So small is the logarithm of the chance of a burst, by Chernoff's bound for a Poisson number: one false alarm in weeks."""
+"""So small is the logarithm of the chance of what counts as a change, by Chernoff's bound for a Poisson number: one false alarm
+in weeks."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,35 @@ class _Window:
         return _Totals.of(self._sums)
 
 
+class _Arrivals:
+    """How many requests have arrived in the latest seconds, up to the longest window. Those of one second count as one."""
+
+    def __init__(self) -> None:
+        self._times: list[float] = []
+        self._totals: list[int] = []
+        """Number of requests until each of the times."""
+        self._forgotten = 0
+
+    def add(self, count: int, now: float) -> None:
+        if not count:
+            return
+        if self._times and now - self._times[-1] < 1.0:
+            self._totals[-1] += count
+            return
+        self._totals.append(self._before(len(self._totals)) + count)
+        self._times.append(now)
+        old = bisect_right(self._times, now - _RATES_S[-1])
+        self._forgotten = self._before(old)
+        del self._times[:old], self._totals[:old]
+
+    def latest(self, length_s: float, now: float) -> int:
+        """Number of requests of this many seconds."""
+        return self._before(len(self._totals)) - self._before(bisect_right(self._times, now - length_s))
+
+    def _before(self, index: int) -> int:
+        return self._totals[index - 1] if index else self._forgotten
+
+
 class DemandMeter:
     """Takes what routers tell, and says what is asked. Times are seconds on one clock that every call gets."""
 
@@ -145,7 +178,7 @@ class DemandMeter:
         self._routers: dict[str, tuple[float, RouterObservation]] = {}
         self._lives: dict[tuple[str, int], tuple[float, WorkerSeen]] = {}
         self._slow, self._long = _Window(SLOW_S), _Window(LENGTHS_S)
-        self._bursts = [_Window(length_s) for length_s in _BURSTS_S]
+        self._arrivals = _Arrivals()
         self._lengths: Lengths | None = None
 
     def observe(self, seen: RouterObservation, now: float) -> None:
@@ -161,8 +194,9 @@ class DemandMeter:
             self._note(worker, busy_s, computed, now)
         prefill, decode = Role.PREFILL, Role.DECODE
         totals = _Totals(counts, (busy_s[prefill], busy_s[decode]), (computed[prefill], computed[decode]))
-        for window in (self._slow, self._long, *self._bursts):
+        for window in (self._slow, self._long):
             window.add(now, totals.values())
+        self._arrivals.add(counts.arrived, now)
         if counts.arrived or seen.waiting or any(worker.running or worker.waiting for worker in seen.workers):
             self._asked_at = now
 
@@ -172,7 +206,7 @@ class DemandMeter:
         fresh = [seen for at, seen in self._routers.values() if now - at < FRESH_S]
         spent = [busy_s / computed if computed else None for busy_s, computed in zip(slow.busy_s, slow.computed, strict=True)]
         return Demand(
-            rate=self._rate(slow.counts.arrived, now, min(start_s, _BURSTS_S[-1])),
+            rate=self._rate(now, min(start_s, _LONGEST_START_S)),
             lengths=self._measure_lengths(now),
             waiting=sum(seen.waiting for seen in fresh),
             ttft_share=_share(slow.counts.first_in_time, slow.counts.first_tokens),
@@ -183,16 +217,20 @@ class DemandMeter:
             idle_s=now - self._asked_at,
         )
 
-    def _rate(self, slow: int, now: float, least_s: float) -> float:
-        """Requests per second: of the last minute or, in a burst, of the seconds since it began."""
+    def _rate(self, now: float, least_s: float) -> float:
+        """Requests per second: the mean of the longest time in which they can be chance that came in its latest parts."""
         age_s = max(1.0, now - self._began)
-        rate = slow / min(SLOW_S, age_s)
-        bursts = [rate]
-        for length_s, window in zip(_BURSTS_S, self._bursts, strict=True):
-            count = window.total(now).counts.arrived
-            if least_s <= length_s <= age_s and _is_burst(count, rate * length_s):
-                bursts.append(count / length_s)
-        return max(bursts)
+        rate = 0.0
+        latest: list[tuple[int, float]] = []
+        for length_s in _RATES_S:
+            if length_s < least_s:
+                continue
+            count, seconds = self._arrivals.latest(length_s, now), min(length_s, age_s)
+            if any(_is_change(part, count * part_s / seconds) for part, part_s in latest):
+                break
+            rate = count / seconds
+            latest.append((count, seconds))
+        return rate
 
     def _measure_lengths(self, now: float) -> Lengths | None:
         totals = self._long.total(now)
@@ -237,10 +275,10 @@ class DemandMeter:
         computed[worker.role] += max(0, worker.computed_tokens - former.computed_tokens)
 
 
-def _is_burst(count: int, expected: float) -> bool:
-    """Whether so many requests can't be chance where these are expected."""
+def _is_change(count: int, expected: float) -> bool:
+    """Whether so many requests, or so few, can't be chance where these are expected."""
     mean = max(expected, 0.5)
-    return count > mean and count * math.log(count / mean) - count + mean > _NO_CHANCE
+    return (count * math.log(count / mean) if count else 0.0) - count + mean > _NO_CHANCE
 
 
 def _minus(one: DemandCounts, other: DemandCounts) -> DemandCounts:

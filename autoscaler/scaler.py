@@ -20,7 +20,7 @@ from autoscaler.capacity import MOST, Capacity, Pace, Slo, WorkerLimits, learned
 from autoscaler.demand import FRESH_S, Demand, DemandMeter
 from autoscaler.forecast import History
 from autoscaler.limits import Sizes, ranges_at
-from autoscaler.policy import Holds, Need, decide
+from autoscaler.policy import Holds, Need, decide, with_spare
 from autoscaler.trust import Trust
 from configs.autoscale import AutoscaleConfig
 from configs.step_times import StepTimes
@@ -30,12 +30,11 @@ from protocol.messages import Role
 KEPT_DECISIONS = 50
 FIRST_START_S = 10.0
 """Seconds that a start is taken to last until one was seen."""
-_KEEP = 1.05
-"""So many times the demand is what a size has to be enough for, to be smaller than the present one."""
+_SOONEST_S, _LATEST_S = 1.0, 30.0
+"""Bounds of the time in which prompts that wait should be computed: half of what the first token may take. Where a start takes
+longer, they are given that long, for nobody can come sooner."""
 _LATE_START = 3.0
 """So many times the usual start is waited for before fewer workers may be wanted than there are to come."""
-_SOONEST_S, _LATEST_S = 1.0, 30.0
-"""Bounds of the time in which prompts that wait should be computed: half of what the first token may take."""
 
 
 @dataclass(frozen=True)
@@ -128,11 +127,9 @@ class Autoscaler:
         history = self._history
         return ScalerRecord(self.paused, self.decisions, tuple(history.bins), history.latest, self._num_decisions)
 
-    def keep(self, decision: SizeDecision, before: Sizes) -> None:
-        """Note a decision that is done, and the sizes that were wanted before it."""
+    def keep(self, decision: SizeDecision) -> None:
+        """Note a decision that is done."""
         self._decided_at = decision.at - self.wall_ahead_s
-        for role, size in decision.sizes.items():
-            self._holds.sized(role, before[role], size, self._decided_at)
         self._decisions.append(decision)
         self._num_decisions += 1
 
@@ -161,7 +158,7 @@ class Autoscaler:
         reported = any(demand.role(role).workers for role in Role)
         if now - self._began < FRESH_S or (any(present.ready.values()) and not reported):
             return None  # demand from before its start is unknown
-        needs = self._needs(demand, present, start_s + 1.0, now)
+        needs = self._needs(demand, present, start_s, now)
         needs = {role: need for role, need in needs.items() if role in ranges}
         for role, need in needs.items():
             self._holds.note(role, max(need.workers, need.to_keep), now)
@@ -174,6 +171,7 @@ class Autoscaler:
             ranges,
             self._config.max_workers,
             now,
+            hold_s=min(self._config.hold_s, start_s),
             flips=self._flips,
             settled=self._settled(present, start_s, now),
         )
@@ -194,8 +192,8 @@ class Autoscaler:
         has_come = present.settled or now - self._decided_at > max(self._config.hold_s, _LATE_START * start_s)
         return has_come and now - self._began >= self._config.hold_s
 
-    def _needs(self, demand: Demand, present: Present, ahead_s: float, now: float) -> dict[Role, Need]:
-        """What each role needs. In `ahead_s` a worker that is wanted now takes requests."""
+    def _needs(self, demand: Demand, present: Present, start_s: float, now: float) -> dict[Role, Need]:
+        """What each role needs."""
         if demand.idle_s >= self._config.idle_s:
             reason = f"nothing was asked for {self._config.idle_s:g} s"
             return dict.fromkeys(self._roles, Need(0, 0, reason))
@@ -205,6 +203,7 @@ class Autoscaler:
         pace = self._trust.pace(demand, self._times)
         self._trust.note(demand, now)
         wall = now + self.wall_ahead_s
+        ahead_s = start_s + 1.0  # by then, a worker that is wanted now takes requests
         growth = self._history.growth(wall, ahead_s)
         later = max(growth, self._history.growth(wall, ahead_s + self._config.hold_s))
         needs = {}
@@ -213,23 +212,24 @@ class Autoscaler:
                 needs[role] = Need(0, 0, "nothing is asked")
                 continue
             margin = self._trust.margin(role)
-            more, to_keep = (self._need(role, times * margin, demand, capacity, pace) for times in (growth, later * _KEEP))
+            more = self._need(role, growth * margin, demand, capacity, pace, start_s)
+            to_keep = self._need(role, later * margin * with_spare(more), demand, capacity, pace, start_s)
             reason = f"{demand.rate:.3g} requests/s of {demand.lengths.prompt_tokens:.0f} + "
             reason += f"{demand.lengths.answer_tokens:.0f} tokens"
             reason += f", {growth:.2g} times as many soon" if growth > 1.05 else ""
-            reason += f", with {margin:.2g} times the room, as limits were missed" if margin > 1 else ""
+            reason += f", with {margin:.2g} times the room, as limits were missed" if margin > 1.05 else ""
             needs[role] = Need(max(1, more), max(1, to_keep), reason)
         return needs
 
-    def _need(self, role: Role, times: float, demand: Demand, capacity: Capacity, pace: Pace) -> int:
+    def _need(self, role: Role, times: float, demand: Demand, capacity: Capacity, pace: Pace, start_s: float) -> int:
         lengths = demand.lengths
         assert lengths is not None, "checked"
         if role is Role.DECODE:
             return capacity.decode(demand.rate * times, lengths, pace, demand.waiting)
         prompts = demand.waiting + demand.role(Role.PREFILL).queued_tokens / max(1.0, lengths.prompt_tokens)
-        clear_s = min(_LATEST_S, max(_SOONEST_S, self._slo.ttft_s / 2))
-        late = max(0.0, prompts - demand.rate * clear_s)  # those that wait in any case are no backlog
-        return capacity.prefill(demand.rate * times + late / clear_s, lengths, pace)
+        within_s = max(start_s, min(_LATEST_S, max(_SOONEST_S, self._slo.ttft_s / 2)))
+        late = max(0.0, prompts - demand.rate * within_s)  # those that wait in any case are no backlog
+        return capacity.prefill(demand.rate * times + late / within_s, lengths, pace)
 
     def _capacity(self, demand: Demand) -> Capacity | None:
         times = self._times

@@ -171,7 +171,7 @@ class PoolSizer:
         if sizes != wanted:
             log.info("autoscaler: %s", decision.reason)
             self._supervisor.scale(sizes, room.check)
-            self._running().keep(replace(decision, sizes=sizes), wanted)
+            self._running().keep(replace(decision, sizes=sizes))
         await self._changed()
 
     async def _find_room(self) -> Room:

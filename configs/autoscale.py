@@ -124,7 +124,8 @@ class AutoscaleConfig(_Section):
     standby: Annotated[int, Field(ge=0, le=64)] = 0
     """Workers that are up, have the model, and belong to no role until one is wanted."""
     hold_s: Annotated[float, Field(ge=1, le=86_400)] = 120.0
-    """Seconds for which fewer workers must have been enough before one is taken away."""
+    """Most seconds for which fewer workers must have been enough before one is taken away: where a start takes less, as long
+    as a start."""
     idle_s: Annotated[float, Field(ge=1, le=86_400)] = 300.0
     """Seconds without any request after which a role whose range begins at 0 goes to sleep."""
     season_s: Annotated[float, Field(ge=60, le=7 * 86_400)] = 86_400.0

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from autoscaler.demand import FRESH_S, DemandMeter
 from protocol.cluster_view import DemandCounts, RouterObservation, WorkerSeen
@@ -49,16 +51,58 @@ def test_a_router_counts_from_where_it_is_heard_first() -> None:
     assert meter.num_arrived == 9
 
 
-def test_a_burst_shows_at_once_and_chance_does_not() -> None:
-    meter = DemandMeter(0.0)
-    for second in range(1, 120):
-        tell(meter, float(second), second)
-    tell(meter, 120.0, 123)
-    assert meter.demand(120.0).rate < 1.2, "three more are chance"
-    for second in range(121, 127):
-        tell(meter, float(second), 123 + 6 * (second - 120))
-    assert meter.demand(126.0).rate == pytest.approx(4.3, rel=0.1), "36 in six seconds, with those before them in ten"
-    assert meter.demand(126.0, start_s=30.0).rate < 2.5, "no worker could come before it is over"
+class Asked:
+    """A meter that is told each second, and reads so many requests a second."""
+
+    def __init__(self) -> None:
+        self.meter = DemandMeter(0.0)
+        self.now = self.number = 0
+
+    def seconds(self, number: int, rate: int, start_s: float = 0.0) -> float:
+        for _ in range(number):
+            self.now += 1
+            self.number += rate
+            tell(self.meter, float(self.now), self.number)
+        return self.meter.demand(float(self.now), start_s).rate
+
+
+def test_a_change_shows_soon_and_chance_does_not() -> None:
+    asked = Asked()
+    asked.seconds(120, 1)
+    assert asked.seconds(1, 4) < 1.2, "three more are chance"
+    assert asked.seconds(20, 6) == pytest.approx(3.6, rel=0.1), "of the latest 40 s, not of more than two minutes"
+    assert asked.seconds(20, 6) == pytest.approx(6.0, rel=0.1)
+    assert asked.seconds(20, 0) < 0.5, "and that it is over shows as soon"
+
+
+def test_what_lasts_no_longer_than_a_start_is_no_burst() -> None:
+    asked = Asked()
+    asked.seconds(200, 1)
+    assert asked.seconds(10, 9) > 4.0
+    assert asked.seconds(0, 0, start_s=30.0) < 4.0, "no worker could come before it is over"
+
+
+def test_a_rate_that_stays_is_known_the_better_the_longer_it_stays() -> None:
+    asked = Asked()
+    for _ in range(150):
+        asked.seconds(1, 10)
+        asked.seconds(9, 1)
+    for _ in range(100):
+        assert asked.seconds(1, 1) == pytest.approx(1.9, rel=0.02), "ten at once, every ten seconds"
+        assert asked.seconds(1, 10) == pytest.approx(1.9, rel=0.02)
+        asked.seconds(8, 1)
+
+
+@given(st.lists(st.tuples(st.floats(0.05, 60.0), st.integers(0, 20)), max_size=120), st.floats(0.0, 60.0))
+def test_it_never_reads_what_did_not_come(steps: list[tuple[float, int]], start_s: float) -> None:
+    meter, now, number = DemandMeter(0.0), 0.0, 0
+    tell(meter, now, 0)
+    for after, more in steps:
+        now, number = now + after, number + more
+        tell(meter, now, number)
+        rate = meter.demand(now, start_s).rate
+        assert 0 <= rate <= number
+    assert meter.num_arrived == number
 
 
 def test_the_same_life_told_by_two_routers_counts_once() -> None:
