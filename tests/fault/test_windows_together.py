@@ -117,7 +117,7 @@ def test_guessed_tokens_near_what_is_given_back(
     monkeypatch.setattr(speculator.Speculator, "_plain_is_due", lambda self, num_rows: False)
 
     async def scenario() -> None:
-        config = with_pools(many_decodes.CONFIG, 2048, 900, speculative_config=NGRAM)
+        config = with_pools(many_decodes.CONFIG, 2048, 560, speculative_config=NGRAM)
         async with run_many_decodes(windowed, 1, config) as many:
             answers = await asyncio.gather(*(many.ask(prompt, endless(400)) for prompt in PROMPTS[:4]))
             assert [answer.token_ids for answer in answers] == expected
