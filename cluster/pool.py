@@ -190,7 +190,8 @@ class Pool:
     def scale(self, workers: int) -> list[Action]:
         """Want `workers` from now on. Raises InvalidRequestError for fewer than the least, or more than 1024.
 
-        Scaling down takes workers that are not ready yet first, then the ones with the highest index; those that do both last.
+        Scaling down takes workers that are not ready yet first, then the ones with the highest index. Of those that are equally
+        ready, those that do both go last.
         """
         if not self.least <= workers <= MAX_WORKERS:
             raise InvalidRequestError(
@@ -198,11 +199,11 @@ class Pool:
             )
         missing, self.desired = self.num_missing, workers
         active = self._staying()
-        active.sort(key=lambda member: (not member.info.both, member.info.state is not WorkerState.READY, member.index))
+        active.sort(key=lambda member: (member.info.state is not WorkerState.READY, not member.info.both, member.index))
         actions: list[Action] = [self._begin() for _ in range(workers - len(active) - missing)]
         for member in reversed(active[workers:]):
             actions += self._dismiss(member)
-        self._both = min(self._both, workers)
+        self._both = min(self._both, self.num_both + self.num_missing)
         return actions
 
     def drain(self, worker_id: str, *, restart: bool) -> list[Action]:
@@ -305,6 +306,16 @@ class Pool:
         member = self._to_flip(worker_id)
         self._both += 1 if both else -1
         return [TakeRole(worker_id, member.info.epoch, self._give(member, both=both))]
+
+    def stand_in(self) -> list[Action]:
+        """Have the READY worker with the highest index do both from now on, if there is one and none does so already."""
+        ready = self._ready()
+        if not ready or any(member.info.both for member in ready):
+            return []
+        member = max(ready, key=lambda member: member.index)
+        duty = self._give(member, both=True)
+        self._both = max(self._both, self.num_both)
+        return [TakeRole(member.info.worker_id, member.info.epoch, duty)]
 
     def leave(self, worker_id: str, epoch: int, told: Leaving) -> list[Action]:
         """Have this life leave its node, which will go. Idempotent; what is said later about the same node counts.

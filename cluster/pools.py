@@ -140,7 +140,9 @@ class Pools:
         raises; then nothing has changed.
         """
         present = self.wanted()
-        both = min(self.num_both, sizes.get(Role.DECODE, present[Role.DECODE]))  # those go last
+        asleep, decode = not present.get(Role.PREFILL, 1), self._pools[Role.DECODE]
+        both = decode.num_both if asleep else len(decode.both_ready())  # prefill goes only where one is READY
+        both = min(both, sizes.get(Role.DECODE, present[Role.DECODE]))  # those go last
         self._spare_prefill(both)
         for role, workers in sizes.items():
             if role not in self.roles:
@@ -185,6 +187,8 @@ class Pools:
         for life, leaving in told.items():
             pool = self._find(life.worker_id)
             actions += [] if pool is None else pool.leave(*life, leaving)
+        if self._both_needed(self.wanted().get(Role.PREFILL, 1)) and not self.ready()[Role.PREFILL]:
+            actions += self._pools[Role.DECODE].stand_in()
         for pool in (*self._serving(), self._standby):
             begun, no_room = self._begin_missing(pool, check_room)
             others = [each for each in self._serving() if each.role is pool.role and each.revision != pool.revision]

@@ -110,11 +110,12 @@ def health_problem(roster: Roster, config: ClusterConfig) -> str | None:
 
 def _wakes(view: ClusterView, role: Role, config: ClusterConfig) -> bool:
     """Whether a role sleeps by decision, or has just been woken and its first worker starts."""
+    if config.autoscale.least(role.value) > 0:
+        return False
     workers = [info for info in view.workers if info.duty.does(role) and not info.standby]
     if view.wanted.get(role) == 0 and not any(info.both for info in workers):
         return True
-    starts = all(info.state is WorkerState.STARTING and not info.quick_ends for info in workers)
-    return config.autoscale.least(role.value) == 0 and bool(workers) and starts
+    return bool(workers) and all(info.state is WorkerState.STARTING and not info.quick_ends for info in workers)
 
 
 def ready_problem(roster: Roster, config: ClusterConfig) -> str | None:

@@ -165,16 +165,17 @@ class PairSearch:
     def _computing(self, decode: WorkerLoad, held_tokens: int, moment: Moment) -> WorkerLoad | None:
         computing = computing_worker(self._request, held_tokens, decode, self._prefills, moment, self._terms)
         both = computing is not None and self._decodes.find(computing.worker_id) is not None
-        if computing is not None and both and self._as_well_here(decode, held_tokens, computing):
+        compared = self._terms.disaggregation != "always" and moment.costs is not None
+        if computing is not None and both and not compared and self._as_well_here(decode, held_tokens, computing):
             return decode
         return computing
 
     def _as_well_here(self, decode: WorkerLoad, held_tokens: int, other: WorkerLoad) -> bool:
         """Whether `decode`, which does both, computes the prompt as well as `other`, which does both, too, and would hand it
-        over. Where costs are compared (`auto`), that was decided already.
+        over. Where costs were compared, that is decided already.
         """
         request, terms = self._request, self._terms
-        if terms.disaggregation != "always" or decode.worker_id not in self._prefills or decode.worker_id in request.avoid:
+        if decode.worker_id not in self._prefills or decode.worker_id in request.avoid:
             return False
         takes = decode.prompts.takes_prompt(request.num_tokens, terms.prefill_window, terms.prefill_step, held_tokens)
         missing, there = request.num_tokens - held_tokens, request.num_tokens - request.held_by(other.worker_id)

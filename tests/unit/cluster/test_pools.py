@@ -340,6 +340,40 @@ def test_who_comes_in_the_place_of_one_that_did_both_does_so_too() -> None:
     assert pools.wanted() == {Role.PREFILL: 1, Role.DECODE: 2}
 
 
+def test_a_worker_that_is_ready_stays_rather_than_one_that_does_both_and_is_not() -> None:
+    pools = started(1, 2)
+    pools.flip("worker-1", Duty.BOTH)
+    pools.tell("worker-1", lambda pool: pool.lost("worker-1", 1, "killed"))
+    assert not any(isinstance(action, Drain) for action in pools.scale({Role.DECODE: 1}, anything_fits))
+    assert [info.worker_id for info in taking(pools)] == ["worker-0", "worker-2"]
+    assert pools.num_both == 0
+
+
+def test_the_last_prefill_worker_does_not_go_before_one_that_does_both_is_ready() -> None:
+    pools = started(1, 2)
+    pools.flip("worker-1", Duty.BOTH)
+    pools.tell("worker-1", lambda pool: pool.lost("worker-1", 1, "killed"))
+    with pytest.raises(InvalidRequestError, match="prefill must be 1 to"):
+        pools.scale({Role.PREFILL: 0}, anything_fits)
+    ready(pools, "worker-1", 2)
+    assert pools.scale({Role.PREFILL: 0}, anything_fits) == [Drain("worker-0", 1)]
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_a_decode_worker_stands_in_for_the_only_one_that_does_both_and_leaves(room: bool) -> None:
+    def nothing_fits(sizes: object, roles: object) -> None:
+        raise InvalidRequestError("no room", param="decode")
+
+    pools = started(1, 2)
+    pools.flip("worker-2", Duty.BOTH)
+    pools.scale({Role.PREFILL: 0}, anything_fits)
+    actions = pools.heed(told("worker-2"), 1.0, anything_fits if room else nothing_fits)
+    assert TakeRole("worker-1", 1, Duty.BOTH) in actions
+    assert duties(pools)["worker-1"] is Duty.BOTH
+    starts = [action for action in actions if isinstance(action, Start)]
+    assert [duties(pools)[start.worker_id] for start in starts] == [Duty.DECODE] * room
+
+
 MOVES = st.sampled_from(["flip", "flip", "die", "born", "drain", "restart", "scale", "leave", "heed", "again"])
 
 
@@ -378,7 +412,7 @@ def test_whatever_is_asked_somebody_computes_prompts_and_somebody_decodes(
         assert wanted[Role.PREFILL] >= 1 or pools.num_both >= 1
         assert len(pools.workers()) == len({each.worker_id for each in pools.workers()})
         assert all(each.role is Role.DECODE for each in pools.workers() if each.both)
-        if move in ("flip", "drain"):
+        if move in ("flip", "drain", "scale", "leave"):
             assert served <= {role for role in Role if any(each.duty.does(role) for each in taking(pools))}
 
 

@@ -304,7 +304,7 @@ def both_of(*names: str, busy: dict[str, int] | None = None, prefill: At | None 
     ("search", "computes"),
     [
         (both_of("a"), "a"),
-        (both_of("a", "b"), "a"),
+        (both_of("a", "0"), "a"),
         (both_of("a", "b", busy={"b": 20}), "a"),
         (both_of("a", "b", busy={"a": 20}), "b"),
         (both_of("a", "b", busy={"a": 20, "b": 20}), "a"),
