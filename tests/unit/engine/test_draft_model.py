@@ -31,7 +31,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> ModelFacts:
 
 @pytest.fixture(scope="module")
 def model(facts: ModelFacts) -> DraftModel:
-    return DraftModel.load(CONFIG, POOL, facts, "cpu")
+    return DraftModel.load(CONFIG, POOL, facts, facts.vocab_size, "cpu")
 
 
 def alone(model: DraftModel, tokens: list[int], count: int, sampling: SamplingParams) -> list[int]:
@@ -79,4 +79,4 @@ def test_its_pool_is_its_own_and_bounded(model: DraftModel) -> None:
 
 def test_what_can_not_be_loaded_is_told(facts: ModelFacts) -> None:
     with pytest.raises(ConfigError, match="draft_model is for processors"):
-        DraftModel.load(CONFIG, POOL, facts, "cuda")
+        DraftModel.load(CONFIG, POOL, facts, facts.vocab_size, "cuda")

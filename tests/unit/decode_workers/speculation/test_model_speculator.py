@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -67,9 +68,13 @@ class Machine:
 
     def __init__(self, drafter: MadeUpDrafter, share: float, chance: float) -> None:
         self.drafter, self.share, self.chance, self.told = drafter, share, chance, list[str]()
+        self.log = logging.Logger("made-up", logging.INFO)
+        handler = logging.Handler()
+        handler.emit = lambda record: self.told.append(record.getMessage())  # type: ignore[method-assign]
+        self.log.addHandler(handler)
         self.rng = random.Random(1)
         self.speculator = ModelSpeculator(
-            4, 64, lambda stream, most: most, drafter, self._run, CHUNK, self.told.append, joined=True
+            4, 64, lambda stream, most: most, drafter, self._run, CHUNK, self.log, joined=True
         )
         self.seconds = 0.0
 
