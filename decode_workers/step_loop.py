@@ -62,8 +62,8 @@ class StepLoop:
         """Done when the step under way is."""
         self._latest_step_s = 0.0
         self.pace_s = 0.0
-        """How long the latest step took that computed nothing of a prompt, not even for drafts, by the tokens that a stream gets
-        in one, in seconds; 0 before the first."""
+        """How long the latest step took that computed nothing of a prompt, nor for drafts, by the tokens that a stream gets in
+        one, in seconds; 0 before the first."""
         self.tokens = 0
         """Generated since the start."""
         self._prompt_s = self._prompt_tokens = 0.0

@@ -10,14 +10,13 @@ A stream is taken in only where drafts are expected to save more than that takes
 (`draft_kv`). What counts is measured: T, what steps take by their rows, D, what those of the draft model take, and how often
 its drafts were right. New streams are expected to be as the latest ones were. Where nothing pays, nothing is computed for
 drafts but a few rows in every `RETRY`th step, to learn D anew. What was learned of chances is forgotten then, so drafts are
-tried again if they could pay with better ones.
+tried again if they could pay with better ones. What drafts cost beyond what they save is bounded, too.
 
 Drafts are chosen with the stream's own noise and temperature, which finds what is sampled more often than the likeliest token.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -38,10 +37,10 @@ RETRY = 1024
 READY_TOKENS = 8
 """Tokens that the draft model may lack of a stream that is drafted for: they are computed with the first draft."""
 FIRST_CHANCE = 0.95
-"""What drafts are expected to be before anything was seen. Taking in is judged by it, and nothing is seen without: so it is high."""
+"""What drafts are expected to be before anything was seen. It is high, as without taking in nothing would be seen."""
 _MISSING_THEN = 3
-"""Tokens that the draft model lacks of a stream when it was taken in, a plain step later. If drafts paid with fewer alone, it would
-be taken in again and again for nothing."""
+"""Tokens that the draft model lacks of a stream when it was taken in, a plain step later. If drafts paid only with fewer, it
+would be taken in again and again for nothing."""
 LOST_SHARE = 0.02
 """Part of the time that may be lost by drafts that do not pay."""
 ALLOWED_STEPS = 32
@@ -51,6 +50,8 @@ _EXACT_ROWS = 32
 
 Run = Callable[[Callable[[], None]], Awaitable[None]]
 """Has work done on the engine's thread."""
+Tell = Callable[[str, Exception | None], None]
+"""Takes what an operator should know, and the error that it comes from, if it does."""
 
 
 class Drafter(Protocol):
@@ -105,18 +106,18 @@ class ModelSpeculator(Speculator):
         model: Drafter,
         run: Run,
         max_chunk_tokens: int,
-        log: logging.Logger,
+        tell: Tell,
         *,
         joined: bool,
     ) -> None:
-        """As `Speculator`. A step takes at most `max_chunk_tokens` into the draft model that streams are behind. `log` is told
+        """As `Speculator`. A step takes at most `max_chunk_tokens` into the draft model that streams are behind. `tell` is told
         once if drafts do not pay, and if the draft model fails.
         """
         super().__init__(num_speculative_tokens, max_rows, slots, joined=joined)
         self._model = model
         self._run = run
         self._max_chunk_tokens = max_chunk_tokens
-        self._log = log
+        self._tell = tell
         self._is_told = False
         self.kv = DraftKv(model.num_blocks, model.block_size)
         self._draft_costs = RowCosts()
@@ -193,7 +194,7 @@ class ModelSpeculator(Speculator):
         """Draft nothing any more, as the draft model has raised."""
         self._failed = True
         self.kv.release_all()
-        self._log.error("the draft model %s fails, so this worker drafts no more", self._model.name, exc_info=error)
+        self._tell(f"the draft model {self._model.name} fails, so this worker drafts no more", error)
 
     def _verified(self, place: int, tokens: Sequence[SampledToken], num_drafts: int) -> None:
         drafts, found = self._said.get(place, (None, ()))
@@ -203,7 +204,7 @@ class ModelSpeculator(Speculator):
             drafts.acceptance = _acceptance(self._recent.chance)
         num_right = len(tokens) - 1
         if num_right == num_drafts < len(found):
-            # The next draft was not verified, as it would end the answer or break its grammar. What stands in its place is known.
+            # The next draft was not verified, as it would end the answer or break its grammar. It is known what came instead.
             num_right, num_drafts = num_right + (tokens[-1].token_id == found[num_drafts]), num_drafts + 1
         drafts.acceptance.note(num_right, num_drafts)
         self._recent.note(num_right, num_drafts)
@@ -280,7 +281,7 @@ class ModelSpeculator(Speculator):
         self._without = 0
         if not self._is_told:
             told = f"{self._draft_costs.seconds(1) * 1e3:.1f} ms a step beside {self._costs.seconds(num_rows) * 1e3:.1f} ms"
-            self._log.info("the draft model %s does not pay with %d streams: %s", self._model.name, num_rows, told)
+            self._tell(f"the draft model {self._model.name} does not pay with {num_rows} streams: {told}", None)
             self._is_told = True
         self._recent = _acceptance(FIRST_CHANCE)
         for each in places:
@@ -295,7 +296,7 @@ class ModelSpeculator(Speculator):
         def work() -> None:
             try:
                 job.drafted = compute()
-            except Exception as error:  # whatever it is: answers need no drafts
+            except Exception as error:  # noqa: BLE001 - whatever it is: answers need no drafts
                 job.error = error
 
         self._job = job

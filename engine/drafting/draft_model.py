@@ -69,7 +69,9 @@ class DraftModel:
         self.block_size = runner.pool.block_size
 
     @classmethod
-    def load(cls, config: ClusterConfig, pool: PoolConfig, facts: ModelFacts, vocab_size: int, device: DeviceName) -> DraftModel:
+    def load(
+        cls, config: ClusterConfig, pool: PoolConfig, facts: ModelFacts, vocab_size: int, device: DeviceName
+    ) -> DraftModel:
         """Load the draft model of a worker with such a `pool`, which computes on `device`, with as many threads as torch has.
 
         `vocab_size` is that of the model that is served.
