@@ -98,8 +98,7 @@ def check_draft(config: ClusterConfig, model: Model) -> None:
     draft = _draft(config)
     if draft is None:
         return
-    same = draft.facts.vocab_size == model.facts.vocab_size and _tokens(draft.tokenizer) == _tokens(model.tokenizer)
-    if not same:
+    if _tokens(draft.tokenizer) != _tokens(model.tokenizer):
         problem = f"the vocabulary of {draft.facts.name} is not that of {model.facts.name}: a draft model has to share it"
         raise ConfigError(f"{_DRAFT}: {problem}", param=_DRAFT)
 

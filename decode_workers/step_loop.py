@@ -62,8 +62,8 @@ class StepLoop:
         """Done when the step under way is."""
         self._latest_step_s = 0.0
         self.pace_s = 0.0
-        """How long the latest step took that computed nothing of a prompt, by the tokens that a stream gets in one, in seconds;
-        0 before the first."""
+        """How long the latest step took that computed nothing of a prompt, nor for drafts, by the tokens that a stream gets in
+        one, in seconds; 0 before the first."""
         self.tokens = 0
         """Generated since the start."""
         self._prompt_s = self._prompt_tokens = 0.0
@@ -136,8 +136,10 @@ class StepLoop:
             results = drafted.results(outputs)
             self._speculator.end(drafted, results, now - computing)
             made = zip(results, drafted.counts, strict=True)
-        if not prefilling:
-            self.pace_s = self._latest_step_s / (1.0 if self._speculator is None else self._speculator.tokens_per_stream)
+        if self._speculator is None:
+            self.pace_s = self.pace_s if prefilling else self._latest_step_s
+        elif not (prefilling or self._speculator.took_in):
+            self.pace_s = self._latest_step_s / self._speculator.tokens_per_stream
         for stream, chunk, (tokens, num_drafts) in zip(batch, chunks, made, strict=True):
             if stream.ticket_id in self._scheduler:
                 self._scheduler.computed(stream, chunk)

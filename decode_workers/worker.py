@@ -125,7 +125,7 @@ class DecodeWorker:
         draft, engine, most = self.core.rank.draft, self.core.engine, speculative.num_speculative_tokens
         assert draft is not None, "a draft model was loaded"
         assert isinstance(engine, EngineThread), "and computes in a thread"
-        return ModelSpeculator(most, max_rows, slots, draft, engine.run, config.chunk_tokens, log.info, joined=exact)
+        return ModelSpeculator(most, max_rows, slots, draft, engine.run, config.chunk_tokens, _tell, joined=exact)
 
     def handlers(self) -> dict[type[Any], Handler]:
         """Who answers which message of the role's own."""
@@ -252,3 +252,7 @@ class DecodeWorker:
 
     def _ping(self, peer: bytes, message: Ping) -> None:
         self.ledger.renew(peer)
+
+
+def _tell(message: str, error: Exception | None) -> None:
+    log.log(logging.INFO if error is None else logging.ERROR, message, exc_info=error)

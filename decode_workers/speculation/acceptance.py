@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 FIRST_CHANCE = 0.6
-_FIRST_WEIGHT = 2.0
-"""What a new stream's drafts are expected to be, and for how many drafts this counts."""
-_FADING = 0.9
-"""Weight of all earlier drafts beside a new one: about the latest ten count."""
+"""What the drafts of a stream are expected to be that were looked up."""
 
 
 class Acceptance:
     """Acceptance of one stream. A draft counts if those before it were right: what follows a wrong one says nothing."""
 
-    def __init__(self, first_chance: float = FIRST_CHANCE) -> None:
-        """Until something was seen, the chance is `first_chance`."""
-        self._right = first_chance * _FIRST_WEIGHT
-        self._looked_at = _FIRST_WEIGHT
+    def __init__(self, first_chance: float = FIRST_CHANCE, weight: float = 2.0, fading: float = 0.9) -> None:
+        """Until something was seen, the chance is `first_chance`, which counts as so many drafts as `weight` says.
+
+        `fading` is the weight of all earlier drafts beside a new one: with 0.9 about the latest ten count.
+        """
+        self._right = first_chance * weight
+        self._looked_at = weight
+        self._fading = fading
 
     @property
     def chance(self) -> float:
@@ -26,6 +27,6 @@ class Acceptance:
         """Take note of `num_drafts` drafts in a row, of which the first `num_right` were right."""
         assert 0 <= num_right <= num_drafts, "no more are right than there were"
         looked_at = min(num_right + 1, num_drafts)
-        left = _FADING**looked_at
+        left = self._fading**looked_at
         self._right = left * self._right + num_right
         self._looked_at = left * self._looked_at + looked_at

@@ -5,8 +5,8 @@
 
 The pool holds what can be computed again from a stream's tokens, so it is nobody's to hand over: preemption, migration and
 resumption need nothing of it. Blocks belong to a stream from when it is first drafted for until it leaves its worker. Where
-none are left, those go that were not used for longest, but never those of streams of the same step: others are then not drafted
-for.
+none are left, those go that were not used for longest, but never those of streams that the same step drafts for or takes in:
+others are then not drafted for.
 """
 
 from __future__ import annotations
@@ -93,6 +93,11 @@ class DraftKv:
             del self._holders[drafts]
             self._blocks.free(drafts.blocks)
             drafts.blocks, drafts.computed, drafts.behind = [], 0, ()
+
+    def release_all(self) -> None:
+        """Take all blocks back."""
+        for drafts in list(self._holders):
+            self.release(drafts)
 
     def unused_block(self) -> int | None:
         """A block that is nobody's until the next step; None if there is none."""

@@ -48,6 +48,8 @@ class Speculator(ABC):
         """Times of the steps that verify, by their rows."""
         self._beside_prompts = False
         """Whether the step under way computes several tokens of a prompt, or some of which nothing is sampled."""
+        self.took_in = False
+        """Whether the step under way had tokens computed that are not drafts, so that it took longer than others."""
         self.draft_tokens = self.accepted_tokens = 0
         """Since the start."""
         self.tokens_per_stream = 1.0

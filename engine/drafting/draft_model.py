@@ -49,7 +49,7 @@ class Drafted:
     """What came of it."""
 
     token_ids: Sequence[Sequence[int]]
-    """The drafts of each request, in order."""
+    """The drafts of each request, in order. Fewer than wanted where the next one stands for nothing."""
     steps: Sequence[tuple[int, float]]
     """Rows of each step of the draft model, and the seconds that it took."""
 
@@ -57,17 +57,24 @@ class Drafted:
 class DraftModel:
     """A model with its pool. Used from one thread."""
 
-    def __init__(self, runner: Runner, max_model_len: int) -> None:
-        """`max_model_len`: tokens of context up to which it is asked."""
+    def __init__(self, runner: Runner, max_model_len: int, vocab_size: int) -> None:
+        """`max_model_len`: tokens of context up to which it is asked. `vocab_size`: that of the model that is served, which may
+        have more ids than this one, or fewer, that stand for nothing.
+        """
         self._runner = runner
+        self._vocab_size = vocab_size
         self.name = runner.facts.name
         self.max_model_len = max_model_len
         self.num_blocks = runner.pool.num_blocks
         self.block_size = runner.pool.block_size
 
     @classmethod
-    def load(cls, config: ClusterConfig, pool: PoolConfig, facts: ModelFacts, device: DeviceName) -> DraftModel:
+    def load(
+        cls, config: ClusterConfig, pool: PoolConfig, facts: ModelFacts, vocab_size: int, device: DeviceName
+    ) -> DraftModel:
         """Load the draft model of a worker with such a `pool`, which computes on `device`, with as many threads as torch has.
+
+        `vocab_size` is that of the model that is served.
 
         Takes seconds. Raises ConfigError when it can't be loaded, or where workers compute on GPUs.
         """
@@ -84,12 +91,12 @@ class DraftModel:
             num_kv_tokens=draft_kv_tokens(pool.kv_cache_tokens, facts.max_model_len, config.block_size),
             shared_weights=True,
         )
-        return cls(runner, facts.max_model_len)
+        return cls(runner, facts.max_model_len, vocab_size)
 
     def draft(self, requests: Sequence[DraftRequest]) -> Drafted:
         """Take in the tokens of all requests, and guess what follows."""
         found: list[list[int]] = [[] for _ in requests]
-        chunks = {place: _first_chunk(request) for place, request in enumerate(requests)}
+        chunks = {place: self._first_chunk(request) for place, request in enumerate(requests)}
         steps = []
         while chunks:
             began = time.monotonic()
@@ -98,7 +105,7 @@ class DraftModel:
             steps.append((rows, time.monotonic() - began))
             following = {}
             for (place, chunk), token in zip(chunks.items(), sampled, strict=True):
-                if token is not None:
+                if token is not None and token.token_id < self._vocab_size:
                     found[place].append(token.token_id)
                     if len(found[place]) < requests[place].num_drafts:
                         following[place] = _next_chunk(chunk, token.token_id)
@@ -111,10 +118,11 @@ class DraftModel:
         steps = [step for _ in range(PROBES) for step in self.draft([request]).steps]
         return Drafted((), steps)
 
-
-def _first_chunk(request: DraftRequest) -> Chunk:
-    sampling = request.sampling if request.num_drafts else None
-    return Chunk(request.token_ids, request.start, request.block_table, sampling, request.num_generated)
+    def _first_chunk(self, request: DraftRequest) -> Chunk:
+        last = self._runner.facts.vocab_size - 1
+        token_ids = [min(token_id, last) for token_id in request.token_ids]
+        sampling = request.sampling if request.num_drafts else None
+        return Chunk(token_ids, request.start, request.block_table, sampling, request.num_generated)
 
 
 def _next_chunk(chunk: Chunk, token_id: int) -> Chunk:

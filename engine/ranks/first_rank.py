@@ -133,4 +133,4 @@ class FirstRankActor(WorkerActor):
 
         check_draft(self._config, model)
         device: DeviceName = "cpu" if runner.pool.data.device.type == "cpu" else "cuda"
-        return DraftModel.load(self._config, self._pool, facts, device)
+        return DraftModel.load(self._config, self._pool, facts, model.facts.vocab_size, device)

@@ -284,7 +284,7 @@ async def run_many_decodes(
         return runner(config.decode.kv_cache_tokens, shares, formats[number] if formats else config.kv_cache_dtype)
 
     def draft_of(pool: PoolConfig) -> DraftModel | None:
-        return None if draft is None else DraftModel.load(config, pool, draft, "cpu")
+        return None if draft is None else DraftModel.load(config, pool, draft, facts.vocab_size, "cpu")
 
     servers = [WireServer(SECRET, "127.0.0.1") for _ in range(num_decodes + 1)]
     prefill_runner = runner(config.prefill.kv_cache_tokens)

@@ -19,6 +19,7 @@ from configs.facts import ModelFacts
 from configs.schema import ClusterConfig
 from configs.speculation.config import SpeculativeConfig
 from decode_workers.speculation import model_speculator, speculator
+from decode_workers.speculation.draft_kv import ModelDrafts
 from decode_workers.speculation.draft_rounds import Candidate, Round
 from decode_workers.speculation.model_speculator import RETRY, ModelSpeculator
 from protocol.cluster_view import WorkerState
@@ -200,7 +201,7 @@ def test_streams_that_move_and_workers_that_die(
 
 
 def test_who_leaves_while_drafts_are_computed_gives_all_back(
-    small_model: ModelFacts, drafts: dict[str, ModelFacts], any_counts: None
+    small_model: ModelFacts, drafts: dict[str, ModelFacts], any_counts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cancelled right when the draft model computes for them; the others go on."""
 
@@ -209,26 +210,71 @@ def test_who_leaves_while_drafts_are_computed_gives_all_back(
             wanted: Wanted = [(each, SamplingParams(seed=1, max_tokens=60, temperature=0.0)) for each in EIGHT[:3]]
             expected = await unguessed(many, wanted)
             drafter: Any = many.decodes["decode-0"].core.rank.draft
-            computing, draft = [0], drafter.draft
+            computing, hold, had_blocks, draft, release = [False], [False], list[bool](), drafter.draft, ModelDrafts.release
 
             def late(requests: Any) -> Any:
-                computing[0] = len(requests)
-                time.sleep(0.02)
+                """Computes until somebody has left, if somebody is to leave."""
+                computing[0], deadline = True, time.monotonic() + 5
+                while hold[0] and time.monotonic() < deadline:
+                    time.sleep(0.001)
                 found = draft(requests)
-                computing[0] = 0
+                computing[0] = False
                 return found
 
+            def released(self: ModelDrafts) -> None:
+                if computing[0] and hold[0]:
+                    had_blocks.append(bool(self.blocks))
+                    hold[0] = False
+                release(self)
+
+            monkeypatch.setattr(ModelDrafts, "release", released)
             drafter.draft = late
-            staying = [asyncio.create_task(many.ask(prompt, sampling)) for prompt, sampling in wanted]
             leaving = [asyncio.create_task(many.ask(prompt_of(40, n), SamplingParams(n, 3000))) for n in range(5)]
+            await many.until(lambda: many.running("decode-0") == len(leaving))
+            await many.until(lambda: many.draft_blocks() > 0)
+            staying = [asyncio.create_task(many.ask(prompt, sampling)) for prompt, sampling in wanted]
             for each in leaving:
-                await many.until(lambda: computing[0] > 3)
+                hold[0] = True
+                await many.until(lambda: computing[0])
                 each.cancel()
+                await many.until(lambda: not hold[0])
             await asyncio.wait(leaving)
             assert [each.token_ids for each in await asyncio.gather(*staying)] == [each.token_ids for each in expected]
-            assert many.draft_blocks() >= 0
+            assert len(had_blocks) == len(leaving), "each left while drafts were computed"
+            assert any(had_blocks)
 
     run(scenario())
+
+
+def test_answers_go_on_without_a_draft_model_that_fails(
+    small_model: ModelFacts, drafts: dict[str, ModelFacts], any_counts: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It raises once, with many streams; no answer is the worse for it, and the worker lives."""
+
+    async def scenario() -> None:
+        async with run_many_decodes(small_model, 1, drafting(CONFIG, max_batch_size=64), draft=drafts["right"]) as many:
+            wanted = cases(3)
+            expected = await unguessed(many, wanted)
+            drafter: Any = many.decodes["decode-0"].core.rank.draft
+            calls, draft = [0], drafter.draft
+
+            def failing(requests: Any) -> Any:
+                calls[0] += 1
+                if calls[0] == 8:
+                    raise RuntimeError("no memory for drafts")
+                return draft(requests)
+
+            drafter.draft = failing
+            answers = await ask(many, wanted)
+            assert said(answers) == said(expected)
+            assert sum(answer.resumes for answer in answers) == 0
+            assert calls[0] == 8
+            assert report(many).draft_tokens > 0
+            assert many.draft_blocks() == 0
+
+    run(scenario())
+    [told] = [record for record in caplog.records if "drafts no more" in record.getMessage()]
+    assert told.exc_info is not None, "with the traceback"
 
 
 def test_nothing_is_drafted_beyond_the_draft_models_context(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from configs.models import check_draft, draft_facts, resolve
@@ -36,6 +37,23 @@ def test_it_is_asked_up_to_its_own_context_or_less(make_gguf: Files) -> None:
 def test_it_shares_the_vocabulary(make_gguf: Files) -> None:
     served = make_gguf("served.gguf")
     check_draft(drafted_by(make_gguf("same.gguf", llama__block_count=1), served), resolve(str(served)))
+
+
+def test_ids_at_the_end_that_stand_for_nothing_may_differ(make_gguf: Files) -> None:
+    """Models of one family pad their vocabularies to different sizes."""
+    served = make_gguf("served.gguf")
+    model = resolve(str(served))
+    assert model.tokenizer.byte_level_bpe is not None
+    tokens = [*model.tokenizer.byte_level_bpe.tokens, "", ""]
+    padded = make_gguf(
+        "padded.gguf",
+        tokenizer__ggml__tokens=tokens,
+        tokenizer__ggml__token_type=[3, 3, *[1] * (len(tokens) - 2)],
+        tensors={"token_embd.weight": np.zeros((len(tokens), 32), np.float32)},
+    )
+    assert resolve(str(padded)).facts.vocab_size == model.facts.vocab_size + 2
+    check_draft(drafted_by(padded, served), model)
+    check_draft(drafted_by(served, padded), resolve(str(padded)))
 
 
 def test_another_vocabulary_is_refused_in_one_line(make_gguf: Files) -> None:

@@ -31,7 +31,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> ModelFacts:
 
 @pytest.fixture(scope="module")
 def model(facts: ModelFacts) -> DraftModel:
-    return DraftModel.load(CONFIG, POOL, facts, "cpu")
+    return DraftModel.load(CONFIG, POOL, facts, facts.vocab_size, "cpu")
 
 
 def alone(model: DraftModel, tokens: list[int], count: int, sampling: SamplingParams) -> list[int]:
@@ -79,4 +79,18 @@ def test_its_pool_is_its_own_and_bounded(model: DraftModel) -> None:
 
 def test_what_can_not_be_loaded_is_told(facts: ModelFacts) -> None:
     with pytest.raises(ConfigError, match="draft_model is for processors"):
-        DraftModel.load(CONFIG, POOL, facts, "cuda")
+        DraftModel.load(CONFIG, POOL, facts, facts.vocab_size, "cuda")
+
+
+def test_ids_that_one_of_the_two_models_lacks(model: DraftModel) -> None:
+    """They stand for nothing: such a draft ends the drafts, and such a token of a prompt is another one to the draft model."""
+    tokens, table = [5, 6, 7, 8], range(40, 43)
+    [found] = model.draft([DraftRequest(tokens, 0, table, 4, WAYS[1], 1)]).token_ids
+    highest = max(found)
+    fewer = DraftModel(model._runner, 100, highest)
+    assert list(fewer.draft([DraftRequest(tokens, 0, table, 4, WAYS[1], 1)]).token_ids[0]) == found[: found.index(highest)]
+    last = model._runner.facts.vocab_size - 1
+    beyond, within = (
+        model.draft([DraftRequest([5, token, 7], 0, table, 4, WAYS[0], 1)]).token_ids for token in (last + 64, last)
+    )
+    assert beyond == within

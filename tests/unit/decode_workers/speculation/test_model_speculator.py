@@ -66,25 +66,26 @@ class MadeUpDrafter:
 class Machine:
     """A worker whose plain steps take a second, and `share` more for each further row. Drafts are right by `chance`."""
 
-    def __init__(self, drafter: MadeUpDrafter, share: float, chance: float) -> None:
+    def __init__(self, drafter: MadeUpDrafter, share: float, chance: float, chunk: int = CHUNK) -> None:
         self.drafter, self.share, self.chance, self.told = drafter, share, chance, list[str]()
         self.rng = random.Random(1)
-        self.speculator = ModelSpeculator(
-            4, 64, lambda stream, most: most, drafter, self._run, CHUNK, self.told.append, joined=True
-        )
+        self.speculator = ModelSpeculator(4, 64, lambda stream, most: most, drafter, self._run, chunk, self._tell, joined=True)
         self.seconds = 0.0
+
+    def _tell(self, message: str, error: Exception | None) -> None:
+        self.told.append(message)
 
     def _run(self, work: Callable[[], None]) -> Awaitable[None]:
         work()
         job = self.speculator._job
         assert job is not None
-        assert job.drafted is not None
-        self.seconds += sum(seconds for _, seconds in job.drafted.steps)
+        if job.drafted is not None:
+            self.seconds += sum(seconds for _, seconds in job.drafted.steps)
         return Done()
 
     def step(self, batch: list[Stream]) -> list[int]:
         """One step; how many drafts each stream had."""
-        chunks = [Chunk(each.token_ids[-1:], len(each.token_ids) - 1, [0], SAMPLING, each.num_generated) for each in batch]
+        chunks = [Chunk(each.token_ids[-1:], len(each.token_ids) - 1, [0], each.sampling, each.num_generated) for each in batch]
         self.speculator.ahead(batch, chunks)
         step = self.speculator.begin(batch, chunks)
         results = []
@@ -162,6 +163,106 @@ def test_drafts_are_taken_up_again_when_they_pay() -> None:
     assert not any(machine.step([stream])[0] for _ in range(RETRY // 2))
     machine.drafter.step_s = 0.1
     assert sum(machine.step([stream])[0] > 0 for _ in range(2 * RETRY)) > 100, "until its context is full"
+
+
+LIKE_MEASURED = MadeUpDrafter(0.393, 0.057), 0.105
+"""The default model's four bits beside its bfloat16 weights."""
+
+
+def answers(length: int, chance: float, seed: int) -> tuple[float, float]:
+    """Have 40 answers of 128 tokens made, one by one; return tokens by step and by second, which are one without drafts."""
+    machine = Machine(*LIKE_MEASURED, chance, 64)
+    machine.rng = random.Random(seed)
+    tokens = steps = 0
+    for number in range(40):
+        stream = stream_of(length, number, SamplingParams(seed=1, max_tokens=128))
+        while stream.num_generated < 128:
+            machine.step([stream])
+            steps += 1
+        tokens += stream.num_generated - 1
+        if stream.drafts is not None:
+            stream.drafts.release()
+    return tokens / steps, tokens / machine.seconds
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("length", "chance", "by_step", "by_second"), [(20, 0.95, 3.5, 1.3), (286, 0.95, 3.0, 1.1)])
+def test_prompts_are_taken_in_and_some_misses_turn_nothing_off(
+    length: int, chance: float, by_step: float, by_second: float, seed: int
+) -> None:
+    """Streams come with a prompt to take in, and of twenty drafts one is wrong."""
+    found = answers(length, chance, seed)
+    assert found[0] > by_step
+    assert found[1] > by_second
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("length", [20, 286])
+@pytest.mark.parametrize("chance", [0.0, 0.2, 0.6, 0.7, 0.8])
+def test_what_is_taken_in_for_nothing_is_bounded(length: int, chance: float, seed: int) -> None:
+    assert answers(length, chance, seed)[1] > 0.965
+
+
+class StopsShort(MadeUpDrafter):
+    """Its second draft would end the answer."""
+
+    def draft(self, requests: Sequence[DraftRequest]) -> Drafted:
+        drafted = super().draft(requests)
+        return Drafted([[*found[:1], *[9] * len(found[1:])] for found in drafted.token_ids], drafted.steps)
+
+
+def test_drafts_that_can_not_be_verified_count() -> None:
+    """One of four may be verified, and is right. What follows it is never what was drafted."""
+    machine = Machine(StopsShort(0.1, 0.002), 0.05, 1.0)
+    stream = stream_of(4, sampling=SamplingParams(seed=1, max_tokens=10_000, stop_token_ids=(9,)))
+    drafter = machine.drafter
+    drafter.holds = lambda drafts, tokens: True  # type: ignore[method-assign]  # what it computed are sevens
+    for _ in range(150):
+        machine.step([stream])
+    assert max(each.num_drafts for each in drafter.requests) == 4
+    assert all(each.num_drafts < 4 for each in drafter.requests[-50:])
+
+
+@pytest.mark.parametrize("prompt_tokens", [0, 6, CHUNK, 3 * CHUNK])
+def test_taking_in_leaves_a_prompts_chunk_its_time(prompt_tokens: int) -> None:
+    """In one step no more is computed of both than of a prompt alone."""
+    machine, stream = Machine(MadeUpDrafter(0.1, 0.002), 0.05, 1.0), stream_of(200)
+    for _ in range(3):
+        machine.step([stream])
+    machine.drafter.requests.clear()
+    other = stream_of(500, 1)
+    chunks = [Chunk(stream.token_ids[-1:], len(stream.token_ids) - 1, [0], SAMPLING, 1)]
+    batch = [stream]
+    if prompt_tokens:
+        other.computed = 0
+        chunks.append(Chunk(other.token_ids[:prompt_tokens], 0, [0], None, 0))
+        batch.append(other)
+    machine.speculator.ahead(batch, chunks)
+    taken = sum(len(each.token_ids) for each in machine.drafter.requests)
+    assert taken == max(0, CHUNK - prompt_tokens)
+    assert machine.speculator.took_in == (taken > 0), "such a step says nothing of the pace"
+
+
+class Failing(MadeUpDrafter):
+    """Raises in its fifth call."""
+
+    calls = 0
+
+    def draft(self, requests: Sequence[DraftRequest]) -> Drafted:
+        self.calls += 1
+        if self.calls == 5:
+            raise RuntimeError("no memory")
+        return super().draft(requests)
+
+
+def test_a_draft_model_that_fails_is_asked_no_more() -> None:
+    drafter = Failing(0.1, 0.002)
+    machine, batch = Machine(drafter, 0.05, 1.0), [stream_of(30, number) for number in range(3)]
+    counts = [sum(machine.step(batch)) for _ in range(60)]
+    assert drafter.calls == 5
+    assert not any(counts[-40:])
+    assert machine.speculator.kv.num_free == drafter.num_blocks, "and no block is held for it"
+    assert machine.told == ["the draft model made-up fails, so this worker drafts no more"]
 
 
 def test_who_gets_none() -> None:
