@@ -6,8 +6,8 @@
     nothing asked for `idle_s`                0, where the range begins there
     a request waits for a role at 0           1, at once
 
-A hold lasts as long as a start, and `hold_s` at most: a worker that nobody needs has then cost what it costs to start it again,
-so whatever comes next, this is at most twice what somebody would pay who knew it (the rule for renting or buying skis).
+A hold lasts as long as a start, and `hold_s` at most. A worker that nobody needs has then cost what it costs to start it again.
+So whatever comes next, this is at most twice what somebody would pay who knew it (the rule for renting or buying skis).
 For less than the present size, the needed number is that of a demand that takes half a worker more: near the edge of a size,
 demand that goes up and down does not make the size do so.
 """

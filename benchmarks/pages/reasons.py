@@ -22,12 +22,6 @@ REASONS: dict[tuple[str, str, str], str] = {
     ("kills_avx2", "decode workers killed", "c2340de10055"): _FEWER,
     ("paced_kills", "minutes of faults", "f720062ca32a"): "It was ended early; `make bench` runs it for 20 minutes.",
     ("scale", "simulated requests with 1,000 workers", "28e4a8a93fe7"): _FEWER,
-    ("autoscale", "Azure's hour: worker-hours, in those of an oracle", "e29c2abdc5ce"): (
-        "What was needed for a peak is held for two minutes and more, which is long in an hour of ten minutes."
-    ),
-    ("autoscale", "a synthetic day: changes of direction, both roles", "e29c2abdc5ce"): (
-        "Demand near the edge of a size makes it swing until the hold has grown."
-    ),
     ("speculation_avx512_bf16", "random text, times as fast, lowest end of 95 %, 1 thread", "32b756ae3882"): (
         "Three rounds are too few: the mean is 1.01."
     ),

@@ -62,6 +62,15 @@ def test_a_role_that_sleeps_by_decision_is_ready_and_one_that_is_missing_is_not(
         change_view(cluster, workers=(starting,), wanted={Role.PREFILL: 0, Role.DECODE: 1})
         await cluster.until(lambda: cluster.router.ready_problem() == "no prefill worker is ready")
 
+    run_cluster(test, prefill=0, decode=0, autoscale={"sizes": {"prefill": "0..1"}})
+
+
+def test_a_role_that_nobody_wakes_is_missing_though_none_is_wanted(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        cluster.add(Role.DECODE)
+        change_view(cluster, wanted={Role.PREFILL: 0, Role.DECODE: 1})
+        await cluster.until(lambda: cluster.router.ready_problem() == "no prefill worker is ready")
+
     run_cluster(test, prefill=0, decode=0)
 
 
