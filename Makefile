@@ -49,23 +49,24 @@ install: $(VENV)/.installed
 serve: install
 	@exec $(BIN)/tandem serve $(ARGS)
 
-# Unit tests share the cores. Workers and clusters have them to themselves, for their leases and steps are of real time.
+# Tests of parts share the cores. Clusters have them to themselves, for their leases and steps are of real time.
 UNIT := -n 2 --dist loadfile tests/unit
-WORKERS := tests/fault tests/integration tests/gpu
+PARTS := $(UNIT) tests/fault
+CLUSTERS := tests/integration tests/gpu
 
 test: lint
-	$(BIN)/pytest $(UNIT) -m "not slow" $(ARGS)
-	$(BIN)/pytest $(WORKERS) -m "not slow" $(ARGS)
+	$(BIN)/pytest $(PARTS) -m "not slow" $(ARGS)
+	$(BIN)/pytest $(CLUSTERS) -m "not slow" $(ARGS)
 
 test-slow: $(VENV)/.installed-test
-	$(BIN)/pytest $(UNIT) tests/fault -m slow $(ARGS)
-	$(BIN)/pytest $(filter-out tests/fault,$(WORKERS)) -m slow $(ARGS)
+	$(BIN)/pytest $(PARTS) -m slow $(ARGS)
+	$(BIN)/pytest $(CLUSTERS) -m slow $(ARGS)
 
 test-all: test
 	$(MAKE) test-slow
 
 coverage: $(VENV)/.installed-test
-	$(BIN)/pytest $(UNIT) tests/fault --cov $(ARGS)
+	$(BIN)/pytest $(PARTS) --cov $(ARGS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
