@@ -246,7 +246,11 @@ class InputTokensDetails(TypedDict):
 
 @exact
 class OutputTokensDetails(TypedDict):
+    """Tokens of reasoning, which there are none of, and of guesses, where the request asks for them."""
+
     reasoning_tokens: Count
+    accepted_prediction_tokens: NotRequired[Count]
+    rejected_prediction_tokens: NotRequired[Count]
 
 
 @exact
