@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -105,3 +106,23 @@ def saved(model: Any, facts: ModelFacts, folder: Path) -> ModelFacts:
     """Save the model's weights and configuration in a folder; the facts with the path of its file."""
     model.save_pretrained(folder)
     return replace(facts, weight_files=(folder / "model.safetensors",))
+
+
+BYTE_TOKENS = 257
+"""Tokens of the vocabulary of `save_byte_tokenizer`: one for each byte, and the end."""
+BYTE_END = 256
+"""Its token that ends an answer."""
+
+
+def save_byte_tokenizer(folder: Path) -> None:
+    """Save a tokenizer with a token for each byte beside a model, as `save_pretrained` would leave it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>"])
+    assert tokenizer.get_vocab_size() == BYTE_TOKENS
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))

@@ -187,6 +187,18 @@ class ManyDecodes:
         (worker,) = (each for each in self.alive() if each.me.worker_id == worker_id)
         await worker.core.take_role(duty)
 
+    async def flip_at_random(self, rng: random.Random, longest_s: float, over: asyncio.Event) -> int:
+        """Flip workers, each a while after the last one, as long as somebody does the work of each role. Return how often."""
+        count, names = 0, ["prefill-0", *self.decodes]
+        while not over.is_set():
+            name, duty = rng.choice(names), rng.choice(list(Duty))
+            there = [duty, *(self.controller.duty_of(each) for each in names if each != name)]
+            if all(any(each.does(role) for each in there) for role in Role):
+                await self.flip(name, duty)
+                count += 1
+            await asyncio.sleep(rng.uniform(0.0, longest_s))
+        return count
+
     async def kill(self, worker_id: str) -> None:
         self.tasks[worker_id].cancel()
         await asyncio.wait((self.tasks[worker_id],))

@@ -22,11 +22,10 @@ from decode_workers.speculation import model_speculator, speculator
 from decode_workers.speculation.draft_kv import ModelDrafts
 from decode_workers.speculation.draft_rounds import Candidate, Round
 from decode_workers.speculation.model_speculator import RETRY, ModelSpeculator
-from protocol.cluster_view import WorkerState
 from protocol.sampling import SamplingParams
 from tests.fault.many_decodes import CONFIG, COPYING, ManyDecodes, run_many_decodes
 from tests.fault.scenarios import prompt_of, run, seeds, slow
-from tests.fault.test_speculation import EIGHT, GRAMMAR, Wanted, ask, cases, report, said, unguessed
+from tests.fault.test_speculation import EIGHT, GRAMMAR, Wanted, ask, cases, move_and_kill, report, said, unguessed
 from tests.tiny_models import random_model, saved
 
 DRAFTED = SpeculativeConfig(method="draft_model", model="small", num_speculative_tokens=5)
@@ -183,19 +182,7 @@ def test_streams_that_move_and_workers_that_die(
         async with run_many_decodes(small_model, 3, config, draft=drafts["right"]) as many:
             wanted = [(prompt, replace(sampling, stop_token_ids=())) for prompt, sampling in cases(seed, 250)]
             expected = await unguessed(many, wanted)
-            many.step_s = 0.01  # so that streams still run when they are to move
-            asking = [asyncio.create_task(many.ask(prompt, sampling)) for prompt, sampling in wanted]
-            await many.until(lambda: sum(many.running(worker_id) for worker_id in many.decodes) == 8)
-            [first, *_] = [worker_id for worker_id in many.decodes if many.running(worker_id)]
-            await many.drain(first)
-            await many.until(lambda: many.moves().get("moved", 0) > 0)
-            [second, *_] = [worker_id for worker_id in many.decodes if worker_id != first and many.running(worker_id)]
-            many.controller.mark(first, WorkerState.READY)
-            await many.kill(second)
-            answers = await asyncio.gather(*asking)
-            assert [each.token_ids for each in answers] == [each.token_ids for each in expected]
-            assert sum(answer.resumes for answer in answers) > 0
-            del many.decodes[second]
+            await move_and_kill(many, wanted, expected)
 
     run(scenario())
 

@@ -119,21 +119,7 @@ def test_any_flips_under_load_change_nothing(small_model: ModelFacts, seed: int)
             wanted = cases(seed, 150)
             expected = await undisturbed(many, wanted)
             over = asyncio.Event()
-
-            async def flipping() -> int:
-                count = 0
-                while not over.is_set():
-                    worker_id = rng.choice(["prefill-0", *many.decodes])
-                    duty = rng.choice(list(Duty))
-                    others = [each for each in ("prefill-0", *many.decodes) if each != worker_id]
-                    there = [duty, *(many.controller.duty_of(each) for each in others)]
-                    if all(any(each.does(role) for each in there) for role in Role):
-                        await many.flip(worker_id, duty)
-                        count += 1
-                    await asyncio.sleep(rng.uniform(0.0, 0.05))
-                return count
-
-            flips = asyncio.create_task(flipping())
+            flips = asyncio.create_task(many.flip_at_random(rng, 0.05, over))
             for _ in range(3):
                 assert same(await ask_all(many, wanted), expected)
             over.set()

@@ -13,7 +13,6 @@ import torch
 
 from configs.facts import KvCacheDtype, ModelFacts
 from configs.schema import ClusterConfig
-from engine.batch import Chunk
 from engine.memory.kv_pool import KVPool, token_bytes
 from engine.model_runner import DtypeName, ModelRunner
 from kv_transfer.fingerprints.pushes import first_difference, push_fingerprints
@@ -24,6 +23,7 @@ from protocol.cache.reset import CacheReset
 from protocol.cluster_view import WorkerState
 from protocol.messages import FetchFrom, KvLayout, Release, Role
 from tests.fault import many_decodes, two_workers
+from tests.fault.alone import said_alone
 from tests.fault.many_decodes import run_many_decodes
 from tests.fault.scenarios import Reference, greedy, prompt_of, run, slow
 from tests.fault.test_colocated import answer_here
@@ -50,21 +50,7 @@ def alone(wide_model: ModelFacts) -> Reference:
     """Greedy tokens of one worker that computes everything itself, each prompt in one piece."""
     runner = ModelRunner.load(wide_model, dtype="float32", kv_cache_dtype="int8", block_size=8, num_kv_tokens=4096)
     assert runner.arithmetic.endswith(" float32 auto kv-int8"), "its self-test passed"
-
-    def generate(prompt: list[int], max_tokens: int, stops: bool = True) -> list[int]:
-        tokens, sampling = list(prompt), greedy(max_tokens) if stops else endless(max_tokens)
-        computed = 0
-        while len(tokens) < len(prompt) + max_tokens:
-            chunk = Chunk(tokens[computed:], computed, range(512), sampling=sampling, num_generated=len(tokens) - len(prompt))
-            (token,) = runner.execute([chunk])
-            assert token is not None
-            computed = len(tokens)
-            tokens.append(token.token_id)
-            if stops and token.token_id == 0:
-                break
-        return tokens[len(prompt) :]
-
-    return generate
+    return said_alone(runner)
 
 
 @pytest.mark.parametrize("length", [1, 8, 33, 100])

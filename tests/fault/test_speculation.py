@@ -106,6 +106,23 @@ async def unguessed(many: ManyDecodes, wanted: Wanted) -> list[Said]:
     return await ask(many, plain, salt="unguessed")
 
 
+async def move_and_kill(many: ManyDecodes, wanted: Wanted, expected: list[Said]) -> None:
+    """Ask; drain a worker meanwhile, and kill another one. The answers are the expected ones all the same."""
+    many.step_s = 0.01  # so that streams still run when they are to move
+    asking = [asyncio.create_task(many.ask(prompt, sampling)) for prompt, sampling in wanted]
+    await many.until(lambda: sum(many.running(worker_id) for worker_id in many.decodes) == 8)
+    [first, *_] = [worker_id for worker_id in many.decodes if many.running(worker_id)]
+    await many.drain(first)
+    await many.until(lambda: many.moves().get("moved", 0) > 0)
+    [second, *_] = [worker_id for worker_id in many.decodes if worker_id != first and many.running(worker_id)]
+    many.controller.mark(first, WorkerState.READY)
+    await many.kill(second)
+    answers = await asyncio.gather(*asking)
+    assert [each.token_ids for each in answers] == [each.token_ids for each in expected]
+    assert sum(answer.resumes for answer in answers) > 0
+    del many.decodes[second]
+
+
 def report(many: ManyDecodes, name: str = "decode-0") -> LoadReport:
     return many.decodes[name].core.load()
 
@@ -223,19 +240,7 @@ def test_streams_that_move_and_workers_that_die(small_model: ModelFacts, guesses
             wanted = [(prompt, replace(sampling, stop_token_ids=())) for prompt, sampling in cases(seed, 250)]
             expected = await unguessed(many, wanted)
             guesses.learn(wanted, expected)
-            many.step_s = 0.01  # so that streams still run when they are to move
-            asking = [asyncio.create_task(many.ask(prompt, sampling)) for prompt, sampling in wanted]
-            await many.until(lambda: sum(many.running(worker_id) for worker_id in many.decodes) == 8)
-            [first, *_] = [worker_id for worker_id in many.decodes if many.running(worker_id)]
-            await many.drain(first)
-            await many.until(lambda: many.moves().get("moved", 0) > 0)
-            [second, *_] = [worker_id for worker_id in many.decodes if worker_id != first and many.running(worker_id)]
-            many.controller.mark(first, WorkerState.READY)
-            await many.kill(second)
-            answers = await asyncio.gather(*asking)
-            assert [each.token_ids for each in answers] == [each.token_ids for each in expected]
-            assert sum(answer.resumes for answer in answers) > 0
-            del many.decodes[second]
+            await move_and_kill(many, wanted, expected)
 
     run(scenario())
 

@@ -83,19 +83,7 @@ def test_workers_change_their_roles_while_prompts_and_streams_fill_their_pools(
         rng = random.Random(seed)
         async with run_many_decodes(windowed, 2, tight(1200, 1200, "always")) as many:
             over = asyncio.Event()
-
-            async def flipping() -> int:
-                count, names = 0, ["prefill-0", *many.decodes]
-                while not over.is_set():
-                    name, duty = rng.choice(names), rng.choice(list(Duty))
-                    there = [duty, *(many.controller.duty_of(each) for each in names if each != name)]
-                    if all(any(each.does(role) for each in there) for role in Role):
-                        await many.flip(name, duty)
-                        count += 1
-                    await asyncio.sleep(rng.uniform(0.0, 0.1))
-                return count
-
-            flips = asyncio.create_task(flipping())
+            flips = asyncio.create_task(many.flip_at_random(rng, 0.1, over))
             for _ in range(2):
                 assert await ask_all(many, 100) == expected
             over.set()

@@ -11,10 +11,9 @@ from typing import Any
 
 from configs.facts import ModelFacts
 from configs.schema import ClusterConfig
-from engine.batch import Chunk
 from engine.model_runner import ModelRunner
-from tests.fault.scenarios import Reference, greedy, prompt_of
-from tests.fault.test_migration import endless
+from tests.fault.alone import said_alone
+from tests.fault.scenarios import Reference, prompt_of
 from tests.tiny_models import random_model, saved, tiny_facts
 
 WINDOW = 50
@@ -37,22 +36,7 @@ def windowed_model(folder: Path) -> ModelFacts:
 
 def alone_of(facts: ModelFacts, **format: Any) -> Reference:
     """Greedy tokens of one worker that computes everything itself, and keeps it."""
-    runner = ModelRunner.load(facts, dtype="float32", block_size=8, num_kv_tokens=8192, **format)
-
-    def generate(prompt: list[int], max_tokens: int, stops: bool = True) -> list[int]:
-        tokens, sampling = list(prompt), greedy(max_tokens) if stops else endless(max_tokens)
-        computed = 0
-        while len(tokens) < len(prompt) + max_tokens:
-            chunk = Chunk(tokens[computed:], computed, range(1024), sampling=sampling, num_generated=len(tokens) - len(prompt))
-            (token,) = runner.execute([chunk])
-            assert token is not None
-            computed = len(tokens)
-            tokens.append(token.token_id)
-            if stops and token.token_id == 0:
-                break
-        return tokens[len(prompt) :]
-
-    return generate
+    return said_alone(ModelRunner.load(facts, dtype="float32", block_size=8, num_kv_tokens=8192, **format))
 
 
 def with_pools(config: ClusterConfig, prefill: int, decode: int, **more: Any) -> ClusterConfig:

@@ -21,11 +21,11 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
 from configs.facts import YarnScaling
-from tests.tiny_models import random_model, saved, tiny_facts
+from tests.tiny_models import BYTE_END, BYTE_TOKENS, random_model, save_byte_tokenizer, saved, tiny_facts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -38,22 +38,16 @@ SECONDS = 900
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama of two layers with YaRN, as `save_pretrained` would leave it."""
     folder = tmp_path_factory.mktemp("long") / "long"
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|end|>"])
     facts = tiny_facts(
         "long",
         **{"hidden_size": 64, "intermediate_size": 64, "num_heads": 1, "num_kv_heads": 1, "head_dim": 64},
-        vocab_size=tokenizer.get_vocab_size(),
-        eos_token_ids=(256,),
+        vocab_size=BYTE_TOKENS,
+        eos_token_ids=(BYTE_END,),
         max_model_len=CONTEXT,
         rope_scaling=YarnScaling(32.0, 4096, 1.3),
     )
     saved(random_model(facts, seed=5), facts, folder)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
+    save_byte_tokenizer(folder)
     return folder
 
 

@@ -13,11 +13,10 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import Qwen3ForCausalLM
 
 from configs.facts import Architecture
-from tests.tiny_models import random_model, saved, tiny_facts
+from tests.tiny_models import BYTE_END, BYTE_TOKENS, random_model, save_byte_tokenizer, saved, tiny_facts
 
 PROMPTS = [[5, 9, 2, 77], list(range(3, 90)), [200, 31] * 40, [17]]
 """Token ids that both models have."""
@@ -45,23 +44,17 @@ def greedy(url: str, model: str, prompt: list[int]) -> list[int]:
 def small_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random two-layer Qwen3 with 4 heads and 2 KV heads, as `save_pretrained` would leave it."""
     folder = tmp_path_factory.mktemp("qwen3") / "small-qwen3"
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|end|>"])
     facts = tiny_facts(
         "small-qwen3",
         architecture=Architecture.QWEN3,
         intermediate_size=128,
-        vocab_size=tokenizer.get_vocab_size(),
+        vocab_size=BYTE_TOKENS,
         tie_word_embeddings=False,
-        eos_token_ids=(256,),
+        eos_token_ids=(BYTE_END,),
         qk_norm=True,
     )
     saved(random_model(facts, seed=11), facts, folder)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
+    save_byte_tokenizer(folder)
     return folder
 
 
