@@ -137,22 +137,22 @@ class Autoscaler:
         """Take what a router tells."""
         before = self._meter.num_arrived
         self._meter.observe(seen, now)
-        self._history.add(self._meter.num_arrived - before, now + self.wall_ahead_s)
+        self._history.add(self._meter.num_arrived - before, self._wall(now))
 
     def wake(self, present: Present, now: float) -> SizeDecision | None:
         """A decision if a request waits for a role that sleeps, which is there at once, paused or not."""
-        ranges = ranges_at(self._config, now + self.wall_ahead_s)
+        ranges = ranges_at(self._config, self._wall(now))
         served = (Role.PREFILL,) if present.both else ()
         asleep = [role for role in self._needed if present.wanted.get(role) == 0 and role in ranges and role not in served]
         if not asleep or not self._meter.demand(now).waiting:
             return None
         names = " and ".join(role.value for role in asleep)
         sizes = {**present.wanted, **dict.fromkeys(asleep, 1)}
-        return SizeDecision(now + self.wall_ahead_s, sizes, f"{names} 0 → 1: a request waits")
+        return SizeDecision(self._wall(now), sizes, f"{names} 0 → 1: a request waits")
 
     def decide(self, present: Present, now: float) -> SizeDecision | None:
         """A decision if other sizes are wanted from now on."""
-        ranges = ranges_at(self._config, now + self.wall_ahead_s)
+        ranges = ranges_at(self._config, self._wall(now))
         start_s = present.start_s or FIRST_START_S
         demand = self._meter.demand(now, start_s)
         reported = any(demand.role(role).workers for role in Role)
@@ -177,7 +177,7 @@ class Autoscaler:
         )
         if sizes == dict(present.wanted):
             return None
-        return SizeDecision(now + self.wall_ahead_s, sizes, _words(present.wanted, sizes, needs))
+        return SizeDecision(self._wall(now), sizes, _words(present.wanted, sizes, needs))
 
     def pause(self, reason: str) -> None:
         """Make no decision until `resume`, for the given reason."""
@@ -192,6 +192,10 @@ class Autoscaler:
         has_come = present.settled or now - self._decided_at > max(self._config.hold_s, _LATE_START * start_s)
         return has_come and now - self._began >= self._config.hold_s
 
+    def _wall(self, now: float) -> float:
+        """What the wall clock says at this time."""
+        return now + self.wall_ahead_s
+
     def _needs(self, demand: Demand, present: Present, start_s: float, now: float) -> dict[Role, Need]:
         """What each role needs."""
         if demand.idle_s >= self._config.idle_s:
@@ -202,7 +206,7 @@ class Autoscaler:
             return {role: Need(present.wanted[role], present.wanted[role], "nothing is known yet") for role in self._roles}
         pace = self._trust.pace(demand, self._times)
         self._trust.note(demand, now)
-        wall = now + self.wall_ahead_s
+        wall = self._wall(now)
         ahead_s = start_s + 1.0  # by then, a worker that is wanted now takes requests
         growth = self._history.growth(wall, ahead_s)
         later = max(growth, self._history.growth(wall, ahead_s + self._config.hold_s))

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from configs.facts import ModelFacts, WeightFormat, kv_head_bytes
 from configs.machine import processor_features
-from configs.model_files.kv_window import KvWindow, decode_at_once, prefill_at_once
+from configs.model_files.kv_window import AT_ONCE, KvWindow
 from configs.models import draft_facts
 from configs.paced.profile import TOKEN_BYTES, load_paced_profile
 from configs.schema import ClusterConfig, PoolConfig
@@ -136,11 +136,10 @@ def with_fitting_pools(config: ClusterConfig, facts: ModelFacts, memory_bytes: i
     if wanted <= room or not wanted:
         return config
     context, window = config.max_model_len or facts.max_model_len, KvWindow.of(facts, config.engine)
-    at_once = {"prefill": prefill_at_once, "decode": decode_at_once}
     updates = {}
     for name, pool in pools.items():
         if name not in chosen:
-            least = at_once[name](config, window, context)
+            least = AT_ONCE[name](config, window, context)
             tokens = max(least, int(pool.kv_cache_tokens * max(0.0, room / wanted)))
             blocks = -(-tokens // config.block_size) if tokens == least else tokens // config.block_size
             updates[name] = pool.model_copy(update={"kv_cache_tokens": min(pool.kv_cache_tokens, blocks * config.block_size)})

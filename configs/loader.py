@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 from configs.addresses import is_loopback
 from configs.autoscale import RoleName
 from configs.facts import ModelFacts
-from configs.model_files.kv_window import WHOLE, KvWindow, decode_at_once, prefill_at_once
+from configs.model_files.kv_window import AT_ONCE, WHOLE, KvWindow
 from configs.model_files.rope import stretching
 from configs.paced.profile import DEFAULT_PROFILE, default_sizes, load_paced_profile
 from configs.schema import DEFAULT_TIER, ClusterConfig, PoolConfig
@@ -356,13 +356,13 @@ def _contradictions(config: ClusterConfig) -> list[tuple[str, str]]:
 
 def _too_small(config: ClusterConfig, window: KvWindow, num_tokens: int) -> list[tuple[str, str]]:
     """Pools whose whole blocks can't hold what is seen of one request of this many tokens."""
-    found, at_once = [], {"prefill": prefill_at_once, "decode": decode_at_once}
+    found = []
     for role, pool in _pools(config):
         num_blocks = pool.kv_cache_tokens // config.block_size
         if num_blocks == 0:
             problem = f"{pool.kv_cache_tokens} is less than one block of {config.block_size}"
             found.append((f"{role}.kv_cache_tokens", problem))
-        elif num_blocks * config.block_size < at_once[role](config, window, num_tokens):
+        elif num_blocks * config.block_size < AT_ONCE[role](config, window, num_tokens):
             problem = f"{pool.kv_cache_tokens} ({num_blocks} blocks) can't hold one request of {num_tokens} tokens"
             found.append((f"{role}.kv_cache_tokens", problem))
     return found

@@ -13,6 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 from engine.batch import SampledToken
@@ -50,7 +51,7 @@ class PrefillWorker:
         self._max_queued = core.config.prefill.max_queued_requests
         self._send = core.endpoint.send
         self._cache = core.cache
-        growth = lambda: core.growth_beside(self)  # noqa: E731
+        growth = partial(core.growth_beside, self)
         self._scheduler = PrefillScheduler(core.cache, core.block_size, core.config.prefill, growth, core.window)
         self._tokens, self._seconds = 0, 0.0
         self._wake = asyncio.Event()

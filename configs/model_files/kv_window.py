@@ -63,5 +63,7 @@ def decode_at_once(config: ClusterConfig, window: KvWindow, num_tokens: int) -> 
     return window.at_once(num_tokens, max(config.chunk_tokens, config.block_size))
 
 
+AT_ONCE = {"prefill": prefill_at_once, "decode": decode_at_once}
+"""Both, by the role's name."""
 WHOLE = KvWindow(2**62)
 """Without a window: a token sees all before it."""

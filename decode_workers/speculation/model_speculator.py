@@ -21,6 +21,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from configs.arithmetic import ceil_div
 from decode_workers.speculation.acceptance import Acceptance
 from decode_workers.speculation.draft_kv import DraftKv, ModelDrafts
 from decode_workers.speculation.draft_rounds import Candidate, Round, best_round, is_worth_making_up
@@ -337,4 +338,4 @@ def _bare(sampling: SamplingParams) -> SamplingParams:
 
 def _alike(num_rows: int) -> int:
     """The number of rows under which a step of the draft model is timed."""
-    return num_rows if num_rows <= _EXACT_ROWS else -(-num_rows // _EXACT_ROWS) * _EXACT_ROWS
+    return num_rows if num_rows <= _EXACT_ROWS else ceil_div(num_rows, _EXACT_ROWS) * _EXACT_ROWS

@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from configs.arithmetic import ceil_div
 from configs.model_files.kv_window import WHOLE, KvWindow
 from engine.memory.prefix_cache import PrefixCache
 
@@ -84,7 +85,7 @@ class BlockTables:
 
     def at_once(self, num_tokens: int) -> int:
         """The most blocks that a sequence of so many tokens has at a time, while it is computed step by step."""
-        return -(-self._window.at_once(num_tokens, self._step_tokens) // self._block_size)
+        return ceil_div(self._window.at_once(num_tokens, self._step_tokens), self._block_size)
 
     def match(self, keys: Sequence[bytes]) -> int:
         """The largest number of leading blocks behind which a sequence of these keys can go on: all that is read from there on

@@ -14,6 +14,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from protocol.messages import Duty
+
 RATE_S = 3.0
 """Rates and busy fractions are of the last so many seconds."""
 LATENCY_S = 30.0
@@ -65,7 +67,7 @@ class Poll:
 
     def of_role(self, role: str) -> list[Worker]:
         """Return the workers of a role, those that do both with the decode workers."""
-        return [worker for worker in self.workers if ("decode" if worker["role"] == "both" else worker["role"]) == role]
+        return [worker for worker in self.workers if Duty(worker["role"]).role.value == role]
 
     @property
     def roles(self) -> list[str]:
