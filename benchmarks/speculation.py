@@ -48,6 +48,8 @@ CONFIG = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2
 CONFIGS = {"ngram": CONFIG, "draft_model": {"method": "draft_model", "model": "smollm2", "num_speculative_tokens": 4}}
 QUANTIZATION = {"ngram": "auto", "draft_model": "none"}
 """Of the served model, by method."""
+ROUNDS = {"ngram": 10, "draft_model": 4}
+"""Ten where the default is decided."""
 THREADS = (1, 2)
 ANSWER = 128
 WORKLOADS: dict[str, tuple[Callable[[int], CopyPrompts | RandomPrompts], float, int, int]] = {
@@ -67,7 +69,7 @@ _COUNTERS = ("spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens", 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--method", default="ngram", choices=list(CONFIGS))
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, help="ten with ngram, four with a draft model")
     parser.add_argument("--peer-rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, nargs="+", default=list(THREADS))
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
@@ -75,6 +77,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8199)
     add_state(parser)
     options = parser.parse_args()
+    options.rounds = options.rounds or ROUNDS[options.method]
     journal = journal_of(parser, options)
     result = measured(options, journal)
     name = "speculation" if options.method == "ngram" else f"speculation_{options.method}"

@@ -145,7 +145,7 @@ _COSTS = (
     Part(
         "draft_model",
         "What does a draft model bring?",
-        45,
+        25,
         "speculation_draft_model",
         SERVING,
         "benchmarks.speculation",
