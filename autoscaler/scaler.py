@@ -58,7 +58,7 @@ class Present:
     start_s: float | None
     """Seconds that the latest starts took; None before the first."""
     both: int = 0
-    """Number of decode workers that compute prompts for others, too: prefill does not sleep then."""
+    """Number of decode workers that are ready and compute prompts for others, too: nobody wakes prefill then."""
 
     @property
     def settled(self) -> bool:
@@ -142,8 +142,8 @@ class Autoscaler:
     def wake(self, present: Present, now: float) -> SizeDecision | None:
         """A decision if a request waits for a role that sleeps, which is there at once, paused or not."""
         ranges = ranges_at(self._config, self._wall(now))
-        served = (Role.PREFILL,) if present.both else ()
-        asleep = [role for role in self._needed if present.wanted.get(role) == 0 and role in ranges and role not in served]
+        covered = (Role.PREFILL,) if present.both else ()
+        asleep = [role for role in self._needed if present.wanted.get(role) == 0 and role in ranges and role not in covered]
         if not asleep or not self._meter.demand(now).waiting:
             return None
         names = " and ".join(role.value for role in asleep)

@@ -228,6 +228,7 @@ def transport_alone(name: str, rounds: int) -> dict[str, Any]:
         def receive() -> None:
             for group in groups:
                 receiver.receive(group, slots)
+            receiver.flush()
 
         def transfer() -> None:
             arriving = decode.submit(receive)

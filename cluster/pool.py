@@ -6,6 +6,7 @@
     scale down or drain of a STARTING worker: gone at once
     READY ──hand_over──► READY in the other role's pool, the same life, one term later (take)
     READY ──turn──► READY in the same pool, of which some do the other role's work, too; one term later
+    READY ──hand_on_both──► READY, and does both in the place of one that is not READY
     READY ──leave──► READY, but no longer counted: another one begins in its place (begin_missing) ──due──► DRAINING ──► gone
 
 A pool can be made from the record of a former one (`resume`): who was READY stays so, drains go on, and what was starting
@@ -261,6 +262,11 @@ class Pool:
         """Number of workers that are to stay and do the work of both roles."""
         return sum(member.info.both for member in self._staying())
 
+    @property
+    def both_wanted(self) -> int:
+        """Number of workers that are to do the work of both roles: `num_both`, and those that are missing."""
+        return self._both
+
     def both_ready(self) -> list[str]:
         """The ids of those of them that take requests."""
         return [member.info.worker_id for member in self._ready() if member.info.both]
@@ -307,15 +313,16 @@ class Pool:
         self._both += 1 if both else -1
         return [TakeRole(worker_id, member.info.epoch, self._give(member, both=both))]
 
-    def stand_in(self) -> list[Action]:
-        """Have the READY worker with the highest index do both from now on, if there is one and none does so already."""
+    def hand_on_both(self) -> list[Action]:
+        """Where some are to do both and none of them is READY, have another one that is READY do so in the place of one."""
         ready = self._ready()
-        if not ready or any(member.info.both for member in ready):
+        if not self._both or not ready or self.both_ready():
             return []
-        member = max(ready, key=lambda member: member.index)
-        duty = self._give(member, both=True)
-        self._both = max(self._both, self.num_both)
-        return [TakeRole(member.info.worker_id, member.info.epoch, duty)]
+        if self.num_both == self._both:
+            late = next(member for member in self._staying() if member.info.both)  # it has nothing, or gives it away
+            self._members[late.info.worker_id] = replace(late, info=replace(late.info, both=False))
+        heir = max(ready, key=lambda member: member.index)
+        return [TakeRole(heir.info.worker_id, heir.info.epoch, self._give(heir, both=True))]
 
     def leave(self, worker_id: str, epoch: int, told: Leaving) -> list[Action]:
         """Have this life leave its node, which will go. Idempotent; what is said later about the same node counts.

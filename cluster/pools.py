@@ -11,7 +11,8 @@ While a new configuration is rolled out (cluster.rollout), each role has a secon
 revision. In the end one of the two revisions is empty, and forgotten.
 
 A decode worker that does the work of both roles is one more decode worker in every number, but for one thing: while one is
-ready, prefill can do without workers of its own.
+ready, prefill can do without workers of its own. Where one is to do both, and nobody who is READY computes prompts, a decode
+worker that is READY does so at once, in the place of one that is not.
 
 Workers on standby (`autoscale.standby`) are up and have the model. They are a pool of their own, which counts as one of decode
 workers to whom nobody gives work; going over from it is a flip, and as quick.
@@ -141,13 +142,13 @@ class Pools:
         """
         present = self.wanted()
         asleep, decode = not present.get(Role.PREFILL, 1), self._pools[Role.DECODE]
-        both = decode.num_both if asleep else len(decode.both_ready())  # prefill goes only where one is READY
+        both = decode.both_wanted if asleep else len(decode.both_ready())  # prefill goes only where one is READY
         both = min(both, sizes.get(Role.DECODE, present[Role.DECODE]))  # those go last
         self._spare_prefill(both)
         for role, workers in sizes.items():
             if role not in self.roles:
                 raise InvalidRequestError("this cluster is colocated: its decode workers compute the prompts", param=role.value)
-            least, most = self._pools[role].least, pool_of(self._config, role).max_workers
+            least, most = min(self._pools[role].least, present[role]), pool_of(self._config, role).max_workers
             if not least <= workers <= most:
                 problem = f"{role.value} must be {least} to {most} workers ({role.value}.max_workers), got {workers}"
                 raise InvalidRequestError(problem, param=role.value)
@@ -159,7 +160,7 @@ class Pools:
         actions += self._from_standby(sizes) + self._to_standby(sizes)
         for role, workers in sizes.items():
             actions += self._pools[role].scale(workers)
-        return actions + self._standby.scale(self._config.autoscale.standby)
+        return actions + self._standby.scale(self._config.autoscale.standby) + self._hand_on_both()
 
     def with_standby(self, sizes: Mapping[Role, int]) -> dict[Role, int]:
         """Sizes as they count for the room that they take."""
@@ -176,7 +177,7 @@ class Pools:
             raise InvalidRequestError(f"{worker_id} is on standby and has no work; it can be restarted", param="worker")
         if not restart:
             self._check_others_compute(worker_id)
-        return pool.drain(worker_id, restart=restart)
+        return pool.drain(worker_id, restart=restart) + self._hand_on_both()
 
     def heed(self, told: Mapping[WorkerLife, Leaving], now: float, check_room: CheckRoom) -> list[Action]:
         """Have these lives leave their nodes, which will go, and go on with those that do so already.
@@ -187,8 +188,7 @@ class Pools:
         for life, leaving in told.items():
             pool = self._find(life.worker_id)
             actions += [] if pool is None else pool.leave(*life, leaving)
-        if self._both_needed(self.wanted().get(Role.PREFILL, 1)) and not self.ready()[Role.PREFILL]:
-            actions += self._pools[Role.DECODE].stand_in()
+        actions += self._hand_on_both()
         for pool in (*self._serving(), self._standby):
             begun, no_room = self._begin_missing(pool, check_room)
             others = [each for each in self._serving() if each.role is pool.role and each.revision != pool.revision]
@@ -290,14 +290,19 @@ class Pools:
         return self._pool_with(worker_id).duty_of(worker_id)
 
     @property
-    def num_both(self) -> int:
-        """Number of workers that are to stay and do the work of both roles."""
-        return self._pools[Role.DECODE].num_both
+    def both_wanted(self) -> int:
+        """Number of workers that are to do the work of both roles."""
+        return self._pools[Role.DECODE].both_wanted
+
+    @property
+    def both_ready(self) -> int:
+        """Number of workers that do so, stay, and take requests."""
+        return len(self._pools[Role.DECODE].both_ready())
 
     def tell(self, worker_id: str, event: Callable[[Pool], list[Action]]) -> list[Action]:
         """Tell the pool that a worker is in now what has become of it. Of a worker in none, nobody wants to hear."""
         pool = self._find(worker_id)
-        return [] if pool is None else event(pool)
+        return [] if pool is None else event(pool) + self._hand_on_both()
 
     def _flips_towards(self, wanted: Mapping[Role, int]) -> list[Action]:
         actions: list[Action] = []
@@ -336,6 +341,11 @@ class Pools:
         if does_both and not others and self._config.autoscale.least(Role.PREFILL.value) and not self.ready()[Role.PREFILL]:
             problem = f"{worker_id} is the only worker that computes prompts for others: add a prefill worker first"
             raise InvalidRequestError(problem, param="worker")
+
+    def _hand_on_both(self) -> list[Action]:
+        """Have a decode worker that is READY do both where one is to, and nobody who is READY computes prompts."""
+        computes = self.ready().get(Role.PREFILL, 0) or self.both_ready
+        return [] if computes else self._pools[Role.DECODE].hand_on_both()
 
     def why_not_alike(self) -> str | None:
         """What keeps workers of one role from doing the other's work; None if they can."""

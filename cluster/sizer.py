@@ -138,7 +138,7 @@ class PoolSizer:
 
     def _present(self) -> Present:
         supervisor = self._supervisor
-        return Present(supervisor.wanted(), supervisor.ready(), supervisor.start_s, supervisor.pools.num_both)
+        return Present(supervisor.wanted(), supervisor.ready(), supervisor.start_s, supervisor.pools.both_ready)
 
     async def _decide(self) -> None:
         saved_at = time.monotonic()
@@ -163,14 +163,19 @@ class PoolSizer:
         """Want what there is room for. What has no room is said once."""
         wanted = self._supervisor.wanted()
         sizes, problem = _fitting(decision.sizes, wanted, room, self._supervisor.with_standby)
-        if sizes == wanted and problem == self._problem:
+        done = sizes != wanted
+        if done:
+            try:
+                self._supervisor.scale(sizes, room.check)
+            except InvalidRequestError as refusal:  # nobody would be left who computes prompts
+                done, problem = False, refusal.message
+        if not done and problem == self._problem:
             return
         if problem not in (None, self._problem):
             log.warning("autoscaler: %s", problem)
         self._problem = problem
-        if sizes != wanted:
+        if done:
             log.info("autoscaler: %s", decision.reason)
-            self._supervisor.scale(sizes, room.check)
             self._running().keep(replace(decision, sizes=sizes))
         await self._changed()
 

@@ -107,7 +107,7 @@ class Rollouts:
         if asleep or config.autoscale.standby:
             problem = f"{asleep[0]} has no workers now" if asleep else "there are workers on standby (autoscale.standby)"
             raise InvalidRequestError(f"nothing can be rolled out while {problem}", param="config")
-        if pools.num_both:
+        if pools.both_wanted:
             raise InvalidRequestError("nothing can be rolled out while a worker does both: flip it to one role", param="config")
         revision = pools.latest + 1
         state = RolloutState(revision, RolloutPhase.STARTING, 0.0, changes, targets, "its first workers start")

@@ -113,7 +113,7 @@ def _wakes(view: ClusterView, role: Role, config: ClusterConfig) -> bool:
     if config.autoscale.least(role.value) > 0:
         return False
     workers = [info for info in view.workers if info.duty.does(role) and not info.standby]
-    if view.wanted.get(role) == 0 and not any(info.both for info in workers):
+    if view.wanted.get(role) == 0 and not any(info.both and info.state is WorkerState.READY for info in workers):
         return True
     return bool(workers) and all(info.state is WorkerState.STARTING and not info.quick_ends for info in workers)
 

@@ -9,7 +9,7 @@ With `--config`, the controller does all of it (`cluster.commands.workers.new_co
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,7 +30,7 @@ from cluster.commands.lib.waiting import (
 )
 from cluster.commands.workers.new_config import abort, parse_share, try_config
 from protocol.errors import InvalidRequestError, UnavailableError
-from protocol.messages import Duty, Role
+from protocol.messages import Role
 
 Report = Callable[[str], None]
 """A function that is told what is being done, in words for people."""
@@ -81,11 +81,7 @@ def roll_out(client: ApiClient, room_s: float, wait_s: float) -> None:
             progress.update(bar, description=text)
 
         for role, workers in old.items():
-            # While those that do both restart, somebody else has to compute the prompts.
-            alone = not old[Role.PREFILL] and any(worker["role"] == Duty.BOTH.value for worker in workers)
-            with ExitStack() as beside:
-                for each, number in [(Role.PREFILL, 0)] * alone + [(role, len(workers))] * bool(workers):
-                    beside.enter_context(_one_more(client, each, number, room_s, wait_s, report))
+            with _one_more(client, role, len(workers), room_s, wait_s, report) if workers else nullcontext():
                 _restart_each(client, workers, wait_s, report, lambda: progress.advance(bar))
         _restart_each(client, waiting, wait_s, report, lambda: progress.advance(bar))
         report("all workers are new")

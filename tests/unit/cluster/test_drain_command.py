@@ -90,24 +90,6 @@ def test_a_rollout_restarts_all_with_one_more_beside_them() -> None:
     assert set(cluster.fewest.values()) == {2}, "there were never fewer"
 
 
-def test_somebody_else_computes_prompts_while_those_that_do_both_restart() -> None:
-    cluster = PooledCluster()
-    cluster.pools[Role.PREFILL].least = 0
-    cluster.pools[Role.PREFILL].scale(0)
-    for worker_id in ("worker-0", "worker-1"):
-        cluster.pools[Role.PREFILL].drained(worker_id, 1)
-    cluster.pools[Role.DECODE].turn("worker-3", both=True)
-    roll_out(cluster, 1, 1)  # type: ignore[arg-type]
-    assert [body for path, body in cluster.orders if path == "/admin/scale"] == [
-        {"prefill": 1},
-        {"decode": 3},
-        {"decode": 2},
-        {"prefill": 0},
-    ]
-    rows = cluster.get("/admin/status")["workers"]
-    assert [(row["role"], row["epoch"]) for row in rows] == [("decode", 2), ("both", 2)]
-
-
 @pytest.mark.parametrize(("paused", "told"), [(None, ["pause", "resume"]), ("by hand", [])])
 def test_a_rollout_keeps_the_autoscaler_quiet_and_lets_it_go_on(paused: str | None, told: list[str]) -> None:
     cluster = PooledCluster(autoscaler={"paused": paused})

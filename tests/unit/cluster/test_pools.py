@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.nodes.leaving import Leaving
-from cluster.pool import Drain, Pool, Remove, Start, TakeRole
+from cluster.pool import Action, Drain, Pool, Remove, Start, TakeRole
 from cluster.pools import CheckRoom, Pools
 from configs.loader import load_config
 from configs.schema import ClusterConfig, DecodeConfig, PrefillConfig
@@ -328,7 +328,7 @@ def test_the_next_life_of_a_worker_that_does_both_does_so_too() -> None:
     assert pools.drain("worker-0", restart=False) == [Drain("worker-0", 1)]
     again = Pools(ClusterConfig(), pools.records(), pools.standby_record(), pools.epochs)
     assert again.workers() == pools.workers()
-    assert again.num_both == 1
+    assert again.both_wanted == 1
 
 
 def test_who_comes_in_the_place_of_one_that_did_both_does_so_too() -> None:
@@ -346,7 +346,7 @@ def test_a_worker_that_is_ready_stays_rather_than_one_that_does_both_and_is_not(
     pools.tell("worker-1", lambda pool: pool.lost("worker-1", 1, "killed"))
     assert not any(isinstance(action, Drain) for action in pools.scale({Role.DECODE: 1}, anything_fits))
     assert [info.worker_id for info in taking(pools)] == ["worker-0", "worker-2"]
-    assert pools.num_both == 0
+    assert pools.both_wanted == 0
 
 
 def test_the_last_prefill_worker_does_not_go_before_one_that_does_both_is_ready() -> None:
@@ -359,34 +359,79 @@ def test_the_last_prefill_worker_does_not_go_before_one_that_does_both_is_ready(
     assert pools.scale({Role.PREFILL: 0}, anything_fits) == [Drain("worker-0", 1)]
 
 
-@pytest.mark.parametrize("room", [True, False])
-def test_a_decode_worker_stands_in_for_the_only_one_that_does_both_and_leaves(room: bool) -> None:
-    def nothing_fits(sizes: object, roles: object) -> None:
-        raise InvalidRequestError("no room", param="decode")
-
+@pytest.mark.parametrize("end", ["killed", "restarted", "its node leaves", "its node leaves, without room"])
+def test_another_decode_worker_does_both_at_once_where_nobody_else_computes_prompts(end: str) -> None:
     pools = started(1, 2)
-    pools.flip("worker-2", Duty.BOTH)
+    pools.flip("worker-1", Duty.BOTH)
     pools.scale({Role.PREFILL: 0}, anything_fits)
-    actions = pools.heed(told("worker-2"), 1.0, anything_fits if room else nothing_fits)
-    assert TakeRole("worker-1", 1, Duty.BOTH) in actions
-    assert duties(pools)["worker-1"] is Duty.BOTH
+    match end:
+        case "killed":
+            actions = die(pools, "worker-1")
+        case "restarted":
+            actions = pools.drain("worker-1", restart=True)
+        case "its node leaves":
+            actions = pools.heed(told("worker-1"), 1.0, anything_fits)
+        case _:
+            actions = pools.heed(told("worker-1"), 1.0, nothing_fits)
+    assert TakeRole("worker-2", 1, Duty.BOTH) in actions
     starts = [action for action in actions if isinstance(action, Start)]
-    assert [duties(pools)[start.worker_id] for start in starts] == [Duty.DECODE] * room
+    assert [duties(pools)[start.worker_id] for start in starts] == [Duty.DECODE] * len(starts)
+    assert pools.both_wanted == 1
+    if end in ("killed", "restarted"):
+        assert duties(pools)["worker-1"] is Duty.DECODE
+
+
+def test_of_two_that_leave_the_first_one_in_their_place_that_is_ready_does_both() -> None:
+    pools = started(1, 2)
+    pools.flip("worker-1", Duty.BOTH)
+    pools.scale({Role.PREFILL: 0}, anything_fits)
+    starts = pools.heed(told("worker-1", "worker-2"), 1.0, anything_fits)
+    (plain,) = (action.worker_id for action in starts if duties(pools)[action.worker_id] is Duty.DECODE)
+    ready(pools, plain)
+    assert duties(pools)[plain] is Duty.BOTH
+    assert pools.both_wanted == 1
+
+
+def test_nobody_does_both_in_the_place_of_one_that_is_not_wanted_any_more() -> None:
+    pools = started(1, 3)
+    pools.flip("worker-1", Duty.BOTH)
+    pools.heed(told("worker-1"), 1.0, nothing_fits)
+    assert pools.both_wanted == 1
+    pools.scale({Role.DECODE: 2}, anything_fits)
+    assert pools.both_wanted == 0
+    (start,) = pools.scale({Role.DECODE: 3}, anything_fits)
+    assert duties(pools)[start.worker_id] is Duty.DECODE
+
+
+def nothing_fits(wanted: Mapping[Role, int], asked: Collection[Role]) -> None:
+    """A check of the room for workers that finds none."""
+    raise InvalidRequestError("no room", param="decode")
+
+
+def die(pools: Pools, worker_id: str) -> list[Action]:
+    return pools.tell(worker_id, partial(Pool.lost, worker_id=worker_id, epoch=pools.epochs[worker_id], error="killed"))
 
 
 MOVES = st.sampled_from(["flip", "flip", "die", "born", "drain", "restart", "scale", "leave", "heed", "again"])
+MOVE = st.tuples(MOVES, st.integers(0, 5), st.sampled_from(list(Duty)), st.integers(0, 3), st.booleans())
 
 
-@given(st.lists(st.tuples(MOVES, st.integers(0, 5), st.sampled_from(list(Duty)), st.integers(0, 3)), max_size=30))
+@settings(max_examples=500)
+@given(st.lists(MOVE, max_size=30))
 def test_whatever_is_asked_somebody_computes_prompts_and_somebody_decodes(
-    moves: list[tuple[str, int, Duty, int]],
+    moves: list[tuple[str, int, Duty, int, bool]],
 ) -> None:
-    """As far as orders go: who is wanted covers both roles, and one who is READY before an order is so after it."""
+    """Who is wanted covers both roles. No order takes a role the last READY worker that serves it, and what befalls one worker
+    takes none from a role that another READY one can serve.
+    """
     pools = started(2, 2, most=4)
-    for move, index, duty, number in moves:
-        infos = pools.workers()
+    for move, index, duty, number, room in moves:
+        infos, check_room = pools.workers(), anything_fits if room else nothing_fits
+        if not infos:  # all have left, and there was no room
+            pools.heed({}, 100.0, anything_fits)
+            continue
         info = infos[index % len(infos)]
-        served = {role for role in Role if any(each.duty.does(role) for each in taking(pools))}
+        before, others = served_by(infos), served_by([each for each in infos if each is not info])
         with contextlib.suppress(InvalidRequestError):
             match move:
                 case "flip":
@@ -394,26 +439,38 @@ def test_whatever_is_asked_somebody_computes_prompts_and_somebody_decodes(
                 case "drain" | "restart":
                     pools.drain(info.worker_id, restart=move == "restart")
                 case "scale":
-                    pools.scale({Role.PREFILL: number % 3, Role.DECODE: index % 4}, anything_fits)
+                    pools.scale({Role.PREFILL: number % 3, Role.DECODE: index % 4}, check_room)
                 case "die":
-                    pools.tell(info.worker_id, partial(Pool.lost, worker_id=info.worker_id, epoch=info.epoch, error="killed"))
+                    die(pools, info.worker_id)
                 case "born":
                     ready(pools, info.worker_id, info.epoch)
                 case "leave":
-                    pools.heed({WorkerLife(info.worker_id, info.epoch): Leaving(0.0, 100.0)}, 1.0, anything_fits)
+                    pools.heed({WorkerLife(info.worker_id, info.epoch): Leaving(0.0, 100.0)}, 1.0, check_room)
                 case "heed":
-                    pools.heed({}, 100.0, anything_fits)
+                    pools.heed({}, 100.0, check_room)
                 case "again":
-                    before = pools.workers()
                     pools = Pools(pools.config, pools.records(), pools.standby_record(), pools.epochs)
-                    assert pools.workers() == before
-        wanted = pools.wanted()
-        assert wanted[Role.DECODE] >= 1
-        assert wanted[Role.PREFILL] >= 1 or pools.num_both >= 1
-        assert len(pools.workers()) == len({each.worker_id for each in pools.workers()})
-        assert all(each.role is Role.DECODE for each in pools.workers() if each.both)
-        if move in ("flip", "drain", "scale", "leave"):
-            assert served <= {role for role in Role if any(each.duty.does(role) for each in taking(pools))}
+                    assert pools.workers() == infos
+        check_covered(pools)
+        kept = others if move in ("die", "restart", "leave") else before
+        assert kept <= served_by(pools.workers())
+
+
+def check_covered(pools: Pools) -> None:
+    """What is wanted serves both roles. Where one is to do both, somebody READY computes prompts if somebody READY decodes."""
+    infos, wanted = pools.workers(), pools.wanted()
+    served = served_by(infos)
+    assert wanted[Role.DECODE] >= 1
+    assert wanted[Role.PREFILL] or pools.both_wanted
+    assert Role.PREFILL in served or not pools.both_wanted or Role.DECODE not in served
+    assert len(infos) == len({each.worker_id for each in infos})
+    assert all(each.role is Role.DECODE for each in infos if each.both)
+
+
+def served_by(infos: Iterable[WorkerInfo]) -> set[Role]:
+    """Roles that a worker serves which is READY and stays."""
+    serve = [info for info in infos if info.state is WorkerState.READY and info.leaves_at is None]
+    return {role for role in Role if any(info.duty.does(role) for info in serve)}
 
 
 def taking(pools: Pools) -> list[WorkerInfo]:

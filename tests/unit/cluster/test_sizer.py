@@ -17,9 +17,9 @@ from cluster.sizer import PoolSizer, _fitting, step_times
 from cluster.supervisor import Supervisor
 from configs.loader import load_config
 from configs.schema import ClusterConfig
-from protocol.cluster_view import DemandCounts, RouterObservation
+from protocol.cluster_view import DemandCounts, RouterObservation, SizeDecision
 from protocol.errors import UnavailableError
-from protocol.messages import Role
+from protocol.messages import Duty, Role
 from tests.unit.cluster.test_supervisor import ScriptedLauncher, ScriptedRecords
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
@@ -146,6 +146,25 @@ def test_what_has_no_room_is_not_asked_for_and_said() -> None:
         assert supervisor.view().version == version, "and it is said once"
 
     sized(scene, workers=1)
+
+
+def test_a_size_with_which_nobody_would_compute_prompts_is_refused_and_said_once() -> None:
+    async def scene(supervisor: Supervisor, sizer: PoolSizer, records: KeptRecords) -> None:
+        both = next(info.worker_id for info in supervisor.view().workers if info.role is DECODE)
+        supervisor.flip(both, Duty.BOTH)
+        supervisor.scale({PREFILL: 0}, lambda sizes, roles: None)
+        versions = set()
+        for _ in range(2):
+            await sizer._do(SizeDecision(0.0, {PREFILL: 0, DECODE: 0}, "decode 1 → 0: idle"), room(settings))
+            versions.add(supervisor.view().version)
+        shown = supervisor.view().autoscaler
+        assert shown is not None
+        assert shown.problem == "nobody would be left who computes prompts: want a prefill worker, too"
+        assert supervisor.wanted() == {PREFILL: 0, DECODE: 1}
+        assert (len(versions), shown.decisions) == (1, ())
+
+    settings = config(autoscale__sizes="decode=0..4", decode__workers=1)
+    sized(scene, settings)
 
 
 def test_as_many_as_fit() -> None:

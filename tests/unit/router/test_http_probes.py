@@ -58,9 +58,11 @@ def test_a_role_that_sleeps_by_decision_is_ready_and_one_that_is_missing_is_not(
         await cluster.until(lambda: cluster.router.ready_problem() is None)
         [row] = (await cluster.http.get("/admin/status")).json()["workers"]
         assert row["role"] == "both"
-        starting = replace(decode, both=True, epoch=2, ref=None, state=WorkerState.STARTING, quick_ends=1)
-        change_view(cluster, workers=(starting,), wanted={Role.PREFILL: 0, Role.DECODE: 1})
+        starting = replace(decode, worker_id="decode-1", both=True, ref=None, state=WorkerState.STARTING, quick_ends=1)
+        change_view(cluster, workers=(decode, starting))
         await cluster.until(lambda: cluster.router.ready_problem() == "no prefill worker is ready")
+        change_view(cluster, wanted={Role.PREFILL: 0, Role.DECODE: 2})
+        await cluster.until(lambda: cluster.router.ready_problem() is None)
 
     run_cluster(test, prefill=0, decode=0, autoscale={"sizes": {"prefill": "0..1"}})
 
