@@ -67,7 +67,7 @@ def of(many: ManyDecodes, name: str = "decode-0") -> ModelSpeculator:
     return found
 
 
-@pytest.mark.parametrize("seed", seeds(1, 8))
+@pytest.mark.parametrize("seed", seeds(1, 4, thorough=8))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("disaggregation", ["always", "never"])
 def test_every_kind_of_sampling_says_the_same(
@@ -105,7 +105,7 @@ def test_unpenalized_drafts_of_the_same_model_are_all_right(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", seeds(1, 5))
+@pytest.mark.parametrize("seed", seeds(1, 3, thorough=5))
 def test_streams_that_run_out_of_blocks_say_the_same(
     small_model: ModelFacts, drafts: dict[str, ModelFacts], any_counts: None, seed: int, kind: str
 ) -> None:
@@ -126,7 +126,7 @@ def test_streams_that_run_out_of_blocks_say_the_same(
     run(scenario())
 
 
-@pytest.mark.parametrize("seed", seeds(1, 5))
+@pytest.mark.parametrize("seed", seeds(1, 3, thorough=5))
 def test_more_streams_than_rows_take_turns(
     small_model: ModelFacts, drafts: dict[str, ModelFacts], any_counts: None, seed: int
 ) -> None:
@@ -171,7 +171,7 @@ def test_the_first_rank_of_a_gang_drafts_for_all(
     run(scenario())
 
 
-@pytest.mark.parametrize("seed", seeds(1, 5))
+@pytest.mark.parametrize("seed", seeds(1, 3, thorough=5))
 def test_streams_that_move_and_workers_that_die(
     small_model: ModelFacts, drafts: dict[str, ModelFacts], any_counts: None, seed: int
 ) -> None:

@@ -16,14 +16,15 @@ from configs.facts import ModelFacts, YarnScaling
 from configs.schema import ClusterConfig
 from prefill_workers.scheduler import PlannedChunk, PrefillScheduler, Prompt
 from protocol.messages import Attach, Attached, Release
-from tests.fault.scenarios import greedy, prompt_of, run, slow
+from tests.fault.scenarios import THOROUGH, greedy, prompt_of, run
 from tests.fault.two_workers import TwoWorkers, run_two_workers
 from tests.tiny_models import random_model, saved, tiny_facts
 
 CONTEXT = 131_072
 ANSWER = 4
 pytestmark = pytest.mark.timeout(1800)
-LENGTHS = [32_768, *slow([CONTEXT - ANSWER])]
+LENGTHS = [32_768, *([CONTEXT - ANSWER] if THOROUGH else [])]
+"""128k tokens over HTTP: tests/integration/test_long_prompts.py."""
 SECONDS = 600
 CHUNK = 256
 

@@ -136,7 +136,7 @@ def cases(seed: int, max_tokens: int = 90) -> Wanted:
     return [(prompt, varied(rng, max_tokens)) for prompt in EIGHT]
 
 
-@pytest.mark.parametrize("seed", seeds(2, 12))
+@pytest.mark.parametrize("seed", seeds(2, 6, thorough=12))
 @pytest.mark.parametrize("disaggregation", ["always", "never"])
 def test_every_kind_of_sampling_says_the_same(
     small_model: ModelFacts, guesses: Guesses, rows: str, seed: int, disaggregation: str
@@ -160,7 +160,7 @@ def test_every_kind_of_sampling_says_the_same(
     run(scenario())
 
 
-@pytest.mark.parametrize("seed", seeds(2, 10))
+@pytest.mark.parametrize("seed", seeds(2, 6, thorough=10))
 def test_streams_that_run_out_of_blocks_say_the_same(small_model: ModelFacts, guesses: Guesses, rows: str, seed: int) -> None:
     config = guessing(CONFIG, kv_cache_tokens=256, max_batch_size=64)
 
@@ -177,7 +177,7 @@ def test_streams_that_run_out_of_blocks_say_the_same(small_model: ModelFacts, gu
     run(scenario())
 
 
-@pytest.mark.parametrize("seed", seeds(1, 5))
+@pytest.mark.parametrize("seed", seeds(1, 3, thorough=5))
 def test_more_streams_than_rows_take_turns(small_model: ModelFacts, guesses: Guesses, rows: str, seed: int) -> None:
     """Guesses get the rows that are left, and none where streams wait."""
     config = guessing(CONFIG, max_batch_size=4)
@@ -192,7 +192,7 @@ def test_more_streams_than_rows_take_turns(small_model: ModelFacts, guesses: Gue
     run(scenario())
 
 
-@pytest.mark.parametrize("seed", seeds(1, 5))
+@pytest.mark.parametrize("seed", seeds(1, 3, thorough=5))
 @pytest.mark.parametrize("grammar", [GRAMMAR, JSON])
 def test_grammars_are_followed_along_the_guesses(
     small_model: ModelFacts, guesses: Guesses, rows: str, seed: int, grammar: str
@@ -230,7 +230,7 @@ def test_the_ranks_of_a_gang_agree_on_the_rows(
     run(scenario())
 
 
-@pytest.mark.parametrize("seed", seeds(1, 5))
+@pytest.mark.parametrize("seed", seeds(1, 3, thorough=5))
 def test_streams_that_move_and_workers_that_die(small_model: ModelFacts, guesses: Guesses, rows: str, seed: int) -> None:
     """Copies, a drain, and the death of another worker, all while tokens are guessed."""
     config = guessing(COPYING, max_batch_size=64)
@@ -245,7 +245,7 @@ def test_streams_that_move_and_workers_that_die(small_model: ModelFacts, guesses
     run(scenario())
 
 
-@pytest.mark.parametrize("seed", seeds(1, 5))
+@pytest.mark.parametrize("seed", seeds(1, 3, thorough=5))
 def test_streams_leave_a_worker_that_flips(small_model: ModelFacts, guesses: Guesses, rows: str, seed: int) -> None:
     """Tokens are guessed where they come from and where they go, and the index of their tokens begins anew there."""
     config = guessing(CONFIG, max_batch_size=64)
@@ -271,7 +271,7 @@ def test_streams_leave_a_worker_that_flips(small_model: ModelFacts, guesses: Gue
     run(scenario())
 
 
-@pytest.mark.parametrize("seed", seeds(1, 5))
+@pytest.mark.parametrize("seed", seeds(1, 3, thorough=5))
 def test_paced_workers_guess_too(guesses: Guesses, seed: int) -> None:
     """Each token is a hash of the KV before it, read through the block table: a guess that was left there would show."""
     config = PACED.model_copy(update={"speculative_config": NGRAM})

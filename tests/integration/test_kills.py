@@ -28,9 +28,9 @@ def two_decodes(cluster: Any) -> Any:
     return cluster
 
 
-def streams_of_every_kind_under_kills(cluster: Any) -> None:
-    """Kill decode workers while they run; every answer must be the undisturbed one."""
-    requests = [Request(kind, number, 60) for number in range(2) for kind in KINDS]
+def streams_of_every_kind_under_kills(cluster: Any, each: int) -> None:
+    """Kill decode workers while so many of each run; every answer must be the undisturbed one."""
+    requests = [Request(kind, number, 60) for number in range(each) for kind in KINDS]
 
     async def disturb(client: httpx.AsyncClient, answers: list[Answered]) -> None:
         rng = random.Random(1)
@@ -52,7 +52,7 @@ def streams_of_every_kind_under_kills(cluster: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)  # tool calls of 600 tokens, twice
 def test_every_kind_of_stream_outlives_its_workers(two_decodes: Any) -> None:
-    streams_of_every_kind_under_kills(two_decodes)
+    streams_of_every_kind_under_kills(two_decodes, 1)
 
 
 @pytest.mark.slow
@@ -77,7 +77,7 @@ def test_so_it_is_in_the_default_dtype_where_its_arithmetic_does_not_vary(
 
     first = texts()
     assert len(set(first)) == 3
-    streams_of_every_kind_under_kills(cluster)
+    streams_of_every_kind_under_kills(cluster, 2 if kv_cache_dtype == "auto" else 1)
     assert texts() == texts() == first
     metrics = httpx.get(f"{cluster.url}/metrics").text
     assert not re.search(r"^tandem:inexact_streams_total\S* [1-9]", metrics, re.MULTILINE)
