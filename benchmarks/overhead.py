@@ -31,8 +31,6 @@ from protocol.sampling import SamplingParams
 
 PROMPT_TOKENS = 32
 TURN = 10
-ENGINE_S = 0.04
-"""About what one prefill takes; only the pauses depend on it."""
 STREAMS, STREAM_PROMPT, STREAM_ANSWER = 16, 64, 192
 BLOCK_SIZE = 16
 
@@ -62,7 +60,10 @@ def measure_first_token(port: int, requests: int) -> dict[str, Any]:
         began = time.perf_counter()
         http_s = [first_token_s(connection, prompt) for prompt in prompts]
         request_s = (time.perf_counter() - began) / TURN
-        engine_s = [prefill_s(runner, prompt, request_s) for prompt in prompts]
+        engine_s: list[float] = []
+        for prompt in prompts:
+            pause_s = request_s - engine_s[-1] if engine_s else 0.0
+            engine_s.append(prefill_s(runner, prompt, max(0.0, pause_s)))
         if turn:
             through_http += http_s[1:]
             in_engine += engine_s[1:]
@@ -75,11 +76,11 @@ def measure_first_token(port: int, requests: int) -> dict[str, Any]:
     }
 
 
-def prefill_s(runner: ModelRunner, prompt: list[int], period_s: float) -> float:
-    """One prefill at the end of a period."""
+def prefill_s(runner: ModelRunner, prompt: list[int], pause_s: float) -> float:
+    """One prefill after a pause."""
     sampling = SamplingParams(seed=0, max_tokens=2, temperature=0.0)
     chunk = Chunk(token_ids=prompt, start=0, block_table=range(PROMPT_TOKENS // BLOCK_SIZE), sampling=sampling, num_generated=0)
-    time.sleep(max(0.0, period_s - ENGINE_S))
+    time.sleep(pause_s)
     began = time.perf_counter()
     runner.execute([chunk])
     return time.perf_counter() - began
